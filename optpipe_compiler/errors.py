@@ -1,0 +1,49 @@
+"""The family of errors that a user can cause; each class owns the exit code of its failure."""
+
+from __future__ import annotations
+
+
+class OptPipeError(Exception):
+    """Base of all expected failures: its text is one clear sentence for the user."""
+
+    exit_code = 70
+
+
+class Rejected(OptPipeError):
+    """A check said no: `verify` found violations, or `run --check` found a difference."""
+
+    exit_code = 1
+
+
+class BadInput(OptPipeError):
+    """A file or an option is wrong; the text names the file, the JSON path, the value and what was expected."""
+
+    exit_code = 2
+
+
+class Infeasible(OptPipeError):
+    """No schedule fits the caps; the text names the device, the missing bytes and the smallest cap that would do."""
+
+    exit_code = 3
+
+
+class NotFound(OptPipeError):
+    """The time limit ended before any schedule was found; the instance may still be feasible."""
+
+    exit_code = 4
+
+
+class RunFailed(OptPipeError):
+    """A replay ended early: a rank died, timed out, or the ranks disagree; the text names the rank."""
+
+    exit_code = 5
+
+
+class MissingDependency(OptPipeError):
+    """The command needs a package that is not installed; the text says how to install it."""
+
+    exit_code = 6
+
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C when there is no result to return."""

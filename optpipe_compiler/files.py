@@ -1,0 +1,162 @@
+"""Reading and writing of the two file formats: versions, JSON paths in errors, canonical text, atomic writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from optpipe_compiler.errors import BadInput
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Base of every record in a file: immutable, keyword-only, defaults not written."""
+
+
+T = TypeVar("T", bound=Record)
+
+
+def read_text(path: Path) -> str:
+    """Return the UTF-8 text of `path`; raise BadInput when it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path}: is not UTF-8 text (byte {error.start})") from error
+
+
+def decode(text: str, kind: type[T], name: str, *, format: str, version: int, revision: int) -> T:
+    """Decode `text` as a `kind`; raise BadInput naming file, JSON path, value and expectation.
+
+    A newer `version` is always refused. A newer `revision` of the same version may add fields, which are ignored;
+    at a known revision an unknown field is an error.
+    """
+    try:
+        raw = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise BadInput(f"{name}: is not complete JSON: {error}") from error
+    if not isinstance(raw, dict) or raw.get("format") != format:
+        found = raw.get("format") if isinstance(raw, dict) else type(raw).__name__
+        raise BadInput(f"{name}: $.format is {found!r}, expected {format!r}")
+    for field in ("version", "revision"):
+        if not isinstance(raw.get(field), int) or isinstance(raw.get(field), bool):
+            raise BadInput(f"{name}: $.{field} is {raw.get(field)!r}, expected an integer")
+    if not 1 <= raw["version"] <= version:
+        raise BadInput(
+            f"{name}: $.version is {raw['version']}, expected 1 to {version}; "
+            + ("a newer optpipe wrote this file" if raw["version"] > version else "there was no such version")
+        )
+    try:
+        record = msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        raise BadInput(_explain(name, raw, str(error))) from error
+    if raw["version"] == version and raw["revision"] <= revision:
+        _refuse_unknown(name, raw, kind)
+    return record
+
+
+def _explain(name: str, raw: object, message: str) -> str:
+    """Turn msgspec's "Expected X, got Y - at `$.a[0].b`" into a sentence that shows the value found there."""
+    what, _, where = message.partition(" - at `")
+    path = where.rstrip("`") or "$"
+    value, found = _at(raw, path)
+    shown = f" is {_short(value)}" if found else ""
+    return f"{name}: {path}{shown}: {what[0].lower()}{what[1:]}"
+
+
+def _at(raw: Any, path: str) -> tuple[Any, bool]:
+    try:
+        for step in path.replace("[", ".[").split(".")[1:]:
+            raw = raw[int(step[1:-1])] if step.startswith("[") else raw[step]
+    except (KeyError, IndexError, TypeError, ValueError):
+        return None, False
+    return raw, True
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _refuse_unknown(name: str, raw: Any, kind: type[Record]) -> None:
+    """Refuse fields that the schema does not know, by path; `kind` is walked next to the raw value."""
+    known = msgspec.json.schema(kind)
+    found = _unknown(raw, known, known.get("$defs", {}), "$")
+    if found is not None:
+        raise BadInput(f"{name}: {found}: is not a known field")
+
+
+def _unknown(value: Any, schema: dict[str, Any], defs: dict[str, Any], path: str) -> str | None:
+    if "$ref" in schema:
+        schema = defs[schema["$ref"].rsplit("/", 1)[1]]
+    if "anyOf" in schema:
+        schema = _branch(value, schema, defs)
+    if isinstance(value, list) and isinstance(schema.get("items"), dict):
+        items = ((item, schema["items"], f"{path}[{index}]") for index, item in enumerate(value))
+    elif isinstance(value, dict) and "properties" in schema:
+        for key in value:
+            if key not in schema["properties"]:
+                return f"{path}.{key}"
+        items = ((item, schema["properties"][key], f"{path}.{key}") for key, item in value.items())
+    elif isinstance(value, dict) and isinstance(schema.get("additionalProperties"), dict):
+        items = ((item, schema["additionalProperties"], f"{path}.{key}") for key, item in value.items())
+    else:
+        return None
+    return next((bad for bad in (_unknown(v, s, defs, p) for v, s, p in items) if bad is not None), None)
+
+
+def _branch(value: Any, schema: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:
+    """Choose the branch of a union that describes `value`: by its tag, else the first object for an object."""
+    branches = [defs[b["$ref"].rsplit("/", 1)[1]] if "$ref" in b else b for b in schema["anyOf"]]
+    if isinstance(value, dict):
+        field = schema.get("discriminator", {}).get("propertyName")
+        for branch in branches:
+            tag = branch.get("properties", {}).get(field, {}) if field else {}
+            if branch.get("type") == "object" and (not field or value.get(field) in tag.get("enum", [])):
+                return branch
+    return {}
+
+
+def canonical(record: Record) -> str:
+    """Return the one text form of `record`: fixed key order, LF, one line per op or layer, a final newline."""
+    return _render(msgspec.to_builtins(record), 0, top=True) + "\n"
+
+
+def _render(value: Any, depth: int, *, top: bool = False) -> str:
+    pad, inner = " " * depth, " " * (depth + 1)
+    if isinstance(value, dict) and (top or any(_spreads(item) for item in value.values())):
+        rows = [f"{inner}{json.dumps(key)}: {_render(item, depth + 1)}" for key, item in value.items()]
+        return "{\n" + ",\n".join(rows) + f"\n{pad}}}"
+    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+        return "[\n" + ",\n".join(inner + _render(item, depth + 1) for item in value) + f"\n{pad}]"
+    return json.dumps(value, separators=(", ", ": "), ensure_ascii=False)
+
+
+def _spreads(value: Any) -> bool:
+    """Whether a value takes several lines: a list of objects, or an object with one inside or of objects."""
+    if isinstance(value, list):
+        return bool(value) and isinstance(value[0], dict | list)
+    return isinstance(value, dict) and any(isinstance(item, dict) or _spreads(item) for item in value.values())
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` to a temporary name beside `path` and rename it, so that an interrupted write loses nothing."""
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be written: {error.strerror}") from error
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be written: {error.strerror}") from error
+    finally:
+        temporary.unlink(missing_ok=True)

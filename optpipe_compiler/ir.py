@@ -1,0 +1,282 @@
+"""The schedule file: its records, version, digest and text form. docs/IR.md states what they mean."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from optpipe_compiler.errors import BadInput
+from optpipe_compiler.files import Record, canonical, decode, read_text
+from optpipe_compiler.profile import Count, Model, Positive
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FORMAT = "optpipe-schedule"
+VERSION = 1
+REVISION = 0
+
+Range = tuple[Count, Count]
+"""Layers `[first, end)` in model order."""
+
+Outcome = Literal["optimal", "feasible"]
+
+
+class Op(Record, frozen=True, kw_only=True):
+    """What every op has. `after`: ids of ops of the same device that complete before this one starts."""
+
+    stage: Count
+    microbatch: Count
+    after: list[str] = msgspec.field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The op's kind, spelled out."""
+        return str(self.__struct_config__.tag)
+
+    @property
+    def id(self) -> str:
+        """The op's name in waits: `kind:stage:microbatch`, unique in a schedule."""
+        return f"{self.name}:{self.stage}:{self.microbatch}"
+
+
+class Forward(Op, frozen=True, kw_only=True, tag_field="op", tag="forward"):
+    """F."""
+
+
+class BackwardInput(Op, frozen=True, kw_only=True, tag_field="op", tag="backward_input"):
+    """I: gradient of the stage's input."""
+
+
+class BackwardWeight(Op, frozen=True, kw_only=True, tag_field="op", tag="backward_weight"):
+    """W: gradients of the stage's weights."""
+
+
+class Backward(Op, frozen=True, kw_only=True, tag_field="op", tag="backward"):
+    """B: both gradients, fused."""
+
+
+class MessageOp(Op, frozen=True, kw_only=True):
+    """The issue of one half of a message; `stage` is the op's own stage, `peer` the other device."""
+
+    peer: Count
+
+
+class SendActivation(MessageOp, frozen=True, kw_only=True, tag_field="op", tag="send_activation"):
+    """Output of `stage` to the device of `stage + 1`."""
+
+
+class RecvActivation(MessageOp, frozen=True, kw_only=True, tag_field="op", tag="recv_activation"):
+    """Input of `stage` from the device of `stage - 1`; its buffer is allocated here."""
+
+
+class SendGradient(MessageOp, frozen=True, kw_only=True, tag_field="op", tag="send_gradient"):
+    """Gradient of the input of `stage` to the device of `stage - 1`."""
+
+
+class RecvGradient(MessageOp, frozen=True, kw_only=True, tag_field="op", tag="recv_gradient"):
+    """Gradient of the output of `stage` from the device of `stage + 1`; its buffer is allocated here."""
+
+
+class SavedOp(Op, frozen=True, kw_only=True):
+    """An op on what the forward saved for `layers` of the stage."""
+
+    layers: Range
+
+    @property
+    def id(self) -> str:
+        """`kind:stage:microbatch:first-end`."""
+        return f"{self.name}:{self.stage}:{self.microbatch}:{self.layers[0]}-{self.layers[1]}"
+
+
+class Recompute(SavedOp, frozen=True, kw_only=True, tag_field="op", tag="recompute"):
+    """R: runs the forward of `layers` again; its forward kept only their checkpoint."""
+
+
+class Offload(SavedOp, frozen=True, kw_only=True, tag_field="op", tag="offload"):
+    """Copies to the host, then frees on the device."""
+
+
+class Reload(SavedOp, frozen=True, kw_only=True, tag_field="op", tag="reload"):
+    """Allocates on the device, copies back, then frees on the host."""
+
+
+ComputeOp = (
+    Forward
+    | BackwardInput
+    | BackwardWeight
+    | Backward
+    | Recompute
+    | SendActivation
+    | RecvActivation
+    | SendGradient
+    | RecvGradient
+)
+
+
+class Setup(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The sizes and caps that the schedule is for."""
+
+    devices: Positive
+    microbatches: Positive
+    layers: Positive
+    cap_bytes: Count
+    """Per device; covers static, reserve, activations, messages and transient bytes."""
+    host_cap_bytes: Count | None
+    """For all devices together."""
+    reserve_bytes: Count
+
+
+class Stage(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A slice of the model with its bytes per microbatch; lists have one entry per layer."""
+
+    stage: Count
+    device: Count
+    layers: Range
+    static_bytes: Count
+    input_bytes: Count
+    output_bytes: Count
+    saved_bytes: list[Count]
+    residue_bytes: list[Count]
+    captured_bytes: list[Count]
+    checkpoint_bytes: list[Count]
+    forward_transient_bytes: list[Count]
+    backward_input_transient_bytes: list[Count]
+    backward_weight_transient_bytes: list[Count]
+    backward_transient_bytes: list[Count]
+
+
+class Device(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """One device's promise and its lanes, in the order in which they run."""
+
+    device: Count
+    peak_bytes: Count
+    """Never exceeded, in any execution that order and waits allow."""
+    host_bytes: Count
+    """Host memory of this device's offloads, never exceeded either."""
+    compute: list[ComputeOp]
+    d2h: list[Offload]
+    h2d: list[Reload]
+
+
+class StageCost(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """Durations of one stage's ops as forecast; `recompute_ns` per layer, without the overhead of an op."""
+
+    stage: Count
+    forward_ns: Count
+    backward_input_ns: Count
+    backward_weight_ns: Count
+    backward_ns: Count
+    recompute_ns: list[Count]
+    send_activation_ns: Count
+    """From the end of the forward to the arrival at the next stage; 0 on the same device and for the last stage."""
+    send_gradient_ns: Count
+    """From the end of the (input) gradient to the arrival at the previous stage."""
+
+
+class LinkCost(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A host link as forecast: a transfer of n bytes takes latency_ns + round(n * 10^9 / bandwidth)."""
+
+    devices: list[Count]
+    d2h_bytes_per_s: Positive
+    h2d_bytes_per_s: Positive
+    latency_ns: Count
+
+
+class Times(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """Forecast start and end of every op of one lane, in the lane's order."""
+
+    device: Count
+    lane: Literal["compute", "d2h", "h2d"]
+    start_ns: list[Count]
+    end_ns: list[Count]
+
+
+class Baseline(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A published schedule on the same costs; null where it is not defined for this instance, with the reason."""
+
+    makespan_ns: Count | None
+    peak_bytes: Count | None
+    fits: bool
+    reason: str = ""
+
+
+class Forecast(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """What the compiler expects and proved; no runtime depends on it."""
+
+    objective: Literal["makespan", "span"]
+    makespan_ns: Count
+    span_ns: Count
+    """The longest time from first start to last end on one device's compute lane."""
+    bubble_fraction: float
+    """Compute-idle time / (devices x makespan)."""
+    outcome: Outcome
+    method: str
+    lower_bound_ns: Count
+    bound: str
+    baselines: dict[str, Baseline]
+    op_overhead_ns: Count
+    stages: list[StageCost]
+    links: list[LinkCost]
+    times: list[Times]
+
+
+class Provenance(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """Where the file comes from; no dates, no hosts."""
+
+    compiler: str
+    profile: str
+    profile_digest: str
+    options: dict[str, str | int | float | bool | None]
+
+
+class Schedule(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A whole schedule.json. Contract: everything up to `devices`. Forecast: the rest."""
+
+    format: Literal["optpipe-schedule"] = FORMAT
+    version: int = VERSION
+    revision: int = REVISION
+    digest: str
+    setup: Setup
+    model: Model | None
+    stages: list[Stage]
+    devices: list[Device]
+    forecast: Forecast
+    provenance: Provenance
+
+
+def contract_digest(schedule: Schedule) -> str:
+    """Return sha256 over the contract part: what all ranks must agree on before they start."""
+    parts = (schedule.version, schedule.setup, schedule.model, schedule.stages, schedule.devices)
+    return "sha256:" + hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
+
+
+def seal(schedule: Schedule) -> Schedule:
+    """Return the schedule with its digest filled in."""
+    return msgspec.structs.replace(schedule, digest=contract_digest(schedule))
+
+
+def to_text(schedule: Schedule) -> str:
+    """Return the canonical text: one op per line, fixed key order, LF."""
+    return canonical(schedule)
+
+
+def load(path: Path) -> Schedule:
+    """Read a schedule file; raise BadInput when its form is wrong. Whether it is safe is `verify`'s question."""
+    return parse(read_text(path), str(path))
+
+
+def parse(text: str, name: str) -> Schedule:
+    """Decode the text of a schedule; `name` stands for the file in messages."""
+    schedule = decode(text, Schedule, name, format=FORMAT, version=VERSION, revision=REVISION)
+    expected = contract_digest(schedule)
+    if schedule.digest != expected:
+        raise BadInput(
+            f"{name}: $.digest is {schedule.digest!r}, expected {expected!r}: the contract part was edited or cut; "
+            "compile it again"
+        )
+    return schedule
+
+

@@ -1,0 +1,198 @@
+"""The cost profile as it stands in profile.json: costs per layer, the machine, and where each number comes from."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+
+from optpipe_compiler.errors import BadInput
+from optpipe_compiler.files import Record, canonical, decode, read_text
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FORMAT = "optpipe-profile"
+VERSION = 1
+REVISION = 0
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Quantity(Record, frozen=True, kw_only=True):
+    """A number with its origin; `spread` is the interquartile range of `samples` measurements, in the same unit."""
+
+    value: Count
+    source: Literal["measured", "estimated", "manual"]
+    samples: Count = 0
+    spread: Count = 0
+
+
+Cost = Count | Quantity
+"""A bare integer is a manual number."""
+
+
+def value_of(cost: Cost) -> int:
+    """Return the number itself, whatever its origin."""
+    return cost.value if isinstance(cost, Quantity) else cost
+
+
+class Layer(Record, frozen=True, kw_only=True):
+    """The costs of one layer and one microbatch, or of `count` equal layers in a row (each costs this much).
+
+    Times are alone on the device's compute lane. `saved_bytes` live after the forward, `residue_bytes` (what the
+    weight gradient still reads, `captured_bytes` of output gradients included) between backward_input and backward_weight,
+    `checkpoint_bytes` is what a recomputation that starts at this layer must keep (its input). `output_bytes` cross to the next layer, and as a gradient back. Transient bytes exist only
+    while the op runs, beside what it reads, saves and sends. `static_bytes`: weights, gradients, optimizer state.
+    """
+
+    name: str
+    count: Positive = 1
+    forward_ns: Cost
+    backward_input_ns: Cost
+    backward_weight_ns: Cost
+    backward_ns: Cost | None = None
+    """Fused; the sum of the two halves when absent."""
+    recompute_ns: Cost | None = None
+    """The forward time when absent."""
+    saved_bytes: Cost
+    residue_bytes: Cost | None = None
+    """`saved_bytes` when absent."""
+    captured_bytes: Cost = 0
+    """The part of the residue that backward_input adds: output gradients held for backward_weight."""
+    checkpoint_bytes: Cost = 0
+    output_bytes: Cost = 0
+    static_bytes: Cost = 0
+    forward_transient_bytes: Cost = 0
+    backward_input_transient_bytes: Cost = 0
+    backward_weight_transient_bytes: Cost = 0
+    backward_transient_bytes: Cost = 0
+
+
+class P2P(Record, frozen=True, kw_only=True):
+    """Cost of a message between two devices: latency plus bytes over bandwidth (no bandwidth: latency only)."""
+
+    devices: tuple[int, int] | None = None
+    """The pair this entry is about; absent: every pair that has no entry of its own."""
+    latency_ns: Cost = 0
+    bytes_per_s: Cost | None = None
+
+
+class Link(Record, frozen=True, kw_only=True):
+    """A host link; each direction serves one transfer at a time, of any device that shares it.
+
+    `duplex_*` is the bandwidth while the other direction is busy too; absent: the same as alone.
+    """
+
+    devices: list[Count] | None = None
+    """The devices behind this link; absent: every device not named elsewhere has such a link of its own."""
+    d2h_bytes_per_s: Cost
+    h2d_bytes_per_s: Cost
+    duplex_d2h_bytes_per_s: Cost | None = None
+    duplex_h2d_bytes_per_s: Cost | None = None
+    latency_ns: Cost = 0
+
+
+class Machine(Record, frozen=True, kw_only=True):
+    """The devices and what connects them. No `links`: no offload."""
+
+    devices: Positive
+    kind: str = "cpu"
+    memory_bytes: Cost | None = None
+    """Per device; absent: unknown, `--mem` is the only cap."""
+    reserve_bytes: Cost = 0
+    """Per device, for what is no activation, weight or optimizer state (context, workspace, fragmentation)."""
+    host_memory_bytes: Cost | None = None
+    """Of the host, for all devices together; absent: unlimited."""
+    op_overhead_ns: Cost = 0
+    """Time that every compute op costs whatever its layers (launch, bookkeeping)."""
+    p2p: list[P2P] = msgspec.field(default_factory=list)
+    links: list[Link] = msgspec.field(default_factory=list)
+
+
+class Model(Record, frozen=True, kw_only=True):
+    """The model that was measured, so that `run` can build it again."""
+
+    builder: str
+    """`gpt`, or `package.module:function`."""
+    config: dict[str, int | float | str | bool] = msgspec.field(default_factory=dict)
+    microbatch_size: Positive
+    sequence_length: Positive
+    dtype: str = "fp32"
+    seed: int = 0
+
+
+class Profile(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A whole profile.json."""
+
+    format: Literal["optpipe-profile"] = FORMAT
+    version: int = VERSION
+    revision: int = REVISION
+    name: str
+    model: Model | None = None
+    machine: Machine
+    layers: Annotated[list[Layer], msgspec.Meta(min_length=1)]
+
+    def digest(self) -> str:
+        """Return sha256 over the canonical text."""
+        return "sha256:" + hashlib.sha256(canonical(self).encode()).hexdigest()
+
+    def expanded_layers(self) -> list[Layer]:
+        """Return one record per layer, `count` unrolled."""
+        return [layer for layer in self.layers for _ in range(layer.count)]
+
+
+def load(path: Path) -> Profile:
+    """Read and cross-check a profile; raise BadInput with file, JSON path, value and expectation."""
+    return parse(read_text(path), str(path))
+
+
+def parse(text: str, name: str) -> Profile:
+    """Decode and cross-check the text of a profile; `name` stands for the file in messages."""
+    profile = decode(text, Profile, name, format=FORMAT, version=VERSION, revision=REVISION)
+    _check_layers(profile, name)
+    _check_machine(profile.machine, name)
+    return profile
+
+
+def _check_layers(profile: Profile, name: str) -> None:
+    for index, layer in enumerate(profile.layers):
+        saved = value_of(layer.saved_bytes)
+        kept = value_of(layer.checkpoint_bytes)
+        if kept > saved:
+            raise BadInput(
+                f"{name}: $.layers[{index}].checkpoint_bytes is {kept}, expected at most saved_bytes ({saved})"
+            )
+        captured = value_of(layer.captured_bytes)
+        residue = saved if layer.residue_bytes is None else value_of(layer.residue_bytes)
+        if not captured <= residue <= saved + captured:
+            raise BadInput(
+                f"{name}: $.layers[{index}].residue_bytes is {residue}, expected captured_bytes ({captured}) to "
+                f"saved_bytes + captured_bytes ({saved + captured})"
+            )
+
+
+def _check_machine(machine: Machine, name: str) -> None:
+    owner: dict[int, int] = {}
+    for index, link in enumerate(machine.links):
+        for field in ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_d2h_bytes_per_s", "duplex_h2d_bytes_per_s"):
+            cost = getattr(link, field)
+            if cost is not None and value_of(cost) < 1:
+                raise BadInput(f"{name}: $.machine.links[{index}].{field} is 0, expected at least 1")
+        for device in link.devices or ():
+            if device >= machine.devices:
+                raise BadInput(
+                    f"{name}: $.machine.links[{index}].devices names {device}, expected 0 to {machine.devices - 1}"
+                )
+            if device in owner:
+                raise BadInput(
+                    f"{name}: $.machine.links[{index}].devices names {device}, which links[{owner[device]}] has already"
+                )
+            owner[device] = index
+    if sum(link.devices is None for link in machine.links) > 1:
+        raise BadInput(f"{name}: $.machine.links: more than one entry has no devices, expected at most one default")
+    for index, entry in enumerate(machine.p2p):
+        if entry.bytes_per_s is not None and value_of(entry.bytes_per_s) < 1:
+            raise BadInput(f"{name}: $.machine.p2p[{index}].bytes_per_s is 0, expected at least 1")

@@ -1,0 +1,112 @@
+"""Lower bounds that cost nothing, each with its argument. All hold for any order, split, offload and recomputation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from optpipe_compiler.problem import Problem, Stage
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A proven lower bound in ticks and the name of its argument."""
+
+    name: str
+    ticks: int
+
+
+def best(problem: Problem, objective: str) -> Bound:
+    """Return the largest of all bounds for the objective (`makespan` or `span`)."""
+    bounds = [device_work(problem), round_trip(problem)]
+    if objective == "makespan":
+        bounds += [head_and_work(problem), memory_time(problem)]
+    return max(bounds, key=lambda bound: bound.ticks)
+
+
+def device_work(problem: Problem) -> Bound:
+    """A device runs one op at a time: span >= M x (forward + cheaper backward) summed over its stages."""
+    work = [0] * problem.devices
+    for stage in problem.stages:
+        work[stage.device] += problem.microbatches * _work(problem, stage)
+    return Bound("device-work", max(work))
+
+
+def head_and_work(problem: Problem) -> Bound:
+    """Before a device's first op, a microbatch must come to it through all earlier stages; then it has all its work.
+
+    makespan >= (forwards and messages before its first stage) + its work + (what must follow its last op). With fused
+    backwards the last op is some backward, which must still travel to the first stage; with split ones it may be a
+    weight gradient, which nothing follows.
+    """
+    result = 0
+    for device in range(problem.devices):
+        mine = problem.stages_of(device)
+        if not mine:
+            continue
+        head = sum(stage.forward + stage.send_activation for stage in problem.stages[: mine[0]])
+        tail = 0 if problem.freedom.split else min(_tail(problem, s) for s in mine)
+        work = sum(_work(problem, problem.stages[s]) for s in mine)
+        result = max(result, head + problem.microbatches * work + tail)
+    return Bound("head-and-work", result)
+
+
+def round_trip(problem: Problem) -> Bound:
+    """One microbatch goes through all stages and back: F of all, then the input gradients (or backwards) of all.
+
+    The first stage's device sees both ends of it, so the bound holds for the span, too.
+    """
+    stages = problem.stages
+    there = sum(stage.forward + stage.send_activation for stage in stages)
+    back = sum(_backward(problem, stage) + stage.send_gradient for stage in stages)
+    first = stages[0]
+    rest = _work(problem, first) - first.forward - _backward(problem, first)
+    return Bound("round-trip", there + back + max(0, rest))
+
+
+def memory_time(problem: Problem) -> Bound:
+    """Little's law: memory x time. An activation occupies its device for a least time, whatever is done with it.
+
+    Kept: from the start of its forward to the end of its backward, at least the round trip through the later stages.
+    Offloaded: its forward and offload, then reload and backward. Recomputed: its forward, then again with its backward.
+    The sum of bytes x least time over all activations fits into budget x (makespan - head), because nothing is resident
+    before the first forward can reach the device.
+    """
+    result = Fraction(0)
+    for device in range(problem.devices):
+        mine = problem.stages_of(device)
+        area = sum(problem.microbatches * _least_area(problem, s) for s in mine)
+        if mine and area and problem.budget[device] > 0:
+            head = sum(stage.forward + stage.send_activation for stage in problem.stages[: mine[0]])
+            result = max(result, head + Fraction(area, problem.budget[device]))
+    return Bound("memory-time", ceil(result))
+
+
+def _work(problem: Problem, stage: Stage) -> int:
+    return stage.work if problem.freedom.split else stage.forward + stage.backward
+
+
+def _backward(problem: Problem, stage: Stage) -> int:
+    """The shortest time from the start of a stage's backward to its input gradient."""
+    return min(stage.backward, stage.backward_input) if problem.freedom.split else stage.backward
+
+
+def _tail(problem: Problem, s: int) -> int:
+    stages = problem.stages
+    return sum(stages[t].send_gradient + stages[t - 1].backward for t in range(s, 0, -1))
+
+
+def _least_area(problem: Problem, s: int) -> int:
+    stage, later = problem.stages[s], problem.stages[s + 1 :]
+    backward = _backward(problem, stage)
+    journey = stage.send_activation + sum(t.forward + t.send_activation + t.send_gradient for t in later)
+    kept = stage.forward + journey + sum(_backward(problem, t) for t in later) + backward
+    times = [kept]
+    if problem.can_offload(s):
+        times.append(stage.forward + stage.offload + stage.reload + backward)
+    if problem.can_recompute(s):
+        times.append(stage.forward + stage.recompute + backward)
+    return stage.saved * min(times)

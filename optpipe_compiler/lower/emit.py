@@ -1,0 +1,236 @@
+"""The records of the schedule file from a lowered schedule, and a schedule from those records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from optpipe_compiler import __version__, ir
+from optpipe_compiler.lower.graph import Graph, Node
+from optpipe_compiler.lower.waits import Waits, planned_peaks
+from optpipe_compiler.problem import (
+    duplex,
+    host_links,
+    recompute_ns,
+    residue_bytes,
+    static_bytes,
+)
+from optpipe_compiler.profile import value_of
+from optpipe_compiler.schedule import Kind, Schedule, Task
+
+if TYPE_CHECKING:
+    from optpipe_compiler.placement import Layout
+    from optpipe_compiler.problem import Caps, Problem
+    from optpipe_compiler.profile import Layer, Profile
+
+COMPUTE = {Kind.F: ir.Forward, Kind.I: ir.BackwardInput, Kind.W: ir.BackwardWeight, Kind.B: ir.Backward}
+MESSAGES = {
+    "send_activation": ir.SendActivation,
+    "recv_activation": ir.RecvActivation,
+    "send_gradient": ir.SendGradient,
+    "recv_gradient": ir.RecvGradient,
+}
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What was proved and compared, and under which options; goes into the file as it is."""
+
+    objective: str
+    outcome: ir.Outcome
+    lower_bound_ns: int
+    bound: str
+    baselines: dict[str, ir.Baseline]
+    options: dict[str, str | int | float | bool | None]
+
+
+def lower(schedule: Schedule, profile: Profile, layout: Layout, caps: Caps, certificate: Certificate) -> ir.Schedule:
+    """Return the sealed file for an exact schedule of `profile` placed by `layout`.
+
+    The promised peaks are the planned ones; whether they are under the caps is left to the caller and to `verify`.
+    """
+    stages = _stages(profile, layout)
+    graph = Graph(schedule, stages)
+    order = graph.order()
+    peaks = planned_peaks(order, schedule.problem.devices)
+    Waits(graph, order, peaks).add()
+    devices = [
+        _device(graph, layout, d, static_bytes(profile, layout, d) + peak, host) for d, (peak, host) in enumerate(peaks)
+    ]
+    setup = ir.Setup(
+        devices=schedule.problem.devices,
+        microbatches=schedule.problem.microbatches,
+        layers=layout.cuts[-1],
+        cap_bytes=caps.device_bytes,
+        host_cap_bytes=caps.host_bytes,
+        reserve_bytes=value_of(profile.machine.reserve_bytes),
+    )
+    provenance = ir.Provenance(
+        compiler=f"optpipe {__version__}",
+        profile=profile.name,
+        profile_digest=profile.digest(),
+        options=certificate.options,
+    )
+    forecast = _forecast(schedule, profile, layout, graph, certificate)
+    return ir.seal(
+        ir.Schedule(
+            digest="",
+            setup=setup,
+            model=profile.model,
+            stages=stages,
+            devices=devices,
+            forecast=forecast,
+            provenance=provenance,
+        )
+    )
+
+
+def _stages(profile: Profile, layout: Layout) -> list[ir.Stage]:
+    layers = profile.expanded_layers()
+    return [_stage(layers, layout, index) for index in range(layout.stages)]
+
+
+def _stage(layers: list[Layer], layout: Layout, index: int) -> ir.Stage:
+    begin, end = layout.cuts[index], layout.cuts[index + 1]
+    mine = layers[begin:end]
+
+    def each(name: str) -> list[int]:
+        return [value_of(getattr(layer, name)) for layer in mine]
+
+    return ir.Stage(
+        stage=index,
+        device=layout.device_of[index],
+        layers=(begin, end),
+        static_bytes=sum(each("static_bytes")),
+        input_bytes=value_of(layers[begin - 1].output_bytes) if index > 0 else 0,
+        output_bytes=value_of(mine[-1].output_bytes) if index + 1 < layout.stages else 0,
+        saved_bytes=each("saved_bytes"),
+        residue_bytes=[residue_bytes(layer) for layer in mine],
+        captured_bytes=each("captured_bytes"),
+        checkpoint_bytes=each("checkpoint_bytes"),
+        forward_transient_bytes=each("forward_transient_bytes"),
+        backward_input_transient_bytes=each("backward_input_transient_bytes"),
+        backward_weight_transient_bytes=each("backward_weight_transient_bytes"),
+        backward_transient_bytes=each("backward_transient_bytes"),
+    )
+
+
+def _device(graph: Graph, layout: Layout, device: int, peak: int, host_peak: int) -> ir.Device:
+    compute = [_compute_op(node, layout) for node in graph.lane("compute", device)]
+    d2h = [ir.Offload(**_fields(node, layout, ranged=True)) for node in graph.lane("d2h", device)]
+    h2d = [ir.Reload(**_fields(node, layout, ranged=True)) for node in graph.lane("h2d", device)]
+    return ir.Device(device=device, peak_bytes=peak, host_bytes=host_peak, compute=compute, d2h=d2h, h2d=h2d)
+
+
+def _fields(node: Node, layout: Layout, *, ranged: bool) -> dict[str, object]:
+    fields: dict[str, object] = {
+        "stage": node.stage,
+        "microbatch": node.microbatch,
+        "after": [_id(wait, layout) for wait in node.waits],
+    }
+    if ranged:
+        fields["layers"] = (layout.cuts[node.stage], layout.cuts[node.stage + 1])
+    return fields
+
+
+def _id(node: Node, layout: Layout) -> str:
+    if node.task is None:
+        return f"{node.message}:{node.stage}:{node.microbatch}"
+    kind = node.task.kind
+    if kind in COMPUTE:
+        return f"{COMPUTE[kind].__struct_config__.tag}:{node.stage}:{node.microbatch}"
+    name = {Kind.R: "recompute", Kind.D: "offload", Kind.H: "reload"}[kind]
+    return f"{name}:{node.stage}:{node.microbatch}:{layout.cuts[node.stage]}-{layout.cuts[node.stage + 1]}"
+
+
+def _compute_op(node: Node, layout: Layout) -> ir.ComputeOp:
+    if node.task is None:
+        return MESSAGES[node.message](peer=node.peer, **_fields(node, layout, ranged=False))
+    if node.task.kind is Kind.R:
+        return ir.Recompute(**_fields(node, layout, ranged=True))
+    return COMPUTE[node.task.kind](**_fields(node, layout, ranged=False))
+
+
+def _forecast(
+    schedule: Schedule, profile: Profile, layout: Layout, graph: Graph, certificate: Certificate
+) -> ir.Forecast:
+    lanes = [("compute", "compute"), ("d2h", "d2h"), ("h2d", "h2d")]
+    devices = range(schedule.problem.devices)
+    arrivals = {
+        (node.message, node.stage, node.microbatch): node.end
+        for chain, nodes in graph.lanes.items()
+        if chain[0] == "pair"
+        for node in nodes
+    }
+    times = [
+        ir.Times(
+            device=device,
+            lane=lane,
+            start_ns=[node.start for node in graph.lane(lane, device)],
+            end_ns=[_end(node, arrivals) for node in graph.lane(lane, device)],
+        )
+        for device in devices
+        for lane, _ in lanes
+        if graph.lane(lane, device)
+    ]
+    return ir.Forecast(
+        objective=certificate.objective,
+        makespan_ns=schedule.makespan,
+        span_ns=schedule.span,
+        bubble_fraction=schedule.bubble_fraction,
+        outcome=certificate.outcome,
+        method=schedule.method,
+        lower_bound_ns=certificate.lower_bound_ns,
+        bound=certificate.bound,
+        baselines=certificate.baselines,
+        op_overhead_ns=value_of(profile.machine.op_overhead_ns),
+        stages=[_stage_cost(schedule.problem, profile, layout, index) for index in range(layout.stages)],
+        links=[
+            ir.LinkCost(
+                devices=members,
+                d2h_bytes_per_s=duplex(link)[0],
+                h2d_bytes_per_s=duplex(link)[1],
+                latency_ns=value_of(link.latency_ns),
+            )
+            for members, link in host_links(profile.machine, schedule.problem.devices)
+        ],
+        times=times,
+    )
+
+
+def _end(node: Node, arrivals: dict[tuple[str, int, int], int]) -> int:
+    """Return when an op has completed; a message half has when the message arrives."""
+    if node.task is not None:
+        return node.end
+    if node.message.startswith("send"):
+        return arrivals[node.message, node.stage, node.microbatch]
+    sender = node.stage - 1 if node.message == "recv_activation" else node.stage + 1
+    return arrivals[node.message.replace("recv", "send"), sender, node.microbatch]
+
+
+def _stage_cost(problem: Problem, profile: Profile, layout: Layout, index: int) -> ir.StageCost:
+    stage = problem.stages[index]
+    layers = profile.expanded_layers()[layout.cuts[index] : layout.cuts[index + 1]]
+    return ir.StageCost(
+        stage=index,
+        forward_ns=stage.forward,
+        backward_input_ns=stage.backward_input,
+        backward_weight_ns=stage.backward_weight,
+        backward_ns=stage.backward,
+        recompute_ns=[recompute_ns(layer) for layer in layers],
+        send_activation_ns=stage.send_activation,
+        send_gradient_ns=stage.send_gradient,
+    )
+
+
+def lift(schedule: ir.Schedule, problem: Problem) -> Schedule:
+    """Return the planned schedule that the file's forecast describes, on the problem that it was lowered from."""
+    kinds = {record.__struct_config__.tag: kind for kind, record in COMPUTE.items()}
+    kinds |= {"recompute": Kind.R, "offload": Kind.D, "reload": Kind.H}
+    starts: dict[Task, int] = {}
+    for times in schedule.forecast.times:
+        ops = getattr(schedule.devices[times.device], times.lane)
+        for op, start in zip(ops, times.start_ns, strict=True):
+            if op.name in kinds:
+                starts[Task(kinds[op.name], op.stage, op.microbatch)] = start
+    return Schedule(problem, schedule.forecast.method, starts)

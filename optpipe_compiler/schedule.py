@@ -1,0 +1,166 @@
+"""Planned schedules: tasks, the order of every lane, and start times. All planning passes these around."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from optpipe_compiler.problem import Problem
+
+
+class Kind(IntEnum):
+    """What a task does; the names are torch's letters, D and H the transfers to and from the host."""
+
+    F = 0
+    I = 1  # noqa: E741  (torch's letter)
+    W = 2
+    B = 3
+    R = 4
+    D = 5
+    H = 6
+
+
+class Mode(IntEnum):
+    """What becomes of an activation between its forward and its backward."""
+
+    KEEP = 0
+    OFFLOAD = 1
+    RECOMPUTE = 2
+
+
+class Task(NamedTuple):
+    """One op of one stage and microbatch."""
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The order of every lane: `compute` per device, `d2h` and `h2d` per host link.
+
+    `allocations` is the order, per device, in which tasks of compute and h2d take memory: where it is short, a later
+    one waits for an earlier one. `host_limit` is the host memory that each device's offloads may hold (units).
+    """
+
+    compute: tuple[tuple[Task, ...], ...]
+    d2h: tuple[tuple[Task, ...], ...]
+    h2d: tuple[tuple[Task, ...], ...]
+    allocations: tuple[tuple[Task, ...], ...]
+    host_limit: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A plan with start times in ticks of `problem`; `method` names who made it."""
+
+    problem: Problem
+    method: str
+    starts: dict[Task, int]
+
+    def end(self, task: Task) -> int:
+        """Return the tick at which the task completes."""
+        return self.starts[task] + duration(self.problem, task)
+
+    @cached_property
+    def makespan(self) -> int:
+        """Last end minus first start."""
+        return max(map(self.end, self.starts)) - min(self.starts.values())
+
+    @cached_property
+    def span(self) -> int:
+        """The longest time from first start to last end on one device's compute lane."""
+        return max(
+            max(map(self.end, lane)) - min(self.starts[task] for task in lane) for lane in self.plan.compute if lane
+        )
+
+    @cached_property
+    def bubble_fraction(self) -> float:
+        """Compute-idle time / (devices x makespan)."""
+        busy = sum(duration(self.problem, task) for lane in self.plan.compute for task in lane)
+        return 1.0 - busy / (self.problem.devices * self.makespan) if self.makespan else 0.0
+
+    @cached_property
+    def sequence(self) -> list[Task]:
+        """All tasks by start; at one moment what ends first (ops of no length), then by data flow."""
+        return sorted(self.starts, key=self._key)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The order of every lane, read off the start times."""
+        problem = self.problem
+        compute: list[list[Task]] = [[] for _ in range(problem.devices)]
+        allocations: list[list[Task]] = [[] for _ in range(problem.devices)]
+        links = max((link for link in problem.link_of if link is not None), default=-1) + 1
+        transfers: dict[Kind, list[list[Task]]] = {kind: [[] for _ in range(links)] for kind in (Kind.D, Kind.H)}
+        for task in self.sequence:
+            device = problem.stages[task.stage].device
+            link = problem.link_of[device]
+            if task.kind not in transfers:
+                compute[device].append(task)
+            elif link is not None:
+                transfers[task.kind][link].append(task)
+            if task.kind is not Kind.D:
+                allocations[device].append(task)
+        return Plan(
+            tuple(map(tuple, compute)),
+            tuple(map(tuple, transfers[Kind.D])),
+            tuple(map(tuple, transfers[Kind.H])),
+            tuple(map(tuple, allocations)),
+            self.host_peaks,
+        )
+
+    @cached_property
+    def host_peaks(self) -> tuple[int, ...]:
+        """Most host memory that each device's offloads hold at one time (units)."""
+        events: list[list[tuple[int, int]]] = [[] for _ in range(self.problem.devices)]
+        for task in self.starts:
+            stage = self.problem.stages[task.stage]
+            if task.kind is Kind.D:
+                events[stage.device].append((self.starts[task], stage.saved))
+            elif task.kind is Kind.H:
+                events[stage.device].append((self.end(task), -stage.saved))
+        return tuple(_highest(rows) for rows in events)
+
+    def count(self, kind: Kind) -> int:
+        """Number of tasks of this kind."""
+        return sum(task.kind is kind for task in self.starts)
+
+    def _key(self, task: Task) -> tuple[int, int, int, int, Task]:
+        depth = task.stage if task.kind is Kind.F else 2 * len(self.problem.stages) - task.stage
+        return self.starts[task], self.end(task), _PHASE[task.kind], depth, task
+
+
+_PHASE = (0, 3, 4, 3, 2, 1, 1)
+
+
+def _highest(events: list[tuple[int, int]]) -> int:
+    """Return the largest running sum; at one moment decreases come first."""
+    level = top = 0
+    for _, change in sorted(events):
+        level += change
+        top = max(top, level)
+    return top
+
+
+def duration(problem: Problem, task: Task) -> int:
+    """Return the task's length in ticks."""
+    stage = problem.stages[task.stage]
+    return (
+        stage.forward,
+        stage.backward_input,
+        stage.backward_weight,
+        stage.backward,
+        stage.recompute,
+        stage.offload,
+        stage.reload,
+    )[task.kind]
+
+
+def value(schedule: Schedule, objective: str) -> int:
+    """Return what is minimised: `makespan`, or `span` as the zero-bubble papers do."""
+    return schedule.makespan if objective == "makespan" else schedule.span

@@ -1,0 +1,179 @@
+"""The laws of the full model, one function each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ortools.sat.python import cp_model
+
+    from optpipe_compiler.problem import Problem
+    from optpipe_compiler.solver.variables import Activation, Expr, Variables
+
+
+def add_all(
+    model: cp_model.CpModel, problem: Problem, v: Variables, budgets: Sequence[Expr] | None = None
+) -> None:
+    """Add every law; `budgets` replaces the problem's memory per device, by variables if they are to be minimised."""
+    for (s, m), a in v.activations.items():
+        model.add_exactly_one(a.keep, a.offload, a.recompute)
+        _data(model, problem, v, s, m, a)
+        _residency(model, problem, s, a)
+        if m:
+            _in_order(model, problem, s, v.activations[s, m - 1], a)
+    _compute_lanes(model, problem, v)
+    _links(model, problem, v)
+    _device_memory(model, problem, v, problem.budget if budgets is None else budgets)
+    _host_memory(model, problem, v)
+
+
+def _data(model: cp_model.CpModel, problem: Problem, v: Variables, s: int, m: int, a: Activation) -> None:
+    """F after F of the stage before; backward after F and the next stage's backward; W after I; messages take time."""
+    stage = problem.stages[s]
+    if s > 0:
+        before = problem.stages[s - 1]
+        model.add(a.forward >= v.activations[s - 1, m].forward + before.forward + before.send_activation)
+    if s + 1 < len(problem.stages):
+        model.add(a.backward >= v.activations[s + 1, m].backward_end + problem.stages[s + 1].send_gradient)
+    model.add(a.backward >= a.forward + stage.forward)
+    model.add(a.weight >= a.backward_end)
+    model.add(a.release == a.weight + stage.backward_weight).only_enforce_if(a.split)
+    model.add(a.release == a.backward_end).only_enforce_if(~a.split)
+    model.add(a.away >= a.forward + stage.forward)
+    model.add(a.back >= a.away + stage.offload).only_enforce_if(a.offload)
+    model.add(a.backward >= a.back + stage.reload).only_enforce_if(a.offload)
+    model.add(a.again >= a.forward + stage.forward)
+    model.add(a.backward >= a.again + stage.recompute).only_enforce_if(a.recompute)
+
+
+def _residency(model: cp_model.CpModel, problem: Problem, s: int, a: Activation) -> None:
+    """What the backward reads is there from F (kept), from the reload's start or from the recomputation's start on."""
+    model.add(a.late == a.forward).only_enforce_if(a.keep)
+    if problem.can_offload(s):
+        model.add(a.late == a.back).only_enforce_if(a.offload)
+    if problem.can_recompute(s):
+        model.add(a.late == a.again).only_enforce_if(a.recompute)
+
+
+def _in_order(model: cp_model.CpModel, problem: Problem, s: int, a: Activation, b: Activation) -> None:
+    """Per stage and kind, microbatches run in order: torch's engine needs it, and equal microbatches lose nothing."""
+    model.add(b.forward >= a.forward + problem.stages[s].forward)
+    model.add(b.backward >= a.backward_end)
+    for earlier, later in ((a.weight, b.weight), (a.away, b.away), (a.back, b.back), (a.again, b.again)):
+        model.add(later >= earlier)
+
+
+def _compute_lanes(model: cp_model.CpModel, problem: Problem, v: Variables) -> None:
+    """A device runs one compute op at a time."""
+    lanes: list[list[cp_model.IntervalVar]] = [[] for _ in range(problem.devices)]
+    for (s, m), a in v.activations.items():
+        stage = problem.stages[s]
+        size = stage.backward + (stage.backward_input - stage.backward) * a.split
+        lane = lanes[stage.device]
+        lane.append(model.new_fixed_size_interval_var(a.forward, stage.forward, f"F_{s}_{m}"))
+        lane.append(model.new_interval_var(a.backward, size, a.backward_end, f"I_{s}_{m}"))
+        if problem.freedom.split:
+            lane.append(_optional(model, a.weight, stage.backward_weight, a.split, f"W_{s}_{m}"))
+        if problem.can_recompute(s):
+            lane.append(_optional(model, a.again, stage.recompute, a.recompute, f"R_{s}_{m}"))
+    for lane in lanes:
+        model.add_no_overlap(lane)
+
+
+def _optional(
+    model: cp_model.CpModel, start: Expr, size: int, present: cp_model.IntVar, name: str
+) -> cp_model.IntervalVar:
+    return model.new_optional_fixed_size_interval_var(start, size, present, name)
+
+
+def _links(model: cp_model.CpModel, problem: Problem, v: Variables) -> None:
+    """Each direction of a host link serves one transfer at a time, over all devices behind it."""
+    lanes: dict[tuple[int | None, str], list[cp_model.IntervalVar]] = {}
+    for (s, m), a in v.activations.items():
+        if problem.can_offload(s):
+            stage = problem.stages[s]
+            link = problem.link_of[stage.device]
+            away = _optional(model, a.away, stage.offload, a.offload, f"D_{s}_{m}")
+            back = _optional(model, a.back, stage.reload, a.offload, f"H_{s}_{m}")
+            lanes.setdefault((link, "d2h"), []).append(away)
+            lanes.setdefault((link, "h2d"), []).append(back)
+    for lane in lanes.values():
+        model.add_no_overlap(lane)
+
+
+class _Cumulative:
+    """Collects (interval, demand) of one resource; zero demands are left out."""
+
+    def __init__(self, model: cp_model.CpModel, v: Variables) -> None:
+        self.model = model
+        self.v = v
+        self.intervals: list[cp_model.IntervalVar] = []
+        self.demands: list[int] = []
+
+    def add(self, start: Expr, end: Expr, demand: int, present: cp_model.IntVar | None, name: str) -> None:
+        """Hold `demand` over [start, end), if `present`."""
+        if demand <= 0:
+            return
+        size = self.model.new_int_var(0, self.v.horizon, f"{name}_length")
+        self.v.lengths.append((size, start, end))
+        if present is None:
+            self.intervals.append(self.model.new_interval_var(start, size, end, name))
+        else:
+            self.intervals.append(self.model.new_optional_interval_var(start, size, end, present, name))
+        self.demands.append(demand)
+
+
+def _device_memory(model: cp_model.CpModel, problem: Problem, v: Variables, budgets: Sequence[Expr]) -> None:
+    """At every moment what is resident on a device fits its budget (the table of docs/IR.md, messages with their op)."""
+    resources = [_Cumulative(model, v) for _ in range(problem.devices)]
+    for (s, m), a in v.activations.items():
+        stage = problem.stages[s]
+        held = resources[stage.device]
+        growth = max(0, stage.residue - stage.saved)
+        both = min(stage.saved, stage.residue)
+        name = f"{s}_{m}"
+        held.add(a.late, a.release, both, None, f"residue_{name}")
+        held.add(a.late, a.backward_end, stage.saved - both, None, f"saved_{name}")
+        held.add(a.backward, a.release, growth, a.split, f"growth_{name}")
+        _while_running(held, problem, s, a, growth, name)
+        if problem.can_offload(s):
+            held.add(a.forward, a.away + stage.offload, stage.saved, a.offload, f"leaving_{name}")
+        if problem.can_recompute(s):
+            end = a.forward + stage.forward
+            held.add(a.forward, end, stage.saved, a.recompute, f"dropped_{name}")
+            held.add(end, a.again, stage.checkpoint, a.recompute, f"checkpoint_{name}")
+    for held, budget in zip(resources, budgets, strict=True):
+        if held.intervals:
+            model.add_cumulative(held.intervals, held.demands, budget)
+
+
+def _while_running(held: _Cumulative, problem: Problem, s: int, a: Activation, growth: int, name: str) -> None:
+    """Transient bytes and messages exist while their op runs."""
+    stage = problem.stages[s]
+    held.add(a.forward, a.forward + stage.forward, stage.forward_extra, None, f"F_extra_{name}")
+    fused, halves = stage.backward_extra, stage.backward_input_extra + stage.captured - growth
+    held.add(a.backward, a.backward_end, min(fused, halves), None, f"B_extra_{name}")
+    held.add(a.backward, a.backward_end, fused - min(fused, halves), ~a.split, f"fused_extra_{name}")
+    held.add(a.backward, a.backward_end, halves - min(fused, halves), a.split, f"I_extra_{name}")
+    held.add(a.weight, a.weight + stage.backward_weight, stage.backward_weight_extra, a.split, f"W_extra_{name}")
+    if problem.can_recompute(s):
+        held.add(a.again, a.again + stage.recompute, stage.forward_extra, a.recompute, f"R_extra_{name}")
+
+
+def _host_memory(model: cp_model.CpModel, problem: Problem, v: Variables) -> None:
+    """Each device gets a share of the host's memory that its offloads never exceed; the shares fit the host."""
+    if problem.host_budget is None:
+        return
+    resources = [_Cumulative(model, v) for _ in range(problem.devices)]
+    for (s, m), a in v.activations.items():
+        if problem.can_offload(s):
+            stage = problem.stages[s]
+            held = resources[stage.device]
+            held.add(a.away, a.back + stage.reload, stage.saved, a.offload, f"host_{s}_{m}")
+    shares = [model.new_int_var(0, problem.host_budget, f"share_{d}") for d in range(problem.devices)]
+    model.add(sum(shares) <= problem.host_budget)
+    for held, share in zip(resources, shares, strict=True):
+        if held.intervals:
+            model.add_cumulative(held.intervals, held.demands, share)

@@ -1,0 +1,84 @@
+"""A complete hint from a schedule, and a schedule's starts from a solution."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.schedule import Kind, Schedule, Task, value
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ortools.sat.python import cp_model
+
+    from optpipe_compiler.problem import Problem
+    from optpipe_compiler.solver.variables import Variables
+
+
+def add_hint(model: cp_model.CpModel, v: Variables, schedule: Schedule, objective: str) -> None:
+    """Hint every variable, those of absent tasks included: only complete hints help CP-SAT."""
+    hints: dict[int, int] = {v.makespan.index: value(schedule, objective)}
+    previous: dict[int, dict[str, int]] = {}
+    for (s, m), a in v.activations.items():
+        numbers = _of_activation(schedule, s, m, previous.get(s, {}))
+        previous[s] = numbers
+        hints |= {getattr(a, name).index: number for name, number in numbers.items()}
+    for length, start, end in v.lengths:
+        hints[length.index] = min(v.horizon, max(0, _evaluate(end, hints) - _evaluate(start, hints)))
+    for index, number in hints.items():
+        model.add_hint(model.get_int_var_from_proto_index(index), number)
+
+
+def _evaluate(expression: cp_model.LinearExprT, hints: dict[int, int]) -> int:
+    from ortools.sat.python import cp_model
+
+    flat = cp_model.FlatIntExpr(expression)
+    return flat.offset + sum(c * hints[var.index] for var, c in zip(flat.vars, flat.coeffs, strict=True))
+
+
+def _of_activation(schedule: Schedule, s: int, m: int, before: dict[str, int]) -> dict[str, int]:
+    """Return the value of every field of an Activation; absent tasks stand right after their predecessors."""
+    starts = schedule.starts
+    fused = Task(Kind.B, s, m) in starts
+    offload, recompute = Task(Kind.D, s, m) in starts, Task(Kind.R, s, m) in starts
+    forward, backward = Task(Kind.F, s, m), Task(Kind.B if fused else Kind.I, s, m)
+    forward_end, backward_end = schedule.end(forward), schedule.end(backward)
+
+    def start(kind: Kind, at_least: int, name: str) -> int:
+        return starts.get(Task(kind, s, m), max(at_least, before.get(name, 0)))
+
+    back = start(Kind.H, 0, "back")
+    again = start(Kind.R, forward_end, "again")
+    return {
+        "forward": starts[forward],
+        "backward": starts[backward],
+        "backward_end": backward_end,
+        "split": not fused,
+        "weight": start(Kind.W, backward_end, "weight"),
+        "release": backward_end if fused else schedule.end(Task(Kind.W, s, m)),
+        "keep": not (offload or recompute),
+        "offload": offload,
+        "recompute": recompute,
+        "away": start(Kind.D, forward_end, "away"),
+        "back": back,
+        "again": again,
+        "late": back if offload else again if recompute else starts[forward],
+    }
+
+
+def starts_of(problem: Problem, v: Variables, read: Callable[[cp_model.LinearExprT], int]) -> dict[Task, int]:
+    """Return the start of every task that is present in the solution that `read` gives the values of."""
+    starts: dict[Task, int] = {}
+    for (s, m), a in v.activations.items():
+        starts[Task(Kind.F, s, m)] = read(a.forward)
+        if read(a.split):
+            starts[Task(Kind.I, s, m)] = read(a.backward)
+            starts[Task(Kind.W, s, m)] = read(a.weight)
+        else:
+            starts[Task(Kind.B, s, m)] = read(a.backward)
+        if read(a.offload):
+            starts[Task(Kind.D, s, m)] = read(a.away)
+            starts[Task(Kind.H, s, m)] = read(a.back)
+        if read(a.recompute):
+            starts[Task(Kind.R, s, m)] = read(a.again)
+    return starts

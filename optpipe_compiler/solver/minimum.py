@@ -1,0 +1,95 @@
+"""The smallest memory that any schedule needs, solved for, and the schedule that needs no more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.errors import MissingDependency
+from optpipe_compiler.problem import SIZES, coarsen
+from optpipe_compiler.schedule import Kind, Schedule, Task, duration
+
+if TYPE_CHECKING:
+    from optpipe_compiler.problem import Problem
+
+UNLIMITED = 1 << 60
+
+
+def one_at_a_time(problem: Problem, fixed: tuple[int, ...]) -> Schedule:
+    """Return a schedule that runs one microbatch after the other in the least memory any schedule can do with.
+
+    `fixed` are the static units of each device; the largest total over devices is minimised. Of any schedule, the ops
+    of microbatch 0 alone are a schedule of the instance with M = 1 that needs no more memory, and repeating the best
+    one M times needs no more than once: so the instance with M = 1 decides. It is solved exactly; only the order of its
+    ops matters, so all durations are 1.
+    """
+    single = replace(problem, microbatches=1)
+    starts = _solve(coarsen(_unit_times(single)), fixed)
+    free = replace(single, budget=(UNLIMITED,) * problem.devices)
+    alone = _serial(free, starts)
+    period = max(map(alone.end, alone.starts))
+    repeated = {
+        Task(task.kind, task.stage, m): start + m * period
+        for m in range(problem.microbatches)
+        for task, start in alone.starts.items()
+    }
+    return Schedule(problem, "one-at-a-time", repeated)
+
+
+def _unit_times(problem: Problem) -> Problem:
+    stages = tuple(
+        replace(
+            stage,
+            forward=1,
+            backward_input=1,
+            backward_weight=1,
+            backward=1,
+            recompute=1,
+            offload=1,
+            reload=1,
+            send_activation=0,
+            send_gradient=0,
+        )
+        for stage in problem.stages
+    )
+    return replace(problem, stages=stages)
+
+
+def _serial(problem: Problem, starts: dict[Task, int]) -> Schedule:
+    """Run the ops one after the other, in the order of `starts`; frees before allocations at one moment."""
+    order = Schedule(problem, "", starts).sequence
+    timed: dict[Task, int] = {}
+    clock = 0
+    for task in sorted(order, key=lambda task: (starts[task], task.kind is not Kind.D)):
+        timed[task] = clock
+        lag = 0
+        if task.kind is Kind.F:
+            lag = problem.stages[task.stage].send_activation
+        elif task.kind in (Kind.I, Kind.B):
+            lag = problem.stages[task.stage].send_gradient
+        clock += duration(problem, task) + lag
+    return Schedule(problem, "one-at-a-time", timed)
+
+
+def _solve(problem: Problem, fixed: tuple[int, ...]) -> dict[Task, int]:
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError as error:
+        raise MissingDependency("compile needs ortools: pip install ortools") from error
+    from optpipe_compiler.solver import constraints, hint, variables
+
+    model = cp_model.CpModel()
+    horizon = 7 * len(problem.stages)
+    v = variables.create(model, problem, horizon)
+    total = sum(max(0, getattr(stage, name)) for stage in problem.stages for name in SIZES)
+    offset = [-(-size // problem.unit_bytes) for size in fixed]
+    cap = model.new_int_var(0, total + max(offset, default=0), "cap")
+    constraints.add_all(model, problem, v, budgets=[cap - size for size in offset])
+    model.minimize(cap)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.max_deterministic_time = 30
+    status = solver.solve(model)
+    assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE), solver.status_name(status)
+    return hint.starts_of(problem, v, solver.value)
+

@@ -1,0 +1,84 @@
+"""The decision variables of the full model: one set per stage and microbatch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
+
+    from optpipe_compiler.problem import Problem
+
+    Expr = cp_model.LinearExprT
+    Var = cp_model.IntVar
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Variables of one (stage, microbatch). Starts of absent optional tasks are free within their order."""
+
+    forward: Var
+    backward: Var
+    """Start of the fused backward or of the input gradient, which share a place in the order."""
+    backward_end: Var
+    split: Var
+    weight: Var
+    release: Var
+    """End of the last task that reads the activation."""
+    keep: Var
+    offload: Var
+    recompute: Var
+    away: Var
+    """Start of the offload."""
+    back: Var
+    """Start of the reload."""
+    again: Var
+    """Start of the recomputation."""
+    late: Var
+    """From here on the activation is resident until its backward: the forward's start when it is kept."""
+
+
+@dataclass(frozen=True)
+class Variables:
+    """All variables of a model over `horizon` ticks."""
+
+    horizon: int
+    activations: dict[tuple[int, int], Activation]
+    makespan: Var
+    lengths: list[tuple[Var, Expr, Expr]] = field(default_factory=list)
+    """(length, start, end) of every residency; they follow from the rest, but a hint must name them."""
+
+
+def create(model: cp_model.CpModel, problem: Problem, horizon: int) -> Variables:
+    """Create the variables with the domains that the instance allows."""
+    activations = {
+        (s, m): _activation(model, problem, s, m, horizon)
+        for s in range(len(problem.stages))
+        for m in range(problem.microbatches)
+    }
+    return Variables(horizon, activations, model.new_int_var(0, horizon, "makespan"))
+
+
+def _activation(model: cp_model.CpModel, problem: Problem, s: int, m: int, horizon: int) -> Activation:
+    def time(name: str) -> Var:
+        return model.new_int_var(0, horizon, f"{name}_{s}_{m}")
+
+    def choice(name: str, possible: bool) -> Var:
+        return model.new_bool_var(f"{name}_{s}_{m}") if possible else model.new_constant(0)
+
+    return Activation(
+        forward=time("F"),
+        backward=time("I"),
+        backward_end=time("I_end"),
+        split=choice("split", problem.freedom.split),
+        weight=time("W"),
+        release=time("release"),
+        keep=model.new_bool_var(f"keep_{s}_{m}"),
+        offload=choice("offload", problem.can_offload(s)),
+        recompute=choice("recompute", problem.can_recompute(s)),
+        away=time("D"),
+        back=time("H"),
+        again=time("R"),
+        late=time("late"),
+    )

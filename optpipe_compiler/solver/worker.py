@@ -1,0 +1,116 @@
+"""The child process: `python -m optpipe_compiler.solver.worker` reads a Request from stdin and streams Events to stdout.
+
+A process of its own, because some presolve steps of CP-SAT cannot be interrupted and its memory limit is not enforced.
+"""
+
+from __future__ import annotations
+
+import pickle
+import signal
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, BinaryIO
+
+if TYPE_CHECKING:
+    from ortools.sat.python import cp_model
+
+    from optpipe_compiler.problem import Problem
+    from optpipe_compiler.schedule import Schedule, Task
+    from optpipe_compiler.solver.variables import Variables
+
+
+@dataclass(frozen=True)
+class Request:
+    """One search: a coarse problem, a schedule of it as hint and upper bound, and the limits."""
+
+    problem: Problem
+    hint: Schedule
+    objective: str
+    time_limit_s: float
+    seed: int
+    workers: int
+    reproducible: bool
+    log: bool = False
+
+
+@dataclass(frozen=True)
+class Event:
+    """What the search reports: better starts, a better bound (ticks), a log line, or its end with a status name."""
+
+    kind: str
+    starts: dict[Task, int] | None = None
+    bound: int | None = None
+    text: str = ""
+
+
+DETERMINISTIC_PER_S = 0.25
+"""CP-SAT deterministic time units granted per second of time limit in reproducible mode (one worker does 0.3 to 1)."""
+
+
+def build(request: Request) -> tuple[cp_model.CpModel, Variables]:
+    """Build the full model with its hint; the horizon is the hint's length."""
+    from ortools.sat.python import cp_model
+
+    from optpipe_compiler.solver import constraints, hint, objective, variables
+
+    model = cp_model.CpModel()
+    horizon = max(map(request.hint.end, request.hint.starts))
+    v = variables.create(model, request.problem, horizon)
+    constraints.add_all(model, request.problem, v)
+    objective.minimise(model, request.problem, v, request.objective)
+    hint.add_hint(model, v, request.hint, request.objective)
+    return model, v
+
+
+def configure(solver: cp_model.CpSolver, request: Request) -> None:
+    """Set the search's parameters."""
+    p = solver.parameters
+    p.random_seed = request.seed
+    p.num_workers = 1 if request.reproducible else request.workers
+    p.ignore_subsolvers.append("variables_shaving")  # cannot be interrupted in 9.15
+    p.catch_sigint_signal = False
+    p.log_search_progress = request.log
+    p.log_to_stdout = False
+    if request.reproducible:
+        p.max_deterministic_time = request.time_limit_s * DETERMINISTIC_PER_S
+    else:
+        p.max_time_in_seconds = request.time_limit_s
+
+
+def solve(request: Request, out: BinaryIO) -> None:
+    """Run the search and write an Event for every improvement."""
+    from ortools.sat.python import cp_model
+
+    from optpipe_compiler.solver import hint
+
+    model, v = build(request)
+    solver = cp_model.CpSolver()
+    configure(solver, request)
+
+    def send(event: Event) -> None:
+        pickle.dump(event, out)
+        out.flush()
+
+    class Improved(cp_model.CpSolverSolutionCallback):
+        def on_solution_callback(self) -> None:
+            send(Event("solution", starts=hint.starts_of(request.problem, v, self.value)))
+
+    solver.best_bound_callback = lambda bound: send(Event("bound", bound=round(bound)))
+    if request.log:
+        solver.log_callback = lambda line: send(Event("log", text=line))
+    status = solver.solve(model, Improved())
+    name = solver.status_name(status)
+    bound = round(solver.best_objective_bound) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
+    send(Event("end", bound=bound, text=name))
+
+
+def main() -> None:
+    """Serve one request."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business; it ends this process
+    solve(pickle.load(sys.stdin.buffer), sys.stdout.buffer)
+
+
+if __name__ == "__main__":
+    from optpipe_compiler.solver import worker  # so that pickled classes have their importable name
+
+    worker.main()

@@ -1,0 +1,46 @@
+"""Sizes as people write them, and back: GB is 10^9 bytes, GiB is 2^30."""
+
+from __future__ import annotations
+
+import re
+
+from optpipe_compiler.errors import BadInput
+
+FACTORS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+
+
+def parse_bytes(text: str, option: str) -> int:
+    """Return the bytes that `text` (40GB, 37.25GiB, 1000) says; raise BadInput naming the option."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].lower() not in FACTORS:
+        raise BadInput(f"{option} is {text!r}, expected a size such as 40GB, 37.25GiB or 512MB")
+    return int(float(match[1]) * FACTORS[match[2].lower()]) if "." in match[1] else (
+        int(match[1]) * FACTORS[match[2].lower()]
+    )
+
+
+def show_bytes(size: int) -> str:
+    """Return a size in decimal and binary units: `40.00 GB (37.25 GiB)`."""
+    for decimal, binary, name in ((10**9, 2**30, "G"), (10**6, 2**20, "M"), (10**3, 2**10, "k")):
+        if abs(size) >= decimal:
+            return f"{size / decimal:.2f} {name}B ({size / binary:.2f} {name.upper()}iB)"
+    return f"{size} B"
+
+
+def show_ns(time: int) -> str:
+    """Return a time with a unit that leaves few digits."""
+    for factor, name in ((10**9, "s"), (10**6, "ms"), (10**3, "us")):
+        if time >= factor:
+            return f"{time / factor:.4g} {name}" if time < 1000 * factor else f"{time / factor:,.0f} {name}"
+    return f"{time} ns"

@@ -1,0 +1,119 @@
+"""The independent judge: docs/IR.md restated from the two files alone, one function per rule.
+
+It shares no code with planning, lowering or running, and imports neither ortools nor torch. A schedule in which it
+finds no violation is complete, free of deadlock, within its memory promises in *every* execution that its order and
+waits allow, and its forecast is one of them at its own costs.
+
+Rules build on one another: where the tables are broken nothing that reads them is checked, where ops are missing
+neither events nor times are, and where no execution exists there is no memory to judge.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.verify import against_profile, causality, forecast, memory, structure, tables
+from optpipe_compiler.verify.plan import Plan
+from optpipe_compiler.verify.report import Violation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from optpipe_compiler import ir
+    from optpipe_compiler.profile import Profile
+
+__all__ = ["Violation", "verify"]
+
+
+def verify(schedule: ir.Schedule, profile: Profile | None = None) -> list[Violation]:
+    """Return all violations of docs/IR.md that can be found; with the profile, also of its last section."""
+    found = [*tables.caps(schedule), *tables.digest(schedule)]
+    broken = _tables(schedule)
+    if broken:
+        return found + broken
+    plan = Plan(schedule)
+    broken = _structure(plan)
+    found += broken + list(structure.order(plan)) + list(forecast.bound(plan))
+    if not broken:
+        found += _executions(plan)
+    found += _forecast(plan, complete=not broken)
+    return found + (_profile(plan, profile) if profile is not None else [])
+
+
+def _tables(schedule: ir.Schedule) -> list[Violation]:
+    """Return what is wrong with the tables, which every other rule reads."""
+    found = list(tables.numbers(schedule))
+    if not found:
+        found = [*tables.devices(schedule), *tables.stages(schedule)]
+    if not found:
+        found = list(tables.layer_lists(schedule))
+    if not found:
+        found = [*tables.stage_bytes(schedule), *tables.boundaries(schedule)]
+    return found
+
+
+def _structure(plan: Plan) -> list[Violation]:
+    """Return what is wrong with the set of ops; without any the events of an execution are defined."""
+    rules = (
+        structure.belongs,
+        structure.unique,
+        structure.complete,
+        structure.split,
+        structure.peers,
+        structure.ranges,
+        structure.pairs_of_copies,
+        structure.one_state,
+        structure.waits,
+    )
+    found = _all(rule(plan) for rule in rules)
+    messages_broken = any(violation.rule in ("completeness", "peer") for violation in found)
+    return found if messages_broken else found + list(structure.pair_order(plan))
+
+
+def _executions(plan: Plan) -> list[Violation]:
+    """Return what is wrong in some execution that order and waits allow."""
+    events = causality.Events(plan)
+    order = causality.execution_order(plan, events)
+    if not isinstance(order, list):
+        return [order]
+    clocks = causality.Causality(events, order)
+    return [*causality.data(plan, clocks), *memory.memory(plan, clocks)]
+
+
+def _forecast(plan: Plan, *, complete: bool) -> list[Violation]:
+    """Return what is wrong with the forecast's records and, where they and the ops are complete, with its times."""
+    found = _all((forecast.cost_records(plan), forecast.links(plan), forecast.timetable(plan)))
+    if found or not complete:
+        return found
+    timed = forecast.Timed(plan)
+    rules = (
+        forecast.costs,
+        forecast.lane_times,
+        forecast.wait_times,
+        forecast.message_times,
+        forecast.receive_times,
+        forecast.arrivals,
+        forecast.link_times,
+        forecast.makespan,
+        forecast.bubble,
+    )
+    return list(forecast.message_costs(plan)) + _all(rule(timed) for rule in rules)
+
+
+def _profile(plan: Plan, profile: Profile) -> list[Violation]:
+    """Return where the schedule differs from its profile; the tables of the schedule are in order."""
+    found = [*against_profile.numbers(profile), *against_profile.layers(plan.schedule, profile)]
+    if found:
+        return found
+    layers = profile.expanded_layers()
+    found = [*against_profile.setup(plan.schedule, profile), *against_profile.stage_bytes(plan, layers)]
+    found += against_profile.links(plan, profile.machine)
+    if not list(forecast.cost_records(plan)):
+        found += against_profile.stage_times(plan, profile, layers)
+        found += against_profile.message_times(plan, profile.machine)
+    return found
+
+
+def _all(rules: Iterable[Iterable[Violation]]) -> list[Violation]:
+    return list(chain.from_iterable(rules))

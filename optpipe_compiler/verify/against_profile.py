@@ -1,0 +1,150 @@
+"""Rules on a schedule next to its profile: every byte figure and every cost is the profile's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from optpipe_compiler.profile import Layer, Link, Machine, Profile, value_of
+from optpipe_compiler.verify.forecast import transfer_ns
+from optpipe_compiler.verify.report import Violation
+from optpipe_compiler.verify.tables import PER_LAYER, too_large
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from optpipe_compiler import ir
+    from optpipe_compiler.profile import Cost
+    from optpipe_compiler.verify.plan import Plan
+
+
+def numbers(profile: Profile) -> Iterator[Violation]:
+    """Every integer of the profile is below 2^63."""
+    for part, name in ((profile.machine, "machine"), (profile.layers, "layers")):
+        yield from too_large(msgspec.to_builtins(part), f"profile: $.{name}", "profile-numbers")
+
+
+def layers(schedule: ir.Schedule, profile: Profile) -> Iterator[Violation]:
+    """The stages cut as many layers as the profile has."""
+    count = sum(layer.count for layer in profile.layers)
+    if schedule.setup.layers != count:
+        message = f"the schedule is for {schedule.setup.layers} layers, the profile has {count}"
+        yield Violation("profile-layers", message)
+
+
+def setup(schedule: ir.Schedule, profile: Profile) -> Iterator[Violation]:
+    """The reserve and the model are the profile's."""
+    reserve = value_of(profile.machine.reserve_bytes)
+    if schedule.setup.reserve_bytes != reserve:
+        message = f"setup.reserve_bytes is {schedule.setup.reserve_bytes}, the profile has {reserve}"
+        yield Violation("profile-bytes", message)
+    if schedule.model != profile.model:
+        yield Violation("profile-model", "the schedule's model is not the one that the profile measured")
+
+
+def stage_bytes(plan: Plan, expanded: list[Layer]) -> Iterator[Violation]:
+    """Every byte figure of a stage is that of its layers; what crosses its ends is the output of the layer before."""
+    for stage in plan.stages:
+        first, end = stage.layers
+        mine = expanded[first:end]
+        expected: dict[str, object] = {field: [_bytes(layer, field) for layer in mine] for field in PER_LAYER}
+        expected["static_bytes"] = sum(value_of(layer.static_bytes) for layer in mine)
+        expected["input_bytes"] = value_of(expanded[first - 1].output_bytes) if first else 0
+        expected["output_bytes"] = value_of(expanded[end - 1].output_bytes) if end < len(expanded) else 0
+        for field, figure in expected.items():
+            yield from _differs("profile-bytes", stage.stage, field, getattr(stage, field), figure)
+
+
+def _bytes(layer: Layer, field: str) -> int:
+    if field == "residue_bytes" and layer.residue_bytes is None:
+        return value_of(layer.saved_bytes)
+    return value_of(getattr(layer, field))
+
+
+def _differs(rule: str, stage: int, field: str, found: object, expected: object) -> Iterator[Violation]:
+    if found != expected:
+        yield Violation(rule, f"{field} of stage {stage} is {found}, by the profile it is {expected}")
+
+
+def stage_times(plan: Plan, profile: Profile, expanded: list[Layer]) -> Iterator[Violation]:
+    """The time of a stage's op is the sum over its layers plus the overhead of an op."""
+    forecast = plan.schedule.forecast
+    overhead = value_of(profile.machine.op_overhead_ns)
+    if forecast.op_overhead_ns != overhead:
+        message = f"forecast.op_overhead_ns is {forecast.op_overhead_ns}, the profile has {overhead}"
+        yield Violation("profile-times", message)
+    for stage, cost in zip(plan.stages, forecast.stages, strict=True):
+        mine = expanded[stage.layers[0] : stage.layers[1]]
+        for field in ("forward_ns", "backward_input_ns", "backward_weight_ns", "backward_ns"):
+            expected = sum(_time(layer, field) for layer in mine) + overhead
+            yield from _differs("profile-times", cost.stage, field, getattr(cost, field), expected)
+        again = [_time(layer, "recompute_ns") for layer in mine]
+        yield from _differs("profile-times", cost.stage, "recompute_ns", cost.recompute_ns, again)
+
+
+def _time(layer: Layer, field: str) -> int:
+    """Return a time of a layer; absent: the sum of the halves for backward_ns, the forward for recompute_ns."""
+    cost: Cost | None = getattr(layer, field)
+    if cost is not None:
+        return value_of(cost)
+    if field == "backward_ns":
+        return value_of(layer.backward_input_ns) + value_of(layer.backward_weight_ns)
+    return value_of(layer.forward_ns)
+
+
+def message_times(plan: Plan, machine: Machine) -> Iterator[Violation]:
+    """A message to another device takes latency + round(bytes * 10^9 / bandwidth) of the pair's p2p entry."""
+    for stage, cost in zip(plan.stages, plan.schedule.forecast.stages, strict=True):
+        after, before = plan.peer(stage.stage, 1), plan.peer(stage.stage, -1)
+        activation = _message_ns(machine, stage.device, after, stage.output_bytes)
+        gradient = _message_ns(machine, stage.device, before, stage.input_bytes)
+        yield from _differs("profile-p2p", stage.stage, "send_activation_ns", cost.send_activation_ns, activation)
+        yield from _differs("profile-p2p", stage.stage, "send_gradient_ns", cost.send_gradient_ns, gradient)
+
+
+def _message_ns(machine: Machine, device: int, peer: int | None, moved: int) -> int:
+    """Return the time of a message; the pair's own entry comes before the one for every pair; no entry: 0."""
+    own = [entry for entry in machine.p2p if entry.devices is not None and set(entry.devices) == {device, peer}]
+    entries = own + [entry for entry in machine.p2p if entry.devices is None]
+    if peer is None or not entries:
+        return 0
+    rate = value_of(entries[0].bytes_per_s) if entries[0].bytes_per_s is not None else 0
+    return value_of(entries[0].latency_ns) + (transfer_ns(moved, rate) if rate else 0)
+
+
+def links(plan: Plan, machine: Machine) -> Iterator[Violation]:
+    """A link of the forecast is shared by the devices that share it in the profile, at its duplex bandwidth."""
+    count = len(plan.schedule.devices)
+    for number, found in enumerate(plan.schedule.forecast.links):
+        for device in found.devices:
+            entry = _link_of(machine, device)
+            if entry is None:
+                message = f"forecast.links[{number}] names device {device}, which has no link in the profile"
+                yield Violation("profile-links", message, device)
+                continue
+            shared = {peer for peer in entry.devices or (device,) if peer < count}
+            if set(found.devices) != shared:
+                message = f"forecast.links[{number}] is of the devices {sorted(found.devices)}, the profile's of"
+                yield Violation("profile-links", f"{message} {sorted(shared)}", device)
+            for field, figure in _link_figures(entry).items():
+                if getattr(found, field) != figure:
+                    message = f"{field} of forecast.links[{number}] is {getattr(found, field)}, by the profile {figure}"
+                    yield Violation("profile-links", message, device)
+
+
+def _link_of(machine: Machine, device: int) -> Link | None:
+    """Return the link that names the device, else the one for devices that none names."""
+    named = [link for link in machine.links if device in (link.devices or ())]
+    return next(iter(named + [link for link in machine.links if link.devices is None]), None)
+
+
+def _link_figures(link: Link) -> dict[str, int]:
+    """Return what the forecast must use: the bandwidth while the other direction is busy too, where it is given."""
+    d2h = link.duplex_d2h_bytes_per_s
+    h2d = link.duplex_h2d_bytes_per_s
+    return {
+        "d2h_bytes_per_s": value_of(link.d2h_bytes_per_s if d2h is None else d2h),
+        "h2d_bytes_per_s": value_of(link.h2d_bytes_per_s if h2d is None else h2d),
+        "latency_ns": value_of(link.latency_ns),
+    }

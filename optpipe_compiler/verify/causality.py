@@ -1,0 +1,169 @@
+"""Happens-before: the events of all executions, what each of them implies, and the data laws that must follow.
+
+An op has two events, its start and its completion; the two halves of a message complete in one event, its transfer, and
+have only their start on the lane. Every event lies on one *chain*, which is totally ordered: the three lanes of each
+device, and the channel of each pair of devices. So a set of events that is closed under happens-before is a position
+on every chain, and the least such set that holds an event is a row of positions, its clock (Mattern 1989).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from optpipe_compiler import ir
+from optpipe_compiler.verify.structure import messages_by_pair
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from optpipe_compiler.verify.plan import Lane, Message, Plan
+    from optpipe_compiler.verify.report import Violation
+
+Chain = tuple[int, str] | tuple[int, int]
+"""A device's lane, or the channel of a pair (lower device first)."""
+
+
+class Events:
+    """The events of a complete schedule, in chains, with the events that must come directly before each."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.start: dict[str, int] = {}
+        self.done: dict[str, int] = {}
+        self.before: list[list[int]] = []
+        self.chains: dict[Chain, list[int]] = {}
+        self.op_of: list[str] = []
+        for device, lane in plan.lanes:
+            self._add_lane(plan, device, lane)
+        for (device, peer), listed in messages_by_pair(plan).items():
+            if device < peer:
+                self._add_channel((device, peer), [message for message, _ in listed])
+        for place in plan.places:
+            gates = [*place.op.after, *_gates(plan, place.op)]
+            self.before[self.start[place.id]] += [self.done[name] for name in gates]
+
+    def _add(self, chain: list[int], op: str, *before: int) -> int:
+        """Append an event to a chain: it comes after the event before it on the chain, and after `before`."""
+        event = len(self.before)
+        self.before.append([*chain[-1:], *before])
+        self.op_of.append(op)
+        chain.append(event)
+        return event
+
+    def _add_lane(self, plan: Plan, device: int, lane: Lane) -> None:
+        """Law 1: an op starts after the previous op of its lane has completed, or was issued."""
+        chain = self.chains[device, lane] = []
+        for place in plan.lanes[device, lane]:
+            self.start[place.id] = self._add(chain, place.id)
+            if not isinstance(place.op, ir.MessageOp):
+                self.done[place.id] = self._add(chain, place.id)
+
+    def _add_channel(self, pair: tuple[int, int], messages: list[Message]) -> None:
+        """Law 3: a transfer comes after both issues and after the transfer before it in the order of the pair."""
+        chain = self.chains[pair] = []
+        for message in messages:
+            issues = (self.start[message.send], self.start[message.recv])
+            self.done[message.send] = self.done[message.recv] = self._add(chain, message.send, *issues)
+
+
+def _gates(plan: Plan, op: ir.Op) -> list[str]:
+    """Law 3: a forward and the op that makes the gradient start after their message has arrived."""
+    if isinstance(op, ir.Forward) and plan.peer(op.stage, -1) is not None:
+        return [f"recv_activation:{op.stage}:{op.microbatch}"]
+    if isinstance(op, ir.Backward | ir.BackwardInput) and plan.peer(op.stage, 1) is not None:
+        return [f"recv_gradient:{op.stage}:{op.microbatch}"]
+    return []
+
+
+class Causality:
+    """The clocks of all events: `clock[e, k]` events of chain k are in the least closed set that holds event e."""
+
+    def __init__(self, events: Events, order: list[int]) -> None:
+        self.events = events
+        self.number = {chain: number for number, chain in enumerate(events.chains)}
+        self.clock = np.zeros((len(order), len(events.chains)), np.int32)
+        self._chain_of = np.zeros(len(order), np.int32)
+        for number, chain in enumerate(events.chains.values()):
+            self._chain_of[chain] = number
+        chain_of = self._chain_of.tolist()
+        for event in order:
+            row = self.clock[event]
+            for before in events.before[event]:
+                np.maximum(row, self.clock[before], out=row)
+            row[chain_of[event]] += 1
+
+    def implies(self, later: int, earlier: int) -> bool:
+        """Whether event `later` cannot happen without `earlier`."""
+        chain = self._chain_of[earlier]
+        return bool(self.clock[later, chain] >= self.clock[earlier, chain])
+
+
+def execution_order(plan: Plan, events: Events) -> list[int] | Violation:
+    """Return the events in an order that happens-before allows, or the deadlock that forbids every execution."""
+    after: list[list[int]] = [[] for _ in events.before]
+    missing = [len(before) for before in events.before]
+    for event, befores in enumerate(events.before):
+        for before in befores:
+            after[before].append(event)
+    order = [event for event, count in enumerate(missing) if not count]
+    for event in order:
+        for later in after[event]:
+            missing[later] -= 1
+            if not missing[later]:
+                order.append(later)
+    return order if len(order) == len(missing) else _deadlock(plan, events, missing)
+
+
+def _deadlock(plan: Plan, events: Events, missing: list[int]) -> Violation:
+    """Walk back from an event that never happens over others of that sort until one comes again: a cycle."""
+    event = next(event for event, count in enumerate(missing) if count)
+    walk: dict[int, None] = {}
+    while event not in walk:
+        walk[event] = None
+        event = next(before for before in events.before[event] if missing[before])
+    cycle = list(walk)[list(walk).index(event) :]
+    ids = list(dict.fromkeys(events.op_of[event] for event in cycle))
+    shown = ", which waits for ".join([*ids[:8], *(["..."] if len(ids) > 8 else []), ids[0]])
+    return plan.by_id[ids[0]].breaks("deadlock", f"no execution can complete: {shown}", *ids[1:])
+
+
+def data(plan: Plan, causality: Causality) -> Iterator[Violation]:
+    """Every op starts after the ops whose results it reads have completed, in every execution."""
+    events = causality.events
+    reads_back = _reads_back(plan)
+    for place in plan.places:
+        for source in [*_sources(plan, place.op), *reads_back.get(place.id, [])]:
+            if source in events.done and not causality.implies(events.start[place.id], events.done[source]):
+                message = f"{place.id} on device {place.device} can start before {source} has completed"
+                yield place.breaks("data", message, source)
+
+
+def _sources(plan: Plan, op: ir.Op) -> list[str]:
+    """Return the ids of the ops that `op` needs, reloads and recomputes left out."""
+    stage, microbatch = op.stage, op.microbatch
+    forward = f"forward:{stage}:{microbatch}"
+    match op:
+        case ir.Forward():
+            return [f"forward:{stage - 1}:{microbatch}"] if stage else []
+        case ir.BackwardInput() | ir.Backward():
+            return [forward] + ([plan.gradient_of(stage + 1, microbatch)] if stage + 1 < len(plan.stages) else [])
+        case ir.BackwardWeight():
+            return [f"backward_input:{stage}:{microbatch}"]
+        case ir.SendActivation() | ir.Offload() | ir.Recompute():
+            return [forward]
+        case ir.SendGradient():
+            return [plan.gradient_of(stage, microbatch)]
+        case ir.Reload():
+            return [f"offload:{stage}:{microbatch}:{op.layers[0]}-{op.layers[1]}"]
+    return []
+
+
+def _reads_back(plan: Plan) -> dict[str, list[str]]:
+    """Return, for the first op that reads the saved layers, the reloads and recomputes that bring them back."""
+    found: dict[str, list[str]] = {}
+    for place in plan.places:
+        if isinstance(place.op, ir.Reload | ir.Recompute):
+            reader = plan.gradient_of(place.op.stage, place.op.microbatch)
+            found.setdefault(reader, []).append(place.id)
+    return found

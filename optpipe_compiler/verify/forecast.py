@@ -1,0 +1,273 @@
+"""Rules on the forecast: it is one execution of the contract, at its own costs, and its figures are recomputed."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from fractions import Fraction
+from itertools import pairwise
+from math import isfinite
+from typing import TYPE_CHECKING
+
+from optpipe_compiler import ir
+from optpipe_compiler.verify.plan import LANES, Place, Plan, message_of
+from optpipe_compiler.verify.report import Violation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from optpipe_compiler.verify.plan import Message
+
+TOLERANCE = Fraction(1, 10**9)
+"""Of the bubble fraction, the only figure that is no integer."""
+
+
+def cost_records(plan: Plan) -> Iterator[Violation]:
+    """forecast.stages has one record per stage in order, with one recompute time per layer."""
+    costs = plan.schedule.forecast.stages
+    if [cost.stage for cost in costs] != list(range(len(plan.stages))):
+        numbers = ", ".join(str(cost.stage) for cost in costs[:8])
+        yield Violation("cost", f"forecast.stages is for the stages {numbers or 'none'}, expected each stage in order")
+        return
+    for stage, cost in zip(plan.stages, costs, strict=True):
+        layers = stage.layers[1] - stage.layers[0]
+        if len(cost.recompute_ns) != layers:
+            message = f"forecast.stages[{cost.stage}] has {len(cost.recompute_ns)} recompute times, expected {layers}"
+            yield Violation("cost", message)
+
+
+def message_costs(plan: Plan) -> Iterator[Violation]:
+    """A message that no stage sends takes no time: at the ends of the model and on the same device."""
+    for cost in plan.schedule.forecast.stages:
+        for step, what, found in ((1, "activation", cost.send_activation_ns), (-1, "gradient", cost.send_gradient_ns)):
+            if found and plan.peer(cost.stage, 1 if step == 1 else -1) is None:
+                message = f"send_{what}_ns of stage {cost.stage} is {found}, but that stage sends no {what}: expected 0"
+                yield Violation("cost", message, plan.stages[cost.stage].device)
+
+
+def links(plan: Plan) -> Iterator[Violation]:
+    """A device is behind one link at most, and behind one where it has transfers."""
+    behind: dict[int, int] = {}
+    for number, link in enumerate(plan.schedule.forecast.links):
+        if len(set(link.devices)) < len(link.devices):
+            yield Violation("link", f"forecast.links[{number}] names a device twice")
+        for device in link.devices:
+            if device >= len(plan.schedule.devices):
+                yield Violation("link", f"forecast.links[{number}] names device {device}, which does not exist")
+            elif behind.setdefault(device, number) != number:
+                message = f"device {device} is behind forecast.links[{behind[device]}] and [{number}], expected one"
+                yield Violation("link", message, device)
+    for lane in LANES[1:]:
+        for number in range(len(plan.schedule.devices)):
+            if plan.lanes[number, lane] and number not in behind:
+                message = f"device {number} has {lane} transfers but forecast.links has no link for it"
+                yield plan.lanes[number, lane][0].breaks("link", message)
+
+
+def timetable(plan: Plan) -> Iterator[Violation]:
+    """forecast.times has one entry per device and lane that has ops, with a start and an end for every op."""
+    seen: set[tuple[int, str]] = set()
+    for times in plan.schedule.forecast.times:
+        at = f"forecast.times of the {times.lane} lane of device {times.device}"
+        if times.device >= len(plan.schedule.devices):
+            yield Violation("times", f"{at}: there is no such device")
+            continue
+        if (times.device, times.lane) in seen:
+            yield Violation("times", f"{at} stands there twice", times.device, times.lane)
+        seen.add((times.device, times.lane))
+        ops = len(plan.lanes[times.device, times.lane])
+        if not len(times.start_ns) == len(times.end_ns) == ops:
+            message = f"{at} has {len(times.start_ns)} starts and {len(times.end_ns)} ends for {ops} ops"
+            yield Violation("times", message, times.device, times.lane)
+    for (device, lane), places in plan.lanes.items():
+        if places and (device, lane) not in seen:
+            message = f"forecast.times has no entry for the {lane} lane of device {device}"
+            yield Violation("times", message, device, lane)
+
+
+class Timed:
+    """The forecast of a plan whose timetable and cost records are complete: start, end and cost of every op in ns."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.forecast = plan.schedule.forecast
+        self.start: dict[str, int] = {}
+        self.end: dict[str, int] = {}
+        for times in self.forecast.times:
+            places = plan.lanes[times.device, times.lane]
+            for place, start, end in zip(places, times.start_ns, times.end_ns, strict=True):
+                self.start[place.id], self.end[place.id] = start, end
+        self.link_of = {device: link for link in self.forecast.links for device in link.devices}
+        self.working = [place for place in plan.places if not isinstance(place.op, ir.MessageOp)]
+
+    def cost(self, place: Place) -> int:
+        """Return what the op must take by the forecast's own cost records."""
+        op = place.op
+        cost = self.forecast.stages[op.stage]
+        match op:
+            case ir.Forward():
+                return cost.forward_ns
+            case ir.BackwardInput():
+                return cost.backward_input_ns
+            case ir.BackwardWeight():
+                return cost.backward_weight_ns
+            case ir.Backward():
+                return cost.backward_ns
+            case ir.Recompute():
+                return sum(self._of_layers(cost.recompute_ns, op)) + self.forecast.op_overhead_ns
+            case ir.Offload() | ir.Reload():
+                link = self.link_of[place.device]
+                rate = link.d2h_bytes_per_s if isinstance(op, ir.Offload) else link.h2d_bytes_per_s
+                moved = sum(self._of_layers(self.plan.stages[op.stage].saved_bytes, op))
+                return link.latency_ns + transfer_ns(moved, rate)
+        raise AssertionError(f"an op without a cost: {op.name}")
+
+    def _of_layers(self, numbers: list[int], op: ir.SavedOp) -> list[int]:
+        offset = self.plan.stages[op.stage].layers[0]
+        return numbers[op.layers[0] - offset : op.layers[1] - offset]
+
+    def travel(self, message: Message) -> int:
+        """Return the time from the end of the producer to the arrival of its message."""
+        cost = self.forecast.stages[message.stage]
+        return cost.send_activation_ns if message.what == "activation" else cost.send_gradient_ns
+
+
+def transfer_ns(moved: int, bytes_per_s: int) -> int:
+    """Return round(bytes * 10^9 / bandwidth), half up."""
+    return (2 * moved * 10**9 + bytes_per_s) // (2 * bytes_per_s)
+
+
+def costs(timed: Timed) -> Iterator[Violation]:
+    """Every op takes exactly its cost: end = start + cost."""
+    for place in timed.working:
+        took, cost = timed.end[place.id] - timed.start[place.id], timed.cost(place)
+        if took != cost:
+            message = f"{place.id} on device {place.device} is forecast to take {took} ns, its cost is {cost} ns"
+            yield place.breaks("cost", message)
+
+
+def lane_times(timed: Timed) -> Iterator[Violation]:
+    """An op starts at or after the end of the previous op of its lane, or at or after its issue."""
+    for lane in timed.plan.lanes.values():
+        for before, place in pairwise(lane):
+            start = timed.start[place.id]
+            free = (timed.start if isinstance(before.op, ir.MessageOp) else timed.end)[before.id]
+            if start < free:
+                message = f"starts at {start} ns, before {before.id} frees the lane at {free} ns"
+                yield place.breaks("times", f"{place.id} on device {place.device} {message}", before.id)
+
+
+def wait_times(timed: Timed) -> Iterator[Violation]:
+    """An op starts at or after the end of every op in its `after`."""
+    for place in timed.plan.places:
+        for name in place.op.after:
+            start, end = timed.start[place.id], timed.end[name]
+            if start < end:
+                message = f"starts at {start} ns but waits for {name}, which ends at {end} ns"
+                yield place.breaks("times", f"{place.id} on device {place.device} {message}", name)
+
+
+def message_times(timed: Timed) -> Iterator[Violation]:
+    """A send is issued when its producer ends; both halves end when it arrives, `send_*_ns` later."""
+    for place in timed.plan.places:
+        message = message_of(place.op)
+        if message is None or place.id != message.send:
+            continue
+        producer = _producer(timed.plan, message)
+        ready = timed.end[producer]
+        if timed.start[place.id] != ready:
+            text = f"{place.id} on device {place.device} is issued at {timed.start[place.id]} ns, but {producer}"
+            yield place.breaks("times", f"{text} ends at {ready} ns", producer)
+        for half in (place, timed.plan.by_id[message.recv]):
+            if timed.end[half.id] != ready + timed.travel(message):
+                text = f"{half.id} on device {half.device} ends at {timed.end[half.id]} ns, but {message} arrives at"
+                yield half.breaks("times", f"{text} {ready + timed.travel(message)} ns", producer)
+
+
+def receive_times(timed: Timed) -> Iterator[Violation]:
+    """A receive is issued not later than its message is sent."""
+    for place in timed.plan.places:
+        message = message_of(place.op)
+        if message is not None and place.id == message.recv and timed.start[place.id] > timed.start[message.send]:
+            text = f"{place.id} on device {place.device} is issued at {timed.start[place.id]} ns, after its message is"
+            yield place.breaks("times", f"{text} sent at {timed.start[message.send]} ns", message.send)
+
+
+def arrivals(timed: Timed) -> Iterator[Violation]:
+    """A forward, and the op that makes the gradient, starts at or after the arrival of its message."""
+    for place in timed.plan.places:
+        message = message_of(place.op)
+        if message is None or place.id != message.recv:
+            continue
+        stage, microbatch = place.op.stage, place.op.microbatch
+        forward = isinstance(place.op, ir.RecvActivation)
+        reader = f"forward:{stage}:{microbatch}" if forward else timed.plan.gradient_of(stage, microbatch)
+        if timed.start[reader] < timed.end[place.id]:
+            text = f"{reader} on device {place.device} starts at {timed.start[reader]} ns, before {message} arrives at"
+            yield timed.plan.by_id[reader].breaks("times", f"{text} {timed.end[place.id]} ns", place.id)
+
+
+def _producer(plan: Plan, message: Message) -> str:
+    if message.what == "activation":
+        return f"forward:{message.stage}:{message.microbatch}"
+    return plan.gradient_of(message.stage, message.microbatch)
+
+
+def link_times(timed: Timed) -> Iterator[Violation]:
+    """The transfers of one direction of one link, over all devices behind it, do not overlap."""
+    for link in timed.forecast.links:
+        for lane in LANES[1:]:
+            places = [place for device in link.devices for place in timed.plan.lanes[device, lane]]
+            places.sort(key=lambda place: (timed.start[place.id], timed.end[place.id]))
+            yield from _overlaps(timed, places)
+
+
+def _overlaps(timed: Timed, places: list[Place]) -> Iterator[Violation]:
+    """Yield the transfers, in order of start, that begin while one of another device still holds the link."""
+    holder = places[0] if places else None
+    for place in places[1:]:
+        assert holder is not None
+        start, end = timed.start[place.id], timed.end[holder.id]
+        if start < end and holder.device != place.device:
+            text = f"starts at {start} ns on the link that {holder.id} of device {holder.device} holds until {end} ns"
+            yield place.breaks("link", f"{place.id} on device {place.device} {text}", holder.id)
+        holder = max(holder, place, key=lambda one: timed.end[one.id])
+
+
+def makespan(timed: Timed) -> Iterator[Violation]:
+    """makespan_ns: last end minus first start over compute, d2h and h2d ops; span_ns: the longest per compute lane."""
+    whole = _extent(timed, timed.working)
+    if timed.forecast.makespan_ns != whole:
+        yield Violation("makespan", f"makespan_ns is {timed.forecast.makespan_ns}, the times say {whole}")
+    lanes: dict[int, list[Place]] = defaultdict(list)
+    for place in timed.working:
+        if place.lane == "compute":
+            lanes[place.device].append(place)
+    longest = max((_extent(timed, lane) for lane in lanes.values()), default=0)
+    if timed.forecast.span_ns != longest:
+        yield Violation("makespan", f"span_ns is {timed.forecast.span_ns}, the times say {longest}")
+
+
+def _extent(timed: Timed, places: list[Place]) -> int:
+    return max(timed.end[place.id] for place in places) - min(timed.start[place.id] for place in places)
+
+
+def bubble(timed: Timed) -> Iterator[Violation]:
+    """bubble_fraction = 1 - (sum of the durations of compute ops) / (devices * makespan), within 1e-9."""
+    whole = _extent(timed, timed.working) * len(timed.plan.schedule.devices)
+    lane = [place for place in timed.working if place.lane == "compute"]
+    busy = sum(timed.end[place.id] - timed.start[place.id] for place in lane)
+    expected = 1 - Fraction(busy, whole) if whole else Fraction(0)
+    claimed = timed.forecast.bubble_fraction
+    if not isfinite(claimed) or abs(Fraction(claimed) - expected) > TOLERANCE:
+        yield Violation("bubble", f"bubble_fraction is {claimed}, the times say {expected.limit_denominator(10**6)}")
+
+
+def bound(plan: Plan) -> Iterator[Violation]:
+    """lower_bound_ns <= the objective's value, and the outcome is optimal when, and only when, they meet."""
+    forecast = plan.schedule.forecast
+    value = forecast.makespan_ns if forecast.objective == "makespan" else forecast.span_ns
+    shown = f"lower_bound_ns is {forecast.lower_bound_ns} and the {forecast.objective} is {value}"
+    if forecast.lower_bound_ns > value:
+        yield Violation("bound", f"{shown}: the bound is above the value")
+    if (forecast.outcome == "optimal") != (forecast.lower_bound_ns == value):
+        yield Violation("bound", f"{shown}, but the outcome is {forecast.outcome}")

@@ -1,0 +1,139 @@
+"""Rules on the tables of the contract: numbers, stages, devices, caps and the digest."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from optpipe_compiler import ir
+from optpipe_compiler.verify.report import Violation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+LARGEST = 2**63 - 1
+"""What every reader's 64 bits hold; sums of such numbers are formed without loss all the same."""
+
+PER_LAYER = (
+    "saved_bytes",
+    "residue_bytes",
+    "captured_bytes",
+    "checkpoint_bytes",
+    "forward_transient_bytes",
+    "backward_input_transient_bytes",
+    "backward_weight_transient_bytes",
+    "backward_transient_bytes",
+)
+
+
+def numbers(record: ir.Schedule, rule: str = "numbers") -> Iterator[Violation]:
+    """Every integer of the contract and the forecast is below 2^63."""
+    parts = (record.setup, record.stages, record.devices, record.forecast)
+    for part, name in zip(parts, ("setup", "stages", "devices", "forecast"), strict=True):
+        yield from too_large(msgspec.to_builtins(part), f"$.{name}", rule)
+
+
+def too_large(value: Any, path: str, rule: str) -> Iterator[Violation]:
+    """Yield a violation with its JSON path for every integer beyond 2^53 in `value`."""
+    if isinstance(value, int):
+        if value > LARGEST:
+            yield Violation(rule, f"{path} is a number of {value.bit_length()} bits, expected below 2^63")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(item, str):
+                yield from too_large(item, f"{path}.{key}", rule)
+    elif isinstance(value, list | tuple) and not (value and isinstance(value[0], str)):
+        for index, item in enumerate(value):
+            yield from too_large(item, f"{path}[{index}]", rule)
+
+
+def devices(schedule: ir.Schedule) -> Iterator[Violation]:
+    """There are setup.devices devices, numbered from 0 in file order."""
+    if len(schedule.devices) != schedule.setup.devices:
+        yield Violation(
+            "devices", f"the file lists {len(schedule.devices)} devices, setup.devices is {schedule.setup.devices}"
+        )
+    for index, device in enumerate(schedule.devices):
+        if device.device != index:
+            yield Violation("devices", f"devices[{index}] has the number {device.device}, expected {index}")
+
+
+def stages(schedule: ir.Schedule) -> Iterator[Violation]:
+    """Stages are numbered from 0, sit on known devices and cut the model's layers in order and completely."""
+    if not schedule.stages:
+        yield Violation("stages", "the file lists no stage")
+    end = 0
+    for index, stage in enumerate(schedule.stages):
+        if stage.stage != index:
+            yield Violation("stages", f"stages[{index}] has the number {stage.stage}, expected {index}")
+        if stage.device >= len(schedule.devices):
+            yield Violation("stages", f"stage {index} is on device {stage.device}, which the file does not list")
+        if stage.layers[0] != end or stage.layers[1] <= stage.layers[0]:
+            shown = f"[{stage.layers[0]}, {stage.layers[1]})"
+            yield Violation("stages", f"stage {index} has the layers {shown}, expected at least one layer from {end}")
+        end = stage.layers[1]
+    if end != schedule.setup.layers:
+        yield Violation("stages", f"the stages end at layer {end}, setup.layers is {schedule.setup.layers}")
+
+
+def layer_lists(schedule: ir.Schedule) -> Iterator[Violation]:
+    """Every byte list of a stage has one entry per layer."""
+    for index, stage in enumerate(schedule.stages):
+        layers = stage.layers[1] - stage.layers[0]
+        for field in PER_LAYER:
+            found = len(getattr(stage, field))
+            if found != layers:
+                yield Violation("stages", f"{field} of stage {index} has {found} entries, expected {layers}")
+
+
+def stage_bytes(schedule: ir.Schedule) -> Iterator[Violation]:
+    """Per layer: checkpoint <= saved and captured <= residue <= saved + captured."""
+    for index, stage in enumerate(schedule.stages):
+        columns = (stage.saved_bytes, stage.residue_bytes, stage.captured_bytes, stage.checkpoint_bytes)
+        for layer, (saved, residue, captured, checkpoint) in enumerate(
+            zip(*columns, strict=True), start=stage.layers[0]
+        ):
+            if checkpoint > saved:
+                message = f"layer {layer} of stage {index} has {checkpoint} checkpoint bytes but {saved} saved bytes"
+                yield Violation("stages", message)
+            if not captured <= residue <= saved + captured:
+                message = (
+                    f"layer {layer} of stage {index} has {residue} residue bytes, "
+                    f"expected {captured} (captured) to {saved + captured} (saved and captured)"
+                )
+                yield Violation("stages", message)
+
+
+def boundaries(schedule: ir.Schedule) -> Iterator[Violation]:
+    """output_bytes(s) = input_bytes(s + 1); both are 0 at the ends of the model."""
+    first, last = schedule.stages[0], schedule.stages[-1]
+    if first.input_bytes:
+        yield Violation("stages", f"stage 0 has {first.input_bytes} input bytes, expected 0")
+    if last.output_bytes:
+        yield Violation("stages", f"the last stage has {last.output_bytes} output bytes, expected 0")
+    for index, (stage, after) in enumerate(pairwise(schedule.stages)):
+        if stage.output_bytes != after.input_bytes:
+            message = f"stage {index} puts out {stage.output_bytes} bytes but stage {index + 1} takes in"
+            yield Violation("stages", f"{message} {after.input_bytes}")
+
+
+def caps(schedule: ir.Schedule) -> Iterator[Violation]:
+    """peak_bytes <= setup.cap_bytes on every device; the sum of host_bytes <= setup.host_cap_bytes."""
+    setup = schedule.setup
+    for index, device in enumerate(schedule.devices):
+        if device.peak_bytes > setup.cap_bytes:
+            message = f"device {index} promises a peak of {device.peak_bytes} bytes, over the cap of {setup.cap_bytes}"
+            yield Violation("caps", message, index)
+    host = sum(device.host_bytes for device in schedule.devices)
+    if setup.host_cap_bytes is not None and host > setup.host_cap_bytes:
+        message = f"the devices may hold {host} bytes on the host together, over its cap of {setup.host_cap_bytes}"
+        yield Violation("caps", message)
+
+
+def digest(schedule: ir.Schedule) -> Iterator[Violation]:
+    """The digest is sha256 over the contract part."""
+    expected = ir.contract_digest(schedule)
+    if schedule.digest != expected:
+        yield Violation("digest", f"the digest is {schedule.digest!r}, the contract part has {expected!r}")

@@ -1,0 +1,1 @@
+"""What people see: violations and, later, tables and Gantt charts. Only `cli` and this package print."""

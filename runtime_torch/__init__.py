@@ -1,0 +1,1 @@
+"""Replay of a schedule file on torch.distributed.pipelining."""

@@ -1,0 +1,223 @@
+"""Every touch of a private torch name: the pipelining engine, driven over a schedule file's own order.
+
+The engine (`_PipelineScheduleRuntime`) walks the device's actions; `_Stage` hands each to `Replay`. Recompute has no
+action of its own in torch: it rides on OVERLAP_F_B, the engine's slot for custom functions.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from optpipe_compiler import ir
+from optpipe_compiler.errors import MissingDependency, RunFailed
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch import Tensor
+
+    from runtime_torch.replay import Replay
+
+SUPPORTED = "2.13"
+
+try:
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import (
+        _Action,
+        _ComputationType,
+        _PipelineScheduleRuntime,
+    )
+except ImportError as error:
+    raise MissingDependency(
+        f"torch {torch.__version__} has no usable torch.distributed.pipelining; optpipe run needs torch {SUPPORTED}"
+    ) from error
+
+_SIGNATURES = {
+    "forward_one_chunk": ("fwd_chunk_id", "args", "kwargs", "save_forward_output"),
+    "backward_one_chunk": ("bwd_chunk_id", "loss", "full_backward", "last_backward"),
+    "backward_weight_one_chunk": ("bwd_chunk_id", "last_backward"),
+    "get_fwd_recv_ops": ("fwd_chunk_id",),
+    "get_fwd_send_ops": ("fwd_chunk_id",),
+    "get_bwd_recv_ops": ("bwd_chunk_id",),
+    "get_bwd_send_ops": ("bwd_chunk_id",),
+    "set_local_fwd_input": ("prev_stage_outputs", "mb_index"),
+    "set_local_bwd_input": ("next_stage_bwd_outputs", "mb_index"),
+    "get_local_bwd_output": ("mb_index",),
+    "perform_reduce_grad": ("grad_scale_factor",),
+    "clear_runtime_states": (),
+    "_prepare_forward_infra": ("num_microbatches", "args", "kwargs", "has_backward"),
+    "_prepare_backward_infra": ("num_microbatches", "loss_fn", "target", "received_grad_meta", "loss_kwargs"),
+}
+"""The methods of the stage that `_Stage` replaces or the engine calls, with their parameters."""
+
+_ENGINE_SIGNATURES = {
+    "_prepare_schedule_with_comms": ("actions", "format"),
+    "register_custom_function": ("computation_type", "custom_function"),
+    "step": ("args", "target", "losses", "return_outputs", "loss_kwargs", "kwargs"),
+}
+
+_TYPES = {
+    "forward": "FORWARD",
+    "backward": "FULL_BACKWARD",
+    "backward_input": "BACKWARD_INPUT",
+    "backward_weight": "BACKWARD_WEIGHT",
+    "recompute": "OVERLAP_F_B",
+    "send_activation": "SEND_F",
+    "recv_activation": "RECV_F",
+    "send_gradient": "SEND_B",
+    "recv_gradient": "RECV_B",
+}
+
+
+def probe(version: str = torch.__version__) -> None:
+    """Raise MissingDependency where torch is outside the supported range, RunFailed where its engine is not as known."""
+    if not version.startswith(f"{SUPPORTED}."):
+        raise MissingDependency(
+            f"optpipe run needs torch {SUPPORTED}, found {version}: pip install 'torch>={SUPPORTED},<2.14'"
+        )
+    for owner, known in ((PipelineStage, _SIGNATURES), (_PipelineScheduleRuntime, _ENGINE_SIGNATURES)):
+        for name, expected in known.items():
+            found = _parameters(owner, name)
+            if found != expected:
+                raise RunFailed(
+                    f"torch {version}: {owner.__name__}.{name} takes {found}, expected {expected}; "
+                    "this build of torch is not supported"
+                )
+    missing = [name for name in (*_TYPES.values(), "REDUCE_GRAD") if not hasattr(_ComputationType, name)]
+    if missing:
+        raise RunFailed(f"torch {version}: the pipelining engine has no action {missing[0]}")
+
+
+def _parameters(owner: type, name: str) -> tuple[str, ...] | None:
+    method = getattr(owner, name, None)
+    return None if method is None else tuple(inspect.signature(method).parameters)[1:]
+
+
+def quiet() -> None:
+    """Keep the engine from logging the whole schedule to stderr when an op fails; the error itself is enough."""
+    logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
+
+
+class _Stage(PipelineStage):  # type: ignore[misc]  # torch leaves it untyped
+    """A stage whose work, buffers and messages are all `Replay`'s; the engine only calls in order."""
+
+    def __init__(
+        self,
+        replay: Replay,
+        modules: nn.Module,
+        index: int,
+        count: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        # Given metadata keep torch from running the model to infer it; the buffers are not made from it.
+        nothing = torch.empty(0, device="meta")
+        super().__init__(modules, index, count, device, input_args=nothing, output_args=nothing, group=group)
+        self._replay = replay
+
+    def _prepare_forward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> None:
+        self.chunks = num_microbatches
+        self.args_recv_info = {0: ()}
+        self.act_send_info = {}
+
+    def _prepare_backward_infra(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def forward_one_chunk(
+        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: Any = None, save_forward_output: bool = True
+    ) -> Tensor:
+        """F."""
+        return self._replay.forward(self.stage_index, fwd_chunk_id, args[0] if self.is_first else None)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """B or I; the loss is part of the last stage and needs no gradient from outside."""
+        self._replay.backward(self.stage_index, bwd_chunk_id, fused=full_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """W."""
+        self._replay.backward_weight(self.stage_index, bwd_chunk_id)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Issue the receive of an activation; nothing is left to the engine."""
+        self._replay.recv("recv_activation", self.stage_index, fwd_chunk_id)
+        return []
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Issue the receive of a gradient."""
+        self._replay.recv("recv_gradient", self.stage_index, bwd_chunk_id)
+        return []
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Issue the send of an activation."""
+        self._replay.send("send_activation", self.stage_index, fwd_chunk_id)
+        return []
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Issue the send of a gradient."""
+        self._replay.send("send_gradient", self.stage_index, bwd_chunk_id)
+        return []
+
+    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
+        """`Replay` has handed the tensor over already."""
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        """`Replay` has handed the gradient over already."""
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[None, ...]:
+        """`Replay` has handed the gradient over already."""
+        return (None,)
+
+    def clear_runtime_states(self) -> None:
+        """`Replay` leaves nothing between steps."""
+
+
+class Engine:
+    """torch's schedule runtime, loaded with a schedule file's compute lanes."""
+
+    def __init__(
+        self,
+        schedule: ir.Schedule,
+        replay: Replay,
+        modules: dict[int, nn.Module],
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        probe()
+        count = len(schedule.stages)
+        stages = [_Stage(replay, modules[index], index, count, device, group) for index in sorted(modules)]
+        self._runtime = _PipelineScheduleRuntime(
+            stages, schedule.setup.microbatches, loss_fn=_the_output_is_the_loss, scale_grads=True
+        )
+        self._runtime.register_custom_function(
+            _ComputationType.OVERLAP_F_B,
+            lambda action, _: replay.recompute(action.stage_index, action.microbatch_index),
+        )
+        actions = {device.device: _actions(device, schedule.setup.microbatches) for device in schedule.devices}
+        self._runtime._prepare_schedule_with_comms(actions, format="compute_comms")
+
+    def step(self, *inputs: Tensor, target: Tensor | None, losses: list[Tensor]) -> None:
+        """Run one step: `inputs` where the first stage is, `target` and `losses` (filled) where the last is."""
+        self._runtime.step(*inputs, target=target, losses=losses, return_outputs=False)
+
+
+def _the_output_is_the_loss(output: Tensor, _target: object) -> Tensor:
+    return output
+
+
+def _actions(device: ir.Device, microbatches: int) -> list[_Action]:
+    """The engine's actions for a compute lane, with each stage's gradient reduction after its last backward."""
+    actions: list[_Action] = []
+    left: dict[int, int] = {}
+    for op in device.compute:
+        actions.append(_Action(op.stage, getattr(_ComputationType, _TYPES[op.name]), op.microbatch))
+        if isinstance(op, ir.Backward | ir.BackwardWeight):
+            left[op.stage] = left.get(op.stage, microbatches) - 1
+            if left[op.stage] == 0:
+                actions.append(_Action(op.stage, _ComputationType.REDUCE_GRAD, None))
+    return actions

@@ -1,0 +1,329 @@
+"""One stage's model work on its saved-tensor stores: forward, the backwards, recompute, offload and reload.
+
+Independent of torch.distributed: the profiler measures on the very path that the replay runs. Layers take one tensor
+and return one tensor; the model's last layer is called `layer(x, target)` and returns the scalar mean loss.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from optpipe_compiler.errors import RunFailed
+from runtime_torch import split
+from runtime_torch.store import Meter, SavedTensorStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor, UntypedStorage, nn
+
+Layers = tuple[int, int]
+"""Layers `[first, end)`, numbered over the whole model."""
+
+_CALIBRATION = -1
+"""The microbatch number of the calibration pass."""
+
+
+@dataclass(slots=True)
+class _Surroundings:
+    """What a forward depends on besides its input: random state and autocast, to be restored for a recompute."""
+
+    cpu_random: Tensor
+    device_random: Tensor | None
+    autocast: tuple[bool, torch.dtype, bool]
+
+
+@dataclass(slots=True)
+class _Checkpoint:
+    """The input of a range that is recomputed, and the surroundings of its first forward."""
+
+    tensor: Tensor
+    needs_gradient: bool
+    surroundings: _Surroundings
+
+
+@dataclass(slots=True)
+class _Pass:
+    """One microbatch on its way through the stage. No activation is held here except by store and checkpoints."""
+
+    store: SavedTensorStore
+    target: Tensor | None = None
+    leaf: Tensor | None = None
+    """Where the differentiated part starts; its data is a stub once the forward is over."""
+    entry: GradientEdge | None = None
+    """Output of the layers before the leaf (first stage: the embedding); its gradient is the leaf's."""
+    output: GradientEdge | None = None
+    one: Tensor | None = None
+    """The gradient of the loss by itself, on the last stage."""
+    checkpoints: dict[Layers, _Checkpoint] = field(default_factory=dict)
+    groups: list[split.Group] = field(default_factory=list)
+    entry_gradient: Tensor | None = None
+    captured: list[UntypedStorage] = field(default_factory=list)
+
+
+class StageExecution:
+    """The layers `[first_layer, first_layer + len(layers))` of a model, run one op at a time.
+
+    Each op is one call. Bytes held between the calls are counted in `meter` (saved tensors, checkpoints, captured
+    gradients); inputs, outputs and gradients belong to the caller. `offload` and `reload` may be called from another
+    thread than the rest, as long as the ops of one microbatch follow the order of the schedule file.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        first_layer: int,
+        *,
+        is_first: bool,
+        is_last: bool,
+        device: torch.device | str,
+        meter: Meter | None = None,
+        host_meter: Meter | None = None,
+    ) -> None:
+        self.layers = list(layers)
+        self.first_layer = first_layer
+        self.is_first = is_first
+        self.is_last = is_last
+        self.device = torch.empty(0, device=device).device
+        self.meter = meter or Meter()
+        self.host_meter = host_meter or Meter()
+        self._params = [p for layer in self.layers for p in layer.parameters() if p.requires_grad]
+        self._constants = [t for layer in self.layers for t in (*layer.parameters(), *layer.buffers())]
+        self._passes: dict[int, _Pass] = {}
+        self._needed: frozenset[int] | None = None
+        self._stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+
+    @property
+    def end_layer(self) -> int:
+        """One past the stage's last layer."""
+        return self.first_layer + len(self.layers)
+
+    # -- ops
+
+    def forward(
+        self, microbatch: int, x: Tensor, target: Tensor | None = None, recomputed: Sequence[Layers] = ()
+    ) -> Tensor:
+        """F: return the output (detached; on the last stage the scalar loss).
+
+        `recomputed` ranges keep only their input; `recompute` must be called for each before a backward.
+        """
+        run = self._new_pass(self.meter)
+        self._passes[microbatch] = run
+        return self._forward(run, x, target, recomputed)
+
+    def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        """B: accumulate the weights' gradients, return the input's (None on the first stage)."""
+        run = self._passes.pop(microbatch)
+        try:
+            if run.output is None:
+                return None
+            torch.autograd.backward([run.output], [self._root(run, gradient)])
+            assert run.leaf is not None
+            found, run.leaf.grad = run.leaf.grad, None
+            if run.entry is not None:
+                assert found is not None
+                torch.autograd.backward([run.entry], [found])
+            return None if self.is_first else found
+        finally:
+            self._release(run)
+
+    def backward_input(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        """I: return the input's gradient (None on the first stage); keep only what the weight gradients read."""
+        return self._backward_input(self._passes[microbatch], gradient)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """W: accumulate the weights' gradients."""
+        run = self._passes.pop(microbatch)
+        try:
+            self._backward_weight(run, accumulate=True)
+        finally:
+            self._release(run)
+
+    def recompute(self, microbatch: int, layers: Layers) -> None:
+        """R: run the forward of `layers` once more and put what it saves back into the original graph's slots."""
+        run = self._passes[microbatch]
+        checkpoint = run.checkpoints.pop(layers)
+        x = checkpoint.tensor.detach().requires_grad_(checkpoint.needs_gradient)
+        with _restored(checkpoint.surroundings, self.device), run.store.refilling(*layers):
+            for index in range(*layers):
+                x = self._call(index, x, run.target)
+        self.meter.release(checkpoint.tensor.untyped_storage())
+
+    def offload(self, microbatch: int, layers: Layers) -> None:
+        """D2H: copy what `layers` saved to the host, each storage once, then free it on the device."""
+        self._passes[microbatch].store.offload(*layers)
+
+    def reload(self, microbatch: int, layers: Layers) -> None:
+        """H2D: bring what `layers` offloaded back to the device, then free it on the host."""
+        self._passes[microbatch].store.reload(*layers)
+
+    def calibrate(self, x: Tensor, target: Tensor | None = None, gradient: Tensor | None = None) -> None:
+        """Learn what W reads, on a throw-away microbatch of the right shapes; later I's free all else at their end.
+
+        Leaves gradients, random state and meters as they were.
+        """
+        run = self._new_pass(Meter())
+        with _restored(_surroundings(self.device), self.device):
+            self._forward(run, x, target, ())
+            self._backward_input(run, gradient)
+            run.store.reads = set()
+            self._backward_weight(run, accumulate=False)
+        self._needed = frozenset(run.store.reads)
+        self._release(run)
+
+    # -- asking
+
+    def saved_bytes(self, microbatch: int, layers: Layers | None = None) -> int:
+        """Bytes on the device that `layers` (absent: all of the stage) saved for `microbatch`, each storage once."""
+        return self._passes[microbatch].store.live_bytes(layers)
+
+    def captured_bytes(self, microbatch: int) -> int:
+        """Between I and W: bytes of the captured gradients, beside the saved bytes that are left."""
+        run = self._passes[microbatch]
+        saved = {storage.data_ptr() for storage in run.store.storages()}
+        return sum({s.data_ptr(): s.nbytes() for s in run.captured if s.data_ptr() not in saved}.values())
+
+    def checkpoint_bytes(self, microbatch: int) -> int:
+        """Bytes of the inputs that are kept for recomputes still to come."""
+        kept = [c.tensor.untyped_storage() for c in self._passes[microbatch].checkpoints.values()]
+        return sum({s.data_ptr(): s.nbytes() for s in kept}.values())
+
+    def in_flight(self) -> list[int]:
+        """The microbatches between their forward and the end of their backward."""
+        return list(self._passes)
+
+    # -- how
+
+    def _new_pass(self, meter: Meter) -> _Pass:
+        constants = {t.untyped_storage().data_ptr() for t in self._constants}
+        return _Pass(SavedTensorStore(self.device, meter, self.host_meter, constants, self._stream))
+
+    def _forward(self, run: _Pass, x: Tensor, target: Tensor | None, recomputed: Sequence[Layers]) -> Tensor:
+        x = _compact(x)
+        run.target = None if target is None else _compact(target)
+        if not self.is_first:
+            x = run.leaf = x.detach().requires_grad_()
+        ends = {end: (first, end) for first, end in recomputed}
+        starts = {first: (first, end) for first, end in recomputed}
+        with torch.enable_grad(), run.store.saving():
+            for index in range(self.first_layer, self.end_layer):
+                if index in starts:
+                    self._keep_input(run, starts[index], x)
+                run.store.layer = index
+                x = self._call(index, x, run.target)
+                if index + 1 in ends:
+                    run.store.drop(*ends[index + 1])
+                if run.leaf is None and x.requires_grad:
+                    run.entry = get_gradient_edge(x)
+                    x = run.leaf = x.detach().requires_grad_()
+        return self._hand_over(run, x)
+
+    def _hand_over(self, run: _Pass, x: Tensor) -> Tensor:
+        """Keep the way back into the graph, not the data of the output or the input."""
+        if run.leaf is not None and x.requires_grad:
+            run.output = get_gradient_edge(x)
+            run.one = torch.ones_like(x) if self.is_last else None
+        output = x.detach()
+        if run.leaf is not None:
+            run.leaf.data = run.leaf.new_empty(()).expand(run.leaf.shape)
+        return output
+
+    def _call(self, index: int, x: Tensor, target: Tensor | None) -> Tensor:
+        layer = self.layers[index - self.first_layer]
+        if self.is_last and index + 1 == self.end_layer:
+            return layer(x, target)  # type: ignore[no-any-return]
+        return layer(x)  # type: ignore[no-any-return]
+
+    def _keep_input(self, run: _Pass, layers: Layers, x: Tensor) -> None:
+        """Keep the input of a range that is recomputed."""
+        checkpoint = _Checkpoint(_compact(x.detach()), x.requires_grad, _surroundings(self.device))
+        run.checkpoints[layers] = checkpoint
+        run.store.meter.hold(checkpoint.tensor.untyped_storage())
+
+    def _root(self, run: _Pass, gradient: Tensor | None) -> Tensor:
+        """The gradient of the output; of the loss by itself on the last stage."""
+        if run.checkpoints:
+            raise RunFailed(f"a backward started before the recompute of layers {next(iter(run.checkpoints))}")
+        root = run.one if self.is_last else gradient
+        if root is None:
+            raise RunFailed(f"stage of layers {self.first_layer} to {self.end_layer - 1}: no gradient of its output")
+        return root
+
+    def _backward_input(self, run: _Pass, gradient: Tensor | None) -> Tensor | None:
+        if run.output is None:
+            return None
+        assert run.leaf is not None
+        found, run.groups = split.backward_input(run.output, self._root(run, gradient), run.leaf, self._params)
+        run.output = None
+        if run.entry is not None:
+            run.entry_gradient = found
+        self._hold_captured(run)
+        if self._needed is not None:
+            run.store.keep_only(self._needed)
+        return None if self.is_first else found
+
+    def _hold_captured(self, run: _Pass) -> None:
+        """Count the gradients that wait for W."""
+        tensors = [t for group in run.groups for caught in group.captured.values() for t in caught if t is not None]
+        if run.entry_gradient is not None:
+            tensors.append(run.entry_gradient)
+        run.captured = [tensor.untyped_storage() for tensor in tensors]
+        for storage in run.captured:
+            run.store.meter.hold(storage)
+
+    def _backward_weight(self, run: _Pass, *, accumulate: bool) -> None:
+        split.backward_weight(run.groups, accumulate=accumulate)
+        if run.entry is not None and run.entry_gradient is not None:
+            split.weight_gradients([run.entry], [run.entry_gradient], self._entry_params(run), accumulate=accumulate)
+
+    def _entry_params(self, run: _Pass) -> list[Tensor]:
+        """The parameters before the leaf."""
+        assert run.entry is not None
+        return [p for group in split.find_groups(run.entry.node, None, self._params) for p in group.params]
+
+    def _release(self, run: _Pass) -> None:
+        """Forget all that a pass still holds."""
+        for checkpoint in run.checkpoints.values():
+            run.store.meter.release(checkpoint.tensor.untyped_storage())
+        run.checkpoints.clear()
+        for storage in run.captured:
+            run.store.meter.release(storage)
+        run.captured.clear()
+        run.groups.clear()
+        run.store.clear()
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """Return `tensor` itself, or a copy where it is a view of a larger storage (a microbatch cut from a batch)."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _surroundings(device: torch.device) -> _Surroundings:
+    kind = device.type
+    on_device = torch.get_device_module(device).get_rng_state(device) if kind != "cpu" else None
+    autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+    return _Surroundings(torch.get_rng_state(), on_device, autocast)
+
+
+@contextmanager
+def _restored(then: _Surroundings, device: torch.device) -> Iterator[None]:
+    """Within: random state and autocast as they were `then`; afterwards as they were before."""
+    now = _surroundings(device)
+    enabled, dtype, cached = then.autocast
+    try:
+        _set_random(then, device)
+        with torch.enable_grad(), torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=cached):
+            yield
+    finally:
+        _set_random(now, device)
+
+
+def _set_random(state: _Surroundings, device: torch.device) -> None:
+    torch.set_rng_state(state.cpu_random)
+    if state.device_random is not None:
+        torch.get_device_module(device).set_rng_state(state.device_random, device)

@@ -1,0 +1,187 @@
+"""`optpipe profile`: measures this machine on a small real GPT, in processes pinned and grouped as `run` has them.
+
+Nothing here imports torch: the measuring itself is in `measure_child`, in processes of its own, all at the same time,
+so that what they cost each other is in the figures. `measure_profile` makes the profile of what they found.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from optpipe_compiler import errors
+from optpipe_compiler.errors import BadInput, MissingDependency, OptPipeError, RunFailed
+from optpipe_compiler.profile import Model
+from runtime_torch.measure_profile import assemble
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from multiprocessing.connection import Connection
+
+    from optpipe_compiler.profile import Profile
+    from runtime_torch.measure_profile import Findings
+
+
+@dataclass(frozen=True)
+class MeasureOptions:
+    """What to measure; the defaults give blocks of some 10 ms on one core, large against message and bookkeeping."""
+
+    devices: int | None = None
+    """None: one per core, at least 2 and at most 4."""
+    layers: int = 8
+    """Blocks, beside the embedding and the head."""
+    hidden: int = 256
+    heads: int = 4
+    sequence_length: int = 128
+    microbatch_size: int = 4
+    seed: int = 0
+    samples: int = 60
+    """Of every time; a cheap op gets more."""
+    timeout_s: float = 300
+
+    def model(self) -> Model:
+        """Return the record by which `run` builds this model again."""
+        return Model(
+            builder="gpt",
+            config={"layers": self.layers, "hidden": self.hidden, "heads": self.heads, "vocab": 256},
+            microbatch_size=self.microbatch_size,
+            sequence_length=self.sequence_length,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the measuring processes stand on the machine."""
+
+    devices: int
+    processes: int
+    cores: tuple[int, ...] | None
+    """The core of each process; None: fewer cores than processes, the system may move them."""
+
+
+def measure(options: MeasureOptions, on_progress: Callable[[str, float], None]) -> Profile:
+    """Measure this machine and return its profile; takes about half a minute with the default options.
+
+    `on_progress` is called with what is being measured and the part that is done, 0 to 1.
+
+    Raise BadInput for options that cannot be, MissingDependency without torch, RunFailed when a process dies, fails or
+    is not done after `timeout_s`. All processes are gone when it returns or raises, Ctrl-C included.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependency("measuring needs torch: pip install 'optpipe[runtime]'")
+    layout = layout_of(options)
+    model = options.model()
+    return assemble(model, layout.devices, _run_children(options, layout, on_progress))
+
+
+def layout_of(options: MeasureOptions) -> Layout:
+    """Return one process per device, but not more than cores (two at least: messages need a pair)."""
+    for option, value in (("--devices", options.devices), ("--layers", options.layers), ("samples", options.samples)):
+        if value is not None and value < 1:
+            raise BadInput(f"{option} is {value}, expected at least 1")
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0] * (os.cpu_count() or 1)
+    devices = min(4, max(2, len(cores))) if options.devices is None else options.devices
+    processes = min(devices, max(2, len(cores)))
+    pinned = hasattr(os, "sched_setaffinity") and processes <= len(cores)
+    return Layout(devices=devices, processes=processes, cores=tuple(cores[:processes]) if pinned else None)
+
+
+# -- the processes
+
+
+def _run_children(options: MeasureOptions, layout: Layout, on_progress: Callable[[str, float], None]) -> list[Findings]:
+    """Start the processes, return what they found by rank, and leave none of them behind."""
+    context = multiprocessing.get_context("spawn")
+    processes: list[Any] = []
+    pipes: list[Connection] = []
+    with tempfile.TemporaryDirectory(prefix="optpipe-profile-") as folder:
+        try:
+            for rank in range(layout.processes):
+                here, there = context.Pipe(duplex=False)
+                pipes.append(here)
+                arguments = (rank, layout, options, str(Path(folder) / "store"), there)
+                processes.append(context.Process(target=_child, args=arguments, daemon=True))
+                processes[-1].start()
+                there.close()
+            return _collect(pipes, processes, options.timeout_s, on_progress)
+        finally:
+            _end(processes)
+            for pipe in pipes:
+                pipe.close()
+
+
+def _end(processes: Sequence[Any]) -> None:
+    for process in processes:
+        if process.pid is not None:
+            process.kill()
+            process.join()
+
+
+def _collect(
+    pipes: list[Connection],
+    processes: Sequence[Any],
+    timeout_s: float,
+    on_progress: Callable[[str, float], None],
+) -> list[Findings]:
+    """Wait for every child's findings; raise its error, or RunFailed when one is gone or late."""
+    deadline = time.monotonic() + timeout_s
+    found: dict[int, Findings] = {}
+    while len(found) < len(pipes):
+        missing = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in found}
+        ready = wait(list(missing), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = ", ".join(map(str, missing.values()))
+            raise RunFailed(f"measuring was not done after {timeout_s:g} s: no answer from process {late}")
+        for pipe in ready:
+            rank = missing[cast("Connection", pipe)]
+            message = _receive(pipes[rank], processes[rank], f"process {rank} of {len(pipes)}")
+            if isinstance(message, tuple):
+                on_progress(*message)
+            else:
+                found[rank] = message
+    return [found[rank] for rank in sorted(found)]
+
+
+def _receive(pipe: Connection, process: Any, name: str) -> tuple[str, float] | Findings:
+    """Return a child's next message: progress or findings; raise the error that it reports."""
+    try:
+        kind, body = pipe.recv()
+    except EOFError:
+        process.join(5)
+        raise RunFailed(f"measuring ended because {name} died (exit code {process.exitcode})") from None
+    if kind == "error":
+        raise getattr(errors, body[0])(body[1])
+    if kind == "failure":
+        raise RunFailed(f"measuring ended because {name} failed: {body}")
+    return cast("tuple[str, float] | Findings", body)
+
+
+def _child(rank: int, layout: Layout, options: MeasureOptions, store: str, pipe: Connection) -> None:
+    """Measure in a process of its own; Ctrl-C is the parent's to handle, it ends this process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces each start and stop
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from runtime_torch.measure_child import Place, find
+
+    def say(what: str, part: float) -> None:
+        if rank == 0:
+            pipe.send(("progress", (what, part)))
+
+    core = None if layout.cores is None else layout.cores[rank]
+    try:
+        place = Place(rank=rank, processes=layout.processes, core=core, store=store)
+        pipe.send(("findings", find(place, options.model(), options.samples, say)))
+    except OptPipeError as error:
+        pipe.send(("error", (type(error).__name__, str(error))))
+    except Exception as error:
+        first_line = next(iter(str(error).splitlines()), "")
+        pipe.send(("failure", f"{type(error).__name__}: {first_line}"))

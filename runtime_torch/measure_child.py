@@ -1,0 +1,219 @@
+"""What each measuring process does: messages, layers and host copies, in step with the other processes."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from runtime_torch import models, text
+from runtime_torch.measure_layers import Bench, Benches, bookkeeping_bench, layer_bytes, time_ops, transient_bytes
+from runtime_torch.measure_profile import Copies, Findings, LayerBytes, Messages, Times
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from optpipe_compiler.profile import Model
+
+GROUP_TIMEOUT = timedelta(seconds=120)
+MOST_EQUAL = 4
+"""So many equal layers are timed in turn, as many as a device may own; more would only take memory."""
+MICROBATCHES = 4
+"""In flight while host copies are timed."""
+SMALL_MESSAGE = 1024
+"""Bytes of the message that shows the latency."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which of the measuring processes this is, and where it runs."""
+
+    rank: int
+    processes: int
+    core: int | None
+    """None: not pinned."""
+    store: str
+    """A file through which the processes find each other."""
+
+
+def find(place: Place, model: Model, samples: int, say: Callable[[str, float], None]) -> Findings:
+    """Measure everything on this process, while the others do the same; `say` what and how far."""
+    torch.set_num_threads(1)
+    if place.core is not None:
+        os.sched_setaffinity(0, {place.core})
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{place.store}",
+        rank=place.rank,
+        world_size=place.processes,
+        timeout=GROUP_TIMEOUT,
+    )
+    try:
+        return _find(place, model, samples, say)
+    finally:
+        dist.destroy_process_group()
+
+
+def _find(place: Place, model: Model, samples: int, say: Callable[[str, float], None]) -> Findings:
+    names = models.layer_names(model)
+    benches = Benches(model, text.default_text())
+    say("bytes of the layers", 0.05)
+    sizes = measure_sizes(benches, names)
+    say("messages", 0.15)
+    messages = time_messages(place, benches.x.nbytes, 5 * samples)
+    dist.barrier()
+    say("bookkeeping", 0.2)
+    overhead: Times = {}
+    for _ in time_ops([bookkeeping_bench()], 5 * samples, overhead):
+        pass
+    times = _time_kinds(benches, names, samples, say)
+    dist.barrier()
+    say("host copies of all processes at once", 0.85)
+    copies = time_copies(benches, names.index("block"), 2 * samples)
+    dist.barrier()
+    say("host copies alone", 0.93)
+    copies_alone = time_copies(benches, names.index("block"), 2 * samples) if place.rank == 0 else None
+    dist.barrier()
+    say("done", 1.0)
+    return Findings(names, overhead, times, sizes, messages, copies, copies_alone)
+
+
+# -- layers
+
+
+def measure_sizes(benches: Benches, names: list[str]) -> dict[str, LayerBytes]:
+    """Return the bytes of each kind of layer.
+
+    A layer has the transient bytes of a stage of its own. What stages of several layers need beyond that, by the
+    gradients and outputs that pass from layer to layer, is counted for the block, which every such stage contains.
+    """
+    sizes = {name: layer_bytes(benches, names.index(name)) for name in dict.fromkeys(names)}
+    for name in sizes:
+        index = names.index(name)
+        sizes[name].transient = transient_bytes(benches, index, index + 1, [sizes[name]])
+    for first, end in _telling_stages(len(names)):
+        found = transient_bytes(benches, first, end, [sizes[name] for name in names[first:end]])
+        block = sizes["block"].transient
+        sizes["block"].transient = {op: max(block[op], found[op]) for op in block}
+    return sizes
+
+
+def _telling_stages(count: int) -> list[tuple[int, int]]:
+    """Stages of several layers in every position: at the start, inside, at the end, and the whole model."""
+    stages = {(0, 2), (0, 3), (1, 3), (count - 3, count), (count - 2, count), (0, count)}
+    return sorted((first, end) for first, end in stages if 0 <= first and end <= count)
+
+
+def _time_kinds(
+    benches: Benches, names: list[str], samples: int, say: Callable[[str, float], None]
+) -> dict[str, Times]:
+    times: dict[str, Times] = {}
+    done = 0.2
+    for name, part in (("embedding", 0.02), ("head", 0.08), ("block", 0.55)):
+        first, count = names.index(name), min(MOST_EQUAL, names.count(name))
+        equal = [benches.stage(index, index + 1) for index in range(first, first + count)]
+        dist.barrier()
+        wanted = samples if name == "block" else 2 * samples
+        for progress in time_ops(equal, wanted, times.setdefault(name, {})):
+            say(f"times of the {name}", done + part * progress)
+        done += part
+    return times
+
+
+# -- messages
+
+
+def time_messages(place: Place, nbytes: int, samples: int) -> Messages:
+    """Time messages between neighbours 2i and 2i + 1, one way, by halves of round trips; all pairs at once."""
+    messages = Messages(SMALL_MESSAGE, nbytes)
+    peer = place.rank ^ 1
+    if peer < place.processes:
+        small, large = (torch.zeros(size, dtype=torch.uint8) for size in (SMALL_MESSAGE, nbytes))
+        for index in range(5 + samples):
+            # in turn, so that what else runs on the machine touches both alike
+            few, many = _round_trip(place.rank, peer, small), _round_trip(place.rank, peer, large)
+            if index >= 5:
+                messages.small.append(few // 2)
+                messages.large.append(many // 2)
+    return messages
+
+
+def _round_trip(rank: int, peer: int, data: torch.Tensor) -> int:
+    start = time.perf_counter_ns()
+    if rank < peer:
+        _wait(dist.isend(data, peer))
+        _wait(dist.irecv(data, peer))
+    else:
+        _wait(dist.irecv(data, peer))
+        _wait(dist.isend(data, peer))
+    return time.perf_counter_ns() - start
+
+
+def _wait(work: dist.Work | None) -> None:
+    assert work is not None
+    work.wait()
+
+
+# -- host copies
+
+
+def time_copies(benches: Benches, block: int, samples: int) -> Copies:
+    """Time offloads and reloads of what one block saved: alone, then one while the other runs, on lanes' threads."""
+    bench = benches.stage(block, block + 1)
+    for microbatch in range(MICROBATCHES):
+        bench.forward(microbatch)
+    copies = Copies(bench.stage.saved_bytes(0))
+    _in_thread(lambda: _alone(bench, samples, copies.d2h, copies.h2d))
+    tiny = bookkeeping_bench()
+    for microbatch in range(MICROBATCHES):
+        tiny.forward(microbatch)
+    _in_thread(lambda: _alone(tiny, samples, copies.latency, copies.latency))
+    _duplex(bench, samples, copies)
+    return copies
+
+
+def _alone(bench: Bench, samples: int, d2h: list[int], h2d: list[int]) -> None:
+    """Offload several microbatches, then reload them, so that none is still warm in the caches."""
+    for index in range(1 + max(1, samples // MICROBATCHES)):
+        out = [_timed(bench.stage.offload, microbatch, bench.whole) for microbatch in range(MICROBATCHES)]
+        back = [_timed(bench.stage.reload, microbatch, bench.whole) for microbatch in range(MICROBATCHES)]
+        if index > 0:
+            d2h.extend(out)
+            h2d.extend(back)
+
+
+def _duplex(bench: Bench, samples: int, copies: Copies) -> None:
+    """Two threads start together, round by round: one offloads a microbatch while the other reloads another."""
+    barrier = threading.Barrier(2, timeout=GROUP_TIMEOUT.total_seconds())
+    half = MICROBATCHES // 2
+    for microbatch in range(half, MICROBATCHES):
+        bench.stage.offload(microbatch, bench.whole)
+
+    def lane(op: Callable[[int, tuple[int, int]], None], first: int, into: list[int]) -> None:
+        for index in range(samples):
+            barrier.wait()
+            into.append(_timed(op, (first + index) % MICROBATCHES, bench.whole))
+
+    h2d = threading.Thread(target=lane, args=(bench.stage.reload, half, copies.duplex_h2d))
+    h2d.start()
+    lane(bench.stage.offload, 0, copies.duplex_d2h)
+    h2d.join()
+
+
+def _timed(op: Callable[[int, tuple[int, int]], None], microbatch: int, layers: tuple[int, int]) -> int:
+    start = time.perf_counter_ns()
+    op(microbatch, layers)
+    return time.perf_counter_ns() - start
+
+
+def _in_thread(work: Callable[[], None]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()

@@ -1,0 +1,221 @@
+"""Times and bytes of layers, measured on `StageExecution`: the path that the replay runs."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from runtime_torch import models
+from runtime_torch.execution import StageExecution
+from runtime_torch.measure_profile import LayerBytes, Times
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from optpipe_compiler.profile import Model
+
+OPS = ("forward", "backward_input", "backward_weight", "backward", "recompute")
+WARM_UP = 2
+"""Rounds before the samples: allocator, caches, gradients' buffers."""
+
+
+@dataclass
+class Bench:
+    """A stage with what it is fed."""
+
+    stage: StageExecution
+    x: Tensor
+    target: Tensor | None
+    gradient: Tensor | None
+
+    @property
+    def whole(self) -> tuple[int, int]:
+        """All layers of the stage."""
+        return self.stage.first_layer, self.stage.end_layer
+
+    def forward(self, microbatch: int, *, recomputed: bool = False) -> Tensor:
+        """F, of which every layer or none will be recomputed."""
+        return self.stage.forward(microbatch, self.x, self.target, [self.whole] if recomputed else ())
+
+
+class Benches:
+    """Builds stages of the model with inputs, targets and gradients such as they meet in training."""
+
+    def __init__(self, model: Model, data: bytes) -> None:
+        self.model = model
+        self.head = models.layer_count(model) - 1
+        self.tokens, self.target = models.batch(model, data, torch.Generator().manual_seed(model.seed), 1)
+        (embedding,) = models.build(model, range(1))
+        self.x = embedding(self.tokens).detach()
+        head = self.stage(self.head, self.head + 1)
+        head.forward(0)
+        gradient = head.stage.backward(0, None)
+        assert gradient is not None
+        self.gradient = gradient
+
+    def stage(self, first: int, end: int) -> Bench:
+        """Return the stage of layers [first, end), calibrated as the runtime does it, with gradient buffers."""
+        is_last = end == self.head + 1
+        stage = StageExecution(
+            models.build(self.model, range(first, end)), first, is_first=first == 0, is_last=is_last, device="cpu"
+        )
+        for layer in stage.layers:
+            for parameter in layer.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        bench = Bench(
+            stage,
+            self.tokens if first == 0 else self.x,
+            self.target if is_last else None,
+            None if is_last else self.gradient,
+        )
+        stage.calibrate(bench.x, bench.target, bench.gradient)
+        return bench
+
+
+def bookkeeping_bench() -> Bench:
+    """Return a stage whose layer does next to nothing: what its ops take is the overhead of an op."""
+    x = torch.ones(1, 1)
+    stage = StageExecution([nn.Linear(1, 1)], 1, is_first=False, is_last=False, device="cpu")
+    stage.calibrate(x, None, x)
+    return Bench(stage, x, None, x)
+
+
+# -- times
+
+
+def time_ops(benches: Sequence[Bench], samples: int, times: Times) -> Iterator[float]:
+    """Time every op on equal stages in turn into `times`, forwards first and backwards in reverse, as in one stage.
+
+    Going round several stages keeps their weights and activations from being warmer in the caches than in a real run.
+    Yield the part that is done, 0 to 1, after each round.
+    """
+    times.update({op: [] for op in OPS})
+    rounds = WARM_UP + max(1, -(-samples // len(benches)))
+    for index in range(rounds):
+        into = times if index >= WARM_UP else {op: [] for op in OPS}
+        _split_round(benches, into)
+        _fused_round(benches, into)
+        _recompute_round(benches, into)
+        yield (index + 1) / rounds
+
+
+def _split_round(benches: Sequence[Bench], times: Times) -> None:
+    for bench in benches:
+        with _timed(times["forward"]):
+            bench.forward(0)
+    for bench in reversed(benches):
+        with _timed(times["backward_input"]):
+            bench.stage.backward_input(0, bench.gradient)
+    for bench in reversed(benches):
+        with _timed(times["backward_weight"]):
+            bench.stage.backward_weight(0)
+
+
+def _fused_round(benches: Sequence[Bench], times: Times) -> None:
+    for bench in benches:
+        with _timed(times["forward"]):
+            bench.forward(0)
+    for bench in reversed(benches):
+        with _timed(times["backward"]):
+            bench.stage.backward(0, bench.gradient)
+
+
+def _recompute_round(benches: Sequence[Bench], times: Times) -> None:
+    for bench in benches:
+        bench.forward(0, recomputed=True)
+    for bench in reversed(benches):
+        with _timed(times["recompute"]):
+            bench.stage.recompute(0, bench.whole)
+        bench.stage.backward(0, bench.gradient)
+
+
+@contextmanager
+def _timed(into: list[int]) -> Iterator[None]:
+    start = time.perf_counter_ns()
+    yield
+    into.append(time.perf_counter_ns() - start)
+
+
+# -- bytes
+
+
+def layer_bytes(benches: Benches, index: int) -> LayerBytes:
+    """Measure what one layer keeps, as a stage of its own; transient bytes are left empty."""
+    bench = benches.stage(index, index + 1)
+    output = bench.forward(0)
+    saved = bench.stage.saved_bytes(0)
+    bench.stage.backward_input(0, bench.gradient)
+    captured = bench.stage.captured_bytes(0)
+    residue = bench.stage.saved_bytes(0) + captured
+    bench.stage.backward_weight(0)
+    bench.forward(1, recomputed=True)
+    checkpoint = bench.stage.checkpoint_bytes(1)
+    (layer,) = bench.stage.layers
+    tensors = [*layer.parameters(), *layer.buffers()]
+    return LayerBytes(
+        saved=saved,
+        residue=residue,
+        captured=captured,
+        checkpoint=checkpoint,
+        output=0 if bench.stage.is_last else output.nbytes,
+        # weights, gradients and both moments of AdamW
+        static=sum(tensor.nbytes * (4 if tensor.requires_grad else 1) for tensor in tensors),
+    )
+
+
+def transient_bytes(benches: Benches, first: int, end: int, layers: Sequence[LayerBytes]) -> dict[str, int]:
+    """Return per op the bytes by which the stage [first, end) exceeds the memory table of docs/IR.md without them.
+
+    The allocator's own events are summed up (`memory_peaks`); `layers` are the bytes of the stage's layers. Stages of
+    several layers show the gradients and outputs between layers, too, which no other line of the table counts.
+    """
+    bench = benches.stage(first, end)
+    incoming = 0 if bench.stage.is_first else bench.x.nbytes
+    saved, captured = sum(layer.saved for layer in layers), sum(layer.captured for layer in layers)
+    peak = memory_peaks(
+        {
+            "forward": lambda: bench.forward(0),
+            "backward_input": lambda: bench.stage.backward_input(0, bench.gradient),
+            "backward_weight": lambda: bench.stage.backward_weight(0),
+            "second forward": lambda: bench.forward(1),
+            "backward": lambda: bench.stage.backward(1, bench.gradient),
+            "third forward": lambda: bench.forward(2, recomputed=True),
+            "recompute": lambda: bench.stage.recompute(2, bench.whole),
+        }
+    )
+    return {
+        "forward": max(
+            0, peak["forward"] - saved - layers[-1].output, peak["recompute"] - saved + layers[0].checkpoint
+        ),
+        "backward_input": max(0, peak["backward_input"] - incoming - captured),
+        "backward_weight": max(0, peak["backward_weight"]),
+        "backward": max(0, peak["backward"] - incoming),
+    }
+
+
+def memory_peaks(ops: Mapping[str, Callable[[], object]]) -> dict[str, int]:
+    """Run the ops in order; return by how many bytes the CPU allocator rises at most during each, over its start.
+
+    Counted by torch.profiler's memory events. What an op returns lives until its end.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        for name, op in ops.items():
+            with record_function(name):
+                kept = op()
+            del kept
+    results: Any = profiler.profiler.kineto_results
+    events = results.events()
+    memory = sorted(((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"), key=lambda e: e[0])
+    spans = {e.name(): (e.start_ns(), e.end_ns()) for e in events if e.name() in ops}
+    return {name: _highest(size for at, size in memory if start <= at <= end) for name, (start, end) in spans.items()}
+
+
+def _highest(changes: Iterable[int]) -> int:
+    return max(accumulate(changes, initial=0))

@@ -1,0 +1,208 @@
+"""From samples to a profile: what the measuring processes found, and how it becomes the numbers of profile.json."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.profile import P2P, Layer, Link, Machine, Model, Profile, Quantity
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+Times = dict[str, list[int]]
+"""Samples in ns by op: forward, backward_input, backward_weight, backward, recompute."""
+
+
+@dataclass
+class LayerBytes:
+    """Bytes of one layer and microbatch, as the profile names them."""
+
+    saved: int
+    residue: int
+    captured: int
+    checkpoint: int
+    output: int
+    static: int
+    transient: dict[str, int] = field(default_factory=dict)
+    """By op: forward, backward_input, backward_weight, backward."""
+
+
+@dataclass
+class Copies:
+    """Samples in ns of copies of `nbytes` between device and host, and of next to no bytes (`latency`)."""
+
+    nbytes: int
+    latency: list[int] = field(default_factory=list)
+    d2h: list[int] = field(default_factory=list)
+    h2d: list[int] = field(default_factory=list)
+    duplex_d2h: list[int] = field(default_factory=list)
+    duplex_h2d: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Messages:
+    """Samples in ns of messages of two sizes."""
+
+    small_bytes: int
+    large_bytes: int
+    small: list[int] = field(default_factory=list)
+    large: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Findings:
+    """What one process measured."""
+
+    names: list[str]
+    """The kind of each layer of the model."""
+    overhead: Times
+    times: dict[str, Times]
+    """By kind of layer."""
+    sizes: dict[str, LayerBytes]
+    """By kind of layer."""
+    messages: Messages
+    copies: Copies
+    """While all processes copied."""
+    copies_alone: Copies | None
+    """While only this process copied; of the first process only."""
+
+
+def assemble(model: Model, devices: int, findings: Sequence[Findings]) -> Profile:
+    """Join what all processes found, their samples together, into the profile of `devices` devices."""
+    first = findings[0]
+    overhead = quantity(t for found in findings for samples in found.overhead.values() for t in samples)
+    layers: list[Layer] = []
+    for name, run in groupby(first.names):
+        times = {op: [t for found in findings for t in found.times[name][op]] for op in first.times[name]}
+        layers.append(_layer(name, len(list(run)), times, first.sizes[name], overhead.value, is_first=not layers))
+    config = model.config
+    return Profile(
+        name=f"gpt-{config['layers']}x{config['hidden']}-cpu",
+        model=model,
+        machine=Machine(
+            devices=devices,
+            memory_bytes=Quantity(value=physical_memory() // devices, source="measured", samples=1),
+            host_memory_bytes=Quantity(value=available_memory(), source="measured", samples=1),
+            op_overhead_ns=overhead,
+            p2p=[] if devices == 1 else [_p2p([found.messages for found in findings])],
+            links=[_link(findings, devices)],
+        ),
+        layers=layers,
+    )
+
+
+def _layer(name: str, count: int, times: Times, sizes: LayerBytes, overhead_ns: int, *, is_first: bool) -> Layer:
+    """Return the record of `count` equal layers; the overhead of an op is counted in the machine, not here."""
+
+    def net(op: str) -> Quantity:
+        return quantity(max(0, t - overhead_ns) for t in times[op])
+
+    return Layer(
+        name=name,
+        count=count,
+        forward_ns=net("forward"),
+        # nothing is before the first layer: its input has no gradient, and all of its backward is in W
+        backward_input_ns=Quantity(value=0, source="estimated") if is_first else net("backward_input"),
+        backward_weight_ns=net("backward_weight"),
+        backward_ns=net("backward"),
+        recompute_ns=net("recompute"),
+        saved_bytes=_once(sizes.saved),
+        residue_bytes=_once(sizes.residue),
+        captured_bytes=_once(sizes.captured),
+        checkpoint_bytes=_once(sizes.checkpoint),
+        output_bytes=_once(sizes.output),
+        static_bytes=_once(sizes.static),
+        forward_transient_bytes=_once(sizes.transient["forward"]),
+        backward_input_transient_bytes=_once(sizes.transient["backward_input"]),
+        backward_weight_transient_bytes=_once(sizes.transient["backward_weight"]),
+        backward_transient_bytes=_once(sizes.transient["backward"]),
+    )
+
+
+def _once(value: int) -> Quantity:
+    return Quantity(value=value, source="measured", samples=1)
+
+
+def _p2p(messages: Sequence[Messages]) -> P2P:
+    """Put the line through the median times of the two sizes; where noise lets it fall, all time is bandwidth's."""
+    few = quantity(t for found in messages for t in found.small)
+    many = quantity(t for found in messages for t in found.large)
+    sizes = messages[0]
+    if many.value <= few.value:
+        return P2P(bytes_per_s=bandwidth(many, sizes.large_bytes, 0))
+    speed = bandwidth(many, sizes.large_bytes - sizes.small_bytes, few.value)
+    latency = max(0, few.value - round(sizes.small_bytes * 1e9 / speed.value))
+    return P2P(
+        latency_ns=Quantity(value=latency, source="measured", samples=few.samples, spread=few.spread),
+        bytes_per_s=speed,
+    )
+
+
+def _link(findings: Sequence[Findings], devices: int) -> Link:
+    """Return the host link: one for each device, or one that all devices share, whichever is closer to the truth.
+
+    The copies of n processes at once run, each, at a share of the speed alone: near 1 where each core has memory
+    bandwidth of its own, 1/n where the memory bus is the bottleneck. Nearer to 1/n is called shared; the bandwidths
+    are then those of one process alone, else those while all processes copy.
+    """
+    alone = findings[0].copies_alone
+    together = [found.copies for found in findings]
+    shared = alone is not None and _is_shared(alone, together)
+    used = [alone] if shared and alone is not None else together
+    latency = quantity(t for copies in used for t in copies.latency)
+
+    def speed(direction: str) -> Quantity:
+        samples = quantity(t for copies in used for t in getattr(copies, direction))
+        return bandwidth(samples, used[0].nbytes, latency.value)
+
+    return Link(
+        devices=list(range(devices)) if shared else None,
+        d2h_bytes_per_s=speed("d2h"),
+        h2d_bytes_per_s=speed("h2d"),
+        duplex_d2h_bytes_per_s=speed("duplex_d2h"),
+        duplex_h2d_bytes_per_s=speed("duplex_h2d"),
+        latency_ns=latency,
+    )
+
+
+def _is_shared(alone: Copies, together: Sequence[Copies]) -> bool:
+    share = quantity([*alone.d2h, *alone.h2d]).value / max(
+        1, quantity([t for copies in together for t in (*copies.d2h, *copies.h2d)]).value
+    )
+    return len(together) > 1 and share < (1 + 1 / len(together)) / 2
+
+
+def quantity(samples: Iterable[int]) -> Quantity:
+    """Return the median of the samples, their number and their interquartile range."""
+    values = list(samples)
+    if len(values) < 2:
+        return _once(values[0])
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Quantity(value=round(middle), source="measured", samples=len(values), spread=round(high - low))
+
+
+def bandwidth(time: Quantity, nbytes: int, latency_ns: int) -> Quantity:
+    """Return bytes per second of `nbytes` in `time` ns beyond the latency, with the relative spread of that time."""
+    net = max(1, time.value - latency_ns)
+    speed = max(1, round(nbytes * 1e9 / net))
+    return Quantity(value=speed, source="measured", samples=time.samples, spread=round(speed * time.spread / net))
+
+
+def physical_memory() -> int:
+    """Return the bytes of RAM of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def available_memory() -> int:
+    """Return the bytes of RAM that are free or can be freed; all of it where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return physical_memory()
+    kilobytes = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
+    return physical_memory() if kilobytes is None else int(kilobytes) * 1024

@@ -1,0 +1,185 @@
+"""The model that a profile measures and `run` trains: a small GPT over bytes, or a user's list of layers."""
+
+from __future__ import annotations
+
+import importlib
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own name for it
+from torch import Tensor, nn
+
+from optpipe_compiler.errors import BadInput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sized
+
+    from optpipe_compiler.profile import Model
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BYTE_VALUES = 256
+
+
+class Embedding(nn.Module):
+    """Byte and learned position embeddings: tokens (batch, sequence) int64 to (batch, sequence, hidden)."""
+
+    def __init__(self, vocab: int, sequence: int, hidden: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab, hidden)
+        self.positions = nn.Embedding(sequence, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Add the two embeddings."""
+        positions = torch.arange(x.shape[1], device=x.device)
+        return self.tokens(x) + self.positions(positions)  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block: causal self-attention, then a GELU MLP four times as wide."""
+
+    def __init__(self, hidden: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.projection = nn.Linear(hidden, hidden)
+        self.mlp_norm = nn.LayerNorm(hidden)
+        self.up = nn.Linear(hidden, 4 * hidden)
+        self.down = nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, sequence, hidden) to the same shape."""
+        x = x + self.attend(self.attention_norm(x))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))  # type: ignore[no-any-return]
+
+    def attend(self, x: Tensor) -> Tensor:
+        """Causal self-attention over the sequence."""
+        batch, sequence, hidden = x.shape
+        qkv = self.qkv(x).view(batch, sequence, 3, self.heads, hidden // self.heads)
+        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.projection(mixed.transpose(1, 2).reshape(batch, sequence, hidden))  # type: ignore[no-any-return]
+
+
+class Head(nn.Module):
+    """Final norm, projection onto the vocabulary, and the loss."""
+
+    def __init__(self, hidden: int, vocab: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.logits = nn.Linear(hidden, vocab, bias=False)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        """Return the mean cross-entropy (a scalar) of the next-byte predictions against `target` (batch, sequence)."""
+        return F.cross_entropy(self.logits(self.norm(x)).flatten(0, 1), target.flatten())
+
+
+def build(model: Model, indices: range | None = None) -> list[nn.Module]:
+    """Build the layers `indices` of the model (all when None), the same values whichever others are built.
+
+    The last layer of a model is called as `layer(x, target)` and returns the scalar loss, the others as `layer(x)`.
+    A user's function is called with the model's config and returns the whole list of layers.
+    """
+    dtype = _dtype(model)
+    if model.builder != "gpt":
+        layers = _user_layers(model)
+        return [layers[index].to(dtype) for index in _chosen(indices, layers)]
+    makers = _gpt(model)
+    return [_seeded(model.seed, index, makers[index]).to(dtype) for index in _chosen(indices, makers)]
+
+
+def _chosen(indices: range | None, layers: Sized) -> range:
+    return range(len(layers)) if indices is None else indices
+
+
+def layer_count(model: Model) -> int:
+    """Return how many layers the model has."""
+    return len(_gpt(model) if model.builder == "gpt" else _user_layers(model))
+
+
+def layer_names(model: Model) -> list[str]:
+    """Return the kind of each layer; layers of one kind cost the same."""
+    if model.builder != "gpt":
+        return [f"layer{index}" for index in range(layer_count(model))]
+    return ["embedding", *["block"] * _size(model, "layers"), "head"]
+
+
+def boundary(model: Model, layer_index: int) -> tuple[tuple[int, ...], torch.dtype]:
+    """Return shape and dtype of the tensor that leaves a layer for one microbatch; the last layer's is the loss."""
+    if model.builder == "gpt":
+        shape = (model.microbatch_size, model.sequence_length, _size(model, "hidden"))
+        return (() if layer_index == layer_count(model) - 1 else shape), _dtype(model)
+    tokens = torch.zeros(model.microbatch_size, model.sequence_length, dtype=torch.int64)
+    layers = build(model)
+    x = tokens
+    with torch.no_grad():
+        for index, layer in enumerate(layers[: layer_index + 1]):
+            x = layer(x, tokens) if index == len(layers) - 1 else layer(x)
+    return tuple(x.shape), x.dtype
+
+
+def batch(model: Model, data: bytes, generator: torch.Generator, microbatches: int) -> tuple[Tensor, Tensor]:
+    """Draw random windows of `data` as inputs and next-byte targets, int64 of (microbatches * batch, sequence)."""
+    length = model.sequence_length
+    if len(data) <= length:
+        raise BadInput(f"the training text has {len(data)} bytes, expected more than the sequence length {length}")
+    text = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    starts = torch.randint(len(data) - length, (microbatches * model.microbatch_size, 1), generator=generator)
+    windows = text[starts + torch.arange(length + 1)].to(torch.int64)
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def _gpt(model: Model) -> list[Callable[[], nn.Module]]:
+    """Return what makes each layer of the GPT: nothing is allocated until it is called."""
+    hidden, heads, vocab = (_size(model, key) for key in ("hidden", "heads", "vocab"))
+    if hidden % heads:
+        raise BadInput(f"$.model.config.heads is {heads}, expected a divisor of hidden ({hidden})")
+    if vocab < BYTE_VALUES:
+        raise BadInput(f"$.model.config.vocab is {vocab}, expected at least {BYTE_VALUES}, one per byte value")
+    return [
+        partial(Embedding, vocab, model.sequence_length, hidden),
+        *[partial(Block, hidden, heads)] * _size(model, "layers"),
+        partial(Head, hidden, vocab),
+    ]
+
+
+def _size(model: Model, key: str) -> int:
+    value = model.config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise BadInput(f"$.model.config.{key} is {value!r}, expected an integer of at least 1")
+    return value
+
+
+def _dtype(model: Model) -> torch.dtype:
+    if model.dtype not in DTYPES:
+        raise BadInput(f"$.model.dtype is {model.dtype!r}, expected one of {', '.join(DTYPES)}")
+    return DTYPES[model.dtype]
+
+
+def _seeded(seed: int, index: int, make: Callable[[], nn.Module]) -> nn.Module:
+    """Make a layer whose weights depend on seed and index alone; the global generator is left as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed * 1_000_003 + index)
+        layer = make()
+        for parameter in layer.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+    return layer
+
+
+def _user_layers(model: Model) -> list[nn.Module]:
+    """Import `package.module:function` and call it with the config under the model's seed."""
+    module_name, _, function_name = model.builder.partition(":")
+    try:
+        function: Any = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise BadInput(
+            f"$.model.builder is {model.builder!r}, expected 'gpt' or an importable package.module:function: {error}"
+        ) from error
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(model.seed)
+        layers = function(**model.config)
+    if not isinstance(layers, list | nn.ModuleList) or not all(isinstance(layer, nn.Module) for layer in layers):
+        raise BadInput(f"$.model.builder {model.builder!r} returned {type(layers).__name__}, expected a list of layers")
+    return list(layers)

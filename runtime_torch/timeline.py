@@ -1,0 +1,63 @@
+"""When ops really ran: host clock on CPU, events on CUDA; nanoseconds of the machine's monotonic clock."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class OpTime:
+    """One op as it ran."""
+
+    op_id: str
+    lane: str
+    start_ns: int
+    end_ns: int
+
+
+class Timeline:
+    """Collects the marks of one step and turns them into times at its end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[tuple[str, str, int | torch.cuda.Event, int | torch.cuda.Event]] = []
+        self._origin: torch.cuda.Event | None = None
+        self._origin_ns = 0
+
+    def begin(self) -> None:
+        """Start a step."""
+        self._marks.clear()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            self._origin = torch.cuda.Event(enable_timing=True)
+            self._origin.record()
+            self._origin.synchronize()
+            self._origin_ns = time.perf_counter_ns()
+
+    def now(self) -> int | torch.cuda.Event:
+        """Mark this point of the compute lane."""
+        if self._device.type != "cuda":
+            return time.perf_counter_ns()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add(self, op_id: str, lane: str, start: int | torch.cuda.Event, end: int | torch.cuda.Event) -> None:
+        """Record an op; called from any thread."""
+        self._marks.append((op_id, lane, start, end))
+
+    def collect(self) -> list[OpTime]:
+        """Return the step's ops by start."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        ops = [OpTime(name, lane, self._ns(start), self._ns(end)) for name, lane, start, end in self._marks]
+        return sorted(ops, key=lambda op: op.start_ns)
+
+    def _ns(self, mark: int | torch.cuda.Event) -> int:
+        if isinstance(mark, int):
+            return mark
+        assert self._origin is not None
+        return self._origin_ns + round(self._origin.elapsed_time(mark) * 1e6)

@@ -1,0 +1,250 @@
+"""The memory rule a second and a third time, for tests: by running every execution, and by a minimum cut.
+
+Written from docs/IR.md alone, in another shape than the judge: a machine with lanes and channels that takes steps, a
+table of bytes, and two ways to find the most that it can hold.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+if TYPE_CHECKING:
+    from optpipe_compiler import ir
+
+LANES = ("compute", "d2h", "h2d")
+INFINITE = 10**12
+
+
+@dataclass
+class Step:
+    """One step of a component: what it adds to devices and hosts, and how far other components must be."""
+
+    device_bytes: dict[int, int]
+    host_bytes: dict[int, int]
+    needs: list[tuple[int, int]]
+
+
+def _id(op: dict[str, Any]) -> str:
+    text = f"{op['op']}:{op['stage']}:{op['microbatch']}"
+    return text + (":{}-{}".format(*op["layers"]) if "layers" in op else "")
+
+
+class Machine:
+    """Components (lanes and channels) as lists of steps; a state is how many steps each has taken."""
+
+    def __init__(self, schedule: ir.Schedule) -> None:
+        self.plain = msgspec.to_builtins(schedule)
+        self.stages = self.plain["stages"]
+        self.components: list[list[Step]] = []
+        self.issued: dict[str, tuple[int, int]] = {}
+        self.completed: dict[str, tuple[int, int]] = {}
+        ops = [op for device in self.plain["devices"] for lane in LANES for op in device[lane]]
+        self.recomputed = [op for op in ops if op["op"] == "recompute"]
+        todo: list[tuple[Step, list[str]]] = []
+        for device in self.plain["devices"]:
+            for lane in LANES:
+                todo += self.add_lane(device["device"], device[lane])
+        for low, device in enumerate(self.plain["devices"]):
+            for high in range(low + 1, len(self.plain["devices"])):
+                self.add_channel([op for op in device["compute"] if op.get("peer") == high])
+        for step, names in todo:
+            step.needs += [self.completed[name] for name in names]
+
+    def add_lane(self, device: int, ops: list[dict[str, Any]]) -> list[tuple[Step, list[str]]]:
+        steps: list[Step] = []
+        number, todo = len(self.components), []
+        for op in ops:
+            on, off = self.table(op)
+            host = sum(self.of(op, "saved")) if op["op"] in ("offload", "reload") else 0
+            begin = Step({device: on}, {device: host if op["op"] == "offload" else 0}, [])
+            steps.append(begin)
+            self.issued[_id(op)] = (number, len(steps))
+            todo.append((begin, [*op.get("after", []), *self.arrivals(op)]))
+            if "peer" not in op:
+                steps.append(Step({device: off}, {device: -host if op["op"] == "reload" else 0}, []))
+                self.completed[_id(op)] = (number, len(steps))
+        self.components.append(steps)
+        return todo
+
+    def arrivals(self, op: dict[str, Any]) -> list[str]:
+        """The receive that the runtime itself waits for before `op`, where there is one."""
+        kind, stage = op["op"], op["stage"]
+        if kind == "forward" and stage and self.device(stage - 1) != self.device(stage):
+            return [f"recv_activation:{stage}:{op['microbatch']}"]
+        last = stage == len(self.stages) - 1
+        if kind in ("backward", "backward_input") and not last and self.device(stage + 1) != self.device(stage):
+            return [f"recv_gradient:{stage}:{op['microbatch']}"]
+        return []
+
+    def device(self, stage: int) -> int:
+        return int(self.stages[stage]["device"])
+
+    def add_channel(self, ops: list[dict[str, Any]]) -> None:
+        """`ops` are the messages of a pair as the lower device lists them."""
+        steps: list[Step] = []
+        number = len(self.components)
+        for op in ops:
+            way, what = op["op"].split("_")
+            up = (what == "activation") == (way == "send")
+            other = f"{'recv' if way == 'send' else 'send'}_{what}:{op['stage'] + (1 if up else -1)}:{op['microbatch']}"
+            sender = op["stage"] if way == "send" else op["stage"] + (1 if up else -1)
+            freed = self.stages[sender]["output_bytes" if what == "activation" else "input_bytes"]
+            steps.append(Step({self.device(sender): -freed}, {}, [self.issued[_id(op)], self.issued[other]]))
+            self.completed[_id(op)] = self.completed[other] = (number, len(steps))
+        self.components.append(steps)
+
+    def of(self, op: dict[str, Any], name: str) -> list[int]:
+        stage = self.stages[op["stage"]]
+        first, end = op.get("layers", stage["layers"])
+        base = stage["layers"][0]
+        return list(stage[f"{name}_bytes"][first - base : end - base])
+
+    def table(self, op: dict[str, Any]) -> tuple[int, int]:
+        """The table of docs/IR.md, row by row."""
+        stage, kind = self.stages[op["stage"]], op["op"]
+        saved, into, out = sum(self.of(op, "saved")), stage["input_bytes"], stage["output_bytes"]
+        if kind == "recv_activation":
+            return into, 0
+        if kind == "recv_gradient":
+            return out, 0
+        if kind == "forward":
+            transient, end = max(self.of(op, "forward_transient")), 0
+            for again in self.recomputed:
+                if (again["stage"], again["microbatch"]) == (op["stage"], op["microbatch"]):
+                    end += -sum(self.of(again, "saved")) + self.of(again, "checkpoint")[0]
+            return saved + out + transient, end - transient - into
+        if kind == "offload":
+            return 0, -saved
+        if kind == "reload":
+            return saved, 0
+        if kind == "recompute":
+            transient = max(self.of(op, "forward_transient"))
+            return saved - self.of(op, "checkpoint")[0] + transient, -transient
+        residue, captured = sum(self.of(op, "residue")), sum(self.of(op, "captured"))
+        if kind == "backward_input":
+            transient = max(self.of(op, "backward_input_transient"))
+            return into + captured + transient, -transient - out - (saved + captured - residue)
+        if kind == "backward_weight":
+            transient = max(self.of(op, "backward_weight_transient"))
+            return transient, -transient - residue
+        if kind == "backward":
+            transient = max(self.of(op, "backward_transient"))
+            return into + transient, -transient - out - saved
+        return 0, 0  # a send: what it frees, it frees when delivered
+
+    def always(self, device: int) -> int:
+        static = sum(stage["static_bytes"] for stage in self.stages if stage["device"] == device)
+        return int(self.plain["setup"]["reserve_bytes"]) + static
+
+    def most_by_running(self, limit: int) -> dict[tuple[str, int], int] | None:
+        """Take every step that is possible in every state; None when there are more than `limit` states."""
+        first = tuple(0 for _ in self.components)
+        seen, queue = {first}, deque([first])
+        most: dict[tuple[str, int], int] = defaultdict(int)
+        while queue:
+            state = queue.popleft()
+            self.note(state, most)
+            for number, taken in enumerate(state):
+                steps = self.components[number]
+                if taken < len(steps) and all(state[other] >= count for other, count in steps[taken].needs):
+                    after = (*state[:number], taken + 1, *state[number + 1 :])
+                    if after not in seen:
+                        seen.add(after)
+                        queue.append(after)
+            if len(seen) > limit:
+                return None
+        return dict(most)
+
+    def note(self, state: tuple[int, ...], most: dict[tuple[str, int], int]) -> None:
+        held: dict[tuple[str, int], int] = defaultdict(int)
+        for device in range(len(self.plain["devices"])):
+            held["device", device] = self.always(device)
+        for steps, taken in zip(self.components, state, strict=True):
+            for step in steps[:taken]:
+                for device, count in step.device_bytes.items():
+                    held["device", device] += count
+                for device, count in step.host_bytes.items():
+                    held["host", device] += count
+        for key, count in held.items():
+            most[key] = max(most[key], count)
+
+    def most_by_cut(self, where: str, device: int) -> int:
+        """The heaviest set of steps that is closed under `needs` (Picard 1976): positive weights less a minimum cut."""
+        number = {(c, i): None for c, steps in enumerate(self.components) for i in range(len(steps))}
+        index = {key: at for at, key in enumerate(number)}
+        network = Network(len(index) + 2)
+        source, sink, total = len(index), len(index) + 1, 0
+        for (c, i), node in index.items():
+            step = self.components[c][i]
+            weight = (step.device_bytes if where == "device" else step.host_bytes).get(device, 0)
+            total += max(weight, 0)
+            if weight > 0:
+                network.edge(source, node, weight)
+            if weight < 0:
+                network.edge(node, sink, -weight)
+            for other, count in [*step.needs, (c, i)]:
+                if count:
+                    network.edge(node, index[other, count - 1], INFINITE)
+        return total - network.flow(source, sink) + (self.always(device) if where == "device" else 0)
+
+
+class Network:
+    """Maximum flow by shortest augmenting paths, level by level (Dinic 1970)."""
+
+    def __init__(self, nodes: int) -> None:
+        self.out: list[list[int]] = [[] for _ in range(nodes)]
+        self.to: list[int] = []
+        self.left: list[int] = []
+
+    def edge(self, tail: int, head: int, capacity: int) -> None:
+        for at, (a, b, c) in enumerate(((tail, head, capacity), (head, tail, 0)), start=len(self.to)):
+            self.out[a].append(at)
+            self.to.append(b)
+            self.left.append(c)
+
+    def levels(self, source: int) -> list[int]:
+        level = [-1] * len(self.out)
+        level[source], queue = 0, deque([source])
+        while queue:
+            node = queue.popleft()
+            for at in self.out[node]:
+                if self.left[at] and level[self.to[at]] < 0:
+                    level[self.to[at]] = level[node] + 1
+                    queue.append(self.to[at])
+        return level
+
+    def push(self, node: int, sink: int, most: int, level: list[int], following: list[int]) -> int:
+        """Push one path on, by hand-kept stack, so that long chains do not exhaust Python's."""
+        path: list[int] = []
+        here = node
+        while here != sink:
+            if following[here] == len(self.out[here]):
+                if not path:
+                    return 0
+                level[here] = -1
+                here = self.to[path.pop() ^ 1]
+                following[here] += 1
+                continue
+            at = self.out[here][following[here]]
+            if self.left[at] and level[self.to[at]] == level[here] + 1:
+                path.append(at)
+                here = self.to[at]
+            else:
+                following[here] += 1
+        pushed = min([most, *(self.left[at] for at in path)])
+        for at in path:
+            self.left[at] -= pushed
+            self.left[at ^ 1] += pushed
+        return pushed
+
+    def flow(self, source: int, sink: int) -> int:
+        total = 0
+        while (level := self.levels(source))[sink] >= 0:
+            following = [0] * len(self.out)
+            while pushed := self.push(source, sink, INFINITE, level, following):
+                total += pushed
+        return total

@@ -1,0 +1,289 @@
+"""`optpipe profile`: what it finds agrees with independent counts, and its processes never stay behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from optpipe_compiler.errors import BadInput, RunFailed  # noqa: E402
+from optpipe_compiler.files import canonical  # noqa: E402
+from optpipe_compiler.profile import Quantity, parse, value_of  # noqa: E402
+from runtime_torch import measure_layers, measure_profile, models, text  # noqa: E402
+from runtime_torch.measure import MeasureOptions, layout_of, measure  # noqa: E402
+from runtime_torch.measure_child import measure_sizes  # noqa: E402
+from runtime_torch.measure_profile import Copies, Findings, LayerBytes, Messages, assemble  # noqa: E402
+
+TINY = MeasureOptions(devices=2, layers=2, hidden=32, heads=2, sequence_length=16, microbatch_size=2, samples=4)
+
+
+THREE = replace(TINY, layers=3)
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
+
+
+@pytest.fixture(scope="module")
+def benches() -> measure_layers.Benches:
+    return measure_layers.Benches(THREE.model(), text.default_text())
+
+
+@pytest.fixture(scope="module")
+def sizes(benches: measure_layers.Benches) -> dict[str, LayerBytes]:
+    return measure_sizes(benches, models.layer_names(THREE.model()))
+
+
+def saved_by(layer: Any, *inputs: Any) -> int:
+    """Bytes of the distinct storages, parameters apart, that autograd itself keeps for a layer's backward."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in layer.parameters()}
+    found: dict[int, Any] = {}
+
+    def pack(tensor: Any) -> Any:
+        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()  # kept alive: no address twice
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept = layer(*inputs)
+    assert kept.requires_grad
+    return sum(storage.nbytes() for address, storage in found.items() if address not in weights)
+
+
+# -- bytes
+
+
+def test_saved_bytes_agree_with_autograds_own_count(benches, sizes):
+    embedding, block, *_, head = models.build(THREE.model())
+    x = benches.x.clone().requires_grad_()
+    assert sizes["embedding"].saved == saved_by(embedding, benches.tokens)
+    assert sizes["block"].saved == saved_by(block, x)
+    assert sizes["head"].saved == saved_by(head, x, benches.target)
+
+
+def test_sizes_that_follow_from_the_shapes(sizes):
+    boundary = 2 * 16 * 32 * 4
+    tokens = 2 * 16 * 8
+    assert [sizes[name].output for name in ("embedding", "block", "head")] == [boundary, boundary, 0]
+    assert [sizes[name].checkpoint for name in ("embedding", "block", "head")] == [tokens, boundary, boundary]
+    hidden = 32
+    assert sizes["head"].static == 4 * 4 * (2 * hidden + 256 * hidden)
+    assert sizes["embedding"].static == 4 * 4 * (256 + 16) * hidden
+
+
+def test_what_stays_for_the_weight_gradient_is_part_of_what_was_saved_and_captured(sizes):
+    for layer in sizes.values():
+        assert layer.captured <= layer.residue < layer.saved + layer.captured + 1
+    block = sizes["block"]
+    assert 0 < block.residue - block.captured < block.saved
+    # the output gradients of the four linear layers, 3 + 1 + 4 + 1 times as wide as the boundary, are held at least
+    assert block.captured >= 9 * block.output
+    # the embedding has no input gradient: all that it holds until W is its tokens and its output's gradient
+    assert sizes["embedding"].captured == sizes["embedding"].output
+
+
+def test_the_memory_table_with_these_bytes_covers_stages_that_were_not_measured(benches, sizes):
+    names = models.layer_names(THREE.model())
+    for first, end in [(0, 4), (1, 4), (1, 5), (2, 4)]:
+        layers = [sizes[name] for name in names[first:end]]
+        excess = measure_layers.transient_bytes(benches, first, end, layers)
+        allowed = {op: max(layer.transient[op] for layer in layers) for op in excess}
+        assert all(excess[op] <= allowed[op] for op in excess), (first, end, excess, allowed)
+
+
+def test_the_peak_counts_what_an_op_frees_before_its_end():
+    def op() -> Any:
+        torch.empty(1000, dtype=torch.uint8)
+        return torch.empty(300, dtype=torch.uint8)
+
+    def three() -> Any:
+        return [torch.empty(500, dtype=torch.uint8) for _ in range(3)]
+
+    peaks = measure_layers.memory_peaks({"one": op, "nothing": lambda: None, "three": three})
+    assert peaks == {"one": 1000, "nothing": 0, "three": 1500}
+
+
+# -- times
+
+
+def test_every_op_is_timed_as_often_as_asked(benches):
+    times: dict[str, list[int]] = {}
+    parts = list(measure_layers.time_ops([benches.stage(1, 2), benches.stage(2, 3)], 4, times))
+    assert parts == sorted(parts)
+    assert parts[-1] == 1
+    assert {op: len(samples) for op, samples in times.items()} == {
+        "forward": 8,
+        "backward_input": 4,
+        "backward_weight": 4,
+        "backward": 4,
+        "recompute": 4,
+    }
+    assert all(t > 0 for samples in times.values() for t in samples)
+
+
+def test_a_quantity_is_median_count_and_interquartile_range():
+    found = measure_profile.quantity([10, 1000, 20, 40, 30])
+    assert found == Quantity(value=30, source="measured", samples=5, spread=20)
+    assert measure_profile.quantity([7]) == Quantity(value=7, source="measured", samples=1)
+
+
+# -- the profile
+
+
+def findings(alone: int = 1_000_000, together: int = 1_000_000, small: int = 80_000, large: int = 180_000) -> Findings:
+    def times(ns: int) -> dict[str, list[int]]:
+        return {op: [ns] * 3 for op in measure_layers.OPS}
+
+    sizes = LayerBytes(
+        saved=90, residue=50, captured=10, checkpoint=8, output=8, static=64, transient=dict.fromkeys(OPS_WITH_BYTES, 5)
+    )
+    copies = {
+        ns: Copies(8_000_000, [10_000] * 3, [ns + 10_000] * 3, [ns + 10_000] * 3, [2 * ns] * 3, [2 * ns] * 3)
+        for ns in (alone, together)
+    }
+    kinds = ("embedding", "block", "head")
+    return Findings(
+        names=["embedding", "block", "block", "head"],
+        overhead=times(30_000),
+        times={kind: times(ns) for kind, ns in zip(kinds, (100_000, 10_030_000, 20_000), strict=True)},
+        sizes=dict.fromkeys(kinds, sizes),
+        messages=Messages(1000, 101_000, [small] * 3, [large] * 3),
+        copies=copies[together],
+        copies_alone=copies[alone],
+    )
+
+
+OPS_WITH_BYTES = ("forward", "backward_input", "backward_weight", "backward")
+
+
+def test_the_overhead_of_an_op_is_counted_once_and_equal_layers_share_a_record():
+    profile = assemble(TINY.model(), 2, [findings(), findings()])
+    assert [(layer.name, layer.count) for layer in profile.layers] == [("embedding", 1), ("block", 2), ("head", 1)]
+    assert value_of(profile.machine.op_overhead_ns) == 30_000
+    embedding, block, head = profile.layers
+    assert block.forward_ns == Quantity(value=10_000_000, source="measured", samples=6)
+    assert value_of(embedding.backward_input_ns) == 0
+    assert value_of(embedding.backward_weight_ns) == 70_000
+    assert value_of(head.forward_ns) == 0  # less than the overhead: never negative
+    assert parse(canonical(profile), "p.json") == profile
+
+
+def test_messages_are_the_line_through_two_sizes():
+    (entry,) = assemble(TINY.model(), 2, [findings()]).machine.p2p
+    assert entry.bytes_per_s is not None
+    assert value_of(entry.bytes_per_s) == 10**9  # 100,000 more bytes take 100,000 ns more
+    assert value_of(entry.latency_ns) == 79_000
+    (entry,) = assemble(TINY.model(), 2, [findings(small=300_000, large=202_000)]).machine.p2p
+    assert entry.bytes_per_s is not None
+    assert (value_of(entry.latency_ns), value_of(entry.bytes_per_s)) == (0, 500_000_000)
+    assert assemble(TINY.model(), 1, [findings()]).machine.p2p == []
+
+
+@pytest.mark.parametrize(("together", "shared"), [(1_000_000, False), (1_250_000, False), (1_900_000, True)])
+def test_a_link_is_shared_when_copies_at_once_halve_each_other(together, shared):
+    found = [findings(together=together), findings(together=together)]
+    (link,) = assemble(TINY.model(), 2, found).machine.links
+    assert link.devices == ([0, 1] if shared else None)
+    expected_ns = 1_000_000 if shared else together
+    assert value_of(link.d2h_bytes_per_s) == round(8_000_000 * 1e9 / expected_ns)
+    assert value_of(link.duplex_h2d_bytes_per_s or 0) == round(8_000_000 * 1e9 / (2 * expected_ns - 10_000))
+    assert value_of(link.latency_ns) == 10_000
+
+
+# -- processes
+
+
+@pytest.mark.parametrize(
+    ("cores", "asked", "devices", "processes", "pinned"),
+    [
+        (1, None, 2, 2, False),
+        (2, None, 2, 2, True),
+        (3, None, 3, 3, True),
+        (64, None, 4, 4, True),
+        (2, 8, 8, 2, True),
+        (64, 8, 8, 8, True),
+        (4, 1, 1, 1, True),
+    ],
+)
+def test_one_process_per_device_up_to_the_cores(monkeypatch, cores, asked, devices, processes, pinned):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(10, 10 + cores)))
+    layout = layout_of(MeasureOptions(devices=asked))
+    assert (layout.devices, layout.processes) == (devices, processes)
+    assert layout.cores == (tuple(range(10, 10 + processes)) if pinned else None)
+
+
+def test_no_devices_is_refused():
+    with pytest.raises(BadInput, match="--devices is 0, expected at least 1"):
+        layout_of(MeasureOptions(devices=0))
+
+
+@pytest.mark.runtime
+def test_measuring_gives_a_profile_that_reads_back():
+    said: list[tuple[str, float]] = []
+    profile = measure(TINY, lambda what, part: said.append((what, part)))
+    assert parse(canonical(profile), "p.json") == profile
+    assert [part for _, part in said] == pytest.approx(sorted(part for _, part in said))
+    assert said[-1] == ("done", 1)
+    assert multiprocessing.active_children() == []
+    assert profile.model == TINY.model()
+    assert profile.machine.devices == 2
+    assert [(layer.name, layer.count) for layer in profile.layers] == [("embedding", 1), ("block", 2), ("head", 1)]
+    block = profile.layers[1]
+    for cost in (block.forward_ns, block.backward_input_ns, block.backward_weight_ns, block.backward_ns):
+        assert isinstance(cost, Quantity)
+        assert cost.source == "measured"
+        assert cost.samples >= 8  # 4 of each of 2 processes
+        assert cost.value > 0
+    (link,) = profile.machine.links
+    assert value_of(link.d2h_bytes_per_s) > 10**6
+    (pair,) = profile.machine.p2p
+    assert pair.bytes_per_s is not None
+    assert 0 < value_of(profile.machine.host_memory_bytes or 0) <= measure_profile.physical_memory()
+
+
+@pytest.mark.runtime
+def test_one_device_needs_no_messages():
+    profile = measure(replace(TINY, devices=1), lambda *_: None)
+    assert profile.machine.devices == 1
+    assert profile.machine.p2p == []
+
+
+@pytest.mark.runtime
+def test_a_bad_model_is_refused_by_its_field():
+    with pytest.raises(BadInput, match=r"config\.heads is 3, expected a divisor"):
+        measure(replace(TINY, heads=3), lambda *_: None)
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.runtime
+def test_a_killed_process_ends_the_measurement_with_its_number():
+    def kill(what: str, part: float) -> None:
+        for process in multiprocessing.active_children():
+            os.kill(process.pid or 0, signal.SIGKILL)
+
+    with pytest.raises(RunFailed, match=r"process [01] of 2 died \(exit code -9\)"):
+        measure(TINY, kill)
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.runtime
+def test_ctrl_c_leaves_no_process_behind():
+    def interrupt(what: str, part: float) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure(TINY, interrupt)
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.runtime
+def test_a_measurement_that_takes_too_long_is_ended():
+    with pytest.raises(RunFailed, match=r"not done after 0\.2 s: no answer from process 0, 1"):
+        measure(replace(TINY, timeout_s=0.2), lambda *_: None)
+    assert multiprocessing.active_children() == []

@@ -1,0 +1,207 @@
+"""The model that `run` trains, and the text that it trains on."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from optpipe_compiler.errors import BadInput  # noqa: E402
+from optpipe_compiler.profile import Model  # noqa: E402
+from runtime_torch import models, text  # noqa: E402
+
+SMALL = Model(
+    builder="gpt",
+    config={"layers": 3, "hidden": 32, "heads": 2, "vocab": 256},
+    microbatch_size=2,
+    sequence_length=16,
+    seed=7,
+)
+
+
+def weights(layers: list[nn.Module]) -> list[Any]:
+    return [parameter.detach() for layer in layers for parameter in layer.parameters()]
+
+
+def equal(left: list[Any], right: list[Any]) -> bool:
+    return len(left) == len(right) and all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+def loss_of(layers: list[nn.Module], inputs: Any, targets: Any) -> Any:
+    x = inputs
+    for layer in layers[:-1]:
+        x = layer(x)
+    return layers[-1](x, targets)
+
+
+def test_a_rank_that_builds_only_its_layers_gets_the_same_weights():
+    whole = models.build(SMALL)
+    assert len(whole) == models.layer_count(SMALL) == 5
+    for indices in (range(0, 2), range(2, 5), range(4, 5)):
+        assert equal(weights(models.build(SMALL, indices)), weights(whole[indices.start : indices.stop]))
+    assert models.build(SMALL, range(2, 2)) == []
+
+
+def test_layers_and_seeds_differ():
+    first, second = models.build(SMALL, range(1, 3))
+    assert not torch.equal(first.up.weight, second.up.weight)
+    other = models.build(msgspec.structs.replace(SMALL, seed=8), range(1, 2))
+    assert not equal(weights([first]), weights(other))
+
+
+def test_building_leaves_the_global_generator_alone():
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    models.build(SMALL)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_boundary_is_what_leaves_each_layer(dtype):
+    model = msgspec.structs.replace(SMALL, dtype=dtype)
+    layers = models.build(model)
+    x, target = models.batch(model, text.default_text(), torch.Generator().manual_seed(0), 1)
+    for index, layer in enumerate(layers):
+        x = layer(x, target) if index == len(layers) - 1 else layer(x)
+        assert (tuple(x.shape), x.dtype) == models.boundary(model, index)
+
+
+def test_names_say_which_layers_are_alike():
+    assert models.layer_names(SMALL) == ["embedding", "block", "block", "block", "head"]
+
+
+def test_a_batch_is_windows_of_the_text_and_the_bytes_after_each():
+    data = bytes(range(256)) * 2
+    inputs, targets = models.batch(SMALL, data, torch.Generator().manual_seed(3), 4)
+    assert inputs.shape == targets.shape == (4 * 2, 16)
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert torch.equal((inputs + 1) % 256, targets)
+    again, _ = models.batch(SMALL, data, torch.Generator().manual_seed(3), 4)
+    assert torch.equal(inputs, again)
+
+
+def test_a_text_of_one_window_is_just_enough():
+    inputs, targets = models.batch(SMALL, bytes(range(17)), torch.Generator(), 1)
+    assert inputs[0].tolist() == list(range(16))
+    assert targets[0].tolist() == list(range(1, 17))
+    with pytest.raises(BadInput, match="has 16 bytes, expected more than the sequence length 16"):
+        models.batch(SMALL, bytes(16), torch.Generator(), 1)
+
+
+def test_attention_looks_only_back():
+    layers = models.build(SMALL, range(0, 2))
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    changed = tokens.clone()
+    changed[0, 9] = 5
+    difference = (layers[1](layers[0](tokens)) - layers[1](layers[0](changed))).abs().sum(-1)[0]
+    assert difference[:9].max() == 0
+    assert difference[9:].min() > 0
+
+
+def test_training_on_the_shipped_text_lowers_the_loss():
+    layers = models.build(SMALL)
+    optimizer = torch.optim.AdamW([p for layer in layers for p in layer.parameters()], lr=1e-2)
+    generator = torch.Generator().manual_seed(0)
+    losses = []
+    for _ in range(30):
+        loss = loss_of(layers, *models.batch(SMALL, text.default_text(), generator, 4))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(5.545, abs=0.1)  # ln 256: nothing is known yet
+    assert losses[-1] < losses[0] - 1.5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"heads": 3}, "config.heads is 3, expected a divisor of hidden"),
+        ({"vocab": 100}, "config.vocab is 100, expected at least 256"),
+        ({"layers": 0}, "config.layers is 0, expected an integer of at least 1"),
+        ({"hidden": "wide"}, "config.hidden is 'wide', expected an integer"),
+    ],
+)
+def test_a_bad_config_is_refused_by_path(change, message):
+    with pytest.raises(BadInput, match=message):
+        models.build(msgspec.structs.replace(SMALL, config={**SMALL.config, **change}))
+
+
+def test_an_unknown_dtype_is_refused():
+    with pytest.raises(BadInput, match=r"\$.model.dtype is 'fp64', expected one of fp32, bf16"):
+        models.build(msgspec.structs.replace(SMALL, dtype="fp64"))
+
+
+class Scorer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.out = nn.Linear(width, 256)
+
+    def forward(self, x: Any, target: Any) -> Any:
+        return nn.functional.cross_entropy(self.out(x).flatten(0, 1), target.flatten())
+
+
+def user_layers(width: int) -> list[nn.Module]:
+    return [nn.Embedding(256, width), nn.Linear(width, width), Scorer(width)]
+
+
+@pytest.fixture
+def user_model(monkeypatch: pytest.MonkeyPatch) -> Model:
+    module = ModuleType("optpipe_test_user")
+    module.layers = user_layers  # type: ignore[attr-defined]
+    module.nothing = lambda: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "optpipe_test_user", module)
+    return msgspec.structs.replace(SMALL, builder="optpipe_test_user:layers", config={"width": 12})
+
+
+def test_a_users_function_gives_the_layers(user_model):
+    whole = models.build(user_model)
+    assert len(whole) == models.layer_count(user_model) == 3
+    assert equal(weights(models.build(user_model, range(1, 3))), weights(whole[1:]))
+    assert models.boundary(user_model, 0) == ((2, 16, 12), torch.float32)
+    assert models.boundary(user_model, 2) == ((), torch.float32)
+    assert len(set(models.layer_names(user_model))) == 3
+
+
+@pytest.mark.parametrize("builder", ["no.such.module:layers", "optpipe_test_user:missing", "json", "gtp", "", ":f"])
+def test_a_builder_that_cannot_be_imported_is_refused(user_model, builder):
+    with pytest.raises(BadInput, match=r"expected 'gpt' or an importable package\.module:function"):
+        models.build(msgspec.structs.replace(user_model, builder=builder))
+
+
+def test_a_builder_that_returns_no_list_of_layers_is_refused(user_model):
+    with pytest.raises(BadInput, match="returned NoneType, expected a list of layers"):
+        models.build(msgspec.structs.replace(user_model, builder="optpipe_test_user:nothing", config={}))
+
+
+def test_the_shipped_text_is_plain_prose():
+    data = text.default_text()
+    assert 15_000 <= len(data) <= 20_000
+    data.decode("ascii")
+    lines = [line for line in data.splitlines() if len(line) > 40]
+    assert len(set(lines)) == len(lines)
+
+
+def test_files_are_read_in_order_and_wrong_ones_are_named(tmp_path):
+    first, second = tmp_path / "a.txt", tmp_path / "b.txt"
+    first.write_bytes(b"a" * 600)
+    second.write_bytes(b"b" * 600)
+    assert text.read([second, first]) == b"b" * 600 + b"a" * 600
+    with pytest.raises(BadInput, match=r"a\.txt: has 600 bytes of text, expected at least 1024"):
+        text.read([first])
+    with pytest.raises(BadInput, match=r"c\.txt: cannot be read: No such file"):
+        text.read([first, tmp_path / "c.txt"])
+
+
+def test_an_installed_copy_of_the_text_comes_first(tmp_path, monkeypatch):
+    installed = tmp_path / "text.txt"
+    installed.write_bytes(b"x" * 2000)
+    monkeypatch.setattr(text, "_PLACES", (tmp_path / "none.txt", installed))
+    assert text.default_text() == b"x" * 2000

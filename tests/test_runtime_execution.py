@@ -1,0 +1,344 @@
+"""Stage execution: every way to buy memory gives the gradients of plain autograd, and gives the memory back."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
+from torch.nn import functional as F  # noqa: E402, N812
+
+from optpipe_compiler.errors import RunFailed  # noqa: E402
+from runtime_torch.execution import StageExecution  # noqa: E402
+from runtime_torch.store import Meter  # noqa: E402
+
+WIDTH, VOCAB, ROWS, LENGTH = 8, 11, 2, 5
+
+
+class Embedding(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Embedding(VOCAB, WIDTH)
+        self.position = nn.Embedding(LENGTH, WIDTH)
+
+    def forward(self, x):
+        return self.token(x) + self.position(torch.arange(x.shape[1]))
+
+
+class Block(nn.Module):
+    """Attention over a fused projection (views of one storage), dropout, MLP."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.runs = 0
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("scale", torch.full((WIDTH,), 0.9))
+
+    def forward(self, x):
+        self.runs += 1
+        q, k, v = (t.unflatten(-1, (2, WIDTH // 2)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.dropout(self.out(mixed)) * self.scale
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, x, target):
+        return F.cross_entropy(self.out(self.norm(x)).flatten(0, 1), target.flatten())
+
+
+def model(blocks=3, dropout=0.0):
+    torch.manual_seed(0)
+    return [Embedding(), *(Block(dropout) for _ in range(blocks)), Head()]
+
+
+def batch(seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.randint(VOCAB, (3 * ROWS, LENGTH + 1), generator=generator)
+    return whole[ROWS : 2 * ROWS, :-1], whole[ROWS : 2 * ROWS, 1:]
+
+
+def plain(layers, x, target):
+    """Loss and gradients of plain autograd, random state seeded with 5."""
+    layers = copy.deepcopy(layers)
+    torch.manual_seed(5)
+    for layer in layers[:-1]:
+        x = layer(x)
+    loss = layers[-1](x, target)
+    loss.backward()
+    return loss.detach(), [p.grad for layer in layers for p in layer.parameters()]
+
+
+def stages(layers, cuts, meter=None, host=None):
+    bounds = [0, *cuts, len(layers)]
+    meter, host = meter or Meter(), host or Meter()
+    return [
+        StageExecution(
+            layers[a:b],
+            a,
+            is_first=a == 0,
+            is_last=b == len(layers),
+            device="cpu",
+            meter=meter,
+            host_meter=host,
+        )
+        for a, b in itertools.pairwise(bounds)
+    ]
+
+
+def calibrate(parts):
+    x, target = batch(9)
+    for part in parts:
+        part.calibrate(
+            x if part.is_first else torch.randn(ROWS, LENGTH, WIDTH),
+            target if part.is_last else None,
+            None if part.is_last else torch.randn(ROWS, LENGTH, WIDTH),
+        )
+
+
+def replay(parts, x, target, *, fused=True, recomputed=(), offloaded=()):
+    """One microbatch through all stages, with the given ranges recomputed or offloaded; return the loss."""
+    torch.manual_seed(5)
+    for part in parts:
+        mine = [r for r in recomputed if part.first_layer <= r[0] < part.end_layer]
+        x = part.forward(0, x, target if part.is_last else None, mine)
+    for part in parts:
+        for layers in offloaded:
+            if part.first_layer <= layers[0] < part.end_layer:
+                part.offload(0, layers)
+                assert part.saved_bytes(0, layers) == 0
+    gradient = None
+    for part in reversed(parts):
+        for layers in offloaded:
+            if part.first_layer <= layers[0] < part.end_layer:
+                part.reload(0, layers)
+        for layers in recomputed:
+            if part.first_layer <= layers[0] < part.end_layer:
+                part.recompute(0, layers)
+        gradient = part.backward(0, gradient) if fused else part.backward_input(0, gradient)
+    if not fused:
+        for part in parts:
+            part.backward_weight(0)
+    return x
+
+
+WAYS = {
+    "keep": {},
+    "offload": {"offloaded": [(0, 1), (1, 3), (4, 5)]},
+    "recompute": {"recomputed": [(0, 1), (1, 3), (3, 4), (4, 5)]},
+    "part of each stage": {"recomputed": [(2, 3)], "offloaded": [(1, 2), (3, 4)]},
+}
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("cuts", [(), (3,), (1, 3, 4)], ids=["one stage", "two stages", "four stages"])
+def test_every_way_gives_the_gradients_of_plain_autograd_bit_by_bit(cuts, way, fused, dropout):
+    layers, (x, target) = model(dropout=dropout), batch()
+    loss, gradients = plain(layers, x, target)
+    meter, host = Meter(), Meter()
+    parts = stages(layers, cuts, meter, host)
+    calibrate(parts)
+    assert replay(parts, x, target, fused=fused, **WAYS[way]).item() == loss.item()
+    found = [p.grad for layer in layers for p in layer.parameters()]
+    for mine, theirs in zip(found, gradients, strict=True):
+        assert torch.equal(mine, theirs)
+    assert (meter.current_bytes, host.current_bytes) == (0, 0)
+    assert meter.peak_bytes > 0
+    assert (host.peak_bytes > 0) == ("offloaded" in WAYS[way])
+
+
+def test_gradients_add_up_over_microbatches_and_mixed_backwards():
+    layers = model()
+    parts = stages(layers, (2,))
+    calibrate(parts)
+    total = None
+    for seed, fused in ((1, True), (2, False), (3, True)):
+        x, target = batch(seed)
+        _, gradients = plain(layers, x, target)
+        total = gradients if total is None else [a + b for a, b in zip(total, gradients, strict=True)]
+        replay(parts, x, target, fused=fused)
+    for mine, theirs in zip([p.grad for layer in layers for p in layer.parameters()], total, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+def test_a_recompute_runs_each_forward_exactly_once_more(fused):
+    layers, (x, target) = model(), batch()
+    parts = stages(layers, (3,))
+    calibrate(parts)
+    for block in layers[1:4]:
+        block.runs = 0
+    replay(parts, x, target, fused=fused, recomputed=[(1, 2), (3, 4)])
+    assert [block.runs for block in layers[1:4]] == [2, 1, 2]
+
+
+def test_views_and_shared_storages_are_counted_and_copied_once():
+    class Views(nn.Module):
+        def forward(self, x, target):
+            a, b = x.chunk(2, -1)
+            return (a * b * a.sin() * b).sum()
+
+    part = StageExecution([Views()], 0, is_first=False, is_last=True, device="cpu")
+    x = torch.randn(4, 6)
+    part.forward(0, x, torch.zeros(1))
+    saved = part.saved_bytes(0)
+    distinct = {"x": x.nbytes, "a*b": x.nbytes // 2, "sin": x.nbytes // 2, "a*b*sin": x.nbytes // 2}
+    assert saved == sum(distinct.values())
+    part.offload(0, (0, 1))
+    assert (part.saved_bytes(0), part.host_meter.current_bytes) == (0, saved)
+    part.reload(0, (0, 1))
+    assert (part.saved_bytes(0), part.host_meter.current_bytes) == (saved, 0)
+
+
+def test_parameters_and_buffers_are_not_stored():
+    linear = nn.Linear(WIDTH, WIDTH, bias=False)
+    part = StageExecution([linear, nn.Identity()], 3, is_first=False, is_last=False, device="cpu")
+    x = torch.randn(ROWS, WIDTH)
+    part.forward(0, x)
+    assert part.saved_bytes(0) == x.nbytes
+
+
+def test_between_input_and_weight_gradient_only_what_the_weight_gradient_reads_stays():
+    mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+    part = StageExecution([mlp], 0, is_first=False, is_last=False, device="cpu")
+    x, gradient = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    part.calibrate(x, None, gradient)
+    part.forward(0, x)
+    assert part.saved_bytes(0) == x.nbytes + 4 * x.nbytes + 4 * x.nbytes  # x, the GELU's input, its output
+    part.backward_input(0, gradient)
+    assert part.saved_bytes(0) == x.nbytes + 4 * x.nbytes  # the inputs of the two linear layers
+    assert part.captured_bytes(0) == x.nbytes + 4 * x.nbytes  # the gradients of their outputs
+    assert part.meter.current_bytes == 10 * x.nbytes
+    part.backward_weight(0)
+    assert part.meter.current_bytes == 0
+
+
+def test_the_first_stage_splits_at_its_first_output_with_a_gradient():
+    layers, (x, _) = model(), batch()
+    first = stages(layers, (3,))[0]
+    first.forward(0, x)
+    first.backward_input(0, torch.ones(ROWS, LENGTH, WIDTH))
+    assert all(p.grad is None for layer in layers for p in layer.parameters())
+    assert first.captured_bytes(0) > 0
+    first.backward_weight(0)
+    assert all(p.grad is not None for layer in layers[:3] for p in layer.parameters())
+
+
+def test_calibration_touches_neither_gradients_nor_random_state_nor_meter():
+    layers = model(dropout=0.5)
+    parts = stages(layers, (2,))
+    x, target = batch()
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    inputs = torch.ones(ROWS, LENGTH, WIDTH)
+    parts[0].calibrate(x, None, inputs)
+    parts[1].calibrate(inputs, target)
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(p.grad is None for layer in layers for p in layer.parameters())
+    assert (parts[0].meter.current_bytes, parts[0].meter.peak_bytes) == (0, 0)
+
+
+def test_memory_is_really_free_when_the_meter_says_so():
+    saved = []
+
+    class Spy(nn.Module):
+        def forward(self, x):
+            y = x.exp()
+            saved.append(StorageWeakRef(y.untyped_storage()))
+            return y * 2
+
+    part = StageExecution([Spy(), Spy(), Spy()], 0, is_first=False, is_last=False, device="cpu")
+    part.forward(0, torch.randn(4), recomputed=[(1, 2)])
+    assert [ref.expired() for ref in saved] == [False, True, False]
+    part.offload(0, (0, 1))
+    assert [ref.expired() for ref in saved] == [True, True, False]
+    assert part.meter.current_bytes == 2 * 16  # what layer 2 saved, and layer 1's checkpoint
+    assert part.checkpoint_bytes(0) == 16
+
+
+def test_the_output_may_be_freed_by_its_receiver():
+    part = StageExecution([nn.Linear(4, 4)], 0, is_first=False, is_last=False, device="cpu")
+    x = torch.randn(2, 4)
+    out = part.forward(0, x)
+    expected = torch.ones(2, 4) @ part.layers[0].weight
+    out.fill_(float("nan"))
+    torch.testing.assert_close(part.backward(0, torch.ones(2, 4)), expected)
+
+
+def test_autocast_is_restored_for_a_recompute():
+    layers, (x, target) = model(), batch()
+    parts = stages(layers, (3,))
+
+    def gradients(recomputed):
+        for layer in layers:
+            layer.zero_grad()
+        torch.manual_seed(5)
+        with torch.autocast("cpu", torch.bfloat16):
+            h = parts[0].forward(0, x, None, recomputed[:1])
+            parts[1].forward(0, h, target, recomputed[1:])
+        for part, layers_ in zip(parts, recomputed, strict=False):
+            part.recompute(0, layers_)
+        parts[0].backward(0, parts[1].backward(0, None))
+        return [p.grad.clone() for layer in layers for p in layer.parameters()]
+
+    for a, b in zip(gradients([]), gradients([(1, 3), (3, 4)]), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_backward_before_its_recompute_is_refused():
+    layers, (x, _) = model(), batch()
+    first = stages(layers, (3,))[0]
+    first.forward(0, x, recomputed=[(1, 2)])
+    with pytest.raises(RunFailed, match="before the recompute"):
+        first.backward(0, torch.ones(ROWS, LENGTH, WIDTH))
+
+
+def test_a_backward_before_its_reload_is_refused():
+    layers, (x, _) = model(), batch()
+    first = stages(layers, (3,))[0]
+    first.forward(0, x)
+    first.offload(0, (1, 2))
+    with pytest.raises(RunFailed, match="not on the device"):
+        first.backward(0, torch.ones(ROWS, LENGTH, WIDTH))
+
+
+def test_a_forward_that_changes_on_recompute_is_refused():
+    class Fickle(nn.Module):
+        runs = 0
+
+        def forward(self, x):
+            self.runs += 1
+            return x.exp() if self.runs == 1 else x[:1].exp()
+
+    part = StageExecution([Fickle()], 0, is_first=False, is_last=False, device="cpu")
+    part.forward(0, torch.randn(4), recomputed=[(0, 1)])
+    with pytest.raises(RunFailed, match="did not save what"):
+        part.recompute(0, (0, 1))
+
+
+def test_a_parameter_used_twice_in_a_stage_gets_its_whole_gradient():
+    shared = nn.Linear(WIDTH, WIDTH)
+    x, gradient = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    shared(shared(x).tanh()).backward(gradient)
+    expected = [p.grad.clone() for p in shared.parameters()]
+    shared.zero_grad()
+    part = StageExecution([shared, nn.Tanh(), shared], 0, is_first=False, is_last=False, device="cpu")
+    part.calibrate(x, None, gradient)
+    part.forward(0, x)
+    part.backward_input(0, gradient)
+    part.backward_weight(0)
+    for mine, theirs in zip((p.grad for p in shared.parameters()), expected, strict=True):
+        torch.testing.assert_close(mine, theirs)

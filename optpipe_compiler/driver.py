@@ -49,6 +49,8 @@ class Options:
     time_limit_s: float | None = None
     seed: int = 0
     reproducible: bool = False
+    search: bool = True
+    """Whether to run the exact search after the heuristics."""
     workers: int = 0
     """Search threads; 0: one per core."""
 
@@ -182,7 +184,8 @@ class _Compilation:
                 self._heuristics(attempt)
             if not any(attempt.best for attempt in self.attempts):
                 self._one_at_a_time()
-            self._search()
+            if self.options.search:
+                self._search()
         except KeyboardInterrupt:
             self.interrupted = True
         winner = self._winner()
@@ -304,7 +307,7 @@ class _Compilation:
 
         assert attempt.best is not None
         exact = self._tightened(attempt)
-        coarse = coarsen(exact)
+        coarse = coarsen(exact, attempt.best.makespan)
         try:
             hint = retime(attempt.best, coarse)
         except Stuck:

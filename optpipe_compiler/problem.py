@@ -254,17 +254,18 @@ SIZES = (
 )
 
 
-def coarsen(problem: Problem, resolution: int = 64) -> Problem:
+def coarsen(problem: Problem, reference: int = 0) -> Problem:
     """Return the problem in larger ticks and units, for the solver.
 
-    The tick is the greatest common divisor of all durations if that leaves them small, else 1/`resolution` of the
-    shortest compute op that matters (one of at least a tenth of the mean). Durations are rounded to the nearest
+    The tick is the greatest common divisor of all durations if that leaves them small, else 1/64 of the shortest
+    compute op that matters (one of at least a tenth of the mean) or less, where `reference` ticks (a known makespan)
+    are then still no more than 2^15. Durations are rounded to the nearest
     tick, messages down, and `stretch` is the largest ratio by which a duration grew: scaling any true schedule by it
     and rounding its starts down gives a schedule of the coarse problem, so (coarse optimum) x tick_ns / stretch is a
     lower bound in ns. Sizes are divided by their common divisor, budgets rounded down, which loses nothing.
     """
     times = [getattr(stage, name) for stage in problem.stages for name in DURATIONS]
-    tick = _tick([time for time in times if time > 0], problem, resolution)
+    tick = _tick([time for time in times if time > 0], problem, reference)
     sizes = [getattr(stage, name) for stage in problem.stages for name in SIZES]
     unit = math.gcd(*sizes) or 1
     stretch = 1.0
@@ -295,9 +296,12 @@ def coarsen(problem: Problem, resolution: int = 64) -> Problem:
     )
 
 
-def _tick(times: list[int], problem: Problem, resolution: int) -> int:
+def _tick(times: list[int], problem: Problem, reference: int) -> int:
     compute = [stage.forward for stage in problem.stages] + [stage.backward for stage in problem.stages]
     shared = math.gcd(*times) if times else 1
     mean = sum(compute) // len(compute)
     shortest = min((time for time in times if 10 * time >= mean), default=1)
-    return shared if shared * 4 * resolution >= shortest else max(1, shortest // resolution)
+    if 256 * shared >= shortest:
+        return shared
+    fine = reference >> 15
+    return max(1, min(shortest // 64, fine) if fine else shortest // 64)

@@ -38,6 +38,11 @@ def show_bytes(size: int) -> str:
     return f"{size} B"
 
 
+def short_bytes(size: int) -> str:
+    """Return a size in decimal units alone, for tables: `40.00 GB`."""
+    return show_bytes(size).split(" (")[0]
+
+
 def show_ns(time: int) -> str:
     """Return a time with a unit that leaves few digits."""
     for factor, name in ((10**9, "s"), (10**6, "ms"), (10**3, "us")):

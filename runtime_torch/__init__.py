@@ -1,1 +1,40 @@
-"""Replay of a schedule file on torch.distributed.pipelining."""
+"""Replay of a schedule file on torch.distributed.pipelining.
+
+In a training loop: `load_schedule`, `build_stages`, `Runner(...)`, `runner.step(inputs, target)`. `run` does all of it
+on this machine, as `optpipe run`. Importing this package alone does not import torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from optpipe_compiler.ir import load as load_schedule
+    from runtime_torch.launch import run
+    from runtime_torch.report import RunReport
+    from runtime_torch.runner import Runner, StepResult, build_stages
+
+__all__ = ["RunReport", "Runner", "StepResult", "build_stages", "load_schedule", "run"]
+
+_HOMES = {
+    "RunReport": ("runtime_torch.report", "RunReport"),
+    "Runner": ("runtime_torch.runner", "Runner"),
+    "StepResult": ("runtime_torch.runner", "StepResult"),
+    "build_stages": ("runtime_torch.runner", "build_stages"),
+    "load_schedule": ("optpipe_compiler.ir", "load"),
+    "run": ("runtime_torch.launch", "run"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib.util
+
+    if importlib.util.find_spec("torch") is None:
+        from optpipe_compiler.errors import MissingDependency
+
+        raise MissingDependency("running a schedule needs torch: pip install 'optpipe[runtime]'")
+    module, attribute = _HOMES[name]
+    return getattr(importlib.import_module(module), attribute)

@@ -108,7 +108,7 @@ def measure_sizes(benches: Benches, names: list[str]) -> dict[str, LayerBytes]:
 def _telling_stages(count: int) -> list[tuple[int, int]]:
     """Stages of several layers in every position: at the start, inside, at the end, and the whole model."""
     stages = {(0, 2), (0, 3), (1, 3), (count - 3, count), (count - 2, count), (0, count)}
-    return sorted((first, end) for first, end in stages if 0 <= first and end <= count)
+    return sorted((first, end) for first, end in stages if first >= 0 and end <= count)
 
 
 def _time_kinds(

@@ -6,6 +6,7 @@ of the schedule are followed to the letter, its times are ignored.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
@@ -28,10 +29,8 @@ if TYPE_CHECKING:
     from runtime_torch.execution import Layers
     from runtime_torch.store import Meter
 
-Boundary = "tuple[tuple[int, ...], torch.dtype]"
-"""Shape and dtype of what crosses between two stages, for one microbatch."""
-
-_COMPUTE = ("forward", "backward", "backward_input", "backward_weight", "recompute")
+Boundary = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of what crosses between two stages or layers, for one microbatch."""
 
 
 class StageOps(Protocol):
@@ -81,7 +80,7 @@ class Replay:
         schedule: ir.Schedule,
         device: int,
         stages: Mapping[int, StageOps],
-        boundary: Callable[[int], tuple[tuple[int, ...], torch.dtype]],
+        boundary: Callable[[int], Boundary],
         *,
         group: dist.ProcessGroup | None,
         on: torch.device,
@@ -101,7 +100,12 @@ class Replay:
         self._board = Board()
         self._timeline = Timeline(on)
         self._messages = deliveries.implied(schedule, device)
-        self._waits = {op.id: self._lane_waits(op) for lane in self._lanes() for op in lane}
+        self._waits: dict[str, list[str]] = {}
+        for lane in (self.plan.compute, self.plan.d2h, self.plan.h2d):
+            self._plan_waits(lane)
+        self._received = {
+            op.id for op in self.plan.compute if isinstance(op, ir.RecvActivation | ir.RecvGradient)
+        }
         self._recomputed: dict[tuple[int, int], list[Layers]] = defaultdict(list)
         for op in self.plan.compute:
             if isinstance(op, ir.Recompute):
@@ -116,13 +120,11 @@ class Replay:
         self._gradients: dict[tuple[int, int], Tensor] = {}
         self._outbox: dict[str, Tensor] = {}
 
-    def _lanes(self) -> tuple[Sequence[ir.Op], ...]:
-        return self.plan.compute, self.plan.d2h, self.plan.h2d
-
-    def _lane_waits(self, op: ir.Op) -> list[str]:
-        """The ops of other lanes, and the issues of messages, that must be over before `op` starts."""
-        own = {other.id for lane in self._lanes() if op in lane for other in lane}
-        return [name for name in (*op.after, *self._messages[op.id]) if name not in own]
+    def _plan_waits(self, lane: Sequence[ir.Op]) -> None:
+        """For each op: the ops of other lanes to be over, and messages to be issued there, before it starts."""
+        own = {op.id for op in lane}
+        for op in lane:
+            self._waits[op.id] = [name for name in (*op.after, *self._messages[op.id]) if name not in own]
 
     # -- a step
 
@@ -239,10 +241,9 @@ class Replay:
         assert isinstance(op, ir.Offload | ir.Reload)
         self._await(op)
         execution, there = self.stages[op.stage], isinstance(op, ir.Offload)
-        clock = Timeline(torch.device("cpu"))
-        start = clock.now()
+        start = time.perf_counter_ns()
         (execution.offload if there else execution.reload)(op.microbatch, op.layers)
-        self._timeline.add(op.id, "d2h" if there else "h2d", start, clock.now())
+        self._timeline.add(op.id, "d2h" if there else "h2d", start, time.perf_counter_ns())
         self._board.complete(op.id)
 
     def _next(self, kind: str, stage: int, microbatch: int) -> ir.Op:
@@ -262,12 +263,10 @@ class Replay:
             self._mailbox.wait(name)
 
     def _arrived(self, op: ir.Op, tensor: Tensor | None) -> None:
+        """Wait for all that `op` needs; `tensor` is what it reads from another stage."""
         self._await(op)
-        if tensor is not None and self._on_arrival is not None and deliveries.received_for(op)[0] in self._waited(op):
+        if tensor is not None and self._on_arrival is not None and deliveries.received_for(op)[0] in self._received:
             self._on_arrival(tensor)
-
-    def _waited(self, op: ir.Op) -> list[str]:
-        return self._messages[op.id]
 
     @contextmanager
     def _timed(self, op: ir.Op) -> Iterator[None]:

@@ -13,16 +13,13 @@ from optpipe_compiler import ir
 from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch.adapter import Engine
 from runtime_torch.execution import StageExecution
-from runtime_torch.replay import Replay, StageOps
+from runtime_torch.replay import Boundary, Replay, StageOps
 from runtime_torch.store import Meter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from runtime_torch.timeline import OpTime
-
-Boundary = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype of the tensor that leaves a layer, for one microbatch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,51 @@
+# Set-up is part of every target: `make demo` and `make test` work in a fresh clone.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+DEMO := demo
+
+.PHONY: help demo test check format lint type golden schemas bench clean
+
+help: ## Show this help
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet --editable ".[runtime,dev]"
+	touch $(READY)
+
+demo: $(READY) ## Profile this machine, plan under two caps, verify and train on real text (about 4 minutes)
+	mkdir -p $(DEMO)
+	cd $(DEMO) && PATH="$(abspath $(BIN)):$$PATH" sh ../examples/demo.sh
+
+test: $(READY) ## Run all tests
+	$(BIN)/python -m pytest
+
+check: lint type ## Lint and types
+
+format: $(READY) ## Format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+type: $(READY)
+	$(BIN)/mypy
+
+golden: $(READY) ## Rewrite golden files after a deliberate change of output
+	$(BIN)/python -m pytest tests/test_golden.py --update-golden
+
+schemas: $(READY) ## Write schemas/ from the records
+	$(BIN)/python -m optpipe_compiler.schema schemas
+
+bench: $(READY) ## Measure; results go to bench/results/
+	$(BIN)/python -m bench
+
+clean: ## Remove the environment and the demo's files
+	rm -rf $(VENV) $(DEMO)

@@ -1,0 +1,98 @@
+"""What `optpipe profile` shows while it measures, and what it found."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from optpipe_compiler.profile import Quantity, value_of
+from optpipe_compiler.units import short_bytes, show_bytes, show_ns
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from rich.console import Console, RenderableType
+
+    from optpipe_compiler.profile import Cost, Profile
+
+
+class MeasureBar:
+    """A progress bar on stderr; away from a terminal a line per thing that is measured."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console, transient=True
+        )
+        self.task = self.bar.add_task("starting", total=1.0)
+        self.last = ""
+
+    def __enter__(self) -> MeasureBar:
+        if self.console.is_terminal:
+            self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+    def update(self, what: str, part: float) -> None:
+        """Show what is measured now and the part that is done."""
+        self.bar.update(self.task, description=f"measuring {what}", completed=part)
+        if not self.console.is_terminal and what != self.last:
+            self.console.print(f"measuring {what} ({part:.0%})")
+        self.last = what
+
+
+def render(profile: Profile, path: str) -> RenderableType:
+    """Return the layers' costs and the machine's, with spread where it was measured."""
+    table = Table(box=None, pad_edge=False)
+    for column in ("layer", "F", "I", "W", "B", "R", "saved", "between I and W", "static"):
+        table.add_column(column, justify="left" if column == "layer" else "right")
+    for layer in profile.layers:
+        name = layer.name if layer.count == 1 else f"{layer.name} x {layer.count}"
+        table.add_row(
+            name,
+            *(
+                _time(cost)
+                for cost in (
+                    layer.forward_ns,
+                    layer.backward_input_ns,
+                    layer.backward_weight_ns,
+                    layer.backward_ns,
+                    layer.recompute_ns,
+                )
+            ),
+            *(_size(cost) for cost in (layer.saved_bytes, layer.residue_bytes, layer.static_bytes)),
+        )
+    return Group(table, _machine(profile), Text(f"wrote {path}; ± is the interquartile range of the samples"))
+
+
+def _time(cost: Cost | None) -> str:
+    if cost is None:
+        return "-"
+    spread = f" ±{cost.spread / max(1, cost.value):.0%}" if isinstance(cost, Quantity) and cost.samples else ""
+    return show_ns(value_of(cost)) + spread
+
+
+def _size(cost: Cost | None) -> str:
+    return "-" if cost is None else short_bytes(value_of(cost))
+
+
+def _machine(profile: Profile) -> Text:
+    machine = profile.machine
+    lines = [f"{machine.devices} devices ({machine.kind}); {_time(machine.op_overhead_ns)} overhead per op"]
+    if machine.memory_bytes is not None:
+        lines.append(f"memory per device {show_bytes(value_of(machine.memory_bytes))}")
+    for p2p in machine.p2p:
+        speed = "" if p2p.bytes_per_s is None else f" + {value_of(p2p.bytes_per_s) / 1e9:.2f} GB/s"
+        lines.append(f"message {_time(p2p.latency_ns)}{speed}")
+    for link in machine.links:
+        d2h, h2d = (value_of(cost) / 1e9 for cost in (link.d2h_bytes_per_s, link.h2d_bytes_per_s))
+        lines.append(f"host copies {d2h:.2f} GB/s out, {h2d:.2f} GB/s in")
+    return Text("\n".join(lines))

@@ -1,0 +1,46 @@
+"""Progress on stderr: one line that is rewritten on a terminal, a line per change elsewhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.units import show_ns
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from rich.console import Console
+
+    from optpipe_compiler.driver import Progress
+
+
+class ProgressLine:
+    """A context in which `update` shows where the search stands: incumbent, bound, gap, time."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.status = console.status("planning")
+        self.last = ""
+
+    def __enter__(self) -> ProgressLine:
+        if self.console.is_terminal:
+            self.status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.status.stop()
+
+    def update(self, progress: Progress) -> None:
+        """Show `progress`; away from a terminal only when the incumbent or the bound has changed."""
+        best = "-" if progress.incumbent_ns is None else show_ns(progress.incumbent_ns)
+        bound = "-" if progress.bound_ns is None else show_ns(progress.bound_ns)
+        gap = "-" if progress.gap is None else f"{progress.gap:.1%}"
+        state = f"incumbent {best} ({progress.method or 'none'})  bound {bound}  gap {gap}"
+        text = f"{progress.phase}: {state}  {progress.elapsed_s:.1f} s"
+        if self.console.is_terminal:
+            self.status.update(text)
+        elif state != self.last:
+            self.console.print(text, highlight=False, soft_wrap=True)
+        self.last = state

@@ -1,0 +1,108 @@
+"""What `optpipe run` shows: progress, then plan against reality per rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from optpipe_compiler.units import short_bytes, show_ns
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from rich.console import Console, RenderableType
+
+    from optpipe_compiler.ir import Schedule
+
+
+class ReplayBar:
+    """A progress bar on stderr with the latest loss; away from a terminal a line per step."""
+
+    def __init__(self, console: Console, schedule: Schedule, steps: int) -> None:
+        self.console = console
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self.bar = Progress(*columns, console=console, transient=True)
+        self.task = self.bar.add_task(f"starting {schedule.setup.devices} processes", total=steps)
+        self.rehearsal = schedule.model is None
+
+    def __enter__(self) -> ReplayBar:
+        if self.console.is_terminal:
+            self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+
+    def update(self, event: dict[str, Any]) -> None:
+        """Show an event of the run."""
+        if event["event"] != "step":
+            self.bar.update(self.task, description=str(event["event"]))
+            return
+        step = int(event["step"]) + 1
+        text = "rehearsing" if self.rehearsal else f"loss {event['loss']:.4f}"
+        self.bar.update(self.task, completed=step, description=text)
+        if not self.console.is_terminal:
+            self.console.print(f"step {step}: {text}")
+
+
+def render(report: Any) -> RenderableType:
+    """Return loss, times, memory per rank and the check's verdict."""
+    parts: list[RenderableType] = [_headline(report), _ranks(report), _kinds(report)]
+    if report.check is not None:
+        parts.append(_check(report.check))
+    return Group(*parts)
+
+
+def _headline(report: Any) -> Text:
+    text = Text()
+    if report.mode == "train" and report.losses:
+        text.append(f"loss {report.losses[0]:.4f} to {report.losses[-1]:.4f} in {len(report.losses)} steps\n", "bold")
+    if report.makespan_ns is not None:
+        ratio = report.makespan_ns / report.forecast_makespan_ns
+        text.append(f"step {show_ns(round(report.makespan_ns))} measured (median), ")
+        text.append(f"{show_ns(round(report.forecast_makespan_ns))} forecast: {ratio:.2f} x\n")
+        text.append(f"bubble {report.bubble:.1%} measured, {report.forecast_bubble:.1%} forecast\n")
+    if report.mode == "rehearsal":
+        text.append(f"rehearsal with emulated layers, times x {report.time_scale:.3g}\n")
+    where = "each rank on cores of its own" if report.pinned else "ranks share cores"
+    text.append(f"{len(report.ranks)} processes, {report.backend}, {where}\n", "dim")
+    return text
+
+
+def _ranks(report: Any) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for column in ("rank", "stages", "peak activations", "promised", "used", "peak on host", "promised on host"):
+        table.add_column(column, justify="right")
+    for rank in report.ranks:
+        used = rank.peak_activation_bytes / max(1, rank.promised_activation_bytes)
+        table.add_row(
+            str(rank.rank),
+            " ".join(map(str, rank.stages)),
+            short_bytes(rank.peak_activation_bytes),
+            short_bytes(rank.promised_activation_bytes),
+            f"{used:.0%}",
+            short_bytes(rank.peak_host_bytes),
+            short_bytes(rank.promised_host_bytes),
+        )
+    return table
+
+
+def _kinds(report: Any) -> Text:
+    parts = [f"{name} {time.ratio:.2f} x" for name, time in report.kinds.items()]
+    return Text("\nop times measured / forecast: " + ", ".join(parts)) if parts else Text("")
+
+
+def _check(check: Any) -> Text:
+    verdict = "equal" if check.ok else "DIFFERENT"
+    return Text(
+        f"check: loss and {check.parameters} gradients {verdict} to the unpipelined model "
+        f"(loss {check.loss:.6f} against {check.reference_loss:.6f}; worst gradient {check.worst_difference:.2g} "
+        f"of its largest entry in {check.worst_parameter}, tolerance {check.tolerance:.0e})",
+        style="bold" if check.ok else "bold red",
+    )

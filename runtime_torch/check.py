@@ -1,0 +1,123 @@
+"""`run --check`: one pipelined step against the same model run without a pipeline, gradient by gradient."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from runtime_torch import models
+from runtime_torch.report import CheckReport
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from optpipe_compiler import ir
+    from optpipe_compiler.profile import Model
+    from runtime_torch.execution import StageExecution
+    from runtime_torch.runner import Runner
+
+TOLERANCE = {"fp32": 1e-4}
+"""Largest difference of a gradient, relative to its parameter's largest one; other dtypes: 0.05."""
+
+Gradients = dict[str, "Tensor | None"]
+
+
+def check(
+    schedule: ir.Schedule,
+    runner: Runner,
+    stages: dict[int, StageExecution],
+    inputs: Tensor,
+    target: Tensor,
+    control: dist.ProcessGroup,
+) -> CheckReport:
+    """Run one step pipelined on all ranks and unpipelined on rank 0; return the comparison on every rank.
+
+    Dropout is off in both (ranks draw from generators of their own). Gradients are cleared afterwards.
+    """
+    assert schedule.model is not None
+    layers = {stage.first_layer + i: layer for stage in stages.values() for i, layer in enumerate(stage.layers)}
+    modes = {module: module.training for layer in layers.values() for module in layer.modules()}
+    for layer in layers.values():
+        layer.eval()
+    result = runner.step(inputs, target)
+    mine = {name: None if p.grad is None else p.grad.cpu() for name, p in _parameters(layers).items()}
+    for layer in layers.values():
+        layer.zero_grad()
+    for module, training in modes.items():
+        module.training = training
+    gathered: list[tuple[float | None, Gradients]] = _gather((result.loss, mine), control)
+    answer: list[CheckReport | None] = [None]
+    if dist.get_rank(control) == 0:
+        loss = next(found for found, _ in gathered if found is not None)
+        merged = {name: gradient for _, part in gathered for name, gradient in part.items()}
+        device = next(iter(stages.values())).device
+        reference = unpipelined(schedule.model, inputs.to(device), target.to(device), schedule.setup.microbatches)
+        answer = [compare(loss, merged, *reference, TOLERANCE.get(schedule.model.dtype, 0.05))]
+    dist.broadcast_object_list(answer, src=0, group=control)
+    assert answer[0] is not None
+    return answer[0]
+
+
+def unpipelined(model: Model, inputs: Tensor, target: Tensor, microbatches: int) -> tuple[float, Gradients]:
+    """Mean loss and mean gradients of the whole model over the microbatches, one after another."""
+    layers = models.build(model)
+    for layer in layers:
+        layer.to(inputs.device).eval()
+    losses = []
+    for x, wanted in zip(inputs.tensor_split(microbatches), target.tensor_split(microbatches), strict=True):
+        for layer in layers[:-1]:
+            x = layer(x)
+        loss = layers[-1](x, wanted)
+        loss.backward()
+        losses.append(loss.detach())
+    gradients: Gradients = {}
+    for name, parameter in _parameters(dict(enumerate(layers))).items():
+        gradients[name] = None if parameter.grad is None else (parameter.grad / microbatches).cpu()
+    return torch.stack(losses).mean().item(), gradients
+
+
+def compare(
+    loss: float, found: Gradients, reference_loss: float, reference: Gradients, tolerance: float
+) -> CheckReport:
+    """Compare two losses and two sets of gradients by name."""
+    differences = {name: _difference(found.get(name), wanted) for name, wanted in reference.items()}
+    worst = max(differences, key=lambda name: differences[name])
+    close = abs(loss - reference_loss) <= tolerance * max(1.0, abs(reference_loss))
+    return CheckReport(
+        ok=close and differences[worst] <= tolerance and set(found) == set(reference),
+        loss=loss,
+        reference_loss=reference_loss,
+        parameters=len(reference),
+        worst_parameter=worst,
+        worst_difference=differences[worst],
+        tolerance=tolerance,
+    )
+
+
+def _difference(found: Tensor | None, wanted: Tensor | None) -> float:
+    """Largest difference relative to the largest wanted entry; infinite where only one of both is there."""
+    if found is None or wanted is None:
+        return 0.0 if found is wanted else float("inf")
+    largest = wanted.abs().max().float().item()
+    difference = (found - wanted).abs().max().float().item() / (largest or 1.0)
+    return difference if difference == difference else float("inf")
+
+
+def _parameters(layers: dict[int, nn.Module]) -> dict[str, nn.Parameter]:
+    return {
+        f"layer {index}: {name}": parameter
+        for index, layer in sorted(layers.items())
+        for name, parameter in layer.named_parameters()
+    }
+
+
+def _gather(mine: tuple[float | None, Gradients], control: dist.ProcessGroup) -> list[tuple[float | None, Gradients]]:
+    """All ranks' parts on rank 0; empty elsewhere."""
+    first = dist.get_rank(control) == 0
+    parts: list[tuple[float | None, Gradients]] | None = (
+        [(None, {})] * dist.get_world_size(control) if first else None
+    )
+    dist.gather_object(mine, parts, dst=0, group=control)
+    return parts or []

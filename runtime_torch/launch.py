@@ -1,0 +1,242 @@
+"""Start one process per device on this machine, or join the group that torchrun started; end them all together."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from optpipe_compiler import ir
+from optpipe_compiler.errors import BadInput, OptPipeError, RunFailed
+from runtime_torch.session import Event, Job, Place, place_from_environment, settle, work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from multiprocessing.context import BaseContext
+    from multiprocessing.process import BaseProcess
+
+    from runtime_torch.report import RunReport
+
+GRACE_S = 1.0
+"""After the first failure: how long to listen for others, to find the one that started it."""
+END_S = 2.0
+"""How long a process may take to end when told to, before it is killed."""
+
+
+def run(
+    schedule: ir.Schedule,
+    *,
+    steps: int = 10,
+    data_paths: Sequence[Path] = (),
+    check: bool = False,
+    time_scale: float | None = None,
+    seed: int = 0,
+    on_event: Callable[[Event], None] | None = None,
+    timeout_s: float = 600.0,
+) -> RunReport:
+    """Replay `schedule`: train its model for `steps` on the bytes of `data_paths`, or rehearse it if it has none.
+
+    `on_event` is called with {"event": "started" | "check" | "step", ...} as things happen (under torchrun on rank 0
+    only). A rank that dies or fails ends the run within seconds: RunFailed names it. `timeout_s`: how long a rank
+    waits for another's message before it gives up.
+    """
+    job = Job(
+        schedule_text=ir.to_text(schedule),
+        steps=steps,
+        data=b"".join(_read(path) for path in data_paths) if schedule.model is not None else b"",
+        check=check and schedule.model is not None,
+        time_scale=time_scale,
+        seed=seed,
+        timeout_s=timeout_s,
+    )
+    tell = on_event or (lambda _: None)
+    place = place_from_environment()
+    if place is None:
+        return _Family([job] * schedule.setup.devices, tell).run()
+    settle(place)
+    try:
+        return work(job, place, tell)
+    except OptPipeError:
+        raise
+    except Exception as error:
+        raise RunFailed(f"rank {place.rank} failed: {_sentence(error)}") from error
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read: {error.strerror}") from error
+
+
+class _Family:
+    """The processes of one run, and their ends."""
+
+    def __init__(self, jobs: Sequence[Job], tell: Callable[[Event], None]) -> None:
+        self._jobs = jobs
+        self._tell = tell
+        self._children: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+        self._finished: dict[int, RunReport] = {}
+        self._failed: dict[int, tuple[str, bool]] = {}
+        """By rank: what happened, and whether it may be but the echo of another rank's end."""
+
+    def run(self) -> RunReport:
+        """Start, listen, end."""
+        with tempfile.TemporaryDirectory(prefix="optpipe-") as folder:
+            try:
+                self._start(Path(folder))
+                while len(self._finished) < len(self._jobs):
+                    self._listen(None)
+                    if self._failed:
+                        self._raise_failure()
+                for child in self._children:
+                    child.join(END_S)
+                return self._finished[0]
+            finally:
+                self._end()
+
+    def _start(self, folder: Path) -> None:
+        context = _context()
+        cores = _cores(len(self._jobs))
+        for rank, job in enumerate(self._jobs):
+            here, there = context.Pipe(duplex=False)
+            place = Place(rank, len(self._jobs), f"file://{folder}/store", rank)
+            child = context.Process(  # type: ignore[attr-defined]  # BaseContext lacks it in typeshed
+                target=_child, args=(job, place, there, cores[rank]), name=f"optpipe-rank-{rank}", daemon=True
+            )
+            child.start()
+            there.close()
+            self._children.append(child)
+            self._pipes.append(here)
+
+    def _listen(self, seconds: float | None) -> None:
+        """Take in what children say, and who has ended, until something was heard or `seconds` have passed."""
+        pipes = {pipe: rank for rank, pipe in enumerate(self._pipes) if not pipe.closed}
+        ends = {
+            child.sentinel: rank
+            for rank, child in enumerate(self._children)
+            if rank not in self._finished and rank not in self._failed
+        }
+        for ready in wait([*pipes, *ends], seconds):
+            if isinstance(ready, Connection):
+                self._hear(pipes[ready])
+        for sentinel, rank in ends.items():
+            if wait([sentinel], 0):
+                self._drain(rank)
+                if rank not in self._finished and rank not in self._failed:
+                    self._children[rank].join(END_S)
+                    self._failed[rank] = (f"died: {_exit(self._children[rank].exitcode)}", False)
+
+    def _drain(self, rank: int) -> None:
+        while not self._pipes[rank].closed and self._pipes[rank].poll():
+            self._hear(rank)
+
+    def _hear(self, rank: int) -> None:
+        try:
+            event: dict[str, Any] = self._pipes[rank].recv()
+        except (EOFError, OSError):
+            self._pipes[rank].close()
+            return
+        if event["event"] == "finished":
+            self._finished[rank] = event["report"]
+        elif event["event"] == "failed":
+            self._failed[rank] = (event["reason"], event["echo"])
+        else:
+            self._tell(event)
+
+    def _raise_failure(self) -> None:
+        """Listen a little longer, then name the rank that failed first: a death before an error before an echo."""
+        until = time.monotonic() + GRACE_S
+        while all(echo for _, echo in self._failed.values()) and (left := until - time.monotonic()) > 0:
+            self._listen(left)
+        rank, (reason, _) = min(self._failed.items(), key=lambda item: item[1][1])
+        raise RunFailed(f"rank {rank} {reason}")
+
+    def _end(self) -> None:
+        for child in self._children:
+            if child.is_alive():
+                child.terminate()
+        until = time.monotonic() + END_S
+        for child in self._children:
+            child.join(max(0.0, until - time.monotonic()))
+            if child.is_alive():
+                child.kill()
+                child.join()
+        for pipe in self._pipes:
+            pipe.close()
+
+
+def _context() -> BaseContext:
+    """Fork from a server that has imported torch once, which saves seconds per process; spawn where CUDA is used."""
+    if torch.cuda.is_available() or "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["runtime_torch.session"])
+    return context
+
+
+def _cores(ranks: int) -> list[list[int]]:
+    """Each rank's share of this process's cores; empty lists where there are fewer cores than ranks."""
+    if not hasattr(os, "sched_getaffinity"):
+        return [[] for _ in range(ranks)]
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // ranks
+    return [cores[rank * each : (rank + 1) * each] for rank in range(ranks)]
+
+
+def _child(job: Job, place: Place, pipe: Connection, cores: list[int]) -> None:
+    """The process of one rank. Ctrl-C is the parent's business; without a parent there is no reason to go on."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        if cores:
+            os.sched_setaffinity(0, cores)
+        settle(place)
+        report = work(job, place, pipe.send)
+        pipe.send({"event": "finished", "report": report})
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the parent must hear of it
+        pipe.send({"event": "failed", "reason": f"failed: {_sentence(error)}", "echo": _is_echo(error)})
+    pipe.close()
+    os._exit(0)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+def _is_echo(error: BaseException) -> bool:
+    """Whether an error is what a rank sees when another one has gone."""
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(
+        word in text for word in ("Connection closed", "Connection reset", "Broken pipe", "gloo", "NCCL")
+    )
+
+
+def _sentence(error: BaseException) -> str:
+    """An error in one line: an expected one as it is, another with its type and the place it came from."""
+    if isinstance(error, OptPipeError):
+        return str(error)
+    lines = str(error).strip().splitlines() or [""]
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {lines[0][:300]}{place}"
+
+
+def _exit(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"killed by signal {-code} ({signal.Signals(-code).name})"
+    return f"exit code {code}"

@@ -1,0 +1,129 @@
+"""What a run found: plan against reality, per rank and over all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from optpipe_compiler import ir
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """One pipelined step against the unpipelined model: differences are absolute for the loss, for a parameter's
+    gradient relative to the largest entry of its reference."""
+
+    ok: bool
+    loss: float
+    reference_loss: float
+    parameters: int
+    worst_parameter: str
+    worst_difference: float
+    tolerance: float
+
+    @property
+    def loss_difference(self) -> float:
+        """Absolute."""
+        return abs(self.loss - self.reference_loss)
+
+
+@dataclass(frozen=True, slots=True)
+class KindTime:
+    """All ops of one kind on a rank in an average step, measured and forecast (scaled like the run)."""
+
+    measured_ns: float
+    forecast_ns: float
+
+    @property
+    def ratio(self) -> float:
+        """Measured / forecast."""
+        return self.measured_ns / self.forecast_ns if self.forecast_ns else float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step over all ranks."""
+
+    loss: float
+    makespan_ns: float
+    """Last end minus first start over all ops of all ranks."""
+    bubble: float
+    """1 - compute time / (devices x makespan)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """One device: what it held and how long its ops took, against the plan."""
+
+    rank: int
+    stages: list[int]
+    peak_activation_bytes: int
+    promised_activation_bytes: int
+    peak_host_bytes: int
+    promised_host_bytes: int
+    busy_ns: float
+    """Compute time in a median step."""
+    kinds: dict[str, KindTime] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """A whole run. Times are of the steps after the first, which warms up (unless there is only one)."""
+
+    mode: Literal["train", "rehearsal"]
+    backend: str
+    pinned: bool
+    """Whether every rank had cores of its own."""
+    time_scale: float
+    """Forecast times were multiplied by this; 1 in training."""
+    steps: list[StepRecord]
+    forecast_makespan_ns: float
+    """Scaled."""
+    forecast_bubble: float
+    ranks: list[RankReport]
+    check: CheckReport | None = None
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of every step; in a rehearsal the number of stages that a microbatch passed."""
+        return [step.loss for step in self.steps]
+
+    @property
+    def timed_steps(self) -> list[StepRecord]:
+        """The steps that count for times."""
+        return self.steps[1:] or self.steps
+
+    @property
+    def makespan_ns(self) -> float | None:
+        """Median measured step; None without steps."""
+        return median(step.makespan_ns for step in self.timed_steps) if self.steps else None
+
+    @property
+    def bubble(self) -> float | None:
+        """Median measured bubble; None without steps."""
+        return median(step.bubble for step in self.timed_steps) if self.steps else None
+
+    @property
+    def kinds(self) -> dict[str, KindTime]:
+        """Over all ranks."""
+        names = sorted({name for rank in self.ranks for name in rank.kinds})
+        found = {name: [rank.kinds[name] for rank in self.ranks if name in rank.kinds] for name in names}
+        return {
+            name: KindTime(sum(t.measured_ns for t in times), sum(t.forecast_ns for t in times))
+            for name, times in found.items()
+        }
+
+
+def forecast_durations(schedule: ir.Schedule, device: int) -> dict[str, int]:
+    """The forecast duration in ns of every op of a device that takes time on a lane."""
+    plan = schedule.devices[device]
+    lanes = {"compute": plan.compute, "d2h": plan.d2h, "h2d": plan.h2d}
+    return {
+        op.id: end - start
+        for times in schedule.forecast.times
+        if times.device == device
+        for op, start, end in zip(lanes[times.lane], times.start_ns, times.end_ns, strict=True)
+        if not op.name.startswith(("send", "recv"))
+    }

@@ -1,0 +1,332 @@
+"""What one rank does in a run: join, agree on the schedule, check, train or rehearse, report."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from optpipe_compiler import ir
+from optpipe_compiler.errors import RunFailed
+from runtime_torch import adapter, models, rehearsal
+from runtime_torch.check import check
+from runtime_torch.report import KindTime, RankReport, RunReport, StepRecord, forecast_durations
+from runtime_torch.runner import Runner, StepResult, Steps, build_stages
+from runtime_torch.store import Meter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from runtime_torch.report import CheckReport
+
+LEARNING_RATE = 3e-4
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What all ranks of a run are told."""
+
+    schedule_text: str
+    steps: int
+    data: bytes
+    check: bool
+    time_scale: float | None
+    seed: int
+    timeout_s: float
+    pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is: its number, of how many, and how they meet (torch's `init_method`)."""
+
+    rank: int
+    world: int
+    meet: str
+    local_rank: int
+
+
+def work(job: Job, place: Place, on_event: Callable[[Event], None]) -> RunReport:
+    """Do a rank's share of a run and return the report, the same on every rank. Only rank 0 calls `on_event`."""
+    schedule = ir.parse(job.schedule_text, "the schedule")
+    if place.world != schedule.setup.devices:
+        raise RunFailed(
+            f"rank {place.rank}: the schedule is for {schedule.setup.devices} devices, but {place.world} ranks were "
+            "started"
+        )
+    device = _device(place, training=schedule.model is not None)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        init_method=place.meet,
+        rank=place.rank,
+        world_size=place.world,
+        timeout=timedelta(seconds=job.timeout_s),
+    )
+    try:
+        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=job.timeout_s))
+        one_host = _agree(schedule, control)
+        tell = on_event if place.rank == 0 else _nobody
+        tell({"event": "started", "devices": place.world, "backend": backend, "training": schedule.model is not None})
+        session = (_Rehearsal if schedule.model is None else _Training)(job, schedule, device, control, tell)
+        session.one_host = one_host
+        report = session.run()
+        return replace(report, backend=backend, pinned=job.pinned)
+    finally:
+        dist.destroy_process_group()
+
+
+def _nobody(_: Event) -> None:
+    pass
+
+
+def _device(place: Place, *, training: bool) -> torch.device:
+    if training and torch.cuda.is_available() and torch.cuda.device_count() >= place.world:
+        device = torch.device("cuda", place.local_rank)
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")
+
+
+def _agree(schedule: ir.Schedule, control: dist.ProcessGroup) -> bool:
+    """Compare digests over all ranks before any work; return whether all ranks are on one host."""
+    mine = (schedule.digest, socket.gethostname())
+    found: list[tuple[str, str]] = [("", "")] * dist.get_world_size(control)
+    dist.all_gather_object(found, mine, group=control)
+    for rank, (digest, _) in enumerate(found):
+        if digest != found[0][0]:
+            raise RunFailed(f"rank {rank} has another schedule than rank 0: digest {digest}, not {found[0][0]}")
+    return len({host for _, host in found}) == 1
+
+
+class _Session:
+    """The steps of a run and their bookkeeping; what a step is, is said by the two kinds below."""
+
+    mode: Any
+    time_scale = 1.0
+    one_host = True
+
+    def __init__(
+        self,
+        job: Job,
+        schedule: ir.Schedule,
+        device: torch.device,
+        control: dist.ProcessGroup,
+        tell: Callable[[Event], None],
+    ) -> None:
+        self.job = job
+        self.schedule = schedule
+        self.device = device
+        self.control = control
+        self.tell = tell
+        self.rank = dist.get_rank(control)
+        self._records: list[StepRecord] = []
+        self._results: list[StepResult] = []
+
+    def run(self) -> RunReport:
+        """Everything after joining."""
+        self.prepare()
+        checked = self.check() if self.job.check else None
+        if checked is not None:
+            self.tell({"event": "check", "check": checked})
+        if checked is None or checked.ok:
+            for number in range(self.job.steps):
+                self._one_step(number)
+        return self._report(checked)
+
+    def prepare(self) -> None:
+        """Build what steps need."""
+        raise NotImplementedError
+
+    def check(self) -> CheckReport | None:
+        """Compare with the unpipelined model, where there is one."""
+        return None
+
+    def step(self) -> StepResult:
+        """One step on this rank."""
+        raise NotImplementedError
+
+    def promised_bytes(self) -> int:
+        """The plan's peak of activation bytes on this rank."""
+        raise NotImplementedError
+
+    def _one_step(self, number: int) -> None:
+        dist.barrier(group=self.control)
+        result = self.step()
+        record = self._share(result)
+        self._records.append(record)
+        self._results.append(result)
+        if number == 0:
+            gc.collect()
+            gc.freeze()
+        self.tell(
+            {
+                "event": "step",
+                "step": number + 1,
+                "steps": self.job.steps,
+                "loss": record.loss,
+                "makespan_ns": record.makespan_ns,
+                "bubble": record.bubble,
+            }
+        )
+
+    def _share(self, result: StepResult) -> StepRecord:
+        """Put the ranks' results of one step together; on several hosts, each rank's clock starts with its own step."""
+        origin = 0 if self.one_host else result.start_ns
+        nan = float("nan")
+        mine = torch.tensor(
+            [nan if result.loss is None else result.loss, result.start_ns - origin, result.end_ns - origin]
+            + [result.busy_ns],
+            dtype=torch.float64,
+        )
+        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.control))]
+        dist.all_gather(parts, mine, group=self.control)
+        losses = [part[0].item() for part in parts if part[0] == part[0]]
+        makespan = max(part[2].item() for part in parts) - min(part[1].item() for part in parts)
+        busy = sum(part[3].item() for part in parts)
+        return StepRecord(losses[0] if losses else nan, makespan, 1 - busy / (len(parts) * makespan))
+
+    def _report(self, checked: CheckReport | None) -> RunReport:
+        mine = self._rank_report()
+        ranks: list[RankReport] = [mine] * dist.get_world_size(self.control)
+        dist.all_gather_object(ranks, mine, group=self.control)
+        return RunReport(
+            mode=self.mode,
+            backend="",
+            pinned=False,
+            time_scale=self.time_scale,
+            steps=self._records,
+            forecast_makespan_ns=self.schedule.forecast.makespan_ns * self.time_scale,
+            forecast_bubble=self.schedule.forecast.bubble_fraction,
+            ranks=ranks,
+            check=checked,
+        )
+
+    def _rank_report(self) -> RankReport:
+        timed = self._results[1:] or self._results
+        plan = self.schedule.devices[self.rank]
+        return RankReport(
+            rank=self.rank,
+            stages=[stage.stage for stage in self.schedule.stages if stage.device == self.rank],
+            peak_activation_bytes=max((result.peak_activation_bytes for result in self._results), default=0),
+            promised_activation_bytes=self.promised_bytes(),
+            peak_host_bytes=max((result.peak_host_bytes for result in self._results), default=0),
+            promised_host_bytes=plan.host_bytes,
+            busy_ns=median([result.busy_ns for result in timed] or [0]),
+            kinds=self._kinds(timed),
+        )
+
+    def _kinds(self, timed: list[StepResult]) -> dict[str, KindTime]:
+        """Measured and forecast time of each kind of op in an average step."""
+        forecast = forecast_durations(self.schedule, self.rank)
+        measured: dict[str, float] = {}
+        planned: dict[str, float] = {}
+        for result in timed:
+            for op in result.ops:
+                kind = op.op_id.split(":", 1)[0]
+                measured[kind] = measured.get(kind, 0) + (op.end_ns - op.start_ns) / len(timed)
+                planned[kind] = planned.get(kind, 0) + forecast[op.op_id] * self.time_scale / len(timed)
+        return {kind: KindTime(measured[kind], planned[kind]) for kind in measured}
+
+
+class _Training(_Session):
+    """Real layers, AdamW on each rank's own parameters, random windows of the text, the same on all ranks."""
+
+    mode = "train"
+
+    def prepare(self) -> None:
+        """Build this rank's layers, and only these."""
+        model = self.schedule.model
+        assert model is not None
+        torch.manual_seed(self.job.seed + self.rank)
+        mine = [stage.layers for stage in self.schedule.stages if stage.device == self.rank]
+        layers: dict[int, nn.Module] = {}
+        for first, end in mine:
+            layers.update(zip(range(first, end), models.build(model, range(first, end)), strict=True))
+        self._model = model
+        self._stages = build_stages(self.schedule, layers, self.rank, self.device)
+        self._runner = Runner(self.schedule, self._stages, lambda layer: models.boundary(model, layer))
+        parameters = [p for layer in layers.values() for p in layer.parameters()]
+        self._optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE) if parameters else None
+        self._generator = torch.Generator().manual_seed(self.job.seed)
+
+    def check(self) -> CheckReport:
+        """One step on a batch of its own."""
+        generator = torch.Generator().manual_seed(self.job.seed + 1)
+        inputs, target = self._batch(generator)
+        return check(self.schedule, self._runner, self._stages, inputs, target, self.control)
+
+    def step(self) -> StepResult:
+        """Gradients of one batch, then the optimizer (outside the step's time)."""
+        result = self._runner.step(*self._batch(self._generator))
+        if self._optimizer is not None:
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+        return result
+
+    def promised_bytes(self) -> int:
+        """As the schedule says."""
+        return self._runner.promised_activation_bytes
+
+    def _batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        inputs, target = models.batch(self._model, self.job.data, generator, self.schedule.setup.microbatches)
+        return inputs.to(self.device), target.to(self.device)
+
+
+class _Rehearsal(_Session):
+    """Emulated stages in real processes."""
+
+    mode = "rehearsal"
+
+    def prepare(self) -> None:
+        """Set up the clocks and meters."""
+        schedule, scale = self.schedule, self.job.time_scale
+        self.time_scale = rehearsal.auto_scale(schedule) if scale is None else scale
+        paces, meter, host_meter = rehearsal.Paces(), Meter(), Meter()
+        mine = [stage.stage for stage in schedule.stages if stage.device == self.rank]
+        self._steps = Steps(
+            schedule,
+            {i: rehearsal.RehearsedStage(schedule, i, self.time_scale, paces, meter, host_meter) for i in mine},
+            {i: nn.Identity() for i in mine},
+            lambda _: rehearsal.BOUNDARY,
+            group=None,
+            on=self.device,
+            meter=meter,
+            host_meter=host_meter,
+            message_bytes=lambda stage: schedule.stages[stage].output_bytes,
+            on_arrival=paces.arrive,
+        )
+
+    def step(self) -> StepResult:
+        """One rehearsed step."""
+        batch = torch.zeros(self.schedule.setup.microbatches, 2, dtype=torch.float64)
+        return self._steps.step(batch, batch)
+
+    def promised_bytes(self) -> int:
+        """As the schedule says."""
+        return self._steps.promised_activation_bytes
+
+
+def place_from_environment() -> Place | None:
+    """This process's place in a group started by torchrun; None where there is none."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return Place(rank, world, "env://", int(os.environ.get("LOCAL_RANK", rank)))
+
+
+def settle(place: Place) -> None:
+    """Make this process a good worker: one compute thread on CPU, the supported torch, no logging of whole plans."""
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
+    adapter.probe()
+    adapter.quiet()

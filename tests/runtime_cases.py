@@ -1,0 +1,78 @@
+"""Schedules of a tiny real GPT for the runtime's tests, legal by construction, with bytes measured on its layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import msgspec
+from small_schedules import Builder, Shape
+
+from optpipe_compiler import ir
+from optpipe_compiler.profile import P2P, Layer, Link, Machine, Model, Profile
+
+MODEL = Model(
+    builder="gpt",
+    config={"hidden": 16, "heads": 2, "layers": 6, "vocab": 256},
+    microbatch_size=2,
+    sequence_length=8,
+    seed=3,
+)
+TEXT = Path(__file__)
+
+
+def tiny_profile(model: Model = MODEL, devices: int = 2, ms: int = 1) -> Profile:
+    """Costs of the tiny model: made-up times of `ms` milliseconds, measured bytes."""
+    import torch
+
+    from runtime_torch import models
+    from runtime_torch.execution import StageExecution
+
+    count = models.layer_count(model)
+    inputs, target = models.batch(model, bytes(range(256)), torch.Generator().manual_seed(0), 1)
+    layers = []
+    for index in range(count):
+        stage = StageExecution(
+            models.build(model, range(index, index + 1)),
+            index,
+            is_first=index == 0,
+            is_last=index == count - 1,
+            device="cpu",
+        )
+        x = inputs if index == 0 else torch.randn(models.boundary(model, index - 1)[0])
+        wanted = target if stage.is_last else None
+        gradient = None if stage.is_last else torch.randn(models.boundary(model, index)[0])
+        stage.calibrate(x, wanted, gradient)
+        stage.forward(0, x, wanted)
+        saved = stage.saved_bytes(0)
+        stage.backward_input(0, gradient)
+        captured = stage.captured_bytes(0)
+        layers.append(
+            Layer(
+                name=f"layer{index}",
+                forward_ns=ms * 10**6,
+                backward_input_ns=ms * 10**6,
+                backward_weight_ns=ms * 10**6,
+                saved_bytes=saved,
+                residue_bytes=stage.saved_bytes(0) + captured,
+                captured_bytes=captured,
+                checkpoint_bytes=x.nbytes,
+                output_bytes=0 if gradient is None else gradient.nbytes,
+            )
+        )
+    machine = Machine(
+        devices=devices,
+        p2p=[P2P(latency_ns=1000)],
+        links=[Link(d2h_bytes_per_s=10**9, h2d_bytes_per_s=10**9)],
+    )
+    return Profile(name="tiny", machine=machine, model=model, layers=layers)
+
+
+def schedule(shape: Shape, seed: int = 0, *, model: Model | None = MODEL) -> ir.Schedule:
+    """A legal schedule of the tiny model (or of the same costs without a model, to be rehearsed)."""
+    sized = msgspec.structs.replace(
+        MODEL, config={**MODEL.config, "layers": shape.layers_per_stage * len(shape.placement) - 2}
+    )
+    profile = tiny_profile(sized, shape.devices)
+    built = Builder(shape, profile, Random(seed)).build()
+    return ir.seal(msgspec.structs.replace(built, model=None if model is None else sized))

@@ -1,0 +1,89 @@
+"""Lowering: what it promises is exact, what it waits for is needed, and it can be read back."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from optpipe_compiler import ir
+from optpipe_compiler.errors import Infeasible
+from optpipe_compiler.lower import lift
+from optpipe_compiler.placement import Layout
+from optpipe_compiler.problem import Caps, Freedom, build
+from optpipe_compiler.verify import verify
+from tests.instances import profiles, quick, uniform
+
+SLOW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def waits(schedule: ir.Schedule) -> list[tuple[int, str, int, int]]:
+    """Return (device, lane, op index, wait index) of every wait."""
+    return [
+        (device.device, lane, index, number)
+        for device in schedule.devices
+        for lane in ("compute", "d2h", "h2d")
+        for index, op in enumerate(getattr(device, lane))
+        for number in range(len(op.after))
+    ]
+
+
+def without(schedule: ir.Schedule, place: tuple[int, str, int, int]) -> ir.Schedule:
+    """Return the schedule with one wait dropped, sealed again."""
+    device, lane, index, number = place
+    ops = list(getattr(schedule.devices[device], lane))
+    after = [wait for position, wait in enumerate(ops[index].after) if position != number]
+    ops[index] = msgspec.structs.replace(ops[index], after=after)
+    devices = list(schedule.devices)
+    devices[device] = msgspec.structs.replace(devices[device], **{lane: ops})
+    return ir.seal(msgspec.structs.replace(schedule, devices=devices))
+
+
+@SLOW
+@given(profile=profiles(), tightness=st.floats(0.2, 1.0), microbatches=st.integers(1, 5), split=st.booleans())
+def test_whatever_is_planned_is_accepted_by_the_judge_and_every_wait_is_needed(profile, tightness, microbatches, split):
+    roomy = quick(profile, 10**6, microbatches=microbatches, split=split).schedule
+    peak = max(device.peak_bytes for device in roomy.devices)
+    try:
+        schedule = quick(profile, int(peak * tightness), microbatches=microbatches, split=split).schedule
+    except Infeasible:
+        schedule = roomy
+    assert verify(schedule, profile) == []
+    for place in waits(schedule)[:12]:
+        assert verify(without(schedule, place)) != [], place
+
+
+@SLOW
+@given(profile=profiles(), microbatches=st.integers(1, 4))
+def test_a_lowered_schedule_lifts_to_the_starts_it_came_from(profile, microbatches):
+    schedule = quick(profile, 10**6, microbatches=microbatches).schedule
+    cuts = tuple(stage.layers[0] for stage in schedule.stages) + (schedule.setup.layers,)
+    layout = Layout("", cuts, tuple(stage.device for stage in schedule.stages))
+    exact = build(profile, layout, microbatches, Caps(10**6, None), Freedom())
+    lifted = lift(schedule, exact)
+    assert lifted.makespan == schedule.forecast.makespan_ns
+    assert lifted.bubble_fraction == pytest.approx(schedule.forecast.bubble_fraction)
+
+
+def test_a_promised_peak_one_byte_lower_is_refused():
+    schedule = quick(uniform(), 2 * 10**9).schedule
+    for number, device in enumerate(schedule.devices):
+        devices = list(schedule.devices)
+        devices[number] = msgspec.structs.replace(device, peak_bytes=device.peak_bytes - 1)
+        mutant = ir.seal(msgspec.structs.replace(schedule, devices=devices))
+        assert {violation.rule for violation in verify(mutant)} == {"device-memory"}
+
+
+def test_equal_input_gives_equal_bytes():
+    first, second = (ir.to_text(quick(uniform(), 2 * 10**9).schedule) for _ in range(2))
+    assert first == second
+
+
+def test_other_times_that_lead_to_the_same_order_change_only_the_forecast():
+    slow = {"forward_ms": 2.0, "backward_input_ms": 2.0, "backward_weight_ms": 2.0, "p2p_ms": 0.1}
+    slow |= {"d2h_ms": 2.0, "h2d_ms": 2.0}
+    first, second = (quick(profile, 2 * 10**9).schedule for profile in (uniform(), uniform(**slow)))
+    assert first.digest == second.digest
+    assert first.devices == second.devices
+    assert 2 * first.forecast.makespan_ns == second.forecast.makespan_ns

@@ -26,7 +26,7 @@ Exit codes: 0 done, 1 rejected (verify, run --check), 2 bad input, 3 no schedule
 """
 
 
-class _Bytes(click.ParamType):
+class _Bytes(click.ParamType[int]):
     name = "SIZE"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
@@ -82,7 +82,7 @@ def cli() -> None:
 @click.option("--microbatch-size", type=click.IntRange(min=1), default=4, show_default=True)
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=PROFILE, show_default=True)
 @click.pass_context
-def profile(context: click.Context, **options: Any) -> None:
+def profile(context: click.Context, /, **options: Any) -> None:
     """Write a cost profile: measured on this machine, or made from a few numbers (`optpipe profile uniform`).
 
     Example: optpipe profile -o profile.json
@@ -94,9 +94,8 @@ def profile(context: click.Context, **options: Any) -> None:
 def _measure(
     output: Path, devices: int | None, layers: int, hidden: int, heads: int, seq: int, microbatch_size: int
 ) -> None:
-    from runtime_torch.measure import MeasureOptions, measure
-
     from optpipe_compiler.view.measured import MeasureBar, render
+    from runtime_torch.measure import MeasureOptions, measure
 
     options = MeasureOptions(
         devices=devices,
@@ -135,11 +134,21 @@ def _uniform_option(name: str, default: Any, help: str) -> Callable[[Any], Any]:
 @_uniform_option("--boundary-fraction", 0.0, "Share of it kept for a recomputation.")
 @_uniform_option("--d2h-ms", 1.0, "Offload of one device's whole activation of one microbatch, alone.")
 @_uniform_option("--h2d-ms", 1.0, "Reload of the same, alone.")
-@click.option("--duplex-slowdown", default="1.0", show_default=True, metavar="RATIO",
-              help="How much longer a transfer takes while the link's other direction is busy; 1/0.7 may be written so.")
+@click.option(
+    "--duplex-slowdown",
+    default="1.0",
+    show_default=True,
+    metavar="RATIO",
+    help="How much longer a transfer takes while the link's other direction is busy; 1/0.7 may be written so.",
+)
 @_uniform_option("--static-gb", 0.0, "Weights, gradients and optimizer state per device.")
-@click.option("--shared-links", type=click.Choice(["pairs", "none"]), default="none", show_default=True,
-              help="pairs: devices 2i and 2i+1 share one host link.")
+@click.option(
+    "--shared-links",
+    type=click.Choice(["pairs", "none"]),
+    default="none",
+    show_default=True,
+    help="pairs: devices 2i and 2i+1 share one host link.",
+)
 @click.option("--embedding-ms", metavar="F,I,W", help="An extra first layer.")
 @click.option("--head-ms", metavar="F,I,W", help="An extra last layer.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=PROFILE, show_default=True)
@@ -328,15 +337,15 @@ def run(schedule_path: Path, as_json: bool, data: tuple[Path, ...], **options: A
 
     if importlib.util.find_spec("torch") is None:
         raise MissingDependency("run needs torch: pip install 'optpipe[runtime]'")
-    from runtime_torch.launch import run as replay
-
     from optpipe_compiler import ir
     from optpipe_compiler.view.replay import ReplayBar, render
+    from runtime_torch.launch import run as replay
+    from runtime_torch.text import default_path
 
     schedule = ir.load(schedule_path)
     _judged(schedule, schedule_path)
     with ReplayBar(_console(stderr=True), schedule, options["steps"]) as bar:
-        report = replay(schedule, data_paths=list(data), on_event=bar.update, **options)
+        report = replay(schedule, data_paths=list(data) or [default_path()], on_event=bar.update, **options)
     if report is None:  # a rank of a group that torchrun started: rank 0 prints
         return
     if as_json:

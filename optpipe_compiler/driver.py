@@ -11,7 +11,7 @@ from optpipe_compiler.errors import BadInput, Infeasible, NotFound
 from optpipe_compiler.heuristics import PUBLISHED, NotDefined, published
 from optpipe_compiler.heuristics.greedy import greedy, policies
 from optpipe_compiler.lower import Certificate, lower
-from optpipe_compiler.placement import PLACEMENTS, Layout, layout
+from optpipe_compiler.placement import Layout, layout
 from optpipe_compiler.problem import Caps, Freedom, Problem, build, coarsen, fused_ns, static_bytes
 from optpipe_compiler.profile import value_of
 from optpipe_compiler.schedule import Schedule, value
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 SEARCH_LIMIT = 4000
 """Stages x microbatches up to which the full model is built; above it only the heuristics run."""
 
+SEVERAL = (2,)
+"""Stages per device that are tried beside one."""
 HEURISTIC_SHARE = 0.3
 """Share of the time limit that the heuristics may take, over all placements."""
 
@@ -123,28 +125,17 @@ def settled(profile: Profile, options: Options) -> Options:
 def layouts(profile: Profile, options: Options) -> list[Layout]:
     """Return the placements that the options allow and the layers permit, the simplest first."""
     assert options.devices is not None
-    work = [
-        value_of(layer.forward_ns) + fused_ns(layer) for layer in profile.expanded_layers()
-    ]
-    names = PLACEMENTS if options.placement == "auto" else (options.placement,)
+    work = [value_of(layer.forward_ns) + fused_ns(layer) for layer in profile.expanded_layers()]
     wanted = options.stages_per_device
-    result = []
-    for name in names:
-        for per_device in (1, 2) if wanted is None else (wanted,):
-            several = per_device > 1
-            fits = options.devices * per_device <= len(work)
-            if name == "linear" and several and options.placement == "auto":
-                continue
-            if name != "linear" and not several and (options.placement == "auto" or wanted is None):
-                continue
-            if fits or wanted is not None:
-                result.append(layout(name, options.devices, per_device, work))
-    if not result:
-        raise BadInput(
-            f"{len(work)} layers on {options.devices} devices leave no placement "
-            f"{options.placement} with more than one stage per device; expected linear"
-        )
-    return result
+    searched = {"linear": (1,), "loop": SEVERAL, "v": SEVERAL}
+    if options.placement != "auto":
+        chosen = [(options.placement, n) for n in ((wanted,) if wanted else searched[options.placement])]
+    elif wanted is not None:
+        chosen = [("linear", 1)] if wanted == 1 else [("loop", wanted), ("v", wanted)]
+    else:
+        chosen = [(name, n) for name, numbers in searched.items() for n in numbers]
+    fitting = [(name, n) for name, n in chosen if options.devices * n <= len(work)]
+    return [layout(name, options.devices, n, work) for name, n in fitting or chosen[:1]]
 
 
 def compile_schedule(

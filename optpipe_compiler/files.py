@@ -112,7 +112,7 @@ def _unknown(value: Any, schema: dict[str, Any], defs: dict[str, Any], path: str
 
 def _branch(value: Any, schema: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:
     """Choose the branch of a union that describes `value`: by its tag, else the first object for an object."""
-    branches = [defs[b["$ref"].rsplit("/", 1)[1]] if "$ref" in b else b for b in schema["anyOf"]]
+    branches: list[dict[str, Any]] = [defs[b["$ref"].rsplit("/", 1)[1]] if "$ref" in b else b for b in schema["anyOf"]]
     if isinstance(value, dict):
         field = schema.get("discriminator", {}).get("propertyName")
         for branch in branches:

@@ -22,6 +22,8 @@ Range = tuple[Count, Count]
 """Layers `[first, end)` in model order."""
 
 Outcome = Literal["optimal", "feasible"]
+Objective = Literal["makespan", "span"]
+Lane = Literal["compute", "d2h", "h2d"]
 
 
 class Op(Record, frozen=True, kw_only=True):
@@ -189,7 +191,7 @@ class Times(Record, frozen=True, kw_only=True, omit_defaults=False):
     """Forecast start and end of every op of one lane, in the lane's order."""
 
     device: Count
-    lane: Literal["compute", "d2h", "h2d"]
+    lane: Lane
     start_ns: list[Count]
     end_ns: list[Count]
 
@@ -206,7 +208,7 @@ class Baseline(Record, frozen=True, kw_only=True, omit_defaults=False):
 class Forecast(Record, frozen=True, kw_only=True, omit_defaults=False):
     """What the compiler expects and proved; no runtime depends on it."""
 
-    objective: Literal["makespan", "span"]
+    objective: Objective
     makespan_ns: Count
     span_ns: Count
     """The longest time from first start to last end on one device's compute lane."""
@@ -235,7 +237,7 @@ class Provenance(Record, frozen=True, kw_only=True, omit_defaults=False):
 class Schedule(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A whole schedule.json. Contract: everything up to `devices`. Forecast: the rest."""
 
-    format: Literal["optpipe-schedule"] = FORMAT
+    format: Literal["optpipe-schedule"] = "optpipe-schedule"
     version: int = VERSION
     revision: int = REVISION
     digest: str
@@ -278,5 +280,3 @@ def parse(text: str, name: str) -> Schedule:
             "compile it again"
         )
     return schedule
-
-

@@ -29,7 +29,9 @@ class Layout:
 
 def stage_devices(name: str, devices: int, per_device: int) -> tuple[int, ...]:
     """Return the device of each stage: `linear` and `loop` go round, `v` turns back after every pass."""
-    passes = (range(devices) if name != "v" or turn % 2 == 0 else reversed(range(devices)) for turn in range(per_device))
+    passes = (
+        range(devices) if name != "v" or turn % 2 == 0 else reversed(range(devices)) for turn in range(per_device)
+    )
     return tuple(device for one in passes for device in one)
 
 

@@ -43,9 +43,10 @@ class Layer(Record, frozen=True, kw_only=True):
     """The costs of one layer and one microbatch, or of `count` equal layers in a row (each costs this much).
 
     Times are alone on the device's compute lane. `saved_bytes` live after the forward, `residue_bytes` (what the
-    weight gradient still reads, `captured_bytes` of output gradients included) between backward_input and backward_weight,
-    `checkpoint_bytes` is what a recomputation that starts at this layer must keep (its input). `output_bytes` cross to the next layer, and as a gradient back. Transient bytes exist only
-    while the op runs, beside what it reads, saves and sends. `static_bytes`: weights, gradients, optimizer state.
+    weight gradient still reads, output gradients included) between backward_input and backward_weight.
+    `checkpoint_bytes` is what a recomputation that starts at this layer must keep (its input). `output_bytes` cross to
+    the next layer, and as a gradient back. Transient bytes exist only while the op runs, beside what it reads, saves
+    and sends. `static_bytes`: weights, gradients, optimizer state.
     """
 
     name: str
@@ -127,7 +128,7 @@ class Model(Record, frozen=True, kw_only=True):
 class Profile(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A whole profile.json."""
 
-    format: Literal["optpipe-profile"] = FORMAT
+    format: Literal["optpipe-profile"] = "optpipe-profile"
     version: int = VERSION
     revision: int = REVISION
     name: str

@@ -22,9 +22,7 @@ class Stuck(Exception):
     """The order cannot be executed: it waits for itself, or for memory that is never freed."""
 
 
-def predecessors(
-    problem: Problem, task: Task, present: set[Task] | dict[Task, int]
-) -> Iterator[tuple[Task, int]]:
+def predecessors(problem: Problem, task: Task, present: set[Task] | dict[Task, int]) -> Iterator[tuple[Task, int]]:
     """Yield what must complete before `task` starts, with the extra delay of a message; `present` are all tasks."""
     kind, stage, microbatch = task
     last = len(problem.stages) - 1

@@ -25,8 +25,10 @@ def parse_bytes(text: str, option: str) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].lower() not in FACTORS:
         raise BadInput(f"{option} is {text!r}, expected a size such as 40GB, 37.25GiB or 512MB")
-    return int(float(match[1]) * FACTORS[match[2].lower()]) if "." in match[1] else (
-        int(match[1]) * FACTORS[match[2].lower()]
+    return (
+        int(float(match[1]) * FACTORS[match[2].lower()])
+        if "." in match[1]
+        else (int(match[1]) * FACTORS[match[2].lower()])
     )
 
 

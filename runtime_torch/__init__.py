@@ -6,7 +6,11 @@ on this machine, as `optpipe run`. Importing this package alone does not import 
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
+
+from optpipe_compiler.errors import MissingDependency
 
 if TYPE_CHECKING:
     from optpipe_compiler.ir import load as load_schedule
@@ -30,11 +34,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib.util
-
     if importlib.util.find_spec("torch") is None:
-        from optpipe_compiler.errors import MissingDependency
-
         raise MissingDependency("running a schedule needs torch: pip install 'optpipe[runtime]'")
     module, attribute = _HOMES[name]
     return getattr(importlib.import_module(module), attribute)

@@ -15,14 +15,13 @@ from torch import nn
 
 from optpipe_compiler import ir
 from optpipe_compiler.errors import MissingDependency, RunFailed
+from runtime_torch.job import TORCH, check_torch
 
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import Tensor
 
     from runtime_torch.replay import Replay
-
-SUPPORTED = "2.13"
 
 try:
     from torch.distributed.pipelining import PipelineStage
@@ -33,7 +32,7 @@ try:
     )
 except ImportError as error:
     raise MissingDependency(
-        f"torch {torch.__version__} has no usable torch.distributed.pipelining; optpipe run needs torch {SUPPORTED}"
+        f"torch {torch.__version__} has no usable torch.distributed.pipelining; optpipe run needs torch {TORCH}"
     ) from error
 
 _SIGNATURES = {
@@ -74,11 +73,8 @@ _TYPES = {
 
 
 def probe(version: str = torch.__version__) -> None:
-    """Raise MissingDependency where torch is outside the supported range, RunFailed where its engine is not as known."""
-    if not version.startswith(f"{SUPPORTED}."):
-        raise MissingDependency(
-            f"optpipe run needs torch {SUPPORTED}, found {version}: pip install 'torch>={SUPPORTED},<2.14'"
-        )
+    """Raise MissingDependency where torch is out of the supported range, RunFailed where its engine is not as known."""
+    check_torch(version)
     for owner, known in ((PipelineStage, _SIGNATURES), (_PipelineScheduleRuntime, _ENGINE_SIGNATURES)):
         for name, expected in known.items():
             found = _parameters(owner, name)
@@ -102,7 +98,7 @@ def quiet() -> None:
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
 
 
-class _Stage(PipelineStage):  # type: ignore[misc]  # torch leaves it untyped
+class _Stage(PipelineStage):
     """A stage whose work, buffers and messages are all `Replay`'s; the engine only calls in order."""
 
     def __init__(
@@ -191,7 +187,7 @@ class Engine:
         probe()
         count = len(schedule.stages)
         stages = [_Stage(replay, modules[index], index, count, device, group) for index in sorted(modules)]
-        self._runtime = _PipelineScheduleRuntime(
+        self._runtime = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
             stages, schedule.setup.microbatches, loss_fn=_the_output_is_the_loss, scale_grads=True
         )
         self._runtime.register_custom_function(
@@ -210,9 +206,9 @@ def _the_output_is_the_loss(output: Tensor, _target: object) -> Tensor:
     return output
 
 
-def _actions(device: ir.Device, microbatches: int) -> list[_Action]:
+def _actions(device: ir.Device, microbatches: int) -> list[_Action | None]:
     """The engine's actions for a compute lane, with each stage's gradient reduction after its last backward."""
-    actions: list[_Action] = []
+    actions: list[_Action | None] = []
     left: dict[int, int] = {}
     for op in device.compute:
         actions.append(_Action(op.stage, getattr(_ComputationType, _TYPES[op.name]), op.microbatch))

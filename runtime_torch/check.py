@@ -116,8 +116,6 @@ def _parameters(layers: dict[int, nn.Module]) -> dict[str, nn.Parameter]:
 def _gather(mine: tuple[float | None, Gradients], control: dist.ProcessGroup) -> list[tuple[float | None, Gradients]]:
     """All ranks' parts on rank 0; empty elsewhere."""
     first = dist.get_rank(control) == 0
-    parts: list[tuple[float | None, Gradients]] | None = (
-        [(None, {})] * dist.get_world_size(control) if first else None
-    )
+    parts: list[tuple[float | None, Gradients]] | None = [(None, {})] * dist.get_world_size(control) if first else None
     dist.gather_object(mine, parts, dst=0, group=control)
     return parts or []

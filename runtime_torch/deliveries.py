@@ -92,7 +92,9 @@ class _Graph:
                     self.before[delivered].append(last[op.peer])
                 last[op.peer] = delivered
             else:
-                self.before["start", op.id] += [self.delivered[name] for name in received_for(op) if name in self.delivered]
+                self.before["start", op.id] += [
+                    self.delivered[name] for name in received_for(op) if name in self.delivered
+                ]
 
     def in_order(self) -> list[Node]:
         """Every node after its predecessors; a cycle means that the schedule can deadlock."""

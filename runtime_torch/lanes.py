@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 class Board:
     """Which ops of this step have completed (messages: been issued); threads wait on it, and hear of failures."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_failure: Callable[[BaseException], None] | None = None) -> None:
         self._changed = threading.Condition()
+        self._on_failure = on_failure
         self._done: dict[str, torch.cuda.Event | None] = {}
         self._failure: BaseException | None = None
 
@@ -35,11 +36,13 @@ class Board:
             self._done[op_id] = event
             self._changed.notify_all()
 
-    def fail(self, error: BaseException) -> None:
-        """Wake all who wait; their waits raise `error`. The first failure counts."""
+    def fail(self, error: BaseException, *, tell: bool = False) -> None:
+        """Wake all who wait; their waits raise `error`. The first failure counts, and is told to `on_failure`."""
         with self._changed:
-            self._failure = self._failure or error
+            first, self._failure = self._failure is None, self._failure or error
             self._changed.notify_all()
+        if first and tell and self._on_failure is not None:
+            self._on_failure(error)
 
     def check(self) -> None:
         """Raise what another thread failed with, if any did."""
@@ -71,7 +74,7 @@ class Lane:
         self._work = work
         self._board = board
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -94,5 +97,5 @@ class Lane:
             with on_stream:
                 for op in self._ops:
                     self._work(op)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the compute thread raises it
-            self._board.fail(error)
+        except BaseException as error:
+            self._board.fail(error, tell=True)

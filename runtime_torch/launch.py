@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
 import traceback
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from optpipe_compiler import ir
-from optpipe_compiler.errors import BadInput, OptPipeError, RunFailed
-from runtime_torch.session import Event, Job, Place, place_from_environment, settle, work
+from optpipe_compiler.errors import BadInput, MissingDependency, OptPipeError, RunFailed
+from runtime_torch import text
+from runtime_torch.job import Event, Job, Place, check_torch, place_from_environment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,18 +44,22 @@ def run(
     seed: int = 0,
     on_event: Callable[[Event], None] | None = None,
     timeout_s: float = 600.0,
-) -> RunReport:
-    """Replay `schedule`: train its model for `steps` on the bytes of `data_paths`, or rehearse it if it has none.
+) -> RunReport | None:
+    """Replay `schedule`: train its model for `steps` on the bytes of `data_paths` (default: a text that ships with
+    optpipe), or rehearse it if it has none. Under torchrun, ranks other than 0 return None.
 
     `on_event` is called with {"event": "started" | "check" | "step", ...} as things happen (under torchrun on rank 0
     only). A rank that dies or fails ends the run within seconds: RunFailed names it. `timeout_s`: how long a rank
     waits for another's message before it gives up.
     """
+    check_torch(importlib.metadata.version("torch"))
+    training = schedule.model is not None
     job = Job(
         schedule_text=ir.to_text(schedule),
+        training=training,
         steps=steps,
-        data=b"".join(_read(path) for path in data_paths) if schedule.model is not None else b"",
-        check=check and schedule.model is not None,
+        data=(text.read(data_paths) if data_paths else text.default_text()) if training else b"",
+        check=check and training,
         time_scale=time_scale,
         seed=seed,
         timeout_s=timeout_s,
@@ -62,20 +68,26 @@ def run(
     place = place_from_environment()
     if place is None:
         return _Family([job] * schedule.setup.devices, tell).run()
-    settle(place)
+    return _join(job, place, tell)
+
+
+def _join(job: Job, place: Place, tell: Callable[[Event], None]) -> RunReport | None:
+    """Be one rank of a group that torchrun started."""
+    from runtime_torch import session
+
+    session.settle()
+
+    def give_up(error: BaseException) -> None:
+        sys.stderr.write(f"error: rank {place.rank} failed: {_sentence(error)}\n")
+        os._exit(RunFailed.exit_code)
+
     try:
-        return work(job, place, tell)
+        report = session.work(job, place, tell, give_up)
     except OptPipeError:
         raise
     except Exception as error:
         raise RunFailed(f"rank {place.rank} failed: {_sentence(error)}") from error
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be read: {error.strerror}") from error
+    return report if place.rank == 0 else None
 
 
 class _Family:
@@ -87,7 +99,7 @@ class _Family:
         self._children: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._finished: dict[int, RunReport] = {}
-        self._failed: dict[int, tuple[str, bool]] = {}
+        self._failed: dict[int, tuple[OptPipeError, bool]] = {}
         """By rank: what happened, and whether it may be but the echo of another rank's end."""
 
     def run(self) -> RunReport:
@@ -106,13 +118,16 @@ class _Family:
                 self._end()
 
     def _start(self, folder: Path) -> None:
-        context = _context()
+        context = _context(training=self._jobs[0].training)
         cores = _cores(len(self._jobs))
         for rank, job in enumerate(self._jobs):
             here, there = context.Pipe(duplex=False)
             place = Place(rank, len(self._jobs), f"file://{folder}/store", rank)
             child = context.Process(  # type: ignore[attr-defined]  # BaseContext lacks it in typeshed
-                target=_child, args=(job, place, there, cores[rank]), name=f"optpipe-rank-{rank}", daemon=True
+                target=_child,
+                args=(replace(job, pinned=bool(cores[rank])), place, there, cores[rank]),
+                name=f"optpipe-rank-{rank}",
+                daemon=True,
             )
             child.start()
             there.close()
@@ -135,7 +150,8 @@ class _Family:
                 self._drain(rank)
                 if rank not in self._finished and rank not in self._failed:
                     self._children[rank].join(END_S)
-                    self._failed[rank] = (f"died: {_exit(self._children[rank].exitcode)}", False)
+                    reason = _exit(self._children[rank].exitcode)
+                    self._failed[rank] = (RunFailed(f"rank {rank} died: {reason}"), False)
 
     def _drain(self, rank: int) -> None:
         while not self._pipes[rank].closed and self._pipes[rank].poll():
@@ -150,7 +166,7 @@ class _Family:
         if event["event"] == "finished":
             self._finished[rank] = event["report"]
         elif event["event"] == "failed":
-            self._failed[rank] = (event["reason"], event["echo"])
+            self._failed.setdefault(rank, (event["error"], event["echo"]))
         else:
             self._tell(event)
 
@@ -159,8 +175,8 @@ class _Family:
         until = time.monotonic() + GRACE_S
         while all(echo for _, echo in self._failed.values()) and (left := until - time.monotonic()) > 0:
             self._listen(left)
-        rank, (reason, _) = min(self._failed.items(), key=lambda item: item[1][1])
-        raise RunFailed(f"rank {rank} {reason}")
+        error, _ = min(self._failed.values(), key=lambda failure: failure[1])
+        raise error
 
     def _end(self) -> None:
         for child in self._children:
@@ -176,12 +192,13 @@ class _Family:
             pipe.close()
 
 
-def _context() -> BaseContext:
-    """Fork from a server that has imported torch once, which saves seconds per process; spawn where CUDA is used."""
-    if torch.cuda.is_available() or "forkserver" not in multiprocessing.get_all_start_methods():
+def _context(*, training: bool) -> BaseContext:
+    """Fork from a server that has imported torch once, which saves seconds per process; spawn where there are GPUs."""
+    if Path("/proc/driver/nvidia").exists() or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["runtime_torch.session"])
+    optimizer = ["torch._dynamo"] if training else []  # what torch.optim imports when it is first used
+    context.set_forkserver_preload(["torch.distributed.pipelining", *optimizer, "runtime_torch.session"])
     return context
 
 
@@ -199,16 +216,35 @@ def _child(job: Job, place: Place, pipe: Connection, cores: list[int]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    lock = threading.Lock()
+
+    def say(event: Event) -> None:
+        with lock:
+            pipe.send(event)
+
+    def fail(error: BaseException) -> None:
+        say({"event": "failed", "error": _expected(error, place.rank), "echo": _is_echo(error)})
+
     try:
         if cores:
             os.sched_setaffinity(0, cores)
-        settle(place)
-        report = work(job, place, pipe.send)
-        pipe.send({"event": "finished", "report": report})
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the parent must hear of it
-        pipe.send({"event": "failed", "reason": f"failed: {_sentence(error)}", "echo": _is_echo(error)})
+        from runtime_torch import session
+
+        session.settle()
+        report = session.work(job, place, say, fail)
+        say({"event": "finished", "report": report})
+    except BaseException as error:
+        fail(error)
     pipe.close()
     os._exit(0)
+
+
+def _expected(error: BaseException, rank: int) -> OptPipeError:
+    """The error that the parent raises for this one."""
+    if isinstance(error, BadInput | MissingDependency):
+        return error
+    sentence = _sentence(error)
+    return RunFailed(sentence if sentence.startswith("rank ") else f"rank {rank} failed: {sentence}")
 
 
 def _end_with_parent() -> None:

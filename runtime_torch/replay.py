@@ -72,7 +72,7 @@ class Replay:
 
     `stages`: this device's stages by number. `boundary(stage)`: shape and dtype of the output of `stage`.
     `message_bytes(stage)`: what that output counts in the meter, where its tensor is only a stand-in. `on_arrival`:
-    called with a tensor from another device before the op that reads it starts.
+    called with a tensor from another device before the op that reads it starts. `on_failure`: see `Runner`.
     """
 
     def __init__(
@@ -87,6 +87,7 @@ class Replay:
         meter: Meter,
         message_bytes: Callable[[int], int] | None = None,
         on_arrival: Callable[[Tensor], None] | None = None,
+        on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         self.plan = schedule.devices[device]
         self.stages = stages
@@ -97,15 +98,13 @@ class Replay:
         self._message_bytes = message_bytes
         self._on_arrival = on_arrival
         self._mailbox = Mailbox(group, meter)
-        self._board = Board()
+        self._board = Board(on_failure)
         self._timeline = Timeline(on)
         self._messages = deliveries.implied(schedule, device)
         self._waits: dict[str, list[str]] = {}
         for lane in (self.plan.compute, self.plan.d2h, self.plan.h2d):
             self._plan_waits(lane)
-        self._received = {
-            op.id for op in self.plan.compute if isinstance(op, ir.RecvActivation | ir.RecvGradient)
-        }
+        self._received = {op.id for op in self.plan.compute if isinstance(op, ir.RecvActivation | ir.RecvGradient)}
         self._recomputed: dict[tuple[int, int], list[Layers]] = defaultdict(list)
         for op in self.plan.compute:
             if isinstance(op, ir.Recompute):
@@ -277,7 +276,7 @@ class Replay:
     def _complete(self, op: ir.Op) -> None:
         event = None
         if self._on.type == "cuda":
-            event = torch.cuda.Event()
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         self._board.complete(op.id, event)
 

@@ -51,7 +51,8 @@ class Runner:
     """Replays a schedule on this rank.
 
     `stages` come from `build_stages`; `boundary(layer)` gives shape and dtype of what leaves a layer. The ranks of
-    `group` (the default group when None) are the schedule's devices.
+    `group` (the default group when None) are the schedule's devices. `on_failure` is called, in its thread, when a
+    transfer lane fails; `step` raises the same error as soon as the compute lane is free to do so.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Runner:
         boundary: Callable[[int], Boundary],
         *,
         group: dist.ProcessGroup | None = None,
+        on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         first = next(iter(stages.values()))
         self._boundary = boundary
@@ -75,6 +77,7 @@ class Runner:
             on=first.device,
             meter=first.meter,
             host_meter=first.host_meter,
+            on_failure=on_failure,
         )
         self.schedule = schedule
         self._split = {op.stage for op in self._steps.plan.compute if isinstance(op, ir.BackwardInput)}
@@ -126,6 +129,7 @@ class Steps:
         host_meter: Meter,
         message_bytes: Callable[[int], int] | None = None,
         on_arrival: Callable[[Tensor], None] | None = None,
+        on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         if world != schedule.setup.devices:
@@ -146,6 +150,7 @@ class Steps:
             meter=meter,
             message_bytes=message_bytes,
             on_arrival=on_arrival,
+            on_failure=on_failure,
         )
         self._engine = Engine(schedule, self._replay, modules, on, group)
         self._has_first = 0 in stages

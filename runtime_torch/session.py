@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import gc
-import os
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,38 +24,21 @@ from runtime_torch.store import Meter
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from runtime_torch.job import Event, Job, Place
     from runtime_torch.report import CheckReport
 
+    Tell = Callable[[Event], None]
+    Failed = Callable[[BaseException], None]
+
 LEARNING_RATE = 3e-4
-Event = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What all ranks of a run are told."""
+def work(job: Job, place: Place, on_event: Tell, on_failure: Failed) -> RunReport:
+    """Do a rank's share of a run and return the report, the same on every rank. Only rank 0 calls `on_event`.
 
-    schedule_text: str
-    steps: int
-    data: bytes
-    check: bool
-    time_scale: float | None
-    seed: int
-    timeout_s: float
-    pinned: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a rank is: its number, of how many, and how they meet (torch's `init_method`)."""
-
-    rank: int
-    world: int
-    meet: str
-    local_rank: int
-
-
-def work(job: Job, place: Place, on_event: Callable[[Event], None]) -> RunReport:
-    """Do a rank's share of a run and return the report, the same on every rank. Only rank 0 calls `on_event`."""
+    `on_failure` is called at once when a transfer lane fails, in its thread: the rank may be waiting for a message
+    that will never come.
+    """
     schedule = ir.parse(job.schedule_text, "the schedule")
     if place.world != schedule.setup.devices:
         raise RunFailed(
@@ -77,7 +59,9 @@ def work(job: Job, place: Place, on_event: Callable[[Event], None]) -> RunReport
         one_host = _agree(schedule, control)
         tell = on_event if place.rank == 0 else _nobody
         tell({"event": "started", "devices": place.world, "backend": backend, "training": schedule.model is not None})
-        session = (_Rehearsal if schedule.model is None else _Training)(job, schedule, device, control, tell)
+        session = (_Rehearsal if schedule.model is None else _Training)(
+            job, schedule, device, control, tell, on_failure
+        )
         session.one_host = one_host
         report = session.run()
         return replace(report, backend=backend, pinned=job.pinned)
@@ -111,7 +95,7 @@ def _agree(schedule: ir.Schedule, control: dist.ProcessGroup) -> bool:
 class _Session:
     """The steps of a run and their bookkeeping; what a step is, is said by the two kinds below."""
 
-    mode: Any
+    mode: Literal["train", "rehearsal"]
     time_scale = 1.0
     one_host = True
 
@@ -121,13 +105,15 @@ class _Session:
         schedule: ir.Schedule,
         device: torch.device,
         control: dist.ProcessGroup,
-        tell: Callable[[Event], None],
+        tell: Tell,
+        on_failure: Failed,
     ) -> None:
         self.job = job
         self.schedule = schedule
         self.device = device
         self.control = control
         self.tell = tell
+        self.on_failure = on_failure
         self.rank = dist.get_rank(control)
         self._records: list[StepRecord] = []
         self._results: list[StepResult] = []
@@ -171,7 +157,7 @@ class _Session:
         self.tell(
             {
                 "event": "step",
-                "step": number + 1,
+                "step": number,
                 "steps": self.job.steps,
                 "loss": record.loss,
                 "makespan_ns": record.makespan_ns,
@@ -183,11 +169,9 @@ class _Session:
         """Put the ranks' results of one step together; on several hosts, each rank's clock starts with its own step."""
         origin = 0 if self.one_host else result.start_ns
         nan = float("nan")
-        mine = torch.tensor(
-            [nan if result.loss is None else result.loss, result.start_ns - origin, result.end_ns - origin]
-            + [result.busy_ns],
-            dtype=torch.float64,
-        )
+        loss = nan if result.loss is None else result.loss
+        span = (result.start_ns - origin, result.end_ns - origin)
+        mine = torch.tensor([loss, *span, result.busy_ns], dtype=torch.float64)
         parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.control))]
         dist.all_gather(parts, mine, group=self.control)
         losses = [part[0].item() for part in parts if part[0] == part[0]]
@@ -254,7 +238,9 @@ class _Training(_Session):
             layers.update(zip(range(first, end), models.build(model, range(first, end)), strict=True))
         self._model = model
         self._stages = build_stages(self.schedule, layers, self.rank, self.device)
-        self._runner = Runner(self.schedule, self._stages, lambda layer: models.boundary(model, layer))
+        self._runner = Runner(
+            self.schedule, self._stages, lambda layer: models.boundary(model, layer), on_failure=self.on_failure
+        )
         parameters = [p for layer in layers.values() for p in layer.parameters()]
         self._optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE) if parameters else None
         self._generator = torch.Generator().manual_seed(self.job.seed)
@@ -304,6 +290,7 @@ class _Rehearsal(_Session):
             host_meter=host_meter,
             message_bytes=lambda stage: schedule.stages[stage].output_bytes,
             on_arrival=paces.arrive,
+            on_failure=self.on_failure,
         )
 
     def step(self) -> StepResult:
@@ -316,15 +303,7 @@ class _Rehearsal(_Session):
         return self._steps.promised_activation_bytes
 
 
-def place_from_environment() -> Place | None:
-    """This process's place in a group started by torchrun; None where there is none."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return None
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return Place(rank, world, "env://", int(os.environ.get("LOCAL_RANK", rank)))
-
-
-def settle(place: Place) -> None:
+def settle() -> None:
     """Make this process a good worker: one compute thread on CPU, the supported torch, no logging of whole plans."""
     if not torch.cuda.is_available():
         torch.set_num_threads(1)

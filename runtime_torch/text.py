@@ -18,9 +18,14 @@ _PLACES = (_HERE / "data" / "text.txt", _HERE.parent / "examples" / "text.txt")
 """In an installed wheel, and in a source checkout."""
 
 
+def default_path() -> Path:
+    """Return where the text that ships with optpipe is."""
+    return next((place for place in _PLACES if place.is_file()), _PLACES[0])
+
+
 def default_text() -> bytes:
     """Return the bytes of the text that ships with optpipe."""
-    return read([next((place for place in _PLACES if place.is_file()), _PLACES[0])])
+    return read([default_path()])
 
 
 def read(paths: Iterable[Path]) -> bytes:

@@ -32,7 +32,7 @@ class Timeline:
         self._marks.clear()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-            self._origin = torch.cuda.Event(enable_timing=True)
+            self._origin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._origin.record()
             self._origin.synchronize()
             self._origin_ns = time.perf_counter_ns()
@@ -41,7 +41,7 @@ class Timeline:
         """Mark this point of the compute lane."""
         if self._device.type != "cuda":
             return time.perf_counter_ns()
-        event = torch.cuda.Event(enable_timing=True)
+        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
@@ -60,4 +60,4 @@ class Timeline:
         if isinstance(mark, int):
             return mark
         assert self._origin is not None
-        return self._origin_ns + round(self._origin.elapsed_time(mark) * 1e6)
+        return self._origin_ns + round(float(self._origin.elapsed_time(mark)) * 1e6)

@@ -12,6 +12,8 @@ from optpipe_compiler.problem import Freedom, Problem, Stage
 from optpipe_compiler.profile import P2P, Layer, Link, Machine, Profile
 from optpipe_compiler.uniform import UniformOptions, uniform_profile
 
+ANYTHING = Freedom()
+
 UNIT = Stage(
     device=0,
     forward=10,
@@ -41,7 +43,7 @@ def problem(
     *,
     per_device: int = 1,
     placement: str = "v",
-    freedom: Freedom = Freedom(),
+    freedom: Freedom = ANYTHING,
     links: bool = True,
     **changes: int,
 ) -> Problem:

@@ -76,3 +76,47 @@ def schedule(shape: Shape, seed: int = 0, *, model: Model | None = MODEL) -> ir.
     profile = tiny_profile(sized, shape.devices)
     built = Builder(shape, profile, Random(seed)).build()
     return ir.seal(msgspec.structs.replace(built, model=None if model is None else sized))
+
+
+def promise_exactly(plan: ir.Schedule) -> ir.Schedule:
+    """The same schedule with the smallest promises that the judge accepts."""
+    from optpipe_compiler.verify import causality
+    from optpipe_compiler.verify.memory import Memory
+    from optpipe_compiler.verify.plan import Plan
+
+    judged = Plan(plan)
+    events = causality.Events(judged)
+    order = causality.execution_order(judged, events)
+    assert isinstance(order, list)
+    memory = Memory(judged, causality.Causality(events, order))
+    devices = [
+        msgspec.structs.replace(
+            device,
+            peak_bytes=memory.worst_on_device(device.device).held,
+            host_bytes=memory.worst_on_host(device.device).held,
+        )
+        for device in plan.devices
+    ]
+    return ir.seal(msgspec.structs.replace(plan, devices=devices))
+
+
+def lossy_layers(layers: int, hidden: int):
+    """A model that cannot be copied to the host: offloads fail on the rank of its second half."""
+    import torch
+    from torch import nn
+
+    from runtime_torch import store
+
+    class Head(nn.Linear):
+        def forward(self, x, target):
+            return super().forward(x).sum()
+
+    original = store.SavedTensorStore.offload
+
+    def offload(self, first, end):
+        if first >= layers // 2:
+            raise OSError("no space for a copy")
+        original(self, first, end)
+
+    store.SavedTensorStore.offload = offload
+    return [nn.Embedding(256, hidden), *(nn.Linear(hidden, hidden) for _ in range(layers - 2)), Head(hidden, 1)]

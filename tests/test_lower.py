@@ -58,7 +58,7 @@ def test_whatever_is_planned_is_accepted_by_the_judge_and_every_wait_is_needed(p
 @given(profile=profiles(), microbatches=st.integers(1, 4))
 def test_a_lowered_schedule_lifts_to_the_starts_it_came_from(profile, microbatches):
     schedule = quick(profile, 10**6, microbatches=microbatches).schedule
-    cuts = tuple(stage.layers[0] for stage in schedule.stages) + (schedule.setup.layers,)
+    cuts = (*(stage.layers[0] for stage in schedule.stages), schedule.setup.layers)
     layout = Layout("", cuts, tuple(stage.device for stage in schedule.stages))
     exact = build(profile, layout, microbatches, Caps(10**6, None), Freedom())
     lifted = lift(schedule, exact)

@@ -1,24 +1,105 @@
-"""What the published schedules share."""
+"""What the published schedules share: the record they return, what they demand of an instance, and common orders."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from optpipe_compiler.placement import stage_devices
+from optpipe_compiler.schedule import Kind, Task
+
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from optpipe_compiler.problem import Problem
+
+Order = list[list[Task]]
+"""The compute order of every device."""
+
+LINEAR = (("linear", 1),)
+LOOPS = (("loop", 2), ("loop", 4))
+V = (("v", 2),)
 
 
 class NotDefined(Exception):
     """The published schedule is not defined for this instance; the text says why."""
 
 
-def one_stage_per_device(problem: Problem, name: str) -> None:
-    """Refuse placements other than stage s on device s."""
-    if [stage.device for stage in problem.stages] != list(range(problem.devices)):
-        raise NotDefined(f"{name} is defined for one stage per device")
+@dataclass(frozen=True)
+class Recipe:
+    """A published schedule before it is timed: who computes what in which order, and what visits the host."""
+
+    compute: Order
+    offloaded: frozenset[tuple[int, int]] = frozenset()
+    """(stage, microbatch) of the activations that are offloaded and reloaded."""
+
+
+def needs_placement(problem: Problem, name: str, placement: str, per_device: Sequence[int]) -> int:
+    """Return the stages per device; refuse an instance that has not `placement` with one of `per_device`."""
+    count = len(problem.stages) // problem.devices
+    owners = tuple(stage.device for stage in problem.stages)
+    if count not in per_device or owners != stage_devices(placement, problem.devices, count):
+        wanted = " or ".join(map(str, per_device))
+        shape = (
+            "one stage per device" if placement == "linear" else f"{wanted} stages per device, placement {placement}"
+        )
+        raise NotDefined(f"{name} is defined for {shape}")
+    return count
 
 
 def needs_split(problem: Problem, name: str) -> None:
     """Refuse instances whose backward may not be split."""
     if not problem.freedom.split:
         raise NotDefined(f"{name} splits the backward, which --no-split forbids")
+
+
+def handed_over_early(problem: Problem, orders: Order) -> Order:
+    """Return `orders` with every B as I and W in a row, where a split is allowed and costs nothing.
+
+    Nothing else moves: the gradient merely leaves for the next device before the weight gradient is computed, as in the
+    generators of the zero-bubble authors, and not after it, as in Megatron.
+    """
+    free = all(s.backward_input + s.backward_weight <= s.backward for s in problem.stages)
+    return [split(order) for order in orders] if problem.freedom.split and free else orders
+
+
+def split(order: Iterable[Task]) -> list[Task]:
+    """Return `order` with every B as I and W in a row."""
+    return [part for task in order for part in _halves(task)]
+
+
+def _halves(task: Task) -> tuple[Task, ...]:
+    return (task._replace(kind=Kind.I), task._replace(kind=Kind.W)) if task.kind is Kind.B else (task,)
+
+
+def one_forward_one_backward(forwards: list[Task], backwards: list[Task], warmup: int) -> list[Task]:
+    """Return `warmup` forwards, then forward and backward in turn, then the backwards that are left."""
+    steady = [task for pair in zip(forwards[warmup:], backwards, strict=False) for task in pair]
+    return forwards[:warmup] + steady + backwards[len(forwards[warmup:]) :]
+
+
+def grouped(kind: Kind, stages: Iterable[int], microbatches: int, group: int) -> list[Task]:
+    """Return the interleaved order: `group` microbatches through each of `stages` in turn, then the next `group`."""
+    mine = list(stages)
+    return [
+        Task(kind, stage, microbatch)
+        for first in range(0, microbatches, group)
+        for stage in mine
+        for microbatch in range(first, min(first + group, microbatches))
+    ]
+
+
+def numbered(steps: Iterable[tuple[Kind, int]], microbatches: int) -> list[Task]:
+    """Return `steps` as tasks, the microbatches of each (kind, stage) in order, and leave out those that do not exist.
+
+    B and I of a stage count together, and so do B and W.
+    """
+    seen: dict[tuple[Kind, int], int] = {}
+    order = []
+    for kind, stage in steps:
+        counters = (Kind.I, Kind.W) if kind is Kind.B else (kind,)
+        number = seen.get((counters[0], stage), 0)
+        seen.update({(counter, stage): seen.get((counter, stage), 0) + 1 for counter in counters})
+        if number < microbatches:
+            order.append(Task(kind, stage, number))
+    return order

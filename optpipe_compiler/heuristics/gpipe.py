@@ -1,17 +1,28 @@
-"""GPipe (Huang et al., 2019, arXiv:1811.06965): all forwards, then all backwards."""
+"""GPipe (Huang et al., 2019, arXiv:1811.06965 section 2.3): all forwards, then all backwards.
+
+The paper recomputes every activation but its boundary: that is gpipe-recompute. It draws the backwards in reverse; here
+the microbatches keep their order, which changes neither bubble nor peak.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from optpipe_compiler.heuristics.common import Order, needs_placement
 from optpipe_compiler.schedule import Kind, Task
 
 if TYPE_CHECKING:
     from optpipe_compiler.problem import Problem
 
 
-def gpipe(problem: Problem) -> list[list[Task]]:
-    """Return the order: stage by stage all forwards, then in reverse all backwards; peak M microbatches."""
+def gpipe(problem: Problem) -> Order:
+    """Return the order; peak M microbatches, bubble (P - 1)(F + B)."""
+    needs_placement(problem, "gpipe", "linear", (1,))
+    return all_forwards_first(problem)
+
+
+def all_forwards_first(problem: Problem) -> Order:
+    """Return per device its stages' forwards, stage by stage, then their backwards from the last stage to the first."""
     microbatches = range(problem.microbatches)
     orders = []
     for device in range(problem.devices):

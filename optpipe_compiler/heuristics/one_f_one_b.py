@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.heuristics.common import one_stage_per_device
-from optpipe_compiler.schedule import Kind, Task
+from optpipe_compiler.heuristics.common import Order, grouped, needs_placement, one_forward_one_backward
+from optpipe_compiler.schedule import Kind
 
 if TYPE_CHECKING:
     from optpipe_compiler.problem import Problem
 
 
-def one_f_one_b(problem: Problem) -> list[list[Task]]:
+def one_f_one_b(problem: Problem) -> Order:
     """Return the order: device d runs P - d - 1 forwards, then alternates; peak min(M, P - d) microbatches."""
-    one_stage_per_device(problem, "1f1b")
+    needs_placement(problem, "1f1b", "linear", (1,))
     orders = []
     for device in range(problem.devices):
+        forwards = grouped(Kind.F, [device], problem.microbatches, problem.microbatches)
+        backwards = grouped(Kind.B, [device], problem.microbatches, problem.microbatches)
         warmup = min(problem.microbatches, problem.devices - device - 1)
-        forwards = [Task(Kind.F, device, m) for m in range(problem.microbatches)]
-        backwards = [Task(Kind.B, device, m) for m in range(problem.microbatches)]
-        steady = [task for pair in zip(forwards[warmup:], backwards, strict=False) for task in pair]
-        orders.append(forwards[:warmup] + steady + backwards[problem.microbatches - warmup :])
+        orders.append(one_forward_one_backward(forwards, backwards, warmup))
     return orders

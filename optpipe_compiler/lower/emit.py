@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from optpipe_compiler import __version__, ir
 from optpipe_compiler.lower.graph import Graph, Node
@@ -23,8 +23,13 @@ if TYPE_CHECKING:
     from optpipe_compiler.problem import Caps, Problem
     from optpipe_compiler.profile import Layer, Profile
 
-COMPUTE = {Kind.F: ir.Forward, Kind.I: ir.BackwardInput, Kind.W: ir.BackwardWeight, Kind.B: ir.Backward}
-MESSAGES = {
+COMPUTE: dict[Kind, type[ir.Forward | ir.BackwardInput | ir.BackwardWeight | ir.Backward]] = {
+    Kind.F: ir.Forward,
+    Kind.I: ir.BackwardInput,
+    Kind.W: ir.BackwardWeight,
+    Kind.B: ir.Backward,
+}
+MESSAGES: dict[str, type[ir.SendActivation | ir.RecvActivation | ir.SendGradient | ir.RecvGradient]] = {
     "send_activation": ir.SendActivation,
     "recv_activation": ir.RecvActivation,
     "send_gradient": ir.SendGradient,
@@ -36,7 +41,7 @@ MESSAGES = {
 class Certificate:
     """What was proved and compared, and under which options; goes into the file as it is."""
 
-    objective: str
+    objective: ir.Objective
     outcome: ir.Outcome
     lower_bound_ns: int
     bound: str
@@ -116,21 +121,26 @@ def _stage(layers: list[Layer], layout: Layout, index: int) -> ir.Stage:
 
 
 def _device(graph: Graph, layout: Layout, device: int, peak: int, host_peak: int) -> ir.Device:
-    compute = [_compute_op(node, layout) for node in graph.lane("compute", device)]
-    d2h = [ir.Offload(**_fields(node, layout, ranged=True)) for node in graph.lane("d2h", device)]
-    h2d = [ir.Reload(**_fields(node, layout, ranged=True)) for node in graph.lane("h2d", device)]
-    return ir.Device(device=device, peak_bytes=peak, host_bytes=host_peak, compute=compute, d2h=d2h, h2d=h2d)
+    return ir.Device(
+        device=device,
+        peak_bytes=peak,
+        host_bytes=host_peak,
+        compute=[_compute_op(node, layout) for node in graph.lane("compute", device)],
+        d2h=[ir.Offload(**_saved_op(node, layout)) for node in graph.lane("d2h", device)],
+        h2d=[ir.Reload(**_saved_op(node, layout)) for node in graph.lane("h2d", device)],
+    )
 
 
-def _fields(node: Node, layout: Layout, *, ranged: bool) -> dict[str, object]:
-    fields: dict[str, object] = {
+def _op(node: Node, layout: Layout) -> dict[str, Any]:
+    return {
         "stage": node.stage,
         "microbatch": node.microbatch,
         "after": [_id(wait, layout) for wait in node.waits],
     }
-    if ranged:
-        fields["layers"] = (layout.cuts[node.stage], layout.cuts[node.stage + 1])
-    return fields
+
+
+def _saved_op(node: Node, layout: Layout) -> dict[str, Any]:
+    return _op(node, layout) | {"layers": (layout.cuts[node.stage], layout.cuts[node.stage + 1])}
 
 
 def _id(node: Node, layout: Layout) -> str:
@@ -145,16 +155,16 @@ def _id(node: Node, layout: Layout) -> str:
 
 def _compute_op(node: Node, layout: Layout) -> ir.ComputeOp:
     if node.task is None:
-        return MESSAGES[node.message](peer=node.peer, **_fields(node, layout, ranged=False))
+        return MESSAGES[node.message](peer=node.peer, **_op(node, layout))
     if node.task.kind is Kind.R:
-        return ir.Recompute(**_fields(node, layout, ranged=True))
-    return COMPUTE[node.task.kind](**_fields(node, layout, ranged=False))
+        return ir.Recompute(**_saved_op(node, layout))
+    return COMPUTE[node.task.kind](**_op(node, layout))
 
 
 def _forecast(
     schedule: Schedule, profile: Profile, layout: Layout, graph: Graph, certificate: Certificate
 ) -> ir.Forecast:
-    lanes = [("compute", "compute"), ("d2h", "d2h"), ("h2d", "h2d")]
+    lanes: tuple[ir.Lane, ...] = ("compute", "d2h", "h2d")
     devices = range(schedule.problem.devices)
     arrivals = {
         (node.message, node.stage, node.microbatch): node.end
@@ -170,7 +180,7 @@ def _forecast(
             end_ns=[_end(node, arrivals) for node in graph.lane(lane, device)],
         )
         for device in devices
-        for lane, _ in lanes
+        for lane in lanes
         if graph.lane(lane, device)
     ]
     return ir.Forecast(

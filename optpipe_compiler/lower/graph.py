@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Chain = tuple[str, int, int]
 """A sequence of events that happen in a fixed order: (lane, device, 0), or ("pair", device, device)."""
 
+
 @dataclass(eq=False)
 class Node:
     """One op of a lane, an issue of a message half, or the delivery of a message."""
@@ -68,7 +69,7 @@ class Graph:
                     device = self.problem.stages[task.stage].device
                     self.lanes[lane, device, 0].append(self._task_node(lane, device, task))
         self._add_messages()
-        for chain, nodes in self.lanes.items():
+        for nodes in self.lanes.values():
             for position, node in enumerate(nodes):
                 node.position = position
                 if position:

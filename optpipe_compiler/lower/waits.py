@@ -55,7 +55,9 @@ class Waits:
         self.peaks = peaks
         self.column = {chain: number for number, chain in enumerate(sorted(graph.lanes))}
         devices = range(graph.problem.devices)
-        self.local = {d: [c for c in sorted(graph.lanes) if d in ((c[1], c[2]) if c[0] == "pair" else (c[1],))] for d in devices}
+        self.local = {
+            d: [c for c in sorted(graph.lanes) if d in ((c[1], c[2]) if c[0] == "pair" else (c[1],))] for d in devices
+        }
         self.given = {(d, chain): _given(graph.lanes[chain], d) for d in devices for chain in self.local[d]}
         self.started: dict[tuple[str, int], _Started] = {
             (lane, d): _Started(len(self.column)) for lane in ("compute", "h2d") for d in devices
@@ -94,9 +96,8 @@ class Waits:
         """Return the clock of the node's start after choosing the fewest waits that keep data and memory right."""
         data = self.graph.data(node)
         waits = {id(d): d for d in data}
-        if node.taken or node.host_taken:
-            if not self._enough(node, _merge(base, data)):
-                waits |= {id(n): n for n in self._memory_waits(node, _merge(base, data))}
+        if (node.taken or node.host_taken) and not self._enough(node, _merge(base, data)):
+            waits |= {id(n): n for n in self._memory_waits(node, _merge(base, data))}
         chosen = list(waits.values())
         for candidate in list(chosen):
             rest = [other for other in chosen if other is not candidate]
@@ -135,7 +136,9 @@ class Waits:
 
     def _events(self, chain: Chain, device: int) -> list[Node]:
         return [
-            n for n in self.graph.lanes[chain] if (n.given or n.host_given) and owner(n) == device and n.clock is not None
+            n
+            for n in self.graph.lanes[chain]
+            if (n.given or n.host_given) and owner(n) == device and n.clock is not None
         ]
 
     def _enough(self, node: Node, clock: Clock) -> bool:
@@ -177,7 +180,9 @@ class Waits:
 
 def _given(nodes: list[Node], device: int) -> Clock:
     """Return the running total of bytes that the chain's events give back to `device`."""
-    return np.concatenate([[0], np.cumsum([node.given if owner(node) == device else 0 for node in nodes])]).astype(np.int64)
+    return np.concatenate([[0], np.cumsum([node.given if owner(node) == device else 0 for node in nodes])]).astype(
+        np.int64
+    )
 
 
 def _merge(base: Clock, nodes: Iterable[Node]) -> Clock:
@@ -217,6 +222,6 @@ class _Started:
         """Bytes taken in those states."""
         return self.taken[forced : self.count + 1]
 
-    def positions(self, forced: int) -> Clock:
+    def positions(self, forced: int) -> NDArray[np.int64]:
         """Ops that have completed in those states: all that have started but the last, and all forced ones."""
         return np.maximum(np.arange(forced, self.count + 1) - 1, forced)

@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from optpipe_compiler.solver.variables import Activation, Expr, Variables
 
 
-def add_all(
-    model: cp_model.CpModel, problem: Problem, v: Variables, budgets: Sequence[Expr] | None = None
-) -> None:
+def add_all(model: cp_model.CpModel, problem: Problem, v: Variables, budgets: Sequence[Expr] | None = None) -> None:
     """Add every law; `budgets` replaces the problem's memory per device, by variables if they are to be minimised."""
     for (s, m), a in v.activations.items():
         model.add_exactly_one(a.keep, a.offload, a.recompute)
@@ -112,7 +110,7 @@ class _Cumulative:
         self.intervals: list[cp_model.IntervalVar] = []
         self.demands: list[int] = []
 
-    def add(self, start: Expr, end: Expr, demand: int, present: cp_model.IntVar | None, name: str) -> None:
+    def add(self, start: Expr, end: Expr, demand: int, present: cp_model.LiteralT | None, name: str) -> None:
         """Hold `demand` over [start, end), if `present`."""
         if demand <= 0:
             return
@@ -126,7 +124,7 @@ class _Cumulative:
 
 
 def _device_memory(model: cp_model.CpModel, problem: Problem, v: Variables, budgets: Sequence[Expr]) -> None:
-    """At every moment what is resident on a device fits its budget (the table of docs/IR.md, messages with their op)."""
+    """At every moment what is resident on a device fits its budget (docs/IR.md; messages count with their op)."""
     resources = [_Cumulative(model, v) for _ in range(problem.devices)]
     for (s, m), a in v.activations.items():
         stage = problem.stages[s]

@@ -32,6 +32,9 @@ def add_hint(model: cp_model.CpModel, v: Variables, schedule: Schedule, objectiv
 def _evaluate(expression: cp_model.LinearExprT, hints: dict[int, int]) -> int:
     from ortools.sat.python import cp_model
 
+    if isinstance(expression, int):
+        return expression
+    assert isinstance(expression, cp_model.LinearExpr)
     flat = cp_model.FlatIntExpr(expression)
     return flat.offset + sum(c * hints[var.index] for var, c in zip(flat.vars, flat.coeffs, strict=True))
 

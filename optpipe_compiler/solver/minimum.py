@@ -92,4 +92,3 @@ def _solve(problem: Problem, fixed: tuple[int, ...]) -> dict[Task, int]:
     status = solver.solve(model)
     assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE), solver.status_name(status)
     return hint.starts_of(problem, v, solver.value)
-

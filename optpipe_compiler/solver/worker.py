@@ -1,4 +1,4 @@
-"""The child process: `python -m optpipe_compiler.solver.worker` reads a Request from stdin and streams Events to stdout.
+"""The child process: reads a Request from stdin and streams Events to stdout.
 
 A process of its own, because some presolve steps of CP-SAT cannot be interrupted and its memory limit is not enforced.
 """

@@ -74,5 +74,7 @@ def _row(bars: Sequence[Bar], begin: int, scale: float, columns: int, idle: str)
         offset = offset + 1 if index == shown else 0
         shown = index
         number = bars[index][3]
-        text.append(letter if offset == 0 else number[offset - 1] if offset <= len(number) else " ", f"black on {style}")
+        text.append(
+            letter if offset == 0 else number[offset - 1] if offset <= len(number) else " ", f"black on {style}"
+        )
     return text

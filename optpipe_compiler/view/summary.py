@@ -11,9 +11,11 @@ from rich.text import Text
 from optpipe_compiler.units import short_bytes, show_bytes, show_ns
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import RenderableType
 
-    from optpipe_compiler.ir import Device, Schedule
+    from optpipe_compiler.ir import Device, Op, Schedule
 
 LETTERS = {
     "forward": "F",
@@ -46,8 +48,8 @@ def count(schedule: Schedule, name: str) -> int:
     return sum(op.name == name for device in schedule.devices for lane in _lanes(device) for op in lane)
 
 
-def _lanes(device: Device) -> tuple[list[object], ...]:
-    return device.compute, device.d2h, device.h2d  # type: ignore[return-value]
+def _lanes(device: Device) -> tuple[Sequence[Op], ...]:
+    return device.compute, device.d2h, device.h2d
 
 
 def _headline(schedule: Schedule) -> Text:
@@ -84,7 +86,21 @@ def _comparison(schedule: Schedule) -> Table:
 
 def _devices(schedule: Schedule) -> Table:
     table = Table(title="\ndevices", title_justify="left", box=None, pad_edge=False)
-    for column in ("device", "layers", "static", "promised peak", "of cap", "host", "F", "I", "W", "B", "R", "off", "re"):
+    for column in (
+        "device",
+        "layers",
+        "static",
+        "promised peak",
+        "of cap",
+        "host",
+        "F",
+        "I",
+        "W",
+        "B",
+        "R",
+        "off",
+        "re",
+    ):
         table.add_column(column, justify="right")
     for device in schedule.devices:
         mine = [stage for stage in schedule.stages if stage.device == device.device]

@@ -1,0 +1,17 @@
+"""Breadth-first pipeline parallelism (Lamy-Poirier, 2022, arXiv:2211.05953 section 4.1): GPipe on a loop of stages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.heuristics.common import Order, needs_placement
+from optpipe_compiler.heuristics.gpipe import all_forwards_first
+
+if TYPE_CHECKING:
+    from optpipe_compiler.problem import Problem
+
+
+def bfs(problem: Problem) -> Order:
+    """Return the order: each stage takes all microbatches before the next; peak M, bubble (P - 1)(F + B) / v, M >= P."""
+    needs_placement(problem, "bfs", "loop", (2, 3, 4))
+    return all_forwards_first(problem)

@@ -1,0 +1,54 @@
+"""Generalised interleaved schedules GIS and GIS-H (Wan et al., PipeOffload, 2025, arXiv:2503.01328 section 4).
+
+Interleaved 1F1B in groups of g microbatches, with the shortest warm-up that a backward of two slots per hop allows. The
+smaller the group, the sooner an activation comes back, and the longer a microbatch waits between two stages of a device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.heuristics.common import (
+    Order,
+    grouped,
+    handed_over_early,
+    needs_placement,
+    one_forward_one_backward,
+)
+from optpipe_compiler.schedule import Kind
+
+if TYPE_CHECKING:
+    from optpipe_compiler.problem import Problem
+
+
+def gis(problem: Problem) -> Order:
+    """Return the order for g = P: peak P(v - 1) + P stage activations on the first device."""
+    return generalised(problem, "gis", problem.devices)
+
+
+def gis_h(problem: Problem) -> Order:
+    """Return the order for g = ceil(P / 2): peak g(v - 1) + P stage activations, (P - g)(v - 1) more bubble slots."""
+    return generalised(problem, "gis-h", half_group(problem))
+
+
+def half_group(problem: Problem) -> int:
+    """Return the smallest group that leaves the steady state without bubbles: ceil(P / 2)."""
+    return (problem.devices + 1) // 2
+
+
+def generalised(problem: Problem, name: str, group: int) -> Order:
+    """Return the order: device d runs g(v - 1) + P - d - 1 stage forwards, then F and B in turn.
+
+    The last group may be smaller (the paper has none such): its missing microbatches are left out of the order.
+    """
+    per_device = needs_placement(problem, name, "loop", (2, 3, 4))
+    devices, count = problem.devices, problem.microbatches
+    padded = -(-count // group) * group
+    orders = []
+    for device in range(devices):
+        mine = problem.stages_of(device)
+        forwards = grouped(Kind.F, mine, padded, group)
+        backwards = grouped(Kind.B, mine[::-1], padded, group)
+        order = one_forward_one_backward(forwards, backwards, group * (per_device - 1) + devices - device - 1)
+        orders.append([task for task in order if task.microbatch < count])
+    return handed_over_early(problem, orders)

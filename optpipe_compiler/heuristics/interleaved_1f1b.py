@@ -1,0 +1,37 @@
+"""Interleaved 1F1B (Narayanan et al., Megatron-LM, 2021, arXiv:2104.04473 section 2.2)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.heuristics.common import (
+    NotDefined,
+    Order,
+    grouped,
+    needs_placement,
+    one_forward_one_backward,
+)
+from optpipe_compiler.schedule import Kind
+
+if TYPE_CHECKING:
+    from optpipe_compiler.problem import Problem
+
+
+def interleaved_1f1b(problem: Problem) -> Order:
+    """Return the order: device d runs (v - 1)P + 2(P - d - 1) stage forwards, then alternates.
+
+    Peak (v - 1)P + 2(P - d) - 1 stage activations, bubble (P - 1)(F + B) / v. As in the paper, M is a multiple of P; for
+    other M see `gis`, the same groups with a shorter warm-up.
+    """
+    per_device = needs_placement(problem, "interleaved-1f1b", "loop", (2, 3, 4))
+    devices, count = problem.devices, problem.microbatches
+    if count % devices:
+        raise NotDefined(f"interleaved-1f1b needs a number of microbatches divisible by {devices} devices, not {count}")
+    orders = []
+    for device in range(devices):
+        mine = problem.stages_of(device)
+        forwards = grouped(Kind.F, mine, count, devices)
+        backwards = grouped(Kind.B, mine[::-1], count, devices)
+        warmup = min(len(forwards), (per_device - 1) * devices + 2 * (devices - device - 1))
+        orders.append(one_forward_one_backward(forwards, backwards, warmup))
+    return orders

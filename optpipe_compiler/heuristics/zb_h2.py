@@ -1,0 +1,23 @@
+"""ZB-H2 (Qi et al., Zero Bubble Pipeline Parallelism, 2023, arXiv:2401.10241 section 2.2)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.heuristics.common import Order, needs_placement, needs_split
+from optpipe_compiler.heuristics.zb_h1 import handcrafted
+
+if TYPE_CHECKING:
+    from optpipe_compiler.problem import Problem
+
+
+def zb_h2(problem: Problem) -> Order:
+    """Return the order: like ZB-H1, but with enough forwards before the first backward to leave no bubble at all.
+
+    Device d warms up with 2(P - d) - 1 forwards and puts off its first 2d weight gradients: at most 2P - 1 microbatches
+    are open anywhere, and with F = I = W no device idles between its first and its last op (M >= 2P - 1).
+    """
+    needs_placement(problem, "zb-h2", "linear", (1,))
+    needs_split(problem, "zb-h2")
+    devices = problem.devices
+    return [handcrafted(problem, device, 2 * (devices - device) - 1, 2 * device) for device in range(devices)]

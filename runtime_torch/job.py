@@ -1,0 +1,54 @@
+"""What the ranks of a run are told, and where each of them is; imports no torch, so that the parent starts fast."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from optpipe_compiler.errors import MissingDependency
+
+TORCH = "2.13"
+"""The supported range: private parts of its pipelining engine are used."""
+
+Event = dict[str, Any]
+"""{"event": "started" | "check" | "step", ...}; steps count from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What all ranks of a run are told."""
+
+    schedule_text: str
+    training: bool
+    steps: int
+    data: bytes
+    check: bool
+    time_scale: float | None
+    seed: int
+    timeout_s: float
+    pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank is: its number, of how many, and how they meet (torch's `init_method`)."""
+
+    rank: int
+    world: int
+    meet: str
+    local_rank: int
+
+
+def place_from_environment() -> Place | None:
+    """This process's place in a group started by torchrun; None where there is none."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return Place(rank, world, "env://", int(os.environ.get("LOCAL_RANK", rank)))
+
+
+def check_torch(version: str) -> None:
+    """Raise MissingDependency where torch is outside the supported range."""
+    if not version.startswith(f"{TORCH}."):
+        raise MissingDependency(f"optpipe run needs torch {TORCH}, found {version}: pip install 'torch=={TORCH}.*'")

@@ -303,16 +303,23 @@ def verify(schedule_path: Path, profile_path: Path | None, as_json: bool) -> Non
 
 @cli.command()
 @click.argument("schedule_path", metavar="SCHEDULE", type=click.Path(path_type=Path), default=SCHEDULE)
-def show(schedule_path: Path) -> None:
+@click.option("--svg", type=click.Path(path_type=Path), help="Write the chart as a picture instead.")
+def show(schedule_path: Path, svg: Path | None) -> None:
     """Show what a schedule promises and how good it is.
 
-    Example: optpipe show schedule.json
+    Example: optpipe show schedule.json --svg schedule.svg
     """
     from optpipe_compiler import ir
+    from optpipe_compiler.files import write_atomically
+    from optpipe_compiler.view import svg as picture
     from optpipe_compiler.view.gantt import render as chart
     from optpipe_compiler.view.summary import render
 
     schedule = ir.load(schedule_path)
+    if svg is not None:
+        write_atomically(svg, picture.render(schedule))
+        click.echo(f"wrote {svg}")
+        return
     console = _console()
     console.print(chart(schedule, console.width))
     console.print(render(schedule))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from optpipe_compiler.errors import BadInput
 
@@ -18,6 +19,8 @@ FACTORS = {
     "gib": 2**30,
     "tib": 2**40,
 }
+LARGEST = (1 << 62) - 1
+"""Sums of what the files hold stay within 64 bits."""
 
 
 def parse_bytes(text: str, option: str) -> int:
@@ -25,11 +28,10 @@ def parse_bytes(text: str, option: str) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].lower() not in FACTORS:
         raise BadInput(f"{option} is {text!r}, expected a size such as 40GB, 37.25GiB or 512MB")
-    return (
-        int(float(match[1]) * FACTORS[match[2].lower()])
-        if "." in match[1]
-        else (int(match[1]) * FACTORS[match[2].lower()])
-    )
+    size = int(Fraction(match[1]) * FACTORS[match[2].lower()])
+    if size > LARGEST:
+        raise BadInput(f"{option} is {text!r}, expected less than 2^62 bytes")
+    return size
 
 
 def show_bytes(size: int) -> str:

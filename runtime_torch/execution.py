@@ -92,7 +92,6 @@ class StageExecution:
         self.device = torch.empty(0, device=device).device
         self.meter = meter or Meter()
         self.host_meter = host_meter or Meter()
-        self._params = [p for layer in self.layers for p in layer.parameters() if p.requires_grad]
         self._constants = [t for layer in self.layers for t in (*layer.parameters(), *layer.buffers())]
         self._passes: dict[int, _Pass] = {}
         self._needed: frozenset[int] | None = None
@@ -258,8 +257,8 @@ class StageExecution:
         if run.output is None:
             return None
         assert run.leaf is not None
-        found, run.groups = split.backward_input(run.output, self._root(run, gradient), run.leaf, self._params)
-        run.output = None
+        found, run.groups = split.backward_input(run.output, self._root(run, gradient), run.leaf)
+        run.output = run.target = None
         if run.entry is not None:
             run.entry_gradient = found
         self._hold_captured(run)
@@ -284,7 +283,7 @@ class StageExecution:
     def _entry_params(self, run: _Pass) -> list[Tensor]:
         """The parameters before the leaf."""
         assert run.entry is not None
-        return [p for group in split.find_groups(run.entry.node, None, self._params) for p in group.params]
+        return [p for group in split.find_groups(run.entry.node, None) for p in group.params]
 
     def _release(self, run: _Pass) -> None:
         """Forget all that a pass still holds."""

@@ -151,9 +151,7 @@ class _Session:
         record = self._share(result)
         self._records.append(record)
         self._results.append(result)
-        if number == 0:
-            gc.collect()
-            gc.freeze()
+        _collect_garbage(first=number == 0)
         self.tell(
             {
                 "event": "step",
@@ -220,6 +218,14 @@ class _Session:
                 measured[kind] = measured.get(kind, 0) + (op.end_ns - op.start_ns) / len(timed)
                 planned[kind] = planned.get(kind, 0) + forecast[op.op_id] * self.time_scale / len(timed)
         return {kind: KindTime(measured[kind], planned[kind]) for kind in measured}
+
+
+def _collect_garbage(*, first: bool) -> None:
+    """Between steps instead of within; what the first step left (modules, plans) is not looked at again."""
+    gc.collect()
+    if first:
+        gc.freeze()
+        gc.disable()
 
 
 class _Training(_Session):

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
     from torch.autograd.graph import Node
@@ -42,11 +42,9 @@ class Group:
         return [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
 
 
-def backward_input(
-    output: GradientEdge, gradient: Tensor, leaf: Tensor, params: Iterable[Tensor]
-) -> tuple[Tensor | None, list[Group]]:
+def backward_input(output: GradientEdge, gradient: Tensor, leaf: Tensor) -> tuple[Tensor | None, list[Group]]:
     """Return the gradient of `leaf` and the groups that `backward_weight` needs; the graph is retained."""
-    groups = find_groups(output.node, get_gradient_edge(leaf).node, params)
+    groups = find_groups(output.node, get_gradient_edge(leaf).node)
     handles = [node.register_prehook(_capture(group, node)) for group in groups for node in group.cuts]
     try:
         (found,) = torch.autograd.grad([output], [leaf], [gradient], retain_graph=True, allow_unused=True)
@@ -101,59 +99,60 @@ def _clamps(group: Group):  # type: ignore[no-untyped-def]
     return [node.register_prehook(clamp(captured)) for node, captured in group.captured.items()]
 
 
-def find_groups(root: Node, target: Node | None, params: Iterable[Tensor]) -> list[Group]:
+def find_groups(root: Node, target: Node | None) -> list[Group]:
     """Find the cuts of the graph under `root`: nodes that reach `target` and have parameters beside that way.
 
     Where `target` cannot be reached, `root` itself is the only cut. Parameters with a common cut share a group.
     """
-    accumulators = {get_gradient_edge(p).node: p for p in params if p.requires_grad}
-    on_way: dict[Node, bool] = {}
-    beside: dict[Node, dict[Node, None]] = {}
-    cuts: dict[Node, dict[Node, None]] = {}
-    for node in _children_first(root):
-        children = [child for child, _ in node.next_functions if child is not None]
-        on_way[node] = node is target or any(on_way[child] for child in children)
-        found = {node: None} if node in accumulators else {}
-        for child in children:
-            if not on_way[child]:
-                found.update(beside[child])
-        if on_way[node] and found:
-            cuts[node] = found
-        beside[node] = {} if on_way[node] else found
-    if not on_way[root] and beside[root]:
+    on_way: set[Node] = set()
+    beside: dict[Node, list[Node]] = {}
+    cuts: dict[Node, list[Node]] = {}
+    for node, children in _children_first(root):
+        if node is target:
+            on_way.add(node)
+        elif not children:
+            beside[node] = [node] if hasattr(node, "variable") else []
+        else:
+            found = [leaf for child in children if child not in on_way for leaf in beside[child]]
+            if on_way.isdisjoint(children):
+                beside[node] = found
+            else:
+                on_way.add(node)
+                if found:
+                    cuts[node] = found
+    if root not in on_way and beside[root]:
         cuts[root] = beside[root]
-    return _merge(cuts, accumulators)
+    return _merge(cuts)
 
 
-def _children_first(root: Node) -> list[Node]:
-    """Every node under `root`, each after all that it leads to."""
-    order: list[Node] = []
-    seen: set[Node] = set()
-    stack: list[tuple[Node, bool]] = [(root, False)]
+def _children_first(root: Node) -> list[tuple[Node, list[Node]]]:
+    """Every node under `root` with the nodes that it leads to, each after all of these."""
+    order: list[tuple[Node, list[Node]]] = []
+    children: dict[Node, list[Node]] = {}
+    stack = [root]
     while stack:
-        node, done = stack.pop()
-        if done:
-            order.append(node)
-        elif node not in seen:
-            seen.add(node)
-            stack.append((node, True))
-            stack += [(child, False) for child, _ in node.next_functions if child is not None and child not in seen]
-    return order
+        node = stack[-1]
+        if node not in children:
+            children[node] = [child for child, _ in node.next_functions if child is not None]
+            stack += [child for child in children[node] if child not in children]
+        else:
+            stack.pop()
+            order.append((node, children[node]))
+    return list(dict(order).items())
 
 
-def _merge(cuts: dict[Node, dict[Node, None]], accumulators: dict[Node, Tensor]) -> list[Group]:
-    """Join the cuts that share a parameter."""
+def _merge(cuts: dict[Node, list[Node]]) -> list[Group]:
+    """Join the cuts that share a parameter; a parameter stands for its accumulator node here."""
     group_of: dict[Node, Group] = {}
     groups: dict[int, Group] = {}
     for node, found in cuts.items():
         group = Group(params=[], cuts=[node])
-        new = [acc for acc in found if acc not in group_of]
-        for other in {id(group_of[acc]): group_of[acc] for acc in found if acc in group_of}.values():
+        leaves = dict.fromkeys(found)
+        for other in {id(group_of[leaf]): group_of[leaf] for leaf in leaves if leaf in group_of}.values():
             group.cuts += other.cuts
-            group.params += other.params
+            leaves.update({leaf: None for leaf, owner in group_of.items() if owner is other})
             del groups[id(other)]
-        group.params += [accumulators[acc] for acc in new]
-        for param in group.params:
-            group_of[get_gradient_edge(param).node] = group
+        group.params = [leaf.variable for leaf in leaves]  # type: ignore[attr-defined]
+        group_of.update(dict.fromkeys(leaves, group))
         groups[id(group)] = group
     return list(groups.values())

@@ -88,7 +88,15 @@ class Slot:
         self.layer = layer
         self.unit = unit
         self.tensor: Tensor | None = tensor
-        self.geometry = _geometry(tensor)
+        self.geometry: Geometry | None = None
+        """Known once the unit has been taken away."""
+
+    def shape(self) -> Geometry:
+        """The slot's geometry, on the device or not."""
+        if self.geometry is None:
+            assert self.tensor is not None
+            self.geometry = _geometry(self.tensor)
+        return self.geometry
 
 
 Geometry = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
@@ -162,13 +170,14 @@ class SavedTensorStore:
         return storage.data_ptr() in self._constants or storage.nbytes() == 0 or tensor.device != self.device
 
     def _pack(self, tensor: Tensor) -> Slot | Tensor:
-        if self._is_constant(tensor):
-            return tensor.detach()
         storage = tensor.untyped_storage()
-        unit = self._by_address.get(storage.data_ptr())
+        address = storage.data_ptr()
+        unit = self._by_address.get(address)
         if unit is None:
+            if self._is_constant(tensor):
+                return tensor.detach()
             unit = Unit(self.layer, storage)
-            self._by_address[storage.data_ptr()] = unit
+            self._by_address[address] = unit
             self._units.append(unit)
             self.meter.hold(storage)
         slot = Slot(len(self._slots), self.layer, unit, tensor.detach())
@@ -185,13 +194,14 @@ class SavedTensorStore:
             storage = handle.unit.storage
             if storage is None:
                 raise RunFailed(f"layer {handle.unit.layer}: a saved tensor was read while it was not on the device")
+            assert handle.geometry is not None
             dtype, offset, size, stride = handle.geometry
             handle.tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
         return handle.tensor
 
     def _refill(self, slot: Slot | None, tensor: Tensor, first: int, end: int) -> None:
         storage = tensor.untyped_storage()
-        if slot is None or slot.geometry != _geometry(tensor) or slot.unit.nbytes != storage.nbytes():
+        if slot is None or slot.shape() != _geometry(tensor) or slot.unit.nbytes != storage.nbytes():
             raise RunFailed(f"recompute of layers {first} to {end - 1} did not save what their forward saved")
         if slot.unit.storage is None and first <= slot.unit.layer < end:
             self._attach(slot.unit, storage)
@@ -234,12 +244,12 @@ class SavedTensorStore:
         """Free every unit of which no slot is in `needed` (indices of slots)."""
         for unit in self._live():
             if not any(slot.index in needed for slot in unit.slots):
-                self._detach(unit)
+                self._detach(unit, for_good=True)
 
     def clear(self) -> None:
         """Free everything, on the device and on the host."""
         for unit in self._live():
-            self._detach(unit)
+            self._detach(unit, for_good=True)
         for unit in self._units:
             self._forget_host(unit)
 
@@ -266,11 +276,13 @@ class SavedTensorStore:
         self.meter.hold(storage)
         unit.storage = storage
 
-    def _detach(self, unit: Unit) -> None:
+    def _detach(self, unit: Unit, *, for_good: bool = False) -> None:
         assert unit.storage is not None
         self._by_address.pop(unit.storage.data_ptr(), None)
         self.meter.release(unit.storage)
         for slot in unit.slots:
+            if not for_good:
+                slot.shape()
             slot.tensor = None
         unit.storage = None
 

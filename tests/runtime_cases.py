@@ -39,9 +39,9 @@ def tiny_profile(model: Model = MODEL, devices: int = 2, ms: int = 1) -> Profile
             is_last=index == count - 1,
             device="cpu",
         )
-        x = inputs if index == 0 else torch.randn(models.boundary(model, index - 1)[0])
+        x = inputs if index == 0 else _random(*models.boundary(model, index - 1))
         wanted = target if stage.is_last else None
-        gradient = None if stage.is_last else torch.randn(models.boundary(model, index)[0])
+        gradient = None if stage.is_last else _random(*models.boundary(model, index))
         stage.calibrate(x, wanted, gradient)
         stage.forward(0, x, wanted)
         saved = stage.saved_bytes(0)
@@ -68,11 +68,16 @@ def tiny_profile(model: Model = MODEL, devices: int = 2, ms: int = 1) -> Profile
     return Profile(name="tiny", machine=machine, model=model, layers=layers)
 
 
+def _random(size, dtype):
+    import torch
+
+    return torch.randn(size).to(dtype)
+
+
 def schedule(shape: Shape, seed: int = 0, *, model: Model | None = MODEL) -> ir.Schedule:
     """A legal schedule of the tiny model (or of the same costs without a model, to be rehearsed)."""
-    sized = msgspec.structs.replace(
-        MODEL, config={**MODEL.config, "layers": shape.layers_per_stage * len(shape.placement) - 2}
-    )
+    layers = shape.layers_per_stage * len(shape.placement) - 2
+    sized = msgspec.structs.replace(model or MODEL, config={**MODEL.config, "layers": layers})
     profile = tiny_profile(sized, shape.devices)
     built = Builder(shape, profile, Random(seed)).build()
     return ir.seal(msgspec.structs.replace(built, model=None if model is None else sized))
@@ -102,7 +107,6 @@ def promise_exactly(plan: ir.Schedule) -> ir.Schedule:
 
 def lossy_layers(layers: int, hidden: int):
     """A model that cannot be copied to the host: offloads fail on the rank of its second half."""
-    import torch
     from torch import nn
 
     from runtime_torch import store

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 
 import pytest
@@ -267,6 +268,67 @@ def test_memory_is_really_free_when_the_meter_says_so():
     assert [ref.expired() for ref in saved] == [True, True, False]
     assert part.meter.current_bytes == 2 * 16  # what layer 2 saved, and layer 1's checkpoint
     assert part.checkpoint_bytes(0) == 16
+
+
+def test_the_input_is_free_once_the_forward_is_over_and_nothing_saved_it():
+    class Twice(nn.Module):
+        def forward(self, x):
+            return x * 2
+
+    part = StageExecution([Twice()], 0, is_first=False, is_last=False, device="cpu")
+    x = torch.randn(4)
+    gone = StorageWeakRef(x.untyped_storage())
+    part.forward(0, x)
+    del x
+    assert gone.expired()
+    assert torch.equal(part.backward(0, torch.ones(4)), torch.full((4,), 2.0))
+
+
+def test_an_address_used_again_after_a_drop_is_another_storage():
+    class Exp(nn.Module):
+        def forward(self, x):
+            return x.exp() * 0.1
+
+    part = StageExecution([Exp() for _ in range(8)], 0, is_first=False, is_last=False, device="cpu")
+    x = torch.randn(64)
+    recomputed = [(1, 2), (3, 4), (5, 6)]
+    part.forward(0, x, recomputed=recomputed)
+    assert part.saved_bytes(0) == 5 * x.nbytes
+    for layers in recomputed:
+        part.recompute(0, layers)
+    assert part.saved_bytes(0) == 8 * x.nbytes
+    y = x.clone().requires_grad_()
+    z = y
+    for _ in range(8):
+        z = z.exp() * 0.1
+    z.sum().backward()
+    assert torch.equal(part.backward(0, torch.ones(64)), y.grad)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+def test_nothing_of_a_microbatch_is_left_after_its_backward_even_without_the_garbage_collector(fused):
+    layers, (x, target) = model(), batch()
+    part = stages(layers, ())[0]
+    part.calibrate(x, target)
+    gc.collect()
+    gc.disable()
+    try:
+        part.forward(0, x, target, [(1, 2)])
+        part.recompute(0, (1, 2))
+        saved = [StorageWeakRef(storage) for storage in part._passes[0].store.storages()]
+        if fused:
+            part.backward(0, None)
+        else:
+            part.backward_input(0, None)
+            gone = sum(ref.expired() for ref in saved)
+            assert 0 < gone < len(saved)
+            assert len(saved) - gone == len(list(part._passes[0].store.storages()))
+            part.backward_weight(0)
+        assert len(saved) > 20
+        assert all(ref.expired() for ref in saved)
+    finally:
+        gc.enable()
+    assert part.in_flight() == []
 
 
 def test_the_output_may_be_freed_by_its_receiver():

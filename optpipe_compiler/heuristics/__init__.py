@@ -1,48 +1,100 @@
 """Published schedules by name, one file each, and our own memory-aware greedy start.
 
-A published schedule is a function from a Problem to the compute order of every device; it raises NotDefined, with the
-reason, where its paper does not define it. `PUBLISHED` lists them.
+A published schedule is a function from a Problem to the compute order of every device, or to a `Recipe` that also names
+the activations to offload; it raises NotDefined, with the reason, where its paper does not define it. `PUBLISHED` lists
+them, `PLACEMENTS` the placements and stages per device worth trying for each.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.heuristics.common import NotDefined
+from optpipe_compiler.heuristics.bfs import bfs
+from optpipe_compiler.heuristics.common import NotDefined, Order, Recipe
+from optpipe_compiler.heuristics.dualpipev import dualpipev
+from optpipe_compiler.heuristics.gis import gis, gis_h
 from optpipe_compiler.heuristics.gpipe import gpipe
+from optpipe_compiler.heuristics.hanayo import hanayo
+from optpipe_compiler.heuristics.interleaved_1f1b import interleaved_1f1b
+from optpipe_compiler.heuristics.interleaved_zb import interleaved_zb
 from optpipe_compiler.heuristics.one_f_one_b import one_f_one_b
+from optpipe_compiler.heuristics.pipeoffload import offloading, po_f, po_h
+from optpipe_compiler.heuristics.recompute import recomputing
+from optpipe_compiler.heuristics.timing import timed
+from optpipe_compiler.heuristics.v_half import v_half
+from optpipe_compiler.heuristics.v_min import v_min
 from optpipe_compiler.heuristics.zb_h1 import zb_h1
-from optpipe_compiler.schedule import Plan, Schedule
-from optpipe_compiler.simulate import simulate
+from optpipe_compiler.heuristics.zb_h2 import zb_h2
+from optpipe_compiler.heuristics.zb_memory_limited import zb_1p, zb_2p, zb_memory_limited
+from optpipe_compiler.heuristics.zbv import zbv
+from optpipe_compiler.schedule import Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from optpipe_compiler.problem import Problem
-    from optpipe_compiler.schedule import Task
 
-PUBLISHED: dict[str, Callable[[Problem], list[list[Task]]]] = {
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "zb-h1": zb_h1,
+Placed = tuple[str, int]
+"""A placement's name and its stages per device."""
+
+LINEAR: tuple[Placed, ...] = (("linear", 1),)
+LOOP: tuple[Placed, ...] = (("loop", 2), ("loop", 4))
+LOOP_ANY: tuple[Placed, ...] = (("loop", 2), ("loop", 3), ("loop", 4))
+V: tuple[Placed, ...] = (("v", 2),)
+WAVES: tuple[Placed, ...] = (("v", 2), ("v", 4))
+
+_CATALOGUE: dict[str, tuple[Callable[[Problem], Order | Recipe], tuple[Placed, ...]]] = {
+    "gpipe": (gpipe, LINEAR),
+    "1f1b": (one_f_one_b, LINEAR),
+    "interleaved-1f1b": (interleaved_1f1b, LOOP),
+    "bfs": (bfs, LOOP),
+    "hanayo": (hanayo, WAVES),
+    "zb-h1": (zb_h1, LINEAR),
+    "zb-h2": (zb_h2, LINEAR),
+    "zb-1p": (zb_1p, LINEAR),
+    "zb-2p": (zb_2p, LINEAR),
+    "zb-memory-limited": (zb_memory_limited, LINEAR),
+    "interleaved-zb": (interleaved_zb, LOOP),
+    "zbv": (zbv, V),
+    "v-half": (v_half, V),
+    "v-min": (v_min, V),
+    "dualpipev": (dualpipev, V),
+    "gis": (gis, LOOP_ANY),
+    "gis-h": (gis_h, LOOP_ANY),
+    "po-h": (po_h, LOOP_ANY),
+    "po-f": (po_f, LOOP_ANY),
+    "gis-offload-1": (offloading("gis-offload-1", gis, 1), LOOP_ANY[1:]),
+    "gis-offload-3": (offloading("gis-offload-3", gis, 3), LOOP_ANY[2:]),
+    "gis-h-offload-1": (offloading("gis-h-offload-1", gis_h, 1), LOOP_ANY),
+    "gis-h-offload-2": (offloading("gis-h-offload-2", gis_h, 2), LOOP_ANY[1:]),
+    "gis-h-offload-3": (offloading("gis-h-offload-3", gis_h, 3), LOOP_ANY[2:]),
+    "gis-h-offload": (offloading("gis-h-offload", gis_h), LOOP_ANY),
+    "gpipe-recompute": (recomputing("gpipe-recompute", gpipe), LINEAR),
+    "1f1b-recompute": (recomputing("1f1b-recompute", one_f_one_b), LINEAR),
+    "interleaved-1f1b-recompute": (recomputing("interleaved-1f1b-recompute", interleaved_1f1b), LOOP),
+    "interleaved-zb-recompute": (recomputing("interleaved-zb-recompute", interleaved_zb), LOOP),
+    "gis-recompute-1": (recomputing("gis-recompute-1", gis, 1), LOOP_ANY),
+    "gis-recompute-2": (recomputing("gis-recompute-2", gis, 2), LOOP_ANY[1:]),
+    "gis-recompute-3": (recomputing("gis-recompute-3", gis, 3), LOOP_ANY[2:]),
+    "gis-recompute": (recomputing("gis-recompute", gis), LOOP_ANY),
+    "gis-h-recompute-1": (recomputing("gis-h-recompute-1", gis_h, 1), LOOP_ANY),
+    "gis-h-recompute-2": (recomputing("gis-h-recompute-2", gis_h, 2), LOOP_ANY[1:]),
+    "gis-h-recompute-3": (recomputing("gis-h-recompute-3", gis_h, 3), LOOP_ANY[2:]),
+    "gis-h-recompute": (recomputing("gis-h-recompute", gis_h), LOOP_ANY),
 }
 
-UNLIMITED = 1 << 60
+PUBLISHED: dict[str, Callable[[Problem], Order | Recipe]] = {name: entry[0] for name, entry in _CATALOGUE.items()}
+PLACEMENTS: dict[str, tuple[Placed, ...]] = {name: entry[1] for name, entry in _CATALOGUE.items()}
 
 
 def published(problem: Problem, name: str) -> Schedule:
     """Return the published schedule `name`, timed on the costs of `problem` but without its caps.
 
-    Whether it fits is decided by its peak. Raises NotDefined where the paper does not define it.
+    Whether it fits is decided by its peak. Where it does not, `simulate.retime` runs the same orders under the caps, each
+    task waiting for its memory (or raises Stuck). Raises NotDefined where the paper does not define it.
     """
-    order = PUBLISHED[name](problem)
-    lanes = tuple(map(tuple, order))
-    links = max((link for link in problem.link_of if link is not None), default=-1) + 1
-    plan = Plan(lanes, ((),) * links, ((),) * links, lanes, (0,) * problem.devices)
-    free = replace(problem, budget=(UNLIMITED,) * problem.devices)
-    timed = simulate(free, plan, name)
-    return Schedule(problem, name, timed.starts)
+    found = PUBLISHED[name](problem)
+    return Schedule(problem, name, timed(problem, found if isinstance(found, Recipe) else Recipe(found)))
 
 
-__all__ = ["PUBLISHED", "NotDefined", "published"]
+__all__ = ["PLACEMENTS", "PUBLISHED", "NotDefined", "Recipe", "published"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.heuristics.common import Order, needs_placement
+from optpipe_compiler.heuristics.common import Order, needs_loop
 from optpipe_compiler.heuristics.gpipe import all_forwards_first
 
 if TYPE_CHECKING:
@@ -13,5 +13,5 @@ if TYPE_CHECKING:
 
 def bfs(problem: Problem) -> Order:
     """Return the order: each stage takes all microbatches before the next; peak M, bubble (P - 1)(F + B) / v, M >= P."""
-    needs_placement(problem, "bfs", "loop", (2, 3, 4))
+    needs_loop(problem, "bfs")
     return all_forwards_first(problem)

@@ -9,16 +9,12 @@ from optpipe_compiler.placement import stage_devices
 from optpipe_compiler.schedule import Kind, Task
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from optpipe_compiler.problem import Problem
 
 Order = list[list[Task]]
 """The compute order of every device."""
-
-LINEAR = (("linear", 1),)
-LOOPS = (("loop", 2), ("loop", 4))
-V = (("v", 2),)
 
 
 class NotDefined(Exception):
@@ -31,20 +27,38 @@ class Recipe:
 
     compute: Order
     offloaded: frozenset[tuple[int, int]] = frozenset()
-    """(stage, microbatch) of the activations that are offloaded and reloaded."""
+    """(stage, microbatch) of the activations that may be offloaded and reloaded."""
 
 
-def needs_placement(problem: Problem, name: str, placement: str, per_device: Sequence[int]) -> int:
-    """Return the stages per device; refuse an instance that has not `placement` with one of `per_device`."""
+def needs_linear(problem: Problem, name: str) -> None:
+    """Refuse placements other than stage s on device s."""
+    _needs(problem, name, "linear", len(problem.stages) == problem.devices, "one stage per device")
+
+
+def needs_loop(problem: Problem, name: str) -> int:
+    """Return the stages per device; refuse placements other than a loop of at least two."""
     count = len(problem.stages) // problem.devices
-    owners = tuple(stage.device for stage in problem.stages)
-    if count not in per_device or owners != stage_devices(placement, problem.devices, count):
-        wanted = " or ".join(map(str, per_device))
-        shape = (
-            "one stage per device" if placement == "linear" else f"{wanted} stages per device, placement {placement}"
-        )
-        raise NotDefined(f"{name} is defined for {shape}")
+    _needs(problem, name, "loop", count >= 2, "a loop of at least two stages per device")
     return count
+
+
+def needs_v(problem: Problem, name: str) -> None:
+    """Refuse placements other than a V of two stages per device."""
+    _needs(problem, name, "v", len(problem.stages) == 2 * problem.devices, "a V of two stages per device")
+
+
+def needs_waves(problem: Problem, name: str) -> int:
+    """Return the number of waves, each of two stages per device; refuse other placements."""
+    count = len(problem.stages) // problem.devices
+    _needs(problem, name, "v", count >= 2 and count % 2 == 0, "waves of two stages per device each")
+    return count // 2
+
+
+def _needs(problem: Problem, name: str, placement: str, counted: bool, shape: str) -> None:
+    per_device = len(problem.stages) // problem.devices
+    owners = tuple(stage.device for stage in problem.stages)
+    if not counted or owners != stage_devices(placement, problem.devices, per_device):
+        raise NotDefined(f"{name} is defined for {shape}, which placement this is not")
 
 
 def needs_split(problem: Problem, name: str) -> None:

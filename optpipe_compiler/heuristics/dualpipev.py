@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.heuristics.common import NotDefined, Order, needs_placement, needs_split, numbered
+from optpipe_compiler.heuristics.common import NotDefined, Order, needs_v, needs_split, numbered
 from optpipe_compiler.schedule import Kind
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ F, I, W, B = Kind.F, Kind.I, Kind.W, Kind.B  # noqa: E741  (torch's letter)
 
 def dualpipev(problem: Problem) -> Order:
     """Return the order in its eight phases; peak 2P + 1 stage activations; at least 2P microbatches."""
-    needs_placement(problem, "dualpipev", "v", (2,))
+    needs_v(problem, "dualpipev")
     needs_split(problem, "dualpipev")
     if problem.microbatches < 2 * problem.devices:
         raise NotDefined(
@@ -42,7 +42,6 @@ def _steps(problem: Problem, device: int) -> list[tuple[Kind, int]]:
 def _drain(device: int, ahead: int, down: int, up: int) -> list[tuple[Kind, int]]:
     """Return the end: half way through the last backwards, weight gradients are split off and put off."""
     inputs = [up, down] * (device + 1) + [down] * ahead
-    fused = device + 1  # backwards before the split: half of the 2 (device + 1), one op earlier or later by parity
     fused = 2 * ((device + 1) // 2) + (0 if device % 2 else 1)
     late = inputs[fused:]
     steps: list[tuple[Kind, int]] = [(B, stage) for stage in inputs[:fused]]

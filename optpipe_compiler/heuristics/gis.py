@@ -12,7 +12,7 @@ from optpipe_compiler.heuristics.common import (
     Order,
     grouped,
     handed_over_early,
-    needs_placement,
+    needs_loop,
     one_forward_one_backward,
 )
 from optpipe_compiler.schedule import Kind
@@ -41,7 +41,7 @@ def generalised(problem: Problem, name: str, group: int) -> Order:
 
     The last group may be smaller (the paper has none such): its missing microbatches are left out of the order.
     """
-    per_device = needs_placement(problem, name, "loop", (2, 3, 4))
+    per_device = needs_loop(problem, name)
     devices, count = problem.devices, problem.microbatches
     padded = -(-count // group) * group
     orders = []

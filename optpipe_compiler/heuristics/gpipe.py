@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.heuristics.common import Order, needs_placement
+from optpipe_compiler.heuristics.common import Order, needs_linear
 from optpipe_compiler.schedule import Kind, Task
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def gpipe(problem: Problem) -> Order:
     """Return the order; peak M microbatches, bubble (P - 1)(F + B)."""
-    needs_placement(problem, "gpipe", "linear", (1,))
+    needs_linear(problem, "gpipe")
     return all_forwards_first(problem)
 
 

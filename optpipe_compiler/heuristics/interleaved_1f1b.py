@@ -8,7 +8,7 @@ from optpipe_compiler.heuristics.common import (
     NotDefined,
     Order,
     grouped,
-    needs_placement,
+    needs_loop,
     one_forward_one_backward,
 )
 from optpipe_compiler.schedule import Kind
@@ -23,7 +23,7 @@ def interleaved_1f1b(problem: Problem) -> Order:
     Peak (v - 1)P + 2(P - d) - 1 stage activations, bubble (P - 1)(F + B) / v. As in the paper, M is a multiple of P; for
     other M see `gis`, the same groups with a shorter warm-up.
     """
-    per_device = needs_placement(problem, "interleaved-1f1b", "loop", (2, 3, 4))
+    per_device = needs_loop(problem, "interleaved-1f1b")
     devices, count = problem.devices, problem.microbatches
     if count % devices:
         raise NotDefined(f"interleaved-1f1b needs a number of microbatches divisible by {devices} devices, not {count}")

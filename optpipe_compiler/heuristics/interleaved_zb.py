@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.heuristics.common import NotDefined, Order, grouped, needs_placement, needs_split
+from optpipe_compiler.heuristics.common import NotDefined, Order, grouped, needs_loop, needs_split
 from optpipe_compiler.schedule import Kind
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def interleaved_zb(problem: Problem) -> Order:
     Peak vP stage activations where M is a multiple of P. A round has g = M / max(1, M // P) microbatches, which must be a
     whole number (torch's relaxation of Megatron's rule).
     """
-    per_device = needs_placement(problem, "interleaved-zb", "loop", (2, 3, 4))
+    per_device = needs_loop(problem, "interleaved-zb")
     needs_split(problem, "interleaved-zb")
     devices, count = problem.devices, problem.microbatches
     rounds = max(1, count // devices)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.heuristics.common import Order, grouped, needs_placement, one_forward_one_backward
+from optpipe_compiler.heuristics.common import Order, grouped, needs_linear, one_forward_one_backward
 from optpipe_compiler.schedule import Kind
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def one_f_one_b(problem: Problem) -> Order:
     """Return the order: device d runs P - d - 1 forwards, then alternates; peak min(M, P - d) microbatches."""
-    needs_placement(problem, "1f1b", "linear", (1,))
+    needs_linear(problem, "1f1b")
     orders = []
     for device in range(problem.devices):
         forwards = grouped(Kind.F, [device], problem.microbatches, problem.microbatches)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.heuristics.common import Order, needs_placement, needs_split
+from optpipe_compiler.heuristics.common import Order, needs_linear, needs_split
 from optpipe_compiler.schedule import Kind, Task
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ def zb_h1(problem: Problem) -> Order:
     Device d warms up with P - d forwards like 1F1B and puts off its first d weight gradients, so that every device
     holds at most P microbatches between their forward and their weight gradient; the ones put off fill the drain.
     """
-    needs_placement(problem, "zb-h1", "linear", (1,))
+    needs_linear(problem, "zb-h1")
     needs_split(problem, "zb-h1")
     devices = problem.devices
     return [handcrafted(problem, device, devices - device, device) for device in range(devices)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.heuristics.common import Order, needs_placement, needs_split
+from optpipe_compiler.heuristics.common import Order, needs_linear, needs_split
 from optpipe_compiler.heuristics.zb_h1 import handcrafted
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ def zb_h2(problem: Problem) -> Order:
     Device d warms up with 2(P - d) - 1 forwards and puts off its first 2d weight gradients: at most 2P - 1 microbatches
     are open anywhere, and with F = I = W no device idles between its first and its last op (M >= 2P - 1).
     """
-    needs_placement(problem, "zb-h2", "linear", (1,))
+    needs_linear(problem, "zb-h2")
     needs_split(problem, "zb-h2")
     devices = problem.devices
     return [handcrafted(problem, device, 2 * (devices - device) - 1, 2 * device) for device in range(devices)]

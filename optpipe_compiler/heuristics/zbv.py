@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.heuristics.common import Order, needs_placement, needs_split, numbered
+from optpipe_compiler.heuristics.common import Order, needs_v, needs_split, numbered
 from optpipe_compiler.schedule import Kind
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ def zbv(problem: Problem) -> Order:
 
     For fewer microbatches it is the order of 2P - 1 with the missing ones left out.
     """
-    needs_placement(problem, "zbv", "v", (2,))
+    needs_v(problem, "zbv")
     needs_split(problem, "zbv")
     return [numbered(_steps(problem, device), problem.microbatches) for device in range(problem.devices)]
 

@@ -15,12 +15,18 @@ if TYPE_CHECKING:
     from optpipe_compiler.solver.variables import Variables
 
 
-def add_hint(model: cp_model.CpModel, v: Variables, schedule: Schedule, objective: str) -> None:
-    """Hint every variable, those of absent tasks included: only complete hints help CP-SAT."""
-    hints: dict[int, int] = {v.makespan.index: value(schedule, objective)}
+def add_hint(
+    model: cp_model.CpModel,
+    v: Variables,
+    schedule: Schedule,
+    objective: str,
+    extra: dict[int, int] | None = None,
+) -> None:
+    """Hint every variable, those of absent tasks and `extra` included: only complete hints help CP-SAT."""
+    hints: dict[int, int] = {v.makespan.index: value(schedule, objective)} | (extra or {})
     previous: dict[int, dict[str, int]] = {}
     for (s, m), a in v.activations.items():
-        numbers = _of_activation(schedule, s, m, previous.get(s, {}))
+        numbers = of_activation(schedule, s, m, previous.get(s, {}))
         previous[s] = numbers
         hints |= {getattr(a, name).index: number for name, number in numbers.items()}
     for length, start, end in v.lengths:
@@ -39,7 +45,7 @@ def _evaluate(expression: cp_model.LinearExprT, hints: dict[int, int]) -> int:
     return flat.offset + sum(c * hints[var.index] for var, c in zip(flat.vars, flat.coeffs, strict=True))
 
 
-def _of_activation(schedule: Schedule, s: int, m: int, before: dict[str, int]) -> dict[str, int]:
+def of_activation(schedule: Schedule, s: int, m: int, before: dict[str, int]) -> dict[str, int]:
     """Return the value of every field of an Activation; absent tasks stand right after their predecessors."""
     starts = schedule.starts
     fused = Task(Kind.B, s, m) in starts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import queue
 import subprocess
@@ -25,7 +26,10 @@ def search(request: Request, on_event: Callable[[Event], None], stop_at: float) 
     KeyboardInterrupt. A child that dies by itself (out of memory) gives "DIED".
     """
     child = subprocess.Popen(
-        [sys.executable, "-m", "optpipe_compiler.solver.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-m", "optpipe_compiler.solver.worker"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     assert child.stdin is not None
     assert child.stdout is not None

@@ -53,14 +53,15 @@ class Variables:
 def create(model: cp_model.CpModel, problem: Problem, horizon: int) -> Variables:
     """Create the variables with the domains that the instance allows."""
     activations = {
-        (s, m): _activation(model, problem, s, m, horizon)
+        (s, m): create_activation(model, problem, s, m, horizon)
         for s in range(len(problem.stages))
         for m in range(problem.microbatches)
     }
     return Variables(horizon, activations, model.new_int_var(0, horizon, "makespan"))
 
 
-def _activation(model: cp_model.CpModel, problem: Problem, s: int, m: int, horizon: int) -> Activation:
+def create_activation(model: cp_model.CpModel, problem: Problem, s: int, m: int, horizon: int) -> Activation:
+    """Create the variables of one stage and microbatch."""
     def time(name: str) -> Var:
         return model.new_int_var(0, horizon, f"{name}_{s}_{m}")
 

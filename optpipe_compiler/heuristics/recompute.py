@@ -1,0 +1,50 @@
+"""Full recomputation (Chen et al., 2016, arXiv:1604.06174) on top of a published schedule.
+
+A forward keeps nothing but its input, and right before its backward it is run again. Where Megatron and PipeOffload
+(arXiv:2503.01328 section 5) recompute only some stages of a device, they take the lowest, which live longest.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.heuristics.common import NotDefined
+from optpipe_compiler.schedule import Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from optpipe_compiler.heuristics.common import Order
+    from optpipe_compiler.problem import Problem
+    from optpipe_compiler.schedule import Task
+
+
+def recomputing(name: str, schedule: Callable[[Problem], Order], per_device: int | None = None) -> Callable[[Problem], Order]:
+    """Return `schedule` with the lowest `per_device` stages of each device recomputed; None: all stages."""
+
+    def recomputed(problem: Problem) -> Order:
+        orders = schedule(problem)
+        chosen = lowest_stages(problem, name, per_device)
+        if not problem.freedom.recompute:
+            raise NotDefined(f"{name} recomputes activations, which --no-recompute forbids")
+        unable = sorted(stage for stage in chosen if not problem.can_recompute(stage))
+        if unable:
+            raise NotDefined(f"{name} recomputes stage {unable[0]}, whose input is as large as all that it saves")
+        return [list(_again(order, chosen)) for order in orders]
+
+    return recomputed
+
+
+def lowest_stages(problem: Problem, name: str, per_device: int | None) -> set[int]:
+    """Return the lowest `per_device` stages of each device; refuse if that is all or more than there are."""
+    owned = len(problem.stages) // problem.devices
+    if per_device is not None and per_device >= owned:
+        raise NotDefined(f"{name} is defined for more than {per_device} stages per device, not {owned}")
+    return {stage for device in range(problem.devices) for stage in problem.stages_of(device)[:per_device]}
+
+
+def _again(order: list[Task], stages: set[int]) -> Iterable[Task]:
+    for task in order:
+        if task.stage in stages and task.kind in (Kind.I, Kind.B):
+            yield task._replace(kind=Kind.R)
+        yield task

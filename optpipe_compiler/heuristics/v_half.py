@@ -1,0 +1,24 @@
+"""V-Half (Qi et al., Pipeline Parallelism with Controllable Memory, 2024, arXiv:2405.15362 section 3.3)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.heuristics.common import Order, needs_v, needs_split
+from optpipe_compiler.heuristics.v_pattern import Block, repeated
+
+if TYPE_CHECKING:
+    from optpipe_compiler.problem import Problem
+
+
+def v_half(problem: Problem) -> Order:
+    """Return the order with about half the memory of 1F1B: peak at most P + 2 stage activations."""
+    needs_v(problem, "v-half")
+    needs_split(problem, "v-half")
+    return repeated(problem, _block)
+
+
+def _block(devices: int, device: int) -> Block:
+    """Forwards wait a slot per hop on the way down, none on the way up; input gradients likewise."""
+    turn = 3 * devices + (0 if devices % 2 else 3)
+    return Block(2 * device, 3 * devices - 2 - device, turn - 1 + 2 * device, turn + 3 * devices - 2 - device)

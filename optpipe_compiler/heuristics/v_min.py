@@ -1,0 +1,24 @@
+"""V-Min (Qi et al., Pipeline Parallelism with Controllable Memory, 2024, arXiv:2405.15362 section 3.3)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.heuristics.common import Order, needs_v, needs_split
+from optpipe_compiler.heuristics.v_pattern import Block, repeated
+
+if TYPE_CHECKING:
+    from optpipe_compiler.problem import Problem
+
+
+def v_min(problem: Problem) -> Order:
+    """Return the order with about a third of the memory of 1F1B: peak at most 2 ((P + 4) // 3) stage activations."""
+    needs_v(problem, "v-min")
+    needs_split(problem, "v-min")
+    return repeated(problem, _block)
+
+
+def _block(devices: int, device: int) -> Block:
+    """No pass waits; where P is a multiple of 3 two slots before the gradients keep repetitions apart."""
+    turn = 2 * devices + (0 if devices % 3 else 2)
+    return Block(device, 2 * devices - 1 - device, turn + device, turn + 2 * devices - 1 - device)

@@ -1,0 +1,189 @@
+"""Building blocks for a V of stages (Qi et al., Pipeline Parallelism with Controllable Memory, 2024, arXiv:2405.15362).
+
+Section 3: the passes of one microbatch are laid out once and repeated every six slots (F = I = W = one slot per stage);
+weight gradients fill the gaps. Section 3.4 then squeezes the schedule and moves the passes of warm-up and drain forward
+in time, as far as data and the peak of the steady state allow.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+from optpipe_compiler.schedule import Kind, Task
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from optpipe_compiler.heuristics.common import Order
+    from optpipe_compiler.problem import Problem
+
+PERIOD = 6
+Slots = dict[Task, int]
+
+
+class Block(NamedTuple):
+    """Slots of one microbatch on one device: forwards down and up the V, input gradients down and up again."""
+
+    forward_down: int
+    forward_up: int
+    input_up: int
+    input_down: int
+
+
+def repeated(problem: Problem, block: Callable[[int, int], Block]) -> Order:
+    """Return the order that repeats `block(devices, device)` for all microbatches."""
+    return _Pattern(problem, block).orders()
+
+
+class _Pattern:
+    """Per device the slots of its passes, improved step by step."""
+
+    def __init__(self, problem: Problem, block: Callable[[int, int], Block]) -> None:
+        self.devices = problem.devices
+        self.count = problem.microbatches
+        self.last = 2 * problem.devices - 1
+        self.rows: list[Slots] = []
+        for device in range(problem.devices):
+            slots = block(problem.devices, device)
+            assert len({slot % PERIOD for slot in slots}) == 4, "the block collides with its repetition"
+            passes = zip(((Kind.F, 0), (Kind.F, 1), (Kind.I, 1), (Kind.I, 0)), slots, strict=True)
+            self.rows.append(
+                {
+                    Task(kind, self.last - device if up else device, m): slot + PERIOD * m
+                    for (kind, up), slot in passes
+                    for m in range(self.count)
+                }
+            )
+
+    def orders(self) -> Order:
+        self.rows = [with_weights(row) for row in self.rows]
+        peak = max(max(_levels(row)) for row in self.rows)
+        self._compact(self._first_steady(), peak, warmup=True)
+        self._compact(self._last_steady(), peak, warmup=False)
+        self._squeeze()
+        self._tighten_drain(self._last_steady(), peak)
+        return [sorted(row, key=lambda task: row[task]) for row in self.rows]
+
+    def _first_steady(self) -> int:
+        """The slot of the first input gradient of stage 0."""
+        return self.rows[0][Task(Kind.I, 0, 0)]
+
+    def _last_steady(self) -> int:
+        """The slot of the last forward of stage 0."""
+        return self.rows[0][Task(Kind.F, 0, self.count - 1)]
+
+    def _owner(self, stage: int) -> int:
+        return min(stage, self.last - stage)
+
+    def _slot(self, task: Task) -> int:
+        return self.rows[self._owner(task.stage)].get(task, -1)
+
+    def _earliest(self, task: Task) -> int:
+        """The first slot that data and the order of microbatches allow."""
+        kind, stage, microbatch = task
+        if kind is Kind.F:
+            before = Task(kind, stage - 1, microbatch)
+        elif kind is Kind.W:
+            before = Task(Kind.I, stage, microbatch)
+        else:
+            before = Task(kind, stage + 1, microbatch) if stage < self.last else Task(Kind.F, stage, microbatch)
+        return 1 + max(self._slot(before), self._slot(task._replace(microbatch=microbatch - 1)))
+
+    def _sequence(self) -> list[tuple[int, int, Task]]:
+        return sorted((slot, device, task) for device, row in enumerate(self.rows) for task, slot in row.items())
+
+    def _compact(self, border: int, peak: int, *, warmup: bool) -> None:
+        """Move each pass of the warm-up (before slot `border`) or drain (after it) to the first slot it may have."""
+        taken = [{slot for slot in row.values()} for row in self.rows]
+        levels = [_levels(row) for row in self.rows]
+        for slot, device, task in self._sequence():
+            if slot >= border if warmup else slot <= border:
+                continue
+            level = levels[device]
+            first = self._earliest(task)
+            if task.kind is Kind.F:
+                first = max([first, *(t + 1 for t in range(first, slot) if level[t] >= peak)])
+            to = next((t for t in range(first, slot) if t not in taken[device]), slot)
+            taken[device].remove(slot)
+            taken[device].add(to)
+            self.rows[device][task] = to
+            change = {Kind.F: 1, Kind.W: -1}.get(task.kind, 0)
+            for t in range(to, slot):
+                level[t] += change
+
+    def _squeeze(self) -> None:
+        """Let every pass run as soon as its device and its data are there, the order kept."""
+        free = [0] * self.devices
+        for _, device, task in self._sequence():
+            start = max(free[device], self._earliest(task))
+            self.rows[device][task] = start
+            free[device] = start + 1
+
+    def _tighten_drain(self, border: int, peak: int) -> None:
+        """Move the drain's passes forward once more, now ahead of weight gradients, which fill the gaps that are left."""
+        start = border - 2 * PERIOD
+        held = [_Held.at(row, start) for row in self.rows]
+        self.rows = [{task: slot for task, slot in row.items() if task.kind is not Kind.W} for row in self.rows]
+        drains = [{task: slot for task, slot in row.items() if slot > start} for row in self.rows]
+        for slot, device, task in self._sequence():
+            if slot <= border:
+                continue
+            drain = drains[device]
+            taken = set(drain.values())
+            for to in range(max(self._earliest(task), start + 1), slot):
+                if to in taken:
+                    continue
+                drain[task] = self.rows[device][task] = to
+                if held[device].highest(drain) <= peak:
+                    break
+                drain[task] = self.rows[device][task] = slot
+        self.rows = [with_weights(row) for row in self.rows]
+
+
+class _Held(NamedTuple):
+    """Where a device stands after `slot`: stage activations held, weight gradients due."""
+
+    slot: int
+    level: int
+    due: int
+
+    @classmethod
+    def at(cls, row: Slots, slot: int) -> _Held:
+        count = Counter(task.kind for task, when in row.items() if when <= slot)
+        return cls(slot, count[Kind.F] - count[Kind.W], count[Kind.I] - count[Kind.W])
+
+    def highest(self, passes: Slots) -> int:
+        """Return the most that is held if `passes` follow and weight gradients fill the gaps between them."""
+        slot, level, due = self
+        top = level
+        for following, task in sorted((slot, task) for task, slot in passes.items()):
+            filled = min(due, following - slot - 1)
+            level += (task.kind is Kind.F) - filled
+            due += (task.kind is Kind.I) - filled
+            slot, top = following, max(top, level)
+        return top
+
+
+def with_weights(row: Slots) -> Slots:
+    """Return the row with the weight gradients in its gaps, each as soon as one is due."""
+    result = dict(row)
+    waiting: deque[Task] = deque()
+    passes = sorted((slot, task) for task, slot in row.items())
+    for (slot, task), (following, _) in pairwise([*passes, (passes[-1][0] + 1 + len(row), passes[-1][1])]):
+        if task.kind is Kind.I:
+            waiting.append(task._replace(kind=Kind.W))
+        for gap in range(slot + 1, following):
+            if not waiting:
+                break
+            result[waiting.popleft()] = gap
+    return result
+
+
+def _levels(row: Slots) -> list[int]:
+    """Return how many stage activations are held after each slot."""
+    changes = [0] * (max(row.values()) + 1)
+    for task, slot in row.items():
+        changes[slot] += {Kind.F: 1, Kind.W: -1}.get(task.kind, 0)
+    return list(accumulate(changes))

@@ -1,0 +1,134 @@
+"""Improve a stretch of a schedule while the rest keeps its shape.
+
+Ops that run in the window [begin, end) are free. Ops before it stay. Ops after it all move earlier by the same amount,
+and that amount is maximised; in a window that reaches the end of the schedule the makespan is minimised instead. The
+model has only the microbatches that have an op in the window, so its size does not grow with their number.
+
+Why the rest stays feasible: every free op completes at the latest where the window ended, or where it completed before
+if that was later, less the amount. So at any time after the window the state of every lane and of the memory is that
+of the old schedule, moved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.schedule import Kind, Schedule, Task, duration
+from optpipe_compiler.solver import constraints, hint
+from optpipe_compiler.solver.variables import Activation, Variables, create_activation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ortools.sat.python import cp_model
+
+    from optpipe_compiler.solver.variables import Expr
+
+
+@dataclass(frozen=True)
+class Window:
+    """A stretch of time in ticks."""
+
+    begin: int
+    end: int
+
+
+class Model:
+    """The window's model; `variables` covers the microbatches that it touches."""
+
+    def __init__(self, model: cp_model.CpModel, schedule: Schedule, window: Window) -> None:
+        self.model = model
+        self.schedule = schedule
+        self.window = window
+        self.last = max(map(schedule.end, schedule.starts))
+        self.closing = window.end >= self.last
+        self.gain = model.new_int_var(0, 0 if self.closing else window.end - window.begin, "gain")
+        touched = {task.microbatch for task in schedule.starts if self._runs(task)}
+        self.microbatches = range(min(touched), max(touched) + 1)
+        stages = range(len(schedule.problem.stages))
+        activations = {(s, m): self._activation(s, m) for s in stages for m in self.microbatches}
+        self.variables = Variables(self.last, activations, model.new_int_var(0, self.last, "makespan"))
+        constraints.add_all(model, schedule.problem, self.variables)
+        self._minimise()
+        hint.add_hint(model, self.variables, schedule, "makespan", extra={self.gain.index: 0})
+
+    def _runs(self, task: Task) -> bool:
+        return self.schedule.starts[task] < self.window.end and self.schedule.end(task) > self.window.begin
+
+    def _free(self, task: Task) -> bool:
+        return self.window.begin <= self.schedule.starts[task] < self.window.end
+
+    def _activation(self, s: int, m: int) -> Activation:
+        """Variables for what is free; constants, moved by the gain after the window, for the rest."""
+        present = [task for kind in Kind if (task := Task(kind, s, m)) in self.schedule.starts]
+        whole = all(self._free(task) for task in present)
+        made = create_activation(self.model, self.schedule.problem, s, m, self.last)
+        values = hint.of_activation(self.schedule, s, m, {})
+        fields = {
+            "forward": (Kind.F,),
+            "backward": (Kind.I, Kind.B),
+            "weight": (Kind.W,),
+            "away": (Kind.D,),
+            "back": (Kind.H,),
+            "again": (Kind.R,),
+        }
+        for name, kinds in fields.items():
+            for kind in kinds:
+                task = Task(kind, s, m)
+                if task in self.schedule.starts:
+                    self._place(task, getattr(made, name))
+        if not whole:
+            for name in ("split", "keep", "offload", "recompute"):
+                self.model.add(getattr(made, name) == int(values[name]))
+        self._bound_ends(made, present, whole)
+        return made
+
+    def _place(self, task: Task, start: Expr) -> None:
+        begin = self.schedule.starts[task]
+        if begin < self.window.begin:
+            self.model.add(start == begin)
+        elif begin >= self.window.end:
+            self.model.add(start == begin - self.gain)
+        else:
+            self.model.add(start >= self.window.begin)
+
+    def _bound_ends(self, made: Activation, present: list[Task], whole: bool) -> None:
+        """Free ops are over where the window ended, or where they were over before, less the gain."""
+        problem = self.schedule.problem
+        if self.closing:
+            return
+        if whole:
+            self.model.add(made.release <= self.window.end - self.gain)
+            return
+        for task in present:
+            if self._free(task):
+                latest = max(self.window.end, self.schedule.end(task))
+                self.model.add(_start(made, task.kind) <= latest - self.gain - duration(problem, task))
+
+    def _minimise(self) -> None:
+        v = self.variables
+        if self.closing:
+            for a in v.activations.values():
+                self.model.add(v.makespan >= a.release)
+        else:
+            self.model.add(v.makespan == self.last - self.gain)
+        self.model.minimize(v.makespan)
+
+    def starts(self, read: Callable[[cp_model.LinearExprT], int]) -> dict[Task, int]:
+        """Return the whole schedule's starts with the window's solution in it."""
+        gain = read(self.gain)
+        starts = {
+            task: start - gain if start >= self.window.end else start
+            for task, start in self.schedule.starts.items()
+            if task.microbatch not in self.microbatches
+        }
+        return starts | hint.starts_of(self.schedule.problem, self.variables, read)
+
+
+def _start(made: Activation, kind: Kind) -> Expr:
+    names = ("forward", "backward", "weight", "backward", "again", "away", "back")
+    result: Expr = getattr(made, names[kind])
+    return result
+
+

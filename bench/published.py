@@ -1,12 +1,14 @@
 """Every published schedule on the instances of the project's two reference tables, beside the figures recorded there.
 
-    python bench/published.py [--table unit|gpt] [--case 8x32] [--all]
+    python bench/published.py [--table unit|gpt] [--case 8x32] [--alone] [--all]
 
-For each cap (in whole-device activations of one microbatch) three makespans: the figure of the reference (their authors'
+For each cap (in whole-device activations of one microbatch) three makespans: the figure of the reference (the authors'
 generators on a neutral simulator), the best schedule whose own peak fits, and the best one when those that do not fit
-run in the same order under the cap, each task waiting for its memory. Two rules differ from the reference: our links
-always run at the rate of both directions busy, and an activation counts from the start of its forward to the end of the
-last op that reads it.
+run in the same order under the cap, each task waiting for its memory. `!` marks a worse figure than the reference's.
+
+One rule differs from the reference: our links always run at the rate of both directions busy, theirs only while both
+are. That costs most while the pipeline fills, when nothing comes back yet. `--alone` charges the other extreme, the
+rate of one direction alone.
 """
 
 from __future__ import annotations
@@ -14,13 +16,16 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from optpipe_compiler.heuristics import PLACEMENTS, NotDefined, published
 from optpipe_compiler.placement import layout
 from optpipe_compiler.problem import Caps, Freedom, Problem, build
-from optpipe_compiler.schedule import Schedule
 from optpipe_compiler.simulate import Stuck, peaks, retime
 from optpipe_compiler.uniform import NS_PER_MS, UniformOptions, uniform_profile
+
+if TYPE_CHECKING:
+    from optpipe_compiler.schedule import Schedule
 
 LAYERS = {1: 4, 2: 4, 3: 12, 4: 4}
 """Layers per device by stages per device: four, or, where thirds are needed, twelve of a third the size."""
@@ -96,7 +101,7 @@ def fitting(found: list[Found], cap: float) -> Found | None:
 
 
 def held_back(found: list[Found], cap: float, best: Found | None) -> Found | None:
-    """Return the fastest schedule under `cap` when those that do not fit wait for memory; `best` is the best that fits."""
+    """Return the fastest schedule under `cap` when those that do not fit wait for memory; `best` fits as it is."""
     for item in found:
         if best is not None and item.makespan >= best.makespan:
             break
@@ -119,8 +124,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--table", choices=sorted(COSTS), help="only this one of the two tables")
     parser.add_argument("--case", help="only this case, such as 8x32 for 8 devices and 32 microbatches")
+    parser.add_argument("--alone", action="store_true", help="links at the rate of one direction alone")
     parser.add_argument("--all", action="store_true", help="list every schedule on every placement, too")
     arguments = parser.parse_args()
+    if arguments.alone:
+        COSTS.update({table: replace(costs, duplex_slowdown=1.0) for table, costs in COSTS.items()})
     tables = [arguments.table] if arguments.table else sorted(COSTS, reverse=True)
     for table in tables:
         for (devices, microbatches), reference in REFERENCE[table].items():

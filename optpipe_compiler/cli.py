@@ -205,6 +205,8 @@ def compile_command(profile_path: Path, output: Path, as_json: bool, mem: int | 
     with ProgressLine(_console(stderr=True)) as line:
         result = driver.compile_schedule(costs, chosen, line.update)
     write_atomically(output, ir.to_text(result.schedule))
+    for note in result.notes:
+        click.echo(f"optpipe: {note}", err=True)
     if as_json:
         click.echo(msgspec.json.encode(_report(result)))
         return

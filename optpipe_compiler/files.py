@@ -40,12 +40,14 @@ def decode(text: str, kind: type[T], name: str, *, format: str, version: int, re
         raw = msgspec.json.decode(text)
     except msgspec.DecodeError as error:
         raise BadInput(f"{name}: is not complete JSON: {error}") from error
-    if not isinstance(raw, dict) or raw.get("format") != format:
-        found = raw.get("format") if isinstance(raw, dict) else type(raw).__name__
-        raise BadInput(f"{name}: $.format is {found!r}, expected {format!r}")
+    if not isinstance(raw, dict):
+        raise BadInput(f"{name}: $ is {_short(raw)}, expected an object")
+    if raw.get("format") != format:
+        raise BadInput(f"{name}: $.format is {_short(raw.get('format'))}, expected {_short(format)}")
     for field in ("version", "revision"):
-        if not isinstance(raw.get(field), int) or isinstance(raw.get(field), bool):
-            raise BadInput(f"{name}: $.{field} is {raw.get(field)!r}, expected an integer")
+        value = raw.get(field)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise BadInput(f"{name}: $.{field} is {_short(value)}, expected an integer of at least 0")
     if not 1 <= raw["version"] <= version:
         raise BadInput(
             f"{name}: $.version is {raw['version']}, expected 1 to {version}; "
@@ -145,8 +147,14 @@ def _spreads(value: Any) -> bool:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to a temporary name beside `path` and rename it, so that an interrupted write loses nothing."""
+    """Write `text` to a temporary name beside `path` and rename it, so that an interrupted write loses nothing.
+
+    What is no file (/dev/stdout, a pipe) is written to, not replaced.
+    """
     try:
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+            return
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
         raise BadInput(f"{path}: cannot be written: {error.strerror}") from error

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 PLACEMENTS = ("linear", "loop", "v")
 
@@ -51,24 +52,28 @@ def layout(name: str, devices: int, per_device: int, work: Sequence[int]) -> Lay
 def _balanced_cuts(work: Sequence[int], parts: int) -> tuple[int, ...]:
     """Cut `work` into `parts` non-empty runs that minimise the largest sum, then the sum of squares.
 
-    Dynamic programming over prefixes: O(parts x layers^2), layers being at most a few hundred.
+    Dynamic programming over prefixes, once for each: O(parts x layers^2), layers being at most a few hundred.
     """
-    prefix = [0]
-    for item in work:
-        prefix.append(prefix[-1] + item)
-    count = len(work)
-    best: list[tuple[int, int, tuple[int, ...]] | None] = [None] * (count + 1)
-    best[0] = (0, 0, (0,))
+    prefix = list(accumulate(work, initial=0))
+    lightest = _best_cuts(prefix, parts, prefix[-1], lambda value, size: max(value, size))[0]
+    return _best_cuts(prefix, parts, lightest, lambda value, size: value + size * size)[1]
+
+
+def _best_cuts(
+    prefix: Sequence[int], parts: int, limit: int, extend: Callable[[int, int], int]
+) -> tuple[int, tuple[int, ...]]:
+    """Return the least value and its cuts; `extend` adds a run to a value, and no run may sum to more than `limit`."""
+    count = len(prefix) - 1
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, (0,))}
     for part in range(1, parts + 1):
-        row: list[tuple[int, int, tuple[int, ...]] | None] = [None] * (count + 1)
+        row = {}
         for end in range(part, count - (parts - part) + 1):
-            row[end] = min(
-                (max(state[0], size), state[1] + size * size, (*state[2], end))
-                for begin in range(part - 1, end)
-                if (state := best[begin]) is not None
-                for size in (prefix[end] - prefix[begin],)
-            )
+            options = [
+                (extend(value, size), (*cuts, end))
+                for begin, (value, cuts) in best.items()
+                if begin < end and (size := prefix[end] - prefix[begin]) <= limit
+            ]
+            if options:
+                row[end] = min(options)
         best = row
-    final = best[count]
-    assert final is not None
-    return final[2]
+    return best[count]

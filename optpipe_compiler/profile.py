@@ -75,7 +75,7 @@ class Layer(Record, frozen=True, kw_only=True):
 class P2P(Record, frozen=True, kw_only=True):
     """Cost of a message between two devices: latency plus bytes over bandwidth (no bandwidth: latency only)."""
 
-    devices: tuple[int, int] | None = None
+    devices: tuple[Count, Count] | None = None
     """The pair this entry is about; absent: every pair that has no entry of its own."""
     latency_ns: Cost = 0
     bytes_per_s: Cost | None = None
@@ -194,6 +194,21 @@ def _check_machine(machine: Machine, name: str) -> None:
             owner[device] = index
     if sum(link.devices is None for link in machine.links) > 1:
         raise BadInput(f"{name}: $.machine.links: more than one entry has no devices, expected at most one default")
+    _check_messages(machine, name)
+
+
+def _check_messages(machine: Machine, name: str) -> None:
+    known: dict[frozenset[int] | None, int] = {}
     for index, entry in enumerate(machine.p2p):
+        path = f"{name}: $.machine.p2p[{index}]"
         if entry.bytes_per_s is not None and value_of(entry.bytes_per_s) < 1:
-            raise BadInput(f"{name}: $.machine.p2p[{index}].bytes_per_s is 0, expected at least 1")
+            raise BadInput(f"{path}.bytes_per_s is 0, expected at least 1")
+        pair = None if entry.devices is None else frozenset(entry.devices)
+        if entry.devices is not None and (len(set(entry.devices)) < 2 or max(entry.devices) >= machine.devices):
+            raise BadInput(
+                f"{path}.devices is {list(entry.devices)}, expected two devices of 0 to {machine.devices - 1}"
+            )
+        if pair in known:
+            about = "every other pair" if entry.devices is None else f"the pair {list(entry.devices)}"
+            raise BadInput(f"{path} is about {about}, which p2p[{known[pair]}] is about already")
+        known[pair] = index

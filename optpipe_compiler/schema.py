@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -20,6 +21,8 @@ def schema(name: str) -> dict[str, Any]:
     """Return the schema of one file; unknown fields are refused, as the tool does at a known revision."""
     result = msgspec.json.schema(FILES[name])
     for definition in result["$defs"].values():
+        if "description" in definition:  # Python 3.13 strips the indentation of docstrings, earlier ones keep it
+            definition["description"] = inspect.cleandoc(definition["description"])
         if definition.get("type") == "object":
             definition["additionalProperties"] = False
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **result}

@@ -53,11 +53,24 @@ def problem(
     return Problem(
         devices,
         microbatches,
-        tuple(replace(stage, device=place) for place in places),
+        tuple(_placed(stage, index, places) for index in range(len(places))),
         tuple(device if links else None for device in range(devices)),
         (cap,) * devices,
         None,
         freedom,
+    )
+
+
+def _placed(stage: Stage, index: int, places: tuple[int, ...]) -> Stage:
+    """The stage on its device; messages take time between different devices only."""
+    here = places[index]
+    sends = index + 1 < len(places) and places[index + 1] != here
+    returns = index > 0 and places[index - 1] != here
+    return replace(
+        stage,
+        device=here,
+        send_activation=stage.send_activation if sends else 0,
+        send_gradient=stage.send_gradient if returns else 0,
     )
 
 

@@ -34,13 +34,17 @@ def test_a_size_is_read_with_its_unit(text, size):
     assert parse_bytes(text, "--mem") == size
 
 
-@given(whole=st.integers(0, 10**6), digits=st.text("0123456789", min_size=1, max_size=6), unit=st.sampled_from([*FACTORS]))
+@given(
+    whole=st.integers(0, 10**6), digits=st.text("0123456789", min_size=1, max_size=6), unit=st.sampled_from([*FACTORS])
+)
 def test_a_decimal_size_is_exact_and_rounded_down(whole, digits, unit):
     text = f"{whole}.{digits}"
     assert parse_bytes(text + unit, "--mem") == int(Fraction(text) * FACTORS[unit])
 
 
-@pytest.mark.parametrize("text", ["", "GB", "40XB", "40G", "-1GB", "1e9", "1.5.2GB", ".5GB", "1_000", "inf", "nan", "4 0GB"])
+@pytest.mark.parametrize(
+    "text", ["", "GB", "40XB", "40G", "-1GB", "1e9", "1.5.2GB", ".5GB", "1_000", "inf", "nan", "4 0GB"]
+)
 def test_a_wrong_size_is_refused_with_option_value_and_expectation(text):
     with pytest.raises(BadInput, match=f"^--mem is {re.escape(repr(text))}, expected a size such as 40GB, "):
         parse_bytes(text, "--mem")

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from optpipe_compiler.heuristics.bfs import bfs
 from optpipe_compiler.heuristics.common import NotDefined, Order, Recipe
 from optpipe_compiler.heuristics.dualpipev import dualpipev
-from optpipe_compiler.heuristics.gis import gis, gis_h
+from optpipe_compiler.heuristics.gis import gis, gis_h, gis_m
+from optpipe_compiler.heuristics.gis_uniform import gis_h_uniform
 from optpipe_compiler.heuristics.gpipe import gpipe
 from optpipe_compiler.heuristics.hanayo import hanayo
 from optpipe_compiler.heuristics.interleaved_1f1b import interleaved_1f1b
@@ -20,7 +21,7 @@ from optpipe_compiler.heuristics.interleaved_zb import interleaved_zb
 from optpipe_compiler.heuristics.one_f_one_b import one_f_one_b
 from optpipe_compiler.heuristics.pipeoffload import offloading, po_f, po_h
 from optpipe_compiler.heuristics.recompute import recomputing
-from optpipe_compiler.heuristics.timing import timed
+from optpipe_compiler.heuristics.transfers import timed
 from optpipe_compiler.heuristics.v_half import v_half
 from optpipe_compiler.heuristics.v_min import v_min
 from optpipe_compiler.heuristics.zb_h1 import zb_h1
@@ -60,11 +61,20 @@ _CATALOGUE: dict[str, tuple[Callable[[Problem], Order | Recipe], tuple[Placed, .
     "v-min": (v_min, V),
     "dualpipev": (dualpipev, V),
     "gis": (gis, LOOP_ANY),
+    "gis-m": (gis_m, LOOP_ANY),
     "gis-h": (gis_h, LOOP_ANY),
+    "gis-h-uniform": (gis_h_uniform, LOOP_ANY),
     "po-h": (po_h, LOOP_ANY),
     "po-f": (po_f, LOOP_ANY),
-    "gis-offload-1": (offloading("gis-offload-1", gis, 1), LOOP_ANY[1:]),
+    "po-1": (offloading("po-1", gis_h_uniform, 1), LOOP_ANY[1:]),
+    "po-3": (offloading("po-3", gis_h_uniform, 3), LOOP_ANY[2:]),
+    "gis-offload-1": (offloading("gis-offload-1", gis, 1), LOOP_ANY),
+    "gis-offload-2": (offloading("gis-offload-2", gis, 2), LOOP_ANY[1:]),
     "gis-offload-3": (offloading("gis-offload-3", gis, 3), LOOP_ANY[2:]),
+    "gis-offload": (offloading("gis-offload", gis), LOOP_ANY),
+    "gis-m-offload-1": (offloading("gis-m-offload-1", gis_m, 1), LOOP_ANY),
+    "gis-m-offload-2": (offloading("gis-m-offload-2", gis_m, 2), LOOP_ANY[1:]),
+    "gis-m-offload-3": (offloading("gis-m-offload-3", gis_m, 3), LOOP_ANY[2:]),
     "gis-h-offload-1": (offloading("gis-h-offload-1", gis_h, 1), LOOP_ANY),
     "gis-h-offload-2": (offloading("gis-h-offload-2", gis_h, 2), LOOP_ANY[1:]),
     "gis-h-offload-3": (offloading("gis-h-offload-3", gis_h, 3), LOOP_ANY[2:]),
@@ -73,14 +83,15 @@ _CATALOGUE: dict[str, tuple[Callable[[Problem], Order | Recipe], tuple[Placed, .
     "1f1b-recompute": (recomputing("1f1b-recompute", one_f_one_b), LINEAR),
     "interleaved-1f1b-recompute": (recomputing("interleaved-1f1b-recompute", interleaved_1f1b), LOOP),
     "interleaved-zb-recompute": (recomputing("interleaved-zb-recompute", interleaved_zb), LOOP),
-    "gis-recompute-1": (recomputing("gis-recompute-1", gis, 1), LOOP_ANY),
-    "gis-recompute-2": (recomputing("gis-recompute-2", gis, 2), LOOP_ANY[1:]),
-    "gis-recompute-3": (recomputing("gis-recompute-3", gis, 3), LOOP_ANY[2:]),
     "gis-recompute": (recomputing("gis-recompute", gis), LOOP_ANY),
     "gis-h-recompute-1": (recomputing("gis-h-recompute-1", gis_h, 1), LOOP_ANY),
     "gis-h-recompute-2": (recomputing("gis-h-recompute-2", gis_h, 2), LOOP_ANY[1:]),
     "gis-h-recompute-3": (recomputing("gis-h-recompute-3", gis_h, 3), LOOP_ANY[2:]),
     "gis-h-recompute": (recomputing("gis-h-recompute", gis_h), LOOP_ANY),
+    "gis-h-uniform-recompute-1": (recomputing("gis-h-uniform-recompute-1", gis_h_uniform, 1), LOOP_ANY),
+    "gis-h-uniform-recompute-2": (recomputing("gis-h-uniform-recompute-2", gis_h_uniform, 2), LOOP_ANY[1:]),
+    "gis-h-uniform-recompute-3": (recomputing("gis-h-uniform-recompute-3", gis_h_uniform, 3), LOOP_ANY[2:]),
+    "gis-h-uniform-recompute": (recomputing("gis-h-uniform-recompute", gis_h_uniform), LOOP_ANY),
 }
 
 PUBLISHED: dict[str, Callable[[Problem], Order | Recipe]] = {name: entry[0] for name, entry in _CATALOGUE.items()}
@@ -90,8 +101,8 @@ PLACEMENTS: dict[str, tuple[Placed, ...]] = {name: entry[1] for name, entry in _
 def published(problem: Problem, name: str) -> Schedule:
     """Return the published schedule `name`, timed on the costs of `problem` but without its caps.
 
-    Whether it fits is decided by its peak. Where it does not, `simulate.retime` runs the same orders under the caps, each
-    task waiting for its memory (or raises Stuck). Raises NotDefined where the paper does not define it.
+    Whether it fits is decided by its peak. Where it does not, `simulate.retime` runs the same orders under the caps,
+    each task waiting for its memory (or raises Stuck). Raises NotDefined where the paper does not define it.
     """
     found = PUBLISHED[name](problem)
     return Schedule(problem, name, timed(problem, found if isinstance(found, Recipe) else Recipe(found)))

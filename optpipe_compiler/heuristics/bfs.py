@@ -1,4 +1,4 @@
-"""Breadth-first pipeline parallelism (Lamy-Poirier, 2022, arXiv:2211.05953 section 4.1): GPipe on a loop of stages."""
+"""Breadth-first pipeline parallelism (Lamy-Poirier, 2022, arXiv:2211.05953 section 4): GPipe on a loop of stages."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 
 def bfs(problem: Problem) -> Order:
-    """Return the order: each stage takes all microbatches before the next; peak M, bubble (P - 1)(F + B) / v, M >= P."""
+    """Return the order: each stage takes all microbatches before the next.
+
+    Peak M microbatches, bubble (P - 1)(F + B) / v where M >= P. The microbatches of a backward keep their order.
+    """
     needs_loop(problem, "bfs")
     return all_forwards_first(problem)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.heuristics.common import NotDefined, Order, needs_v, needs_split, numbered
+from optpipe_compiler.heuristics.common import NotDefined, Order, needs_split, needs_v, numbered
 from optpipe_compiler.schedule import Kind
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
-"""Generalised interleaved schedules GIS and GIS-H (Wan et al., PipeOffload, 2025, arXiv:2503.01328 section 4).
+"""Generalised interleaved schedules GIS and GIS-H (Wan et al., PipeOffload, 2025, arXiv:2503.01328).
 
-Interleaved 1F1B in groups of g microbatches, with the shortest warm-up that a backward of two slots per hop allows. The
-smaller the group, the sooner an activation comes back, and the longer a microbatch waits between two stages of a device.
+Interleaved 1F1B in groups of g microbatches, with half the extra warm-up per hop. The smaller the group, the sooner an
+activation is used again, and the longer a microbatch waits between two stages of a device.
 """
 
 from __future__ import annotations
@@ -31,8 +31,13 @@ def gis_h(problem: Problem) -> Order:
     return generalised(problem, "gis-h", half_group(problem))
 
 
+def gis_m(problem: Problem) -> Order:
+    """Return the order half-way between the two, g = ceil(3P / 4); the paper allows every g from ceil(P / 2) to P."""
+    return generalised(problem, "gis-m", (3 * problem.devices + 3) // 4)
+
+
 def half_group(problem: Problem) -> int:
-    """Return the smallest group that leaves the steady state without bubbles: ceil(P / 2)."""
+    """Return the smallest group for which the paper defines the schedule: ceil(P / 2)."""
     return (problem.devices + 1) // 2
 
 

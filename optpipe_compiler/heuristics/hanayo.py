@@ -1,9 +1,9 @@
-"""Hanayo (Liu et al., 2023, arXiv:2308.15762 section 3): a wave-shaped pipeline.
+"""Hanayo (Liu et al., 2023, arXiv:2308.15762 section 3): wave-shaped pipelines.
 
-With W waves a device owns 2W stages and a microbatch goes down and up the devices W times. The paper gives the orders as
-drawings for P microbatches. They follow from one rule, which this file runs on the drawings' costs (B = 2F, no p2p time)
-and which extends them to any number of microbatches: a device prefers a backward to a forward and the forward that is
-furthest to one behind, and a microbatch enters once the first device is sure never to hold more than P of them.
+With W waves a device owns 2W stages and a microbatch goes down and up the devices W times. The paper gives the orders
+as drawings for P microbatches. This file runs one rule on the drawings' costs (B = 2F, no p2p time), for any number of
+microbatches: a device prefers a backward to a forward and the forward that is furthest to one behind, and a microbatch
+enters once the first device is sure never to hold more than P of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Interleaved 1F1B (Narayanan et al., Megatron-LM, 2021, arXiv:2104.04473 section 2.2)."""
+"""Interleaved 1F1B (Narayanan et al., Megatron-LM, 2021, arXiv:2104.04473 section 2.2.2)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def interleaved_1f1b(problem: Problem) -> Order:
     """Return the order: device d runs (v - 1)P + 2(P - d - 1) stage forwards, then alternates.
 
-    Peak (v - 1)P + 2(P - d) - 1 stage activations, bubble (P - 1)(F + B) / v. As in the paper, M is a multiple of P; for
-    other M see `gis`, the same groups with a shorter warm-up.
+    Peak (v - 1)P + 2(P - d) - 1 stage activations, bubble (P - 1)(F + B) / v. As in the paper, M is a multiple of P;
+    for other M see `gis`, the same groups with a shorter warm-up.
     """
     per_device = needs_loop(problem, "interleaved-1f1b")
     devices, count = problem.devices, problem.microbatches

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 def interleaved_zb(problem: Problem) -> Order:
     """Return the order: device d runs (v - 1)g + P - d - 1 stage forwards, then F and I in turn; d W are put off.
 
-    Peak vP stage activations where M is a multiple of P. A round has g = M / max(1, M // P) microbatches, which must be a
-    whole number (torch's relaxation of Megatron's rule).
+    Peak vP stage activations where M is a multiple of P. A round has g = M / max(1, M // P) microbatches, which must be
+    a whole number (torch's relaxation of Megatron's rule).
     """
     per_device = needs_loop(problem, "interleaved-zb")
     needs_split(problem, "interleaved-zb")

@@ -1,11 +1,11 @@
-"""PipeOffload (Wan et al., 2025, arXiv:2503.01328 sections 3 and 4): GIS or GIS-H with activations on the host.
+"""PipeOffload (Wan et al., 2025, arXiv:2503.01328): generalised interleaved schedules with activations on the host.
 
 The lowest stages of a device live longest, so the paper offloads those first, each entirely or not at all: all of them
 (PO-F) where the link is fast enough, half of them (PO-H) or fewer where it is not. It pairs the devices behind one
 switch, so that one sends while the other receives; in our model that is the two directions of a shared link.
 
-Transfer times, and which activations stay too shortly to be worth the trip, are the business of `timing`. On a link that
-is too slow the transfers delay the computation; the paper's generator refuses such a number of stages instead.
+`transfers` says when they travel, and which ones stay too shortly to be worth the trip. On a link that is too slow the
+transfers delay the computation; the authors' generator refuses such a number of stages instead.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.heuristics.common import NotDefined, Recipe
-from optpipe_compiler.heuristics.gis import gis
+from optpipe_compiler.heuristics.gis_uniform import gis_h_uniform
 from optpipe_compiler.heuristics.recompute import lowest_stages
 
 if TYPE_CHECKING:
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 def po_f(problem: Problem) -> Recipe:
-    """Return GIS with all activations offloaded."""
-    return offloading("po-f", gis)(problem)
+    """Return uniform GIS-H with all activations offloaded."""
+    return offloading("po-f", gis_h_uniform)(problem)
 
 
 def po_h(problem: Problem) -> Recipe:
-    """Return GIS with the lower half of each device's stages offloaded; of an odd number, the larger half."""
+    """Return uniform GIS-H with the lower half of each device's stages offloaded; of an odd number, the larger half."""
     per_device = len(problem.stages) // problem.devices
-    return offloading("po-h", gis, (per_device + 1) // 2)(problem)
+    return offloading("po-h", gis_h_uniform, (per_device + 1) // 2)(problem)
 
 
 def offloading(
@@ -47,7 +47,9 @@ def offloading(
         unable = sorted(stage for stage in chosen if not problem.can_offload(stage))
         if unable:
             device = problem.stages[unable[0]].device
-            raise NotDefined(f"{name} offloads stage {unable[0]}, but device {device} has no host link or nothing to move")
+            raise NotDefined(
+                f"{name} offloads stage {unable[0]}, but device {device} has no host link or nothing to move"
+            )
         return Recipe(orders, frozenset((s, m) for s in chosen for m in range(problem.microbatches)))
 
     return offloaded

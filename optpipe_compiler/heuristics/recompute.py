@@ -1,7 +1,7 @@
 """Full recomputation (Chen et al., 2016, arXiv:1604.06174) on top of a published schedule.
 
 A forward keeps nothing but its input, and right before its backward it is run again. Where Megatron and PipeOffload
-(arXiv:2503.01328 section 5) recompute only some stages of a device, they take the lowest, which live longest.
+(arXiv:2503.01328) recompute only some stages of a device, they take the lowest, which live longest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from optpipe_compiler.schedule import Task
 
 
-def recomputing(name: str, schedule: Callable[[Problem], Order], per_device: int | None = None) -> Callable[[Problem], Order]:
+def recomputing(
+    name: str, schedule: Callable[[Problem], Order], per_device: int | None = None
+) -> Callable[[Problem], Order]:
     """Return `schedule` with the lowest `per_device` stages of each device recomputed; None: all stages."""
 
     def recomputed(problem: Problem) -> Order:

@@ -1,10 +1,10 @@
-"""V-Half (Qi et al., Pipeline Parallelism with Controllable Memory, 2024, arXiv:2405.15362 section 3.3)."""
+"""V-Half (Qi et al., Pipeline Parallelism with Controllable Memory, 2024, arXiv:2405.15362 section 3)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.heuristics.common import Order, needs_v, needs_split
+from optpipe_compiler.heuristics.common import Order, needs_split, needs_v
 from optpipe_compiler.heuristics.v_pattern import Block, repeated
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def v_half(problem: Problem) -> Order:
-    """Return the order with about half the memory of 1F1B: peak at most P + 2 stage activations."""
+    """Return the order with about half the memory of 1F1B: peak 2 ((P + 2) // 2) stage activations."""
     needs_v(problem, "v-half")
     needs_split(problem, "v-half")
     return repeated(problem, _block)

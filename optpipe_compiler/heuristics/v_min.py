@@ -1,10 +1,10 @@
-"""V-Min (Qi et al., Pipeline Parallelism with Controllable Memory, 2024, arXiv:2405.15362 section 3.3)."""
+"""V-Min (Qi et al., Pipeline Parallelism with Controllable Memory, 2024, arXiv:2405.15362 section 3)."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.heuristics.common import Order, needs_v, needs_split
+from optpipe_compiler.heuristics.common import Order, needs_split, needs_v
 from optpipe_compiler.heuristics.v_pattern import Block, repeated
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def v_min(problem: Problem) -> Order:
-    """Return the order with about a third of the memory of 1F1B: peak at most 2 ((P + 4) // 3) stage activations."""
+    """Return the order with about a third of the memory of 1F1B: peak 2 ((P + 4) // 3) stage activations."""
     needs_v(problem, "v-min")
     needs_split(problem, "v-min")
     return repeated(problem, _block)

@@ -1,8 +1,8 @@
 """Building blocks for a V of stages (Qi et al., Pipeline Parallelism with Controllable Memory, 2024, arXiv:2405.15362).
 
-Section 3: the passes of one microbatch are laid out once and repeated every six slots (F = I = W = one slot per stage);
-weight gradients fill the gaps. Section 3.4 then squeezes the schedule and moves the passes of warm-up and drain forward
-in time, as far as data and the peak of the steady state allow.
+Section 2: the passes of one microbatch, the building block, are laid out once and repeated every six slots (F = I = W =
+one slot per stage); weight gradients fill the gaps. Then the schedule is squeezed, and the passes of warm-up and drain
+are moved forward in time, as far as data and the peak of the steady state allow.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ class _Pattern:
             )
 
     def orders(self) -> Order:
+        """Fill, compact, squeeze and tighten the pattern, then read off the order."""
         self.rows = [with_weights(row) for row in self.rows]
         peak = max(max(_levels(row)) for row in self.rows)
         self._compact(self._first_steady(), peak, warmup=True)
@@ -96,7 +97,7 @@ class _Pattern:
 
     def _compact(self, border: int, peak: int, *, warmup: bool) -> None:
         """Move each pass of the warm-up (before slot `border`) or drain (after it) to the first slot it may have."""
-        taken = [{slot for slot in row.values()} for row in self.rows]
+        taken = [set(row.values()) for row in self.rows]
         levels = [_levels(row) for row in self.rows]
         for slot, device, task in self._sequence():
             if slot >= border if warmup else slot <= border:
@@ -122,7 +123,7 @@ class _Pattern:
             free[device] = start + 1
 
     def _tighten_drain(self, border: int, peak: int) -> None:
-        """Move the drain's passes forward once more, now ahead of weight gradients, which fill the gaps that are left."""
+        """Move the drain's passes forward once more, now ahead of weight gradients, which fill the gaps left."""
         start = border - 2 * PERIOD
         held = [_Held.at(row, start) for row in self.rows]
         self.rows = [{task: slot for task, slot in row.items() if task.kind is not Kind.W} for row in self.rows]

@@ -1,10 +1,10 @@
 """Automatic zero-bubble schedules under a memory limit (Qi et al., 2023, arXiv:2401.10241 section 3.1).
 
 The paper's heuristic runs the pipeline on the true costs. Warm-up: as many forwards as memory takes before the first
-input gradient is due. Then each round one forward and one input gradient per device, weight gradients filling what
-would be a bubble of their length, or a shorter one if the bubble would make this device the worst, and making room where
-memory is short. Drain: all weight gradients left. Three yes-or-no choices are tried in all combinations; the best by the
-longest device span, which is the paper's objective, is kept. ZB-1p and ZB-2p limit memory to P and 2P microbatches.
+input gradient is due. Then each round one forward and one input gradient per device; weight gradients fill what would
+be a bubble of their length, or a shorter one if the bubble would make this device the worst, and make room where memory
+is short. Drain: all weight gradients left. Three yes-or-no choices are tried in all combinations; the best by the
+longest device span, the paper's objective, is kept. ZB-1p and ZB-2p limit memory to P and 2P microbatches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from optpipe_compiler.schedule import Kind, Task, duration
 from optpipe_compiler.simulate import device_memory
 
 if TYPE_CHECKING:
-    from optpipe_compiler.problem import Problem
+    from optpipe_compiler.problem import Problem, Stage
 
 F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741  (torch's letter)
 
@@ -29,12 +29,18 @@ def zb_memory_limited(problem: Problem) -> Order:
 
 def zb_1p(problem: Problem) -> Order:
     """Return the order for a limit of P microbatches per device, the memory of 1F1B."""
-    return _limited(problem, "zb-1p", [problem.devices * stage.saved for stage in problem.stages])
+    return _limited(problem, "zb-1p", [_room(stage, problem.devices) for stage in problem.stages])
 
 
 def zb_2p(problem: Problem) -> Order:
     """Return the order for a limit of 2P microbatches per device, enough for no bubble where F = I = W."""
-    return _limited(problem, "zb-2p", [2 * problem.devices * stage.saved for stage in problem.stages])
+    return _limited(problem, "zb-2p", [_room(stage, 2 * problem.devices) for stage in problem.stages])
+
+
+def _room(stage: Stage, microbatches: int) -> int:
+    """Return the memory for so many activations and for what exists only while an op runs."""
+    backward = max(stage.captured + stage.backward_input_extra, stage.backward_weight_extra)
+    return microbatches * stage.saved + max(stage.forward_extra, backward)
 
 
 def _limited(problem: Problem, name: str, limits: list[int]) -> Order:
@@ -58,9 +64,9 @@ def _limited(problem: Problem, name: str, limits: list[int]) -> Order:
 class _Run:
     """One run of the heuristic.
 
-    `prompt_input`: a warm-up forward must not delay the first input gradient. `hold_back`: a device
-    leaves out a forward while the next one is far behind. `fill_partly`: a weight gradient may overrun the bubble that it
-    fills, even where the bubble would not be the worst.
+    `prompt_input`: a warm-up forward must not delay the first input gradient. `hold_back`: a device leaves out a
+    forward while the next one is far behind. `fill_partly`: a weight gradient may overrun the bubble that it fills,
+    even where the bubble would not be the worst.
     """
 
     def __init__(
@@ -78,7 +84,8 @@ class _Run:
         self.ends: dict[Task, int] = {}
         self.time = {kind: [duration(problem, Task(kind, d, 0)) for d in range(size)] for kind in (F, I, W)}
         self.memory = {
-            kind: [device_memory(problem, Task(kind, d, 0), recomputed=False) for d in range(size)] for kind in (F, I, W)
+            kind: [device_memory(problem, Task(kind, d, 0), recomputed=False) for d in range(size)]
+            for kind in (F, I, W)
         }
         self._run()
 
@@ -108,7 +115,7 @@ class _Run:
                 self._put(device, W)
 
     def _warm_up(self) -> None:
-        """One forward everywhere, the extra forwards, then the first input gradient from the last device to the first."""
+        """One forward everywhere, the extra forwards, then the first input gradients, the last device's first."""
         devices = range(self.problem.devices)
         for device in devices:
             self._need_room(device, F)

@@ -5,6 +5,6 @@
 
 from __future__ import annotations
 
-from optpipe_compiler.lower.emit import Certificate, lift, lower
+from optpipe_compiler.lower.emit import Certificate, lift, lower, promised
 
-__all__ = ["Certificate", "lift", "lower"]
+__all__ = ["Certificate", "lift", "lower", "promised"]

@@ -90,6 +90,14 @@ def lower(schedule: Schedule, profile: Profile, layout: Layout, caps: Caps, cert
     )
 
 
+def promised(schedule: Schedule, profile: Profile, layout: Layout) -> tuple[list[int], list[int]]:
+    """Return the peaks that the file of `schedule` would promise, in bytes per device: on the device, on the host."""
+    order = Graph(schedule, _stages(profile, layout)).order()
+    peaks = planned_peaks(order, schedule.problem.devices)
+    static = [static_bytes(profile, layout, device) for device in range(schedule.problem.devices)]
+    return [size + peak for size, (peak, _) in zip(static, peaks, strict=True)], [host for _, host in peaks]
+
+
 def _stages(profile: Profile, layout: Layout) -> list[ir.Stage]:
     layers = profile.expanded_layers()
     return [_stage(layers, layout, index) for index in range(layout.stages)]

@@ -19,7 +19,7 @@ def add_all(model: cp_model.CpModel, problem: Problem, v: Variables, budgets: Se
         model.add_exactly_one(a.keep, a.offload, a.recompute)
         _data(model, problem, v, s, m, a)
         _residency(model, problem, s, a)
-        if m:
+        if (s, m - 1) in v.activations:
             _in_order(model, problem, s, v.activations[s, m - 1], a)
     _compute_lanes(model, problem, v)
     _links(model, problem, v)

@@ -62,6 +62,7 @@ def create(model: cp_model.CpModel, problem: Problem, horizon: int) -> Variables
 
 def create_activation(model: cp_model.CpModel, problem: Problem, s: int, m: int, horizon: int) -> Activation:
     """Create the variables of one stage and microbatch."""
+
     def time(name: str) -> Var:
         return model.new_int_var(0, horizon, f"{name}_{s}_{m}")
 

@@ -81,7 +81,8 @@ class Model:
         if not whole:
             for name in ("split", "keep", "offload", "recompute"):
                 self.model.add(getattr(made, name) == int(values[name]))
-        self._bound_ends(made, present, whole)
+        if not self.closing:
+            self._bound_ends(made, s, m)
         return made
 
     def _place(self, task: Task, start: Expr) -> None:
@@ -93,18 +94,27 @@ class Model:
         else:
             self.model.add(start >= self.window.begin)
 
-    def _bound_ends(self, made: Activation, present: list[Task], whole: bool) -> None:
-        """Free ops are over where the window ended, or where they were over before, less the gain."""
-        problem = self.schedule.problem
-        if self.closing:
-            return
-        if whole:
-            self.model.add(made.release <= self.window.end - self.gain)
-            return
-        for task in present:
-            if self._free(task):
-                latest = max(self.window.end, self.schedule.end(task))
-                self.model.add(_start(made, task.kind) <= latest - self.gain - duration(problem, task))
+    def _bound_ends(self, made: Activation, s: int, m: int) -> None:
+        """A free op is over where the window ended, or where it was over before if that was later, less the gain."""
+        present = {
+            Kind.F: None,
+            Kind.B: ~made.split,
+            Kind.I: made.split,
+            Kind.W: made.split,
+            Kind.R: made.recompute,
+            Kind.D: made.offload,
+            Kind.H: made.offload,
+        }
+        for kind, literal in present.items():
+            task = Task(kind, s, m)
+            old = self.schedule.starts.get(task)
+            if old is not None and not self._free(task):
+                continue
+            end = self.window.end if old is None else max(self.window.end, self.schedule.end(task))
+            length = duration(self.schedule.problem, task)
+            law = self.model.add(_start(made, kind) + length <= end - self.gain)
+            if literal is not None:
+                law.only_enforce_if(literal)
 
     def _minimise(self) -> None:
         v = self.variables
@@ -130,5 +140,3 @@ def _start(made: Activation, kind: Kind) -> Expr:
     names = ("forward", "backward", "weight", "backward", "again", "away", "back")
     result: Expr = getattr(made, names[kind])
     return result
-
-

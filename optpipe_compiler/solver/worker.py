@@ -12,25 +12,33 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, BinaryIO
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ortools.sat.python import cp_model
 
     from optpipe_compiler.problem import Problem
     from optpipe_compiler.schedule import Schedule, Task
-    from optpipe_compiler.solver.variables import Variables
+    from optpipe_compiler.solver.window import Window
 
 
 @dataclass(frozen=True)
 class Request:
-    """One search: a coarse problem, a schedule of it as hint and upper bound, and the limits."""
+    """One search: a coarse problem, a schedule of it as hint and upper bound, and the limits.
+
+    With a `period`, a cyclic core of that many ticks is searched, with a `window` only that stretch of the hint, else
+    the whole schedule.
+    """
 
     problem: Problem
-    hint: Schedule
+    hint: Schedule | None
     objective: str
     time_limit_s: float
     seed: int
     workers: int
     reproducible: bool
     log: bool = False
+    window: Window | None = None
+    period: int | None = None
 
 
 @dataclass(frozen=True)
@@ -41,25 +49,33 @@ class Event:
     starts: dict[Task, int] | None = None
     bound: int | None = None
     text: str = ""
+    spent: float = 0.0
+    """Deterministic time of the search."""
 
 
 DETERMINISTIC_PER_S = 0.25
 """CP-SAT deterministic time units granted per second of time limit in reproducible mode (one worker does 0.3 to 1)."""
 
 
-def build(request: Request) -> tuple[cp_model.CpModel, Variables]:
-    """Build the full model with its hint; the horizon is the hint's length."""
+def build(request: Request) -> tuple[cp_model.CpModel, Callable[[Callable[..., int]], dict[Task, int]]]:
+    """Build the model with its hint; also return what makes starts of a solution's values."""
     from ortools.sat.python import cp_model
 
-    from optpipe_compiler.solver import constraints, hint, objective, variables
+    from optpipe_compiler.solver import constraints, core, hint, objective, variables, window
 
     model = cp_model.CpModel()
+    if request.period is not None:
+        return model, core.Model(model, request.problem, request.period).starts
+    assert request.hint is not None
+    if request.window is not None:
+        part = window.Model(model, request.hint, request.window)
+        return model, part.starts
     horizon = max(map(request.hint.end, request.hint.starts))
     v = variables.create(model, request.problem, horizon)
     constraints.add_all(model, request.problem, v)
     objective.minimise(model, request.problem, v, request.objective)
     hint.add_hint(model, v, request.hint, request.objective)
-    return model, v
+    return model, lambda read: hint.starts_of(request.problem, v, read)
 
 
 def configure(solver: cp_model.CpSolver, request: Request) -> None:
@@ -81,9 +97,7 @@ def solve(request: Request, out: BinaryIO) -> None:
     """Run the search and write an Event for every improvement."""
     from ortools.sat.python import cp_model
 
-    from optpipe_compiler.solver import hint
-
-    model, v = build(request)
+    model, read_starts = build(request)
     solver = cp_model.CpSolver()
     configure(solver, request)
 
@@ -93,7 +107,7 @@ def solve(request: Request, out: BinaryIO) -> None:
 
     class Improved(cp_model.CpSolverSolutionCallback):
         def on_solution_callback(self) -> None:
-            send(Event("solution", starts=hint.starts_of(request.problem, v, self.value)))
+            send(Event("solution", starts=read_starts(self.value)))
 
     solver.best_bound_callback = lambda bound: send(Event("bound", bound=round(bound)))
     if request.log:
@@ -101,13 +115,18 @@ def solve(request: Request, out: BinaryIO) -> None:
     status = solver.solve(model, Improved())
     name = solver.status_name(status)
     bound = round(solver.best_objective_bound) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
-    send(Event("end", bound=bound, text=name))
+    send(Event("end", bound=bound, text=name, spent=solver.response_proto.deterministic_time))
 
 
 def main() -> None:
-    """Serve one request."""
+    """Serve requests until the parent closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business; it ends this process
-    solve(pickle.load(sys.stdin.buffer), sys.stdout.buffer)
+    while True:
+        try:
+            request = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        solve(request, sys.stdout.buffer)
 
 
 if __name__ == "__main__":

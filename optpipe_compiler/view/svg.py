@@ -46,12 +46,12 @@ def render(schedule: Schedule) -> str:
             rows += _bars(schedule, device, lane, top + offset, height, begin, scale)
         top += LANE + (2 * THIN + 4 if device.d2h else 0) + GAP
     rows += [f'<text x="{LEFT}" y="{top + 8:.1f}">{escape(_caption(schedule))}</text>']
-    height = top + 20
+    total = top + 20
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {total:.0f}" '
         'font-family="sans-serif" font-size="12">'
     )
-    background = f'<rect width="{WIDTH}" height="{height:.0f}" fill="white"/>'
+    background = f'<rect width="{WIDTH}" height="{total:.0f}" fill="white"/>'
     return "\n".join([head, background, *_legend(schedule), *rows, "</svg>"]) + "\n"
 
 
@@ -76,7 +76,7 @@ def _legend(schedule: Schedule) -> Iterator[str]:
 
 
 def _bars(
-    schedule: Schedule, device: Device, lane: str, top: float, height: int, begin: int, scale: float
+    schedule: Schedule, device: Device, lane: str, top: float, height: float, begin: int, scale: float
 ) -> Iterator[str]:
     for times in schedule.forecast.times:
         if times.device != device.device or times.lane != lane:

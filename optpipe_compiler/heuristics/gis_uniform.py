@@ -1,0 +1,46 @@
+"""The uniform form of GIS-H, on which PipeOffload is built (Wan et al., 2025, arXiv:2503.01328).
+
+Microbatches enter one by one at equal distances, as when a building block is repeated (arXiv:2405.15362 section 2), not
+in groups. The memory of a device is as in GIS-H, but steady, and each stage's share of it is proportional to how long
+its activations live: offloading the lower half of the stages leaves a quarter of the memory and not a half.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.heuristics.common import handed_over_early, needs_loop
+from optpipe_compiler.heuristics.gis import half_group
+from optpipe_compiler.schedule import Kind, Task
+
+if TYPE_CHECKING:
+    from optpipe_compiler.heuristics.common import Order
+    from optpipe_compiler.problem import Problem
+
+
+def gis_h_uniform(problem: Problem) -> Order:
+    """Return the order of the building block: one microbatch every 3v slots, g = ceil(P / 2) of them between stages.
+
+    Peak g(v - 1) + P + gcd(g, v) - 1 stage activations, the last part because slots that collide are shifted.
+    """
+    per_device = needs_loop(problem, "gis-h-uniform")
+    group = half_group(problem)
+    turns = per_device // gcd(per_device, group)
+    offsets = [3 * (group * turn + turn // turns) for turn in range(per_device)]
+    orders = [_order(problem, device, offsets) for device in range(problem.devices)]
+    return handed_over_early(problem, orders)
+
+
+def _order(problem: Problem, device: int, offsets: list[int]) -> list[Task]:
+    """Return the order of one device; it passes forwards on after one slot and backwards after two."""
+    mine = problem.stages_of(device)
+    turn_back = offsets[-1] + 3 * (problem.devices - 1 - device) + 1
+    slots = []
+    for microbatch in range(problem.microbatches):
+        begin = 3 * len(mine) * microbatch
+        slots += [(begin + at, Task(Kind.F, s, microbatch)) for at, s in zip(offsets, mine, strict=True)]
+        slots += [
+            (begin + turn_back + at, Task(Kind.B, s, microbatch)) for at, s in zip(offsets, reversed(mine), strict=True)
+        ]
+    return [task for _, task in sorted(slots)]

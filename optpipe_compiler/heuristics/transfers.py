@@ -1,0 +1,114 @@
+"""When the activations of a published schedule visit the host, as in PipeOffload (Wan et al., arXiv:2503.01328).
+
+An activation leaves as soon as its forward is done and comes back as late as its backward allows, first come first
+served on each link. Where the link is too slow for that, the backwards wait.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.heuristics.timing import BACKWARDS, Lanes
+from optpipe_compiler.schedule import Kind, Task, duration
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from optpipe_compiler.heuristics.common import Order, Recipe
+    from optpipe_compiler.problem import Problem
+
+ROUND_TRIPS = 3
+"""An activation that stays no longer than so many transfers there and back is kept, as in the authors' generator."""
+
+
+def timed(problem: Problem, recipe: Recipe) -> dict[Task, int]:
+    """Return the start of every task without memory limits; raises Stuck when the order waits for itself."""
+    starts = Lanes(problem, recipe.compute).run()
+    return Transfers(problem, recipe, starts).run() if recipe.offloaded else starts
+
+
+class Transfers:
+    """Places the transfers of a recipe whose compute tasks would run at `starts` if nothing were offloaded."""
+
+    def __init__(self, problem: Problem, recipe: Recipe, starts: dict[Task, int]) -> None:
+        self.problem = problem
+        self.compute = recipe.compute
+        self.starts = postponed(problem, recipe.compute, starts)
+        self.backward = {(t.stage, t.microbatch): t for order in recipe.compute for t in order if t.kind in BACKWARDS}
+        self.links = max((link for link in problem.link_of if link is not None), default=-1) + 1
+        self.offloaded = [key for key in sorted(recipe.offloaded) if self._worth_it(key)]
+
+    def run(self) -> dict[Task, int]:
+        """Return the starts of all tasks, with the delays that the transfers cause."""
+        offloads = self._by_link(Kind.D, lambda key: (self._done(Task(Kind.F, *key)), key[0], key[1]))
+        reloads = self._by_link(Kind.H, lambda key: (self.starts[self.backward[key]], -key[0], key[1]))
+        releases = {task: start for task, start in self.starts.items() if task.kind is Kind.F}
+        return Lanes(self.problem, self.compute, [*offloads, *reloads], self._gates(reloads), releases).run()
+
+    def _done(self, task: Task) -> int:
+        return self.starts[task] + duration(self.problem, task)
+
+    def _worth_it(self, key: tuple[int, int]) -> bool:
+        """Whether the activation stays so long between forward and backward that it can visit the host."""
+        stage, backward = self.problem.stages[key[0]], self.backward[key]
+        stay = self.starts[backward] - self._done(Task(Kind.F, *key))
+        return stay - duration(self.problem, backward) > ROUND_TRIPS * (stage.offload + stage.reload)
+
+    def _by_link(self, kind: Kind, rank: Callable[[tuple[int, int]], tuple[int, int, int]]) -> list[list[Task]]:
+        lanes: list[list[Task]] = [[] for _ in range(self.links)]
+        for key in sorted(self.offloaded, key=rank):
+            link = self.problem.link_of[self.problem.stages[key[0]].device]
+            assert link is not None
+            lanes[link].append(Task(kind, *key))
+        return lanes
+
+    def _gates(self, reloads: list[list[Task]]) -> dict[Task, Task]:
+        """Return for each reload the compute task with which it may start: the last one that leaves enough time.
+
+        Enough for it and for the later reloads of its link, each being there when its backward would have started.
+        """
+        latest = self._latest_starts(reloads)
+        position = {task: number for order in self.compute for number, task in enumerate(order)}
+        gates = {}
+        for task, time in latest.items():
+            order = self.compute[self.problem.stages[task.stage].device]
+            number = bisect_right(order, time, key=lambda t: self.starts[t])
+            number = min(number, position[self.backward[task.stage, task.microbatch]])
+            gates[task] = order[max(0, number - 1)]
+        return gates
+
+    def _latest_starts(self, reloads: list[list[Task]]) -> dict[Task, int]:
+        latest: dict[Task, int] = {}
+        for lane in reloads:
+            end: int | None = None
+            for task in reversed(lane):
+                due = self.starts[self.backward[task.stage, task.microbatch]]
+                end = due if end is None else min(due, end)
+                end = latest[task] = end - duration(self.problem, task)
+        return latest
+
+
+def postponed(problem: Problem, compute: Order, starts: dict[Task, int]) -> dict[Task, int]:
+    """Return `starts` with each device's forwards before its first backward as late as they delay nothing else.
+
+    What is not needed yet need not take memory yet; the authors' generator does the same.
+    """
+    latest = dict(starts)
+    for task, following in sorted(_warm_up(compute), key=lambda pair: starts[pair[0]], reverse=True):
+        end = latest[following]
+        if task.stage + 1 < len(problem.stages):
+            after = latest[task._replace(stage=task.stage + 1)]
+            end = min(end, after - problem.stages[task.stage].send_activation)
+        latest[task] = max(starts[task], end - duration(problem, task))
+    return latest
+
+
+def _warm_up(compute: Order) -> Iterator[tuple[Task, Task]]:
+    """Yield each forward before the first other task of its device, with the task after it."""
+    for order in compute:
+        for task, following in pairwise(order):
+            if task.kind is not Kind.F:
+                break
+            yield task, following

@@ -1,0 +1,76 @@
+"""Planned schedules to test with: the plainest one, the best greedy one, and proven optima of tiny instances."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ortools.sat.python import cp_model
+
+from optpipe_compiler.heuristics.greedy import greedy, policies
+from optpipe_compiler.schedule import Kind, Mode, Schedule, Task, duration, value
+from optpipe_compiler.simulate import Stuck, retime
+from optpipe_compiler.solver.worker import Request, build, configure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from optpipe_compiler.problem import Problem
+
+
+def keep(stage: int, microbatch: int) -> Mode:
+    """Keep every activation."""
+    return Mode.KEEP
+
+
+def serial(problem: Problem, *, split: bool, mode: Callable[[int, int], Mode] = keep) -> Schedule:
+    """One op at a time, one microbatch after the other, ignoring the caps; ops of no length stand apart, too."""
+    stages = range(len(problem.stages))
+    starts: dict[Task, int] = {}
+    clock = 0
+
+    def run(kind: Kind, stage: int, microbatch: int, lag: int = 0) -> None:
+        nonlocal clock
+        task = Task(kind, stage, microbatch)
+        starts[task] = clock
+        clock += max(1, duration(problem, task)) + lag
+
+    for m in range(problem.microbatches):
+        for s in stages:
+            run(Kind.F, s, m, problem.stages[s].send_activation)
+            if mode(s, m) is Mode.OFFLOAD:
+                run(Kind.D, s, m)
+        for s in reversed(stages):
+            if mode(s, m) is Mode.OFFLOAD:
+                run(Kind.H, s, m)
+            if mode(s, m) is Mode.RECOMPUTE:
+                run(Kind.R, s, m)
+            run(Kind.I if split else Kind.B, s, m, problem.stages[s].send_gradient)
+            if split:
+                run(Kind.W, s, m)
+    return Schedule(problem, "serial", starts)
+
+
+def greedies(problem: Problem) -> Iterator[Schedule]:
+    """What every policy of the greedy scheduler leads to, where it does not get stuck."""
+    for policy in policies(problem):
+        try:
+            yield greedy(problem, policy)
+        except Stuck:
+            continue
+
+
+def start(problem: Problem, objective: str = "makespan") -> Schedule:
+    """The best greedy schedule that follows its own plan."""
+    return min((retime(timed, problem) for timed in greedies(problem)), key=lambda timed: value(timed, objective))
+
+
+def optimum(problem: Problem, objective: str = "makespan", hint: Schedule | None = None) -> int:
+    """The proven optimum in ticks, by the full model on one thread; fails if it is not proven at once."""
+    hint = hint or start(problem, objective)
+    request = Request(problem, hint, objective, time_limit_s=100, seed=0, workers=1, reproducible=True)
+    model, _ = build(request)
+    solver = cp_model.CpSolver()
+    configure(solver, request)
+    status = solver.solve(model)
+    assert status == cp_model.OPTIMAL, solver.status_name(status)
+    return round(solver.objective_value)

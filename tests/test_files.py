@@ -1,0 +1,208 @@
+"""Files are refused by path, value and expectation, read across revisions, and written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from optpipe_compiler import ir, profile
+from optpipe_compiler.errors import BadInput
+from optpipe_compiler.files import Record, canonical, decode, read_text, write_atomically
+from tests.instances import quick, uniform
+
+SMALL: dict[str, Any] = {
+    "format": "optpipe-profile",
+    "version": 1,
+    "revision": 0,
+    "name": "small",
+    "machine": {"devices": 2, "links": [{"d2h_bytes_per_s": 5, "h2d_bytes_per_s": 5}]},
+    "layers": [
+        {"name": "block", "forward_ns": 1, "backward_input_ns": 1, "backward_weight_ns": 1, "saved_bytes": 1},
+        {"name": "block", "forward_ns": 1, "backward_input_ns": 1, "backward_weight_ns": 1, "saved_bytes": 1},
+    ],
+}
+
+
+def with_value(path: str, value: object) -> str:
+    """The text of SMALL with `value` at `path`, or without what stands there if `value` is ...."""
+    result = json.loads(json.dumps(SMALL))
+    place, steps = result, [int(step) if step.isdigit() else step for step in path.split(".")]
+    for step in steps[:-1]:
+        place = place[step]
+    if value is ...:
+        del place[steps[-1]]
+    else:
+        place[steps[-1]] = value
+    return json.dumps(result)
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(BadInput) as caught:
+        profile.parse(text, "small.json")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("layers.1.forward_ns", -3, "$.layers[1].forward_ns is -3: expected `int` >= 0"),
+        ("layers.1.forward_ns", 1.5, "$.layers[1].forward_ns is 1.5: expected `int | object`, got `float`"),
+        ("layers.0.saved_bytes", "big", '$.layers[0].saved_bytes is "big": expected `int | object`, got `str`'),
+        ("layers.0.count", 0, "$.layers[0].count is 0: expected `int` >= 1"),
+        ("machine.devices", None, "$.machine.devices is null: expected `int`, got `null`"),
+        ("layers", [], "$.layers is []: expected `array` of length >= 1"),
+        ("name", ..., "object missing required field `name`"),
+        ("format", "optpipe-schedule", '$.format is "optpipe-schedule", expected "optpipe-profile"'),
+        ("format", ..., '$.format is null, expected "optpipe-profile"'),
+        ("version", "1", '$.version is "1", expected an integer of at least 0'),
+        ("version", True, "$.version is true, expected an integer of at least 0"),
+        ("version", 0, "$.version is 0, expected 1 to 1; there was no such version"),
+        ("revision", ..., "$.revision is null, expected an integer of at least 0"),
+        ("revision", -1, "$.revision is -1, expected an integer of at least 0"),
+    ],
+)
+def test_a_wrong_value_is_named_by_file_path_value_and_expectation(path, value, message):
+    refused = refusal(with_value(path, value))
+    assert refused.startswith("small.json: $")
+    assert message in refused
+
+
+def test_a_long_value_is_shortened_in_the_message():
+    assert len(refusal(with_value("layers.0.forward_ns", "x" * 500))) < 160
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", '"optpipe-profile"'])
+def test_what_is_no_object_is_refused(text):
+    assert refusal(text) == f"small.json: $ is {text}, expected an object"
+
+
+@pytest.mark.parametrize(
+    "path", ["wrong", "machine.wrong", "machine.links.0.wrong", "layers.1.wrong", "layers.1.forward_ns"]
+)
+def test_an_unknown_field_is_refused_at_a_known_revision_and_ignored_at_a_newer_one(path):
+    extra: object = {"value": 1, "source": "manual", "wrong": 1} if path.endswith("ns") else 1
+    text = with_value(path, extra)
+    where = re.sub(r"\.(\d+)", r"[\1]", path) + (".wrong" if path.endswith("ns") else "")
+    assert refusal(text) == f"small.json: $.{where}: is not a known field"
+    newer = text.replace('"revision": 0', f'"revision": {profile.REVISION + 1}')
+    assert len(profile.parse(newer, "small.json").layers) == 2
+
+
+def test_an_unknown_field_inside_an_op_is_found_through_the_union():
+    text = ir.to_text(quick(uniform(), 10**9).schedule)
+    wrong = text.replace('{"op": "send_activation", ', '{"op": "send_activation", "wrong": 1, ', 1)
+    with pytest.raises(BadInput, match=r"^s\.json: \$\.devices\[0\]\.compute\[\d+\]\.wrong: is not a known field$"):
+        ir.parse(wrong, "s.json")
+
+
+def test_a_newer_version_is_always_refused_and_said_to_be_newer():
+    newer = with_value("version", 2).replace('"revision": 0', '"revision": 7')
+    assert refusal(newer) == "small.json: $.version is 2, expected 1 to 1; a newer optpipe wrote this file"
+
+
+def test_a_truncated_file_is_refused_wherever_it_ends():
+    text = canonical(profile.parse(json.dumps(SMALL), "small.json"))
+    for end in range(len(text.rstrip())):
+        assert refusal(text[:end]).startswith("small.json: is not complete JSON: ")
+
+
+def test_a_schedule_with_an_edited_contract_is_refused_by_its_digest():
+    text = ir.to_text(quick(uniform(), 10**9).schedule)
+    edited = text.replace('"cap_bytes": 1000000000', '"cap_bytes": 2000000000')
+    assert edited != text
+    with pytest.raises(BadInput, match=r"^s\.json: \$\.digest is 'sha256:.*', expected 'sha256:.*edited"):
+        ir.parse(edited, "s.json")
+
+
+def test_a_schedule_with_another_forecast_keeps_its_digest():
+    schedule = quick(uniform(), 10**9).schedule
+    changed = msgspec.structs.replace(schedule, forecast=msgspec.structs.replace(schedule.forecast, method="other"))
+    assert ir.parse(ir.to_text(changed), "s.json").digest == schedule.digest
+
+
+def test_the_text_has_an_op_or_a_layer_per_line_and_reads_back_to_the_same_bytes():
+    schedule = quick(uniform(), 10**9).schedule
+    text = ir.to_text(schedule)
+    ops = sum(len(device.compute) + len(device.d2h) + len(device.h2d) for device in schedule.devices)
+    assert sum(line.startswith('    {"op": ') for line in text.split("\n")) == ops
+    assert ops == text.count('"op": ')
+    assert ir.to_text(ir.parse(text, "s.json")) == text
+    assert text.endswith("}\n")
+    assert "\r" not in text
+
+
+class Sample(Record, frozen=True, kw_only=True, omit_defaults=False):
+    format: str = "sample"
+    version: int = 1
+    revision: int = 0
+    text: str = ""
+    either: dict[str, dict[str, int]] = msgspec.field(default_factory=dict)
+
+
+def test_text_that_is_not_ascii_survives():
+    written = canonical(Sample(text='Größe 大 \u2028 \\ " \n', either={"ä": {"b": 1}}))
+    assert "Größe 大" in written
+    assert decode(written, Sample, "x", format="sample", version=1, revision=0).text == 'Größe 大 \u2028 \\ " \n'
+
+
+def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path):
+    with pytest.raises(BadInput, match=r"missing\.json: cannot be read: No such file or directory$"):
+        read_text(tmp_path / "missing.json")
+    with pytest.raises(BadInput, match=r"cannot be read: Is a directory$"):
+        read_text(tmp_path)
+    (tmp_path / "latin").write_bytes(b'{"a": "\xe9"}')
+    with pytest.raises(BadInput, match=r"latin: is not UTF-8 text \(byte 7\)$"):
+        read_text(tmp_path / "latin")
+
+
+def test_a_write_replaces_the_file_and_leaves_nothing_beside_it(tmp_path):
+    target = tmp_path / "a.json"
+    target.write_text("old")
+    write_atomically(target, "new ä\n")
+    assert target.read_bytes() == "new ä\n".encode()
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+@pytest.mark.parametrize("interruption", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("step", ["chmod", "replace"])
+def test_a_write_that_fails_loses_nothing(tmp_path, monkeypatch, step, interruption):
+    target = tmp_path / "a.json"
+    target.write_text("old")
+
+    def fail(*args: object) -> None:
+        raise interruption
+
+    monkeypatch.setattr(Path, step, fail)
+    with pytest.raises((BadInput, KeyboardInterrupt)) as caught:
+        write_atomically(target, "new")
+    if isinstance(interruption, OSError):
+        assert str(caught.value) == f"{target}: cannot be written: No space left on device"
+    assert target.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_write_into_a_missing_directory_or_over_a_directory_is_refused(tmp_path):
+    with pytest.raises(BadInput, match=r"b\.json: cannot be written: No such file or directory$"):
+        write_atomically(tmp_path / "missing" / "b.json", "text")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(BadInput, match=r"folder: cannot be written: Is a directory$"):
+        write_atomically(tmp_path / "folder", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        write_atomically(pipe, "text\n")
+        assert os.read(reader, 100) == b"text\n"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()

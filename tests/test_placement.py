@@ -1,0 +1,73 @@
+"""Cuts are the best there are, and stages stand where the placement says."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optpipe_compiler.errors import BadInput
+from optpipe_compiler.placement import layout, stage_devices
+
+
+def loads(cuts: tuple[int, ...], work: list[int]) -> list[int]:
+    return [sum(work[begin:end]) for begin, end in pairwise(cuts)]
+
+
+def rank(cuts: tuple[int, ...], work: list[int]) -> tuple[int, int]:
+    """The heaviest stage, then how uneven the stages are."""
+    sums = loads(cuts, work)
+    return max(sums), sum(size * size for size in sums)
+
+
+@given(work=st.lists(st.integers(0, 20), min_size=1, max_size=8), data=st.data())
+def test_no_other_cut_has_a_lighter_heaviest_stage_or_is_more_even(work, data):
+    stages = data.draw(st.integers(1, len(work)))
+    every = [(0, *inner, len(work)) for inner in combinations(range(1, len(work)), stages - 1)]
+    chosen = layout("loop", stages, 1, work).cuts
+    assert chosen in every
+    assert rank(chosen, work) == min(rank(cuts, work) for cuts in every)
+
+
+def test_among_cuts_with_the_lightest_heaviest_stage_the_most_even_one_is_taken():
+    work = [9, 11, 7, 3, 3, 12, 20, 17]
+    assert rank(layout("loop", 5, 1, work).cuts, work) == (20, 1402)
+
+
+def test_layers_move_away_from_a_heavy_head():
+    assert loads(layout("linear", 3, 1, [1, 1, 1, 1, 1, 1, 4]).cuts, [1, 1, 1, 1, 1, 1, 4]) == [3, 3, 4]
+
+
+def test_layers_without_work_still_fill_every_stage():
+    assert layout("linear", 4, 1, [0, 0, 0, 0]).cuts == (0, 1, 2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "per_device", "owners"),
+    [
+        ("linear", 3, 1, (0, 1, 2)),
+        ("loop", 3, 2, (0, 1, 2, 0, 1, 2)),
+        ("v", 3, 1, (0, 1, 2)),
+        ("v", 3, 2, (0, 1, 2, 2, 1, 0)),
+        ("v", 2, 3, (0, 1, 1, 0, 0, 1)),
+        ("v", 1, 2, (0, 0)),
+    ],
+)
+def test_loop_goes_round_and_v_turns_back(name, devices, per_device, owners):
+    assert stage_devices(name, devices, per_device) == owners
+    chosen = layout(name, devices, per_device, [1] * len(owners))
+    assert (chosen.device_of, chosen.stages, chosen.name) == (owners, len(owners), name)
+
+
+def test_more_stages_than_layers_are_refused_with_both_numbers():
+    with pytest.raises(
+        BadInput, match=r"^3 layers cannot fill 2 devices x 2 stages per device: expected at most 3 stages$"
+    ):
+        layout("v", 2, 2, [1, 1, 1])
+
+
+def test_linear_with_several_stages_per_device_is_refused():
+    with pytest.raises(BadInput, match=r"^placement linear has 1 stage per device, not 2; expected loop or v$"):
+        layout("linear", 2, 2, [1, 1, 1, 1])

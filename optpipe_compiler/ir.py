@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import Literal
 
 import msgspec
 
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.files import Record, canonical, decode, read_text
 from optpipe_compiler.profile import Count, Model, Positive
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 FORMAT = "optpipe-schedule"
 VERSION = 1
@@ -265,9 +263,9 @@ def to_text(schedule: Schedule) -> str:
     return canonical(schedule)
 
 
-def load(path: Path) -> Schedule:
+def load(path: Path | str) -> Schedule:
     """Read a schedule file; raise BadInput when its form is wrong. Whether it is safe is `verify`'s question."""
-    return parse(read_text(path), str(path))
+    return parse(read_text(Path(path)), str(path))
 
 
 def parse(text: str, name: str) -> Schedule:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from optpipe_compiler import bounds
 from optpipe_compiler.heuristics import PLACEMENTS, PUBLISHED, NotDefined, published
 from optpipe_compiler.heuristics.greedy import greedy, policies
+from optpipe_compiler.heuristics.mixed import mixed
 from optpipe_compiler.problem import coarsen
 from optpipe_compiler.schedule import Schedule, value
 from optpipe_compiler.simulate import Stuck, peaks, retime
@@ -29,12 +30,29 @@ if TYPE_CHECKING:
     from optpipe_compiler.placement import Layout
     from optpipe_compiler.problem import Problem
 
-HEURISTIC_SHARE = 0.3
+GREEDY_SHARE = 0.15
 """Share of the time limit that greedy schedules may take."""
-CORE_SHARE = 0.12
+MIXED_SHARE = 0.25
+"""Share of the time limit for mixing kept, offloaded and recomputed activations on published orders."""
+MIXED_ORDERS = (
+    "gis",
+    "gis-m",
+    "gis-h",
+    "gis-h-uniform",
+    "interleaved-zb",
+    "zbv",
+    "v-half",
+    "v-min",
+    "hanayo",
+    "1f1b",
+    "zb-h1",
+)
+CORE_SHARE = 0.1
 """Share of the time limit for the cyclic core of one placement."""
-EXACT = 160
+EXACT = 100
 """Stages x microbatches up to which the full model is searched; larger instances by core and windows."""
+EXACT_SHARE = 0.5
+"""Share of the time that is left for the full models of all placements."""
 CORE_STAGES = 24
 """Stages up to which a cyclic core is searched."""
 PERIODS = (100, 104, 109, 117, 125)
@@ -122,7 +140,7 @@ class Planner:
         """Try every published schedule and as many greedy ones as their share of the time allows."""
         for _ in range(6):
             excess: dict[int, list[int]] = {}
-            for attempt, timed in itertools.chain(self._published(), self._greedy()):
+            for attempt, timed in itertools.chain(self._published(), self._mixed(), self._greedy()):
                 if attempt.best is None or self.value(timed) < self._reached(attempt):
                     over = self.keep(attempt, timed, "heuristics")
                     if over is not None:
@@ -155,9 +173,20 @@ class Planner:
                 if all(peak <= budget for peak, budget in zip(peaks(timed), problem.budget, strict=True)):
                     yield attempt, timed
 
+    def _mixed(self) -> Iterator[tuple[Attempt, Schedule]]:
+        """Mix modes on the published orders of each placement, unless memory is so plenty that a bound is met."""
+        for number, attempt in enumerate(reversed(self.attempts)):
+            if self._met(attempt):
+                continue
+            problem = attempt.tightened()
+            orders = {name: PUBLISHED[name] for name in MIXED_ORDERS if attempt.placed in PLACEMENTS[name]}
+            share = min(MIXED_SHARE * self.limits.time_limit_s, self.left()) / (len(self.attempts) - number)
+            for timed in mixed(problem, orders, share, self.limits.seed):
+                yield attempt, timed
+
     def _greedy(self) -> Iterator[tuple[Attempt, Schedule]]:
         """Take turns over the placements, the policies of each in their order."""
-        until = time.monotonic() + HEURISTIC_SHARE * self.limits.time_limit_s
+        until = time.monotonic() + GREEDY_SHARE * self.limits.time_limit_s
 
         def each(attempt: Attempt) -> list[tuple[Attempt, Policy]]:
             return [(attempt, policy) for policy in policies(attempt.tightened())]
@@ -187,10 +216,11 @@ class Planner:
         ranked = sorted((a for a in self.attempts if a.best is not None), key=self._reached)
         with Searcher() as searcher:
             small = [a for a in ranked if len(a.problem.stages) * a.problem.microbatches <= EXACT]
+            until = self.left() * (1 - EXACT_SHARE)
             for number, attempt in enumerate(small):
-                if not self._met(attempt) and self.left() > 0.5:
-                    self._full_model(searcher, attempt, self.left() / (2 * (len(small) - number)))
-            cores = [self._core(searcher, attempt) for attempt in ranked[:3] if not self._met(attempt)]
+                if not self._met(attempt) and self.left() > until + 0.5:
+                    self._full_model(searcher, attempt, (self.left() - until) / (len(small) - number))
+            cores = [self._core(searcher, attempt) for attempt in ranked[:2] if not self._met(attempt)]
             for attempt, timed in filter(None, cores):
                 self._polish(searcher, attempt, timed, ends_only=True)
             winner = self.winner()

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from optpipe_compiler.problem import Problem
 from optpipe_compiler.schedule import Kind, Mode, Plan, Schedule, Task
 from optpipe_compiler.simulate import Stuck, memory_curve, peaks, retime, simulate
 from tests.instances import problem
@@ -131,9 +130,7 @@ def test_what_exists_only_while_an_op_runs_needs_its_memory_then(extra, lane, ne
 
 def test_an_op_overtakes_in_memory_only_where_the_earlier_one_still_fits():
     """The reload is planned first but comes late; the forward goes ahead of it only if both fit."""
-    lanes = plan(
-        "F0.0 F0.1 B0.0 B0.1", d2h="D0.0", h2d="H0.0", allocations=("F0.0 H0.0 F0.1 B0.0 B0.1",)
-    )
+    lanes = plan("F0.0 F0.1 B0.0 B0.1", d2h="D0.0", h2d="H0.0", allocations=("F0.0 H0.0 F0.1 B0.0 B0.1",))
     assert starts(simulate(problem(1, 2, 12), lanes, ""), "H0.0 F0.1") == [22, 10]
     assert starts(simulate(problem(1, 2, 8), lanes, ""), "H0.0 F0.1") == [22, 22]
 
@@ -194,7 +191,7 @@ def test_retiming_one_microbatch_at_a_time_closes_the_gaps_within_its_own_peak(o
         return Mode.KEEP if chosen is Mode.OFFLOAD and one.link_of[one.stages[stage].device] is None else chosen
 
     slow = serial(one, split=split, mode=mode)
-    tight: Problem = replace(one, budget=tuple(peaks(slow)))
+    tight = replace(one, budget=tuple(peaks(slow)))
     fast = retime(slow, tight)
     assert all(fast.starts[task] <= start for task, start in slow.starts.items())
     assert all(peak <= budget for peak, budget in zip(peaks(fast), tight.budget, strict=True))

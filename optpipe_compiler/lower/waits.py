@@ -218,7 +218,7 @@ class _Started:
         """Clocks of the states in which the first `forced`, forced + 1, ... ops have started."""
         return self.rows[forced : self.count + 1]
 
-    def totals(self, forced: int) -> Clock:
+    def totals(self, forced: int) -> NDArray[np.int64]:
         """Bytes taken in those states."""
         return self.taken[forced : self.count + 1]
 

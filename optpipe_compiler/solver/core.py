@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from optpipe_compiler.problem import Problem
 
     Var = cp_model.IntVar
-    Expr = cp_model.LinearExprT
+    Expr = cp_model.LinearExpr
 
 
 @dataclass

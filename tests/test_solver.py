@@ -1,0 +1,358 @@
+"""The full model: each law alone on the smallest instance that it decides, and optima known by hand or by formula."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from dataclasses import replace
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ortools.sat.python import cp_model
+
+from optpipe_compiler.problem import Freedom, Problem
+from optpipe_compiler.schedule import Kind, Schedule, Task
+from optpipe_compiler.simulate import peaks, simulate
+from optpipe_compiler.solver import constraints, hint, objective, variables
+from optpipe_compiler.solver.minimum import one_at_a_time
+from optpipe_compiler.solver.worker import Event, Request, solve
+from tests.instances import problem
+from tests.plans import greedies, optimum, start
+from tests.strategies import problems
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from optpipe_compiler.solver.variables import Activation
+
+    Force = Callable[[dict[tuple[int, int], Activation]], list[Any]]
+    """The decisions that a test takes, as constraints over the activations."""
+
+NOTHING = Freedom(offload=False, recompute=False, split=False)
+SPLIT = Freedom(offload=False, recompute=False, split=True)
+OFFLOAD = Freedom(offload=True, recompute=False, split=False)
+HORIZON = 500
+
+
+def best(one: Problem, force: Force = lambda a: [], kind: str = "makespan") -> tuple[int, dict[Task, int]] | None:
+    """The least value over schedules that take the forced decisions, and the starts that reach it; None: impossible."""
+    model = cp_model.CpModel()
+    v = variables.create(model, one, HORIZON)
+    constraints.add_all(model, one, v)
+    objective.minimise(model, one, v, kind)
+    for constraint in force(v.activations):
+        model.add(constraint)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    status = solver.solve(model)
+    assert status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
+    if status == cp_model.INFEASIBLE:
+        return None
+    return round(solver.objective_value), hint.starts_of(one, v, solver.value)
+
+
+def shortest(one: Problem, force: Force = lambda a: []) -> int | None:
+    """The least makespan over schedules that take the forced decisions."""
+    found = best(one, force)
+    return None if found is None else found[0]
+
+
+def taken(**decisions: int) -> Force:
+    """Take decisions (split, offload, recompute: 0 or 1) for every activation."""
+    return lambda a: [getattr(one, name) == value for one in a.values() for name, value in decisions.items()]
+
+
+def both(*forces: Force) -> Force:
+    return lambda a: [constraint for force in forces for constraint in force(a)]
+
+
+# -- laws of time -------------------------------------------------------------------------------------------------
+
+
+def test_a_backward_follows_its_forward():
+    assert shortest(problem(1, 1, 4), taken(split=0)) == 10 + 20
+    assert shortest(problem(1, 1, 4), taken(split=1)) == 10 + 10 + 10
+
+
+def test_messages_take_their_time_and_a_split_backward_hands_over_before_the_weights():
+    assert shortest(problem(2, 1, 4), taken(split=0)) == (10 + 1 + 10) + (20 + 1 + 20)
+    assert shortest(problem(2, 1, 4), taken(split=1)) == (10 + 1 + 10) + (10 + 1 + 10) + 10
+    assert shortest(problem(2, 1, 4, send_activation=5, send_gradient=7), taken(split=0)) == 60 + 5 + 7
+
+
+def test_a_device_computes_one_op_at_a_time():
+    assert shortest(problem(1, 2, 100, freedom=NOTHING)) == 2 * 30
+    assert shortest(problem(1, 2, 100, freedom=SPLIT)) == 2 * 30
+    assert shortest(problem(1, 2, 100), taken(recompute=1)) == 2 * 40
+
+
+@pytest.mark.parametrize("name", ["forward", "backward", "weight", "away", "back", "again"])
+def test_microbatches_run_in_order_per_stage_and_kind(name):
+    def reversed_(a: dict[tuple[int, int], Activation]) -> list[Any]:
+        return [getattr(a[0, 0], name) > getattr(a[0, 1], name)]
+
+    assert shortest(problem(1, 2, 100), reversed_) is None
+    assert shortest(problem(1, 2, 100), lambda a: [getattr(a[0, 0], name) <= getattr(a[0, 1], name)]) == 60
+
+
+def test_a_backward_waits_for_reload_and_the_reload_for_the_offload():
+    assert shortest(problem(1, 1, 4), taken(offload=1)) == 10 + 12 + 12 + 20
+    assert shortest(problem(1, 1, 4, offload=3, reload=5), taken(offload=1)) == 10 + 3 + 5 + 20
+
+
+def test_a_recomputation_runs_between_forward_and_backward():
+    assert shortest(problem(1, 1, 4), taken(recompute=1)) == 10 + 10 + 20
+
+
+@pytest.mark.parametrize(("transfers", "apart", "shared"), [((12, 12), 76, 77), ((1, 12), 65, 66), ((14, 1), 67, 70)])
+def test_devices_behind_one_link_take_turns_in_either_direction(transfers, apart, shared):
+    """By hand: device 1's transfers are on the critical path, device 0's must fit beside them on a shared link."""
+    one = problem(2, 1, 4, offload=transfers[0], reload=transfers[1])
+    assert shortest(one, taken(offload=1)) == apart
+    assert shortest(replace(one, link_of=(0, 0)), taken(offload=1)) == shared
+
+
+def test_an_activation_has_exactly_one_fate():
+    def fates(*chosen: str) -> Force:
+        return lambda a: [getattr(a[0, 0], name) == (name in chosen) for name in ("keep", "offload", "recompute")]
+
+    for one in ("keep", "offload", "recompute"):
+        assert shortest(problem(1, 1, 4), fates(one)) is not None
+    for several in ((), ("keep", "offload"), ("offload", "recompute"), ("keep", "recompute")):
+        assert shortest(problem(1, 1, 4), fates(*several)) is None
+
+
+@pytest.mark.parametrize(
+    ("freedom", "decision"),
+    [
+        (Freedom(offload=False), {"offload": 1}),
+        (Freedom(recompute=False), {"recompute": 1}),
+        (Freedom(split=False), {"split": 1}),
+    ],
+)
+def test_what_is_forbidden_is_not_done(freedom, decision):
+    assert shortest(problem(1, 1, 4), taken(**decision)) is not None
+    assert shortest(problem(1, 1, 4, freedom=freedom), taken(**decision)) is None
+
+
+def test_a_device_without_a_link_does_not_offload():
+    assert shortest(problem(1, 1, 4, links=False), taken(offload=1)) is None
+
+
+# -- laws of memory -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sizes", "decision", "needs"),
+    [
+        ({}, {"split": 0}, 4),
+        ({}, {"split": 1}, 4),
+        ({}, {"offload": 1}, 4),
+        ({}, {"recompute": 1}, 4),
+        ({"forward_extra": 3}, {"split": 0}, 7),
+        ({"forward_extra": 3}, {"recompute": 1}, 7),
+        ({"backward_extra": 3}, {"split": 0}, 7),
+        ({"backward_extra": 3}, {"split": 1}, 4),
+        ({"backward_input_extra": 3}, {"split": 1}, 7),
+        ({"backward_input_extra": 3}, {"split": 0}, 4),
+        ({"backward_weight_extra": 3}, {"split": 1}, 5),
+        ({"captured": 3, "residue": 3}, {"split": 1}, 7),
+        ({"captured": 3, "residue": 6, "backward_weight_extra": 2}, {"split": 1}, 8),
+        ({"captured": 3, "residue": 6, "backward_weight_extra": 2}, {"split": 0}, 4),
+    ],
+)
+def test_one_microbatch_needs_exactly_what_its_ops_hold(sizes, decision, needs):
+    one = problem(1, 1, needs, **sizes)
+    assert shortest(one, taken(**decision)) is not None
+    assert shortest(replace(one, budget=(needs - 1,)), taken(**decision)) is None
+
+
+@pytest.mark.parametrize(
+    ("decision", "then", "needs"),
+    [
+        ({"keep": 1, "split": 0}, lambda a: [a[0, 1].forward <= a[0, 0].backward], 8),
+        ({"keep": 1, "split": 0}, lambda a: [a[0, 1].forward >= a[0, 0].release], 4),
+        ({"keep": 1, "split": 1}, lambda a: [a[0, 1].forward < a[0, 0].weight], 6),
+        ({"keep": 1, "split": 1}, lambda a: [a[0, 1].forward < a[0, 0].backward], 8),
+        ({"recompute": 1}, lambda a: [a[0, 1].forward < a[0, 0].again], 5),
+        ({"recompute": 1}, lambda a: [a[0, 1].forward < a[0, 0].backward, a[0, 0].again < a[0, 1].forward], 8),
+        ({"offload": 1}, lambda a: [a[0, 1].forward < a[0, 0].away + 12], 8),
+        ({"offload": 1}, lambda a: [a[0, 0].away + 12 <= a[0, 1].forward, a[0, 1].away + 12 <= a[0, 0].back], 4),
+        ({"offload": 1}, lambda a: [a[0, 0].back < a[0, 1].forward, a[0, 1].forward < a[0, 0].backward], 8),
+    ],
+    ids=["two kept", "one kept", "residue", "before I", "checkpoint", "again", "leaving", "away", "back"],
+)
+def test_two_microbatches_need_what_is_resident_at_once(decision, then, needs):
+    """An activation has 4 units, 2 of them between I and W; a recomputed one keeps 1, an offloaded one none."""
+    one = problem(1, 2, needs, checkpoint=1)
+    assert shortest(one, both(taken(**decision), then)) is not None
+    assert shortest(replace(one, budget=(needs - 1,)), both(taken(**decision), then)) is None
+
+
+@pytest.mark.parametrize(("microbatches", "needs"), [(1, 8), (2, 8)])
+def test_offloads_of_all_devices_share_the_host_even_at_different_times(microbatches, needs):
+    """Each device has a fixed share of at least one activation; a second one reuses it."""
+    one = replace(problem(2, microbatches, 100), host_budget=needs)
+    assert shortest(one, taken(offload=1)) is not None
+    assert shortest(replace(one, host_budget=needs - 1), taken(offload=1)) is None
+
+
+def test_an_offloaded_activation_is_on_the_host_until_its_reload_ends():
+    """Two activations of one device on the host at once need 8 units."""
+
+    def overlap(a: dict[tuple[int, int], Activation]) -> list[Any]:
+        return [a[0, 1].away < a[0, 0].back + 12]
+
+    one = problem(1, 2, 100)
+    assert shortest(replace(one, host_budget=8), both(taken(offload=1), overlap)) is not None
+    assert shortest(replace(one, host_budget=7), both(taken(offload=1), overlap)) is None
+    assert shortest(replace(one, host_budget=4), taken(offload=1)) is not None
+    assert shortest(replace(one, host_budget=3), taken(offload=1)) is None
+
+
+# -- optima -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("forward", "backward"), [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_with_fused_backwards_the_optimum_is_known_for_every_cap(forward, backward, devices):
+    """design.md, section 5 (b): (f + b) x max(M + P - 1, Q P + r + P - 1), Q = ceil(M / K) - 1, r = M - Q K."""
+    for microbatches in range(1, 5):
+        for cap in range(1, microbatches + 1):
+            times = {"forward": forward, "backward": backward, "send_activation": 0, "send_gradient": 0}
+            one = problem(devices, microbatches, cap, freedom=NOTHING, saved=1, residue=1, **times)
+            periods = ceil(microbatches / cap) - 1
+            rest = microbatches - periods * cap
+            slots = max(microbatches + devices - 1, periods * devices + rest + devices - 1)
+            assert optimum(one) == (forward + backward) * slots, (microbatches, cap)
+
+
+@pytest.mark.parametrize(("freedom", "value"), [(NOTHING, 186), (OFFLOAD, 122), (SPLIT, 156)])
+def test_offloading_and_splitting_pay_where_one_activation_fits(freedom, value):
+    """Two devices, three microbatches: serial is 3 x 62 fused and 3 x 52 split."""
+    assert optimum(problem(2, 3, 4, freedom=freedom, offload=2, reload=2)) == value
+
+
+def test_an_optimum_is_no_worse_with_more_freedom_or_more_memory():
+    tight = {freedom: optimum(problem(2, 3, 4, freedom=freedom)) for freedom in (NOTHING, SPLIT, Freedom())}
+    roomy = {freedom: optimum(problem(2, 3, 8, freedom=freedom)) for freedom in (NOTHING, SPLIT, Freedom())}
+    assert tight[NOTHING] > tight[SPLIT] > tight[Freedom()]
+    assert roomy[NOTHING] > roomy[SPLIT] >= roomy[Freedom()]
+    assert all(roomy[freedom] < tight[freedom] for freedom in (NOTHING, SPLIT))
+
+
+def test_the_host_pays_for_what_the_offloads_gain():
+    one = problem(3, 3, 4, freedom=OFFLOAD, offload=2, reload=2)
+    values = [optimum(replace(one, host_budget=units)) for units in (0, 4, 8)]
+    assert values[0] == values[1] == 3 * (3 * 30 + 4)
+    assert values[1] > values[2] > optimum(one)
+
+
+def test_the_span_leaves_out_the_wait_for_the_first_message_and_the_makespan_does_not():
+    """Both devices can work 4 x 30 without a gap; the second starts 11 later."""
+    one = problem(2, 4, 100, freedom=SPLIT)
+    assert optimum(one, "span") == 120
+    assert optimum(one, "makespan") == 131
+
+
+def test_an_optimal_span_may_take_a_longer_makespan():
+    one = problem(2, 4, 100, freedom=SPLIT)
+    value, starts = best(one, kind="span")
+    assert (value, Schedule(one, "", starts).span) == (120, 120)
+    assert Schedule(one, "", starts).makespan > 120
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(one=problems(devices=2, stages=2, microbatches=2, ticks=5))
+def test_what_the_model_finds_keeps_to_every_cap_when_it_is_replayed(one):
+    found = best(one)
+    if found is None:
+        assert not list(greedies(one))
+        return
+    value, starts = found
+    planned = Schedule(one, "model", starts)
+    again = simulate(one, planned.plan, "again")
+    assert all(again.starts[task] <= begin for task, begin in starts.items())
+    assert again.makespan == value
+    assert all(peak <= budget for peak, budget in zip(peaks(again), one.budget, strict=True))
+    assert one.host_budget is None or sum(again.host_peaks) <= one.host_budget
+
+
+# -- hint and events ----------------------------------------------------------------------------------------------
+
+
+def events_of(request: Request) -> list[Event]:
+    stream = io.BytesIO()
+    solve(request, stream)
+    stream.seek(0)
+    events = []
+    while stream.tell() < len(stream.getvalue()):
+        events.append(pickle.load(stream))
+    return events
+
+
+@pytest.mark.parametrize("kind", ["makespan", "span"])
+@pytest.mark.parametrize(
+    "one",
+    [
+        problem(2, 3, 8),
+        problem(2, 3, 7, checkpoint=1, captured=1, residue=3, backward_input_extra=1),
+        pytest.param(
+            replace(problem(2, 2, 8, per_device=2), host_budget=16, link_of=(0, 0)),
+            marks=pytest.mark.xfail(strict=True, reason="solver/hint.py does not hint the shares of the host"),
+        ),
+        problem(1, 2, 8, freedom=NOTHING, forward_extra=2, backward_extra=3),
+    ],
+    ids=["plain", "sizes", "host", "fused"],
+)
+def test_cp_sat_says_that_every_hint_is_complete_and_feasible_with_its_value(one, kind):
+    kinds = set()
+    for timed in greedies(one):
+        fates = (timed.count(Kind.D) > 0, timed.count(Kind.R) > 0, timed.count(Kind.W) > 0)
+        if fates in kinds:
+            continue
+        kinds.add(fates)
+        request = Request(one, timed, kind, 0.1, seed=0, workers=1, reproducible=True, log=True)
+        log = "\n".join(event.text for event in events_of(request) if event.kind == "log")
+        value = timed.makespan if kind == "makespan" else timed.span
+        assert f"The solution hint is complete and is feasible. Its objective value is {value}." in log
+    assert kinds
+
+
+def test_a_search_reports_better_and_better_schedules_and_bounds_and_ends_optimal():
+    one = problem(2, 3, 8)
+    events = events_of(Request(one, start(one), "makespan", 60, seed=0, workers=1, reproducible=True))
+    values = [Schedule(one, "", event.starts).makespan for event in events if event.kind == "solution"]
+    bounds = [event.bound for event in events if event.bound is not None]
+    assert values == sorted(values, reverse=True)
+    assert bounds == sorted(bounds)
+    assert values[-1] == bounds[-1] == optimum(one)
+    assert (events[-1].kind, events[-1].text) == ("end", "OPTIMAL")
+
+
+def test_equal_requests_give_equal_events_in_reproducible_mode():
+    one = problem(3, 4, 8)
+    request = Request(one, start(one), "makespan", 0.3, seed=3, workers=1, reproducible=True)
+    first, second = (events_of(request) for _ in range(2))
+    assert first == second
+    assert first[-1].text == "FEASIBLE", "otherwise the limit does not show"
+
+
+# -- least memory -------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(one=problems(devices=2, stages=2, microbatches=2, ticks=4), fixed=st.tuples(*[st.integers(0, 5)] * 2))
+def test_no_schedule_at_all_needs_less_memory_than_one_microbatch_at_a_time(one, fixed):
+    """The largest total over the devices, static part included, against the full model with one unit less."""
+    static = fixed[: one.devices]
+    timed = one_at_a_time(replace(one, budget=(1000,) * one.devices), static)
+    needs = max(peak + size for peak, size in zip(peaks(timed), static, strict=True))
+    if one.host_budget is not None:
+        assert sum(timed.host_peaks) <= one.host_budget
+    assert len(timed.starts) >= 2 * len(one.stages) * one.microbatches
+    assert best(replace(one, budget=tuple(needs - size for size in static))) is not None
+    assert best(replace(one, budget=tuple(max(0, needs - 1 - size) for size in static))) is None

@@ -106,7 +106,7 @@ def _least_area(problem: Problem, s: int) -> int:
     kept = stage.forward + journey + sum(_backward(problem, t) for t in later) + backward
     times = [kept]
     if problem.can_offload(s):
-        times.append(stage.forward + stage.offload + stage.reload + backward)
+        times.append(stage.forward + stage.offload_alone + stage.reload_alone + backward)
     if problem.can_recompute(s):
         times.append(stage.forward + stage.recompute + backward)
     return stage.saved * min(times)

@@ -177,11 +177,16 @@ class StageCost(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class LinkCost(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A host link as forecast: a transfer of n bytes takes latency_ns + round(n * 10^9 / bandwidth)."""
+    """A host link as forecast: a transfer of n bytes takes latency_ns + round(n * 10^9 / bandwidth).
+
+    The bandwidth is `duplex_*` if a transfer of the other direction runs at some time of it.
+    """
 
     devices: list[Count]
     d2h_bytes_per_s: Positive
     h2d_bytes_per_s: Positive
+    duplex_d2h_bytes_per_s: Positive
+    duplex_h2d_bytes_per_s: Positive
     latency_ns: Count
 
 

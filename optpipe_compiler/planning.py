@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -172,6 +173,9 @@ class Planner:
                     continue
                 if all(peak <= budget for peak, budget in zip(peaks(timed), problem.budget, strict=True)):
                     yield attempt, timed
+                elif not self._met(attempt):
+                    with suppress(Stuck):  # the same orders, each op waiting for its memory
+                        yield attempt, retime(timed, problem)
 
     def _mixed(self) -> Iterator[tuple[Attempt, Schedule]]:
         """Mix modes on the published orders of each placement, unless memory is so plenty that a bound is met."""

@@ -42,6 +42,7 @@ class Freedom:
 class Stage:
     """One stage's durations (ticks) and sizes (units) per microbatch.
 
+    `offload` and `reload` are the times while the link's other direction is busy, `*_alone` those while it is not.
     `*_extra` exists only while the op runs: its transient bytes and the messages that it reads and writes.
     """
 
@@ -53,6 +54,8 @@ class Stage:
     recompute: int
     offload: int
     reload: int
+    offload_alone: int
+    reload_alone: int
     send_activation: int
     send_gradient: int
     saved: int
@@ -145,11 +148,16 @@ def transfer_ns(size: int, bytes_per_s: int, latency_ns: int) -> int:
     return latency_ns + (2 * size * NS_PER_S + bytes_per_s) // (2 * bytes_per_s)
 
 
+def alone(link: Link) -> tuple[int, int]:
+    """Return (d2h, h2d) bytes per second while the other direction is idle."""
+    return value_of(link.d2h_bytes_per_s), value_of(link.h2d_bytes_per_s)
+
+
 def duplex(link: Link) -> tuple[int, int]:
-    """Return (d2h, h2d) bytes per second while both directions are busy, which planning always assumes."""
+    """Return (d2h, h2d) bytes per second while both directions are busy; never more than alone."""
     d2h = link.d2h_bytes_per_s if link.duplex_d2h_bytes_per_s is None else link.duplex_d2h_bytes_per_s
     h2d = link.h2d_bytes_per_s if link.duplex_h2d_bytes_per_s is None else link.duplex_h2d_bytes_per_s
-    return value_of(d2h), value_of(h2d)
+    return min(value_of(d2h), alone(link)[0]), min(value_of(h2d), alone(link)[1])
 
 
 def message_ns(machine: Machine, size: int, source: int, target: int) -> int:
@@ -187,7 +195,7 @@ def _stage(layers: list[Layer], layout: Layout, index: int, machine: Machine) ->
     incoming = value_of(layers[layout.cuts[index] - 1].output_bytes) if before else 0
     outgoing = value_of(mine[-1].output_bytes) if after else 0
     saved = _total(layer.saved_bytes for layer in mine)
-    offload, reload = _transfers(machine, device, max(layout.device_of) + 1, saved)
+    busy, alone = _transfers(machine, device, max(layout.device_of) + 1, saved)
     overhead = value_of(machine.op_overhead_ns)
     messages = incoming + outgoing
     return Stage(
@@ -197,8 +205,10 @@ def _stage(layers: list[Layer], layout: Layout, index: int, machine: Machine) ->
         backward_weight=overhead + _total(layer.backward_weight_ns for layer in mine),
         backward=overhead + sum(fused_ns(layer) for layer in mine),
         recompute=overhead + sum(recompute_ns(layer) for layer in mine),
-        offload=offload,
-        reload=reload,
+        offload=busy[0],
+        reload=busy[1],
+        offload_alone=alone[0],
+        reload_alone=alone[1],
         send_activation=message_ns(machine, outgoing, device, layout.device_of[index + 1]) if after else 0,
         send_gradient=message_ns(machine, incoming, device, layout.device_of[index - 1]) if before else 0,
         saved=saved,
@@ -222,13 +232,17 @@ def residue_bytes(layer: Layer) -> int:
     return value_of(layer.saved_bytes if layer.residue_bytes is None else layer.residue_bytes)
 
 
-def _transfers(machine: Machine, device: int, devices: int, size: int) -> tuple[int, int]:
+def _transfers(machine: Machine, device: int, devices: int, size: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return (offload, reload) times while the other direction is busy, and alone."""
     for members, link in host_links(machine, devices):
         if device in members:
-            d2h, h2d = duplex(link)
             latency = value_of(link.latency_ns)
-            return transfer_ns(size, d2h, latency), transfer_ns(size, h2d, latency)
-    return 0, 0
+            busy, idle = (
+                (transfer_ns(size, d2h, latency), transfer_ns(size, h2d, latency))
+                for d2h, h2d in (duplex(link), alone(link))
+            )
+            return busy, idle
+    return (0, 0), (0, 0)
 
 
 DURATIONS = (
@@ -239,6 +253,8 @@ DURATIONS = (
     "recompute",
     "offload",
     "reload",
+    "offload_alone",
+    "reload_alone",
     "send_activation",
     "send_gradient",
 )

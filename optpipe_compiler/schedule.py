@@ -64,7 +64,31 @@ class Schedule:
 
     def end(self, task: Task) -> int:
         """Return the tick at which the task completes."""
+        if task in self.alone:
+            stage = self.problem.stages[task.stage]
+            return self.starts[task] + (stage.offload_alone if task.kind is Kind.D else stage.reload_alone)
         return self.starts[task] + duration(self.problem, task)
+
+    @cached_property
+    def alone(self) -> frozenset[Task]:
+        """The transfers that overlap none of the other direction of their link, and so take less time.
+
+        The largest such set: all are assumed to be, and pairs that then overlap no longer are, until none do.
+        """
+        problem = self.problem
+        lanes: dict[tuple[int | None, Kind], list[tuple[int, int, int, Task]]] = {}
+        for task, start in self.starts.items():
+            if task.kind in (Kind.D, Kind.H):
+                stage = problem.stages[task.stage]
+                short = stage.offload_alone if task.kind is Kind.D else stage.reload_alone
+                lane = lanes.setdefault((problem.link_of[stage.device], task.kind), [])
+                lane.append((start, start + short, start + duration(problem, task), task))
+        found: set[Task] = set()
+        for (link, kind), rows in lanes.items():
+            found.update(row[3] for row in rows)
+            if kind is Kind.H:
+                found -= _meeting(sorted(lanes.get((link, Kind.D), ())), sorted(rows))
+        return frozenset(found)
 
     @cached_property
     def makespan(self) -> int:
@@ -138,6 +162,29 @@ class Schedule:
 _PHASE = (0, 3, 4, 3, 2, 1, 1)
 
 
+def _meeting(offloads: list[tuple[int, int, int, Task]], reloads: list[tuple[int, int, int, Task]]) -> set[Task]:
+    """Return the transfers that overlap one of the other list, being as long as that makes them.
+
+    Rows are (start, end alone, end while both directions are busy, task), serial and in order within a list.
+    """
+    met: set[Task] = set()
+    grown = True
+    while grown:
+        grown = False
+        first = second = 0
+        while first < len(offloads) and second < len(reloads):
+            one, other = offloads[first], reloads[second]
+            one_end, other_end = (row[2] if row[3] in met else row[1] for row in (one, other))
+            if one[0] < other_end and other[0] < one_end and not {one[3], other[3]} <= met:
+                met |= {one[3], other[3]}
+                grown = True
+            if one_end <= other_end:
+                first += 1
+            else:
+                second += 1
+    return met
+
+
 def _highest(events: list[tuple[int, int]]) -> int:
     """Return the largest running sum; at one moment decreases come first."""
     level = top = 0
@@ -148,7 +195,7 @@ def _highest(events: list[tuple[int, int]]) -> int:
 
 
 def duration(problem: Problem, task: Task) -> int:
-    """Return the task's length in ticks."""
+    """Return the task's length in ticks; a transfer's while the other direction of its link is busy."""
     stage = problem.stages[task.stage]
     return (
         stage.forward,

@@ -66,7 +66,8 @@ def device_memory(problem: Problem, task: Task, recomputed: bool) -> tuple[int, 
 def simulate(problem: Problem, plan: Plan, method: str) -> Schedule:
     """Return the earliest schedule that follows `plan` under the caps of `problem`.
 
-    A task starts once its lane is free, its predecessors have completed and its memory is there. A task that takes
+    A task starts once its lane is free, its predecessors have completed and its memory is there. A transfer takes the
+    longer time as soon as the other direction of its link starts one before it is over. A task that takes
     memory before an earlier one of the plan's `allocations` does so only while the earlier one still fits.
 
     Raises Stuck when the plan waits for itself or its memory never comes.
@@ -84,12 +85,12 @@ def retime(schedule: Schedule, problem: Problem, method: str | None = None) -> S
 class _Lane:
     """One serial resource: its tasks in order, the next one, and whether one is running."""
 
-    __slots__ = ("busy", "next", "tasks")
+    __slots__ = ("next", "running", "tasks")
 
     def __init__(self, tasks: tuple[Task, ...]) -> None:
         self.tasks = tasks
         self.next = 0
-        self.busy = False
+        self.running: Task | None = None
 
 
 class _Replay:
@@ -103,6 +104,7 @@ class _Replay:
         self.h2d = [_Lane(tasks) for tasks in plan.h2d]
         self.tasks = {task for lanes in (plan.compute, plan.d2h, plan.h2d) for lane in lanes for task in lane}
         self.starts: dict[Task, int] = {}
+        self.ends: dict[Task, int] = {}
         self.free = list(problem.budget)
         self.host_free = list(plan.host_limit)
         self.claimed = [0] * problem.devices
@@ -133,7 +135,7 @@ class _Replay:
             while self.events and self.events[0][0] == now:
                 _, arrival, task = heapq.heappop(self.events)
                 touched[self.problem.stages[task.stage].device] = None
-                if not arrival:
+                if not arrival and self.ends[task] == now:
                     self._complete(now, task, touched)
             self._start_all(now, touched)
         if len(self.starts) != len(self.tasks):
@@ -143,7 +145,7 @@ class _Replay:
     def _complete(self, now: int, task: Task, touched: dict[int, None]) -> None:
         stage = self.problem.stages[task.stage]
         self.free[stage.device] += self.memory[task][1]
-        self._lane_of(task).busy = False
+        self._lane_of(task).running = None
         if task.kind is Kind.H:
             self.host_free[stage.device] += stage.saved
         if task.kind in (Kind.D, Kind.H):
@@ -176,7 +178,7 @@ class _Replay:
                 pass
 
     def _start_next(self, now: int, lane: _Lane) -> bool:
-        if lane.busy or lane.next == len(lane.tasks):
+        if lane.running is not None or lane.next == len(lane.tasks):
             return False
         task = lane.tasks[lane.next]
         if self.missing[task] or self.ready[task] > now or not self._fits(task):
@@ -185,11 +187,30 @@ class _Replay:
         self.free[device] -= self.memory[task][0]
         if task.kind is Kind.D:
             self.host_free[device] -= self.problem.stages[task.stage].saved
-        lane.busy = True
+        lane.running = task
         lane.next += 1
         self.starts[task] = now
-        heapq.heappush(self.events, (now + duration(self.problem, task), 0, task))
+        self._end_at(task, now + self._length(task))
         return True
+
+    def _length(self, task: Task) -> int:
+        """Return how long the task takes; a transfer that meets one of the other direction slows that one down."""
+        if task.kind not in (Kind.D, Kind.H):
+            return duration(self.problem, task)
+        link = self.problem.link_of[self.problem.stages[task.stage].device]
+        assert link is not None
+        met = (self.h2d if task.kind is Kind.D else self.d2h)[link].running
+        if met is None:
+            stage = self.problem.stages[task.stage]
+            return stage.offload_alone if task.kind is Kind.D else stage.reload_alone
+        self._end_at(met, self.starts[met] + duration(self.problem, met))
+        return duration(self.problem, task)
+
+    def _end_at(self, task: Task, end: int) -> None:
+        """Let the task complete at `end`; an event for an earlier end no longer counts."""
+        if self.ends.get(task) != end:
+            self.ends[task] = end
+            heapq.heappush(self.events, (end, 0, task))
 
     def _fits(self, task: Task) -> bool:
         """Whether the memory is there, also for the tasks that the plan lets take theirs earlier."""

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from runtime_torch.report import forecast_durations
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -74,7 +76,7 @@ class RehearsedStage:
         self.stage = schedule.stages[index]
         self._cost = schedule.forecast.stages[index]
         self._overhead_ns = schedule.forecast.op_overhead_ns
-        self._link = next((link for link in schedule.forecast.links if self.stage.device in link.devices), None)
+        self._durations = forecast_durations(schedule, self.stage.device)
         self._is_last = index == len(schedule.stages) - 1
         self._scale = scale
         self._paces = paces
@@ -122,16 +124,14 @@ class RehearsedStage:
 
     def offload(self, microbatch: int, layers: Layers) -> None:
         """D2H."""
-        assert self._link is not None
         self._host_meter.count(self._saved(layers))
-        self._paces.d2h.spend(self._transfer_ns(layers, self._link.d2h_bytes_per_s))
+        self._paces.d2h.spend(self._transfer_ns("offload", microbatch, layers))
         self._meter.count(-self._saved(layers))
 
     def reload(self, microbatch: int, layers: Layers) -> None:
         """H2D."""
-        assert self._link is not None
         self._meter.count(self._saved(layers))
-        self._paces.h2d.spend(self._transfer_ns(layers, self._link.h2d_bytes_per_s))
+        self._paces.h2d.spend(self._transfer_ns("reload", microbatch, layers))
         self._host_meter.count(-self._saved(layers))
 
     def _spend(self, duration_ns: int, transient_bytes: int) -> None:
@@ -139,9 +139,9 @@ class RehearsedStage:
         self._paces.compute.spend(round(duration_ns * self._scale))
         self._meter.count(-transient_bytes)
 
-    def _transfer_ns(self, layers: Layers, bytes_per_s: int) -> int:
-        assert self._link is not None
-        return round((self._link.latency_ns + self._saved(layers) * _NS / bytes_per_s) * self._scale)
+    def _transfer_ns(self, kind: str, microbatch: int, layers: Layers) -> int:
+        op = f"{kind}:{self.stage.stage}:{microbatch}:{layers[0]}-{layers[1]}"
+        return round(self._durations[op] * self._scale)
 
     def _input_gradient(self, gradient: Tensor | None) -> Tensor | None:
         if self.stage.stage == 0:

@@ -23,6 +23,8 @@ UNIT = Stage(
     recompute=10,
     offload=12,
     reload=12,
+    offload_alone=12,
+    reload_alone=12,
     send_activation=1,
     send_gradient=1,
     saved=4,
@@ -47,9 +49,13 @@ def problem(
     links: bool = True,
     **changes: int,
 ) -> Problem:
-    """Equal stages; `cap` in units of memory per device (a stage's activation has 4)."""
+    """Equal stages; `cap` in units of memory per device (a stage's activation has 4).
+
+    Transfers take as long while the other direction of their link is busy as alone, if not said otherwise.
+    """
     places = stage_devices("linear" if per_device == 1 else placement, devices, per_device)
-    stage = replace(UNIT, **changes)
+    alone = {f"{name}_alone": changes.get(name, getattr(UNIT, name)) for name in ("offload", "reload")}
+    stage = replace(UNIT, **(alone | changes))
     return Problem(
         devices,
         microbatches,

@@ -7,14 +7,20 @@ from typing import TYPE_CHECKING
 from ortools.sat.python import cp_model
 
 from optpipe_compiler.heuristics.greedy import greedy, policies
+from optpipe_compiler.problem import DURATIONS
 from optpipe_compiler.schedule import Kind, Mode, Schedule, Task, duration, value
 from optpipe_compiler.simulate import Stuck, retime
+from optpipe_compiler.solver import constraints, hint, objective, variables
 from optpipe_compiler.solver.worker import Request, build, configure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from optpipe_compiler.problem import Problem
+    from optpipe_compiler.solver.variables import Activation
+
+    Force = Callable[[dict[tuple[int, int], Activation]], list[cp_model.BoundedLinearExpression]]
+    """The decisions that a test takes, as constraints over the activations."""
 
 
 def keep(stage: int, microbatch: int) -> Mode:
@@ -64,13 +70,41 @@ def start(problem: Problem, objective: str = "makespan") -> Schedule:
     return min((retime(timed, problem) for timed in greedies(problem)), key=lambda timed: value(timed, objective))
 
 
-def optimum(problem: Problem, objective: str = "makespan", hint: Schedule | None = None) -> int:
-    """The proven optimum in ticks, by the full model on one thread; fails if it is not proven at once."""
-    hint = hint or start(problem, objective)
-    request = Request(problem, hint, objective, time_limit_s=100, seed=0, workers=1, reproducible=True)
+def optimum(problem: Problem, kind: str = "makespan", begin: Schedule | None = None) -> int:
+    """The proven optimum in ticks as `compile` searches it, from a hint; fails if it is not proven at once."""
+    request = Request(
+        problem, begin or start(problem, kind), kind, time_limit_s=100, seed=0, workers=1, reproducible=True
+    )
     model, _ = build(request)
     solver = cp_model.CpSolver()
     configure(solver, request)
     status = solver.solve(model)
     assert status == cp_model.OPTIMAL, solver.status_name(status)
     return round(solver.objective_value)
+
+
+def best(
+    problem: Problem, force: Force = lambda activations: [], kind: str = "makespan"
+) -> tuple[int, Schedule] | None:
+    """The least value over all schedules that take the forced decisions, and one that has it; None: there is none.
+
+    No hint, and a horizon in which everything can be done one after the other.
+    """
+    model = cp_model.CpModel()
+    v = variables.create(model, problem, _horizon(problem))
+    constraints.add_all(model, problem, v)
+    objective.minimise(model, problem, v, kind)
+    for constraint in force(v.activations):
+        model.add(constraint)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.max_deterministic_time = 20
+    status = solver.solve(model)
+    assert status in (cp_model.OPTIMAL, cp_model.INFEASIBLE), solver.status_name(status)
+    if status == cp_model.INFEASIBLE:
+        return None
+    return round(solver.objective_value), Schedule(problem, "exact", hint.starts_of(problem, v, solver.value))
+
+
+def _horizon(problem: Problem) -> int:
+    return problem.microbatches * sum(getattr(stage, name) for stage in problem.stages for name in DURATIONS)

@@ -12,14 +12,14 @@ from tests.instances import problem
 
 @st.composite
 def problems(
-    draw: st.DrawFn, *, devices: int = 3, stages: int = 4, microbatches: int = 4, ticks: int = 9, none: bool = False
+    draw: st.DrawFn, *, devices: int = 3, stages: int = 4, microbatches: int = 4, least: int = 1, ticks: int = 9
 ) -> Problem:
-    """Uneven stages on up to `devices` devices, with caps from very tight to roomy; `none` allows ops of no length."""
+    """Uneven stages on up to `devices` devices, with caps from very tight to roomy."""
     count = draw(st.integers(1, devices))
     per_device = draw(st.integers(1, max(1, stages // count)))
     placement = draw(st.sampled_from(["loop", "v"]))
     base = problem(count, draw(st.integers(1, microbatches)), 1, per_device=per_device, placement=placement)
-    uneven = tuple(_stage(draw, stage, ticks, 0 if none else 1) for stage in base.stages)
+    uneven = tuple(_stage(draw, stage, least, ticks) for stage in base.stages)
     largest = [max(uneven[s].saved for s in base.stages_of(d)) for d in range(count)]
     freedom = Freedom(*(draw(st.booleans()) for _ in range(3)))
     links = draw(st.sampled_from([(None,) * count, (0,) * count, tuple(range(count))]))
@@ -33,10 +33,11 @@ def problems(
     )
 
 
-def _stage(draw: st.DrawFn, stage: Stage, ticks: int, least: int) -> Stage:
+def _stage(draw: st.DrawFn, stage: Stage, least: int, ticks: int) -> Stage:
     def time() -> int:
         return draw(st.integers(least, ticks))
 
+    offload, reload = time(), time()
     saved, captured, small = draw(st.integers(1, 6)), draw(st.integers(0, 2)), st.integers(0, 2)
     lag = st.integers(0, 3)
     return replace(
@@ -46,8 +47,10 @@ def _stage(draw: st.DrawFn, stage: Stage, ticks: int, least: int) -> Stage:
         backward_weight=time(),
         backward=draw(st.integers(least, 2 * ticks)),
         recompute=time(),
-        offload=time(),
-        reload=time(),
+        offload=offload,
+        reload=reload,
+        offload_alone=offload,
+        reload_alone=reload,
         send_activation=draw(lag) if stage.send_activation else 0,
         send_gradient=draw(lag) if stage.send_gradient else 0,
         saved=saved,

@@ -82,6 +82,8 @@ def test_a_stage_costs_the_sum_of_its_layers_and_each_op_its_overhead_once():
         "recompute": 1000 + 10 + 8,
         "offload": 0,
         "reload": 0,
+        "offload_alone": 0,
+        "reload_alone": 0,
         "send_activation": 0,
         "send_gradient": 0,
     }
@@ -133,10 +135,17 @@ def test_transfer_times_are_rounded_half_up(size, bytes_per_s, expected):
     assert transfer_ns(size, bytes_per_s, 50) == 50 + expected
 
 
-def test_transfers_run_at_the_speed_they_have_while_the_other_direction_is_busy():
+def test_transfers_have_a_time_alone_and_one_while_the_other_direction_is_busy():
     link = Link(d2h_bytes_per_s=10**9, h2d_bytes_per_s=10**9, duplex_d2h_bytes_per_s=5 * 10**8, latency_ns=1)
     stage = built(Machine(devices=2, links=[link])).stages[0]
+    assert (stage.offload_alone, stage.reload_alone) == (1 + 300, 1 + 300)
     assert (stage.offload, stage.reload) == (1 + 600, 1 + 300)
+
+
+def test_a_link_is_never_faster_with_both_directions_busy():
+    link = Link(d2h_bytes_per_s=10**9, h2d_bytes_per_s=10**9, duplex_h2d_bytes_per_s=3 * 10**9)
+    stage = built(Machine(devices=2, links=[link])).stages[0]
+    assert stage.reload == stage.reload_alone == 300
 
 
 def test_a_link_without_devices_is_one_for_each_device_not_named():

@@ -11,47 +11,23 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ortools.sat.python import cp_model
 
 from optpipe_compiler.problem import Freedom, Problem
-from optpipe_compiler.schedule import Kind, Schedule, Task
+from optpipe_compiler.schedule import Kind, Schedule
 from optpipe_compiler.simulate import peaks, simulate
-from optpipe_compiler.solver import constraints, hint, objective, variables
 from optpipe_compiler.solver.minimum import one_at_a_time
 from optpipe_compiler.solver.worker import Event, Request, solve
 from tests.instances import problem
-from tests.plans import greedies, optimum, start
+from tests.plans import best, greedies, optimum, start
 from tests.strategies import problems
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from optpipe_compiler.solver.variables import Activation
-
-    Force = Callable[[dict[tuple[int, int], Activation]], list[Any]]
-    """The decisions that a test takes, as constraints over the activations."""
+    from tests.plans import Force
 
 NOTHING = Freedom(offload=False, recompute=False, split=False)
 SPLIT = Freedom(offload=False, recompute=False, split=True)
 OFFLOAD = Freedom(offload=True, recompute=False, split=False)
-HORIZON = 500
-
-
-def best(one: Problem, force: Force = lambda a: [], kind: str = "makespan") -> tuple[int, dict[Task, int]] | None:
-    """The least value over schedules that take the forced decisions, and the starts that reach it; None: impossible."""
-    model = cp_model.CpModel()
-    v = variables.create(model, one, HORIZON)
-    constraints.add_all(model, one, v)
-    objective.minimise(model, one, v, kind)
-    for constraint in force(v.activations):
-        model.add(constraint)
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    status = solver.solve(model)
-    assert status in (cp_model.OPTIMAL, cp_model.INFEASIBLE)
-    if status == cp_model.INFEASIBLE:
-        return None
-    return round(solver.objective_value), hint.starts_of(one, v, solver.value)
 
 
 def shortest(one: Problem, force: Force = lambda a: []) -> int | None:
@@ -260,9 +236,9 @@ def test_the_span_leaves_out_the_wait_for_the_first_message_and_the_makespan_doe
 
 def test_an_optimal_span_may_take_a_longer_makespan():
     one = problem(2, 4, 100, freedom=SPLIT)
-    value, starts = best(one, kind="span")
-    assert (value, Schedule(one, "", starts).span) == (120, 120)
-    assert Schedule(one, "", starts).makespan > 120
+    value, timed = best(one, kind="span")
+    assert value == timed.span == 120
+    assert timed.makespan == 131
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -272,10 +248,9 @@ def test_what_the_model_finds_keeps_to_every_cap_when_it_is_replayed(one):
     if found is None:
         assert not list(greedies(one))
         return
-    value, starts = found
-    planned = Schedule(one, "model", starts)
+    value, planned = found
     again = simulate(one, planned.plan, "again")
-    assert all(again.starts[task] <= begin for task, begin in starts.items())
+    assert all(again.starts[task] <= begin for task, begin in planned.starts.items())
     assert again.makespan == value
     assert all(peak <= budget for peak, budget in zip(peaks(again), one.budget, strict=True))
     assert one.host_budget is None or sum(again.host_peaks) <= one.host_budget

@@ -9,6 +9,7 @@ from optpipe_compiler import __version__, ir
 from optpipe_compiler.lower.graph import Graph, Node
 from optpipe_compiler.lower.waits import Waits, planned_peaks
 from optpipe_compiler.problem import (
+    alone,
     duplex,
     host_links,
     recompute_ns,
@@ -206,8 +207,10 @@ def _forecast(
         links=[
             ir.LinkCost(
                 devices=members,
-                d2h_bytes_per_s=duplex(link)[0],
-                h2d_bytes_per_s=duplex(link)[1],
+                d2h_bytes_per_s=alone(link)[0],
+                h2d_bytes_per_s=alone(link)[1],
+                duplex_d2h_bytes_per_s=duplex(link)[0],
+                duplex_h2d_bytes_per_s=duplex(link)[1],
                 latency_ns=value_of(link.latency_ns),
             )
             for members, link in host_links(profile.machine, schedule.problem.devices)

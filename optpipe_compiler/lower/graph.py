@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from optpipe_compiler.schedule import Kind, Task, duration
+from optpipe_compiler.schedule import Kind, Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -81,7 +81,7 @@ class Graph:
 
     def _task_node(self, lane: str, device: int, task: Task) -> Node:
         start = self.schedule.starts[task]
-        node = Node((lane, device, 0), task.stage, task.microbatch, start, start + duration(self.problem, task), task)
+        node = Node((lane, device, 0), task.stage, task.microbatch, start, self.schedule.end(task), task)
         recomputed = Task(Kind.R, task.stage, task.microbatch) in self.schedule.starts
         node.taken, node.given = device_bytes(self.stages[task.stage], task.kind, recomputed)
         saved = sum(self.stages[task.stage].saved_bytes)

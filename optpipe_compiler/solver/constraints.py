@@ -40,8 +40,12 @@ def _data(model: cp_model.CpModel, problem: Problem, v: Variables, s: int, m: in
     model.add(a.release == a.weight + stage.backward_weight).only_enforce_if(a.split)
     model.add(a.release == a.backward_end).only_enforce_if(~a.split)
     model.add(a.away >= a.forward + stage.forward)
-    model.add(a.back >= a.away + stage.offload).only_enforce_if(a.offload)
-    model.add(a.backward >= a.back + stage.reload).only_enforce_if(a.offload)
+    model.add(a.away_end == a.away + stage.offload - (stage.offload - stage.offload_alone) * a.away_alone)
+    model.add(a.back_end == a.back + stage.reload - (stage.reload - stage.reload_alone) * a.back_alone)
+    model.add_implication(a.away_alone, a.offload)
+    model.add_implication(a.back_alone, a.offload)
+    model.add(a.back >= a.away_end).only_enforce_if(a.offload)
+    model.add(a.backward >= a.back_end).only_enforce_if(a.offload)
     model.add(a.again >= a.forward + stage.forward)
     model.add(a.backward >= a.again + stage.recompute).only_enforce_if(a.recompute)
 
@@ -87,16 +91,26 @@ def _optional(
 
 
 def _links(model: cp_model.CpModel, problem: Problem, v: Variables) -> None:
-    """Each direction of a host link serves one transfer at a time, over all devices behind it."""
+    """Each direction of a host link serves one transfer at a time, over all devices behind it.
+
+    One that is taken to be alone overlaps none of the other direction either.
+    """
     lanes: dict[tuple[int | None, str], list[cp_model.IntervalVar]] = {}
     for (s, m), a in v.activations.items():
         if problem.can_offload(s):
             stage = problem.stages[s]
             link = problem.link_of[stage.device]
-            away = _optional(model, a.away, stage.offload, a.offload, f"D_{s}_{m}")
-            back = _optional(model, a.back, stage.reload, a.offload, f"H_{s}_{m}")
+            size = stage.offload - (stage.offload - stage.offload_alone) * a.away_alone
+            away = model.new_optional_interval_var(a.away, size, a.away_end, a.offload, f"D_{s}_{m}")
+            size = stage.reload - (stage.reload - stage.reload_alone) * a.back_alone
+            back = model.new_optional_interval_var(a.back, size, a.back_end, a.offload, f"H_{s}_{m}")
             lanes.setdefault((link, "d2h"), []).append(away)
             lanes.setdefault((link, "h2d"), []).append(back)
+            if stage.offload_alone < stage.offload or stage.reload_alone < stage.reload:
+                sole = _optional(model, a.away, stage.offload_alone, a.away_alone, "")
+                lanes.setdefault((link, "h2d and offloads alone"), []).extend([sole, back])
+                sole = _optional(model, a.back, stage.reload_alone, a.back_alone, "")
+                lanes.setdefault((link, "d2h and reloads alone"), []).extend([sole, away])
     for lane in lanes.values():
         model.add_no_overlap(lane)
 
@@ -137,7 +151,7 @@ def _device_memory(model: cp_model.CpModel, problem: Problem, v: Variables, budg
         held.add(a.backward, a.release, growth, a.split, f"growth_{name}")
         _while_running(held, problem, s, a, growth, name)
         if problem.can_offload(s):
-            held.add(a.forward, a.away + stage.offload, stage.saved, a.offload, f"leaving_{name}")
+            held.add(a.forward, a.away_end, stage.saved, a.offload, f"leaving_{name}")
         if problem.can_recompute(s):
             end = a.forward + stage.forward
             held.add(a.forward, end, stage.saved, a.recompute, f"dropped_{name}")
@@ -169,7 +183,7 @@ def _host_memory(model: cp_model.CpModel, problem: Problem, v: Variables) -> Non
         if problem.can_offload(s):
             stage = problem.stages[s]
             held = resources[stage.device]
-            held.add(a.away, a.back + stage.reload, stage.saved, a.offload, f"host_{s}_{m}")
+            held.add(a.away, a.back_end, stage.saved, a.offload, f"host_{s}_{m}")
     shares = [model.new_int_var(0, problem.host_budget, f"share_{d}") for d in range(problem.devices)]
     model.add(sum(shares) <= problem.host_budget)
     for held, share in zip(resources, shares, strict=True):

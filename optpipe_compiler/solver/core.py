@@ -4,7 +4,7 @@ Modulo scheduling (Lam, 1988; for pipelines Qi et al., arXiv:2405.15362 section 
 t = period x turn + phase; lanes and memory are then laws about phases alone, so the model's size does not depend on the
 number of microbatches. An activation that is resident for `length` = period x whole + rest occupies memory `whole`
 times all through the period, and once more for `rest` ticks from its phase on. The shortest latency is sought, which
-makes fill and drain short.
+makes fill and drain short. Transfers are taken to be as slow as in both directions at once, which they mostly are.
 """
 
 from __future__ import annotations

@@ -56,7 +56,10 @@ def of_activation(schedule: Schedule, s: int, m: int, before: dict[str, int]) ->
     def start(kind: Kind, at_least: int, name: str) -> int:
         return starts.get(Task(kind, s, m), max(at_least, before.get(name, 0)))
 
-    back = start(Kind.H, 0, "back")
+    stage = schedule.problem.stages[s]
+    away, back = start(Kind.D, forward_end, "away"), start(Kind.H, 0, "back")
+    away_alone = stage.offload_alone < stage.offload and Task(Kind.D, s, m) in schedule.alone
+    back_alone = stage.reload_alone < stage.reload and Task(Kind.H, s, m) in schedule.alone
     again = start(Kind.R, forward_end, "again")
     return {
         "forward": starts[forward],
@@ -68,8 +71,12 @@ def of_activation(schedule: Schedule, s: int, m: int, before: dict[str, int]) ->
         "keep": not (offload or recompute),
         "offload": offload,
         "recompute": recompute,
-        "away": start(Kind.D, forward_end, "away"),
+        "away": away,
+        "away_end": away + (stage.offload_alone if away_alone else stage.offload),
+        "away_alone": away_alone,
         "back": back,
+        "back_end": back + (stage.reload_alone if back_alone else stage.reload),
+        "back_alone": back_alone,
         "again": again,
         "late": back if offload else again if recompute else starts[forward],
     }

@@ -47,6 +47,8 @@ def _unit_times(problem: Problem) -> Problem:
             recompute=1,
             offload=1,
             reload=1,
+            offload_alone=1,
+            reload_alone=1,
             send_activation=0,
             send_gradient=0,
         )

@@ -31,8 +31,13 @@ class Activation:
     recompute: Var
     away: Var
     """Start of the offload."""
+    away_end: Var
+    away_alone: Var
+    """Whether no reload of the link overlaps the offload, which is then shorter."""
     back: Var
     """Start of the reload."""
+    back_end: Var
+    back_alone: Var
     again: Var
     """Start of the recomputation."""
     late: Var
@@ -62,6 +67,7 @@ def create(model: cp_model.CpModel, problem: Problem, horizon: int) -> Variables
 
 def create_activation(model: cp_model.CpModel, problem: Problem, s: int, m: int, horizon: int) -> Activation:
     """Create the variables of one stage and microbatch."""
+    stage = problem.stages[s]
 
     def time(name: str) -> Var:
         return model.new_int_var(0, horizon, f"{name}_{s}_{m}")
@@ -80,7 +86,11 @@ def create_activation(model: cp_model.CpModel, problem: Problem, s: int, m: int,
         offload=choice("offload", problem.can_offload(s)),
         recompute=choice("recompute", problem.can_recompute(s)),
         away=time("D"),
+        away_end=time("D_end"),
+        away_alone=choice("D_alone", stage.offload_alone < stage.offload),
         back=time("H"),
+        back_end=time("H_end"),
+        back_alone=choice("H_alone", stage.reload_alone < stage.reload),
         again=time("R"),
         late=time("late"),
     )

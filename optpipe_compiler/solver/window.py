@@ -111,8 +111,7 @@ class Model:
             if old is not None and not self._free(task):
                 continue
             end = self.window.end if old is None else max(self.window.end, self.schedule.end(task))
-            length = duration(self.schedule.problem, task)
-            law = self.model.add(_start(made, kind) + length <= end - self.gain)
+            law = self.model.add(_end(made, kind, duration(self.schedule.problem, task)) <= end - self.gain)
             if literal is not None:
                 law.only_enforce_if(literal)
 
@@ -136,7 +135,8 @@ class Model:
         return starts | hint.starts_of(self.schedule.problem, self.variables, read)
 
 
-def _start(made: Activation, kind: Kind) -> Expr:
-    names = ("forward", "backward", "weight", "backward", "again", "away", "back")
-    result: Expr = getattr(made, names[kind])
-    return result
+def _end(made: Activation, kind: Kind, length: int) -> Expr:
+    """Return when an op of this kind ends; those whose length is not fixed have a variable for it."""
+    ends = {Kind.I: made.backward_end, Kind.B: made.backward_end, Kind.D: made.away_end, Kind.H: made.back_end}
+    starts = {Kind.F: made.forward, Kind.W: made.weight, Kind.R: made.again}
+    return ends[kind] if kind in ends else starts[kind] + length

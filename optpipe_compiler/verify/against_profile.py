@@ -114,7 +114,7 @@ def _message_ns(machine: Machine, device: int, peer: int | None, moved: int) -> 
 
 
 def links(plan: Plan, machine: Machine) -> Iterator[Violation]:
-    """A link of the forecast is shared by the devices that share it in the profile, at its duplex bandwidth."""
+    """A link of the forecast is shared by the devices that share it in the profile, with its bandwidths."""
     count = len(plan.schedule.devices)
     for number, found in enumerate(plan.schedule.forecast.links):
         for device in found.devices:
@@ -140,11 +140,13 @@ def _link_of(machine: Machine, device: int) -> Link | None:
 
 
 def _link_figures(link: Link) -> dict[str, int]:
-    """Return what the forecast must use: the bandwidth while the other direction is busy too, where it is given."""
-    d2h = link.duplex_d2h_bytes_per_s
-    h2d = link.duplex_h2d_bytes_per_s
+    """Return what the forecast must use; with the other direction busy no bandwidth is above that alone."""
+    d2h, h2d = value_of(link.d2h_bytes_per_s), value_of(link.h2d_bytes_per_s)
+    busy_d2h, busy_h2d = link.duplex_d2h_bytes_per_s, link.duplex_h2d_bytes_per_s
     return {
-        "d2h_bytes_per_s": value_of(link.d2h_bytes_per_s if d2h is None else d2h),
-        "h2d_bytes_per_s": value_of(link.h2d_bytes_per_s if h2d is None else h2d),
+        "d2h_bytes_per_s": d2h,
+        "h2d_bytes_per_s": h2d,
+        "duplex_d2h_bytes_per_s": d2h if busy_d2h is None else min(d2h, value_of(busy_d2h)),
+        "duplex_h2d_bytes_per_s": h2d if busy_h2d is None else min(h2d, value_of(busy_h2d)),
         "latency_ns": value_of(link.latency_ns),
     }

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from fractions import Fraction
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -96,6 +97,7 @@ class Timed:
             places = plan.lanes[times.device, times.lane]
             for place, start, end in zip(places, times.start_ns, times.end_ns, strict=True):
                 self.start[place.id], self.end[place.id] = start, end
+        self.runs: dict[tuple[int, str], tuple[list[int], list[int]]] = {}
         self.link_of = {device: link for link in self.forecast.links for device in link.devices}
         self.working = [place for place in plan.places if not isinstance(place.op, ir.MessageOp)]
 
@@ -116,10 +118,27 @@ class Timed:
                 return sum(self._of_layers(cost.recompute_ns, op)) + self.forecast.op_overhead_ns
             case ir.Offload() | ir.Reload():
                 link = self.link_of[place.device]
-                rate = link.d2h_bytes_per_s if isinstance(op, ir.Offload) else link.h2d_bytes_per_s
+                shared = self.slowed(place)
+                if isinstance(op, ir.Offload):
+                    rate = link.duplex_d2h_bytes_per_s if shared else link.d2h_bytes_per_s
+                else:
+                    rate = link.duplex_h2d_bytes_per_s if shared else link.h2d_bytes_per_s
                 moved = sum(self._of_layers(self.plan.stages[op.stage].saved_bytes, op))
                 return link.latency_ns + transfer_ns(moved, rate)
         raise AssertionError(f"an op without a cost: {op.name}")
+
+    def slowed(self, place: Place) -> bool:
+        """Return whether a transfer of the other direction of the link runs at some time of this one."""
+        other: ir.Lane = "h2d" if place.lane == "d2h" else "d2h"
+        key = (min(self.link_of[place.device].devices), other)
+        if key not in self.runs:
+            lanes = [self.plan.lanes[device, other] for device in self.link_of[place.device].devices]
+            spans = sorted((self.start[one.id], self.end[one.id]) for lane in lanes for one in lane)
+            starts = [start for start, _ in spans]
+            self.runs[key] = starts, list(accumulate((end for _, end in spans), max))
+        starts, latest = self.runs[key]
+        before = bisect_left(starts, self.end[place.id])
+        return before > 0 and latest[before - 1] > self.start[place.id]
 
     def _of_layers(self, numbers: list[int], op: ir.SavedOp) -> list[int]:
         offset = self.plan.stages[op.stage].layers[0]

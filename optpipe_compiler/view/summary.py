@@ -127,7 +127,7 @@ def _assumptions(schedule: Schedule) -> Text:
         f"{show_bytes(setup.reserve_bytes)}, activations, messages and what ops need while they run",
         f"host memory for offloads: {host}, all devices together",
         "the promised peaks hold for every execution that the order and the waits allow, not only at forecast times",
-        "transfers are planned at the speed they have while the other direction of their link is busy",
+        "a transfer takes the time alone on its link only if none of the other direction overlaps it",
         "microbatches run in order per stage and kind; the bound is over such schedules and the placements searched",
     ]
     return Text("\nassumptions\n" + "\n".join(f"  - {line}" for line in lines))

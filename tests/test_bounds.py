@@ -1,0 +1,127 @@
+"""Lower bounds: below every proven optimum, and equal to it where their argument is the whole story."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+
+from optpipe_compiler.bounds import best as best_bound
+from optpipe_compiler.bounds import device_work, head_and_work, memory_time, round_trip
+from optpipe_compiler.problem import Freedom, Problem, coarsen
+from optpipe_compiler.schedule import value
+from tests.instances import problem
+from tests.plans import best, greedies, optimum
+from tests.strategies import problems
+
+RANDOM = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FUSED = Freedom(offload=False, recompute=False, split=False)
+SPLIT = Freedom(offload=False, recompute=False, split=True)
+
+
+def uneven(forward: tuple[int, ...], freedom: Freedom = SPLIT, **sizes: int) -> Problem:
+    """One device per forward time, two microbatches, ample memory."""
+    one = problem(len(forward), 2, 100, freedom=freedom, **sizes)
+    stages = tuple(replace(stage, forward=time) for stage, time in zip(one.stages, forward, strict=True))
+    return replace(one, stages=stages)
+
+
+@RANDOM
+@given(one=problems(devices=2, stages=2, microbatches=3, ticks=5))
+def test_every_bound_is_at_most_the_optimum_and_that_at_most_the_best_heuristic(one):
+    for kind, bounds in (
+        ("makespan", [device_work, head_and_work, round_trip, memory_time]),
+        ("span", [device_work, round_trip]),
+    ):
+        found = best(one, kind=kind)
+        assume(found is not None)
+        assert found[0] == value(found[1], kind)
+        for bound in bounds:
+            assert bound(one).ticks <= found[0], (bound.__name__, kind)
+        assert best_bound(one, kind).ticks == max(bound(one).ticks for bound in bounds)
+        for timed in greedies(one):
+            assert found[0] <= value(timed, kind)
+
+
+@RANDOM
+@given(one=problems(devices=2, stages=4, microbatches=2, ticks=3))
+def test_bounds_hold_with_several_stages_per_device(one):
+    assume(len(one.stages) > one.devices)
+    found = best(one)
+    assume(found is not None)
+    assert best_bound(one, "makespan").ticks <= found[0]
+
+
+def test_the_busiest_devices_work_bounds_the_span_and_is_reached_on_one_device():
+    one = problem(1, 4, 100)
+    assert device_work(one).ticks == 4 * 30 == optimum(one, "span") == optimum(one)
+    assert device_work(uneven((10, 30, 10))).ticks == 2 * 50
+
+
+def test_split_or_fused_whichever_is_cheaper_counts_as_work():
+    assert device_work(problem(1, 1, 100, backward=15)).ticks == 25
+    assert device_work(problem(1, 1, 100, backward=25)).ticks == 30
+    assert device_work(problem(1, 1, 100, backward=25, freedom=FUSED)).ticks == 35
+
+
+@pytest.mark.parametrize(
+    ("freedom", "expected"),
+    [(SPLIT, (10 + 1 + 10 + 1) + 2 * 70), (FUSED, (10 + 1 + 10 + 1) + 2 * 70 + (1 + 20 + 1 + 20))],
+)
+def test_what_comes_before_a_device_and_what_must_follow_it_adds_to_its_work(freedom, expected):
+    assert head_and_work(uneven((10, 10, 50), freedom)).ticks == expected
+
+
+def test_with_fused_backwards_head_work_and_tail_are_the_optimum_of_ample_memory():
+    one = problem(3, 5, 100, freedom=FUSED, send_activation=0, send_gradient=0)
+    assert head_and_work(one).ticks == optimum(one) == (5 + 3 - 1) * 30
+
+
+def test_one_microbatch_takes_the_round_trip():
+    for freedom, expected in ((SPLIT, 52), (FUSED, 62)):
+        one = problem(2, 1, 100, freedom=freedom)
+        assert round_trip(one).ticks == optimum(one) == optimum(one, "span") == expected
+
+
+def test_where_one_activation_fits_memory_times_time_is_the_optimum():
+    one = problem(3, 4, 4, freedom=FUSED, send_activation=0, send_gradient=0)
+    assert memory_time(one).ticks == optimum(one) == 4 * 90
+    assert memory_time(replace(one, budget=(5, 5, 5))).ticks < 4 * 90
+
+
+def test_memory_times_time_counts_the_cheapest_way_to_hold_an_activation():
+    """On device 0 kept for 90 ticks; the others offload for 38 or recompute for 40, device 1 from tick 10 on."""
+    one = problem(3, 4, 4, send_activation=0, send_gradient=0, offload=3, reload=5, checkpoint=1)
+    ticks = {
+        freedom: memory_time(replace(one, freedom=freedom)).ticks
+        for freedom in (FUSED, replace(FUSED, offload=True), replace(FUSED, recompute=True))
+    }
+    assert list(ticks.values()) == [4 * 90, 10 + 4 * 38, 10 + 4 * 40]
+
+
+def test_a_transfer_alone_on_its_link_is_what_the_bound_counts():
+    one = problem(3, 4, 4, freedom=replace(FUSED, offload=True), offload=9, reload=9, offload_alone=3, reload_alone=5)
+    assert memory_time(one).ticks == memory_time(replace(one, stages=tuple(map(alone, one.stages)))).ticks
+
+
+def alone(stage):
+    return replace(stage, offload=stage.offload_alone, reload=stage.reload_alone)
+
+
+def test_the_best_bound_is_named():
+    assert best_bound(problem(1, 4, 100), "makespan").name == "device-work"
+    assert best_bound(problem(3, 1, 100), "makespan").name == "round-trip"
+    assert best_bound(problem(3, 4, 4, freedom=FUSED), "makespan").name == "memory-time"
+    assert best_bound(problem(3, 9, 100), "makespan").name == "head-and-work"
+
+
+@RANDOM
+@given(one=problems(devices=2, stages=2, microbatches=2, least=300, ticks=3000))
+def test_the_optimum_of_the_coarse_problem_scaled_back_is_a_bound(one):
+    found, coarse = best(one), coarsen(one)
+    rough = best(coarse)
+    assert (found is None) == (rough is None)
+    if found is not None:
+        assert int(rough[0] * coarse.tick_ns / coarse.stretch) <= found[0]
+        assert rough[0] * coarse.tick_ns >= 0.9 * found[0]

@@ -187,9 +187,13 @@ def uniform(output: Path, embedding_ms: str | None, head_ms: str | None, duplex_
 @click.option("--time-limit", type=float, metavar="SECONDS", help="[default: 60 up to 8 devices, 180 above]")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--reproducible", is_flag=True, help="Same bytes on every run and machine; one search thread.")
+@click.option("--method", help="Emit this published schedule instead of searching (see --list-methods).")
+@click.option("--list-methods", is_flag=True, help="List the published schedules and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=SCHEDULE, show_default=True)
-def compile_command(profile_path: Path, output: Path, as_json: bool, mem: int | None, **options: Any) -> None:
+def compile_command(
+    profile_path: Path, output: Path, as_json: bool, mem: int | None, list_methods: bool, **options: Any
+) -> None:
     """Plan a schedule under a memory cap and prove how good it is.
 
     Example: optpipe compile profile.json --mem 40GB --microbatches 16 -o schedule.json
@@ -200,6 +204,9 @@ def compile_command(profile_path: Path, output: Path, as_json: bool, mem: int | 
     from optpipe_compiler.view.progress import ProgressLine
     from optpipe_compiler.view.summary import render
 
+    if list_methods:
+        _list_methods()
+        return
     costs = profiles.load(profile_path)
     chosen = driver.Options(mem_bytes=_cap(mem, costs), **_renamed(options))
     with ProgressLine(_console(stderr=True)) as line:
@@ -214,6 +221,48 @@ def compile_command(profile_path: Path, output: Path, as_json: bool, mem: int | 
     if result.interrupted:
         click.echo("interrupted: this is the best schedule so far", err=True)
     click.echo(f"\nwrote {output} in {result.wall_s:.1f} s")
+
+
+def _list_methods() -> None:
+    """Print every published schedule with the placements that it is tried on."""
+    from rich.table import Table
+
+    from optpipe_compiler.heuristics import PLACEMENTS
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("method")
+    table.add_column("placement and stages per device")
+    for name, places in PLACEMENTS.items():
+        table.add_row(name, ", ".join(f"{placement} {number}" for placement, number in places))
+    _console().print(table)
+
+
+@cli.command()
+@click.argument("profile_path", metavar="[PROFILE]", type=click.Path(path_type=Path), default=PROFILE)
+@click.option("--mem", "mems", required=True, metavar="SIZE[,SIZE...]", help="Caps, such as 10GB,20GB,40GB.")
+@click.option("--microbatches", type=int, help="Microbatches per step [default: 4 per device].")
+@click.option("--devices", type=click.IntRange(min=1), help="Pipeline devices [default: the profile's].")
+@click.option("--placement", type=click.Choice(["auto", "linear", "loop", "v"]), default="auto", show_default=True)
+@click.option("--stages-per-device", type=int, help="[default: all that are searched]")
+@click.option("--objective", type=click.Choice(["makespan", "span"]), default="makespan", show_default=True)
+def bounds(profile_path: Path, mems: str, **options: Any) -> None:
+    """Print lower bounds for a range of caps, without solving.
+
+    Example: optpipe bounds profile.json --mem 10GB,20GB,40GB --microbatches 16
+    """
+    from rich.table import Table
+
+    from optpipe_compiler import driver
+    from optpipe_compiler import profile as profiles
+    from optpipe_compiler.units import show_bytes, show_ns
+
+    costs = profiles.load(profile_path)
+    table = Table("cap", f"{options['objective']} at least", "because of", box=None, pad_edge=False)
+    for text in mems.split(","):
+        cap = parse_bytes(text, "--mem")
+        reached, name = driver.lower_bound(costs, driver.Options(mem_bytes=cap, **options))
+        table.add_row(show_bytes(cap), show_ns(reached), name)
+    _console().print(table)
 
 
 def _cap(mem: int | None, costs: Any) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from optpipe_compiler import bounds, ir
 from optpipe_compiler.errors import BadInput, Infeasible, NotFound
-from optpipe_compiler.heuristics import PLACEMENTS, PUBLISHED, NotDefined, published
+from optpipe_compiler.heuristics import PUBLISHED
 from optpipe_compiler.lower import Certificate, lower, promised
 from optpipe_compiler.placement import Layout, layout
 from optpipe_compiler.planning import Attempt, Limits, Planner
@@ -44,6 +44,8 @@ class Options:
     time_limit_s: float | None = None
     seed: int = 0
     reproducible: bool = False
+    method: str | None = None
+    """Emit this published schedule alone instead of searching."""
     search: bool = True
     """Whether to run the exact search after the heuristics."""
     workers: int = 0
@@ -121,6 +123,20 @@ def layouts(profile: Profile, options: Options) -> list[Layout]:
     return [layout(name, options.devices, n, work) for name, n in fitting or chosen[:1]]
 
 
+def lower_bound(profile: Profile, options: Options) -> tuple[int, str]:
+    """Return what no schedule of any searched placement can beat, in ns, without solving; and its argument's name."""
+    chosen = settled(profile, options)
+    assert chosen.microbatches is not None
+    caps = Caps(chosen.mem_bytes, chosen.host_mem_bytes)
+    freedom = Freedom(chosen.offload, chosen.recompute, chosen.split)
+    found = [
+        bounds.best(build(profile, one, chosen.microbatches, caps, freedom), chosen.objective)
+        for one in layouts(profile, chosen)
+    ]
+    lowest = min(found, key=lambda bound: bound.ticks)
+    return lowest.ticks, lowest.name
+
+
 def compile_schedule(
     profile: Profile, options: Options, on_progress: Callable[[Progress], None] = lambda progress: None
 ) -> Result:
@@ -153,11 +169,14 @@ class _Compilation:
         """Plan until the time is spent; then certify and verify the best schedule."""
         interrupted = False
         try:
-            self.planner.heuristics()
-            if self.planner.winner() is None:
-                self._one_at_a_time()
-            if self.options.search:
-                self.planner.search()
+            if self.options.method is not None:
+                self._named(self.options.method)
+            else:
+                self.planner.heuristics()
+                if self.planner.winner() is None:
+                    self._one_at_a_time()
+                if self.options.search:
+                    self.planner.search()
         except KeyboardInterrupt:
             interrupted = True
         winner = self.planner.winner()
@@ -166,6 +185,23 @@ class _Compilation:
         schedule = self._certified(winner)
         notes = tuple(note for attempt in self.planner.attempts for note in attempt.notes)
         return Result(schedule, self.options, winner.layout.name, interrupted, time.monotonic() - self.begin, notes)
+
+    def _named(self, name: str) -> None:
+        """Take the published schedule `name` on the best placement that it is for, if it fits."""
+        if name not in PUBLISHED:
+            raise BadInput(f"--method is {name!r}, expected one of {', '.join(PUBLISHED)}")
+        self.planner.only(name)
+        if self.planner.winner() is not None:
+            return
+        tried = self.planner.published.get(name, [])
+        needed = [max(self._peaks(attempt, timed)[0]) for attempt, timed in tried if isinstance(timed, Schedule)]
+        if needed:
+            raise Infeasible(
+                f"{name} does not fit --mem {show_bytes(self.caps.device_bytes)}: it needs {min(needed)} bytes "
+                f"({show_bytes(min(needed))}) on its fullest device"
+            )
+        reasons = sorted({said for _, said in tried if isinstance(said, str)})
+        raise BadInput(f"--method {name}: {'; '.join(reasons) or 'not for the placements searched'}")
 
     def _over(self, attempt: Attempt, timed: Schedule) -> list[int] | None:
         """Return None if the file of `timed` keeps to the caps, else the bytes by which each device is over."""
@@ -209,23 +245,18 @@ class _Compilation:
         )
 
     def _baselines(self) -> dict[str, ir.Baseline]:
-        """Evaluate every published schedule on each placement that it is for; keep its best one that fits."""
+        """Compare with every published schedule: the best that fits over the placements that it is for."""
         return {name: self._baseline(name) for name in PUBLISHED}
 
     def _baseline(self, name: str) -> ir.Baseline:
-        found: list[ir.Baseline] = []
-        reason = "not for the placements searched"
-        for attempt in self.planner.attempts:
-            if attempt.placed not in PLACEMENTS[name]:
-                continue
-            try:
-                timed = published(attempt.problem, name)
-            except NotDefined as error:
-                reason = str(error)
-                continue
-            peak = max(self._peaks(attempt, timed)[0])
-            fits = peak <= self.caps.device_bytes
-            found.append(ir.Baseline(makespan_ns=timed.makespan, peak_bytes=peak, fits=fits))
+        tried = self.planner.published.get(name, [])
+        reason = next((said for _, said in tried if isinstance(said, str)), "not for the placements searched")
+        found = []
+        for attempt, timed in tried:
+            if isinstance(timed, Schedule):
+                peak = max(self._peaks(attempt, timed)[0])
+                fits = peak <= self.caps.device_bytes
+                found.append(ir.Baseline(makespan_ns=timed.makespan, peak_bytes=peak, fits=fits))
         unknown = ir.Baseline(makespan_ns=None, peak_bytes=None, fits=False, reason=reason)
         return min(found, key=lambda b: (not b.fits, b.makespan_ns), default=unknown)
 
@@ -280,4 +311,5 @@ def _recorded(options: Options) -> dict[str, str | int | float | bool | None]:
         "time_limit_s": options.time_limit_s,
         "seed": options.seed,
         "reproducible": options.reproducible,
+        "method": options.method,
     }

@@ -25,7 +25,7 @@ from optpipe_compiler.solver.window import Window
 from optpipe_compiler.solver.worker import Event, Request
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from optpipe_compiler.heuristics.greedy import Policy
     from optpipe_compiler.placement import Layout
@@ -60,6 +60,8 @@ PERIODS = (100, 104, 109, 117, 125)
 """Periods of the core that are tried, in percent of the busiest device's work per microbatch."""
 WINDOWS = (6, 9, 14, 21)
 """Widths of windows, in multiples of that work."""
+RESERVE = 12
+"""Lowering, comparing and verifying the result take about this many times as long as judging a candidate."""
 WINDOW_S = 6.0
 """Time limit of one window."""
 DETERMINISTIC_PER_S = 0.25
@@ -116,6 +118,10 @@ class Planner:
         self.report = report
         self.begin = time.monotonic()
         self.spent = 0.0
+        self.reserve_s = 0.2
+        """Time that lowering and verifying the result will take, estimated from the first schedule that is judged."""
+        self.published: dict[str, list[tuple[Attempt, Schedule | str]]] = {}
+        """Each published schedule on each placement that it is for, or why it is not defined there."""
 
     def value(self, timed: Schedule) -> int:
         """Return what is minimised."""
@@ -132,8 +138,9 @@ class Planner:
 
     def left(self) -> float:
         """Return the seconds that are left; in reproducible mode they are counted in deterministic time."""
-        used = self.spent / DETERMINISTIC_PER_S if self.limits.reproducible else time.monotonic() - self.begin
-        return self.limits.time_limit_s - used
+        if self.limits.reproducible:
+            return self.limits.time_limit_s - self.spent / DETERMINISTIC_PER_S
+        return self.limits.time_limit_s - self.reserve_s - (time.monotonic() - self.begin)
 
     # -- candidates ---------------------------------------------------------------------------------------------
 
@@ -141,6 +148,7 @@ class Planner:
         """Try every published schedule and as many greedy ones as their share of the time allows."""
         for _ in range(6):
             excess: dict[int, list[int]] = {}
+            self.published.clear()
             for attempt, timed in itertools.chain(self._published(), self._mixed(), self._greedy()):
                 if attempt.best is None or self.value(timed) < self._reached(attempt):
                     over = self.keep(attempt, timed, "heuristics")
@@ -153,24 +161,33 @@ class Planner:
             for attempt in stuck:
                 attempt.margin = [m + e for m, e in zip(attempt.margin, excess[id(attempt)], strict=True)]
 
+    def only(self, name: str) -> None:
+        """Keep the published schedule `name` alone, on every placement where it fits or can wait for its memory."""
+        for attempt, timed in self._published((name,)):
+            self.keep(attempt, timed, name)
+
     def keep(self, attempt: Attempt, timed: Schedule, phase: str) -> list[int] | None:
         """Make `timed` the attempt's best unless the judge objects; return what it said."""
+        begin = time.monotonic()
         over = self.judge(attempt, timed)
+        self.reserve_s = max(self.reserve_s, RESERVE * (time.monotonic() - begin))
         if over is None:
             attempt.best = Schedule(attempt.problem, timed.method, timed.starts)
             self.report(f"{phase} {attempt.layout.name}")
         return over
 
-    def _published(self) -> Iterator[tuple[Attempt, Schedule]]:
+    def _published(self, names: Iterable[str] = PUBLISHED) -> Iterator[tuple[Attempt, Schedule]]:
         for attempt in self.attempts:
             problem = attempt.tightened()
-            for name in PUBLISHED:
+            for name in names:
                 if attempt.placed not in PLACEMENTS[name]:
                     continue
                 try:
                     timed = published(problem, name)
-                except NotDefined:
+                except NotDefined as error:
+                    self.published.setdefault(name, []).append((attempt, str(error)))
                     continue
+                self.published.setdefault(name, []).append((attempt, timed))
                 if all(peak <= budget for peak, budget in zip(peaks(timed), problem.budget, strict=True)):
                     yield attempt, timed
                 elif not self._met(attempt):

@@ -73,9 +73,9 @@ def profile_for(shape: Shape, rng: Random, *, shared: bool = True) -> Profile:
             links=[
                 Link(
                     devices=list(range(shape.devices)) if shared else None,
-                    d2h_bytes_per_s=2 * rate,
+                    d2h_bytes_per_s=rate,
                     h2d_bytes_per_s=rate,
-                    duplex_d2h_bytes_per_s=rate,
+                    duplex_d2h_bytes_per_s=2 * rate,
                     latency_ns=1,
                 )
             ],
@@ -330,7 +330,14 @@ class Builder:
                 "op_overhead_ns": 2,
                 "stages": self.costs,
                 "links": [
-                    {"devices": devices, "d2h_bytes_per_s": 10**9, "h2d_bytes_per_s": 10**9, "latency_ns": 1}
+                    {
+                        "devices": devices,
+                        "d2h_bytes_per_s": 10**9,
+                        "h2d_bytes_per_s": 10**9,
+                        "duplex_d2h_bytes_per_s": 10**9,
+                        "duplex_h2d_bytes_per_s": 10**9,
+                        "latency_ns": 1,
+                    }
                     for devices in ([link.devices] if link.devices else [[d] for d in range(count)])
                     if transfers
                 ],

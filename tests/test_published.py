@@ -32,6 +32,8 @@ UNIT = Stage(
     recompute=1,
     offload=1,
     reload=1,
+    offload_alone=1,
+    reload_alone=1,
     send_activation=0,
     send_gradient=0,
     saved=1,
@@ -57,6 +59,7 @@ def instance(
     links: bool = True,
     **changes: int,
 ) -> Problem:
+    changes |= {f"{name}_alone": time for name, time in changes.items() if name in ("offload", "reload")}
     owners = stage_devices(placement, devices, per_device)
     stages = tuple(replace(UNIT, device=owner, **changes) for owner in owners)
     link_of = tuple(device // 2 if links else None for device in range(devices))
@@ -117,15 +120,17 @@ def uneven(draw: st.DrawFn) -> tuple[str, Problem]:
     time = st.integers(0, 6)
 
     def costs(stage: Stage) -> Stage:
-        halves = draw(time), draw(time)
+        halves, transfers = (draw(time), draw(time)), (draw(time), draw(time))
         return replace(
             stage,
             forward=draw(time),
             backward_input=halves[0],
             backward_weight=halves[1],
             backward=sum(halves),
-            offload=draw(time),
-            reload=draw(time),
+            offload=transfers[0],
+            reload=transfers[1],
+            offload_alone=min(transfers[0], draw(time)),
+            reload_alone=min(transfers[1], draw(time)),
             send_activation=draw(st.integers(0, 2)),
             send_gradient=draw(st.integers(0, 2)),
         )

@@ -44,8 +44,8 @@ golden: $(READY) ## Rewrite golden files after a deliberate change of output
 schemas: $(READY) ## Write schemas/ from the records
 	$(BIN)/python -m optpipe_compiler.schema schemas
 
-bench: $(READY) ## Measure; results go to bench/results/
-	$(BIN)/python -m bench
+bench: $(READY) ## Measure the planner on all cases (hours; see bench/planner.py)
+	$(BIN)/python -m bench.planner
 
 clean: ## Remove the environment and the demo's files
 	rm -rf $(VENV) $(DEMO)

@@ -1,14 +1,13 @@
 """Every published schedule on the instances of the project's two reference tables, beside the figures recorded there.
 
-    python bench/published.py [--table unit|gpt] [--case 8x32] [--alone] [--all]
+    python -m bench.published [--table unit|gpt] [--case 8x32] [--all]
 
 For each cap (in whole-device activations of one microbatch) three makespans: the figure of the reference (the authors'
 generators on a neutral simulator), the best schedule whose own peak fits, and the best one when those that do not fit
 run in the same order under the cap, each task waiting for its memory. `!` marks a worse figure than the reference's.
 
-One rule differs from the reference: our links always run at the rate of both directions busy, theirs only while both
-are. That costs most while the pipeline fills, when nothing comes back yet. `--alone` charges the other extreme, the
-rate of one direction alone.
+One rule differs from the reference: a transfer that meets one of the other direction of its link at any time of it takes
+as long as if it met one all the time.
 """
 
 from __future__ import annotations
@@ -124,11 +123,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--table", choices=sorted(COSTS), help="only this one of the two tables")
     parser.add_argument("--case", help="only this case, such as 8x32 for 8 devices and 32 microbatches")
-    parser.add_argument("--alone", action="store_true", help="links at the rate of one direction alone")
     parser.add_argument("--all", action="store_true", help="list every schedule on every placement, too")
     arguments = parser.parse_args()
-    if arguments.alone:
-        COSTS.update({table: replace(costs, duplex_slowdown=1.0) for table, costs in COSTS.items()})
     tables = [arguments.table] if arguments.table else sorted(COSTS, reverse=True)
     for table in tables:
         for (devices, microbatches), reference in REFERENCE[table].items():

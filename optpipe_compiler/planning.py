@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 GREEDY_SHARE = 0.15
 """Share of the time limit that greedy schedules may take."""
+GREEDY_S_PER_TASK = 2e-4
+"""What a greedy schedule costs in seconds per task, roughly; stands for the clock in reproducible mode."""
 MIXED_SHARE = 0.25
 """Share of the time limit for mixing kept, offloaded and recomputed activations on published orders."""
 MIXED_ORDERS = (
@@ -207,7 +209,7 @@ class Planner:
 
     def _greedy(self) -> Iterator[tuple[Attempt, Schedule]]:
         """Take turns over the placements, the policies of each in their order."""
-        until = time.monotonic() + GREEDY_SHARE * self.limits.time_limit_s
+        begin, share, estimate = time.monotonic(), GREEDY_SHARE * self.limits.time_limit_s, 0.0
 
         def each(attempt: Attempt) -> list[tuple[Attempt, Policy]]:
             return [(attempt, policy) for policy in policies(attempt.tightened())]
@@ -216,9 +218,11 @@ class Planner:
             for pair in turn:
                 if pair is None or self._met(pair[0]):
                     continue
-                if time.monotonic() > until and not self.limits.reproducible and self.winner() is not None:
+                used = estimate if self.limits.reproducible else time.monotonic() - begin
+                if used > share and self.winner() is not None:
                     return
                 problem = pair[0].tightened()
+                estimate += GREEDY_S_PER_TASK * 3 * len(problem.stages) * problem.microbatches
                 try:
                     timed = greedy(problem, pair[1])
                     yield pair[0], min(timed, retime(timed, problem), key=self.value)

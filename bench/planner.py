@@ -1,0 +1,161 @@
+"""Measure the planner on named cases: `python -m bench.planner [--cases PATTERN] [--time-limit S] [-o FILE]`.
+
+Results go to a JSON file, case by case, so that an interrupted run can go on; `--report FILE` writes the Markdown table
+of all results in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import os
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import optpipe_compiler
+from bench.published import REFERENCE
+from optpipe_compiler.driver import Options, Progress, compile_schedule
+from optpipe_compiler.uniform import UniformOptions, uniform_profile
+
+REFERENCE_NAMES = {"unit": "unit", "6.2B": "gpt"}
+GB = 10**9
+LINKS = {"shared_links": "pairs", "duplex_slowdown": 1 / 0.7}
+COSTS: dict[str, dict[str, object]] = {
+    "unit": {"p2p_ms": 0.0, "residue_fraction": 1.0, "d2h_ms": 1.05, "h2d_ms": 1.05, **LINKS},
+    # GPT 6.2B on A100: arXiv:2401.10241, Table 9; residue 32h/(34h+5as)
+    "6.2B": {
+        "forward_ms": 29.935,
+        "backward_input_ms": 29.621,
+        "backward_weight_ms": 19.388,
+        "p2p_ms": 0.535,
+        "residue_fraction": 0.4324,
+        "d2h_ms": 27.63,
+        "h2d_ms": 27.63,
+        **LINKS,
+    },
+}
+COSTS["6.2B-head"] = COSTS["6.2B"] | {"head_ms": (12.66, 9.38, 13.38)}
+COSTS["unit-slow-links"] = COSTS["unit"] | {"d2h_ms": 3.0, "h2d_ms": 3.0}
+SIZES = {
+    "unit": ((4, 16), (8, 32), (8, 64)),
+    "6.2B": ((4, 16), (8, 16), (8, 32), (8, 64)),
+    "6.2B-head": ((8, 32),),
+    "unit-slow-links": ((8, 32),),
+}
+CAPS = (2.0, 1.0, 0.5, 0.375, 0.25, 0.125)
+"""In whole-device activations, as multiples of the number of devices."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One instance."""
+
+    costs: str
+    devices: int
+    microbatches: int
+    cap: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.costs} P={self.devices} M={self.microbatches} cap={self.cap:g}P"
+
+
+def cases() -> list[Case]:
+    table = [Case(costs, p, m, cap) for costs, sizes in SIZES.items() for p, m in sizes for cap in CAPS]
+    large = [(16, 64), (32, 128), (64, 512), (8, 1024)]
+    return table + [Case("unit", p, m, cap) for p, m in large for cap in (1.0, 0.25, 0.125)]
+
+
+def measure(case: Case, time_limit_s: float | None) -> dict[str, object]:
+    profile = uniform_profile(UniformOptions(devices=case.devices, **COSTS[case.costs]))  # type: ignore[arg-type]
+    options = Options(
+        mem_bytes=int(case.cap * case.devices * GB), microbatches=case.microbatches, time_limit_s=time_limit_s
+    )
+    improved: list[tuple[float, int]] = []
+
+    def note(progress: Progress) -> None:
+        if progress.incumbent_ns is not None and (not improved or progress.incumbent_ns < improved[-1][1]):
+            improved.append((progress.elapsed_s, progress.incumbent_ns))
+
+    begin = time.monotonic()
+    result = compile_schedule(profile, options, note)
+    wall = time.monotonic() - begin
+    forecast = result.schedule.forecast
+    fitting = {n: b.makespan_ns for n, b in forecast.baselines.items() if b.fits and b.makespan_ns is not None}
+    best = min(fitting, key=lambda name: fitting[name], default=None)
+    work = sum(c.forward_ns + min(c.backward_ns, c.backward_input_ns + c.backward_weight_ns) for c in forecast.stages)
+    ideal = work * case.microbatches / case.devices
+    final = forecast.makespan_ns
+    return {
+        "makespan_ms": final / 1e6,
+        "idle": 1 - ideal / final,
+        "bound_ms": forecast.lower_bound_ns / 1e6,
+        "gap": 1 - forecast.lower_bound_ns / final,
+        "method": forecast.method,
+        "best_published": best,
+        "best_published_ms": None if best is None else fitting[best] / 1e6,
+        "best_published_idle": None if best is None else 1 - ideal / fitting[best],
+        "first_s": improved[0][0],
+        "within_1_percent_s": next(at for at, value in improved if value <= 1.01 * final),
+        "wall_s": wall,
+        "time_limit_s": result.options.time_limit_s,
+    }
+
+
+def report(results: dict[str, dict[str, object]]) -> str:
+    lines = [
+        "# Results",
+        "",
+        f"Written by `python -m bench.planner --report`; optpipe {optpipe_compiler.__version__}, "
+        f"{os.cpu_count()} cores, Python {platform.python_version()}.",
+        "Caps are in whole-device activations. `idle` is 1 - work of all devices / (P x makespan). `published` is the",
+        "best published schedule under the same cap in this run, `independent` that of an independent simulator (see",
+        "bench/published.py). Each case says the time limit it was run with.",
+        "",
+        "| case | makespan ms | idle | bound ms | gap | method | published ms (idle) | independent ms | first s | "
+        "to 1% s | limit s | wall s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for case in cases():
+        row = results.get(case.name)
+        if row is None:
+            continue
+        known = REFERENCE.get(REFERENCE_NAMES.get(case.costs, ""), {}).get((case.devices, case.microbatches))
+        independent = f"{known[CAPS.index(case.cap)]:g}" if known else ""
+        published = (
+            f"{row['best_published']} {row['best_published_ms']:.4g} ({row['best_published_idle']:.1%})"
+            if row["best_published"]
+            else "none fits"
+        )
+        lines.append(
+            f"| {case.name} | {row['makespan_ms']:.5g} | {row['idle']:.1%} | "
+            f"{row['bound_ms']:.5g} | {row['gap']:.1%} | "
+            f"{row['method']} | {published} | {independent} | {row['first_s']:.1f} | {row['within_1_percent_s']:.1f} | "
+            f"{row['time_limit_s']:g} | {row['wall_s']:.0f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", default="*", help="names to run, with * and ?")
+    parser.add_argument("--time-limit", type=float)
+    parser.add_argument("-o", "--output", type=Path, default=Path("bench/results.json"))
+    parser.add_argument("--report", type=Path, help="write the table of all results here and stop")
+    arguments = parser.parse_args()
+    results = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
+    if arguments.report:
+        arguments.report.write_text(report(results))
+        return
+    for case in cases():
+        if fnmatch.fnmatch(case.name, arguments.cases):
+            results[case.name] = measure(case, arguments.time_limit)
+            print(case.name, json.dumps(results[case.name]), flush=True)
+            arguments.output.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

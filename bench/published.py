@@ -6,8 +6,8 @@ For each cap (in whole-device activations of one microbatch) three makespans: th
 generators on a neutral simulator), the best schedule whose own peak fits, and the best one when those that do not fit
 run in the same order under the cap, each task waiting for its memory. `!` marks a worse figure than the reference's.
 
-One rule differs from the reference: a transfer that meets one of the other direction of its link at any time of it takes
-as long as if it met one all the time.
+One rule differs from the reference: a transfer that meets one of the other direction of its link at any time takes as
+long as if it met one all the time.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ def uniform(output: Path, embedding_ms: str | None, head_ms: str | None, duplex_
     )
     _write(output, record)
     layers = len(record.expanded_layers())
-    _console().print(f"{output}: {record.machine.devices} devices, {layers} layers, all numbers manual")
+    click.echo(f"{output}: {record.machine.devices} devices, {layers} layers, all numbers manual")
 
 
 @cli.command(name="compile")

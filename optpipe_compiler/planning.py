@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from optpipe_compiler import bounds
-from optpipe_compiler.heuristics import PLACEMENTS, PUBLISHED, NotDefined, published
+from optpipe_compiler.heuristics import PLACEMENTS, PUBLISHED, NotDefined, hurried, published
 from optpipe_compiler.heuristics.greedy import greedy, policies
 from optpipe_compiler.heuristics.mixed import mixed
 from optpipe_compiler.problem import coarsen
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from optpipe_compiler.placement import Layout
     from optpipe_compiler.problem import Problem
 
+PUBLISHED_SHARE = 0.6
+"""Share of the time limit after which published schedules are no longer tried, if there is one that fits."""
 GREEDY_SHARE = 0.15
 """Share of the time limit that greedy schedules may take."""
 GREEDY_S_PER_TASK = 2e-4
@@ -179,33 +181,44 @@ class Planner:
         return over
 
     def _published(self, names: Iterable[str] = PUBLISHED) -> Iterator[tuple[Attempt, Schedule]]:
-        for attempt in self.attempts:
+        late = self._stopwatch(PUBLISHED_SHARE * self.limits.time_limit_s)
+        for attempt in sorted(self.attempts, key=lambda a: (a.placed != ("linear", 1), -a.layout.stages)):
             problem = attempt.tightened()
             for name in names:
                 if attempt.placed not in PLACEMENTS[name]:
+                    continue
+                if late() and self.winner() is not None:
+                    self.published.setdefault(name, []).append((attempt, "not tried for want of time"))
                     continue
                 try:
                     timed = published(problem, name)
                 except NotDefined as error:
                     self.published.setdefault(name, []).append((attempt, str(error)))
                     continue
-                self.published.setdefault(name, []).append((attempt, timed))
-                if all(peak <= budget for peak, budget in zip(peaks(timed), problem.budget, strict=True)):
-                    yield attempt, timed
+                fast = hurried(timed)
+                self.published.setdefault(name, []).append((attempt, fast))
+                if all(peak <= budget for peak, budget in zip(peaks(fast), problem.budget, strict=True)):
+                    yield attempt, fast
                 elif not self._met(attempt):
                     with suppress(Stuck):  # the same orders, each op waiting for its memory
                         yield attempt, retime(timed, problem)
 
     def _mixed(self) -> Iterator[tuple[Attempt, Schedule]]:
         """Mix modes on the published orders of each placement, unless memory is so plenty that a bound is met."""
-        for number, attempt in enumerate(reversed(self.attempts)):
+        ranked = sorted(self.attempts, key=lambda a: (a.best is None, self._reached(a) if a.best else 0))
+        for number, attempt in enumerate(ranked):
             if self._met(attempt):
                 continue
             problem = attempt.tightened()
             orders = {name: PUBLISHED[name] for name in MIXED_ORDERS if attempt.placed in PLACEMENTS[name]}
-            share = min(MIXED_SHARE * self.limits.time_limit_s, self.left()) / (len(self.attempts) - number)
-            for timed in mixed(problem, orders, share, self.limits.seed):
+            share = min(MIXED_SHARE * self.limits.time_limit_s, self.left()) / 2 ** (number + 1)
+            for timed in mixed(problem, orders, share, self.limits.seed, self._stopwatch(share)):
                 yield attempt, timed
+
+    def _stopwatch(self, seconds: float) -> Callable[[], bool]:
+        """Return what says whether `seconds` from now have passed; never, in reproducible mode."""
+        end = time.monotonic() + seconds
+        return lambda: not self.limits.reproducible and time.monotonic() > end
 
     def _greedy(self) -> Iterator[tuple[Attempt, Schedule]]:
         """Take turns over the placements, the policies of each in their order."""

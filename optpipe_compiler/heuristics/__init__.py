@@ -29,8 +29,8 @@ from optpipe_compiler.heuristics.zb_h1 import zb_h1
 from optpipe_compiler.heuristics.zb_h2 import zb_h2
 from optpipe_compiler.heuristics.zb_memory_limited import zb_1p, zb_2p, zb_memory_limited
 from optpipe_compiler.heuristics.zbv import zbv
-from optpipe_compiler.schedule import Schedule
-from optpipe_compiler.simulate import peaks, retime
+from optpipe_compiler.schedule import Kind, Schedule
+from optpipe_compiler.simulate import Stuck, peaks, retime
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,19 +108,22 @@ def published(problem: Problem, name: str) -> Schedule:
     """
     found = PUBLISHED[name](problem)
     recipe = found if isinstance(found, Recipe) else Recipe(found)
-    schedule = Schedule(problem, name, timed(problem, recipe))
-    return _hurried(schedule) if recipe.offloaded else schedule
+    return Schedule(problem, name, timed(problem, recipe))
 
 
-def _hurried(schedule: Schedule) -> Schedule:
+def hurried(schedule: Schedule) -> Schedule:
     """Return the same orders in no more memory, with transfers that are alone on their link taking less time.
 
-    `timed` takes every transfer to be as slow as while both directions are busy.
+    `published` takes every transfer to be as slow as while both directions are busy.
     """
+    if not schedule.count(Kind.D):
+        return schedule
     problem = schedule.problem
-    own = retime(schedule, replace(problem, budget=tuple(peaks(schedule))))
-    faster = Schedule(problem, schedule.method, own.starts)
-    return min(faster, schedule, key=lambda one: one.makespan)
+    try:
+        own = retime(schedule, replace(problem, budget=tuple(peaks(schedule))))
+    except Stuck:  # ops of no length, which hold memory for no time, keep others from starting
+        return schedule
+    return min(Schedule(problem, schedule.method, own.starts), schedule, key=lambda one: one.makespan)
 
 
-__all__ = ["PLACEMENTS", "PUBLISHED", "NotDefined", "Recipe", "published"]
+__all__ = ["PLACEMENTS", "PUBLISHED", "NotDefined", "Recipe", "hurried", "published"]

@@ -44,20 +44,29 @@ class Trial:
 
 
 def mixed(
-    problem: Problem, orders: dict[str, Callable[[Problem], Order | Recipe]], seconds: float, seed: int
+    problem: Problem,
+    orders: dict[str, Callable[[Problem], Order | Recipe]],
+    seconds: float,
+    seed: int,
+    out_of_time: Callable[[], bool] = lambda: False,
 ) -> Iterator[Schedule]:
-    """Yield schedules for `problem`, each better than the one before on the shortened instance."""
+    """Yield schedules for `problem` after about `seconds` of trials on the shortened instance, the best first.
+
+    The number of trials follows from `seconds` and the instance's size alone; `out_of_time` may end them sooner.
+    """
     short = replace(problem, microbatches=min(problem.microbatches, 3 * problem.devices))
     if not orders:
         return
     tasks = 4 * len(problem.stages) * short.microbatches
-    left = max(20, int(seconds / (S_PER_TASK * tasks)))
+    left = int(seconds / (S_PER_TASK * tasks))
     best: dict[tuple[str, Table], Trial] = {}
     for name, table in itertools.islice(_uniform(problem, orders, Random(seed)), left // 2):
+        if out_of_time():
+            break
         _try(short, orders, name, table, best)
     yield from _whole(problem, orders, sorted(best.values(), key=_rank)[:CLIMBED])
     first = sorted(best.values(), key=_rank)[:CLIMBED]
-    climbed = [_climb(short, orders, trial, left // (2 * CLIMBED), seed) for trial in first]
+    climbed = [_climb(short, orders, trial, left // (2 * CLIMBED), seed, out_of_time) for trial in first]
     yield from _whole(problem, orders, sorted(climbed, key=_rank))
 
 
@@ -86,13 +95,20 @@ def _possible(problem: Problem, mode: Mode) -> bool:
 
 
 def _climb(
-    problem: Problem, orders: dict[str, Callable[[Problem], Order | Recipe]], trial: Trial, evaluations: int, seed: int
+    problem: Problem,
+    orders: dict[str, Callable[[Problem], Order | Recipe]],
+    trial: Trial,
+    evaluations: int,
+    seed: int,
+    out_of_time: Callable[[], bool],
 ) -> Trial:
     """Change single entries of the table while that helps."""
     seen: dict[tuple[str, Table], Trial] = {(trial.name, trial.table): trial}
     random = Random(seed)
     best = trial
     for _ in range(evaluations):
+        if out_of_time():
+            break
         stage, odd = random.randrange(len(best.table)), random.randrange(2)
         mode = random.choice([mode for mode in Mode if _possible(problem, mode)])
         row = tuple(mode if number == odd else old for number, old in enumerate(best.table[stage]))

@@ -69,8 +69,8 @@ def create_activation(model: cp_model.CpModel, problem: Problem, s: int, m: int,
     """Create the variables of one stage and microbatch."""
     stage = problem.stages[s]
 
-    def time(name: str) -> Var:
-        return model.new_int_var(0, horizon, f"{name}_{s}_{m}")
+    def time(name: str, beyond: int = 0) -> Var:
+        return model.new_int_var(0, horizon + beyond, f"{name}_{s}_{m}")
 
     def choice(name: str, possible: bool) -> Var:
         return model.new_bool_var(f"{name}_{s}_{m}") if possible else model.new_constant(0)
@@ -86,10 +86,10 @@ def create_activation(model: cp_model.CpModel, problem: Problem, s: int, m: int,
         offload=choice("offload", problem.can_offload(s)),
         recompute=choice("recompute", problem.can_recompute(s)),
         away=time("D"),
-        away_end=time("D_end"),
+        away_end=time("D_end", stage.offload),
         away_alone=choice("D_alone", stage.offload_alone < stage.offload),
         back=time("H"),
-        back_end=time("H_end"),
+        back_end=time("H_end", stage.reload),
         back_alone=choice("H_alone", stage.reload_alone < stage.reload),
         again=time("R"),
         late=time("late"),

@@ -1,0 +1,452 @@
+"""The commands as a person or a script meets them: exit codes, one clear sentence, clean stdout, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from optpipe_compiler import cli, driver, ir, planning, profile
+from optpipe_compiler.errors import BadInput, Infeasible, MissingDependency, NotFound, Rejected, RunFailed
+from optpipe_compiler.files import canonical
+from optpipe_compiler.heuristics import PUBLISHED
+from optpipe_compiler.verify import verify
+from tests.instances import quick, uniform
+from tests.processes import children
+
+GB = 10**9
+ROOT = Path(__file__).parent.parent
+FAST = ("--microbatches", "4", "--time-limit", "1")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command left behind."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, tmp_path):
+    """Run a command in an empty directory with a small profile.json; return exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    Path("profile.json").write_text(canonical(uniform(2, 1)))
+
+    def command(*arguments: str) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["optpipe", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capsys.readouterr()
+        return Outcome(ended.value.code, out, err)
+
+    return command
+
+
+def refused(outcome: Outcome, code: int) -> str:
+    """The one sentence of a failure: nothing on stdout, one line on stderr, no traceback."""
+    assert (outcome.code, outcome.out) == (code, "")
+    assert "Traceback" not in outcome.err
+    lines = [line for line in outcome.err.splitlines() if line.startswith("optpipe: ")]
+    assert len(lines) == 1
+    assert outcome.err.rstrip().endswith(lines[0])
+    return lines[0].removeprefix("optpipe: ")
+
+
+# -- exit codes and sentences -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("compile", "none.json", "--mem", "2GB"), "none.json: cannot be read: No such file or directory"),
+        (("verify", "none.json"), "none.json: cannot be read: No such file or directory"),
+        (("show", "none.json"), "none.json: cannot be read: No such file or directory"),
+        (("verify", "."), ".: cannot be read: Is a directory"),
+        (("verify", "profile.json"), 'profile.json: $.format is "optpipe-profile", expected "optpipe-schedule"'),
+        (("compile", "--mem", "40XB"), "--mem is '40XB', expected a size such as 40GB, 37.25GiB or 512MB"),
+        (("compile", "--mem", "2GB", "--host-mem", "x"), "--host-mem is 'x', expected a size such as 40GB, "),
+        (("compile",), "--mem is missing and the profile does not know the devices' memory; expected e.g. --mem 40GB"),
+        (("compile", "--mem", "2GB", "--microbatches", "0"), "--microbatches is 0, expected at least 1"),
+        (("compile", "--mem", "2GB", "--devices", "3"), "--devices is 3, expected at most the profile's 2 layers"),
+        (
+            ("compile", "--mem", "2GB", "--placement", "v", "--stages-per-device", "2"),
+            "2 layers cannot fill 2 devices x 2 stages per device: expected at most 2 stages",
+        ),
+        (("profile", "uniform", "--devices", "0"), "--devices is 0, expected 1 to 10000"),
+        (("profile", "uniform", "--head-ms", "1,2"), "--head-ms is '1,2', expected three numbers F,I,W in ms, "),
+        (("profile", "uniform", "-o", "no/p.json"), "no/p.json: cannot be written: No such file or directory"),
+    ],
+)
+def test_bad_input_is_refused_with_exit_code_2_and_one_sentence(run, arguments, sentence):
+    assert refused(run(*arguments), 2).startswith(sentence)
+    assert [path.name for path in Path().iterdir()] == ["profile.json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("compile", "--memory", "2GB"), "Error: No such option: --memory"),
+        (("compile", "--placement", "w", "--mem", "2GB"), "Error: Invalid value for '--placement': 'w' is not one of"),
+        (("compile", "--time-limit", "soon"), "Error: Invalid value for '--time-limit': 'soon' is not a valid float."),
+        (("compile", "--devices", "0", "--mem", "2GB"), "Error: Invalid value for '--devices': 0 is not in the range"),
+        (("comple",), "Error: No such command 'comple'."),
+    ],
+)
+def test_a_wrong_command_line_ends_with_exit_code_2_and_how_to_get_help(run, arguments, sentence):
+    outcome = run(*arguments)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert sentence in outcome.err
+    assert "--help' for help." in outcome.err
+
+
+def test_a_truncated_profile_or_schedule_is_refused(run):
+    text = Path("profile.json").read_text()
+    Path("profile.json").write_text(text[: len(text) // 2])
+    assert refused(run("compile", "--mem", "2GB"), 2).startswith("profile.json: is not complete JSON: ")
+    Path("schedule.json").write_text(ir.to_text(quick(uniform(2, 1), 2 * GB).schedule)[:-20])
+    for command in ("verify", "show", "run"):
+        assert refused(run(command, "schedule.json"), 2).startswith("schedule.json: is not complete JSON: ")
+
+
+def test_a_wrong_value_in_a_profile_is_named_by_path_value_and_expectation(run):
+    Path("profile.json").write_text(
+        Path("profile.json").read_text().replace('"saved_bytes": 1000000000', '"saved_bytes": -1')
+    )
+    sentence = "profile.json: $.layers[0].saved_bytes is -1: expected `int` >= 0"
+    assert refused(run("compile", "--mem", "2GB"), 2) == sentence
+
+
+def test_a_cap_that_cannot_fit_ends_with_exit_code_3_and_the_smallest_that_would_do(run):
+    sentence = refused(run("compile", "--mem", "0.5GB", "--no-offload", *FAST), 3)
+    found = re.search(r"device (\d) is (\d+) bytes .* short; the smallest --mem that would do is (\d+) ", sentence)
+    assert found is not None
+    smallest = int(found[3])
+    assert int(found[2]) == smallest - 500_000_000
+    assert not Path("schedule.json").exists()
+    assert run("compile", "--mem", str(smallest), "--no-offload", *FAST).code == 0
+    again = refused(run("compile", "--mem", str(smallest - 1), "--no-offload", *FAST), 3)
+    assert f"is 1 bytes (1 B) short; the smallest --mem that would do is {smallest} " in again
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (Rejected("no"), 1),
+        (BadInput("no"), 2),
+        (Infeasible("no"), 3),
+        (NotFound("no"), 4),
+        (RunFailed("no"), 5),
+        (MissingDependency("no"), 6),
+    ],
+)
+def test_every_failure_ends_with_its_own_exit_code(run, monkeypatch, error, code):
+    def fail(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(driver, "compile_schedule", fail)
+    assert refused(run("compile", "--mem", "2GB"), code) == "no"
+
+
+def test_a_replay_that_fails_ends_with_exit_code_5(run, monkeypatch):
+    pytest.importorskip("torch")
+    import runtime_torch.launch
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise RunFailed("rank 1 died")
+
+    monkeypatch.setattr(runtime_torch.launch, "run", fail)
+    run("compile", "--mem", "2GB", *FAST)
+    outcome = run("run", "schedule.json")
+    assert outcome.code == 5
+    assert outcome.err.splitlines()[-1] == "optpipe: rank 1 died"
+
+
+def test_the_help_of_every_exit_code_is_in_the_help(run):
+    text = " ".join(run("--help").out.split())
+    codes = {kind.exit_code for kind in (Rejected, BadInput, Infeasible, NotFound, RunFailed, MissingDependency)}
+    assert codes == {1, 2, 3, 4, 5, 6}
+    assert all(f"{code} " in text.split("Exit codes:")[1] for code in (0, *codes, 130))
+
+
+# -- what is printed where ----------------------------------------------------------------------------------------
+
+FIELDS = {
+    "outcome": str,
+    "method": str,
+    "makespan_ns": int,
+    "lower_bound_ns": int,
+    "gap": float,
+    "bubble_fraction": float,
+    "peak_bytes": list,
+    "cap_bytes": int,
+    "num_offloads": int,
+    "num_recomputes": int,
+    "wall_s": float,
+    "baselines": dict,
+}
+"""What issue 2 asks of `compile --json`."""
+
+
+def test_json_is_exactly_one_object_with_the_promised_fields(run):
+    outcome = run("compile", "--mem", "2GB", "--json", *FAST)
+    assert outcome.code == 0
+    assert len(outcome.out.splitlines()) == 1
+    report = json.loads(outcome.out)
+    assert {name: type(report[name]) for name in FIELDS} == FIELDS
+    schedule = ir.load("schedule.json")
+    assert report["makespan_ns"] == schedule.forecast.makespan_ns
+    assert report["peak_bytes"] == [device.peak_bytes for device in schedule.devices]
+    assert report["gap"] == 1 - report["lower_bound_ns"] / report["makespan_ns"]
+    assert report["cap_bytes"] == 2 * GB
+    assert set(report["baselines"]) == set(PUBLISHED)
+    for baseline in report["baselines"].values():
+        assert {"makespan_ns", "peak_bytes", "fits"} <= set(baseline)
+        assert (baseline["makespan_ns"] is None) == ("reason" in baseline)
+
+
+def test_json_counts_what_the_schedule_does(run):
+    Path("profile.json").write_text(canonical(uniform(2, 2, d2h_ms=0.2, h2d_ms=0.2)))
+    report = json.loads(run("compile", "--mem", "1GB", "--json", "--no-recompute", *FAST).out)
+    assert report["num_offloads"] == Path("schedule.json").read_text().count('"op": "offload"') > 0
+    assert report["num_recomputes"] == 0
+    report = json.loads(run("compile", "--mem", "1GB", "--json", "--no-offload", *FAST).out)
+    assert report["num_recomputes"] == Path("schedule.json").read_text().count('"op": "recompute"') > 0
+    assert report["num_offloads"] == 0
+
+
+def test_the_summary_is_on_stdout_and_the_progress_on_stderr(run):
+    outcome = run("compile", "--mem", "2GB", *FAST)
+    assert outcome.code == 0
+    text = " ".join(outcome.out.split())
+    assert "cap per device 2.00 GB (1.86 GiB): covers weights, gradients and optimizer state" in text
+    assert "proven bound" in text
+    assert "1f1b" in text
+    assert "wrote schedule.json in" in text
+    assert "incumbent" not in text
+    assert all("incumbent" in line and "bound" in line and "gap" in line for line in outcome.err.splitlines())
+    assert outcome.err
+
+
+def test_what_is_compiled_verifies_and_shows(run):
+    assert run("compile", "--mem", "2GB", *FAST, "-o", "a.json").code == 0
+    outcome = run("verify", "a.json", "--profile", "profile.json")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.startswith("a.json: holds. No execution exceeds ")
+    assert json.loads(run("verify", "a.json", "--json").out) == {"schedule": "a.json", "violations": []}
+    shown = run("show", "a.json")
+    assert (shown.code, shown.err) == (0, "")
+    assert "F forward" in shown.out
+
+
+def test_a_schedule_that_breaks_its_promise_ends_verify_with_exit_code_1_and_is_not_run(run):
+    schedule = quick(uniform(2, 1), 2 * GB).schedule
+    text = ir.to_text(schedule).replace('"peak_bytes": 2000000000', '"peak_bytes": 1999999999')
+    digest = ir.contract_digest(ir.decode(text, ir.Schedule, "", format=ir.FORMAT, version=1, revision=0))
+    Path("bad.json").write_text(text.replace(schedule.digest, digest))
+    outcome = run("verify", "bad.json")
+    assert outcome.code == 1
+    assert "device-memory" in outcome.out
+    assert re.fullmatch(r"optpipe: bad\.json: \d+ violations?\n", outcome.err)
+    assert len(json.loads(run("verify", "bad.json", "--json").out)["violations"]) >= 1
+    pytest.importorskip("torch")
+    assert refused(run("run", "bad.json"), 1).startswith("bad.json: not run, verify rejects it: ")
+
+
+def test_a_profile_is_written_where_it_is_asked_to_and_named_as_typed(run):
+    name = "a[b] long enough to be broken over two lines by anything that fills paragraphs to eighty columns.json"
+    outcome = run("profile", "uniform", "--devices", "3", "--layers-per-device", "2", "-o", name)
+    assert outcome == Outcome(0, f"{name}: 3 devices, 6 layers, all numbers manual\n", "")
+    assert profile.load(Path(name)) == uniform(3, 2)
+
+
+def test_every_option_of_a_uniform_profile_reaches_it(run):
+    arguments = "--forward-ms 2 --backward-input-ms 3 --backward-weight-ms 1 --recompute-ms 1.5 --p2p-ms 0.2 "
+    arguments += "--activation-gb 2 --residue-fraction 0.25 --boundary-fraction 0.1 --d2h-ms 1.05 --h2d-ms 2.1 "
+    arguments += "--static-gb 4 --shared-links pairs --duplex-slowdown 1/0.7 --embedding-ms 0.1,0,0.2 --head-ms 1,1,1"
+    assert run("profile", "uniform", "--devices", "2", "--layers-per-device", "2", *arguments.split()).code == 0
+    assert profile.load(Path("profile.json")) == uniform(
+        2,
+        2,
+        forward_ms=2,
+        backward_input_ms=3,
+        backward_weight_ms=1,
+        recompute_ms=1.5,
+        p2p_ms=0.2,
+        activation_gb=2,
+        residue_fraction=0.25,
+        boundary_fraction=0.1,
+        d2h_ms=1.05,
+        h2d_ms=2.1,
+        static_gb=4,
+        shared_links="pairs",
+        duplex_slowdown=1 / 0.7,
+        embedding_ms=(0.1, 0, 0.2),
+        head_ms=(1, 1, 1),
+    )
+
+
+def test_every_option_of_compile_reaches_the_planner(run, monkeypatch):
+    chosen: list[driver.Options] = []
+
+    def stop(costs: object, options: driver.Options, on_progress: object) -> None:
+        chosen.append(options)
+        raise NotFound("stop here")
+
+    monkeypatch.setattr(driver, "compile_schedule", stop)
+    run("compile", "--mem", "3GB")
+    assert chosen.pop() == driver.Options(mem_bytes=3 * GB)
+    arguments = "--mem 1GiB --microbatches 5 --devices 2 --host-mem 3MB --placement v --stages-per-device 2 --seed 9 "
+    arguments += "--objective span --no-offload --no-recompute --no-split --time-limit 2.5 --reproducible"
+    run("compile", *arguments.split())
+    assert chosen == [
+        driver.Options(
+            mem_bytes=2**30,
+            microbatches=5,
+            devices=2,
+            host_mem_bytes=3_000_000,
+            placement="v",
+            stages_per_device=2,
+            objective="span",
+            offload=False,
+            recompute=False,
+            split=False,
+            time_limit_s=2.5,
+            seed=9,
+            reproducible=True,
+        )
+    ]
+
+
+def test_the_cap_comes_from_the_profile_if_it_knows_the_devices_memory(run):
+    text = Path("profile.json").read_text().replace('"kind": "uniform"', '"kind": "gpu", "memory_bytes": 3000000000')
+    Path("profile.json").write_text(text)
+    assert json.loads(run("compile", "--json", *FAST).out)["cap_bytes"] == 3 * GB
+
+
+def commands(group: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """All commands below a click group, groups that run by themselves included."""
+    found = []
+    for name, command in group.commands.items():
+        found.append((*path, name))
+        found += commands(command, (*path, name)) if hasattr(command, "commands") else []
+    return found
+
+
+@pytest.mark.parametrize("command", commands(cli.cli), ids=" ".join)
+def test_the_help_of_every_command_shows_an_example_of_itself(run, command):
+    outcome = run(*command, "--help")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert f"Example: optpipe {' '.join(command)} " in " ".join(outcome.out.split())
+
+
+def test_the_version_is_printed(run):
+    assert re.fullmatch(r"optpipe, version \d+\.\d+\.\d+\n", run("--version").out)
+
+
+# -- interruptions ------------------------------------------------------------------------------------------------
+
+
+def test_an_interruption_before_there_is_anything_to_return_ends_with_exit_code_130(run, monkeypatch):
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(driver, "compile_schedule", interrupt)
+    assert refused(run("compile", "--mem", "2GB"), 130) == "interrupted"
+
+
+@pytest.mark.xfail(
+    strict=True, reason="driver: NotFound (4), though errors.py promises 130 for Ctrl-C without a result"
+)
+def test_an_interruption_of_the_first_heuristic_ends_with_exit_code_130(run, monkeypatch):
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(planning.Planner, "heuristics", interrupt)
+    refused(run("compile", "--mem", "2GB"), 130)
+
+
+def start(*arguments: str, folder: Path, **options: Any) -> subprocess.Popen[str]:
+    """Start a command as a process of its own, in a process group of its own."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "COLUMNS": "100"}
+    environment |= options.pop("environment", {})
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    command = [sys.executable, "-m", "optpipe_compiler.cli", *arguments]
+    return subprocess.Popen(command, cwd=folder, env=environment, text=True, start_new_session=True, **pipes)
+
+
+@pytest.mark.parametrize("whole_group", [False, True], ids=["kill -INT", "terminal"])
+def test_ctrl_c_in_the_middle_of_a_search_writes_the_best_schedule_so_far(tmp_path, whole_group):
+    costs = uniform(3, 2)
+    (tmp_path / "profile.json").write_text(canonical(costs))
+    arguments = ("compile", "--mem", "1.1GB", "--microbatches", "6", "--time-limit", "120")
+    with start(*arguments, folder=tmp_path) as process:
+        begun = next(line for line in process.stderr if line.startswith("search "))
+        solvers = children(process.pid)
+        (os.killpg if whole_group else os.kill)(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "Traceback" not in err
+    assert err.splitlines()[-1] == "interrupted: this is the best schedule so far"
+    assert "wrote schedule.json" in out
+    schedule = ir.load(tmp_path / "schedule.json")
+    assert verify(schedule, costs) == []
+    assert solvers, begun
+    assert not any(Path(f"/proc/{pid}").exists() for pid in solvers)
+
+
+def test_a_reader_that_closes_the_pipe_early_sees_no_traceback(tmp_path):
+    (tmp_path / "schedule.json").write_text(ir.to_text(quick(uniform(2, 1), 2 * GB).schedule))
+    with start("show", folder=tmp_path) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141
+
+
+# -- colour -------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_written_to_a_pipe_has_escape_codes(tmp_path):
+    (tmp_path / "profile.json").write_text(canonical(uniform(2, 1)))
+    for arguments in (("compile", "--mem", "2GB", *FAST), ("show",), ("verify",), ("--help",)):
+        with start(*arguments, folder=tmp_path) as process:
+            out, err = process.communicate(timeout=60)
+        assert process.returncode == 0
+        assert "\x1b" not in out + err
+        assert out
+
+
+@pytest.mark.parametrize(("environment", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_a_terminal_is_coloured_unless_no_color_is_set(tmp_path, environment, coloured):
+    (tmp_path / "schedule.json").write_text(ir.to_text(quick(uniform(2, 1), 2 * GB).schedule))
+    terminal, end = pty.openpty()
+    with start("show", folder=tmp_path, stdout=end, stderr=end, environment=environment) as process:
+        os.close(end)
+        text = read_all(terminal)
+    assert process.returncode == 0
+    assert "F forward" in text
+    assert bool(re.search(r"\x1b\[[\d;]*(3|4|9|10)\d", text)) == coloured
+
+
+def read_all(terminal: int) -> str:
+    parts = []
+    while True:
+        try:
+            part = os.read(terminal, 4096)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        parts.append(part)
+    os.close(terminal)
+    return b"".join(parts).decode()

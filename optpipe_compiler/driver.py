@@ -15,6 +15,7 @@ from optpipe_compiler.planning import Attempt, Limits, Planner
 from optpipe_compiler.problem import Caps, Freedom, build, fused_ns, static_bytes
 from optpipe_compiler.profile import value_of
 from optpipe_compiler.schedule import Schedule
+from optpipe_compiler.simulate import peaks
 from optpipe_compiler.units import show_bytes
 from optpipe_compiler.verify import verify
 
@@ -180,8 +181,10 @@ class _Compilation:
         except KeyboardInterrupt:
             interrupted = True
         winner = self.planner.winner()
+        if winner is None and interrupted:
+            raise KeyboardInterrupt
         if winner is None:
-            raise NotFound("interrupted before the first schedule was found")
+            raise NotFound("no schedule was found within the time limit")
         schedule = self._certified(winner)
         notes = tuple(note for attempt in self.planner.attempts for note in attempt.notes)
         return Result(schedule, self.options, winner.layout.name, interrupted, time.monotonic() - self.begin, notes)
@@ -205,13 +208,18 @@ class _Compilation:
 
     def _over(self, attempt: Attempt, timed: Schedule) -> list[int] | None:
         """Return None if the file of `timed` keeps to the caps, else the bytes by which each device is over."""
-        peaks, host_peaks = self._peaks(attempt, timed)
-        over = [max(0, peak - self.caps.device_bytes) for peak in peaks]
+        device_peaks, host_peaks = self._peaks(attempt, timed)
+        over = [max(0, peak - self.caps.device_bytes) for peak in device_peaks]
         host = self.caps.host_bytes
         return over if any(over) or (host is not None and sum(host_peaks) > host) else None
 
     def _peaks(self, attempt: Attempt, timed: Schedule) -> tuple[list[int], list[int]]:
         """Return the bytes that the file of `timed` promises per device, on the device and on the host."""
+        problem = attempt.problem
+        if not any(layer.output_bytes for layer in self.profile.layers):  # no messages: planning counts all there is
+            fixed = (static_bytes(self.profile, attempt.layout, d) for d in range(problem.devices))
+            held = Schedule(problem, timed.method, timed.starts)
+            return [size + peak for size, peak in zip(fixed, peaks(held), strict=True)], list(held.host_peaks)
         return promised(Schedule(attempt.problem, timed.method, timed.starts), self.profile, attempt.layout)
 
     def _one_at_a_time(self) -> None:
@@ -254,8 +262,9 @@ class _Compilation:
         found = []
         for attempt, timed in tried:
             if isinstance(timed, Schedule):
-                peak = max(self._peaks(attempt, timed)[0])
-                fits = peak <= self.caps.device_bytes
+                device_peaks, host_peaks = self._peaks(attempt, timed)
+                peak, host = max(device_peaks), self.caps.host_bytes
+                fits = peak <= self.caps.device_bytes and (host is None or sum(host_peaks) <= host)
                 found.append(ir.Baseline(makespan_ns=timed.makespan, peak_bytes=peak, fits=fits))
         unknown = ir.Baseline(makespan_ns=None, peak_bytes=None, fits=False, reason=reason)
         return min(found, key=lambda b: (not b.fits, b.makespan_ns), default=unknown)

@@ -64,7 +64,7 @@ PERIODS = (100, 104, 109, 117, 125)
 """Periods of the core that are tried, in percent of the busiest device's work per microbatch."""
 WINDOWS = (6, 9, 14, 21)
 """Widths of windows, in multiples of that work."""
-RESERVE = 12
+RESERVE = 50
 """Lowering, comparing and verifying the result take about this many times as long as judging a candidate."""
 WINDOW_S = 6.0
 """Time limit of one window."""
@@ -289,9 +289,17 @@ class Planner:
                 attempt.notes.append(note)
         return status
 
-    def _improve(self, attempt: Attempt, timed: Schedule, phase: str) -> None:
+    def _improve(self, attempt: Attempt, found: Schedule, phase: str) -> Schedule | None:
+        """Time a solution of a coarse problem exactly and keep it if it is better; None if it cannot be timed."""
+        try:
+            timed = retime(found, attempt.tightened())
+        except Stuck as error:
+            note = f"{phase}: a solution for placement {attempt.layout.name} could not be timed ({error})"
+            attempt.notes = list(dict.fromkeys([*attempt.notes, note]))
+            return None
         if attempt.best is None or self.value(timed) < self._reached(attempt):
             self.keep(attempt, timed, phase)
+        return timed
 
     def _full_model(self, searcher: Searcher, attempt: Attempt, seconds: float) -> None:
         """Search the whole instance; the only search that proves bounds."""
@@ -305,7 +313,7 @@ class Planner:
 
         def on_event(event: Event) -> None:
             if event.starts is not None:
-                self._improve(attempt, retime(Schedule(coarse, "cp-sat", event.starts), exact), "search")
+                self._improve(attempt, Schedule(coarse, "cp-sat", event.starts), "search")
             if event.bound is not None and not any(attempt.margin):
                 ns = int(event.bound * coarse.tick_ns / coarse.stretch)
                 if ns > attempt.bound.ticks:
@@ -337,9 +345,8 @@ class Planner:
             request = self._request(coarse, None, (self.left() - until) / 2, period=period)
             self._run(searcher, attempt, request, on_event)
             if found:
-                timed = retime(found[-1], exact)
-                self._improve(attempt, timed, "core")
-                return attempt, timed
+                timed = self._improve(attempt, found[-1], "core")
+                return None if timed is None else (attempt, timed)
         return None
 
     def _polish(self, searcher: Searcher, attempt: Attempt, timed: Schedule, *, ends_only: bool = False) -> None:
@@ -367,10 +374,12 @@ class Planner:
         def on_event(event: Event) -> None:
             nonlocal best
             if event.starts is not None:
-                timed = retime(Schedule(current.problem, "windows", event.starts), current.problem)
-                if timed.makespan < best.makespan:
-                    best = timed
-                    self._improve(attempt, retime(timed, attempt.tightened()), "window")
+                found = Schedule(current.problem, "windows", event.starts)
+                with suppress(Stuck):
+                    found = min(found, retime(found, current.problem), key=self.value)
+                if found.makespan < best.makespan:
+                    best = found
+                    self._improve(attempt, found, "window")
             self.report(f"windows {attempt.layout.name}")
 
         self._run(searcher, attempt, self._request(current.problem, current, WINDOW_S, window=window), on_event)

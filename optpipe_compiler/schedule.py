@@ -110,7 +110,7 @@ class Schedule:
 
     @cached_property
     def sequence(self) -> list[Task]:
-        """All tasks by start; at one moment what ends first (ops of no length), then by data flow."""
+        """All tasks by start; at one moment what ends first (ops of no length), then by microbatch and data flow."""
         return sorted(self.starts, key=self._key)
 
     @cached_property
@@ -154,9 +154,9 @@ class Schedule:
         """Number of tasks of this kind."""
         return sum(task.kind is kind for task in self.starts)
 
-    def _key(self, task: Task) -> tuple[int, int, int, int, Task]:
+    def _key(self, task: Task) -> tuple[int, int, int, int, int, Task]:
         depth = task.stage if task.kind is Kind.F else 2 * len(self.problem.stages) - task.stage
-        return self.starts[task], self.end(task), _PHASE[task.kind], depth, task
+        return self.starts[task], self.end(task), task.microbatch, _PHASE[task.kind], depth, task
 
 
 _PHASE = (0, 3, 4, 3, 2, 1, 1)

@@ -233,21 +233,24 @@ class _Replay:
 
 
 def memory_curve(schedule: Schedule, device: int) -> list[tuple[int, int]]:
-    """Return (tick, units held) at every change on `device`, static part excluded; frees first at one moment."""
-    changes: list[tuple[int, int, int]] = []
-    for task in schedule.starts:
-        if schedule.problem.stages[task.stage].device == device:
-            recomputed = Task(Kind.R, task.stage, task.microbatch) in schedule.starts
-            taken, given = device_memory(schedule.problem, task, recomputed)
-            changes.append((schedule.starts[task], 1, taken))
-            changes.append((schedule.end(task), 0, -given))
+    """Return (tick, units held) at every start of an op on `device`, static part excluded.
+
+    What completes at the tick of a start is freed before it, unless it starts later in the planned order.
+    """
     curve: list[tuple[int, int]] = []
+    running: list[tuple[int, int]] = []
     held = 0
-    for tick, _, change in sorted(changes):
-        held += change
-        if curve and curve[-1][0] == tick:
-            curve.pop()
-        curve.append((tick, held))
+    for task in schedule.sequence:
+        if schedule.problem.stages[task.stage].device != device:
+            continue
+        start = schedule.starts[task]
+        while running and running[0][0] <= start:
+            held -= heapq.heappop(running)[1]
+        recomputed = Task(Kind.R, task.stage, task.microbatch) in schedule.starts
+        taken, given = device_memory(schedule.problem, task, recomputed)
+        held += taken
+        heapq.heappush(running, (schedule.end(task), given))
+        curve.append((start, held))
     return curve
 
 

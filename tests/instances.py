@@ -87,7 +87,7 @@ def uniform(devices: int = 2, layers: int = 2, **options: object) -> Profile:
 
 def quick(profile: Profile, mem_bytes: int, **options: object) -> Result:
     """Compile with heuristics alone."""
-    defaults: dict[str, object] = {"microbatches": 4, "time_limit_s": 1.0, "search": False}
+    defaults: dict[str, object] = {"microbatches": 4, "time_limit_s": 2.0, "search": False, "reproducible": True}
     return compile_schedule(profile, Options(mem_bytes=mem_bytes, **(defaults | options)))
 
 

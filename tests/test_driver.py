@@ -157,7 +157,9 @@ def test_it_is_never_worse_than_a_published_schedule_that_fits():
 
 def test_memory_and_host_memory_are_kept():
     profile = uniform(2, 2, d2h_ms=0.2, h2d_ms=0.2)
-    free, some, none = (quick(profile, GB, recompute=False, host_mem_bytes=host).schedule for host in (None, GB, 0))
+    free, some, none = (
+        quick(profile, GB, recompute=False, host_mem_bytes=host, time_limit_s=20.0).schedule for host in (None, GB, 0)
+    )
     assert free.forecast.makespan_ns < some.forecast.makespan_ns < none.forecast.makespan_ns
     assert sum(device.host_bytes for device in free.devices) > GB
     assert 0 < sum(device.host_bytes for device in some.devices) <= GB
@@ -165,7 +167,6 @@ def test_memory_and_host_memory_are_kept():
     assert all(device.peak_bytes <= GB for one in (free, some, none) for device in one.devices)
 
 
-@pytest.mark.xfail(strict=True, reason="driver._baseline looks at device memory alone")
 def test_a_published_schedule_that_needs_more_host_memory_does_not_fit():
     forecast = quick(uniform(2, 2, d2h_ms=0.2, h2d_ms=0.2), GB, recompute=False, host_mem_bytes=0).schedule.forecast
     fitting = [one.makespan_ns for one in forecast.baselines.values() if one.fits]
@@ -239,7 +240,6 @@ def test_a_refusal_for_want_of_host_memory_says_so():
         quick(profile, GB, recompute=False, placement="loop", devices=1, host_mem_bytes=GB // 2)
 
 
-@pytest.mark.xfail(strict=True, reason="ops of no length: Schedule.sequence puts F of microbatch 1 before B of 0")
 def test_ops_of_no_length_do_not_raise_the_smallest_memory():
     layer = Layer(name="l", forward_ns=0, backward_input_ns=0, backward_weight_ns=0, saved_bytes=100)
     profile = Profile(name="instant", machine=Machine(devices=1), layers=[layer])
@@ -306,7 +306,6 @@ def test_a_solver_process_that_dies_is_noted_and_the_best_schedule_is_returned(m
     assert children() == []
 
 
-@pytest.mark.xfail(strict=True, reason="solver.search: closing the pipe to a dead process raises BrokenPipeError")
 def test_a_solver_process_that_dies_before_it_reads_is_noted_as_well(monkeypatch, tmp_path):
     replace_solver(monkeypatch, tmp_path, "echo no such module >&2; exit 3")
     start = subprocess.Popen
@@ -349,7 +348,6 @@ def answering(answer: Callable[[planning.Request], Event]) -> type:
     return Fake
 
 
-@pytest.mark.xfail(strict=True, reason="planning: Stuck from retiming a solution ends the compilation with a traceback")
 def test_a_solution_that_cannot_be_retimed_is_passed_over(monkeypatch):
     def backwards(request: planning.Request) -> Event:
         return Event(

@@ -275,10 +275,7 @@ def events_of(request: Request) -> list[Event]:
     [
         problem(2, 3, 8),
         problem(2, 3, 7, checkpoint=1, captured=1, residue=3, backward_input_extra=1),
-        pytest.param(
-            replace(problem(2, 2, 8, per_device=2), host_budget=16, link_of=(0, 0)),
-            marks=pytest.mark.xfail(strict=True, reason="solver/hint.py does not hint the shares of the host"),
-        ),
+        replace(problem(2, 2, 8, per_device=2), host_budget=16, link_of=(0, 0)),
         problem(1, 2, 8, freedom=NOTHING, forward_extra=2, backward_extra=3),
     ],
     ids=["plain", "sizes", "host", "fused"],

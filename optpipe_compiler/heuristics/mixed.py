@@ -58,7 +58,7 @@ def mixed(
     if not orders:
         return
     tasks = 4 * len(problem.stages) * short.microbatches
-    left = int(seconds / (S_PER_TASK * tasks))
+    left = max(0, int(seconds / (S_PER_TASK * tasks)))
     best: dict[tuple[str, Table], Trial] = {}
     for name, table in itertools.islice(_uniform(problem, orders, Random(seed)), left // 2):
         if out_of_time():

@@ -184,8 +184,8 @@ def _host_memory(model: cp_model.CpModel, problem: Problem, v: Variables) -> Non
             stage = problem.stages[s]
             held = resources[stage.device]
             held.add(a.away, a.back_end, stage.saved, a.offload, f"host_{s}_{m}")
-    shares = [model.new_int_var(0, problem.host_budget, f"share_{d}") for d in range(problem.devices)]
-    model.add(sum(shares) <= problem.host_budget)
-    for held, share in zip(resources, shares, strict=True):
+    v.shares.extend(model.new_int_var(0, problem.host_budget, f"share_{d}") for d in range(problem.devices))
+    model.add(sum(v.shares) <= problem.host_budget)
+    for held, share in zip(resources, v.shares, strict=True):
         if held.intervals:
             model.add_cumulative(held.intervals, held.demands, share)

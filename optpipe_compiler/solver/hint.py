@@ -31,6 +31,7 @@ def add_hint(
         hints |= {getattr(a, name).index: number for name, number in numbers.items()}
     for length, start, end in v.lengths:
         hints[length.index] = min(v.horizon, max(0, _evaluate(end, hints) - _evaluate(start, hints)))
+    hints |= {share.index: peak for share, peak in zip(v.shares, schedule.host_peaks, strict=False)}
     for index, number in hints.items():
         model.add_hint(model.get_int_var_from_proto_index(index), number)
 

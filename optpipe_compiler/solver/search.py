@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from typing import IO, TYPE_CHECKING
 
 from optpipe_compiler.solver.worker import Event, Request
@@ -99,7 +100,8 @@ class Searcher:
             self.child.wait()
             for pipe in (self.child.stdin, self.child.stdout):
                 if pipe is not None:
-                    pipe.close()
+                    with suppress(BrokenPipeError):  # what was not sent to a dead child is of no use
+                        pipe.close()
             self.child = None
 
 

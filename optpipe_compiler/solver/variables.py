@@ -53,6 +53,8 @@ class Variables:
     makespan: Var
     lengths: list[tuple[Var, Expr, Expr]] = field(default_factory=list)
     """(length, start, end) of every residency; they follow from the rest, but a hint must name them."""
+    shares: list[Var] = field(default_factory=list)
+    """Host memory of each device, where it is limited."""
 
 
 def create(model: cp_model.CpModel, problem: Problem, horizon: int) -> Variables:

@@ -1,0 +1,268 @@
+"""The rooms of docs/ARCHITECTURE.md: who may import whom, who prints, and which commands do without which package."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from optpipe_compiler import ir
+from optpipe_compiler.files import canonical
+from optpipe_compiler.verify import verify
+from tests.instances import quick, uniform
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("optpipe_compiler", "runtime_torch")
+FILES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for package in PACKAGES
+    for path in sorted((ROOT / package).rglob("*.py"))
+}
+TREES = {module: ast.parse(path.read_text()) for module, path in FILES.items()}
+
+
+# -- imports as written -------------------------------------------------------------------------------------------
+
+
+def imported(node: ast.AST) -> list[str]:
+    """The modules that an import statement names; `from a import b` may name the module a.b."""
+    if isinstance(node, ast.Import):
+        return [name.name for name in node.names]
+    if isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "relative import"
+        return [node.module, *(f"{node.module}.{name.name}" for name in node.names)]
+    return []
+
+
+def is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
+
+
+def imports(body: list[ast.AST], *, lazy: bool) -> set[str]:
+    """All modules imported at run time; without `lazy` only those imported as soon as the module is."""
+    found: set[str] = set()
+    for node in body:
+        if is_for_types(node) or (not lazy and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
+            continue
+        found.update(imported(node))
+        found |= imports(list(ast.iter_child_nodes(node)), lazy=lazy)
+    return found
+
+
+def ours(module: str, *, lazy: bool = True) -> set[str]:
+    """The modules of this project that `module` imports at run time, packages by their __init__."""
+    return {name for name in imports(TREES[module].body, lazy=lazy) if name in TREES and name != module}
+
+
+def theirs(module: str) -> set[str]:
+    """The top names of everything else that `module` imports, also within functions and for types."""
+    names = {name for node in ast.walk(TREES[module]) for name in imported(node)}
+    return {name.split(".")[0] for name in names}
+
+
+def reached(module: str) -> set[str]:
+    """All modules of this project that importing `module` imports."""
+    found, rest = set(), [module]
+    while rest:
+        name = rest.pop()
+        if name not in found:
+            found.add(name)
+            parents = {name.rsplit(".", n)[0] for n in range(1, name.count(".") + 1)}
+            rest += ours(name, lazy=False) | (parents & set(TREES))
+    return found
+
+
+def within(room: str) -> list[str]:
+    return [module for module in TREES if module == room or module.startswith(room + ".")]
+
+
+@pytest.mark.parametrize("module", within("optpipe_compiler.verify"))
+def test_the_judge_shares_no_code_with_planning(module):
+    allowed = {f"optpipe_compiler.{name}" for name in ("ir", "profile", "errors", "files")}
+    assert ours(module) - {"optpipe_compiler"} <= allowed | set(within("optpipe_compiler.verify"))
+
+
+@pytest.mark.parametrize("module", within("optpipe_compiler.export"))
+def test_exports_see_only_the_files(module):
+    allowed = {f"optpipe_compiler.{name}" for name in ("ir", "profile", "errors", "files", "units")}
+    assert ours(module) - {"optpipe_compiler"} <= allowed | set(within("optpipe_compiler.export"))
+
+
+def test_planning_does_not_know_the_commands_the_view_or_the_runtime():
+    above = {"optpipe_compiler.cli", *within("optpipe_compiler.view"), *within("runtime_torch")}
+    for module in set(within("optpipe_compiler")) - above:
+        assert not ours(module) & above, module
+
+
+def test_only_the_solver_imports_ortools_and_only_the_runtime_imports_torch():
+    users = {name: {module for module in TREES if name in theirs(module)} for name in ("ortools", "torch")}
+    assert users["ortools"]
+    assert users["ortools"] <= set(within("optpipe_compiler.solver"))
+    assert users["torch"]
+    assert users["torch"] <= set(within("runtime_torch"))
+
+
+def test_heavy_packages_are_imported_only_when_they_are_needed():
+    for module in within("optpipe_compiler"):
+        at_once = {name.split(".")[0] for name in imports(TREES[module].body, lazy=False)}
+        assert not at_once & {"ortools", "torch", "runtime_torch"}, module
+
+
+def test_no_module_imports_itself_by_a_detour():
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join([*path, module])
+        if module not in done:
+            for name in ours(module, lazy=False):
+                visit(name, (*path, module))
+            done.add(module)
+
+    for module in within("optpipe_compiler"):
+        visit(module, ())
+
+
+def is_print(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call):
+        return False
+    if isinstance(node.func, ast.Name):
+        return node.func.id in ("print", "Console", "secho", "echo")
+    if isinstance(node.func, ast.Attribute):
+        return node.func.attr in ("echo", "secho", "Console") or ast.unparse(node.func) in (
+            "sys.stdout.write",
+            "sys.stderr.write",
+        )
+    return False
+
+
+def test_only_the_commands_and_the_view_print():
+    printing = {module for module in TREES if any(is_print(node) for node in ast.walk(TREES[module]))}
+    assert "optpipe_compiler.cli" in printing
+    under_torchrun = "runtime_torch.launch"  # a rank of a foreign group has nobody else to say why it ends
+    assert printing <= {"optpipe_compiler.cli", *within("optpipe_compiler.view"), under_torchrun}
+
+
+def test_only_the_commands_end_the_process_or_read_the_command_line():
+    for module in set(within("optpipe_compiler")) - {"optpipe_compiler.cli"}:
+        for node in ast.walk(TREES[module]):
+            if isinstance(node, ast.If) and "__main__" in ast.unparse(node.test):
+                node.body = []
+        text = ast.unparse(TREES[module])
+        assert "sys.exit" not in text, module
+        assert "SystemExit" not in text, module
+        assert "sys.argv" not in text, module
+
+
+def test_every_module_says_what_it_is_for():
+    for module, tree in TREES.items():
+        assert ast.get_docstring(tree), module
+
+
+# -- imports as they happen ---------------------------------------------------------------------------------------
+
+GATE = """
+import sys
+from importlib.machinery import PathFinder
+real, forbidden = PathFinder.find_spec, set({forbidden!r})
+PathFinder.find_spec = lambda name, *rest: None if name.split(".")[0] in forbidden else real(name, *rest)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A directory with a profile and a schedule of it."""
+    path = tmp_path_factory.mktemp("files")
+    costs = uniform(2, 1)
+    (path / "profile.json").write_text(canonical(costs))
+    (path / "schedule.json").write_text(ir.to_text(quick(costs, 2 * 10**9).schedule))
+    return path
+
+
+def without(forbidden: list[str], code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run Python where some packages are not installed, for its child processes neither."""
+    (folder / "gate").mkdir(exist_ok=True)
+    (folder / "gate" / "sitecustomize.py").write_text(GATE.format(forbidden=forbidden))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(folder / "gate"), str(ROOT)])}
+    return subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def command(*arguments: str) -> str:
+    return f"import sys; sys.argv = ['optpipe', *{arguments!r}]; from optpipe_compiler.cli import main; main()"
+
+
+def test_the_gate_forbids(folder):
+    assert "No module named 'torch'" in without(["torch"], "import torch", folder).stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--help",),
+        ("--version",),
+        ("compile", "--help"),
+        ("run", "--help"),
+        ("verify", "schedule.json", "--profile", "profile.json"),
+        ("show", "schedule.json"),
+        ("profile", "uniform", "-o", "other.json"),
+    ],
+    ids=" ".join,
+)
+def test_what_neither_plans_nor_runs_needs_neither_ortools_nor_torch(folder, arguments):
+    ended = without(["ortools", "torch"], command(*arguments), folder)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout
+
+
+def test_compile_needs_no_torch(folder):
+    arguments = ("compile", "--mem", "2GB", "--microbatches", "3", "--time-limit", "3", "-o", "new.json", "--json")
+    ended = without(["torch"], command(*arguments), folder)
+    assert ended.returncode == 0
+    assert "Error" not in ended.stderr
+    assert '"outcome":"optimal"' in ended.stdout
+
+
+def test_run_and_profile_without_torch_say_how_to_install_it(folder):
+    for arguments in (("run", "schedule.json"), ("profile",)):
+        ended = without(["torch"], command(*arguments), folder)
+        assert (ended.returncode, ended.stdout) == (6, "")
+        assert ended.stderr.splitlines()[-1].startswith("optpipe: ")
+        assert ended.stderr.rstrip().endswith("pip install 'optpipe[runtime]'")
+        assert "Traceback" not in ended.stderr
+
+
+def test_compile_without_ortools_writes_the_best_heuristic_and_says_what_is_missing(folder):
+    arguments = ("compile", "--mem", "2GB", "--microbatches", "3", "--time-limit", "3", "-o", "new.json", "--json")
+    ended = without(["ortools"], command(*arguments), folder)
+    assert ended.returncode == 0
+    assert ended.stderr.splitlines()[-1].endswith("No module named 'ortools'")
+    assert "Traceback" not in ended.stderr
+    assert '"outcome":"feasible"' in ended.stdout
+    assert verify(ir.load(folder / "new.json")) == []
+
+
+def test_the_judge_and_the_view_import_neither_ortools_nor_torch_nor_planning(folder):
+    planning = ["driver", "planning", "problem", "schedule", "simulate", "bounds", "lower", "solver", "heuristics"]
+    views = [module for module in within("optpipe_compiler.view") if "measured" not in module]
+    code = f"""
+import importlib, sys
+for module in {[*within("optpipe_compiler.verify"), *views]!r}:
+    importlib.import_module(module)
+loaded = set(sys.modules)
+print([name for name in ("ortools", "torch") if name in loaded])
+print([name for name in {planning!r} if "optpipe_compiler." + name in loaded])
+"""
+    ended = without([], code, folder)
+    assert ended.stdout.splitlines() == ["[]", "[]"]
+
+
+def test_help_starts_quickly_because_it_imports_little(folder):
+    code = (
+        "import sys; import optpipe_compiler.cli; print([n for n in ('numpy', 'rich', 'ortools') if n in sys.modules])"
+    )
+    assert without([], code, folder).stdout == "[]\n"

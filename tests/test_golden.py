@@ -1,0 +1,74 @@
+"""Files of every version load for ever; and what the compiler writes changes only on purpose.
+
+`*-v1.json` are never rewritten, not by `make golden` either. They were made by
+
+    optpipe profile uniform --devices 2 --layers-per-device 2 --recompute-ms 0.8 --d2h-ms 1.6 --h2d-ms 1.6
+        --shared-links pairs --duplex-slowdown 1.25 --boundary-fraction 0.1 --static-gb 0.5 --head-ms 0.1,0.1,0.05
+        -o profile-v1.json
+    optpipe compile profile-v1.json --mem 1.75GB --host-mem 3GB --microbatches 3 --reproducible --time-limit 3
+        -o schedule-v1.json
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from optpipe_compiler import ir, profile
+from optpipe_compiler.driver import Options, compile_schedule
+from optpipe_compiler.files import canonical
+from optpipe_compiler.verify import verify
+from tests.instances import uniform
+
+GOLDEN = Path(__file__).parent / "golden"
+GB = 10**9
+
+
+@pytest.mark.parametrize("version", range(1, profile.VERSION + 1))
+def test_a_profile_of_every_version_loads_and_is_written_back_to_the_same_bytes(version):
+    path = GOLDEN / f"profile-v{version}.json"
+    costs = profile.load(path)
+    if version == profile.VERSION:
+        assert canonical(costs).encode() == path.read_bytes()
+    assert len(costs.expanded_layers()) == 5
+
+
+@pytest.mark.parametrize("version", range(1, ir.VERSION + 1))
+def test_a_schedule_of_every_version_loads_verifies_and_is_written_back_to_the_same_bytes(version):
+    path = GOLDEN / f"schedule-v{version}.json"
+    schedule = ir.load(path)
+    assert verify(schedule, profile.load(GOLDEN / f"profile-v{version}.json")) == []
+    if version == ir.VERSION:
+        assert ir.to_text(schedule).encode() == path.read_bytes()
+
+
+def test_the_golden_schedule_has_every_kind_of_op():
+    devices = ir.load(GOLDEN / f"schedule-v{ir.VERSION}.json").devices
+    ops = Counter(op.name for device in devices for op in (*device.compute, *device.d2h, *device.h2d))
+    kinds = {kind.__struct_config__.tag for kind in (*ir.ComputeOp.__args__, ir.Offload, ir.Reload)}
+    assert set(ops) == kinds
+    assert any(op.after for device in devices for op in (*device.compute, *device.h2d))
+
+
+def test_a_published_schedule_is_written_as_before(golden):
+    """From the plan to the file: order, messages, waits, promises, forecast, and the published makespans beside it."""
+    costs = uniform(2, 2, shared_links="pairs", duplex_slowdown=1.25, boundary_fraction=0.1, static_gb=0.5)
+    options = Options(mem_bytes=3 * GB, microbatches=3, method="gis-h-offload", time_limit_s=1.0, reproducible=True)
+    golden("gis-h-offload.json", ir.to_text(compile_schedule(costs, options).schedule))
+
+
+def test_a_proven_optimum_is_as_before(golden):
+    """Only what is unique: among equally good schedules another version of OR-Tools may find another one."""
+    costs = uniform(2, 1, recompute_ms=0.6, d2h_ms=0.5, h2d_ms=0.5, shared_links="pairs")
+    options = Options(mem_bytes=GB * 3 // 2, microbatches=3, time_limit_s=20.0, reproducible=True)
+    forecast = compile_schedule(costs, options).schedule.forecast
+    proved = {
+        "outcome": forecast.outcome,
+        "makespan_ns": forecast.makespan_ns,
+        "lower_bound_ns": forecast.lower_bound_ns,
+        "published": {name: [one.makespan_ns, one.peak_bytes, one.fits] for name, one in forecast.baselines.items()},
+    }
+    golden("optimum.json", json.dumps(proved, indent=1) + "\n")

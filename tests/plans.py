@@ -100,7 +100,7 @@ def best(
         model.add(constraint)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
-    solver.parameters.max_deterministic_time = 2
+    solver.parameters.max_deterministic_time = 0.5
     status = solver.solve(model)
     if status in (cp_model.FEASIBLE, cp_model.UNKNOWN):
         reject()

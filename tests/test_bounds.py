@@ -28,7 +28,7 @@ def uneven(forward: tuple[int, ...], freedom: Freedom = SPLIT, **sizes: int) -> 
 
 
 @RANDOM
-@given(one=problems(devices=2, stages=2, microbatches=3, ticks=5))
+@given(one=problems(devices=2, stages=2, microbatches=2, ticks=5))
 def test_every_bound_is_at_most_the_optimum_and_that_at_most_the_best_heuristic(one):
     for kind, bounds in (
         ("makespan", [device_work, head_and_work, round_trip, memory_time]),

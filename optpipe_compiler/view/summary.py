@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.ir import Device, Op, Schedule
 
+SHOWN = 6
+"""Published schedules that the summary lists; the file has all."""
 LETTERS = {
     "forward": "F",
     "backward_input": "I",
@@ -65,23 +67,22 @@ def _headline(schedule: Schedule) -> Text:
     return text
 
 
-def _comparison(schedule: Schedule) -> Table:
+def _comparison(schedule: Schedule) -> RenderableType:
+    """The best published schedules that fit, one that does not if none does, and how many are left out."""
+    known = [(b.makespan_ns, b, name) for name, b in schedule.forecast.baselines.items() if b.makespan_ns is not None]
+    ranked = sorted(known, key=lambda row: (not row[1].fits, row[0], row[2]))
+    fitting = sum(row[1].fits for row in ranked)
+    shown = ranked[: min(SHOWN, max(1, fitting))]
     table = Table(title="published schedules, same costs and cap", title_justify="left", box=None, pad_edge=False)
     for column in ("schedule", "makespan", "peak", "fits", "against this"):
         table.add_column(column, justify="left" if column == "schedule" else "right")
-    for name, baseline in schedule.forecast.baselines.items():
-        if baseline.makespan_ns is None or baseline.peak_bytes is None:
-            table.add_row(name, "-", "-", "-", baseline.reason)
-            continue
-        ratio = baseline.makespan_ns / max(1, schedule.forecast.makespan_ns) - 1
-        table.add_row(
-            name,
-            show_ns(baseline.makespan_ns),
-            short_bytes(baseline.peak_bytes),
-            "yes" if baseline.fits else "no",
-            f"{ratio:+.1%} time",
-        )
-    return table
+    for makespan, baseline, name in shown:
+        ratio = makespan / max(1, schedule.forecast.makespan_ns) - 1
+        peak = "-" if baseline.peak_bytes is None else short_bytes(baseline.peak_bytes)
+        table.add_row(name, show_ns(makespan), peak, "yes" if baseline.fits else "no", f"{ratio:+.1%} time")
+    count = len(schedule.forecast.baselines)
+    note = f"{fitting} of {count} published schedules fit, {len(known) - fitting} do not, "
+    return Group(table, Text(note + f"{count - len(known)} are not defined here or were not tried", style="dim"))
 
 
 def _devices(schedule: Schedule) -> Table:
@@ -107,7 +108,7 @@ def _devices(schedule: Schedule) -> Table:
         names = [op.name for op in device.compute]
         table.add_row(
             str(device.device),
-            " ".join(f"{stage.layers[0]}-{stage.layers[1] - 1}" for stage in mine),
+            " ".join(_range(*stage.layers) for stage in mine),
             short_bytes(sum(stage.static_bytes for stage in mine) + schedule.setup.reserve_bytes),
             short_bytes(device.peak_bytes),
             f"{device.peak_bytes / schedule.setup.cap_bytes:.0%}" if schedule.setup.cap_bytes else "-",
@@ -117,6 +118,10 @@ def _devices(schedule: Schedule) -> Table:
             str(len(device.h2d)),
         )
     return table
+
+
+def _range(first: int, end: int) -> str:
+    return str(first) if end == first + 1 else f"{first}-{end - 1}"
 
 
 def _assumptions(schedule: Schedule) -> Text:

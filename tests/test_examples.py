@@ -51,5 +51,10 @@ def test_the_own_loop_example_trains_under_torchrun(environment, tmp_path):
     assert "step 2: loss" in printed
 
 
+def test_the_picture_of_the_readme_can_be_drawn_again(environment, tmp_path):
+    run("picture.sh", environment, tmp_path)
+    assert (tmp_path / "schedule.svg").read_text().startswith("<svg ")
+
+
 def test_the_a100_example_plans_without_a_gpu(environment, tmp_path):
     assert "per step by" in run("a100_6b.sh", environment, tmp_path)

@@ -23,7 +23,7 @@ def best(problem: Problem, objective: str) -> Bound:
     """Return the largest of all bounds for the objective (`makespan` or `span`)."""
     bounds = [device_work(problem), round_trip(problem)]
     if objective == "makespan":
-        bounds += [head_and_work(problem), memory_time(problem)]
+        bounds += [head_and_work(problem), memory_time(problem), resources(problem)]
     return max(bounds, key=lambda bound: bound.ticks)
 
 
@@ -47,7 +47,7 @@ def head_and_work(problem: Problem) -> Bound:
         mine = problem.stages_of(device)
         if not mine:
             continue
-        head = sum(stage.forward + stage.send_activation for stage in problem.stages[: mine[0]])
+        head = _head(problem, mine[0])
         tail = 0 if problem.freedom.split else min(_tail(problem, s) for s in mine)
         work = sum(_work(problem, problem.stages[s]) for s in mine)
         result = max(result, head + problem.microbatches * work + tail)
@@ -80,9 +80,73 @@ def memory_time(problem: Problem) -> Bound:
         mine = problem.stages_of(device)
         area = sum(problem.microbatches * _least_area(problem, s) for s in mine)
         if mine and area and problem.budget[device] > 0:
-            head = sum(stage.forward + stage.send_activation for stage in problem.stages[: mine[0]])
+            head = _head(problem, mine[0])
             result = max(result, head + Fraction(area, problem.budget[device]))
     return Bound("memory-time", ceil(result))
+
+
+def resources(problem: Problem) -> Bound:
+    """Compute, memory and host link together: what one is spared, another must bear.
+
+    Take a device, or all devices behind one link. From the time its first forward can start, each device has its work
+    (a recomputation adds to it), its memory has area = sum of bytes x least time over its budget, and the link has the
+    offloads. The makespan less that head is at least each of the three, so at least any weighted mean of them. In a
+    weighted mean every activation chooses the cheapest of keep, offload and recompute for itself, which bounds every
+    joint choice. The best weights of a grid are taken.
+    """
+    groups = [[device] for device in range(problem.devices)]
+    links = sorted({link for link in problem.link_of if link is not None})
+    groups += [[d for d in range(problem.devices) if problem.link_of[d] == link] for link in links]
+    result = Fraction(0)
+    for group in groups:
+        mine = [problem.stages_of(device) for device in group]
+        if all(mine) and all(problem.budget[device] > 0 for device in group):
+            head = min(_head(problem, stages[0]) for stages in mine)
+            result = max(result, head + max(_weighted(problem, group, weights) for weights in _GRID))
+    return Bound("resources", ceil(result))
+
+
+_STEPS = 8
+_GRID = [
+    (Fraction(work, _STEPS), Fraction(memory, _STEPS), Fraction(_STEPS - work - memory, _STEPS))
+    for work in range(_STEPS + 1)
+    for memory in range(_STEPS + 1 - work)
+]
+"""Weights of compute, memory and link that sum to one."""
+
+
+def _weighted(problem: Problem, group: list[int], weights: tuple[Fraction, Fraction, Fraction]) -> Fraction:
+    work, memory, link = weights
+    total = Fraction(0)
+    for device in group:
+        per_area = memory / (len(group) * problem.budget[device])
+        for s in problem.stages_of(device):
+            stage = problem.stages[s]
+            areas = _areas(problem, s)
+            costs = [per_area * areas[0]]
+            if problem.can_offload(s):
+                costs.append(per_area * areas[1] + link * stage.offload_alone)
+            if problem.can_recompute(s):
+                costs.append(per_area * areas[2] + work * stage.recompute / len(group))
+            total += work * _work(problem, stage) / len(group) + min(costs)
+    return problem.microbatches * total
+
+
+def _areas(problem: Problem, s: int) -> tuple[int, int, int]:
+    """Return the least units x ticks that an activation of stage s occupies if kept, offloaded, recomputed."""
+    stage, later = problem.stages[s], problem.stages[s + 1 :]
+    journey = sum(t.forward + t.send_activation + t.send_gradient + _backward(problem, t) for t in later)
+    end = stage.saved * stage.backward
+    if problem.freedom.split:
+        end = min(end, stage.saved * stage.backward_input + stage.residue * stage.backward_weight)
+    kept = stage.saved * (stage.forward + stage.send_activation + journey) + end
+    away = stage.saved * (stage.forward + stage.offload_alone + stage.reload_alone) + end
+    return kept, away, stage.saved * (stage.forward + stage.recompute) + end
+
+
+def _head(problem: Problem, s: int) -> int:
+    """Return the earliest time at which the forward of stage s can start."""
+    return sum(stage.forward + stage.send_activation for stage in problem.stages[:s])
 
 
 def _work(problem: Problem, stage: Stage) -> int:
@@ -100,13 +164,10 @@ def _tail(problem: Problem, s: int) -> int:
 
 
 def _least_area(problem: Problem, s: int) -> int:
-    stage, later = problem.stages[s], problem.stages[s + 1 :]
-    backward = _backward(problem, stage)
-    journey = stage.send_activation + sum(t.forward + t.send_activation + t.send_gradient for t in later)
-    kept = stage.forward + journey + sum(_backward(problem, t) for t in later) + backward
-    times = [kept]
+    kept, away, again = _areas(problem, s)
+    areas = [kept]
     if problem.can_offload(s):
-        times.append(stage.forward + stage.offload_alone + stage.reload_alone + backward)
+        areas.append(away)
     if problem.can_recompute(s):
-        times.append(stage.forward + stage.recompute + backward)
-    return stage.saved * min(times)
+        areas.append(again)
+    return min(areas)

@@ -94,9 +94,11 @@ def profile(context: click.Context, /, **options: Any) -> None:
 def _measure(
     output: Path, devices: int | None, layers: int, hidden: int, heads: int, seq: int, microbatch_size: int
 ) -> None:
+    from optpipe_compiler.files import check_writable
     from optpipe_compiler.view.measured import MeasureBar, render
     from runtime_torch.measure import MeasureOptions, measure
 
+    check_writable(output)
     options = MeasureOptions(
         devices=devices,
         layers=layers,
@@ -200,13 +202,14 @@ def compile_command(
     """
     from optpipe_compiler import driver, ir
     from optpipe_compiler import profile as profiles
-    from optpipe_compiler.files import write_atomically
+    from optpipe_compiler.files import check_writable, write_atomically
     from optpipe_compiler.view.progress import ProgressLine
     from optpipe_compiler.view.summary import render
 
     if list_methods:
         _list_methods()
         return
+    check_writable(output)
     costs = profiles.load(profile_path)
     chosen = driver.Options(mem_bytes=_cap(mem, costs), **_renamed(options))
     with ProgressLine(_console(stderr=True)) as line:

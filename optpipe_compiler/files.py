@@ -146,6 +146,16 @@ def _spreads(value: Any) -> bool:
     return isinstance(value, dict) and any(isinstance(item, dict) or _spreads(item) for item in value.values())
 
 
+def check_writable(path: Path) -> None:
+    """Raise BadInput if `path` cannot be written, before time is spent on what belongs there."""
+    if path.is_dir():
+        raise BadInput(f"{path}: cannot be written: Is a directory")
+    if not path.parent.is_dir():
+        raise BadInput(f"{path}: cannot be written: No such file or directory")
+    if not os.access(path if path.exists() and not path.is_file() else path.parent, os.W_OK):
+        raise BadInput(f"{path}: cannot be written: Permission denied")
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` to a temporary name beside `path` and rename it, so that an interrupted write loses nothing.
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
 from optpipe_compiler.bounds import best as best_bound
-from optpipe_compiler.bounds import device_work, head_and_work, memory_time, round_trip
+from optpipe_compiler.bounds import device_work, head_and_work, memory_time, resources, round_trip
 from optpipe_compiler.problem import Freedom, Problem, coarsen
 from optpipe_compiler.schedule import value
 from tests.instances import problem
@@ -31,7 +31,7 @@ def uneven(forward: tuple[int, ...], freedom: Freedom = SPLIT, **sizes: int) -> 
 @given(one=problems(devices=2, stages=2, microbatches=2, ticks=5))
 def test_every_bound_is_at_most_the_optimum_and_that_at_most_the_best_heuristic(one):
     for kind, bounds in (
-        ("makespan", [device_work, head_and_work, round_trip, memory_time]),
+        ("makespan", [device_work, head_and_work, round_trip, memory_time, resources]),
         ("span", [device_work, round_trip]),
     ):
         found = best(one, kind=kind)
@@ -98,6 +98,11 @@ def test_memory_times_time_counts_the_cheapest_way_to_hold_an_activation():
         for freedom in (FUSED, replace(FUSED, offload=True), replace(FUSED, recompute=True))
     }
     assert list(ticks.values()) == [4 * 90, 10 + 4 * 38, 10 + 4 * 40]
+
+
+def test_what_memory_is_spared_compute_or_the_link_must_bear():
+    one = problem(2, 8, 5, per_device=2, residue=4, offload=30, reload=30, offload_alone=30, reload_alone=30)
+    assert resources(one).ticks > max(head_and_work(one).ticks, memory_time(one).ticks)
 
 
 def test_a_transfer_alone_on_its_link_is_what_the_bound_counts():

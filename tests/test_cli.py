@@ -24,6 +24,7 @@ from tests.instances import quick, uniform
 from tests.processes import children
 
 GB = 10**9
+NOT_CHECKED = pytest.mark.xfail(strict=True, reason="driver.settled takes any number")
 ROOT = Path(__file__).parent.parent
 FAST = ("--microbatches", "4", "--time-limit", "1")
 
@@ -177,6 +178,50 @@ def test_the_help_of_every_exit_code_is_in_the_help(run):
     codes = {kind.exit_code for kind in (Rejected, BadInput, Infeasible, NotFound, RunFailed, MissingDependency)}
     assert codes == {1, 2, 3, 4, 5, 6}
     assert all(f"{code} " in text.split("Exit codes:")[1] for code in (0, *codes, 130))
+
+
+def test_a_path_that_cannot_be_written_is_refused_before_the_work(run, monkeypatch):
+    monkeypatch.setattr(driver, "compile_schedule", lambda *arguments: pytest.fail("the work was done"))
+    sentence = "no/s.json: cannot be written: No such file or directory"
+    assert refused(run("compile", "--mem", "2GB", "-o", "no/s.json"), 2) == sentence
+    assert refused(run("profile", "-o", "no/s.json"), 2) == sentence
+
+
+@pytest.mark.parametrize("limit", [pytest.param("nan", marks=NOT_CHECKED), pytest.param("-1", marks=NOT_CHECKED)])
+def test_a_time_limit_that_cannot_be_meant_is_refused(run, limit):
+    assert refused(run("compile", "--mem", "2GB", "--time-limit", limit), 2).startswith(f"--time-limit is {limit}")
+
+
+def test_a_published_schedule_is_written_on_demand(run):
+    report = json.loads(run("compile", "--mem", "2GB", "--method", "1f1b", "--microbatches", "4", "--json").out)
+    assert report["method"] == "1f1b"
+    assert report["makespan_ns"] == report["baselines"]["1f1b"]["makespan_ns"]
+    assert run("verify", "--profile", "profile.json").code == 0
+
+
+def test_a_published_schedule_that_does_not_fit_ends_with_exit_code_3_and_an_unknown_one_with_2(run):
+    sentence = refused(run("compile", "--mem", "2GB", "--method", "gpipe", "--microbatches", "4"), 3)
+    assert "gpipe does not fit --mem 2.00 GB (1.86 GiB): it needs 4000000000 bytes" in sentence
+    assert refused(run("compile", "--mem", "2GB", "--method", "best"), 2).startswith(
+        "--method is 'best', expected one of"
+    )
+    assert [path.name for path in Path().iterdir()] == ["profile.json"]
+
+
+def test_all_published_schedules_are_listed_without_a_profile(run):
+    Path("profile.json").unlink()
+    outcome = run("compile", "--list-methods")
+    assert outcome.code == 0
+    assert {line.split()[0] for line in outcome.out.splitlines()[1:]} == set(PUBLISHED)
+
+
+def test_bounds_of_several_caps_are_printed_without_solving(run):
+    outcome = run("bounds", "--mem", "1GB,2GB,9GB", "--microbatches", "4")
+    assert outcome.code == 0
+    rows = [line.split() for line in outcome.out.splitlines()[1:]]
+    assert [" ".join(row[:2]) for row in rows] == ["1.00 GB", "2.00 GB", "9.00 GB"]
+    assert rows[0][4] > rows[2][4]
+    assert refused(run("bounds", "--mem", "1GB,x"), 2).startswith("--mem is 'x', expected a size such as ")
 
 
 # -- what is printed where ----------------------------------------------------------------------------------------

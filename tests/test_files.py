@@ -13,7 +13,7 @@ import pytest
 
 from optpipe_compiler import ir, profile
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.files import Record, canonical, decode, read_text, write_atomically
+from optpipe_compiler.files import Record, canonical, check_writable, decode, read_text, write_atomically
 from tests.instances import quick, uniform
 
 SMALL: dict[str, Any] = {
@@ -206,3 +206,15 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path):
     finally:
         os.close(reader)
     assert pipe.is_fifo()
+
+
+def test_whether_a_path_can_be_written_is_known_without_writing_it(tmp_path):
+    check_writable(tmp_path / "new.json")
+    (tmp_path / "old.json").write_text("old")
+    check_writable(tmp_path / "old.json")
+    check_writable(Path(os.devnull))
+    with pytest.raises(BadInput, match=r"b\.json: cannot be written: No such file or directory$"):
+        check_writable(tmp_path / "missing" / "b.json")
+    with pytest.raises(BadInput, match=r"cannot be written: Is a directory$"):
+        check_writable(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["old.json"]

@@ -241,6 +241,21 @@ def test_an_optimal_span_may_take_a_longer_makespan():
     assert timed.makespan == 131
 
 
+@pytest.mark.xfail(strict=True, reason="solver.worker: the horizon is the hint's makespan, for the span too short")
+def test_a_span_shorter_than_the_hints_is_found_though_its_makespan_is_longer():
+    """The hint has span 24 and makespan 25; the best span is 21, at a makespan of 28."""
+    times = ((3, 3, 1, 4, 3), (1, 2, 5, 12, 0), (3, 1, 5, 4, 0))
+    one = problem(3, 2, 12, freedom=SPLIT, links=False)
+    names = ("forward", "backward_input", "backward_weight", "backward", "send_activation")
+    stages = tuple(
+        replace(stage, send_gradient=0, **dict(zip(names, mine, strict=True)))
+        for stage, mine in zip(one.stages, times, strict=True)
+    )
+    uneven = replace(one, stages=stages)
+    assert best(uneven, kind="span")[0] == 21
+    assert optimum(uneven, "span") == 21
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(one=problems(devices=2, stages=2, microbatches=2, ticks=5))
 def test_what_the_model_finds_keeps_to_every_cap_when_it_is_replayed(one):

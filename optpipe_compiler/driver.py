@@ -94,10 +94,12 @@ def settled(profile: Profile, options: Options) -> Options:
         number = getattr(options, name)
         if number is not None and number < 1:
             raise BadInput(f"--{name.replace('_', '-')} is {number}, expected at least 1")
+    limit = options.time_limit_s
+    if limit is not None and not 0 <= limit < float("inf"):
+        raise BadInput(f"--time-limit is {limit}, expected seconds, at least 0")
     host = options.host_mem_bytes
     if host is None and profile.machine.host_memory_bytes is not None:
         host = value_of(profile.machine.host_memory_bytes)
-    limit = options.time_limit_s
     return replace(
         options,
         devices=devices,

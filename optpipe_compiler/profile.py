@@ -17,8 +17,11 @@ FORMAT = "optpipe-profile"
 VERSION = 1
 REVISION = 0
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
-Positive = Annotated[int, msgspec.Meta(ge=1)]
+LARGEST = 2**53
+"""No time or size is larger; every JSON reader holds such integers exactly."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=LARGEST)]
 
 
 class Quantity(Record, frozen=True, kw_only=True):
@@ -50,7 +53,7 @@ class Layer(Record, frozen=True, kw_only=True):
     """
 
     name: str
-    count: Positive = 1
+    count: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 1
     forward_ns: Cost
     backward_input_ns: Cost
     backward_weight_ns: Cost

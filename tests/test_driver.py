@@ -246,6 +246,22 @@ def test_ops_of_no_length_do_not_raise_the_smallest_memory():
     assert smallest(profile, 99, microbatches=3) == 100
 
 
+def test_ops_of_no_length_in_one_of_two_stages_do_not_raise_the_smallest_memory():
+    first = Layer(name="a", forward_ns=0, backward_input_ns=1, backward_weight_ns=1, saved_bytes=100)
+    second = Layer(
+        name="b",
+        forward_ns=1,
+        backward_input_ns=0,
+        backward_weight_ns=1,
+        saved_bytes=240,
+        residue_bytes=19,
+        backward_transient_bytes=44,
+    )
+    profile = Profile(name="instant", machine=Machine(devices=1), layers=[first, second])
+    needs = smallest(profile, 0, microbatches=1)
+    assert smallest(profile, needs - 1, microbatches=1) == needs
+
+
 # -- limits and interruptions -------------------------------------------------------------------------------------
 
 

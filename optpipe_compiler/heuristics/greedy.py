@@ -36,7 +36,11 @@ class Policy:
 
 
 def greedy(problem: Problem, policy: Policy) -> Schedule:
-    """Return the schedule that `policy` leads to; raises Stuck when not even one microbatch at a time fits."""
+    """Return the schedule that `policy` leads to; raises Stuck where the policy runs out of memory.
+
+    The banker's rule reserves for the largest of all kinds of backward, so a policy may get stuck although some order
+    fits; `solver.minimum` then decides.
+    """
     return Schedule(problem, policy.name, _Greedy(problem, policy).run())
 
 

@@ -69,7 +69,7 @@ def _serial(problem: Problem, starts: dict[Task, int]) -> Schedule:
             lag = problem.stages[task.stage].send_activation
         elif task.kind in (Kind.I, Kind.B):
             lag = problem.stages[task.stage].send_gradient
-        clock += duration(problem, task) + lag
+        clock += max(1, duration(problem, task)) + lag  # ops of no length must not run at one moment
     return Schedule(problem, "one-at-a-time", timed)
 
 

@@ -71,6 +71,8 @@ def build(request: Request) -> tuple[cp_model.CpModel, Callable[[Callable[..., i
         part = window.Model(model, request.hint, request.window)
         return model, part.starts
     horizon = max(map(request.hint.end, request.hint.starts))
+    if request.objective == "span":  # a shorter span may need a longer makespan
+        horizon *= 2
     v = variables.create(model, request.problem, horizon)
     constraints.add_all(model, request.problem, v)
     objective.minimise(model, request.problem, v, request.objective)

@@ -133,6 +133,7 @@ def _assumptions(schedule: Schedule) -> Text:
         f"host memory for offloads: {host}, all devices together",
         "the promised peaks hold for every execution that the order and the waits allow, not only at forecast times",
         "a transfer takes the time alone on its link only if none of the other direction overlaps it",
-        "microbatches run in order per stage and kind; the bound is over such schedules and the placements searched",
+        "microbatches run in order per stage and kind; a stage's activation is kept, offloaded or recomputed whole; "
+        "the bound is over such schedules and the placements searched",
     ]
     return Text("\nassumptions\n" + "\n".join(f"  - {line}" for line in lines))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import socket
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from datetime import timedelta
 from statistics import median
@@ -92,7 +93,7 @@ def _agree(schedule: ir.Schedule, control: dist.ProcessGroup) -> bool:
     return len({host for _, host in found}) == 1
 
 
-class _Session:
+class _Session(ABC):
     """The steps of a run and their bookkeeping; what a step is, is said by the two kinds below."""
 
     mode: Literal["train", "rehearsal"]
@@ -129,21 +130,21 @@ class _Session:
                 self._one_step(number)
         return self._report(checked)
 
+    @abstractmethod
     def prepare(self) -> None:
         """Build what steps need."""
-        raise NotImplementedError
 
     def check(self) -> CheckReport | None:
         """Compare with the unpipelined model, where there is one."""
         return None
 
+    @abstractmethod
     def step(self) -> StepResult:
         """One step on this rank."""
-        raise NotImplementedError
 
+    @abstractmethod
     def promised_bytes(self) -> int:
         """The plan's peak of activation bytes on this rank."""
-        raise NotImplementedError
 
     def _one_step(self, number: int) -> None:
         dist.barrier(group=self.control)

@@ -5,47 +5,33 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich.console import Group
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from optpipe_compiler.profile import Quantity, value_of
 from optpipe_compiler.units import short_bytes, show_bytes, show_ns
+from optpipe_compiler.view.bar import Bar
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from rich.console import Console, RenderableType
 
     from optpipe_compiler.profile import Cost, Profile
 
 
-class MeasureBar:
-    """A progress bar on stderr; away from a terminal a line per thing that is measured."""
+class MeasureBar(Bar):
+    """What is being measured and how much is done; away from a terminal a line per thing that is measured."""
 
     def __init__(self, console: Console) -> None:
-        self.console = console
-        self.bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=console, transient=True
-        )
-        self.task = self.bar.add_task("starting", total=1.0)
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        super().__init__(console, *columns, description="starting", total=1.0)
         self.last = ""
-
-    def __enter__(self) -> MeasureBar:
-        if self.console.is_terminal:
-            self.bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.bar.stop()
 
     def update(self, what: str, part: float) -> None:
         """Show what is measured now and the part that is done."""
         self.bar.update(self.task, description=f"measuring {what}", completed=part)
-        if not self.console.is_terminal and what != self.last:
-            self.console.print(f"measuring {what} ({part:.0%})")
+        if what != self.last:
+            self.say(f"measuring {what} ({part:.0%})")
         self.last = what
 
 

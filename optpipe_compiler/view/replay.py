@@ -5,39 +5,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from optpipe_compiler.units import short_bytes, show_ns
+from optpipe_compiler.view.bar import Bar
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from rich.console import Console, RenderableType
 
     from optpipe_compiler.ir import Schedule
 
 
-class ReplayBar:
-    """A progress bar on stderr with the latest loss; away from a terminal a line per step."""
+class ReplayBar(Bar):
+    """Steps done and the latest loss; away from a terminal a line per step."""
 
     def __init__(self, console: Console, schedule: Schedule, steps: int) -> None:
-        self.console = console
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self.bar = Progress(*columns, console=console, transient=True)
-        self.task = self.bar.add_task(f"starting {schedule.setup.devices} processes", total=steps)
+        starting = f"starting {schedule.setup.devices} processes"
+        super().__init__(console, *columns, description=starting, total=steps)
         self.rehearsal = schedule.model is None
-
-    def __enter__(self) -> ReplayBar:
-        if self.console.is_terminal:
-            self.bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.bar.stop()
 
     def update(self, event: dict[str, Any]) -> None:
         """Show an event of the run."""
@@ -47,8 +35,7 @@ class ReplayBar:
         step = int(event["step"]) + 1
         text = "rehearsing" if self.rehearsal else f"loss {event['loss']:.4f}"
         self.bar.update(self.task, completed=step, description=text)
-        if not self.console.is_terminal:
-            self.console.print(f"step {step}: {text}")
+        self.say(f"step {step}: {text}")
 
 
 def render(report: Any) -> RenderableType:

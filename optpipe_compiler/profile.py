@@ -18,10 +18,11 @@ VERSION = 1
 REVISION = 0
 
 LARGEST = 2**53
-"""No time or size is larger; every JSON reader holds such integers exactly."""
+"""No time or size of a profile is larger; every JSON reader holds such integers exactly."""
+MOST_LAYERS = 10_000
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=LARGEST)]
-Positive = Annotated[int, msgspec.Meta(ge=1, le=LARGEST)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Quantity(Record, frozen=True, kw_only=True):
@@ -53,7 +54,7 @@ class Layer(Record, frozen=True, kw_only=True):
     """
 
     name: str
-    count: Annotated[int, msgspec.Meta(ge=1, le=10_000)] = 1
+    count: Positive = 1
     forward_ns: Cost
     backward_input_ns: Cost
     backward_weight_ns: Cost
@@ -156,12 +157,28 @@ def load(path: Path) -> Profile:
 def parse(text: str, name: str) -> Profile:
     """Decode and cross-check the text of a profile; `name` stands for the file in messages."""
     profile = decode(text, Profile, name, format=FORMAT, version=VERSION, revision=REVISION)
+    _check_magnitudes(msgspec.to_builtins(profile), name, "$")
     _check_layers(profile, name)
     _check_machine(profile.machine, name)
     return profile
 
 
+def _check_magnitudes(value: object, name: str, path: str) -> None:
+    """Refuse numbers so large that sums of them could not be held exactly."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_magnitudes(item, name, f"{path}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _check_magnitudes(item, name, f"{path}[{index}]")
+    elif isinstance(value, int) and value > LARGEST:
+        raise BadInput(f"{name}: {path} is {value}, expected at most {LARGEST}")
+
+
 def _check_layers(profile: Profile, name: str) -> None:
+    layers = sum(layer.count for layer in profile.layers)
+    if layers > MOST_LAYERS:
+        raise BadInput(f"{name}: $.layers has {layers} layers with their counts, expected at most {MOST_LAYERS}")
     for index, layer in enumerate(profile.layers):
         saved = value_of(layer.saved_bytes)
         kept = value_of(layer.checkpoint_bytes)

@@ -160,3 +160,18 @@ def test_a_pair_with_its_own_cost_beside_the_default_is_accepted():
     raw = plain()
     raw["machine"]["p2p"] = [{"latency_ns": 5}, {"devices": [1, 0], "latency_ns": 7}]
     assert len(profile.parse(json.dumps(raw), "p.json").machine.p2p) == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("saved_bytes", 2**62, f"$.layers[0].saved_bytes is {2**62}, expected at most {2**53}"),
+        ("count", 10**12, "expected at most 10000"),
+    ],
+)
+def test_absurdly_large_numbers_are_refused_before_anything_is_computed(field, value, says):
+    layer = {"name": "l", "forward_ns": 1, "backward_input_ns": 1, "backward_weight_ns": 1, "saved_bytes": 1}
+    raw = {"format": "optpipe-profile", "version": 1, "revision": 0, "name": "x", "machine": {"devices": 1}}
+    with pytest.raises(BadInput) as refusal:
+        profile.parse(json.dumps(raw | {"layers": [layer | {field: value}]}), "p.json")
+    assert says in str(refusal.value)

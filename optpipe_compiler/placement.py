@@ -11,8 +11,6 @@ from optpipe_compiler.errors import BadInput
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-PLACEMENTS = ("linear", "loop", "v")
-
 
 @dataclass(frozen=True)
 class Layout:

@@ -22,7 +22,7 @@ from optpipe_compiler.simulate import Stuck, peaks, retime
 from optpipe_compiler.solver.core import unroll
 from optpipe_compiler.solver.search import Searcher
 from optpipe_compiler.solver.window import Window
-from optpipe_compiler.solver.worker import Event, Request
+from optpipe_compiler.solver.worker import DETERMINISTIC_PER_S, Event, Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -68,8 +68,6 @@ RESERVE = 50
 """Lowering, comparing and verifying the result take about this many times as long as judging a candidate."""
 WINDOW_S = 6.0
 """Time limit of one window."""
-DETERMINISTIC_PER_S = 0.25
-"""CP-SAT deterministic time per second of time limit in reproducible mode (one worker does 0.3 to 1 a second)."""
 
 
 @dataclass(frozen=True)

@@ -322,9 +322,6 @@ class _Greedy:
         item = self.problem.stages[stage]
         mode = self.modes[stage, microbatch]
 
-        def is_done(kind: Kind) -> bool:
-            return Task(kind, stage, microbatch) in self.done
-
         def is_begun(kind: Kind) -> bool:
             return Task(kind, stage, microbatch) in self.starts or Task(kind, stage, microbatch) == granted
 

@@ -11,7 +11,6 @@ are planned no later than x, and x waited for frees until they all fit. So no ex
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -63,7 +62,6 @@ class Waits:
             (lane, d): _Started(len(self.column)) for lane in ("compute", "h2d") for d in devices
         }
         self.host_taken = [0] * graph.problem.devices
-        self.completed: dict[int, list[Node]] = defaultdict(list)
         self.latest: dict[tuple[int, Chain], Node] = {}
 
     def add(self) -> None:

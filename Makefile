@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := demo
 
-.PHONY: help demo test check format lint type golden schemas bench clean
+.PHONY: help demo test check format lint type golden schemas bench estimates clean
 
 help: ## Show this help
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -46,6 +46,9 @@ schemas: $(READY) ## Write schemas/ from the records
 
 bench: $(READY) ## Measure the planner on all cases (hours; see bench/planner.py)
 	$(BIN)/python -m bench.planner
+
+estimates: $(READY) ## Compare estimated profiles with published measurements (docs/ESTIMATES.md)
+	$(BIN)/python -m bench.estimates
 
 clean: ## Remove the environment and the demo's files
 	rm -rf $(VENV) $(DEMO)

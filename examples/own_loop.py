@@ -6,12 +6,18 @@ torchrun --nproc-per-node 2 own_loop.py schedule.json
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 import runtime_torch
 from runtime_torch import models, text
+
+
+def make_layer(model: object, index: int) -> torch.nn.Module:
+    """Make one layer of the model."""
+    return models.build(model, range(index, index + 1))[0]
 
 
 def main() -> None:
@@ -24,16 +30,19 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     schedule = runtime_torch.load_schedule(arguments.schedule)
-    layers = models.build(schedule.model)  # any list of layers that the profile was measured for
-    stages = runtime_torch.build_stages(schedule, layers, dist.get_rank(), "cpu")
-    runner = runtime_torch.Runner(schedule, stages, lambda layer: models.boundary(schedule.model, layer))
-    parameters = [p for stage in stages.values() for layer in stage.layers for p in layer.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=3e-4)
+    model, microbatches = schedule.model, schedule.setup.microbatches
+
+    # any list of layers that the profile was measured for, or of functions that make them; this rank builds its own
+    layers = [partial(make_layer, model, index) for index in range(schedule.setup.layers)]
+    tokens = torch.zeros(model.microbatch_size, model.sequence_length, dtype=torch.int64)
+    stages = runtime_torch.build_stages(schedule, layers, dist.get_rank(), "cpu", inputs=[tokens], target=tokens)
+    runner = runtime_torch.Runner(schedule, stages)
+    optimizer = torch.optim.AdamW(stages.module.parameters(), lr=3e-4)
 
     generator = torch.Generator().manual_seed(0)
     for step in range(arguments.steps):
-        inputs, target = models.batch(schedule.model, text.default_text(), generator, schedule.setup.microbatches)
-        result = runner.step(inputs, target)
+        inputs, target = models.batch(schedule.model, text.default_text(), generator, microbatches)
+        result = runner.step(inputs, target=target)
         optimizer.step()
         optimizer.zero_grad()
         if result.loss is not None:

@@ -8,6 +8,8 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from optpipe_compiler.problem import Problem, Stage
 
 
@@ -23,7 +25,7 @@ def best(problem: Problem, objective: str) -> Bound:
     """Return the largest of all bounds for the objective (`makespan` or `span`)."""
     bounds = [device_work(problem), round_trip(problem)]
     if objective == "makespan":
-        bounds += [head_and_work(problem), memory_time(problem), resources(problem)]
+        bounds += [head_and_work(problem), memory_time(problem), resources(problem), fill_and_drain(problem)]
     return max(bounds, key=lambda bound: bound.ticks)
 
 
@@ -140,8 +142,119 @@ def _areas(problem: Problem, s: int) -> tuple[int, int, int]:
     if problem.freedom.split:
         end = min(end, stage.saved * stage.backward_input + stage.residue * stage.backward_weight)
     kept = stage.saved * (stage.forward + stage.send_activation + journey) + end
-    away = stage.saved * (stage.forward + stage.offload_alone + stage.reload_alone) + end
+    away = stage.moved * (stage.forward + stage.offload_alone + stage.reload_alone) + end
+    away += stage.staying * (stage.forward + stage.send_activation + journey)
     return kept, away, stage.saved * (stage.forward + stage.recompute) + end
+
+
+def fill_and_drain(problem: Problem) -> Bound:
+    """What memory and link let a device do before its first backward can come, and after its last forward.
+
+    Until the first microbatch has been through all stages and back to the device's last stage, the device can only run
+    forwards. What they save must stay (memory), be offloaded by then (link), or be dropped and recomputed later (work).
+    So the time until then is filled as far as budget and link go; of what is left, each tick is lost now, or is bought
+    with a recomputation. Reversed in time the same holds after the device's last forward, which its microbatch still
+    follows through the later stages and back through all: what backwards and weight gradients read then was there, is
+    reloaded by then, or is recomputed. A recomputation may serve both ends, and is counted once.
+
+    Devices that share a link share what it can move: the mean over them is bounded. makespan >= mean of work + losses.
+    """
+    groups = [[device] for device in range(problem.devices)]
+    links = sorted({link for link in problem.link_of if link is not None})
+    groups += [[d for d in range(problem.devices) if problem.link_of[d] == link] for link in links]
+    result = Fraction(0)
+    for group in groups:
+        if all(problem.stages_of(device) and problem.budget[device] > 0 for device in group):
+            ends = [_Ends(problem, device) for device in group]
+            work = problem.microbatches * sum(_work(problem, problem.stages[s]) for end in ends for s in end.mine)
+            result = max(result, Fraction(work + _lost(problem, ends)) / len(group))
+    return Bound("fill-and-drain", ceil(result))
+
+
+class _Ends:
+    """The two ends of one device: how long they last at least, and how much work memory and link allow in them."""
+
+    def __init__(self, problem: Problem, device: int) -> None:
+        stages, self.mine = problem.stages, problem.stages_of(device)
+        own = [(s, stages[s]) for s in self.mine]
+        last = self.mine[-1]
+        self.head = _head(problem, self.mine[0])
+        there = _head(problem, last) + sum(t.forward + t.send_activation for t in stages[last:])
+        after = there - _head(problem, last) - stages[last].forward
+        home = sum(_backward(problem, t) + t.send_gradient for t in stages[last + 1 :])
+        self.fill = there + home - self.head
+        """From the first forward that can come to the first backward that can come."""
+        self.drain = after + sum(_backward(problem, t) + t.send_gradient for t in stages)
+        """From the end of the last forward to the end of all."""
+        self.forwards = problem.microbatches * sum(stage.forward for _, stage in own)
+        self.backwards = problem.microbatches * sum(_after(problem, stage) for _, stage in own)
+        budget = problem.budget[device]
+        self.kept_forwards = budget * _densest((stage.forward, stage.saved) for _, stage in own)
+        pairs = [(_after(problem, stage), stage.saved) for _, stage in own]
+        if problem.freedom.split:
+            pairs += [(stage.backward_weight, stage.residue) for _, stage in own]
+        self.kept_backwards = budget * _densest(pairs)
+        away = [stage for s, stage in own if problem.can_offload(s)]
+        per_unit = _densest((stage.forward, stage.saved) for _, stage in own), _densest(pairs)
+        self.moved_forwards = _densest(
+            (max(Fraction(0), stage.forward - per_unit[0] * stage.staying), stage.offload_alone) for stage in away
+        )
+        """Forward ticks whose activations the link can take per tick, less those that the part which stays is worth;
+        and backward ticks whose it can bring."""
+        self.moved_backwards = _densest(
+            (max(Fraction(0), _after(problem, stage) - per_unit[1] * stage.staying), stage.reload_alone)
+            for stage in away
+        )
+        again = [stage for s, stage in own if problem.can_recompute(s)]
+        self.forwards_per_recompute = _densest((stage.forward, stage.recompute) for stage in again)
+        self.backwards_per_recompute = _densest(
+            (stage.recompute + _after(problem, stage), stage.recompute) for stage in again
+        )
+        self.are_apart = self.forwards > self.fill
+        """Whether the last forward surely comes after the first backward."""
+
+
+def _lost(problem: Problem, ends: list[_Ends]) -> Fraction:
+    """Return the least sum, over the devices of a group, of idle and recomputation ticks at their ends."""
+    heads = sum(end.head for end in ends)
+    link_fill = max(end.head + end.fill for end in ends) - min(end.head for end in ends)
+    filled = _filled([(e.kept_forwards, e.forwards) for e in ends], link_fill * max(e.moved_forwards for e in ends))
+    drained = _filled(
+        [(e.kept_backwards, e.backwards) for e in ends],
+        max(e.drain for e in ends) * max(e.moved_backwards for e in ends),
+    )
+    fill = max(Fraction(0), sum(end.fill for end in ends) - filled)
+    drain = max(Fraction(0), sum(end.drain for end in ends) - drained)
+    if not all(end.are_apart for end in ends):
+        fill, drain = (fill, Fraction(0)) if fill >= drain else (Fraction(0), drain)
+    rates = max(e.forwards_per_recompute for e in ends), max(e.backwards_per_recompute for e in ends)
+
+    def lost(recomputed: Fraction) -> Fraction:
+        return recomputed + sum(
+            max(Fraction(0), part - rate * recomputed) for part, rate in zip((fill, drain), rates, strict=True)
+        )
+
+    turning = [Fraction(0)] + [part / rate for part, rate in zip((fill, drain), rates, strict=True) if rate]
+    return heads + min(map(lost, turning))
+
+
+def _filled(devices: list[tuple[Fraction, int]], moved: Fraction) -> Fraction:
+    """Return the most ticks of work that memory (each device has its own) and the link allow, of what there is."""
+    return min(
+        sum((min(kept, Fraction(there)) for kept, there in devices), moved), Fraction(sum(t for _, t in devices))
+    )
+
+
+def _densest(pairs: Iterable[tuple[Fraction | int, int]]) -> Fraction:
+    """Return the most ticks per unit; what needs no units counts as more than there can be."""
+    return max(
+        (Fraction(ticks) / size if size else Fraction(ticks) * 2**40 for ticks, size in pairs), default=Fraction(0)
+    )
+
+
+def _after(problem: Problem, stage: Stage) -> int:
+    """Compute ticks of a stage's backward at least."""
+    return _work(problem, stage) - stage.forward
 
 
 def _head(problem: Problem, s: int) -> int:

@@ -11,7 +11,7 @@ from optpipe_compiler.errors import BadInput, Infeasible, NotFound
 from optpipe_compiler.heuristics import PUBLISHED
 from optpipe_compiler.lower import Certificate, lower, promised
 from optpipe_compiler.placement import Layout, layout
-from optpipe_compiler.planning import Attempt, Limits, Planner
+from optpipe_compiler.planning import Attempt, Limits, Need, Planner
 from optpipe_compiler.problem import Caps, Freedom, build, fused_ns, static_bytes
 from optpipe_compiler.profile import value_of
 from optpipe_compiler.schedule import Schedule
@@ -22,6 +22,7 @@ from optpipe_compiler.verify import verify
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from optpipe_compiler.problem import Problem
     from optpipe_compiler.profile import Profile
 
 SEVERAL: dict[str, tuple[int, ...]] = {"linear": (1,), "loop": (2, 3, 4), "v": (2, 4)}
@@ -126,16 +127,31 @@ def layouts(profile: Profile, options: Options) -> list[Layout]:
     return [layout(name, options.devices, n, work) for name, n in fitting or chosen[:1]]
 
 
+def instances(profile: Profile, options: Options) -> list[tuple[Layout, Problem]]:
+    """Return what is searched: each placement with offloads of whole stages, and of the part that fits the links."""
+    assert options.microbatches is not None
+    caps = Caps(options.mem_bytes, options.host_mem_bytes)
+    freedom = Freedom(options.offload, options.recompute, options.split)
+    whole = [(one, build(profile, one, options.microbatches, caps, freedom)) for one in layouts(profile, options)]
+    parts = [(one, build(profile, one, options.microbatches, caps, freedom, link_share(p))) for one, p in whole]
+    return whole + [(one, p) for one, p in parts if any(stage.staying for stage in p.stages)]
+
+
+def link_share(problem: Problem) -> float:
+    """Return which share of all activations the busiest link can offload and reload while its devices compute."""
+    work = max(sum(problem.stages[s].work for s in problem.stages_of(d)) for d in range(problem.devices))
+    busy: dict[int, int] = {}
+    for s, stage in enumerate(problem.stages):
+        link = problem.link_of[stage.device]
+        if link is not None and problem.can_offload(s):
+            busy[link] = busy.get(link, 0) + max(stage.offload, stage.reload)
+    return min(1.0, work / max(1, *busy.values())) if busy else 1.0
+
+
 def lower_bound(profile: Profile, options: Options) -> tuple[int, str]:
     """Return what no schedule of any searched placement can beat, in ns, without solving; and its argument's name."""
     chosen = settled(profile, options)
-    assert chosen.microbatches is not None
-    caps = Caps(chosen.mem_bytes, chosen.host_mem_bytes)
-    freedom = Freedom(chosen.offload, chosen.recompute, chosen.split)
-    found = [
-        bounds.best(build(profile, one, chosen.microbatches, caps, freedom), chosen.objective)
-        for one in layouts(profile, chosen)
-    ]
+    found = [bounds.best(problem, chosen.objective) for _, problem in instances(profile, chosen)]
     lowest = min(found, key=lambda bound: bound.ticks)
     return lowest.ticks, lowest.name
 
@@ -160,13 +176,12 @@ class _Compilation:
         self.on_progress = on_progress
         self.begin = time.monotonic()
         self.caps = Caps(options.mem_bytes, options.host_mem_bytes)
-        freedom = Freedom(options.offload, options.recompute, options.split)
-        attempts = []
-        for one in layouts(profile, options):
-            problem = build(profile, one, options.microbatches, self.caps, freedom)
-            attempts.append(Attempt(one, problem, bounds.best(problem, options.objective), [0] * problem.devices))
+        attempts = [
+            Attempt(one, problem, bounds.best(problem, options.objective), [0] * problem.devices)
+            for one, problem in instances(profile, options)
+        ]
         limits = Limits(options.objective, options.time_limit_s, options.seed, options.workers, options.reproducible)
-        self.planner = Planner(attempts, limits, self._over, self._report)
+        self.planner = Planner(attempts, limits, self._need, self._report)
 
     def run(self) -> Result:
         """Plan until the time is spent; then certify and verify the best schedule."""
@@ -175,10 +190,13 @@ class _Compilation:
             if self.options.method is not None:
                 self._named(self.options.method)
             else:
-                self.planner.heuristics()
+                self.planner.first()
+                if self.planner.winner() is None or not self.options.search:
+                    self.planner.heuristics()
                 if self.planner.winner() is None:
                     self._one_at_a_time()
                 if self.options.search:
+                    self.planner.tune()
                     self.planner.search()
         except KeyboardInterrupt:
             interrupted = True
@@ -199,21 +217,22 @@ class _Compilation:
         if self.planner.winner() is not None:
             return
         tried = self.planner.published.get(name, [])
-        needed = [max(self._peaks(attempt, timed)[0]) for attempt, timed in tried if isinstance(timed, Schedule)]
+        needed = [one.need.peak_bytes for one in tried if one.need is not None]
         if needed:
             raise Infeasible(
                 f"{name} does not fit --mem {show_bytes(self.caps.device_bytes)}: it needs {min(needed)} bytes "
                 f"({show_bytes(min(needed))}) on its fullest device"
             )
-        reasons = sorted({said for _, said in tried if isinstance(said, str)})
+        reasons = sorted({one.reason for one in tried if one.reason is not None})
         raise BadInput(f"--method {name}: {'; '.join(reasons) or 'not for the placements searched'}")
 
-    def _over(self, attempt: Attempt, timed: Schedule) -> list[int] | None:
-        """Return None if the file of `timed` keeps to the caps, else the bytes by which each device is over."""
+    def _need(self, attempt: Attempt, timed: Schedule) -> Need:
+        """Return what the file of `timed` would need of the caps."""
         device_peaks, host_peaks = self._peaks(attempt, timed)
         over = [max(0, peak - self.caps.device_bytes) for peak in device_peaks]
         host = self.caps.host_bytes
-        return over if any(over) or (host is not None and sum(host_peaks) > host) else None
+        fits = not any(over) and (host is None or sum(host_peaks) <= host)
+        return Need(max(device_peaks), None if fits else over)
 
     def _peaks(self, attempt: Attempt, timed: Schedule) -> tuple[list[int], list[int]]:
         """Return the bytes that the file of `timed` promises per device, on the device and on the host."""
@@ -260,14 +279,12 @@ class _Compilation:
 
     def _baseline(self, name: str) -> ir.Baseline:
         tried = self.planner.published.get(name, [])
-        reason = next((said for _, said in tried if isinstance(said, str)), "not for the placements searched")
-        found = []
-        for attempt, timed in tried:
-            if isinstance(timed, Schedule):
-                device_peaks, host_peaks = self._peaks(attempt, timed)
-                peak, host = max(device_peaks), self.caps.host_bytes
-                fits = peak <= self.caps.device_bytes and (host is None or sum(host_peaks) <= host)
-                found.append(ir.Baseline(makespan_ns=timed.makespan, peak_bytes=peak, fits=fits))
+        reason = next((one.reason for one in tried if one.reason is not None), "not for the placements searched")
+        found = [
+            ir.Baseline(makespan_ns=one.makespan, peak_bytes=one.need.peak_bytes, fits=one.need.over is None)
+            for one in tried
+            if one.makespan is not None and one.need is not None
+        ]
         unknown = ir.Baseline(makespan_ns=None, peak_bytes=None, fits=False, reason=reason)
         return min(found, key=lambda b: (not b.fits, b.makespan_ns), default=unknown)
 

@@ -156,22 +156,23 @@ def check_writable(path: Path) -> None:
         raise BadInput(f"{path}: cannot be written: Permission denied")
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` to a temporary name beside `path` and rename it, so that an interrupted write loses nothing.
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write `content` to a temporary name beside `path` and rename it, so that an interrupted write loses nothing.
 
     What is no file (/dev/stdout, a pipe) is written to, not replaced.
     """
+    data = content.encode() if isinstance(content, str) else content
     try:
         if path.exists() and not path.is_file():
-            path.write_text(text, encoding="utf-8")
+            path.write_bytes(data)
             return
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
         raise BadInput(f"{path}: cannot be written: {error.strerror}") from error
     temporary = Path(name)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
         temporary.chmod(0o644)
         temporary.replace(path)
     except OSError as error:

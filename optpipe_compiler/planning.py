@@ -1,4 +1,4 @@
-"""The search over placements: published schedules, greedy starts, then exact search, cyclic cores and windows.
+"""The search over placements: published schedules, tuned guides, then exact search of the whole or of windows.
 
 An Attempt is one placement with the best schedule and bound so far. The Planner improves attempts until the time is
 spent or the bounds are met; it may be interrupted at any moment, the attempts then hold the best so far.
@@ -6,20 +6,20 @@ spent or the bounds are met; it may be interrupted at any moment, the attempts t
 
 from __future__ import annotations
 
-import itertools
+import operator
+import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from optpipe_compiler import bounds
-from optpipe_compiler.heuristics import PLACEMENTS, PUBLISHED, NotDefined, hurried, published
-from optpipe_compiler.heuristics.greedy import greedy, policies
-from optpipe_compiler.heuristics.mixed import mixed
+from optpipe_compiler.heuristics import PLACEMENTS, PUBLISHED, NotDefined, hurried, published, recipe
+from optpipe_compiler.heuristics.islands import Exploration, Found, Islands, Place, Quest
+from optpipe_compiler.heuristics.tuning import Tuner
 from optpipe_compiler.problem import coarsen
-from optpipe_compiler.schedule import Schedule, value
+from optpipe_compiler.schedule import Kind, Schedule, value
 from optpipe_compiler.simulate import Stuck, peaks, retime
-from optpipe_compiler.solver.core import unroll
 from optpipe_compiler.solver.search import Searcher
 from optpipe_compiler.solver.window import Window
 from optpipe_compiler.solver.worker import DETERMINISTIC_PER_S, Event, Request
@@ -27,46 +27,33 @@ from optpipe_compiler.solver.worker import DETERMINISTIC_PER_S, Event, Request
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from optpipe_compiler.heuristics.greedy import Policy
     from optpipe_compiler.placement import Layout
     from optpipe_compiler.problem import Problem
 
-PUBLISHED_SHARE = 0.6
+PUBLISHED_SHARE = 0.75
 """Share of the time limit after which published schedules are no longer tried, if there is one that fits."""
-GREEDY_SHARE = 0.15
-"""Share of the time limit that greedy schedules may take."""
-GREEDY_S_PER_TASK = 2e-4
-"""What a greedy schedule costs in seconds per task, roughly; stands for the clock in reproducible mode."""
-MIXED_SHARE = 0.25
-"""Share of the time limit for mixing kept, offloaded and recomputed activations on published orders."""
-MIXED_ORDERS = (
-    "gis",
-    "gis-m",
-    "gis-h",
-    "gis-h-uniform",
-    "interleaved-zb",
-    "zbv",
-    "v-half",
-    "v-min",
-    "hanayo",
-    "1f1b",
-    "zb-h1",
-)
-CORE_SHARE = 0.1
-"""Share of the time limit for the cyclic core of one placement."""
+FIRST_SHARE = 0.05
+"""Share of the time limit for tuning in this process, so that there is a schedule soon."""
+TUNE_SHARE = 0.92
+"""Share of the time that is left for tuning on islands, where no instance is small enough for the full model."""
+OPS_PER_S = 60_000
+"""Ops that tuning dispatches per second, roughly; stands for the clock in reproducible mode."""
+ISLANDS = 2
+"""Tuning processes in reproducible mode, whatever the machine; else one per search thread."""
+MOST_ISLANDS = 16
 EXACT = 100
 """Stages x microbatches up to which the full model is searched; larger instances by core and windows."""
-EXACT_SHARE = 0.5
-"""Share of the time that is left for the full models of all placements."""
-CORE_STAGES = 24
-"""Stages up to which a cyclic core is searched."""
-PERIODS = (100, 104, 109, 117, 125)
-"""Periods of the core that are tried, in percent of the busiest device's work per microbatch."""
-WINDOWS = (6, 9, 14, 21)
+EXACT_SHARE = 0.7
+"""Share of the time that is left for the full models of all placements, where they are small enough."""
+WINDOWS = (2, 4, 6, 9, 14, 21)
 """Widths of windows, in multiples of that work."""
-RESERVE = 50
-"""Lowering, comparing and verifying the result take about this many times as long as judging a candidate."""
-WINDOW_S = 6.0
+RESERVE_S_PER_TASK = 2.5e-4
+"""Seconds that lowering and verifying the result take per task, roughly."""
+SCREENED = 20_000
+"""Ops of an instance from which on a published schedule is tried on few microbatches first."""
+SCREEN_SLACK = 1.02
+"""A published schedule is not run in full if it is so many times slower by its first microbatches."""
+WINDOW_S = 4.0
 """Time limit of one window."""
 
 
@@ -98,20 +85,43 @@ class Attempt:
         """The placement's name and its stages per device."""
         return self.layout.name, self.layout.stages // self.problem.devices
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether an offload leaves a part of the activation on the device, as published schedules never do."""
+        return any(stage.staying for stage in self.problem.stages)
+
     def tightened(self) -> Problem:
         """Return the problem with the margin taken off its budgets."""
         budget = tuple(b - m for b, m in zip(self.problem.budget, self.margin, strict=True))
         return replace(self.problem, budget=budget)
 
 
+@dataclass(frozen=True)
+class Need:
+    """The memory that a schedule's file promises to keep to, and the bytes by which each device is over its cap."""
+
+    peak_bytes: int
+    over: list[int] | None
+    """None if it fits."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A published schedule on one placement: how long it takes and what it needs, or why that is not known."""
+
+    makespan: int | None = None
+    need: Need | None = None
+    reason: str | None = None
+
+
 class Planner:
-    """Improves attempts; `judge` returns None for a schedule that may be kept, else the bytes over per device."""
+    """Improves attempts; `judge` says what memory a schedule's file would need."""
 
     def __init__(
         self,
         attempts: list[Attempt],
         limits: Limits,
-        judge: Callable[[Attempt, Schedule], list[int] | None],
+        judge: Callable[[Attempt, Schedule], Need],
         report: Callable[[str], None],
     ) -> None:
         self.attempts = attempts
@@ -120,10 +130,12 @@ class Planner:
         self.report = report
         self.begin = time.monotonic()
         self.spent = 0.0
-        self.reserve_s = 0.2
-        """Time that lowering and verifying the result will take, estimated from the first schedule that is judged."""
-        self.published: dict[str, list[tuple[Attempt, Schedule | str]]] = {}
-        """Each published schedule on each placement that it is for, or why it is not defined there."""
+        self.reserve_s = 0.2 + RESERVE_S_PER_TASK * max(map(_tasks, attempts), default=0)
+        """Time that lowering and verifying the result will take."""
+        self.published: dict[str, list[Tried]] = {}
+        """Each published schedule on each placement that it is for."""
+        self.steps = self._published()
+        """Tries one published schedule at each step."""
 
     def value(self, timed: Schedule) -> int:
         """Return what is minimised."""
@@ -138,6 +150,10 @@ class Planner:
         assert attempt.best is not None
         return self.value(attempt.best)
 
+    def _is_better(self, attempt: Attempt, timed: Schedule) -> bool:
+        """Whether `timed` is better than the attempt's best."""
+        return attempt.best is None or self.value(timed) < self._reached(attempt)
+
     def left(self) -> float:
         """Return the seconds that are left; in reproducible mode they are counted in deterministic time."""
         if self.limits.reproducible:
@@ -147,108 +163,166 @@ class Planner:
     # -- candidates ---------------------------------------------------------------------------------------------
 
     def heuristics(self) -> None:
-        """Try every published schedule and as many greedy ones as their share of the time allows."""
-        for _ in range(6):
-            excess: dict[int, list[int]] = {}
-            self.published.clear()
-            for attempt, timed in itertools.chain(self._published(), self._mixed(), self._greedy()):
-                if attempt.best is None or self.value(timed) < self._reached(attempt):
-                    over = self.keep(attempt, timed, "heuristics")
-                    if over is not None:
-                        old = excess.get(id(attempt), over)
-                        excess[id(attempt)] = list(map(min, old, over))
-            stuck = [a for a in self.attempts if a.best is None and id(a) in excess]
-            if not stuck or self.winner() is not None:
-                return
-            for attempt in stuck:
-                attempt.margin = [m + e for m, e in zip(attempt.margin, excess[id(attempt)], strict=True)]
+        """Try every published schedule that has not been tried."""
+        for _ in self.steps:
+            self.report("published")
+
+    def first(self) -> None:
+        """Tune a little in this process, so that there is a schedule soon."""
+        promising = self._promising()
+        for found in Exploration(self._quest(0, 1, FIRST_SHARE * self.limits.time_limit_s)).run():
+            self._realise(promising[found.place], found, "heuristics")
 
     def only(self, name: str) -> None:
         """Keep the published schedule `name` alone, on every placement where it fits or can wait for its memory."""
-        for attempt, timed in self._published((name,)):
-            self.keep(attempt, timed, name)
+        for _ in self._published((name,)):
+            self.report("published")
 
-    def keep(self, attempt: Attempt, timed: Schedule, phase: str) -> list[int] | None:
-        """Make `timed` the attempt's best unless the judge objects; return what it said."""
-        begin = time.monotonic()
-        over = self.judge(attempt, timed)
-        self.reserve_s = max(self.reserve_s, RESERVE * (time.monotonic() - begin))
+    def keep(self, attempt: Attempt, timed: Schedule, phase: str, need: Need | None = None) -> list[int] | None:
+        """Make `timed` the attempt's best if it fits; return by how many bytes each device is over if it does not."""
+        over = (need or self.judge(attempt, timed)).over
         if over is None:
             attempt.best = Schedule(attempt.problem, timed.method, timed.starts)
             self.report(f"{phase} {attempt.layout.name}")
         return over
 
-    def _published(self, names: Iterable[str] = PUBLISHED) -> Iterator[tuple[Attempt, Schedule]]:
+    def _published(self, names: Iterable[str] = PUBLISHED) -> Iterator[None]:
+        """Try the published schedules, one at each step, and keep those that fit and are better."""
         late = self._stopwatch(PUBLISHED_SHARE * self.limits.time_limit_s)
         for attempt in sorted(self.attempts, key=lambda a: (a.placed != ("linear", 1), -a.layout.stages)):
-            problem = attempt.tightened()
             for name in names:
-                if attempt.placed not in PLACEMENTS[name]:
-                    continue
-                if late() and self.winner() is not None:
-                    self.published.setdefault(name, []).append((attempt, "not tried for want of time"))
-                    continue
-                try:
-                    timed = published(problem, name)
-                except NotDefined as error:
-                    self.published.setdefault(name, []).append((attempt, str(error)))
-                    continue
-                fast = hurried(timed)
-                self.published.setdefault(name, []).append((attempt, fast))
-                if all(peak <= budget for peak, budget in zip(peaks(fast), problem.budget, strict=True)):
-                    yield attempt, fast
-                elif not self._met(attempt):
-                    with suppress(Stuck):  # the same orders, each op waiting for its memory
-                        yield attempt, retime(timed, problem)
+                if attempt.placed in PLACEMENTS[name] and not attempt.is_partial:
+                    is_late = late() and self.winner() is not None
+                    tried = Tried(reason="not tried for want of time") if is_late else self._try(attempt, name)
+                    self.published.setdefault(name, []).append(tried)
+                    yield
 
-    def _mixed(self) -> Iterator[tuple[Attempt, Schedule]]:
-        """Mix modes on the published orders of each placement, unless memory is so plenty that a bound is met."""
-        ranked = sorted(self.attempts, key=lambda a: (a.best is None, self._reached(a) if a.best else 0))
-        for number, attempt in enumerate(ranked):
-            if self._met(attempt):
-                continue
-            problem = attempt.tightened()
-            orders = {name: PUBLISHED[name] for name in MIXED_ORDERS if attempt.placed in PLACEMENTS[name]}
-            share = min(MIXED_SHARE * self.limits.time_limit_s, self.left()) / 2 ** (number + 1)
-            for timed in mixed(problem, orders, share, self.limits.seed, self._stopwatch(share)):
-                yield attempt, timed
+    def _try(self, attempt: Attempt, name: str) -> Tried:
+        try:
+            hopeless = self._hopeless(attempt, name)
+            if hopeless:
+                return Tried(reason=hopeless)
+            timed = published(attempt.problem, name)
+        except NotDefined as error:
+            return Tried(reason=str(error))
+        need = self.judge(attempt, timed)
+        if need.over is not None and self._is_large(attempt):
+            return Tried(timed.makespan, need)
+        timed = hurried(timed)
+        if self._is_better(attempt, timed):
+            if need.over is None:
+                self.keep(attempt, timed, "published", need)
+            else:
+                with suppress(Stuck):  # the same orders, each op waiting for its memory
+                    waiting = retime(timed, attempt.tightened(), f"{name}-waiting")
+                    if self._is_better(attempt, waiting):
+                        self.keep(attempt, waiting, "published")
+        return Tried(timed.makespan, need)
+
+    def _is_large(self, attempt: Attempt) -> bool:
+        """Whether published schedules take so long to time that the hopeless ones are passed over."""
+        return self.winner() is not None and _tasks(attempt) >= SCREENED
+
+    def _hopeless(self, attempt: Attempt, name: str) -> str:
+        """Say why a published schedule of a large instance is not run in full, by its first microbatches; "" if it is.
+
+        Published schedules repeat themselves: their makespan grows by the same amount with every `devices`
+        microbatches, their peak does not shrink. Transfers, left out here, only make them slower.
+        """
+        problem, winner = attempt.problem, self.winner()
+        few, more = problem.devices, 2 * problem.devices
+        if winner is None or not self._is_large(attempt) or problem.microbatches <= more:
+            return ""
+        first, second = (published(replace(problem, microbatches=n), name, transfers=False) for n in (few, more))
+        growth = (self.value(second) - self.value(first)) / (more - few)
+        if self.value(first) + growth * (problem.microbatches - few) > SCREEN_SLACK * self._reached(winner):
+            return f"slower by its first {more} microbatches, not run in full"
+        offloads = recipe(replace(problem, microbatches=few), name).offloaded
+        if not offloads and any(map(operator.gt, peaks(second), problem.budget)):
+            return f"needs more memory by its first {more} microbatches, not run in full"
+        return ""
 
     def _stopwatch(self, seconds: float) -> Callable[[], bool]:
         """Return what says whether `seconds` from now have passed; never, in reproducible mode."""
         end = time.monotonic() + seconds
         return lambda: not self.limits.reproducible and time.monotonic() > end
 
-    def _greedy(self) -> Iterator[tuple[Attempt, Schedule]]:
-        """Take turns over the placements, the policies of each in their order."""
-        begin, share, estimate = time.monotonic(), GREEDY_SHARE * self.limits.time_limit_s, 0.0
-
-        def each(attempt: Attempt) -> list[tuple[Attempt, Policy]]:
-            return [(attempt, policy) for policy in policies(attempt.tightened())]
-
-        for turn in itertools.zip_longest(*map(each, self.attempts)):
-            for pair in turn:
-                if pair is None or self._met(pair[0]):
-                    continue
-                used = estimate if self.limits.reproducible else time.monotonic() - begin
-                if used > share and self.winner() is not None:
-                    return
-                problem = pair[0].tightened()
-                estimate += GREEDY_S_PER_TASK * 3 * len(problem.stages) * problem.microbatches
-                try:
-                    timed = greedy(problem, pair[1])
-                    yield pair[0], min(timed, retime(timed, problem), key=self.value)
-                except Stuck:
-                    continue
-
     def _met(self, attempt: Attempt) -> bool:
         """Whether this placement cannot beat what is there already."""
         winner = self.winner()
         return winner is not None and attempt.bound.ticks >= self._reached(winner)
 
+    # -- tuning -------------------------------------------------------------------------------------------------
+
+    def _quest(self, number: int, islands: int, seconds: float) -> Quest:
+        places = tuple(Place(a.tightened(), a.placed, a.bound.ticks) for a in self._promising())
+        ops = int(seconds * OPS_PER_S) if self.limits.reproducible else None
+        return Quest(places, number, islands, self.limits.seed, seconds, ops)
+
+    def _promising(self) -> list[Attempt]:
+        """Return the attempts in the order in which they are tuned: more stages per device leave more freedom."""
+        return sorted(self.attempts, key=lambda a: (-a.layout.stages, a.layout.name))
+
+    def tune(self) -> None:
+        """Search over guides on islands, and try the published schedules meanwhile, for a share of the time."""
+        small = any(len(a.problem.stages) * a.problem.microbatches <= EXACT for a in self.attempts)
+        seconds = (1 - EXACT_SHARE if small else TUNE_SHARE) * self.left()
+        if seconds <= 0 or all(map(self._met, self.attempts)):
+            self.heuristics()
+            return
+        threads = min(MOST_ISLANDS, self.limits.workers or _cores())
+        count = ISLANDS if self.limits.reproducible else threads
+        with Islands([self._quest(number, count, seconds) for number in range(count)]) as islands:
+            if self.limits.reproducible:
+                self._gather(islands)
+            else:
+                self._follow(islands, time.monotonic() + seconds)
+            if islands.unfinished:
+                self.attempts[0].notes.append(f"tuning ended early: {islands.last_words()}")
+        self.spent += seconds * DETERMINISTIC_PER_S
+
+    def _gather(self, islands: Islands) -> None:
+        """Take the published schedules first and what the islands end with then, whatever was there sooner."""
+        self.heuristics()
+        latest: dict[int, Found] = {}
+        while islands.running:
+            latest |= dict(islands.wait(0.5))
+            self.report("tuning")
+        for _, found in sorted(latest.items()):
+            self._realise(self._promising()[found.place], found, "tuning")
+
+    def _follow(self, islands: Islands, end: float) -> None:
+        """Take what comes as it comes, until `end` or until the bounds are met and all published schedules tried."""
+        promising, pause, trying = self._promising(), 0.5, True
+        while trying or (islands.running and time.monotonic() < end):
+            trying = trying and next(self.steps, self) is None
+            for _, found in islands.wait(0.0 if trying else min(pause, max(0.01, end - time.monotonic()))):
+                begin = time.monotonic()
+                self._realise(promising[found.place], found, "tuning")
+                pause = max(pause, 3 * (time.monotonic() - begin))
+            self.report("tuning")
+            if not trying and all(map(self._met, self.attempts)):
+                return
+
+    def _realise(self, attempt: Attempt, found: Found, phase: str) -> None:
+        """Run a policy on the whole instance; where its file needs more memory than was planned, leave a margin."""
+        for _ in range(4):
+            timed = Tuner(attempt.tightened(), attempt.placed).schedule(found.policy)
+            if timed is None:
+                return
+            with suppress(Stuck):
+                timed = min(retime(timed, timed.problem), timed, key=self.value)
+            if not self._is_better(attempt, timed):
+                return
+            over = self.keep(attempt, timed, phase)
+            if over is None:
+                return
+            attempt.margin = [m + e for m, e in zip(attempt.margin, over, strict=True)]
+
     # -- exact search -------------------------------------------------------------------------------------------
 
     def search(self) -> None:
-        """Improve the placements by exact search, the most promising first."""
+        """Improve the placements by exact search: small ones as a whole, the best one in windows."""
         ranked = sorted((a for a in self.attempts if a.best is not None), key=self._reached)
         with Searcher() as searcher:
             small = [a for a in ranked if len(a.problem.stages) * a.problem.microbatches <= EXACT]
@@ -256,9 +330,6 @@ class Planner:
             for number, attempt in enumerate(small):
                 if not self._met(attempt) and self.left() > until + 0.5:
                     self._full_model(searcher, attempt, (self.left() - until) / (len(small) - number))
-            cores = [self._core(searcher, attempt) for attempt in ranked[:2] if not self._met(attempt)]
-            for attempt, timed in filter(None, cores):
-                self._polish(searcher, attempt, timed, ends_only=True)
             winner = self.winner()
             if winner is not None and winner.best is not None and self.limits.objective == "makespan":
                 self._polish(searcher, winner, winner.best)
@@ -282,22 +353,21 @@ class Planner:
 
         status = searcher.search(request, listen)
         if status in ("DIED", "MODEL_INVALID"):
-            note = f"search of placement {attempt.layout.name} ended early ({status}): {searcher.last_words()}"
+            note = f"search of placement {attempt.layout.name} ended early ({status}): {searcher.last_words}"
             if note not in attempt.notes:
                 attempt.notes.append(note)
         return status
 
-    def _improve(self, attempt: Attempt, found: Schedule, phase: str) -> Schedule | None:
-        """Time a solution of a coarse problem exactly and keep it if it is better; None if it cannot be timed."""
+    def _improve(self, attempt: Attempt, found: Schedule, phase: str) -> None:
+        """Time a solution of a coarse problem exactly and keep it if it is better."""
         try:
             timed = retime(found, attempt.tightened())
         except Stuck as error:
             note = f"{phase}: a solution for placement {attempt.layout.name} could not be timed ({error})"
             attempt.notes = list(dict.fromkeys([*attempt.notes, note]))
-            return None
-        if attempt.best is None or self.value(timed) < self._reached(attempt):
+            return
+        if self._is_better(attempt, timed):
             self.keep(attempt, timed, phase)
-        return timed
 
     def _full_model(self, searcher: Searcher, attempt: Attempt, seconds: float) -> None:
         """Search the whole instance; the only search that proves bounds."""
@@ -320,37 +390,9 @@ class Planner:
 
         self._run(searcher, attempt, self._request(coarse, hint, seconds), on_event)
 
-    def _core(self, searcher: Searcher, attempt: Attempt) -> tuple[Attempt, Schedule] | None:
-        """Search a cyclic core, at longer periods until there is one or none could win; return it unrolled."""
-        exact = attempt.tightened()
-        coarse = coarsen(exact)
-        winner = self.winner()
-        if len(coarse.stages) > CORE_STAGES or not coarse.freedom.split or coarse.microbatches < 4 or winner is None:
-            return None
-        work = max(sum(coarse.stages[s].work for s in coarse.stages_of(d)) for d in range(coarse.devices))
-        until = self.left() - CORE_SHARE * self.limits.time_limit_s
-        for period in dict.fromkeys(-(-work * percent // 100) for percent in PERIODS):
-            steady = period * coarse.tick_ns * (coarse.microbatches - 1)
-            if steady >= self._reached(winner) or self.left() <= max(1, until):
-                break
-            found: list[Schedule] = []
-
-            def on_event(event: Event, period: int = period, found: list[Schedule] = found) -> None:
-                if event.starts is not None:
-                    found.append(unroll(coarse, event.starts, period))
-                self.report(f"core {attempt.layout.name}")
-
-            request = self._request(coarse, None, (self.left() - until) / 2, period=period)
-            self._run(searcher, attempt, request, on_event)
-            if found:
-                timed = self._improve(attempt, found[-1], "core")
-                return None if timed is None else (attempt, timed)
-        return None
-
-    def _polish(self, searcher: Searcher, attempt: Attempt, timed: Schedule, *, ends_only: bool = False) -> None:
-        """Improve stretch after stretch of a schedule: its ends, then all of it, with growing windows."""
-        exact = attempt.tightened()
-        coarse = coarsen(exact, timed.makespan)
+    def _polish(self, searcher: Searcher, attempt: Attempt, timed: Schedule) -> None:
+        """Improve stretch after stretch of a schedule, its ends first, with growing windows."""
+        coarse = coarsen(attempt.tightened(), timed.makespan)
         try:
             current = retime(timed, coarse)
         except Stuck:
@@ -358,11 +400,12 @@ class Planner:
         period = max(sum(coarse.stages[s].work for s in coarse.stages_of(d)) for d in range(coarse.devices))
         for periods in WINDOWS:
             width = int(periods * period)
-            for window in _windows(current, width, ends_only):
+            for window in _windows(current, width):
                 if self.left() <= 1 or self._met(attempt):
                     return
-                current = self._window(searcher, attempt, current, window)
-            if ends_only or width >= current.makespan:
+                if _is_loose(current, window):
+                    current = self._window(searcher, attempt, current, window)
+            if width >= current.makespan:
                 return
 
     def _window(self, searcher: Searcher, attempt: Attempt, current: Schedule, window: Window) -> Schedule:
@@ -384,12 +427,31 @@ class Planner:
         return best
 
 
-def _windows(schedule: Schedule, width: int, ends_only: bool) -> Iterator[Window]:
+def _tasks(attempt: Attempt) -> int:
+    """Return about how many ops an instance has."""
+    return 4 * len(attempt.problem.stages) * attempt.problem.microbatches
+
+
+def _is_loose(schedule: Schedule, window: Window) -> bool:
+    """Whether every device idles or recomputes in the window, without which the rest cannot move earlier."""
+    for lane in schedule.plan.compute:
+        inside = ((max(schedule.starts[t], window.begin), min(schedule.end(t), window.end), t) for t in lane)
+        busy = sum(max(0, end - begin) for begin, end, task in inside if task.kind is not Kind.R)
+        if busy >= window.end - window.begin:
+            return False
+    return True
+
+
+def _windows(schedule: Schedule, width: int) -> Iterator[Window]:
     """Yield the first and the last stretch of `width` ticks, then, by half widths, those between."""
     yield Window(0, width)
     end = max(map(schedule.end, schedule.starts))
     if width < end:
         yield Window(max(0, end - width), end)
-        if not ends_only:
-            for begin in range(width // 2, end - width, max(1, width // 2)):
-                yield Window(begin, begin + width)
+        for begin in range(width // 2, end - width, max(1, width // 2)):
+            yield Window(begin, begin + width)
+
+
+def _cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

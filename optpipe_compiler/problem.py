@@ -6,6 +6,7 @@ for the solver and says by how much its bounds must be relaxed.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -66,6 +67,14 @@ class Stage:
     backward_input_extra: int
     backward_weight_extra: int
     backward_extra: int
+    staying: int = 0
+    """Units of `saved` that an offload leaves on the device: those of the last `staying_layers` layers."""
+    staying_layers: int = 0
+
+    @property
+    def moved(self) -> int:
+        """Units that an offload takes to the host."""
+        return self.saved - self.staying
 
     @property
     def work(self) -> int:
@@ -98,19 +107,25 @@ class Problem:
     def can_offload(self, stage: int) -> bool:
         """Whether offloading this stage's activations is allowed, possible and of any use."""
         item = self.stages[stage]
-        return self.freedom.offload and self.link_of[item.device] is not None and item.saved > 0
+        return self.freedom.offload and self.link_of[item.device] is not None and item.moved > 0
 
     def can_recompute(self, stage: int) -> bool:
         """Whether recomputing this stage frees memory at all and is allowed."""
         return self.freedom.recompute and self.stages[stage].checkpoint < self.stages[stage].saved
 
 
-def build(profile: Profile, layout: Layout, microbatches: int, caps: Caps, freedom: Freedom) -> Problem:
-    """Return the exact problem in ns and bytes."""
+def build(
+    profile: Profile, layout: Layout, microbatches: int, caps: Caps, freedom: Freedom, offloaded: float = 1.0
+) -> Problem:
+    """Return the exact problem in ns and bytes.
+
+    An offload takes the first layers of a stage, as many as hold no more than a share `offloaded` of what it saved, and
+    at least one.
+    """
     layers = profile.expanded_layers()
     machine = profile.machine
     devices = max(layout.device_of) + 1
-    stages = tuple(_stage(layers, layout, index, machine) for index in range(layout.stages))
+    stages = tuple(_stage(layers, layout, index, machine, offloaded) for index in range(layout.stages))
     fixed = [static_bytes(profile, layout, device) for device in range(devices)]
     links = host_links(machine, devices)
     link_of = [next((n for n, (members, _) in enumerate(links) if d in members), None) for d in range(devices)]
@@ -188,14 +203,16 @@ def fused_ns(layer: Layer) -> int:
     return value_of(layer.backward_input_ns) + value_of(layer.backward_weight_ns)
 
 
-def _stage(layers: list[Layer], layout: Layout, index: int, machine: Machine) -> Stage:
+def _stage(layers: list[Layer], layout: Layout, index: int, machine: Machine, offloaded: float) -> Stage:
     mine = layers[layout.cuts[index] : layout.cuts[index + 1]]
     device = layout.device_of[index]
     before, after = index > 0, index + 1 < layout.stages
     incoming = value_of(layers[layout.cuts[index] - 1].output_bytes) if before else 0
     outgoing = value_of(mine[-1].output_bytes) if after else 0
     saved = _total(layer.saved_bytes for layer in mine)
-    busy, alone = _transfers(machine, device, max(layout.device_of) + 1, saved)
+    leaving = _leaving(mine, offloaded * saved)
+    staying = _total(layer.saved_bytes for layer in mine[leaving:])
+    busy, alone = _transfers(machine, device, max(layout.device_of) + 1, saved - staying)
     overhead = value_of(machine.op_overhead_ns)
     messages = incoming + outgoing
     return Stage(
@@ -219,7 +236,15 @@ def _stage(layers: list[Layer], layout: Layout, index: int, machine: Machine) ->
         backward_input_extra=messages + _largest(layer.backward_input_transient_bytes for layer in mine),
         backward_weight_extra=_largest(layer.backward_weight_transient_bytes for layer in mine),
         backward_extra=messages + _largest(layer.backward_transient_bytes for layer in mine),
+        staying=staying,
+        staying_layers=len(mine) - leaving,
     )
+
+
+def _leaving(layers: list[Layer], size: float) -> int:
+    """Return how many layers, from the first on and at least one, save no more than `size` bytes together."""
+    held = list(itertools.accumulate(value_of(layer.saved_bytes) for layer in layers))
+    return max(1, sum(total <= size for total in held))
 
 
 def recompute_ns(layer: Layer) -> int:
@@ -263,6 +288,7 @@ SIZES = (
     "residue",
     "captured",
     "checkpoint",
+    "staying",
     "forward_extra",
     "backward_input_extra",
     "backward_weight_extra",

@@ -145,9 +145,9 @@ class Schedule:
         for task in self.starts:
             stage = self.problem.stages[task.stage]
             if task.kind is Kind.D:
-                events[stage.device].append((self.starts[task], stage.saved))
+                events[stage.device].append((self.starts[task], stage.moved))
             elif task.kind is Kind.H:
-                events[stage.device].append((self.end(task), -stage.saved))
+                events[stage.device].append((self.end(task), -stage.moved))
         return tuple(_highest(rows) for rows in events)
 
     def count(self, kind: Kind) -> int:

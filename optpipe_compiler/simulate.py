@@ -60,7 +60,7 @@ def device_memory(problem: Problem, task: Task, recomputed: bool) -> tuple[int, 
         return s.backward_extra, s.backward_extra + s.saved
     if task.kind is Kind.R:
         return s.saved - s.checkpoint + s.forward_extra, s.forward_extra
-    return (0, s.saved) if task.kind is Kind.D else (s.saved, 0)
+    return (0, s.moved) if task.kind is Kind.D else (s.moved, 0)
 
 
 def simulate(problem: Problem, plan: Plan, method: str) -> Schedule:
@@ -147,7 +147,7 @@ class _Replay:
         self.free[stage.device] += self.memory[task][1]
         self._lane_of(task).running = None
         if task.kind is Kind.H:
-            self.host_free[stage.device] += stage.saved
+            self.host_free[stage.device] += stage.moved
         if task.kind in (Kind.D, Kind.H):
             link = self.problem.link_of[stage.device]
             touched.update(dict.fromkeys(d for d, other in enumerate(self.problem.link_of) if other == link))
@@ -186,7 +186,7 @@ class _Replay:
         device = self.problem.stages[task.stage].device
         self.free[device] -= self.memory[task][0]
         if task.kind is Kind.D:
-            self.host_free[device] -= self.problem.stages[task.stage].saved
+            self.host_free[device] -= self.problem.stages[task.stage].moved
         lane.running = task
         lane.next += 1
         self.starts[task] = now
@@ -216,7 +216,7 @@ class _Replay:
         """Whether the memory is there, also for the tasks that the plan lets take theirs earlier."""
         device = self.problem.stages[task.stage].device
         if task.kind is Kind.D:
-            return self.host_free[device] >= self.problem.stages[task.stage].saved
+            return self.host_free[device] >= self.problem.stages[task.stage].moved
         order = self.plan.allocations[device]
         position = self.claimed[device]
         while position < len(order) and order[position] in self.starts:

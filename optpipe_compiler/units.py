@@ -1,4 +1,4 @@
-"""Sizes as people write them, and back: GB is 10^9 bytes, GiB is 2^30."""
+"""Sizes and times as people write them, and back: GB is 10^9 bytes, GiB is 2^30."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ FACTORS = {
     "gib": 2**30,
     "tib": 2**40,
 }
+SECONDS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9}
 LARGEST = (1 << 62) - 1
 """Sums of what the files hold stay within 64 bits."""
 
@@ -32,6 +33,15 @@ def parse_bytes(text: str, option: str) -> int:
     if size > LARGEST:
         raise BadInput(f"{option} is {text!r}, expected less than 2^62 bytes")
     return size
+
+
+def parse_ns(text: str, option: str) -> int:
+    """Return the nanoseconds that `text` (12.5ms, 2s, 300us, 0) says; raise BadInput naming the option."""
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    unit = match[2].lower() if match else ""
+    if match is None or (unit not in SECONDS and not (unit == "" and not Fraction(match[1]))):
+        raise BadInput(f"{option} is {text!r}, expected a time such as 12.5ms, 2s or 300us")
+    return int(Fraction(match[1]) * SECONDS.get(unit, 1))
 
 
 def show_bytes(size: int) -> str:

@@ -1,7 +1,8 @@
 """Replay of a schedule file on torch.distributed.pipelining.
 
-In a training loop: `load_schedule`, `build_stages`, `Runner(...)`, `runner.step(inputs, target)`. `run` does all of it
-on this machine, as `optpipe run`. Importing this package alone does not import torch.
+In a training loop: `load_schedule`, `build_stages` from layers (or `wrap_stages` around stage modules), `Runner(...)`,
+then `runner.step(inputs, target=target)`. `run` does all of it on this machine, as `optpipe run`. Importing this
+package alone does not import torch.
 """
 
 from __future__ import annotations
@@ -16,17 +17,19 @@ if TYPE_CHECKING:
     from optpipe_compiler.ir import load as load_schedule
     from runtime_torch.launch import run
     from runtime_torch.report import RunReport
-    from runtime_torch.runner import Runner, StepResult, build_stages
+    from runtime_torch.runner import Runner, StepResult
+    from runtime_torch.stages import build_stages, wrap_stages
 
-__all__ = ["RunReport", "Runner", "StepResult", "build_stages", "load_schedule", "run"]
+__all__ = ["RunReport", "Runner", "StepResult", "build_stages", "load_schedule", "run", "wrap_stages"]
 
 _HOMES = {
     "RunReport": ("runtime_torch.report", "RunReport"),
     "Runner": ("runtime_torch.runner", "Runner"),
     "StepResult": ("runtime_torch.runner", "StepResult"),
-    "build_stages": ("runtime_torch.runner", "build_stages"),
+    "build_stages": ("runtime_torch.stages", "build_stages"),
     "load_schedule": ("optpipe_compiler.ir", "load"),
     "run": ("runtime_torch.launch", "run"),
+    "wrap_stages": ("runtime_torch.stages", "wrap_stages"),
 }
 
 

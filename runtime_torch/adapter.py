@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from optpipe_compiler import ir
 from optpipe_compiler.errors import MissingDependency, RunFailed
@@ -50,6 +51,7 @@ _SIGNATURES = {
     "clear_runtime_states": (),
     "_prepare_forward_infra": ("num_microbatches", "args", "kwargs", "has_backward"),
     "_prepare_backward_infra": ("num_microbatches", "loss_fn", "target", "received_grad_meta", "loss_kwargs"),
+    "_post_metadata_inference_cleanup": (),
 }
 """The methods of the stage that `_Stage` replaces or the engine calls, with their parameters."""
 
@@ -122,6 +124,9 @@ class _Stage(PipelineStage):
 
     def _prepare_backward_infra(self, *_: Any, **__: Any) -> None:
         pass
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Nothing was inferred; sharded layers stay whole for the step."""
 
     def forward_one_chunk(
         self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: Any = None, save_forward_output: bool = True
@@ -200,6 +205,33 @@ class Engine:
     def step(self, *inputs: Tensor, target: Tensor | None, losses: list[Tensor]) -> None:
         """Run one step: `inputs` where the first stage is, `target` and `losses` (filled) where the last is."""
         self._runtime.step(*inputs, target=target, losses=losses, return_outputs=False)
+
+
+def sharded_modules(layer: nn.Module) -> list[FSDPModule]:
+    """The parts of a layer that FSDP2's `fully_shard` was applied to."""
+    return [module for module in layer.modules() if isinstance(module, FSDPModule)]
+
+
+def gather(module: FSDPModule) -> None:
+    """Make the parameters whole for a step, and let the backwards accumulate whole gradients."""
+    module.set_requires_gradient_sync(False)
+    module.set_reshard_after_forward(False)
+    module.set_reshard_after_backward(False)
+    module.set_is_last_backward(False)
+    module.unshard()
+
+
+def reduce_and_shard(module: FSDPModule) -> None:
+    """At the end of a step: average the gradients over the shards and free the whole parameters (as the engine does
+    for a stage that is sharded as one module)."""
+    module.set_is_last_backward(True)
+    module.set_reshard_after_backward(True)
+    module.set_requires_gradient_sync(True)
+    state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+    for part in state._state_ctx.all_states:
+        for group in part._fsdp_param_groups:
+            group.post_backward()
+    state._root_post_backward_final_callback()
 
 
 def _the_output_is_the_loss(output: Tensor, _target: object) -> Tensor:

@@ -41,7 +41,7 @@ def check(
     modes = {module: module.training for layer in layers.values() for module in layer.modules()}
     for layer in layers.values():
         layer.eval()
-    result = runner.step(inputs, target)
+    result = runner.step(inputs, target=target)
     mine = {name: None if p.grad is None else p.grad.cpu() for name, p in _parameters(layers).items()}
     for layer in layers.values():
         layer.zero_grad()

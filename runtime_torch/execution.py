@@ -15,7 +15,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from optpipe_compiler.errors import RunFailed
 from runtime_torch import split
-from runtime_torch.store import Meter, SavedTensorStore
+from runtime_torch.carrier import Carrier, DirectCarrier
+from runtime_torch.meter import Meter
+from runtime_torch.store import SavedTensorStore
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -54,14 +56,14 @@ class _Pass:
     store: SavedTensorStore
     target: Tensor | None = None
     leaf: Tensor | None = None
-    """Where the differentiated part starts; its data is a stub once the forward is over."""
+    """The input, where it has a gradient; its data is a stub once the forward is over."""
     entry: GradientEdge | None = None
-    """Output of the layers before the leaf (first stage: the embedding); its gradient is the leaf's."""
+    """First stage: the first output with a gradient (the embedding's); the halves of a split backward meet there."""
     output: GradientEdge | None = None
     one: Tensor | None = None
     """The gradient of the loss by itself, on the last stage."""
     checkpoints: dict[Layers, _Checkpoint] = field(default_factory=dict)
-    groups: list[split.Group] = field(default_factory=list)
+    rest: split.SecondHalf = field(default_factory=split.SecondHalf)
     entry_gradient: Tensor | None = None
     captured: list[UntypedStorage] = field(default_factory=list)
 
@@ -95,7 +97,10 @@ class StageExecution:
         self._constants = [t for layer in self.layers for t in (*layer.parameters(), *layer.buffers())]
         self._passes: dict[int, _Pass] = {}
         self._needed: frozenset[int] | None = None
-        self._stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        self._stub: Tensor | None = None
+        """A tensor of the input's shape without its memory."""
+        self.carrier: Carrier = DirectCarrier(self.device, self.meter, self.host_meter)
+        """Does the copies of offloads and reloads; a replay on CUDA puts its own here."""
 
     @property
     def end_layer(self) -> int:
@@ -122,12 +127,7 @@ class StageExecution:
             if run.output is None:
                 return None
             torch.autograd.backward([run.output], [self._root(run, gradient)])
-            assert run.leaf is not None
-            found, run.leaf.grad = run.leaf.grad, None
-            if run.entry is not None:
-                assert found is not None
-                torch.autograd.backward([run.entry], [found])
-            return None if self.is_first else found
+            return None if run.leaf is None else run.leaf.grad
         finally:
             self._release(run)
 
@@ -200,7 +200,7 @@ class StageExecution:
 
     def _new_pass(self, meter: Meter) -> _Pass:
         constants = {t.untyped_storage().data_ptr() for t in self._constants}
-        return _Pass(SavedTensorStore(self.device, meter, self.host_meter, constants, self._stream))
+        return _Pass(SavedTensorStore(self.device, meter, self.carrier, constants))
 
     def _forward(self, run: _Pass, x: Tensor, target: Tensor | None, recomputed: Sequence[Layers]) -> Tensor:
         x = _compact(x)
@@ -217,19 +217,20 @@ class StageExecution:
                 x = self._call(index, x, run.target)
                 if index + 1 in ends:
                     run.store.drop(*ends[index + 1])
-                if run.leaf is None and x.requires_grad:
+                if self.is_first and run.entry is None and x.requires_grad:
                     run.entry = get_gradient_edge(x)
-                    x = run.leaf = x.detach().requires_grad_()
         return self._hand_over(run, x)
 
     def _hand_over(self, run: _Pass, x: Tensor) -> Tensor:
         """Keep the way back into the graph, not the data of the output or the input."""
-        if run.leaf is not None and x.requires_grad:
+        if x.requires_grad:
             run.output = get_gradient_edge(x)
             run.one = torch.ones_like(x) if self.is_last else None
         output = x.detach()
         if run.leaf is not None:
-            run.leaf.data = run.leaf.new_empty(()).expand(run.leaf.shape)
+            if self._stub is None or self._stub.shape != run.leaf.shape or self._stub.dtype != run.leaf.dtype:
+                self._stub = run.leaf.new_empty(()).expand(run.leaf.shape)
+            run.leaf.data = self._stub
         return output
 
     def _call(self, index: int, x: Tensor, target: Tensor | None) -> Tensor:
@@ -256,8 +257,9 @@ class StageExecution:
     def _backward_input(self, run: _Pass, gradient: Tensor | None) -> Tensor | None:
         if run.output is None:
             return None
-        assert run.leaf is not None
-        found, run.groups = split.backward_input(run.output, self._root(run, gradient), run.leaf)
+        start = run.entry if run.leaf is None else get_gradient_edge(run.leaf)
+        assert start is not None
+        found, run.rest = split.backward_input(run.output, self._root(run, gradient), start)
         run.output = run.target = None
         if run.entry is not None:
             run.entry_gradient = found
@@ -268,7 +270,7 @@ class StageExecution:
 
     def _hold_captured(self, run: _Pass) -> None:
         """Count the gradients that wait for W."""
-        tensors = [t for group in run.groups for caught in group.captured.values() for t in caught if t is not None]
+        tensors = list(run.rest.tensors())
         if run.entry_gradient is not None:
             tensors.append(run.entry_gradient)
         run.captured = [tensor.untyped_storage() for tensor in tensors]
@@ -276,7 +278,7 @@ class StageExecution:
             run.store.meter.hold(storage)
 
     def _backward_weight(self, run: _Pass, *, accumulate: bool) -> None:
-        split.backward_weight(run.groups, accumulate=accumulate)
+        split.backward_weight(run.rest, accumulate=accumulate)
         if run.entry is not None and run.entry_gradient is not None:
             split.weight_gradients([run.entry], [run.entry_gradient], self._entry_params(run), accumulate=accumulate)
 
@@ -293,7 +295,7 @@ class StageExecution:
         for storage in run.captured:
             run.store.meter.release(storage)
         run.captured.clear()
-        run.groups.clear()
+        run.rest.clear()
         run.store.clear()
 
 

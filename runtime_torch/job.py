@@ -12,7 +12,7 @@ TORCH = "2.13"
 """The supported range: private parts of its pipelining engine are used."""
 
 Event = dict[str, Any]
-"""{"event": "started" | "check" | "step", ...}; steps count from 0."""
+"""{"event": "started" | "check" | "step" | "trace", ...}; steps count from 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class Job:
     seed: int
     timeout_s: float
     pinned: bool = False
+    trace: bool = False
 
 
 @dataclass(frozen=True, slots=True)

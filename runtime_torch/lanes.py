@@ -1,18 +1,63 @@
-"""The transfer lanes: worker threads that run a device's offloads and reloads in order, with waits between lanes."""
+"""The lanes of one device on a CPU: worker threads run offloads and reloads in order, with waits between the lanes.
+
+On CUDA there are no such threads; `streams.StreamLanes` puts the same order and waits on streams.
+"""
 
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
-from typing import TYPE_CHECKING
-
-import torch
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from optpipe_compiler.ir import Op
+
+
+class Lanes(Protocol):
+    """Starts ops when all that they wait for is over. The compute lane is the caller; the others run themselves."""
+
+    def begin(self) -> None:
+        """Start a step."""
+        ...
+
+    def start(self, op_id: str) -> None:
+        """Return once an op of the compute lane may run."""
+        ...
+
+    def complete(self, op_id: str) -> None:
+        """An op of the compute lane has run; a message has been issued."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until the step's transfers are over."""
+        ...
+
+    def abort(self, error: BaseException) -> None:
+        """The compute lane failed: let the transfers end."""
+        ...
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the lanes of one device run, and what each op waits for."""
+
+    compute: Sequence[Op]
+    d2h: Sequence[Op]
+    h2d: Sequence[Op]
+    waits: Mapping[str, Sequence[str]]
+    """By op: the ops of other lanes to be over, and messages to be issued there, before it starts."""
+    messages: Mapping[str, Sequence[str]]
+    """By op: the messages to be delivered before it starts."""
+    deliver: Callable[[str], None]
+    """Wait for the delivery of a message that has been issued."""
+    transfer: Callable[[Op], None]
+    """Do an offload or a reload."""
+
+    def watched(self) -> frozenset[str]:
+        """The ops that an op of another lane waits for."""
+        return frozenset(name for names in self.waits.values() for name in names)
 
 
 class Board:
@@ -21,7 +66,7 @@ class Board:
     def __init__(self, on_failure: Callable[[BaseException], None] | None = None) -> None:
         self._changed = threading.Condition()
         self._on_failure = on_failure
-        self._done: dict[str, torch.cuda.Event | None] = {}
+        self._done: set[str] = set()
         self._failure: BaseException | None = None
 
     def reset(self) -> None:
@@ -30,10 +75,10 @@ class Board:
             self._done.clear()
             self._failure = None
 
-    def complete(self, op_id: str, event: torch.cuda.Event | None = None) -> None:
-        """Say that an op is over; on CUDA, over when `event` has passed."""
+    def complete(self, op_id: str) -> None:
+        """Say that an op is over."""
         with self._changed:
-            self._done[op_id] = event
+            self._done.add(op_id)
             self._changed.notify_all()
 
     def fail(self, error: BaseException, *, tell: bool = False) -> None:
@@ -50,52 +95,63 @@ class Board:
             raise self._failure
 
     def wait(self, op_ids: Iterable[str]) -> None:
-        """Return once all ops have completed, on the device too."""
+        """Return once all ops have completed."""
         for op_id in op_ids:
             with self._changed:
                 self._changed.wait_for(lambda op_id=op_id: op_id in self._done or self._failure is not None)  # type: ignore[misc]
                 self.check()
-                event = self._done[op_id]
-            if event is not None:
-                event.synchronize()
 
 
-class Lane:
-    """One transfer lane of a device: runs `work(op)` for its ops, in a thread of its own for each step.
+class ThreadLanes:
+    """Lanes whose transfers run in one thread per direction and step; an op is over when its call returns."""
 
-    On CUDA the work runs on the lane's own stream and must have synchronised with it when it returns.
-    """
-
-    def __init__(
-        self, name: str, ops: Sequence[Op], work: Callable[[Op], None], board: Board, device: torch.device
-    ) -> None:
-        self._name = name
-        self._ops = ops
+    def __init__(self, work: Work, on_failure: Callable[[BaseException], None] | None = None) -> None:
         self._work = work
-        self._board = board
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._thread: threading.Thread | None = None
+        self._watched = work.watched()
+        self._waits = {op_id: names for op_id, names in work.waits.items() if names}
+        self._board = Board(on_failure)
+        self._threads: list[threading.Thread] = []
 
-    def start(self) -> None:
-        """Begin a step."""
-        if self._ops:
-            self._thread = threading.Thread(target=self._run, name=f"optpipe-{self._name}", daemon=True)
-            self._thread.start()
+    def begin(self) -> None:
+        """Start the threads of the lanes that have ops."""
+        self._board.reset()
+        self._threads = [
+            threading.Thread(target=self._run, args=(ops,), name=f"optpipe-{name}", daemon=True)
+            for name, ops in (("d2h", self._work.d2h), ("h2d", self._work.h2d))
+            if ops
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def join(self) -> None:
-        """Wait until the step's transfers are over."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+    def start(self, op_id: str) -> None:
+        """Wait in the calling thread."""
+        self._board.check()
+        if op_id in self._waits:
+            self._board.wait(self._waits[op_id])
+        for name in self._work.messages[op_id]:
+            self._work.deliver(name)
 
-    def _run(self) -> None:
-        on_stream: AbstractContextManager[object] = (
-            nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        )
+    def complete(self, op_id: str) -> None:
+        """Tell those who wait, if anyone does."""
+        if op_id in self._watched:
+            self._board.complete(op_id)
+
+    def finish(self) -> None:
+        """Join the threads; raise what one of them failed with."""
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+        self._board.check()
+
+    def abort(self, error: BaseException) -> None:
+        """Wake the threads."""
+        self._board.fail(error)
+
+    def _run(self, ops: Sequence[Op]) -> None:
         try:
-            with on_stream:
-                for op in self._ops:
-                    self._work(op)
+            for op in ops:
+                self.start(op.id)
+                self._work.transfer(op)
+                self.complete(op.id)
         except BaseException as error:
             self._board.fail(error, tell=True)

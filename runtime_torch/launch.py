@@ -44,12 +44,14 @@ def run(
     seed: int = 0,
     on_event: Callable[[Event], None] | None = None,
     timeout_s: float = 600.0,
+    trace: bool = False,
 ) -> RunReport | None:
     """Replay `schedule`: train its model for `steps` on the bytes of `data_paths` (default: a text that ships with
     optpipe), or rehearse it if it has none. Under torchrun, ranks other than 0 return None.
 
     `on_event` is called with {"event": "started" | "check" | "step", ...} as things happen (under torchrun on rank 0
-    only). A rank that dies or fails ends the run within seconds: RunFailed names it. `timeout_s`: how long a rank
+    only); with `trace`, at the end, with {"event": "trace", "text": a Chrome trace of all ranks}. A rank that dies or
+    fails ends the run within seconds: RunFailed names it. `timeout_s`: how long a rank
     waits for another's message before it gives up.
     """
     check_torch(importlib.metadata.version("torch"))
@@ -63,6 +65,7 @@ def run(
         time_scale=time_scale,
         seed=seed,
         timeout_s=timeout_s,
+        trace=trace,
     )
     tell = on_event or (lambda _: None)
     place = place_from_environment()
@@ -78,7 +81,7 @@ def _join(job: Job, place: Place, tell: Callable[[Event], None]) -> RunReport | 
     session.settle()
 
     def give_up(error: BaseException) -> None:
-        sys.stderr.write(f"error: rank {place.rank} failed: {_sentence(error)}\n")
+        sys.stderr.write(f"optpipe: {_expected(error, place.rank)}\n")
         os._exit(RunFailed.exit_code)
 
     try:
@@ -86,7 +89,7 @@ def _join(job: Job, place: Place, tell: Callable[[Event], None]) -> RunReport | 
     except OptPipeError:
         raise
     except Exception as error:
-        raise RunFailed(f"rank {place.rank} failed: {_sentence(error)}") from error
+        raise _expected(error, place.rank) from error
     return report if place.rank == 0 else None
 
 
@@ -244,6 +247,8 @@ def _expected(error: BaseException, rank: int) -> OptPipeError:
     if isinstance(error, BadInput | MissingDependency):
         return error
     sentence = _sentence(error)
+    if _is_echo(error):
+        return RunFailed(f"rank {rank} stopped, because it lost another rank ({sentence})")
     return RunFailed(sentence if sentence.startswith("rank ") else f"rank {rank} failed: {sentence}")
 
 
@@ -267,9 +272,23 @@ def _sentence(error: BaseException) -> str:
     if isinstance(error, OptPipeError):
         return str(error)
     lines = str(error).strip().splitlines() or [""]
+    if _is_out_of_host_memory(error):
+        return (
+            f"no host memory for offloaded activations ({lines[0][:200]}); compile with a smaller --host-mem, or lift "
+            "the limit on locked memory (ulimit -l)"
+        )
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {lines[0][:300]}{place}"
+
+
+def _is_out_of_host_memory(error: BaseException) -> bool:
+    """Whether an allocation of (pinned) host memory failed; torch says so in a RuntimeError of either kind."""
+    text = str(error)
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError)
+        and ("DefaultCPUAllocator" in text or "cudaHostAlloc" in text or "cudaHostRegister" in text)
+    )
 
 
 def _exit(code: int | None) -> str:

@@ -8,16 +8,20 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from runtime_torch.peers import Arrival, Peers
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from runtime_torch.store import Meter
+    from runtime_torch.meter import Meter
+
+    Work = dist.Work | Arrival
 
 
 class _Message:
     """One half of a message and its buffer."""
 
-    def __init__(self, tensor: Tensor, work: dist.Work, *, sent: bool) -> None:
+    def __init__(self, tensor: Tensor, work: Work, *, sent: bool) -> None:
         self.tensor: Tensor | None = tensor
         self.work = work
         self.sent = sent
@@ -26,26 +30,32 @@ class _Message:
 
 
 class Mailbox:
-    """Sends and receives over `group`, whose ranks are the schedule's devices.
+    """Sends and receives over `group`, whose ranks are the schedule's devices; or to and from emulated peers.
 
     A send's buffer has one hold in the meter when it comes here; it is released when the delivery is waited for.
     A receive's buffer stays the receiver's.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, meter: Meter) -> None:
+    def __init__(self, group: dist.ProcessGroup | Peers | None, meter: Meter) -> None:
         self._group = group
         self._meter = meter
         self._messages: dict[str, _Message] = {}
 
     def send(self, op_id: str, tensor: Tensor, peer: int) -> None:
         """Issue a send of `tensor` (contiguous) to device `peer`."""
-        work = dist.isend(tensor, group=self._group, group_dst=peer)
+        if isinstance(self._group, Peers):
+            work: Work | None = self._group.isend(op_id, tensor)
+        else:
+            work = dist.isend(tensor, group=self._group, group_dst=peer)
         assert work is not None
         self._messages[op_id] = _Message(tensor, work, sent=True)
 
     def recv(self, op_id: str, buffer: Tensor, peer: int) -> None:
         """Issue a receive into `buffer` from device `peer`."""
-        work = dist.irecv(buffer, group=self._group, group_src=peer)
+        if isinstance(self._group, Peers):
+            work: Work | None = self._group.irecv(op_id, buffer)
+        else:
+            work = dist.irecv(buffer, group=self._group, group_src=peer)
         assert work is not None
         self._messages[op_id] = _Message(buffer, work, sent=False)
 

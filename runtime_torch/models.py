@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,11 +12,15 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
 
 from optpipe_compiler.errors import BadInput
+from runtime_torch.bundles import trace_bundles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sized
 
     from optpipe_compiler.profile import Model
+    from runtime_torch.replay import Boundary
+
+    Made = nn.Module | Callable[[], nn.Module]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BYTE_VALUES = 256
@@ -79,12 +84,13 @@ def build(model: Model, indices: range | None = None) -> list[nn.Module]:
     """Build the layers `indices` of the model (all when None), the same values whichever others are built.
 
     The last layer of a model is called as `layer(x, target)` and returns the scalar loss, the others as `layer(x)`.
-    A user's function is called with the model's config and returns the whole list of layers.
+    A user's function is called with the model's config and returns the whole list of layers, or of functions without
+    arguments that make them: then only the layers asked for are made.
     """
     dtype = _dtype(model)
     if model.builder != "gpt":
         layers = _user_layers(model)
-        return [layers[index].to(dtype) for index in _chosen(indices, layers)]
+        return [_made(model, index, layers[index]).to(dtype) for index in _chosen(indices, layers)]
     makers = _gpt(model)
     return [_seeded(model.seed, index, makers[index]).to(dtype) for index in _chosen(indices, makers)]
 
@@ -110,13 +116,24 @@ def boundary(model: Model, layer_index: int) -> tuple[tuple[int, ...], torch.dty
     if model.builder == "gpt":
         shape = (model.microbatch_size, model.sequence_length, _size(model, "hidden"))
         return (() if layer_index == layer_count(model) - 1 else shape), _dtype(model)
+    return boundaries(model)[layer_index]
+
+
+def boundaries(model: Model) -> list[Boundary]:
+    """Return `boundary` of all layers; a user's layers are called on torch's meta device, without data."""
+    if model.builder == "gpt":
+        return [boundary(model, index) for index in range(layer_count(model))]
     tokens = torch.zeros(model.microbatch_size, model.sequence_length, dtype=torch.int64)
-    layers = build(model)
-    x = tokens
-    with torch.no_grad():
-        for index, layer in enumerate(layers[: layer_index + 1]):
-            x = layer(x, tokens) if index == len(layers) - 1 else layer(x)
-    return tuple(x.shape), x.dtype
+    dtype = _dtype(model)
+    makers = [partial(_converted, model, index, made, dtype) for index, made in enumerate(_user_layers(model))]
+    bundles = trace_bundles(makers, [tokens], tokens)
+    for index, bundle in enumerate(bundles):
+        if not bundle.is_single:
+            raise BadInput(
+                f"$.model.builder {model.builder!r}: layer {index - 1} returns {len(bundle.parts)} tensors, expected "
+                "one; layers that pass several along run in a loop of your own (runtime_torch.build_stages)"
+            )
+    return [bundle.boundary for bundle in bundles[1:]]
 
 
 def batch(model: Model, data: bytes, generator: torch.Generator, microbatches: int) -> tuple[Tensor, Tensor]:
@@ -168,7 +185,22 @@ def _seeded(seed: int, index: int, make: Callable[[], nn.Module]) -> nn.Module:
     return layer
 
 
-def _user_layers(model: Model) -> list[nn.Module]:
+def _made(model: Model, index: int, made: Made) -> nn.Module:
+    """Return a layer, made under a seed of its own where it is not there yet."""
+    if isinstance(made, nn.Module):
+        return made
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(model.seed * 1_000_003 + index)
+        return made()
+
+
+def _converted(model: Model, index: int, made: Made, dtype: torch.dtype) -> nn.Module:
+    """A copy on the meta device for layers that are there already: nothing of theirs may change."""
+    layer = copy.deepcopy(made).to("meta") if isinstance(made, nn.Module) else _made(model, index, made)
+    return layer.to(dtype)
+
+
+def _user_layers(model: Model) -> list[Made]:
     """Import `package.module:function` and call it with the config under the model's seed."""
     module_name, _, function_name = model.builder.partition(":")
     try:
@@ -180,6 +212,6 @@ def _user_layers(model: Model) -> list[nn.Module]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(model.seed)
         layers = function(**model.config)
-    if not isinstance(layers, list | nn.ModuleList) or not all(isinstance(layer, nn.Module) for layer in layers):
+    if not isinstance(layers, list | nn.ModuleList) or not all(callable(layer) for layer in layers):
         raise BadInput(f"$.model.builder {model.builder!r} returned {type(layers).__name__}, expected a list of layers")
     return list(layers)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from optpipe_compiler import ir
     from runtime_torch.execution import Layers
-    from runtime_torch.store import Meter
+    from runtime_torch.meter import Meter
 
 BOUNDARY = ((2,), torch.float64)
 """Shape and dtype of every message."""

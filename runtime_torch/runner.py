@@ -9,16 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from optpipe_compiler import ir
 from optpipe_compiler.errors import BadInput, RunFailed
-from runtime_torch.adapter import Engine
-from runtime_torch.execution import StageExecution
+from runtime_torch.adapter import Engine, gather, reduce_and_shard, sharded_modules
+from runtime_torch.conform import BYTES_TOLERANCE, agree, prepare
+from runtime_torch.evaluate import forward_only
 from runtime_torch.replay import Boundary, Replay, StageOps
-from runtime_torch.store import Meter
+from runtime_torch.stages import Stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from optpipe_compiler import ir
+    from runtime_torch.execution import StageExecution
+    from runtime_torch.meter import Meter
     from runtime_torch.timeline import OpTime
 
 
@@ -48,69 +51,114 @@ class StepResult:
 
 
 class Runner:
-    """Replays a schedule on this rank.
+    """Replays a schedule on this rank; used like a schedule of torch.distributed.pipelining.
 
-    `stages` come from `build_stages`; `boundary(layer)` gives shape and dtype of what leaves a layer. The ranks of
-    `group` (the default group when None) are the schedule's devices. `on_failure` is called, in its thread, when a
-    transfer lane fails; `step` raises the same error as soon as the compute lane is free to do so.
+    `stages` come from `build_stages` or `wrap_stages`; `boundary(layer)` gives shape and dtype of what leaves a layer
+    (absent: as `build_stages` found). The ranks of `group` (the default group when None) are the schedule's devices;
+    they compare digests here. `bytes_tolerance`: the share by which a stage may save more than its profile says
+    before the first step refuses; None: any. `on_failure` is called, in its thread, when a transfer lane fails; `step`
+    raises the same error as soon as the compute lane is free to do so.
     """
 
     def __init__(
         self,
         schedule: ir.Schedule,
         stages: Mapping[int, StageExecution],
-        boundary: Callable[[int], Boundary],
+        boundary: Callable[[int], Boundary] | None = None,
         *,
         group: dist.ProcessGroup | None = None,
+        bytes_tolerance: float | None = BYTES_TOLERANCE,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
+        known = boundary or (stages.boundary if isinstance(stages, Stages) else None)
+        if known is None:
+            raise BadInput("the shapes between layers are not known: give build_stages(inputs=...) or boundary=")
         first = next(iter(stages.values()))
-        self._boundary = boundary
+        self.schedule = schedule
+        self._boundary: Callable[[int], Boundary] = known
         self._stages = stages
-        self._calibrated = False
+        self._bundle = stages.inputs if isinstance(stages, Stages) else None
+        self._group = group
+        self._bytes_tolerance = bytes_tolerance
+        self._ready = False
         self._steps = Steps(
             schedule,
             stages,
             {index: nn.ModuleList(stage.layers) for index, stage in stages.items()},
-            lambda stage: boundary(schedule.stages[stage].layers[1] - 1),
+            lambda stage: known(schedule.stages[stage].layers[1] - 1),
             group=group,
             on=first.device,
             meter=first.meter,
             host_meter=first.host_meter,
             on_failure=on_failure,
         )
-        self.schedule = schedule
-        self._split = {op.stage for op in self._steps.plan.compute if isinstance(op, ir.BackwardInput)}
+        agree(schedule, group)
+        self._sharded = [m for stage in stages.values() for layer in stage.layers for m in sharded_modules(layer)]
 
     @property
     def promised_activation_bytes(self) -> int:
         """What the schedule promises at most: its peak without static, reserve."""
         return self._steps.promised_activation_bytes
 
-    def step(self, inputs: Tensor | None = None, target: Tensor | None = None) -> StepResult:
+    def step(
+        self, *inputs: Tensor | None, target: Tensor | None = None, losses: list[Tensor] | None = None
+    ) -> StepResult:
         """Run all microbatches once and accumulate the mean gradient into the parameters.
 
-        `inputs` and `target` are whole batches, cut along their first dimension; they may be None on ranks without
-        the first or the last stage.
+        `inputs` and `target` are whole batches, cut along their first dimension; they may be None or absent on ranks
+        without the first or the last stage. `losses` is filled with each microbatch's loss where the last stage is.
         """
-        if not self._calibrated:
-            self._calibrate(inputs, target)
-        return self._steps.step(inputs, target)
+        whole = self._whole(inputs, target)
+        for module in self._sharded:
+            gather(module)
+        if not self._ready:
+            prepare(self.schedule, self._stages, self._boundary, whole, target, self._bytes_tolerance)
+            self._ready = True
+        result = self._steps.step(whole, target, losses)
+        for module in self._sharded:
+            reduce_and_shard(module)
+        return result
 
-    def _calibrate(self, inputs: Tensor | None, target: Tensor | None) -> None:
-        """Let the stages with split backwards learn what their weight gradients read."""
+    @torch.no_grad()
+    def eval(self, *inputs: Tensor | None, target: Tensor | None = None) -> float | None:
+        """Run all microbatches forward only; return their mean loss where the last stage is, else None.
+
+        Whether layers are in training mode is the caller's business.
+        """
+        whole = self._whole(inputs, target)
+        for module in self._sharded:
+            gather(module)
+        loss = forward_only(self.schedule, self._stages, self._boundary, self._group, whole, target)
+        for module in self._sharded:
+            module.reshard()
+        return loss
+
+    def _whole(self, inputs: Sequence[Tensor | None], target: Tensor | None) -> Tensor | None:
+        """Check the batch, and return the first stage's input as one tensor with the microbatches along its first
+        dimension."""
         microbatches = self.schedule.setup.microbatches
-        for index in sorted(self._split):
-            stage = self._stages[index]
-            x = _first(inputs, microbatches) if stage.is_first else self._zeros(stage.first_layer - 1, stage)
-            wanted = _first(target, microbatches) if stage.is_last else None
-            gradient = None if stage.is_last else self._zeros(stage.end_layer - 1, stage)
-            stage.calibrate(x, wanted, gradient)
-        self._calibrated = True
-
-    def _zeros(self, layer: int, stage: StageExecution) -> Tensor:
-        shape, dtype = self._boundary(layer)
-        return torch.zeros(shape, dtype=dtype, device=stage.device)
+        given = [tensor for tensor in inputs if tensor is not None]
+        if 0 in self._stages and not given:
+            raise BadInput("step() needs inputs on the rank of the first stage")
+        if len(self.schedule.stages) - 1 in self._stages and target is None:
+            raise BadInput("step() needs a target on the rank of the last stage")
+        for tensor in (*given, *(() if target is None else (target,))):
+            if tensor.dim() == 0 or tensor.shape[0] % microbatches:
+                raise BadInput(
+                    f"a batch has the shape {tuple(tensor.shape)}, expected a first dimension that is a multiple of "
+                    f"the {microbatches} microbatches"
+                )
+        if 0 not in self._stages:
+            return None
+        bundle = self._bundle
+        parts = zip(*(tensor.tensor_split(microbatches) for tensor in given), strict=True)
+        if bundle is None or bundle.is_single:
+            if len(given) > 1:
+                raise BadInput(f"step() got {len(given)} inputs, expected one (build_stages was given one)")
+            return given[0]
+        if len(given) != len(bundle.parts):
+            raise BadInput(f"step() got {len(given)} inputs, expected {len(bundle.parts)} as build_stages was given")
+        return torch.stack([bundle.join(part) for part in parts])
 
 
 class Steps:
@@ -162,16 +210,13 @@ class Steps:
         """The device's promised peak without static and reserve bytes."""
         return self.plan.peak_bytes - self._static_bytes - self._schedule.setup.reserve_bytes
 
-    def step(self, inputs: Tensor | None, target: Tensor | None) -> StepResult:
-        """Run all microbatches once."""
+    def step(self, inputs: Tensor | None, target: Tensor | None, losses: list[Tensor] | None = None) -> StepResult:
+        """Run all microbatches once; `inputs` where the first stage is, `target` where the last is."""
         microbatches = self._schedule.setup.microbatches
-        if self._has_first and inputs is None:
-            raise BadInput("step() needs inputs on the rank of the first stage")
-        if self._has_last and target is None:
-            raise BadInput("step() needs a target on the rank of the last stage")
         mine = (inputs,) if self._has_first and inputs is not None else ()
         wanted = target if self._has_last else None
-        losses: list[Tensor] = []
+        losses = [] if losses is None else losses
+        losses.clear()
         self._meter.reset_peak()
         self._host_meter.reset_peak()
         self._replay.begin(None if wanted is None else wanted.tensor_split(microbatches))
@@ -192,29 +237,3 @@ class Steps:
             peak_host_bytes=self._host_meter.peak_bytes,
             ops=ops,
         )
-
-
-def build_stages(
-    schedule: ir.Schedule, layers: Mapping[int, nn.Module] | Sequence[nn.Module], rank: int, device: torch.device | str
-) -> dict[int, StageExecution]:
-    """Return the stages of `rank` by number, made of `layers` (by global index; only the rank's own are needed)."""
-    meter, host_meter = Meter(), Meter()
-    return {
-        stage.stage: StageExecution(
-            [layers[index].to(device) for index in range(*stage.layers)],
-            stage.layers[0],
-            is_first=stage.stage == 0,
-            is_last=stage.stage == len(schedule.stages) - 1,
-            device=device,
-            meter=meter,
-            host_meter=host_meter,
-        )
-        for stage in schedule.stages
-        if stage.device == rank
-    }
-
-
-def _first(batch: Tensor | None, microbatches: int) -> Tensor:
-    if batch is None:
-        raise BadInput("step() needs inputs on the rank of the first stage and a target on that of the last")
-    return batch.tensor_split(microbatches)[0]

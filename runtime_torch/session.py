@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import socket
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from datetime import timedelta
@@ -15,12 +14,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from optpipe_compiler import ir
-from optpipe_compiler.errors import RunFailed
+from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch import adapter, models, rehearsal
 from runtime_torch.check import check
+from runtime_torch.conform import agree
+from runtime_torch.meter import Meter
 from runtime_torch.report import KindTime, RankReport, RunReport, StepRecord, forecast_durations
-from runtime_torch.runner import Runner, StepResult, Steps, build_stages
-from runtime_torch.store import Meter
+from runtime_torch.runner import Runner, StepResult, Steps
+from runtime_torch.stages import build_stages
+from runtime_torch.trace import chrome_trace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,7 +59,7 @@ def work(job: Job, place: Place, on_event: Tell, on_failure: Failed) -> RunRepor
     )
     try:
         control = dist.new_group(backend="gloo", timeout=timedelta(seconds=job.timeout_s))
-        one_host = _agree(schedule, control)
+        one_host = agree(schedule, control)
         tell = on_event if place.rank == 0 else _nobody
         tell({"event": "started", "devices": place.world, "backend": backend, "training": schedule.model is not None})
         session = (_Rehearsal if schedule.model is None else _Training)(
@@ -80,17 +82,6 @@ def _device(place: Place, *, training: bool) -> torch.device:
         torch.cuda.set_device(device)
         return device
     return torch.device("cpu")
-
-
-def _agree(schedule: ir.Schedule, control: dist.ProcessGroup) -> bool:
-    """Compare digests over all ranks before any work; return whether all ranks are on one host."""
-    mine = (schedule.digest, socket.gethostname())
-    found: list[tuple[str, str]] = [("", "")] * dist.get_world_size(control)
-    dist.all_gather_object(found, mine, group=control)
-    for rank, (digest, _) in enumerate(found):
-        if digest != found[0][0]:
-            raise RunFailed(f"rank {rank} has another schedule than rank 0: digest {digest}, not {found[0][0]}")
-    return len({host for _, host in found}) == 1
 
 
 class _Session(ABC):
@@ -128,6 +119,8 @@ class _Session(ABC):
         if checked is None or checked.ok:
             for number in range(self.job.steps):
                 self._one_step(number)
+        if self.job.trace and self._results:
+            self._trace()
         return self._report(checked)
 
     @abstractmethod
@@ -177,6 +170,18 @@ class _Session(ABC):
         makespan = max(part[2].item() for part in parts) - min(part[1].item() for part in parts)
         busy = sum(part[3].item() for part in parts)
         return StepRecord(losses[0] if losses else nan, makespan, 1 - busy / (len(parts) * makespan))
+
+    def _trace(self) -> None:
+        """Tell the ops of all ranks as one trace."""
+        mine = [[(op.op_id, op.lane, op.start_ns, op.end_ns) for op in result.ops] for result in self._results]
+        if not self.one_host:  # clocks differ: each rank's step starts at the same moment
+            starts = [result.start_ns for result in self._results]
+            mine = [[(i, lane, s - t, e - t) for i, lane, s, e in ops] for ops, t in zip(mine, starts, strict=True)]
+        found = [mine] * dist.get_world_size(self.control)
+        dist.all_gather_object(found, mine, group=self.control)
+        if self.rank == 0:
+            text = chrome_trace(self.schedule, list(zip(*found, strict=True)), self.time_scale)
+            self.tell({"event": "trace", "text": text})
 
     def _report(self, checked: CheckReport | None) -> RunReport:
         mine = self._rank_report()
@@ -238,6 +243,8 @@ class _Training(_Session):
         """Build this rank's layers, and only these."""
         model = self.schedule.model
         assert model is not None
+        if (found := models.layer_count(model)) != self.schedule.setup.layers:
+            raise BadInput(f"the model has {found} layers, the schedule is for {self.schedule.setup.layers}")
         torch.manual_seed(self.job.seed + self.rank)
         mine = [stage.layers for stage in self.schedule.stages if stage.device == self.rank]
         layers: dict[int, nn.Module] = {}
@@ -246,7 +253,7 @@ class _Training(_Session):
         self._model = model
         self._stages = build_stages(self.schedule, layers, self.rank, self.device)
         self._runner = Runner(
-            self.schedule, self._stages, lambda layer: models.boundary(model, layer), on_failure=self.on_failure
+            self.schedule, self._stages, models.boundaries(model).__getitem__, on_failure=self.on_failure
         )
         parameters = [p for layer in layers.values() for p in layer.parameters()]
         self._optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE) if parameters else None
@@ -260,7 +267,8 @@ class _Training(_Session):
 
     def step(self) -> StepResult:
         """Gradients of one batch, then the optimizer (outside the step's time)."""
-        result = self._runner.step(*self._batch(self._generator))
+        inputs, target = self._batch(self._generator)
+        result = self._runner.step(inputs, target=target)
         if self._optimizer is not None:
             self._optimizer.step()
             self._optimizer.zero_grad()

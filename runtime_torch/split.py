@@ -1,8 +1,10 @@
 """A backward in two halves: the input gradient now, the weight gradients later.
 
-The first half runs autograd from the output to the input only and captures the gradient that enters each *cut*: a node
-on the way to the input with parameters beside it (for a linear layer, the node that owns the weight). The second half
-starts from the captured gradients. Only public parts of torch.autograd are used.
+The first half runs autograd from the output to the input and captures the gradient that enters each *cut*: a node on
+the way to the input with parameters beside it (for a linear layer, the node that owns the weight). The second half
+starts from the captured gradients. What has only vectors beside it (norms, scales) is not cut: its gradients are sums
+over what the first half has at hand anyway, and cost less to keep than the activation and the gradient that another
+look would need. So matrices keep their input and their output's gradient until the second half, and nothing else stays.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
     from torch.autograd.graph import Node
@@ -42,16 +44,55 @@ class Group:
         return [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
 
 
-def backward_input(output: GradientEdge, gradient: Tensor, leaf: Tensor) -> tuple[Tensor | None, list[Group]]:
-    """Return the gradient of `leaf` and the groups that `backward_weight` needs; the graph is retained."""
-    groups = find_groups(output.node, get_gradient_edge(leaf).node)
-    handles = [node.register_prehook(_capture(group, node)) for group in groups for node in group.cuts]
+@dataclass(slots=True)
+class SecondHalf:
+    """What the second half starts from: the cuts, and gradients of vectors that only wait to be accumulated."""
+
+    groups: list[Group] = field(default_factory=list)
+    vectors: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All gradients that are held until the second half."""
+        yield from self.gradients
+        for group in self.groups:
+            for captured in group.captured.values():
+                yield from (gradient for gradient in captured if gradient is not None)
+
+    def clear(self) -> None:
+        """Hold nothing any more."""
+        self.groups.clear()
+        self.vectors.clear()
+        self.gradients.clear()
+
+
+def backward_input(output: GradientEdge, gradient: Tensor, start: GradientEdge) -> tuple[Tensor | None, SecondHalf]:
+    """Return the gradient at `start` and what `backward_weight` needs; the graph is retained."""
+    rest = SecondHalf()
+    vectors: list[Tensor] = []
+    for group in find_groups(output.node, start.node):
+        if all(_is_plain_vector(parameter) for parameter in group.params):
+            vectors += group.params
+        else:
+            rest.groups.append(group)
+    handles = [node.register_prehook(_capture(group, node)) for group in rest.groups for node in group.cuts]
     try:
-        (found,) = torch.autograd.grad([output], [leaf], [gradient], retain_graph=True, allow_unused=True)
+        found, *gradients = torch.autograd.grad(
+            [output], [start, *map(get_gradient_edge, vectors)], [gradient], retain_graph=True, allow_unused=True
+        )
     finally:
         for handle in handles:
             handle.remove()
-    return found, groups
+    for vector, its_gradient in zip(vectors, gradients, strict=True):
+        if its_gradient is not None:
+            rest.vectors.append(vector)
+            rest.gradients.append(its_gradient)
+    return found, rest
+
+
+def _is_plain_vector(parameter: Tensor) -> bool:
+    """Hooks of a parameter's own would see its gradient in both halves, so such a parameter waits for the second."""
+    return parameter.dim() <= 1 and not parameter._backward_hooks
 
 
 def _capture(group: Group, node: Node):  # type: ignore[no-untyped-def]  # torch types the hook as untyped, too
@@ -61,10 +102,12 @@ def _capture(group: Group, node: Node):  # type: ignore[no-untyped-def]  # torch
     return hook
 
 
-def backward_weight(groups: list[Group], *, accumulate: bool = True) -> None:
+def backward_weight(rest: SecondHalf, *, accumulate: bool = True) -> None:
     """Run the second half, group by group; `accumulate` into `.grad`, or throw the gradients away (calibration)."""
-    while groups:
-        group = groups.pop()
+    if accumulate and rest.vectors:
+        torch.autograd.backward(rest.vectors, rest.gradients)
+    while rest.groups:
+        group = rest.groups.pop()
         edges, gradients = group.roots()
         if not edges:
             continue

@@ -8,73 +8,32 @@ graph refers to slots only; putting an equal one back (recompute, reload) makes 
 
 from __future__ import annotations
 
-import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
 from optpipe_compiler.errors import RunFailed
+from runtime_torch.meter import Meter as Meter  # noqa: TC001  # also for those who import it from here
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
 
     from torch import Tensor, UntypedStorage
 
-
-class Meter:
-    """Bytes of activation storages that live on one device, each storage once however many hold it; thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._holders: dict[int, tuple[int, int]] = {}
-        self.current_bytes = 0
-        self.peak_bytes = 0
-
-    def hold(self, storage: UntypedStorage, nbytes: int | None = None) -> None:
-        """Count `storage` from now on (as `nbytes` where it stands for more); the holder keeps it until `release`."""
-        key = storage.data_ptr()
-        with self._lock:
-            holders, size = self._holders.get(key, (0, storage.nbytes() if nbytes is None else nbytes))
-            self._holders[key] = holders + 1, size
-            if holders == 0:
-                self._add(size)
-
-    def release(self, storage: UntypedStorage) -> None:
-        """Undo one `hold`; the bytes stop counting with the last holder."""
-        key = storage.data_ptr()
-        with self._lock:
-            holders, size = self._holders.pop(key)
-            if holders > 1:
-                self._holders[key] = holders - 1, size
-            else:
-                self._add(-size)
-
-    def count(self, nbytes: int) -> None:
-        """Add bytes that no storage stands for (rehearsal); negative to take them away."""
-        with self._lock:
-            self._add(nbytes)
-
-    def reset_peak(self) -> None:
-        """Let the peak start again from what lives now."""
-        with self._lock:
-            self.peak_bytes = self.current_bytes
-
-    def _add(self, nbytes: int) -> None:
-        self.current_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.current_bytes)
+    from runtime_torch.carrier import Carrier, Parcel
 
 
 class Unit:
-    """One saved storage: on the device (`storage`), on the host (`host`), or for the time being nowhere."""
+    """One saved storage: on the device (`storage`), on the host (`parcel`), or for the time being nowhere."""
 
-    __slots__ = ("host", "layer", "nbytes", "slots", "storage")
+    __slots__ = ("layer", "nbytes", "parcel", "slots", "storage")
 
     def __init__(self, layer: int, storage: UntypedStorage) -> None:
         self.layer = layer
         self.nbytes = storage.nbytes()
         self.storage: UntypedStorage | None = storage
-        self.host: Tensor | None = None
+        self.parcel: Parcel | None = None
         self.slots: list[Slot] = []
 
 
@@ -106,35 +65,21 @@ def _geometry(tensor: Tensor) -> Geometry:
     return tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride()
 
 
-def as_bytes(storage: UntypedStorage) -> Tensor:
-    """Return a uint8 tensor of shape (nbytes,) over `storage`."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
 class SavedTensorStore:
     """The saved tensors of one stage and microbatch.
 
-    `constants` are addresses of storages that are never stored: parameters and buffers. `compute_stream` is the CUDA
-    stream that reads reloaded tensors; None on other devices.
+    `constants` are addresses of storages that are never stored: parameters and buffers. `carrier` does the copies.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        meter: Meter,
-        host_meter: Meter,
-        constants: Collection[int] = (),
-        compute_stream: torch.cuda.Stream | None = None,
-    ) -> None:
+    def __init__(self, device: torch.device, meter: Meter, carrier: Carrier, constants: Collection[int] = ()) -> None:
         self.device = device
         self.layer = 0
         """The layer whose forward runs now."""
         self.reads: set[int] | None = None
         """While not None: collects the indices of the slots that a backward reads."""
         self.meter = meter
-        self._host_meter = host_meter
+        self._carrier = carrier
         self._constants = constants
-        self._compute_stream = compute_stream
         self._slots: list[Slot] = []
         self._units: list[Unit] = []
         self._by_address: dict[int, Unit] = {}
@@ -204,54 +149,48 @@ class SavedTensorStore:
         if slot is None or slot.shape() != _geometry(tensor) or slot.unit.nbytes != storage.nbytes():
             raise RunFailed(f"recompute of layers {first} to {end - 1} did not save what their forward saved")
         if slot.unit.storage is None and first <= slot.unit.layer < end:
-            self._attach(slot.unit, storage)
+            self.meter.hold(storage)
+            slot.unit.storage = storage
 
     # -- moving
 
     def drop(self, first: int, end: int) -> None:
         """Free what layers [first, end) saved; a recompute brings it back."""
         for unit in self._live(first, end):
-            self._detach(unit)
+            self.meter.release(self._detach(unit))
 
     def offload(self, first: int, end: int) -> None:
         """Copy what layers [first, end) saved to the host, each storage once, then free it on the device."""
         units = self._live(first, end)
-        pinned = self.device.type == "cuda"
-        for unit in units:
-            assert unit.storage is not None
-            unit.host = torch.empty(unit.nbytes, dtype=torch.uint8, pin_memory=pinned)
-            self._host_meter.hold(unit.host.untyped_storage())
-            unit.host.copy_(as_bytes(unit.storage), non_blocking=True)
-        self._synchronize()
-        for unit in units:
-            self._detach(unit)
+        storages = [self._detach(unit) for unit in units]
+        for unit, parcel in zip(units, self._carrier.take(storages), strict=True):
+            unit.parcel = parcel
 
     def reload(self, first: int, end: int) -> None:
         """Allocate on the device, copy back what layers [first, end) offloaded, then free it on the host."""
-        units = [unit for unit in self._units if first <= unit.layer < end and unit.host is not None]
+        units = [unit for unit in self._units if first <= unit.layer < end and unit.parcel is not None]
+        parcels = []
         for unit in units:
-            assert unit.host is not None
-            there = torch.empty(unit.nbytes, dtype=torch.uint8, device=self.device)
-            self._attach(unit, there.untyped_storage())
-            there.copy_(unit.host, non_blocking=True)
-            if self._compute_stream is not None:
-                there.record_stream(self._compute_stream)
-        self._synchronize()
-        for unit in units:
-            self._forget_host(unit)
+            assert unit.parcel is not None
+            parcels.append(unit.parcel)
+            unit.parcel = None
+        for unit, storage in zip(units, self._carrier.bring(parcels), strict=True):
+            unit.storage = storage
 
     def keep_only(self, needed: Collection[int]) -> None:
         """Free every unit of which no slot is in `needed` (indices of slots)."""
         for unit in self._live():
             if not any(slot.index in needed for slot in unit.slots):
-                self._detach(unit, for_good=True)
+                self.meter.release(self._detach(unit, for_good=True))
 
     def clear(self) -> None:
         """Free everything, on the device and on the host."""
         for unit in self._live():
-            self._detach(unit, for_good=True)
+            self.meter.release(self._detach(unit, for_good=True))
         for unit in self._units:
-            self._forget_host(unit)
+            if unit.parcel is not None:
+                self._carrier.discard(unit.parcel)
+                unit.parcel = None
 
     # -- asking
 
@@ -272,29 +211,17 @@ class SavedTensorStore:
             if unit.storage is not None and (first is None or unit.layer >= first) and (end is None or unit.layer < end)
         ]
 
-    def _attach(self, unit: Unit, storage: UntypedStorage) -> None:
-        self.meter.hold(storage)
-        unit.storage = storage
-
-    def _detach(self, unit: Unit, *, for_good: bool = False) -> None:
-        assert unit.storage is not None
-        self._by_address.pop(unit.storage.data_ptr(), None)
-        self.meter.release(unit.storage)
+    def _detach(self, unit: Unit, *, for_good: bool = False) -> UntypedStorage:
+        """Take the storage off a unit; the caller answers for the store's hold on it."""
+        storage = unit.storage
+        assert storage is not None
+        self._by_address.pop(storage.data_ptr(), None)
         for slot in unit.slots:
             if not for_good:
                 slot.shape()
             slot.tensor = None
         unit.storage = None
-
-    def _forget_host(self, unit: Unit) -> None:
-        if unit.host is not None:
-            self._host_meter.release(unit.host.untyped_storage())
-            unit.host = None
-
-    def _synchronize(self) -> None:
-        """Wait for the copies just issued: they must not outlive the storages that they read."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        return storage
 
 
 def _identity(tensor: Tensor) -> Tensor:

@@ -1,16 +1,19 @@
-"""Planned schedules to test with: the plainest one, the best greedy one, and proven optima of tiny instances."""
+"""Planned schedules to test with: the plainest one, dispatched ones, and proven optima of tiny instances."""
 
 from __future__ import annotations
 
+from contextlib import suppress
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from hypothesis import reject
 from ortools.sat.python import cp_model
 
-from optpipe_compiler.heuristics.greedy import greedy, policies
+from optpipe_compiler.heuristics import NotDefined
+from optpipe_compiler.heuristics.tuning import Tuner
 from optpipe_compiler.problem import DURATIONS
 from optpipe_compiler.schedule import Kind, Mode, Schedule, Task, duration, value
-from optpipe_compiler.simulate import Stuck, retime
+from optpipe_compiler.simulate import Stuck, peaks, predecessors, retime
 from optpipe_compiler.solver import constraints, hint, objective, variables
 from optpipe_compiler.solver.worker import Request, build, configure
 
@@ -57,18 +60,29 @@ def serial(problem: Problem, *, split: bool, mode: Callable[[int, int], Mode] = 
     return Schedule(problem, "serial", starts)
 
 
-def greedies(problem: Problem) -> Iterator[Schedule]:
-    """What every policy of the greedy scheduler leads to, where it does not get stuck."""
-    for policy in policies(problem):
-        try:
-            yield greedy(problem, policy)
-        except Stuck:
-            continue
+def dispatched(problem: Problem) -> Iterator[Schedule]:
+    """What the first policies of every wished order lead to, where they do not run out of memory."""
+    tuner = Tuner(problem, ("linear", 1) if len(problem.stages) == problem.devices else ("loop", 2))
+    for name in tuner.names():
+        with suppress(NotDefined, Stuck):
+            yield from filter(None, map(tuner.schedule, tuner.first(name)))
+
+
+def check(timed: Schedule) -> None:
+    """No two ops of a lane overlap, none starts before what it needs, and no device holds more than it may."""
+    for lane in (*timed.plan.compute, *timed.plan.d2h, *timed.plan.h2d):
+        for before, after in pairwise(lane):
+            assert timed.end(before) <= timed.starts[after]
+    for task, start in timed.starts.items():
+        for before, lag in predecessors(timed.problem, task, timed.starts):
+            assert timed.end(before) + lag <= start
+    assert all(peak <= budget for peak, budget in zip(peaks(timed), timed.problem.budget, strict=True))
+    assert timed.problem.host_budget is None or sum(timed.host_peaks) <= timed.problem.host_budget
 
 
 def start(problem: Problem, objective: str = "makespan") -> Schedule:
-    """The best greedy schedule that follows its own plan."""
-    return min((retime(timed, problem) for timed in greedies(problem)), key=lambda timed: value(timed, objective))
+    """The best dispatched schedule that follows its own plan."""
+    return min((retime(timed, problem) for timed in dispatched(problem)), key=lambda timed: value(timed, objective))
 
 
 def optimum(problem: Problem, kind: str = "makespan", begin: Schedule | None = None) -> int:

@@ -61,4 +61,5 @@ def _stage(draw: st.DrawFn, stage: Stage, least: int, ticks: int) -> Stage:
         backward_input_extra=draw(small),
         backward_weight_extra=draw(small),
         backward_extra=draw(small),
+        staying=draw(st.one_of(st.just(0), st.integers(0, saved))),
     )

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
 from optpipe_compiler.bounds import best as best_bound
-from optpipe_compiler.bounds import device_work, head_and_work, memory_time, resources, round_trip
+from optpipe_compiler.bounds import device_work, fill_and_drain, head_and_work, memory_time, resources, round_trip
 from optpipe_compiler.problem import Freedom, Problem, coarsen
 from optpipe_compiler.schedule import value
 from tests.instances import problem
-from tests.plans import best, greedies, optimum
+from tests.plans import best, dispatched, optimum
 from tests.strategies import problems
 
 RANDOM = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -31,7 +31,7 @@ def uneven(forward: tuple[int, ...], freedom: Freedom = SPLIT, **sizes: int) -> 
 @given(one=problems(devices=2, stages=2, microbatches=2, ticks=5))
 def test_every_bound_is_at_most_the_optimum_and_that_at_most_the_best_heuristic(one):
     for kind, bounds in (
-        ("makespan", [device_work, head_and_work, round_trip, memory_time, resources]),
+        ("makespan", [device_work, head_and_work, round_trip, memory_time, resources, fill_and_drain]),
         ("span", [device_work, round_trip]),
     ):
         found = best(one, kind=kind)
@@ -40,7 +40,7 @@ def test_every_bound_is_at_most_the_optimum_and_that_at_most_the_best_heuristic(
         for bound in bounds:
             assert bound(one).ticks <= found[0], (bound.__name__, kind)
         assert best_bound(one, kind).ticks == max(bound(one).ticks for bound in bounds)
-        for timed in greedies(one):
+        for timed in dispatched(one):
             assert found[0] <= value(timed, kind)
 
 
@@ -130,3 +130,26 @@ def test_the_optimum_of_the_coarse_problem_scaled_back_is_a_bound(one):
     if found is not None:
         assert int(rough[0] * coarse.tick_ns / coarse.stretch) <= found[0]
         assert rough[0] * coarse.tick_ns >= 0.9 * found[0]
+
+
+def test_what_memory_allows_before_the_first_backward_and_after_the_last_forward_adds_to_the_work():
+    one = problem(2, 8, 4, freedom=SPLIT, send_activation=0, send_gradient=0)
+    # device 0 waits F0 F1 I1, with room for one F; after its last F come F1 I1 I0, with room for one I and W
+    assert fill_and_drain(one).ticks == 8 * 30 + (30 - 10) + (30 - 20)
+    assert fill_and_drain(replace(one, budget=(100, 100))).ticks == 8 * 30 + 10  # device 1 waits for the first forward
+
+
+def test_a_link_lets_a_device_do_more_before_its_first_backward_and_a_shared_one_less():
+    times = {"send_activation": 0, "send_gradient": 0, "offload": 5, "reload": 5}
+    one = problem(4, 16, 4, freedom=Freedom(offload=True, recompute=False, split=True), **times)
+    alone, shared, none = (
+        fill_and_drain(replace(one, link_of=links)).ticks for links in ((0, 1, 2, 3), (0, 0, 1, 1), (None,) * 4)
+    )
+    assert alone <= shared <= none
+    assert alone < none
+
+
+def test_a_recomputation_that_costs_less_than_a_forward_buys_the_wait():
+    dear = problem(3, 9, 4, freedom=Freedom(offload=False, recompute=True, split=True), recompute=10, checkpoint=0)
+    cheap = replace(dear, stages=tuple(replace(stage, recompute=2) for stage in dear.stages))
+    assert fill_and_drain(cheap).ticks < fill_and_drain(dear).ticks

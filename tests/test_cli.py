@@ -413,7 +413,7 @@ def test_an_interruption_of_the_first_heuristic_ends_with_exit_code_130(run, mon
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(planning.Planner, "heuristics", interrupt)
+    monkeypatch.setattr(planning.Planner, "first", interrupt)
     refused(run("compile", "--mem", "2GB"), 130)
 
 
@@ -451,7 +451,7 @@ def test_a_reader_that_closes_the_pipe_early_sees_no_traceback(tmp_path):
     with start("show", folder=tmp_path) as process:
         process.stdout.close()
         assert process.stderr.read() == ""
-    assert process.returncode in (1, 141)  # rich ends with 1, a plain print with 141
+    assert process.returncode == 141
 
 
 # -- colour -------------------------------------------------------------------------------------------------------
@@ -475,7 +475,7 @@ def test_a_terminal_is_coloured_unless_no_color_is_set(tmp_path, environment, co
         os.close(end)
         text = read_all(terminal)
     assert process.returncode == 0
-    assert "F forward" in text
+    assert " forward" in text
     assert bool(re.search(r"\x1b\[[\d;]*(3|4|9|10)\d", text)) == coloured
 
 

@@ -6,6 +6,7 @@ import re
 import stat
 import subprocess
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from optpipe_compiler import driver, ir, planning
+from optpipe_compiler import child, driver, ir, planning
 from optpipe_compiler.driver import Options, Progress, Result, compile_schedule, layouts, settled
 from optpipe_compiler.errors import BadInput, Infeasible
 from optpipe_compiler.heuristics import PUBLISHED
@@ -279,7 +280,7 @@ def test_progress_only_gets_better_until_the_result_and_the_time_limit_is_kept()
     assert incumbents[-1] == result.schedule.forecast.makespan_ns
     assert bounds[-1] == result.schedule.forecast.lower_bound_ns
     assert 0 < seen[-1].gap == 1 - bounds[-1] / incumbents[-1]
-    assert {one.phase.split()[0] for one in seen} >= {"heuristics", "search"}
+    assert {one.phase.split()[0] for one in seen} >= {"heuristics", "tuning", "search"}
 
 
 def test_without_time_the_published_schedules_still_give_a_result():
@@ -290,11 +291,11 @@ def test_without_search_no_process_is_started(monkeypatch):
     def refuse(*args: object, **options: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(search.subprocess, "Popen", refuse)
+    monkeypatch.setattr(child.subprocess, "Popen", refuse)
     quick(OPEN, OPEN_BYTES)
 
 
-@pytest.mark.parametrize("phase", ["heuristics", "search"])
+@pytest.mark.parametrize("phase", ["heuristics", "tuning", "search"])
 def test_ctrl_c_returns_the_best_verified_schedule_so_far_and_leaves_no_process(phase):
     seen: list[Progress] = []
     running: list[int] = []
@@ -309,7 +310,7 @@ def test_ctrl_c_returns_the_best_verified_schedule_so_far_and_leaves_no_process(
     assert result.interrupted
     assert verify(result.schedule, OPEN) == []
     assert result.schedule.forecast.makespan_ns == seen[-1].incumbent_ns
-    assert bool(running) == (phase == "search")
+    assert bool(running) == (phase != "heuristics")
     assert children() == []
 
 
@@ -327,11 +328,11 @@ def test_a_solver_process_that_dies_before_it_reads_is_noted_as_well(monkeypatch
     start = subprocess.Popen
 
     def dead_on_arrival(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
-        child = start(*args, **options)
-        child.wait()
-        return child
+        process = start(*args, **options)
+        process.wait()
+        return process
 
-    monkeypatch.setattr(search.subprocess, "Popen", dead_on_arrival)
+    monkeypatch.setattr(child.subprocess, "Popen", dead_on_arrival)
     result = planned(time_limit_s=30.0)
     assert any("(DIED): no such module" in note for note in result.notes)
 
@@ -347,10 +348,10 @@ def test_a_solver_process_that_hangs_is_ended_and_the_best_schedule_is_returned(
 
 
 def replace_solver(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> None:
-    program = folder / "solver"
+    program = folder / "python"
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(search.sys, "executable", str(program))
+    monkeypatch.setattr(child.sys, "executable", str(program))
 
 
 def answering(answer: Callable[[planning.Request], Event]) -> type:
@@ -384,6 +385,24 @@ def test_a_worse_solution_does_not_replace_a_better_one(monkeypatch):
     best = quick(OPEN, OPEN_BYTES, microbatches=6, time_limit_s=2.0).schedule.forecast.makespan_ns
     monkeypatch.setattr(planning, "Searcher", answering(slow))
     assert planned().schedule.forecast.makespan_ns <= best
+
+
+# -- parts of activations ------------------------------------------------------------------------------------------
+
+
+def test_where_the_link_is_too_slow_for_whole_activations_a_part_of_their_layers_is_offloaded():
+    slow = uniform(2, 4, d2h_ms=3.0, h2d_ms=3.0, shared_links="pairs")
+    options = Options(mem_bytes=1500 * 10**6, microbatches=6, placement="linear", recompute=False)
+    (_, whole), (_, part) = driver.instances(slow, driver.settled(slow, options))
+    assert [stage.staying_layers for stage in whole.stages] == [0, 0]
+    assert [stage.staying_layers for stage in part.stages] == [2, 2]
+    assert driver.link_share(whole) == pytest.approx(3 / 6)
+    assert verify(driver.compile_schedule(slow, replace(options, time_limit_s=1.0)).schedule, slow) == []
+
+
+def test_a_link_that_is_fast_enough_moves_whole_activations_only():
+    fast = uniform(2, 4, d2h_ms=0.5, h2d_ms=0.5)
+    assert len(driver.instances(fast, driver.settled(fast, Options(mem_bytes=10**9, placement="linear")))) == 1
 
 
 # -- reproducible -------------------------------------------------------------------------------------------------

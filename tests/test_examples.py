@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,8 +54,39 @@ def test_the_own_loop_example_trains_under_torchrun(environment, tmp_path):
 
 def test_the_picture_of_the_readme_can_be_drawn_again(environment, tmp_path):
     run("picture.sh", environment, tmp_path)
-    assert (tmp_path / "schedule.svg").read_text().startswith("<svg ")
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
 
 
 def test_the_a100_example_plans_without_a_gpu(environment, tmp_path):
     assert "per step by" in run("a100_6b.sh", environment, tmp_path)
+
+
+def train(options: str, environment: dict[str, str], folder: Path) -> list[str]:
+    """Run train_gpt.py on 2 x 2 processes; return the lines with losses."""
+    command = f"torchrun --nproc-per-node 4 {EXAMPLES / 'train_gpt.py'} schedule.json {options}"
+    done = subprocess.run(
+        command.split(), cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [line for line in done.stdout.splitlines() if "loss" in line]
+
+
+@pytest.mark.runtime
+def test_the_training_script_resumes_to_equal_losses_and_shards_to_the_same(environment, tmp_path):
+    pytest.importorskip("torch")
+    from runtime_cases import schedule
+    from small_schedules import Shape
+
+    from optpipe_compiler import ir
+
+    plan = schedule(Shape((0, 1), microbatches=4, ranges=lambda stage, _: [("offload", 2 * stage, 2 * stage + 1)]))
+    (tmp_path / "schedule.json").write_text(ir.to_text(plan))
+    straight = train("--steps 2", environment, tmp_path)
+    assert [line.split(":")[0] for line in straight[:2]] == ["step 1", "step 2"]
+    train("--steps 1 --save checkpoints", environment, tmp_path)
+    shutil.copytree(tmp_path / "checkpoints", tmp_path / "copy")
+    assert train("--steps 2 --save checkpoints --resume", environment, tmp_path) == straight[1:]
+    sharded = train("--steps 2 --save copy --resume --data-parallel shard", environment, tmp_path)
+    for line, wanted in zip(sharded, straight[1:], strict=True):
+        found, expected = (float(text.split("loss ")[1].split()[0]) for text in (line, wanted))
+        assert found == pytest.approx(expected, abs=1e-4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -9,9 +11,11 @@ from hypothesis import strategies as st
 
 from optpipe_compiler import ir
 from optpipe_compiler.errors import Infeasible
-from optpipe_compiler.lower import lift
-from optpipe_compiler.placement import Layout
+from optpipe_compiler.heuristics.tuning import Tuner
+from optpipe_compiler.lower import Certificate, lift, lower
+from optpipe_compiler.placement import Layout, layout
 from optpipe_compiler.problem import Caps, Freedom, build
+from optpipe_compiler.schedule import Mode
 from optpipe_compiler.verify import verify
 from tests.instances import profiles, quick, uniform
 
@@ -87,3 +91,19 @@ def test_other_times_that_lead_to_the_same_order_change_only_the_forecast():
     assert first.digest == second.digest
     assert first.devices == second.devices
     assert 2 * first.forecast.makespan_ns == second.forecast.makespan_ns
+
+
+def test_an_offload_of_a_part_moves_its_first_layers_and_the_judge_accepts_it():
+    costs, caps = uniform(2, 4, d2h_ms=3.0, h2d_ms=3.0), Caps(2 * 10**9, None)
+    place = layout("linear", 2, 1, [1] * 8)
+    one = build(costs, place, 6, caps, Freedom(), 0.5)
+    tuner = Tuner(one, ("linear", 1))
+    policy = next(tuner.first("lockstep-1"))
+    away = replace(policy, modes=[[[int(Mode.OFFLOAD)] * len(row) for row in part] for part in policy.modes])
+    timed = tuner.schedule(away)
+    assert timed is not None
+    certificate = Certificate("makespan", "feasible", 1, "device-work", {}, {})
+    schedule = lower(timed, costs, place, caps, certificate)
+    assert verify(schedule, costs) == []
+    assert {tuple(op.layers) for device in schedule.devices for op in (*device.d2h, *device.h2d)} == {(0, 2), (4, 6)}
+    assert lift(schedule, one).starts == timed.starts

@@ -205,3 +205,27 @@ def test_an_installed_copy_of_the_text_comes_first(tmp_path, monkeypatch):
     installed.write_bytes(b"x" * 2000)
     monkeypatch.setattr(text, "_PLACES", (tmp_path / "none.txt", installed))
     assert text.default_text() == b"x" * 2000
+
+
+def test_a_builder_may_return_functions_of_which_only_the_needed_are_called(monkeypatch):
+    made = []
+
+    def layer(index, width):
+        if torch.empty(0).device.type != "meta":
+            made.append(index)
+        return [nn.Embedding(256, width), nn.Linear(width, width), Loss()][index]
+
+    class Loss(nn.Module):
+        def forward(self, x, target):
+            return x.sum() + target.sum()
+
+    def builder(width):
+        return [lambda index=index: layer(index, width) for index in range(3)]
+
+    monkeypatch.setattr(sys.modules[__name__], "lazy_builder", builder, raising=False)
+    lazy = Model(builder=f"{__name__}:lazy_builder", config={"width": 4}, microbatch_size=2, sequence_length=3)
+    assert models.boundaries(lazy) == [((2, 3, 4), torch.float32)] * 2 + [((), torch.float32)]
+    assert models.layer_count(lazy) == 3
+    (first,), (again,) = models.build(lazy, range(1, 2)), models.build(lazy, range(1, 2))
+    assert made == [1, 1]
+    assert torch.equal(first.weight, again.weight)

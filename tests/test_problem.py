@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optpipe_compiler.placement import Layout
+from optpipe_compiler.placement import Layout, layout
 from optpipe_compiler.problem import (
     DURATIONS,
     SIZES,
@@ -26,7 +26,7 @@ from optpipe_compiler.problem import (
 from optpipe_compiler.profile import P2P, Layer, Link, Machine, Profile, Quantity
 from optpipe_compiler.schedule import Schedule, duration
 from optpipe_compiler.simulate import predecessors
-from tests.instances import problem
+from tests.instances import problem, uniform
 from tests.plans import serial
 
 THREE = [
@@ -97,6 +97,7 @@ def test_kept_bytes_add_up_and_transient_bytes_do_not():
         "residue": 100 + 90,
         "captured": 30,
         "checkpoint": 7,
+        "staying": 0,
         "forward_extra": 3 + message,
         "backward_input_extra": 8 + message,
         "backward_weight_extra": 9,
@@ -256,3 +257,13 @@ def test_the_tick_is_fine_against_the_shortest_op_that_matters_and_bounded_by_th
 
 def scaled_times(stage, forward: int):
     return replace(stage, **{name: forward + 2 * number for number, name in enumerate(DURATIONS)})
+
+
+def test_an_offload_of_a_share_takes_the_first_layers_that_hold_no_more_and_at_least_one():
+    costs = uniform(2, 4, d2h_ms=2.0, h2d_ms=1.0)  # 0.25 GB a layer
+    place = layout("linear", 2, 1, [1] * 8)
+    caps = Caps(10**9, None)
+    for share, layers in ((1.0, 4), (0.99, 3), (0.5, 2), (0.49, 1), (0.0, 1)):
+        stage = build(costs, place, 4, caps, Freedom(), share).stages[1]
+        assert (stage.saved, stage.moved, stage.staying_layers) == (10**9, layers * 250 * 10**6, 4 - layers)
+        assert (stage.offload, stage.reload) == (layers * 500_000, layers * 250_000)

@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
 
 from optpipe_compiler.errors import RunFailed  # noqa: E402
+from runtime_torch.carrier import DirectCarrier  # noqa: E402
 from runtime_torch.execution import StageExecution  # noqa: E402
 from runtime_torch.store import Meter  # noqa: E402
 
@@ -204,6 +205,89 @@ def test_views_and_shared_storages_are_counted_and_copied_once():
     assert (part.saved_bytes(0), part.host_meter.current_bytes) == (saved, 0)
 
 
+class CountingCarrier(DirectCarrier):
+    """Notes the address of every storage that it moves."""
+
+    def __init__(self, part):
+        super().__init__(part.device, part.meter, part.host_meter)
+        self.out, self.back = [], []
+
+    def take(self, storages):
+        self.out += [storage.data_ptr() for storage in storages]
+        return super().take(storages)
+
+    def bring(self, parcels):
+        self.back += [parcel.pieces[0].data_ptr() for parcel in parcels]
+        return super().bring(parcels)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+def test_an_offload_moves_each_saved_storage_exactly_once_and_no_parameter_or_buffer(fused):
+    layers, (x, target) = model(), batch()
+    part = stages(layers, ())[0]
+    part.calibrate(x, target)
+    part.carrier = carrier = CountingCarrier(part)
+    part.forward(0, x, target)
+    saved = {storage.data_ptr() for storage in part._passes[0].store.storages()}
+    constants = {t.untyped_storage().data_ptr() for layer in layers for t in (*layer.parameters(), *layer.buffers())}
+    for layers_ in ((0, 2), (2, 5)):
+        part.offload(0, layers_)
+    assert len(carrier.out) == len(saved)
+    assert set(carrier.out) == saved
+    assert saved.isdisjoint(constants)
+    for layers_ in ((2, 5), (0, 2)):
+        part.reload(0, layers_)
+    assert len(carrier.back) == len(set(carrier.back)) == len(saved)
+    if fused:
+        part.backward(0, None)
+    else:
+        part.backward_input(0, None)
+        part.backward_weight(0)
+    assert (len(carrier.out), len(carrier.back)) == (len(saved), len(saved))
+
+
+@pytest.mark.parametrize("way", ["offload", "recompute"])
+def test_non_contiguous_saved_tensors_come_back_as_they_were(way):
+    class Strides(nn.Module):
+        def forward(self, x):
+            wide = x.exp()
+            return (wide.t()[1:] * wide[:, ::2].t()[:1].expand(5, -1)).sin()
+
+    x, gradient = torch.randn(4, 6), torch.randn(5, 4)
+    part = StageExecution([Strides()], 0, is_first=False, is_last=False, device="cpu")
+    whole = x.clone().requires_grad_()
+    Strides()(whole).backward(gradient)
+    part.forward(0, x, recomputed=[(0, 1)] if way == "recompute" else ())
+    if way == "offload":
+        assert part.saved_bytes(0) == 96 + 80  # exp's output, of which all else are views, and the sine's input
+        part.offload(0, (0, 1))
+        part.reload(0, (0, 1))
+    else:
+        part.recompute(0, (0, 1))
+        assert part.saved_bytes(0) == 96 + 80
+    assert torch.equal(part.backward(0, gradient), whole.grad)
+
+
+@pytest.mark.parametrize("way", ["offload", "recompute"])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+def test_dropout_under_autocast_gives_the_gradients_of_keeping_bit_by_bit(way, fused):
+    layers, (x, target) = model(dropout=0.4), batch()
+    parts = stages(layers, (3,))
+    with torch.autocast("cpu", torch.bfloat16):
+        calibrate(parts)
+
+    def gradients(**ways):
+        for layer in layers:
+            layer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            replay(parts, x, target, fused=fused, **ways)
+        return [p.grad.clone() for layer in layers for p in layer.parameters()]
+
+    kept = gradients()
+    for mine, theirs in zip(gradients(**WAYS[way]), kept, strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_parameters_and_buffers_are_not_stored():
     linear = nn.Linear(WIDTH, WIDTH, bias=False)
     part = StageExecution([linear, nn.Identity()], 3, is_first=False, is_last=False, device="cpu")
@@ -225,6 +309,87 @@ def test_between_input_and_weight_gradient_only_what_the_weight_gradient_reads_s
     assert part.meter.current_bytes == 10 * x.nbytes
     part.backward_weight(0)
     assert part.meter.current_bytes == 0
+
+
+class RMSNorm(nn.Module):
+    """Written out, as models have it that are older than torch's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+@pytest.mark.parametrize("norm", [lambda: nn.LayerNorm(WIDTH), lambda: nn.RMSNorm(WIDTH), RMSNorm])
+def test_norms_keep_nothing_but_their_own_gradients_for_the_weight_gradient(norm):
+    part = StageExecution([nn.Sequential(norm(), nn.Tanh())], 0, is_first=False, is_last=False, device="cpu")
+    x, gradient = torch.randn(64, WIDTH), torch.randn(64, WIDTH)
+    part.calibrate(x, None, gradient)
+    part.forward(0, x)
+    part.backward_input(0, gradient)
+    parameters = list(part.layers[0].parameters())
+    assert part.saved_bytes(0) == 0
+    assert part.captured_bytes(0) == sum(p.nbytes for p in parameters)
+    assert all(p.grad is None for p in parameters)
+    part.backward_weight(0)
+    found = [p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None
+    part.layers[0](x).backward(gradient)
+    assert all(torch.equal(mine, p.grad) for mine, p in zip(found, parameters, strict=True))
+
+
+def test_a_transformer_block_keeps_the_inputs_and_output_gradients_of_its_linear_layers_and_nothing_else():
+    x, gradient = torch.randn(ROWS, LENGTH, WIDTH), torch.randn(ROWS, LENGTH, WIDTH)
+    part = StageExecution([Block()], 1, is_first=False, is_last=False, device="cpu")
+    part.calibrate(x, None, gradient)
+    part.forward(0, x)
+    part.backward_input(0, gradient)
+    inputs, outputs = 1 + 1 + 1 + 4, 3 + 1 + 4 + 1  # of qkv, out, up, down, in boundaries
+    norms = 4 * WIDTH * 4
+    assert part.meter.current_bytes == (inputs + outputs) * x.nbytes + norms
+
+
+def test_a_parameter_with_a_hook_of_its_own_sees_its_gradient_once():
+    norm, x, gradient = nn.LayerNorm(WIDTH), torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    for parameter in norm.parameters():
+        parameter.register_hook(lambda g: 2 * g)
+    norm(x).backward(gradient)
+    expected = [p.grad.clone() for p in norm.parameters()]
+    norm.zero_grad()
+    part = StageExecution([norm], 0, is_first=False, is_last=False, device="cpu")
+    part.calibrate(x, None, gradient)
+    part.forward(0, x)
+    part.backward_input(0, gradient)
+    part.backward_weight(0)
+    assert all(torch.equal(p.grad, e) for p, e in zip(norm.parameters(), expected, strict=True))
+
+
+def test_a_module_of_any_other_kind_splits_too():
+    class Bilinear(nn.Module):
+        """A matrix and a scale that meet the way to the input at the same node."""
+
+        def __init__(self):
+            super().__init__()
+            self.matrix, self.scale = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.randn(WIDTH))
+
+        def forward(self, x):
+            return torch.einsum("...i,ij,...j->...i", x, self.matrix * self.scale, x.tanh())
+
+    layer, x, gradient = Bilinear(), torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    layer(x).backward(gradient)
+    expected = [p.grad.clone() for p in layer.parameters()]
+    layer.zero_grad()
+    part = StageExecution([layer], 0, is_first=False, is_last=False, device="cpu")
+    part.calibrate(x, None, gradient)
+    part.forward(0, x, recomputed=[(0, 1)])
+    part.recompute(0, (0, 1))
+    part.backward_input(0, gradient)
+    part.backward_weight(0)
+    for parameter, theirs in zip(layer.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, theirs)
 
 
 def test_the_first_stage_splits_at_its_first_output_with_a_gradient():

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from optpipe_compiler.schedule import Kind, Mode, Plan, Schedule, Task
 from optpipe_compiler.simulate import Stuck, memory_curve, peaks, retime, simulate
 from tests.instances import problem
-from tests.plans import greedies, serial
+from tests.plans import dispatched, serial
 from tests.strategies import problems
 
 F, I, W, B, R, D, H = Kind  # noqa: E741 (torch's letters)
@@ -173,8 +173,8 @@ def test_the_memory_curve_shows_what_is_held_after_every_start_with_frees_before
 
 @settings(max_examples=60, deadline=None)
 @given(one=problems())
-def test_retiming_a_greedy_schedule_is_never_later_and_never_above_the_budget(one):
-    found = list(greedies(one))
+def test_retiming_a_dispatched_schedule_is_never_later_and_never_above_the_budget(one):
+    found = list(dispatched(one))
     assume(found)
     for timed in found:
         again = retime(timed, one)

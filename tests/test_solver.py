@@ -18,7 +18,7 @@ from optpipe_compiler.simulate import peaks, simulate
 from optpipe_compiler.solver.minimum import one_at_a_time
 from optpipe_compiler.solver.worker import Event, Request, solve
 from tests.instances import problem
-from tests.plans import best, greedies, optimum, start
+from tests.plans import best, dispatched, optimum, start
 from tests.strategies import problems
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ def test_a_span_shorter_than_the_hints_is_found_though_its_makespan_is_longer():
 def test_what_the_model_finds_keeps_to_every_cap_when_it_is_replayed(one):
     found = best(one)
     if found is None:
-        assert not list(greedies(one))
+        assert not list(dispatched(one))
         return
     value, planned = found
     again = simulate(one, planned.plan, "again")
@@ -296,7 +296,7 @@ def events_of(request: Request) -> list[Event]:
 )
 def test_cp_sat_says_that_every_hint_is_complete_and_feasible_with_its_value(one, kind):
     kinds = set()
-    for timed in greedies(one):
+    for timed in dispatched(one):
         fates = (timed.count(Kind.D) > 0, timed.count(Kind.R) > 0, timed.count(Kind.W) > 0)
         if fates in kinds:
             continue

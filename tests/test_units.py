@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.units import FACTORS, parse_bytes, short_bytes, show_bytes, show_ns
+from optpipe_compiler.units import FACTORS, parse_bytes, parse_ns, short_bytes, show_bytes, show_ns
 
 
 @pytest.mark.parametrize(
@@ -91,3 +91,17 @@ def test_a_size_that_is_shown_reads_back_to_three_digits_in_either_unit(size):
 )
 def test_a_time_is_shown_in_the_largest_unit_that_it_reaches(time, text):
     assert show_ns(time) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "ns"),
+    [("12.5ms", 12_500_000), ("2s", 2 * 10**9), (" 300 us ", 300_000), ("7ns", 7), ("0", 0), ("0.1MS", 10**5)],
+)
+def test_times_are_read_in_the_units_that_they_are_shown_in(text, ns):
+    assert parse_ns(text, "--from") == ns
+
+
+@pytest.mark.parametrize("text", ["", "ms", "5", "-1ms", "1h", "1e3ms", "nan"])
+def test_a_time_without_a_unit_or_below_zero_is_refused(text):
+    with pytest.raises(BadInput, match=r"--to is .* expected a time such as"):
+        parse_ns(text, "--to")

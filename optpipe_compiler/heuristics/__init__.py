@@ -1,8 +1,9 @@
-"""Published schedules by name, one file each, and our own memory-aware greedy start.
+"""Published schedules by name, one file each, and our own search over guided ones.
 
 A published schedule is a function from a Problem to the compute order of every device, or to a `Recipe` that also names
 the activations to offload; it raises NotDefined, with the reason, where its paper does not define it. `PUBLISHED` lists
-them, `PLACEMENTS` the placements and stages per device worth trying for each.
+them, `PLACEMENTS` the placements and stages per device worth trying for each. Our own: `dispatch` schedules under a
+guide, `lockstep` wishes a steady state, `tuning` and `islands` search over guides.
 """
 
 from __future__ import annotations
@@ -100,15 +101,21 @@ PUBLISHED: dict[str, Callable[[Problem], Order | Recipe]] = {name: entry[0] for 
 PLACEMENTS: dict[str, tuple[Placed, ...]] = {name: entry[1] for name, entry in _CATALOGUE.items()}
 
 
-def published(problem: Problem, name: str) -> Schedule:
+def published(problem: Problem, name: str, *, transfers: bool = True) -> Schedule:
     """Return the published schedule `name`, timed on the costs of `problem` but without its caps.
 
     Whether it fits is decided by its peak. Where it does not, `simulate.retime` runs the same orders under the caps,
-    each task waiting for its memory (or raises Stuck). Raises NotDefined where the paper does not define it.
+    each task waiting for its memory (or raises Stuck). Without `transfers` nothing is offloaded, which is faster to
+    time and a schedule that is no slower. Raises NotDefined where the paper does not define it.
     """
+    whole = recipe(problem, name)
+    return Schedule(problem, name, timed(problem, whole if transfers else Recipe(whole.compute)))
+
+
+def recipe(problem: Problem, name: str) -> Recipe:
+    """Return who computes what in which order, and what visits the host, in the published schedule `name`."""
     found = PUBLISHED[name](problem)
-    recipe = found if isinstance(found, Recipe) else Recipe(found)
-    return Schedule(problem, name, timed(problem, recipe))
+    return found if isinstance(found, Recipe) else Recipe(found)
 
 
 def hurried(schedule: Schedule) -> Schedule:
@@ -126,4 +133,4 @@ def hurried(schedule: Schedule) -> Schedule:
     return min(Schedule(problem, schedule.method, own.starts), schedule, key=lambda one: one.makespan)
 
 
-__all__ = ["PLACEMENTS", "PUBLISHED", "NotDefined", "Recipe", "hurried", "published"]
+__all__ = ["PLACEMENTS", "PUBLISHED", "NotDefined", "Recipe", "hurried", "published", "recipe"]

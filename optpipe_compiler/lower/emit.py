@@ -60,9 +60,7 @@ def lower(schedule: Schedule, profile: Profile, layout: Layout, caps: Caps, cert
     order = graph.order()
     peaks = planned_peaks(order, schedule.problem.devices)
     Waits(graph, order, peaks).add()
-    devices = [
-        _device(graph, layout, d, static_bytes(profile, layout, d) + peak, host) for d, (peak, host) in enumerate(peaks)
-    ]
+    devices = [_device(graph, d, static_bytes(profile, layout, d) + peak, host) for d, (peak, host) in enumerate(peaks)]
     setup = ir.Setup(
         devices=schedule.problem.devices,
         microbatches=schedule.problem.microbatches,
@@ -129,45 +127,45 @@ def _stage(layers: list[Layer], layout: Layout, index: int) -> ir.Stage:
     )
 
 
-def _device(graph: Graph, layout: Layout, device: int, peak: int, host_peak: int) -> ir.Device:
+def _device(graph: Graph, device: int, peak: int, host_peak: int) -> ir.Device:
     return ir.Device(
         device=device,
         peak_bytes=peak,
         host_bytes=host_peak,
-        compute=[_compute_op(node, layout) for node in graph.lane("compute", device)],
-        d2h=[ir.Offload(**_saved_op(node, layout)) for node in graph.lane("d2h", device)],
-        h2d=[ir.Reload(**_saved_op(node, layout)) for node in graph.lane("h2d", device)],
+        compute=[_compute_op(node) for node in graph.lane("compute", device)],
+        d2h=[ir.Offload(**_saved_op(node)) for node in graph.lane("d2h", device)],
+        h2d=[ir.Reload(**_saved_op(node)) for node in graph.lane("h2d", device)],
     )
 
 
-def _op(node: Node, layout: Layout) -> dict[str, Any]:
+def _op(node: Node) -> dict[str, Any]:
     return {
         "stage": node.stage,
         "microbatch": node.microbatch,
-        "after": [_id(wait, layout) for wait in node.waits],
+        "after": [_id(wait) for wait in node.waits],
     }
 
 
-def _saved_op(node: Node, layout: Layout) -> dict[str, Any]:
-    return _op(node, layout) | {"layers": (layout.cuts[node.stage], layout.cuts[node.stage + 1])}
+def _saved_op(node: Node) -> dict[str, Any]:
+    return _op(node) | {"layers": node.layers}
 
 
-def _id(node: Node, layout: Layout) -> str:
+def _id(node: Node) -> str:
     if node.task is None:
         return f"{node.message}:{node.stage}:{node.microbatch}"
     kind = node.task.kind
     if kind in COMPUTE:
         return f"{COMPUTE[kind].__struct_config__.tag}:{node.stage}:{node.microbatch}"
     name = {Kind.R: "recompute", Kind.D: "offload", Kind.H: "reload"}[kind]
-    return f"{name}:{node.stage}:{node.microbatch}:{layout.cuts[node.stage]}-{layout.cuts[node.stage + 1]}"
+    return f"{name}:{node.stage}:{node.microbatch}:{node.layers[0]}-{node.layers[1]}"
 
 
-def _compute_op(node: Node, layout: Layout) -> ir.ComputeOp:
+def _compute_op(node: Node) -> ir.ComputeOp:
     if node.task is None:
-        return MESSAGES[node.message](peer=node.peer, **_op(node, layout))
+        return MESSAGES[node.message](peer=node.peer, **_op(node))
     if node.task.kind is Kind.R:
-        return ir.Recompute(**_saved_op(node, layout))
-    return COMPUTE[node.task.kind](**_op(node, layout))
+        return ir.Recompute(**_saved_op(node))
+    return COMPUTE[node.task.kind](**_op(node))
 
 
 def _forecast(

@@ -8,17 +8,17 @@ the same order, whichever way they flow.
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from optpipe_compiler.schedule import Kind, Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    import numpy as np
     from numpy.typing import NDArray
 
     from optpipe_compiler import ir
@@ -40,6 +40,8 @@ class Node:
     task: Task | None = None
     message: str = ""
     peer: int = -1
+    layers: tuple[int, int] = (0, 0)
+    """Of an op on saved activations: the layers whose they are."""
     taken: int = 0
     given: int = 0
     host_taken: int = 0
@@ -84,9 +86,13 @@ class Graph:
         node = Node((lane, device, 0), task.stage, task.microbatch, start, self.schedule.end(task), task)
         recomputed = Task(Kind.R, task.stage, task.microbatch) in self.schedule.starts
         node.taken, node.given = device_bytes(self.stages[task.stage], task.kind, recomputed)
-        saved = sum(self.stages[task.stage].saved_bytes)
-        node.host_taken = saved if task.kind is Kind.D else 0
-        node.host_given = saved if task.kind is Kind.H else 0
+        begin, end = self.stages[task.stage].layers
+        node.layers = begin, end
+        if task.kind in (Kind.D, Kind.H):
+            node.layers = begin, end - self.problem.stages[task.stage].staying_layers
+            moved = sum(self.stages[task.stage].saved_bytes[: node.layers[1] - begin])
+            node.taken, node.given = (0, moved) if task.kind is Kind.D else (moved, 0)
+            node.host_taken, node.host_given = node.given, node.taken
         self.nodes[task] = node
         return node
 
@@ -103,7 +109,7 @@ class Graph:
             for send, receive, delivery in self._message(producer):
                 gaps[send.chain[1], index[task] + 1].append((place, send))
                 target = receive.chain[1]
-                gap = int(np.searchsorted(ends[target], place))
+                gap = bisect_left(ends[target], place)
                 follower = self.lane("compute", target)[gap]
                 receive.start = receive.end = min(follower.start, producer.end)
                 gaps[target, gap].append((place, receive))
@@ -194,7 +200,7 @@ class Graph:
 
 
 def device_bytes(stage: ir.Stage, kind: Kind, recomputed: bool) -> tuple[int, int]:
-    """Return the bytes an op takes when it starts and gives back when it has completed (docs/IR.md, Memory)."""
+    """Return the bytes a compute op takes when it starts and gives back when it has completed (docs/IR.md, Memory)."""
     saved, residue, captured = sum(stage.saved_bytes), sum(stage.residue_bytes), sum(stage.captured_bytes)
     checkpoint = stage.checkpoint_bytes[0]
     if kind is Kind.F:
@@ -213,7 +219,7 @@ def device_bytes(stage: ir.Stage, kind: Kind, recomputed: bool) -> tuple[int, in
     if kind is Kind.R:
         extra = max(stage.forward_transient_bytes)
         return saved - checkpoint + extra, extra
-    return (0, saved) if kind is Kind.D else (saved, 0)
+    return 0, 0
 
 
 def owner(node: Node) -> int:

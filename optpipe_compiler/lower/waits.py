@@ -63,6 +63,18 @@ class Waits:
         }
         self.host_taken = [0] * graph.problem.devices
         self.latest: dict[tuple[int, Chain], Node] = {}
+        self.frees: dict[tuple[int, Chain], list[Node]] = {}
+        """Per device and chain the events that free memory of the device, in order."""
+        self.rank: dict[int, int] = {}
+        """Where in its list each of them is, by id."""
+        for chain, nodes in graph.lanes.items():
+            for node in nodes:
+                if node.given or node.host_given:
+                    row = self.frees.setdefault((owner(node), chain), [])
+                    self.rank[id(node)] = len(row)
+                    row.append(node)
+        self.returned = {d: np.cumsum([0, *(n.host_given for n in graph.lane("h2d", d))]) for d in devices}
+        """Host bytes that the first 0, 1, ... reloads of each device give back."""
 
     def add(self) -> None:
         """Give every node its waits and its clock."""
@@ -122,8 +134,8 @@ class Waits:
 
     def _earliest(self, node: Node, last: Node, base: Clock, rest: list[Node]) -> Node:
         """Bisect for the earliest event of a chain that is enough together with `rest`."""
-        lane = self._events(last.chain, owner(last))
-        low, high = 0, lane.index(last)
+        lane = self.frees[owner(last), last.chain]
+        low, high = 0, self.rank[id(last)]
         while low < high:
             middle = (low + high) // 2
             if self._enough(node, _merge(base, [*rest, lane[middle]])):
@@ -132,13 +144,6 @@ class Waits:
                 low = middle + 1
         return lane[low]
 
-    def _events(self, chain: Chain, device: int) -> list[Node]:
-        return [
-            n
-            for n in self.graph.lanes[chain]
-            if (n.given or n.host_given) and owner(n) == device and n.clock is not None
-        ]
-
     def _enough(self, node: Node, clock: Clock) -> bool:
         """Whether no state in which `node` is the last start in planned order exceeds the planned peaks."""
         device = node.chain[1]
@@ -146,8 +151,7 @@ class Waits:
         if node.chain[0] == "d2h":
             h2d = ("h2d", device, 0)
             back = clock[self.column[h2d]] if h2d in self.column else 0
-            returned = sum(n.host_given for n in self.graph.lane("h2d", device)[:back])
-            return bool(self.host_taken[device] + node.host_taken - returned <= host_peak)
+            return bool(self.host_taken[device] + node.host_taken - self.returned[device][back] <= host_peak)
         if node.taken == 0:
             return True
         return self._worst(node, clock) <= peak

@@ -151,7 +151,8 @@ def _device_memory(model: cp_model.CpModel, problem: Problem, v: Variables, budg
         held.add(a.backward, a.release, growth, a.split, f"growth_{name}")
         _while_running(held, problem, s, a, growth, name)
         if problem.can_offload(s):
-            held.add(a.forward, a.away_end, stage.saved, a.offload, f"leaving_{name}")
+            held.add(a.forward, a.away_end, stage.moved, a.offload, f"leaving_{name}")
+            held.add(a.forward, a.late, stage.staying, a.offload, f"staying_{name}")
         if problem.can_recompute(s):
             end = a.forward + stage.forward
             held.add(a.forward, end, stage.saved, a.recompute, f"dropped_{name}")
@@ -183,7 +184,7 @@ def _host_memory(model: cp_model.CpModel, problem: Problem, v: Variables) -> Non
         if problem.can_offload(s):
             stage = problem.stages[s]
             held = resources[stage.device]
-            held.add(a.away, a.back_end, stage.saved, a.offload, f"host_{s}_{m}")
+            held.add(a.away, a.back_end, stage.moved, a.offload, f"host_{s}_{m}")
     v.shares.extend(model.new_int_var(0, problem.host_budget, f"share_{d}") for d in range(problem.devices))
     model.add(sum(v.shares) <= problem.host_budget)
     for held, share in zip(resources, v.shares, strict=True):

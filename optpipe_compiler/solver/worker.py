@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 class Request:
     """One search: a coarse problem, a schedule of it as hint and upper bound, and the limits.
 
-    With a `period`, a cyclic core of that many ticks is searched, with a `window` only that stretch of the hint, else
-    the whole schedule.
+    With a `window` only that stretch of the hint is searched, else the whole schedule.
     """
 
     problem: Problem
@@ -38,7 +37,6 @@ class Request:
     reproducible: bool
     log: bool = False
     window: Window | None = None
-    period: int | None = None
 
 
 @dataclass(frozen=True)
@@ -61,11 +59,9 @@ def build(request: Request) -> tuple[cp_model.CpModel, Callable[[Callable[..., i
     """Build the model with its hint; also return what makes starts of a solution's values."""
     from ortools.sat.python import cp_model
 
-    from optpipe_compiler.solver import constraints, core, hint, objective, variables, window
+    from optpipe_compiler.solver import constraints, hint, objective, variables, window
 
     model = cp_model.CpModel()
-    if request.period is not None:
-        return model, core.Model(model, request.problem, request.period).starts
     assert request.hint is not None
     if request.window is not None:
         part = window.Model(model, request.hint, request.window)

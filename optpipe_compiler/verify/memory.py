@@ -128,7 +128,7 @@ class Memory:
         """Return the maximum over all closed sets of what they hold on `device`, always-there bytes included."""
         compute, reloads = self._starts(device, "compute"), self._starts(device, "h2d")
         sums = self._sums(device, self.device)
-        clocks, others = self._rows(compute), self._rows(reloads)
+        clocks, others = self._rows(compute, sums), self._rows(reloads, sums)
         best, where = 0, (0, 0)
         for number, other in enumerate(others):
             held = _held(sums, np.maximum(clocks, other))
@@ -141,7 +141,8 @@ class Memory:
     def worst_on_host(self, device: int) -> Worst:
         """Return the maximum over all closed sets of what the offloads of `device` hold on the host."""
         starts = self._starts(device, "d2h")
-        held = _held(self._sums(device, self.host), self._rows(starts))
+        sums = self._sums(device, self.host)
+        held = _held(sums, self._rows(starts, sums))
         index = int(np.argmax(held))
         return Worst(int(held[index]), (self.events.op_of[starts[index - 1]],) if index else ())
 
@@ -152,10 +153,10 @@ class Memory:
     def _starts(self, device: int, lane: Lane) -> list[int]:
         return [self.events.start[place.id] for place in self.plan.lanes[device, lane]]
 
-    def _rows(self, starts: list[int]) -> npt.NDArray[np.int32]:
-        """Return the clocks of `starts` under a row of zeros, which stands for no start at all."""
-        none = np.zeros((1, self.causality.clock.shape[1]), np.int32)
-        return np.concatenate([none, self.causality.clock[starts]])
+    def _rows(self, starts: list[int], sums: dict[int, Numbers]) -> npt.NDArray[np.int32]:
+        """Return the clocks of `starts` under a row of zeros, which stands for no start at all; a column per sum."""
+        none = np.zeros((1, len(sums)), np.int32)
+        return np.concatenate([none, self.causality.clock[np.ix_(starts, list(sums))]])
 
     def _sums(self, device: int, weights: dict[tuple[int, int], int]) -> dict[int, Numbers]:
         """Return, per chain with a weight on `device`, the sum of its first n events for every n."""
@@ -172,8 +173,8 @@ class Memory:
 def _held(sums: dict[int, Numbers], clocks: npt.NDArray[np.int32]) -> Numbers:
     """Return what the closed sets with these clocks hold, one number per row."""
     held: Numbers = np.zeros(len(clocks), np.int64)
-    for chain, sums_of_chain in sums.items():
-        held = held + sums_of_chain[clocks[:, chain]]
+    for column, sums_of_chain in enumerate(sums.values()):
+        held = held + sums_of_chain[clocks[:, column]]
     return held
 
 

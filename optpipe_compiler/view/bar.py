@@ -30,7 +30,8 @@ class Bar:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.bar.stop()
+        if self.console.is_terminal:
+            self.bar.stop()
 
     def say(self, line: str) -> None:
         """Print a line where no bar is shown."""

@@ -21,6 +21,7 @@ class ProgressLine:
         self.console = console
         self.status = console.status("planning")
         self.last = ""
+        self.phases: set[str] = set()
 
     def __enter__(self) -> ProgressLine:
         if self.console.is_terminal:
@@ -33,14 +34,16 @@ class ProgressLine:
         self.status.stop()
 
     def update(self, progress: Progress) -> None:
-        """Show `progress`; away from a terminal only when the incumbent or the bound has changed."""
+        """Show `progress`; away from a terminal only in a new phase, or when the incumbent or the bound has changed."""
         best = "-" if progress.incumbent_ns is None else show_ns(progress.incumbent_ns)
         bound = "-" if progress.bound_ns is None else show_ns(progress.bound_ns)
         gap = "-" if progress.gap is None else f"{progress.gap:.1%}"
         state = f"incumbent {best} ({progress.method or 'none'})  bound {bound}  gap {gap}"
+        phase = progress.phase.split()[0]
         text = f"{progress.phase}: {state}  {progress.elapsed_s:.1f} s"
         if self.console.is_terminal:
             self.status.update(text)
-        elif state != self.last:
+        elif state != self.last or phase not in self.phases:
             self.console.print(text, highlight=False, soft_wrap=True)
         self.last = state
+        self.phases.add(phase)

@@ -8,6 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from optpipe_compiler.analysis import Cause, analyse
 from optpipe_compiler.units import short_bytes, show_bytes, show_ns
 
 if TYPE_CHECKING:
@@ -15,22 +16,41 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
+    from optpipe_compiler.analysis import Analysis
     from optpipe_compiler.ir import Device, Op, Schedule
 
 SHOWN = 6
 """Published schedules that the summary lists; the file has all."""
-LETTERS = {
-    "forward": "F",
-    "backward_input": "I",
-    "backward_weight": "W",
-    "backward": "B",
-    "recompute": "R",
+NAMED = 2
+"""Resources that a cause of idling lists."""
+BAR = 12
+BOUNDS = {
+    "device-work": "the busiest device's work",
+    "head-and-work": "a device's work and the way to it",
+    "round-trip": "a microbatch's way there and back",
+    "fill-and-drain": "what memory and link let a device do at its two ends",
+    "memory-time": "bytes x time under the cap",
+    "resources": "compute, memory and host link",
+    "cp-sat": "exhaustive search",
+}
+MEANINGS = {
+    Cause.FILL: "the pipeline fills",
+    Cause.DRAIN: "the pipeline empties",
+    Cause.SLACK: "later than anything asks for",
 }
 
 
 def render(schedule: Schedule) -> RenderableType:
-    """Return the whole summary."""
-    return Group(_headline(schedule), _comparison(schedule), _devices(schedule), _assumptions(schedule))
+    """Return the whole summary of a schedule."""
+    return summary(analyse(schedule))
+
+
+def summary(analysis: Analysis) -> RenderableType:
+    """Return the whole summary of an analysed schedule."""
+    schedule = analysis.schedule
+    return Group(
+        _headline(schedule), _bubble(analysis), _comparison(schedule), _devices(analysis), _assumptions(schedule)
+    )
 
 
 def gap(schedule: Schedule) -> float:
@@ -54,17 +74,64 @@ def _lanes(device: Device) -> tuple[Sequence[Op], ...]:
     return device.compute, device.d2h, device.h2d
 
 
-def _headline(schedule: Schedule) -> Text:
+def _headline(schedule: Schedule) -> Table:
     forecast, setup = schedule.forecast, schedule.setup
-    text = Text()
-    text.append(f"{show_ns(forecast.makespan_ns)}", style="bold")
-    text.append(f" per step by {forecast.method}: {setup.devices} devices, {len(schedule.stages)} stages, ")
-    text.append(f"{setup.microbatches} microbatches; idle {forecast.bubble_fraction:.1%}\n")
-    text.append(f"{forecast.objective} {show_ns(reached(schedule))}, proven bound ")
-    text.append(f"{show_ns(forecast.lower_bound_ns)} ({forecast.bound}), gap {gap(schedule):.2%}: {forecast.outcome}\n")
-    text.append(f"{count(schedule, 'offload')} offloads, {count(schedule, 'recompute')} recomputes, ")
-    text.append(f"{count(schedule, 'backward_weight')} split and {count(schedule, 'backward')} fused backwards\n")
-    return text
+    table = Table.grid(padding=(0, 2))
+    time = Text(show_ns(forecast.makespan_ns), style="bold")
+    time.append(f" per step by {forecast.method}", style="not bold")
+    if forecast.objective != "makespan":
+        time.append(f"; {forecast.objective} {show_ns(reached(schedule))}", style="not bold")
+    bound = f"{show_ns(forecast.lower_bound_ns)}, {BOUNDS.get(forecast.bound, forecast.bound)} ({forecast.bound})"
+    size = f"{setup.devices} devices, {len(schedule.stages)} stages, {setup.microbatches} microbatches"
+    counted = (("backward_weight", "split"), ("backward", "fused backwards"), ("offload", "offloads"))
+    ops = ", ".join(f"{count(schedule, name)} {word}" for name, word in (*counted, ("recompute", "recomputes")))
+    table.add_row("makespan", time)
+    table.add_row("proven bound", bound)
+    table.add_row("gap", f"{gap(schedule):.2%}: {forecast.outcome}")
+    table.add_row("size", size)
+    table.add_row("ops", ops)
+    table.add_row("memory", _fullest(schedule))
+    return table
+
+
+def _fullest(schedule: Schedule) -> str:
+    device = max(schedule.devices, key=lambda one: one.peak_bytes, default=None)
+    cap = schedule.setup.cap_bytes
+    if device is None or not cap:
+        return "no cap"
+    return f"at most {device.peak_bytes / cap:.0%} of {short_bytes(cap)} on a device"
+
+
+def _bubble(analysis: Analysis) -> RenderableType:
+    """How much of all device time is idle, split by cause, each with the resources that bind."""
+    shares = analysis.shares()
+    causes: dict[Cause, list[tuple[str, float]]] = {}
+    for (cause, resource), share in shares.items():
+        causes.setdefault(cause, []).append((resource, share))
+    ranked = sorted(causes.items(), key=lambda one: -sum(share for _, share in one[1]))
+    whole = sum(shares.values())
+    table = Table.grid(padding=(0, 1))
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_row("bubble", f"{whole:.2%}", "", "of all device time is idle")
+    for cause, parts in ranked:
+        share = sum(part for _, part in parts)
+        table.add_row(f"  {cause.value}", f"{share:.2%}", _bar(share / whole), _resources(cause, parts))
+    return Group(table, Text())
+
+
+def _bar(share: float) -> Text:
+    eighths = round(8 * BAR * share)
+    return Text(("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()).ljust(BAR), style="#ddaa33")
+
+
+def _resources(cause: Cause, parts: list[tuple[str, float]]) -> str:
+    """Name what binds; a resource that stands for several is not repeated."""
+    if len(parts) == 1 and parts[0][0] == "":
+        return MEANINGS[cause]
+    shown = [f"{resource.removeprefix('memory of ')} {share:.2%}" for resource, share in parts[:NAMED]]
+    more = [f"+{len(parts) - NAMED} more"] if len(parts) > NAMED else []
+    return ", ".join(shown + more)
 
 
 def _comparison(schedule: Schedule) -> RenderableType:
@@ -82,40 +149,30 @@ def _comparison(schedule: Schedule) -> RenderableType:
         table.add_row(name, show_ns(makespan), peak, "yes" if baseline.fits else "no", f"{ratio:+.1%} time")
     count = len(schedule.forecast.baselines)
     note = f"{fitting} of {count} published schedules fit, {len(known) - fitting} do not, "
-    return Group(table, Text(note + f"{count - len(known)} are not defined here or were not tried", style="dim"))
+    return Group(table, Text(note + f"{count - len(known)} undefined here or not tried", style="dim"))
 
 
-def _devices(schedule: Schedule) -> Table:
+def _devices(analysis: Analysis) -> Table:
+    schedule = analysis.schedule
     table = Table(title="\ndevices", title_justify="left", box=None, pad_edge=False)
-    for column in (
-        "device",
-        "layers",
-        "static",
-        "promised peak",
-        "of cap",
-        "host",
-        "F",
-        "I",
-        "W",
-        "B",
-        "R",
-        "off",
-        "re",
-    ):
-        table.add_column(column, justify="right")
-    for device in schedule.devices:
+    for column in ("device", "idle", "static", "peak", "of cap", "host", "R", "off", "re"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("layers", no_wrap=True, overflow="ellipsis")
+    whole = max(1, analysis.end_ns - analysis.begin_ns)
+    for number, device in enumerate(schedule.devices):
         mine = [stage for stage in schedule.stages if stage.device == device.device]
-        names = [op.name for op in device.compute]
+        idle = sum(gap.length_ns for gap in analysis.gaps if gap.device == number) / whole
         table.add_row(
             str(device.device),
-            " ".join(_range(*stage.layers) for stage in mine),
+            f"{idle:.1%}",
             short_bytes(sum(stage.static_bytes for stage in mine) + schedule.setup.reserve_bytes),
             short_bytes(device.peak_bytes),
             f"{device.peak_bytes / schedule.setup.cap_bytes:.0%}" if schedule.setup.cap_bytes else "-",
             short_bytes(device.host_bytes),
-            *(str(names.count(name)) for name in LETTERS),
+            str(sum(op.name == "recompute" for op in device.compute)),
             str(len(device.d2h)),
             str(len(device.h2d)),
+            " ".join(_range(*stage.layers) for stage in mine),
         )
     return table
 
@@ -124,7 +181,7 @@ def _range(first: int, end: int) -> str:
     return str(first) if end == first + 1 else f"{first}-{end - 1}"
 
 
-def _assumptions(schedule: Schedule) -> Text:
+def _assumptions(schedule: Schedule) -> Table:
     setup = schedule.setup
     host = "unlimited" if setup.host_cap_bytes is None else show_bytes(setup.host_cap_bytes)
     lines = [
@@ -133,7 +190,11 @@ def _assumptions(schedule: Schedule) -> Text:
         f"host memory for offloads: {host}, all devices together",
         "the promised peaks hold for every execution that the order and the waits allow, not only at forecast times",
         "a transfer takes the time alone on its link only if none of the other direction overlaps it",
-        "microbatches run in order per stage and kind; a stage's activation is kept, offloaded or recomputed whole; "
-        "the bound is over such schedules and the placements searched",
+        "microbatches run in order per stage and kind; a stage's activation is kept, recomputed, or offloaded, whole "
+        "or its first layers, as many as fit the link; the bound is over such schedules and the placements searched",
     ]
-    return Text("\nassumptions\n" + "\n".join(f"  - {line}" for line in lines))
+    table = Table.grid(padding=(0, 1))
+    table.title, table.title_justify = "\nassumptions", "left"
+    for line in lines:
+        table.add_row("-", line)
+    return table

@@ -35,7 +35,7 @@ WIDTH, LEFT, LANE, THIN, GAP = 1200, 70, 26, 7, 12
 def render(schedule: Schedule) -> str:
     """Return the picture."""
     forecast = schedule.forecast
-    begin = min((min(times.start_ns) for times in forecast.times), default=0)
+    begin = min((min(times.start_ns) for times in forecast.times if times.start_ns), default=0)
     scale = (WIDTH - LEFT - 10) / max(1, forecast.makespan_ns)
     rows: list[str] = []
     top = 34.0
@@ -45,7 +45,7 @@ def render(schedule: Schedule) -> str:
         for lane, offset, height in (("compute", 0, LANE), ("d2h", LANE + 2, THIN), ("h2d", LANE + THIN + 3, THIN)):
             rows += _bars(schedule, device, lane, top + offset, height, begin, scale)
         top += LANE + (2 * THIN + 4 if device.d2h else 0) + GAP
-    rows += [f'<text x="{LEFT}" y="{top + 8:.1f}">{escape(_caption(schedule))}</text>']
+    rows += [f'<text x="{LEFT}" y="{top + 8:.1f}">{escape(caption(schedule))}</text>']
     total = top + 20
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {total:.0f}" '
@@ -55,7 +55,8 @@ def render(schedule: Schedule) -> str:
     return "\n".join([head, background, *_legend(schedule), *rows, "</svg>"]) + "\n"
 
 
-def _caption(schedule: Schedule) -> str:
+def caption(schedule: Schedule) -> str:
+    """Return the line below the chart: time, idle share, bound, peak."""
     forecast = schedule.forecast
     peak = max(device.peak_bytes for device in schedule.devices)
     return (

@@ -1,0 +1,198 @@
+"""Train a schedule's model with pipeline and data parallelism, checkpoints and a validation loss.
+
+optpipe profile --devices 2 && optpipe compile --mem 40GB
+torchrun --nproc-per-node 4 train_gpt.py schedule.json --steps 100 --save checkpoints
+torchrun --nproc-per-node 4 train_gpt.py schedule.json --steps 200 --save checkpoints --resume
+
+The schedule's devices are the pipeline; the processes beyond them replicate it (or shard it: --data-parallel shard).
+Runs on GPUs where there are enough, else on CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import runtime_torch
+from runtime_torch import models, text
+
+
+def main() -> None:
+    """Parse, train, validate, save."""
+    options = parse()
+    device = join()
+    schedule = runtime_torch.load_schedule(options.schedule)
+    mesh = make_mesh(device, schedule.setup.devices)
+    sharded = options.data_parallel == "shard"
+    data = Data(schedule.model, schedule.setup.microbatches, mesh, device)
+
+    inputs, target = data.training(0)
+    size = schedule.model.microbatch_size
+    stages = runtime_torch.build_stages(
+        schedule,
+        [partial(make_layer, schedule.model, index) for index in range(schedule.setup.layers)],
+        mesh.get_local_rank("pipeline"),
+        device,
+        inputs=[inputs[:size]],
+        target=target[:size],
+        prepare=partial(fully_shard, mesh=mesh["data"]) if sharded else (lambda layer: layer),
+    )
+    tolerance = None if options.autocast else 0.05  # the profile was measured without autocast
+    runner = runtime_torch.Runner(schedule, stages, group=mesh.get_group("pipeline"), bytes_tolerance=tolerance)
+    optimizer = torch.optim.AdamW(stages.module.parameters(), lr=options.lr)
+    first = load(options.save, stages.module, optimizer) if options.resume else 0
+
+    for step in range(first, options.steps):
+        inputs, target = data.training(step)
+        with torch.autocast(device.type, torch.bfloat16, enabled=options.autocast):
+            result = runner.step(inputs, target=target)
+        if not sharded:
+            average(stages.module, mesh.get_group("data"))
+        norm = clip(stages.module, options.clip, mesh, sharded=sharded)
+        optimizer.step()
+        optimizer.zero_grad()
+        say(mesh, f"step {step + 1}: loss", result.loss, f"gradient norm {norm:.4g}")
+    stages.module.eval()
+    inputs, target = data.validation()
+    say(mesh, "validation loss", runner.eval(inputs, target=target))
+    if options.save is not None:
+        save(options.save, options.steps, stages.module, optimizer)
+    dist.destroy_process_group()
+
+
+def parse() -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("schedule")
+    parser.add_argument("--steps", type=int, default=20, help="steps in all, those before a resume included")
+    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--clip", type=float, default=1.0, help="largest gradient norm over the whole model")
+    parser.add_argument("--autocast", action="store_true", help="compute in bfloat16, parameters stay as they are")
+    parser.add_argument("--data-parallel", choices=["replicate", "shard"], default="replicate")
+    parser.add_argument("--save", type=Path, help="folder for checkpoints")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --save")
+    options = parser.parse_args()
+    if options.resume and options.save is None:
+        parser.error("--resume needs --save FOLDER")
+    return options
+
+
+def join() -> torch.device:
+    """Join the processes that torchrun started; return this one's device."""
+    local = int(os.environ["LOCAL_RANK"])
+    if torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        torch.cuda.set_device(local)
+        dist.init_process_group("nccl", device_id=torch.device("cuda", local))
+        return torch.device("cuda", local)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    return torch.device("cpu")
+
+
+def make_mesh(device: torch.device, devices: int) -> DeviceMesh:
+    """Return data x pipeline over all processes; the ranks of one pipeline are neighbours."""
+    world = dist.get_world_size()
+    if world % devices:
+        raise SystemExit(f"{world} processes were started, expected a multiple of the schedule's {devices} devices")
+    return init_device_mesh(device.type, (world // devices, devices), mesh_dim_names=("data", "pipeline"))
+
+
+def make_layer(model: object, index: int) -> nn.Module:
+    """Make one layer of the model."""
+    return models.build(model, range(index, index + 1))[0]
+
+
+class Data:
+    """Random windows of the text that ships with optpipe; what a step reads depends on its number alone."""
+
+    def __init__(self, model: object, microbatches: int, mesh: DeviceMesh, device: torch.device) -> None:
+        whole = text.default_text()
+        cut = len(whole) * 9 // 10
+        self._train, self._held_out = whole[:cut], whole[cut:]
+        self._model, self._microbatches, self._device = model, microbatches, device
+        self._replica = mesh.get_local_rank("data")
+
+    def training(self, step: int) -> tuple[Tensor, Tensor]:
+        """Return the replica's inputs and targets of a step."""
+        return self._draw(self._train, 1 + step * 10_007 + self._replica)
+
+    def validation(self) -> tuple[Tensor, Tensor]:
+        """Return text that is not trained on."""
+        return self._draw(self._held_out, 0)
+
+    def _draw(self, data: bytes, seed: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        inputs, target = models.batch(self._model, data, generator, self._microbatches)
+        return inputs.to(self._device), target.to(self._device)
+
+
+def average(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Average the gradients over the replicas: what DDP does, once per step instead of once per microbatch."""
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients]) / dist.get_world_size(group)
+    dist.all_reduce(flat, group=group)
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def clip(module: nn.Module, largest: float, mesh: DeviceMesh, *, sharded: bool) -> float:
+    """Scale the gradients so that their norm over all layers, on all ranks, is at most `largest`; return the norm."""
+    gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in module.parameters()]
+    square = torch.stack([gradient.float().square().sum() for gradient in gradients]).sum()
+    dist.all_reduce(square, group=mesh.get_group("pipeline"))
+    if sharded:
+        dist.all_reduce(square, group=mesh.get_group("data"))
+    norm = float(square.sqrt())
+    for gradient in gradients:
+        gradient.mul_(min(1.0, largest / (norm + 1e-6)))
+    return norm
+
+
+def say(mesh: DeviceMesh, what: str, loss: float | None, more: str = "") -> None:
+    """Print the mean loss over the replicas, where the first replica's last stage is."""
+    if loss is None:
+        return
+    mean = torch.tensor(loss, device=mesh.device_type)
+    dist.all_reduce(mean, group=mesh.get_group("data"))
+    if mesh.get_local_rank("data") == 0:
+        print(f"{what} {mean.item() / mesh['data'].size():.9g} {more}".rstrip(), flush=True)
+
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+"""Optimizer states go by the names of parameters: a checkpoint fits any placement of the layers."""
+
+
+def save(folder: Path, step: int, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write a checkpoint, and only then say that it is there."""
+    weights, states = get_state_dict(module, optimizer, options=FLAT)
+    dcp.save({"weights": weights, "optimizer": states}, checkpoint_id=folder / f"step{step}")
+    if dist.get_rank() == 0:
+        (folder / "latest.tmp").write_text(str(step))
+        (folder / "latest.tmp").replace(folder / "latest")
+
+
+def load(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Read the last checkpoint; return how many steps it has seen."""
+    step = int((folder / "latest").read_text())
+    weights, states = get_state_dict(module, optimizer, options=FLAT)
+    found = {"weights": weights, "optimizer": states}
+    dcp.load(found, checkpoint_id=folder / f"step{step}")
+    set_state_dict(
+        module, optimizer, model_state_dict=found["weights"], optim_state_dict=found["optimizer"], options=FLAT
+    )
+    return step
+
+
+if __name__ == "__main__":
+    main()

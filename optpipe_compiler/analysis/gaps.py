@@ -1,0 +1,109 @@
+"""Where compute lanes idle, and which resource binds there.
+
+The bubble of a device is the time within the makespan in which its compute lane runs nothing; it falls into gaps
+between ops. Each gap has one cause. To find it, walk from the op that ends the gap to its critical predecessor, to
+that one's, and so on. The walk has no slack: each op on it starts the moment its predecessor (or the message from it)
+lets it. An op *stood in line* from when its inputs were there to its start, unless it read what its predecessor made.
+The gap is blamed on the first op of the walk that stood in line for at least as long as the gap lasts: without that
+line the gap could be gone. What the op stood in line for is
+
+* memory: it waited for bytes to be freed; or it ran in the order of its lane, but while it was ready the lane idled for
+  as long as the op takes, and there its bytes would not have fitted under the cap.
+* transfer: it waited for a reload, or it is a transfer and its link was busy.
+* imbalance: it was ready, and its device was busy with other work for (nearly) all that time.
+* order: it was ready, the lane idled for as long as it takes, there was room, and the order has it later all the same.
+* slack: the forecast starts it later than anything in the file asks for.
+
+Two causes are for the ends of the pipeline:
+
+* fill: the time before a device's first op, and gaps whose walk reaches the start of the schedule before an op that
+  stood in line for as long: the pipeline has not come that far.
+* drain: the time after a device's last op, and gaps after its last forward, when nothing new can enter, unless an op
+  stood in line for memory or transfers after that forward, for as long as the gap lasts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from optpipe_compiler import ir
+from optpipe_compiler.analysis.lines import Cause, Lines
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from optpipe_compiler.analysis.items import Item, Timeline
+    from optpipe_compiler.analysis.memory import Curve
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A time in which a compute lane idles."""
+
+    device: int
+    begin_ns: int
+    end_ns: int
+    cause: Cause
+    resource: str
+    """What binds: `memory of device 0`, `host memory`, `link 1 d2h`, `device 7`; empty for fill, drain and slack."""
+    root: int | None
+    """Index of the item that stood in line; None where nothing did."""
+
+    @property
+    def length_ns(self) -> int:
+        """How long the lane idles."""
+        return self.end_ns - self.begin_ns
+
+
+Blame = tuple[Cause, str, int | None]
+
+
+def find_gaps(timeline: Timeline, curves: list[Curve], host: Curve, begin_ns: int, end_ns: int) -> list[Gap]:
+    """Return the gaps of all compute lanes, by device and time."""
+    search = _Search(timeline, Lines(timeline, curves, host))
+    lanes: list[list[Item]] = [[] for _ in curves]
+    for item in timeline.items:
+        if item.lane == "compute":
+            lanes[item.device].append(item)
+    return [gap for device, lane in enumerate(lanes) for gap in search.of_lane(device, lane, begin_ns, end_ns)]
+
+
+class _Search:
+    """Walks from gaps to what is to blame."""
+
+    def __init__(self, timeline: Timeline, lines: Lines) -> None:
+        self.items = timeline.items
+        self.lines = lines
+
+    def of_lane(self, device: int, lane: list[Item], begin_ns: int, end_ns: int) -> Iterator[Gap]:
+        """Yield the gaps of one compute lane."""
+        last_forward = max((item.end_ns for item in lane if isinstance(item.op, ir.Forward)), default=begin_ns)
+        idle_from = begin_ns
+        for item in lane:
+            if idle_from < item.begin_ns:
+                blame: Blame = Cause.FILL, "", None
+                if item is not lane[0]:
+                    blame = self.blame(
+                        item, item.begin_ns - idle_from, last_forward if idle_from >= last_forward else None
+                    )
+                yield Gap(device, idle_from, item.begin_ns, *blame)
+            idle_from = item.end_ns
+        if idle_from < end_ns:
+            yield Gap(device, idle_from, end_ns, Cause.DRAIN if lane else Cause.FILL, "", None)
+
+    def blame(self, item: Item, length_ns: int, last_forward: int | None) -> Blame:
+        """Return cause, resource and item for a gap of that length before `item`."""
+        while True:
+            if last_forward is not None and item.begin_ns <= last_forward:
+                return Cause.DRAIN, "", None
+            line = self.lines.of(item)
+            if (
+                line is not None
+                and line.wait_ns >= length_ns
+                and (last_forward is None or line.cause in (Cause.MEMORY, Cause.TRANSFER, Cause.SLACK))
+            ):
+                return line.cause, line.resource, item.index
+            if item.predecessor is None:
+                return (Cause.FILL if last_forward is None else Cause.DRAIN), "", None
+            item = self.items[item.predecessor]

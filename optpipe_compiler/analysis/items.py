@@ -1,0 +1,302 @@
+"""Every op that takes a lane, with its times, and what it waited for.
+
+The *critical predecessor* of an op is the op because of which it does not start earlier: the predecessor's end, plus
+the time of a message where one is between them, is its start. Where several are equally late, the first `Reason` in
+the order of the enum is given.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from optpipe_compiler import ir
+from optpipe_compiler.analysis.memory import Table
+from optpipe_compiler.errors import BadInput
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+LANES: tuple[ir.Lane, ...] = ("compute", "d2h", "h2d")
+LETTERS = {
+    "forward": "F",
+    "backward_input": "I",
+    "backward_weight": "W",
+    "backward": "B",
+    "recompute": "R",
+    "offload": "D",
+    "reload": "H",
+}
+
+
+class Reason(Enum):
+    """Why an op does not start earlier."""
+
+    START = "start"
+    """It starts when the schedule begins."""
+    ORDER = "order"
+    """The previous op of its lane has just ended."""
+    DATA = "data"
+    """The op of the same device whose result it copies has just ended: a forward before its offload."""
+    MESSAGE = "message"
+    """Its activation or gradient has just arrived from another device."""
+    TRANSFER = "transfer"
+    """A transfer of what it reads has just ended: a reload before its backward, an offload before its reload."""
+    LINK = "link"
+    """Another device's transfer in the same direction has just left the link that they share."""
+    MEMORY = "memory"
+    """Bytes that it counts on were freed just now, on the device or, for an offload, on the host; or it took bytes when
+    an op of the device whose turn was before has started, and waited for the same as that one."""
+    SLACK = "slack"
+    """Nothing in the file: the forecast starts it later than it must, as schedules that run one op at a time do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """An op that takes its lane for some time; sends and receives are `Message`s."""
+
+    index: int
+    device: int
+    lane: ir.Lane
+    position: int
+    """In the file's lane, messages counted."""
+    op: ir.Op
+    begin_ns: int
+    end_ns: int
+    label: str
+    """Letter and microbatch, with the stage where a device has several: `F3`, `F3.1` is stage 3, microbatch 1."""
+    reason: Reason
+    predecessor: int | None
+    """Index of the critical predecessor; None for START and SLACK."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A tensor on its way between devices, from the end of its producer to its arrival."""
+
+    what: str
+    """activation or gradient."""
+    producer: int
+    consumer: int
+    """Indices of the items that make and read it."""
+    issued_ns: int
+    arrives_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """An op of any kind as the forecast has it."""
+
+    device: int
+    lane: ir.Lane
+    position: int
+    op: ir.Op
+    id: str
+    begin_ns: int
+    end_ns: int
+
+
+class Timeline:
+    """The forecast of a schedule, op by op."""
+
+    def __init__(self, schedule: ir.Schedule) -> None:
+        self.schedule = schedule
+        self.lanes = {(d, lane): _timed(schedule, d, lane) for d in range(len(schedule.devices)) for lane in LANES}
+        self.ops = {timed.id: timed for lane in self.lanes.values() for timed in lane}
+        self.table = Table(schedule)
+        self.link_of = {device: n for n, link in enumerate(schedule.forecast.links) for device in link.devices}
+        working = [t for lane in self.lanes.values() for t in lane if not isinstance(t.op, ir.MessageOp)]
+        self.number = {timed.id: index for index, timed in enumerate(working)}
+        self.begin_ns = min((timed.begin_ns for timed in working), default=0)
+        self._previous: dict[str, Timed] = {}
+        self._issues: dict[str, list[Timed]] = {}
+        self._walk_lanes()
+        self._held_until: dict[tuple[int, ir.Lane, int], list[Timed]] = defaultdict(list)
+        self._freed_at: dict[tuple[int, int], list[Timed]] = defaultdict(list)
+        self._restored: dict[tuple[int, int], list[tuple[Reason, Timed | None]]] = defaultdict(list)
+        self._taking: dict[tuple[int, int], list[Timed]] = defaultdict(list)
+        self._index_ends(working)
+        self.inputs = {timed.id: self._inputs(timed) for timed in working}
+        several = len(schedule.stages) > len({stage.device for stage in schedule.stages})
+        critical = {timed.id: self._critical(timed) for timed in working}
+        self.items = [self._item(timed, several, *self._turn(timed, critical)) for timed in working]
+        self.messages = list(self._messages())
+
+    def _walk_lanes(self) -> None:
+        """Note for each op the working op before it on its lane and the messages issued between the two."""
+        for lane in self.lanes.values():
+            last: Timed | None = None
+            issues: list[Timed] = []
+            for timed in lane:
+                if isinstance(timed.op, ir.MessageOp):
+                    issues.append(timed)
+                    continue
+                self._issues[timed.id] = issues
+                if last is not None:
+                    self._previous[timed.id] = last
+                last, issues = timed, []
+
+    def _index_ends(self, working: list[Timed]) -> None:
+        """Index transfers by link and end, and everything that frees bytes by device and end."""
+        for timed in self.ops.values():
+            if self.table.on_device(timed.op)[1] < 0:
+                self._freed_at[timed.device, timed.end_ns].append(timed)
+        for timed in working:
+            if isinstance(timed.op, ir.Reload | ir.Recompute):
+                reason = Reason.TRANSFER if timed.lane == "h2d" else Reason.ORDER
+                self._restored[timed.op.stage, timed.op.microbatch].append((reason, timed))
+            if timed.lane != "d2h":
+                self._taking[timed.device, timed.begin_ns].append(timed)
+            if timed.lane != "compute" and timed.device in self.link_of:
+                self._held_until[self.link_of[timed.device], timed.lane, timed.end_ns].append(timed)
+
+    def _item(self, timed: Timed, several: bool, reason: Reason, predecessor: int | None) -> Item:
+        stage = f"{timed.op.stage}." if several else ""
+        label = f"{LETTERS[timed.op.name]}{stage}{timed.op.microbatch}"
+        return Item(
+            index=self.number[timed.id],
+            device=timed.device,
+            lane=timed.lane,
+            position=timed.position,
+            op=timed.op,
+            begin_ns=timed.begin_ns,
+            end_ns=timed.end_ns,
+            label=label,
+            reason=reason,
+            predecessor=predecessor,
+        )
+
+    def _critical(self, timed: Timed) -> tuple[Reason, int | None]:
+        if timed.begin_ns == self.begin_ns:
+            return Reason.START, None
+        for reason, found in self._waited_for(timed):
+            producer = self.producer(found)
+            if found.end_ns == timed.begin_ns and producer is not None and producer.id != timed.id:
+                return reason, self.number[producer.id]
+        return Reason.SLACK, None
+
+    def _turn(self, timed: Timed, critical: dict[str, tuple[Reason, int | None]]) -> tuple[Reason, int | None]:
+        """Return why an op starts; where nothing has just ended for it, why the op starts whose turn was before."""
+        reason, predecessor = critical[timed.id]
+        if reason is Reason.SLACK and self.table.on_device(timed.op)[0]:
+            for other in self._taking[timed.device, timed.begin_ns]:
+                if critical[other.id][1] is not None and other.lane != timed.lane:
+                    return Reason.MEMORY, critical[other.id][1]
+        return reason, predecessor
+
+    def _waited_for(self, timed: Timed) -> Iterator[tuple[Reason, Timed]]:
+        """Yield what an op waits for, in the order of `Reason`."""
+        if timed.id in self._previous:
+            yield Reason.ORDER, self._previous[timed.id]
+        inputs = self.inputs[timed.id]
+        for reason in (Reason.DATA, Reason.MESSAGE, Reason.TRANSFER):
+            yield from ((reason, source) for kind, source in inputs if kind is reason)
+        if timed.lane != "compute" and timed.device in self.link_of:
+            busy = self._held_until[self.link_of[timed.device], timed.lane, timed.begin_ns]
+            yield from ((Reason.LINK, other) for other in busy if other.device != timed.device)
+        for waiting in (timed, *self._issues[timed.id]):
+            yield from ((Reason.MEMORY, self.ops[name]) for name in waiting.op.after if name in self.ops)
+        if not isinstance(timed.op, ir.Offload):  # frees that other waits imply are not named in the file
+            yield from ((Reason.MEMORY, freed) for freed in self._freed_at[timed.device, timed.begin_ns])
+
+    def _inputs(self, timed: Timed) -> list[tuple[Reason, Timed]]:
+        """Return what must have completed for an op to have its data, and as what that counts; ORDER: same lane."""
+        op, at = timed.op, f"{timed.op.stage}:{timed.op.microbatch}"
+        found: list[tuple[Reason, Timed | None]] = []
+        match op:
+            case ir.Forward():
+                found += [(Reason.ORDER, self.ops.get(f"forward:{op.stage - 1}:{op.microbatch}"))]
+                found += [(Reason.MESSAGE, self.ops.get(f"recv_activation:{at}"))]
+            case ir.Backward() | ir.BackwardInput():
+                found += [(Reason.ORDER, self.ops.get(f"forward:{at}"))]
+                found += [(Reason.ORDER, self.gradient(op.stage + 1, op.microbatch))]
+                found += [(Reason.MESSAGE, self.ops.get(f"recv_gradient:{at}"))]
+                found += self._restored[op.stage, op.microbatch]
+            case ir.BackwardWeight():
+                found += [(Reason.ORDER, self.ops.get(f"backward_input:{at}"))]
+            case ir.Recompute():
+                found += [(Reason.ORDER, self.ops.get(f"forward:{at}"))]
+            case ir.Offload():
+                found += [(Reason.DATA, self.ops.get(f"forward:{at}"))]
+            case ir.Reload():
+                found += [(Reason.TRANSFER, self.ops.get(f"offload:{at}:{op.layers[0]}-{op.layers[1]}"))]
+        return [(reason, source) for reason, source in found if source is not None]
+
+    def feeds(self, item: Item) -> bool:
+        """Return whether an op reads what its critical predecessor makes."""
+        inputs = (self.producer(source) for _, source in self.inputs[item.op.id])
+        return any(source is not None and self.number[source.id] == item.predecessor for source in inputs)
+
+    def ready_ns(self, item: Item) -> int:
+        """Return when an op had its data; a compute op without what reloads bring back."""
+        inputs = self.inputs[item.op.id]
+        brought = item.lane == "compute"
+        ends = (source.end_ns for reason, source in inputs if not (brought and reason is Reason.TRANSFER))
+        return max(ends, default=self.begin_ns)
+
+    def producer(self, timed: Timed) -> Timed | None:
+        """Return the op that makes a message; any other op is its own producer."""
+        op = timed.op
+        forward, gradient = f"forward:{op.stage}:{op.microbatch}", op.stage
+        match op:
+            case ir.SendActivation():
+                return self.ops.get(forward)
+            case ir.RecvActivation():
+                return self.ops.get(f"forward:{op.stage - 1}:{op.microbatch}")
+            case ir.RecvGradient():
+                gradient = op.stage + 1
+            case ir.SendGradient():
+                pass
+            case _:
+                return timed
+        return self.gradient(gradient, op.microbatch)
+
+    def gradient(self, stage: int, microbatch: int) -> Timed | None:
+        """Return the op that makes the gradient of the stage's input."""
+        fused = self.ops.get(f"backward:{stage}:{microbatch}")
+        return fused or self.ops.get(f"backward_input:{stage}:{microbatch}")
+
+    def _messages(self) -> Iterator[Message]:
+        for timed in self.ops.values():
+            if isinstance(timed.op, ir.RecvActivation | ir.RecvGradient):
+                activation = isinstance(timed.op, ir.RecvActivation)
+                stage, microbatch = timed.op.stage, timed.op.microbatch
+                producer = self.producer(timed)
+                consumer = (
+                    self.ops.get(f"forward:{stage}:{microbatch}") if activation else self.gradient(stage, microbatch)
+                )
+                if producer is not None and consumer is not None:
+                    yield Message(
+                        "activation" if activation else "gradient",
+                        self.number[producer.id],
+                        self.number[consumer.id],
+                        producer.end_ns,
+                        timed.end_ns,
+                    )
+
+
+def _timed(schedule: ir.Schedule, device: int, lane: ir.Lane) -> list[Timed]:
+    ops: Sequence[ir.Op] = getattr(schedule.devices[device], lane)
+    found = [times for times in schedule.forecast.times if (times.device, times.lane) == (device, lane)]
+    starts, ends = (found[0].start_ns, found[0].end_ns) if found else ([], [])
+    at = f"the {lane} lane of device {device}"
+    if len(found) > 1 or not len(starts) == len(ends) == len(ops):
+        raise _broken(f"forecast.times of {at} has {len(starts)} starts and {len(ends)} ends for {len(ops)} ops")
+    timed = [
+        Timed(device, lane, position, op, op.id, begin, end)
+        for position, (op, begin, end) in enumerate(zip(ops, starts, ends, strict=True))
+    ]
+    for before, after in pairwise(one for one in timed if not isinstance(one.op, ir.MessageOp)):
+        if not before.begin_ns <= before.end_ns <= after.begin_ns <= after.end_ns:
+            raise _broken(f"forecast.times of {at} has {after.id} begin before {before.id} has ended")
+    for one in timed:
+        if one.op.stage >= len(schedule.stages):
+            raise _broken(f"{one.id} on {at} is of a stage that the file does not list")
+    return timed
+
+
+def _broken(what: str) -> BadInput:
+    return BadInput(f"{what}; `optpipe verify` lists everything that is wrong with a schedule")

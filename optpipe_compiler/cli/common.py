@@ -1,0 +1,54 @@
+"""What several commands share: argument types, default paths, and writing a file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from optpipe_compiler.units import parse_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PROFILE, SCHEDULE = Path("profile.json"), Path("schedule.json")
+
+
+class Size(click.ParamType[int]):
+    """An amount of memory such as 40GB or 37.25GiB, in bytes."""
+
+    name = "SIZE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Return bytes; the units are those of `units.parse_bytes`."""
+        return value if isinstance(value, int) else parse_bytes(str(value), param.opts[0] if param else "size")
+
+
+jobs_option = click.option(
+    "-j",
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=lambda: os.cpu_count() or 1,
+    show_default="one per core",
+    help="Processes that plan at the same time.",
+)
+
+
+def console(*, stderr: bool = False) -> Console:
+    """Return the terminal, or the pipe, that a command prints to; a closed pipe is left to `main`."""
+    from rich.console import Console
+
+    class Output(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return Output(stderr=stderr, highlight=False)
+
+
+def write(path: Path, record: Any) -> None:
+    """Write a record as the canonical JSON of its file, at once or not at all."""
+    from optpipe_compiler.files import canonical, write_atomically
+
+    write_atomically(path, canonical(record))

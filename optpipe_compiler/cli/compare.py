@@ -1,0 +1,79 @@
+"""optpipe compare: schedules side by side, and the published ones for the same setup."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from optpipe_compiler.cli.common import PROFILE, SCHEDULE, console, jobs_option
+
+if TYPE_CHECKING:
+    from optpipe_compiler.study.comparison import Absent, Comparison
+    from optpipe_compiler.study.facts import Facts
+
+
+@click.command()
+@click.argument("schedule_paths", metavar="[SCHEDULE]...", type=click.Path(path_type=Path), nargs=-1)
+@click.option("--methods", metavar="all|NAME[,NAME...]", help="Add published schedules for the first one's setup.")
+@click.option(
+    "--profile",
+    "profile_path",
+    type=click.Path(path_type=Path),
+    default=PROFILE,
+    show_default=True,
+    help="Costs for --methods.",
+)
+@jobs_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def compare(
+    schedule_paths: tuple[Path, ...], methods: str | None, profile_path: Path, jobs: int, as_json: bool
+) -> None:
+    """Set schedules side by side: time, idle, memory, host traffic, recomputation, and whether they are safe.
+
+    Example: optpipe compare schedule.json --methods 1f1b,zb-h1,gis-h --profile profile.json
+    """
+    from optpipe_compiler import ir
+    from optpipe_compiler.study.comparison import chosen_methods
+    from optpipe_compiler.study.comparison import compare as side_by_side
+    from optpipe_compiler.study.facts import facts
+    from optpipe_compiler.view.comparison import render
+
+    names = chosen_methods(methods) if methods is not None else []
+    paths = schedule_paths or (SCHEDULE,)
+    schedules = [ir.load(path) for path in paths]
+    rows = [facts(schedule, str(path)) for schedule, path in zip(schedules, paths, strict=True)]
+    more, absent = _published(schedules[0].setup, names, profile_path, jobs) if names else ([], [])
+    comparison = side_by_side(rows + more, absent)
+    if as_json:
+        click.echo(msgspec.json.encode(_report(comparison)))
+    else:
+        out = console()
+        out.print(render(comparison, out.width))
+
+
+def _published(setup: Any, names: list[str], profile_path: Path, jobs: int) -> tuple[list[Facts], list[Absent]]:
+    from optpipe_compiler import profile as profiles
+    from optpipe_compiler.study.comparison import Absent, published_rows
+    from optpipe_compiler.view.comparison import MethodsBar
+
+    costs = profiles.load(profile_path)
+    with MethodsBar(console(stderr=True), len(names)) as bar:
+        found = list(published_rows(costs, setup, names, jobs, bar.update))
+    rows = [row for row in found if not isinstance(row, Absent)]
+    return rows, [row for row in found if isinstance(row, Absent)]
+
+
+def _report(comparison: Comparison) -> dict[str, Any]:
+    """Return what `compare --json` prints."""
+    return {
+        "best": comparison.best.name if comparison.best else None,
+        "differences": comparison.differences,
+        "schedules": [
+            msgspec.to_builtins(row) | {"per_microbatch_ns": row.per_microbatch_ns, "safe": row.safe}
+            for row in comparison.rows
+        ],
+        "absent": comparison.absent,
+    }

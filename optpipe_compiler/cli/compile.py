@@ -1,0 +1,167 @@
+"""optpipe compile and optpipe bounds: planning from a profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from optpipe_compiler.cli.common import PROFILE, SCHEDULE, Size, console
+from optpipe_compiler.errors import BadInput
+from optpipe_compiler.units import parse_bytes
+
+
+@click.command(name="compile")
+@click.argument("profile_path", metavar="[PROFILE]", type=click.Path(path_type=Path), default=PROFILE)
+@click.option("--mem", type=Size(), help="Memory cap per device, such as 40GB or 37.25GiB [default: the profile's].")
+@click.option("--microbatches", type=int, help="Microbatches per step [default: 4 per device].")
+@click.option("--devices", type=click.IntRange(min=1), help="Pipeline devices [default: the profile's].")
+@click.option("--host-mem", type=Size(), help="Host memory for offloads, all devices [default: the profile's].")
+@click.option("--placement", type=click.Choice(["auto", "linear", "loop", "v"]), default="auto", show_default=True)
+@click.option("--stages-per-device", type=int, help="[default: searched]")
+@click.option("--objective", type=click.Choice(["makespan", "span"]), default="makespan", show_default=True)
+@click.option("--no-offload", is_flag=True)
+@click.option("--no-recompute", is_flag=True)
+@click.option("--no-split", is_flag=True, help="Only fused backwards.")
+@click.option("--time-limit", type=float, metavar="SECONDS", help="[default: 60 up to 8 devices, 180 above]")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--reproducible", is_flag=True, help="Same bytes on every run and machine; one search thread.")
+@click.option("--method", help="Emit this published schedule instead of searching (see --list-methods).")
+@click.option("--list-methods", is_flag=True, help="List the published schedules and stop.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=SCHEDULE, show_default=True)
+def compile_command(
+    profile_path: Path, output: Path, as_json: bool, mem: int | None, list_methods: bool, **options: Any
+) -> None:
+    """Plan a schedule under a memory cap and prove how good it is.
+
+    Example: optpipe compile profile.json --mem 40GB --microbatches 16 -o schedule.json
+    """
+    from optpipe_compiler import driver, ir
+    from optpipe_compiler import profile as profiles
+    from optpipe_compiler.files import check_writable, write_atomically
+    from optpipe_compiler.view.progress import ProgressLine
+    from optpipe_compiler.view.summary import render
+
+    if list_methods:
+        _list_methods()
+        return
+    check_writable(output)
+    costs = profiles.load(profile_path)
+    chosen = driver.Options(mem_bytes=_cap(mem, costs), **_renamed(options))
+    with ProgressLine(console(stderr=True)) as line:
+        result = driver.compile_schedule(costs, chosen, line.update)
+    write_atomically(output, ir.to_text(result.schedule))
+    for note in result.notes:
+        click.echo(f"optpipe: {note}", err=True)
+    if as_json:
+        click.echo(msgspec.json.encode(_report(result)))
+        return
+    console().print(render(result.schedule))
+    if result.interrupted:
+        click.echo("interrupted: this is the best schedule so far", err=True)
+    click.echo(f"\nwrote {output} in {result.wall_s:.1f} s")
+
+
+def _list_methods() -> None:
+    """Print every published schedule with the placements that it is tried on."""
+    from rich.table import Table
+
+    from optpipe_compiler.heuristics import PLACEMENTS
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("method")
+    table.add_column("placement and stages per device")
+    for name, places in PLACEMENTS.items():
+        table.add_row(name, ", ".join(f"{placement} {number}" for placement, number in places))
+    console().print(table)
+
+
+@click.command()
+@click.argument("profile_path", metavar="[PROFILE]", type=click.Path(path_type=Path), default=PROFILE)
+@click.option("--mem", "mems", required=True, metavar="SIZE[,SIZE...]", help="Caps, such as 10GB,20GB,40GB.")
+@click.option("--microbatches", type=int, help="Microbatches per step [default: 4 per device].")
+@click.option("--devices", type=click.IntRange(min=1), help="Pipeline devices [default: the profile's].")
+@click.option("--placement", type=click.Choice(["auto", "linear", "loop", "v"]), default="auto", show_default=True)
+@click.option("--stages-per-device", type=int, help="[default: all that are searched]")
+@click.option("--objective", type=click.Choice(["makespan", "span"]), default="makespan", show_default=True)
+def bounds(profile_path: Path, mems: str, **options: Any) -> None:
+    """Print lower bounds for a range of caps, without solving.
+
+    Example: optpipe bounds profile.json --mem 10GB,20GB,40GB --microbatches 16
+    """
+    from rich.table import Table
+
+    from optpipe_compiler import driver
+    from optpipe_compiler import profile as profiles
+    from optpipe_compiler.units import show_bytes, show_ns
+
+    costs = profiles.load(profile_path)
+    table = Table("cap", f"{options['objective']} at least", "because of", box=None, pad_edge=False)
+    for text in mems.split(","):
+        cap = parse_bytes(text, "--mem")
+        reached, name = driver.lower_bound(costs, driver.Options(mem_bytes=cap, **options))
+        table.add_row(show_bytes(cap), show_ns(reached), name)
+    console().print(table)
+
+
+def _cap(mem: int | None, costs: Any) -> int:
+    from optpipe_compiler.profile import value_of
+
+    if mem is not None:
+        return mem
+    if costs.machine.memory_bytes is None:
+        raise BadInput("--mem is missing and the profile does not know the devices' memory; expected e.g. --mem 40GB")
+    return value_of(costs.machine.memory_bytes)
+
+
+def _renamed(options: dict[str, Any]) -> dict[str, Any]:
+    """Turn the command line's names into those of driver.Options."""
+    for name in ("offload", "recompute", "split"):
+        options[name] = not options.pop(f"no_{name}")
+    options["host_mem_bytes"] = options.pop("host_mem")
+    options["time_limit_s"] = options.pop("time_limit")
+    return options
+
+
+def _report(result: Any) -> dict[str, Any]:
+    """Return what `compile --json` prints."""
+    from optpipe_compiler.view.summary import count, gap
+
+    schedule = result.schedule
+    forecast = schedule.forecast
+    return {
+        "outcome": forecast.outcome,
+        "interrupted": result.interrupted,
+        "method": forecast.method,
+        "objective": forecast.objective,
+        "makespan_ns": forecast.makespan_ns,
+        "span_ns": forecast.span_ns,
+        "lower_bound_ns": forecast.lower_bound_ns,
+        "bound": forecast.bound,
+        "gap": gap(schedule),
+        "bubble_fraction": forecast.bubble_fraction,
+        "peak_bytes": [device.peak_bytes for device in schedule.devices],
+        "host_bytes": [device.host_bytes for device in schedule.devices],
+        "cap_bytes": schedule.setup.cap_bytes,
+        "host_cap_bytes": schedule.setup.host_cap_bytes,
+        "devices": schedule.setup.devices,
+        "stages": len(schedule.stages),
+        "placement": result.placement,
+        "microbatches": schedule.setup.microbatches,
+        "num_offloads": count(schedule, "offload"),
+        "num_recomputes": count(schedule, "recompute"),
+        "wall_s": result.wall_s,
+        "digest": schedule.digest,
+        "baselines": {
+            name: {
+                "makespan_ns": baseline.makespan_ns,
+                "peak_bytes": baseline.peak_bytes,
+                "fits": baseline.fits,
+                **({"reason": baseline.reason} if baseline.reason else {}),
+            }
+            for name, baseline in forecast.baselines.items()
+        },
+    }

@@ -1,0 +1,73 @@
+"""What `profile --model` and `sweep --model` share: options of an estimate, and what they mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from optpipe_compiler.errors import BadInput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from optpipe_compiler.presets.gpus import Gpu
+    from optpipe_compiler.presets.models import Architecture
+    from runtime_torch.estimate import EstimateOptions
+
+Command = TypeVar("Command", bound="Callable[..., Any]")
+
+ESTIMATED: dict[str, Any] = {"devices": 8, "seq": 4096, "microbatch_size": 1, "tp": 1, "links": "none", "dtype": "bf16"}
+"""What is estimated when nothing is said."""
+
+OPTIONS = (
+    click.option("--tp", type=click.IntRange(min=1), help="Estimate: tensor-parallel GPUs per device [default: 1]."),
+    click.option("--links", type=click.Choice(["pairs", "none"]), help="Estimate: pairs of GPUs share a host link."),
+    click.option(
+        "--dtype", type=click.Choice(["bf16", "fp16"]), help="Estimate: weights and activations [default: bf16]."
+    ),
+    click.option(
+        "--attention", type=click.Choice(["flash", "math"]), help="Estimate: math keeps the attention matrix."
+    ),
+    click.option(
+        "--accumulation", type=click.Choice(["torch", "fused"]), help="Estimate: gradients added by the matmul."
+    ),
+)
+
+
+def estimate_options(command: Command) -> Command:
+    """Add the options that both commands spell and explain alike."""
+    for option in reversed(OPTIONS):
+        command = option(command)
+    return command
+
+
+def refuse(given: dict[str, Any], allowed: set[str], reason: str) -> None:
+    """Refuse options of the other way to come by costs."""
+    for name, value in given.items():
+        if name not in allowed:
+            raise BadInput(f"--{name.replace('_', '-')} is {value}, which {reason}")
+
+
+def chosen(given: dict[str, Any], model: Architecture, gpu: Gpu) -> EstimateOptions:
+    """Return what to estimate from the options that were given."""
+    from dataclasses import replace
+
+    from runtime_torch.estimate import EstimateOptions
+
+    values = {**ESTIMATED, **given}
+    if "seq" not in given and model.positions:
+        values["seq"] = model.positions
+    return EstimateOptions(
+        model=replace(model, attention=given.get("attention", model.attention)),
+        gpu=gpu,
+        name=Path(given["model"]).stem if Path(given["model"]).stem != "config" else model.kind,
+        devices=values["devices"],
+        sequence_length=values["seq"],
+        microbatch_size=values["microbatch_size"],
+        tensor_parallel=values["tp"],
+        shared_links=values["links"],
+        dtype=values["dtype"],
+        accumulation=values.get("accumulation", "torch"),
+    )

@@ -1,0 +1,43 @@
+"""optpipe explain: what binds in a schedule, from re-solved and bounded variations."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import msgspec
+
+from optpipe_compiler.cli.common import PROFILE, SCHEDULE, console, jobs_option
+from optpipe_compiler.errors import Rejected
+
+
+@click.command()
+@click.argument("schedule_path", metavar="[SCHEDULE]", type=click.Path(path_type=Path), default=SCHEDULE)
+@click.option("--profile", "profile_path", type=click.Path(path_type=Path), default=PROFILE, show_default=True)
+@click.option("--time-limit", type=float, default=5.0, show_default=True, metavar="SECONDS", help="Per change.")
+@jobs_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def explain(schedule_path: Path, profile_path: Path, time_limit: float, jobs: int, as_json: bool) -> None:
+    """Say what binds: where devices idle, and what more memory, faster links and other changes would save.
+
+    Each change is planned again within the time limit, and bounded: what is found can be had, what the bound excludes
+    cannot. Example: optpipe explain schedule.json --profile profile.json --time-limit 5
+    """
+    from optpipe_compiler import ir
+    from optpipe_compiler import profile as profiles
+    from optpipe_compiler.study import explain as study
+    from optpipe_compiler.verify import verify
+    from optpipe_compiler.view.explanation import ChangesBar, render
+
+    schedule, costs = ir.load(schedule_path), profiles.load(profile_path)
+    violations = verify(schedule, costs)
+    if violations:
+        said = violations[0].message
+        raise Rejected(f"{schedule_path}: not explained, verify rejects it with {profile_path}: {said}")
+    instance = study.instance_of(schedule, costs, str(schedule_path), time_limit)
+    with ChangesBar(console(stderr=True), len(study.listed(schedule, instance))) as bar:
+        explanation = study.explain(schedule, instance, jobs, bar.update)
+    if as_json:
+        click.echo(msgspec.json.encode(explanation))
+    else:
+        console().print(render(explanation))

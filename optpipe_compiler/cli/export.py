@@ -1,0 +1,148 @@
+"""optpipe export: a schedule in the formats of other tools."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from optpipe_compiler.cli.common import SCHEDULE, console
+from optpipe_compiler.errors import BadInput, Rejected
+
+if TYPE_CHECKING:
+    from optpipe_compiler.ir import Schedule
+
+ENDINGS = {
+    "chrome-trace": ".trace.json",
+    "torch-csv": ".csv",
+    "torchtitan": "_torchtitan.py",
+    "png": ".png",
+    "svg": ".svg",
+}
+
+
+@click.command()
+@click.argument("schedule_path", metavar="[SCHEDULE]", type=click.Path(path_type=Path), default=SCHEDULE)
+@click.option("--to", "kind", type=click.Choice(list(ENDINGS)), required=True)
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help="[default: the schedule's name with a new ending]"
+)
+@click.option("--drop-memory-ops", is_flag=True, help="torch: leave out offloads, reloads and recomputes.")
+@click.option("--profile", "profile_path", type=click.Path(path_type=Path), help="torchtitan: names the layers.")
+def export(
+    schedule_path: Path, kind: str, output: Path | None, drop_memory_ops: bool, profile_path: Path | None
+) -> None:
+    """Write a schedule for another tool.
+
+    \b
+    chrome-trace  timeline with memory for ui.perfetto.dev
+    torch-csv     compute ops as torch.distributed.pipelining loads them
+    torchtitan    that CSV and the settings for torchtitan 0.3
+    png, svg      the chart as a picture
+
+    Example: optpipe export schedule.json --to chrome-trace
+    """
+    from optpipe_compiler import ir
+    from optpipe_compiler.files import check_writable
+
+    path = output or _default(schedule_path, kind)
+    check_writable(path)
+    schedule = ir.load(schedule_path)
+    _judge(schedule, schedule_path)
+    if kind not in ("torch-csv", "torchtitan"):
+        _write(path, _picture(schedule, kind))
+        return
+    _refuse_loss(schedule, schedule_path, drop_memory_ops)
+    if kind == "torch-csv":
+        _write_csv(path, schedule)
+    else:
+        _write_torchtitan(path, schedule, profile_path)
+
+
+def _picture(schedule: Schedule, kind: str) -> str | bytes:
+    from optpipe_compiler.export import chrome_trace
+    from optpipe_compiler.view import png, svg
+
+    if kind == "png":
+        return png.render(schedule)
+    return svg.render(schedule) if kind == "svg" else chrome_trace.render(schedule)
+
+
+def _write_torchtitan(path: Path, schedule: Schedule, profile_path: Path | None) -> None:
+    from optpipe_compiler import profile as profiles
+    from optpipe_compiler.export import torchtitan
+
+    if path.suffix != ".py":
+        raise BadInput(f"-o is {str(path)!r}, expected a Python file; the CSV is written beside it")
+    table = path.with_name(path.stem.removesuffix("_torchtitan") + ENDINGS["torch-csv"])
+    profile = profiles.load(profile_path) if profile_path else None
+    settings = torchtitan.render(schedule, profile, table.name, path.stem)
+    _write_csv(table, schedule)
+    _write(path, settings)
+
+
+def _write_csv(path: Path, schedule: Schedule) -> None:
+    from optpipe_compiler.export import torch_csv
+
+    _write(path, torch_csv.render(schedule))
+    _say_peaks(schedule, stderr=not path.is_file())
+
+
+def _default(schedule_path: Path, kind: str) -> Path:
+    """Name the output after the schedule; what is to be imported gets a name that Python can import."""
+    stem = schedule_path.stem
+    if kind == "torchtitan":
+        stem = re.sub(r"\W", "_", stem)
+    return schedule_path.with_name(stem + ENDINGS[kind])
+
+
+def _judge(schedule: Schedule, path: Path) -> None:
+    from optpipe_compiler.verify import verify
+
+    violations = verify(schedule)
+    if violations:
+        raise Rejected(f"{path}: not exported, verify rejects it: {violations[0].message} (optpipe verify {path})")
+
+
+def _refuse_loss(schedule: Schedule, path: Path, drop_memory_ops: bool) -> None:
+    from optpipe_compiler.export.torch_csv import memory_ops
+
+    lost = memory_ops(schedule)
+    if lost and not drop_memory_ops:
+        shown = " and ".join(f"{count} {kind}s" for kind, count in sorted(lost.items()))
+        raise BadInput(
+            f"{path}: has {shown}, which torch's CSV cannot carry; expected a schedule compiled with --no-offload "
+            "--no-recompute, or --drop-memory-ops to export it without them"
+        )
+
+
+def _write(path: Path, content: str | bytes) -> None:
+    from optpipe_compiler.files import write_atomically
+
+    write_atomically(path, content)
+    click.echo(f"wrote {path}", err=not path.is_file())
+
+
+def _say_peaks(schedule: Schedule, *, stderr: bool) -> None:
+    """Say what every device can hold when torch runs the order without waits and memory ops."""
+    from rich.table import Table
+
+    from optpipe_compiler.export.torch_csv import as_torch_runs_it
+    from optpipe_compiler.units import short_bytes
+    from optpipe_compiler.verify.peaks import peaks
+
+    cap = schedule.setup.cap_bytes
+    table = Table(box=None, pad_edge=False)
+    for column in ("device", "planned peak", "peak in torch", "cap"):
+        table.add_column(column, justify="right")
+    table.add_column()
+    found = peaks(as_torch_runs_it(schedule))
+    for device, peak in zip(schedule.devices, found, strict=True):
+        verdict = f"{short_bytes(peak - cap)} over" if peak > cap else "fits"
+        row = (device.device, short_bytes(device.peak_bytes), short_bytes(peak), short_bytes(cap), verdict)
+        table.add_row(*map(str, row))
+    console(stderr=stderr).print(table)
+    if max(found) > cap:
+        click.echo("optpipe: without its waits and memory ops the schedule does not fit the cap", err=True)

@@ -1,0 +1,58 @@
+"""optpipe fmt: schedules and profiles in their canonical text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from optpipe_compiler.errors import BadInput, Rejected
+
+
+@click.command()
+@click.argument("paths", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--check", is_flag=True, help="Write nothing; exit with 1 and name the files that would change.")
+def fmt(paths: tuple[Path, ...], check: bool) -> None:
+    """Rewrite schedules and profiles as their canonical text: one op or layer per line, fixed key order.
+
+    Only the text changes, never its meaning. Nothing is written unless all files can be read.
+
+    Example: optpipe fmt schedule.json profile.json
+    """
+    from optpipe_compiler.files import read_text, write_atomically
+
+    wanted = {path: canonical_text(read_text(path), str(path)) for path in paths}
+    others = [path for path, text in wanted.items() if path.read_bytes() != text.encode()]
+    if check and others:
+        raise Rejected(f"not in canonical form: {', '.join(map(str, others))}")
+    for path in others:
+        write_atomically(path, wanted[path])
+        click.echo(f"rewrote {path}")
+
+
+def canonical_text(text: str, name: str) -> str:
+    """Return the canonical text of a schedule or profile; raise BadInput for what is neither or not understood."""
+    from optpipe_compiler import ir, profile
+    from optpipe_compiler.files import canonical
+
+    try:
+        raw = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise BadInput(f"{name}: is not complete JSON: {error}") from error
+    kind = raw.get("format") if isinstance(raw, dict) else None
+    record: Any
+    if kind == ir.FORMAT:
+        record, revision = ir.parse(text, name), ir.REVISION
+    elif kind == profile.FORMAT:
+        record, revision = profile.parse(text, name), profile.REVISION
+    else:
+        raise BadInput(f'{name}: $.format is {json.dumps(kind)}, expected "{ir.FORMAT}" or "{profile.FORMAT}"')
+    if record.revision > revision:
+        raise BadInput(
+            f"{name}: $.revision is {record.revision}, expected at most {revision}; a newer optpipe wrote this file, "
+            "and fields that this one does not know would be lost"
+        )
+    return canonical(record)

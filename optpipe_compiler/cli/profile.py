@@ -1,0 +1,183 @@
+"""optpipe profile: measured on this machine, estimated from data sheets, or made from a few numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from optpipe_compiler.cli.common import PROFILE, console, write
+from optpipe_compiler.cli.estimate import ESTIMATED, chosen, estimate_options, refuse
+from optpipe_compiler.errors import BadInput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+MEASURED = {"layers": 8, "hidden": 256, "heads": 4, "seq": 128, "microbatch_size": 4}
+"""What is measured when nothing is said."""
+
+
+@click.group(invoke_without_command=True)
+@click.option(
+    "--devices", type=click.IntRange(min=1), help="Pipeline devices [default: the cores, 2 to 4; estimated: 8]."
+)
+@click.option("--layers", type=click.IntRange(min=1), help="Transformer blocks [default: 8].")
+@click.option("--hidden", type=click.IntRange(min=1), help="Model width [default: 256].")
+@click.option("--heads", type=click.IntRange(min=1), help="Attention heads [default: 4].")
+@click.option("--seq", type=click.IntRange(min=1), help="Sequence length [default: 128; estimated: 4096].")
+@click.option("--microbatch-size", type=click.IntRange(min=1), help="[default: 4; estimated: 1]")
+@click.option("--model", metavar="CONFIG", help="Estimate: a config.json of Hugging Face, or a name (--list-models).")
+@click.option("--gpu", metavar="GPU", help="Estimate: a name (--list-gpus), or a JSON file of that form.")
+@estimate_options
+@click.option("--from-run", type=click.Path(path_type=Path), help="Take times from a trace of run --trace.")
+@click.option(
+    "--profile",
+    "base",
+    type=click.Path(path_type=Path),
+    help="From run: the profile of that run [default: profile.json].",
+)
+@click.option("--list-gpus", is_flag=True, help="Print the known GPUs.")
+@click.option("--list-models", is_flag=True, help="Print the known models.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=PROFILE, show_default=True)
+@click.pass_context
+def profile(context: click.Context, /, output: Path, list_gpus: bool, list_models: bool, **options: Any) -> None:
+    """Write a cost profile: measured on this machine, derived from a model's configuration and a GPU's data sheet
+    (`--model`, `--gpu`), or made from a few numbers (`optpipe profile uniform`).
+
+    Example: optpipe profile --model llama-7b --gpu a100-80gb --devices 8 -o profile.json
+    """
+    if context.invoked_subcommand is not None:
+        return
+    given = {name: value for name, value in options.items() if value is not None}
+    if list_gpus or list_models:
+        _list(gpus=list_gpus, models=list_models)
+    elif "from_run" in given:
+        _from_run(output, given)
+    elif "model" in given:
+        _estimate(output, given)
+    else:
+        refuse(given, {"devices", *MEASURED}, "needs --model")
+        _measure(output, **{"devices": None, **MEASURED, **given})
+
+
+def _list(*, gpus: bool, models: bool) -> None:
+    from optpipe_compiler.presets import gpus as gpu_presets
+    from optpipe_compiler.presets import models as model_presets
+    from optpipe_compiler.view.estimated import gpu_table, model_table
+
+    if gpus:
+        console().print(gpu_table(gpu_presets.presets()))
+    if models:
+        console().print(model_table({name: model_presets.load(name) for name in model_presets.presets()}))
+
+
+def _estimate(output: Path, given: dict[str, Any]) -> None:
+    from optpipe_compiler.files import check_writable
+    from optpipe_compiler.presets import gpus, models
+    from optpipe_compiler.view.estimated import render
+    from runtime_torch.estimate import assumptions, estimate
+
+    refuse(
+        given, {"model", "gpu", "attention", "accumulation", *ESTIMATED}, "only measuring takes; expected no --model"
+    )
+    options = chosen(given, models.load(given["model"]), gpus.load(given.get("gpu", "")))
+    check_writable(output)
+    record = estimate(options)
+    write(output, record)
+    console().print(render(record, str(output), assumptions(options)))
+
+
+def _from_run(output: Path, given: dict[str, Any]) -> None:
+    from optpipe_compiler import profile as profiles
+    from optpipe_compiler.files import check_writable
+    from optpipe_compiler.from_run import profile_from_run, read_run
+    from optpipe_compiler.view.from_run import render
+
+    refuse(given, {"from_run", "base"}, "--from-run takes from the run; expected only --profile and -o")
+    base_path = given.get("base", PROFILE)
+    if output.resolve() == base_path.resolve():
+        raise BadInput(f"-o {output} is the profile of the run itself, expected another file")
+    check_writable(output)
+    base = profiles.load(base_path)
+    found = profile_from_run(base, str(base_path), read_run(given["from_run"]))
+    write(output, found.profile)
+    console().print(render(found, str(output)))
+
+
+def _measure(
+    output: Path, devices: int | None, layers: int, hidden: int, heads: int, seq: int, microbatch_size: int
+) -> None:
+    from optpipe_compiler.files import check_writable
+    from optpipe_compiler.view.measured import MeasureBar, render
+    from runtime_torch.measure import MeasureOptions, measure
+
+    check_writable(output)
+    options = MeasureOptions(
+        devices=devices,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        sequence_length=seq,
+        microbatch_size=microbatch_size,
+    )
+    with MeasureBar(console(stderr=True)) as bar:
+        measured = measure(options, bar.update)
+    write(output, measured)
+    console().print(render(measured, str(output)))
+
+
+def _uniform_option(name: str, default: Any, help: str) -> Callable[[Any], Any]:
+    return click.option(name, type=float, default=default, show_default=default is not None, help=help)
+
+
+@profile.command()
+@click.option("--devices", type=int, default=4, show_default=True)
+@click.option("--layers-per-device", type=int, default=4, show_default=True)
+@_uniform_option("--forward-ms", 1.0, "Forward, per device and microbatch, like all times here.")
+@_uniform_option("--backward-input-ms", 1.0, "Gradient of the input.")
+@_uniform_option("--backward-weight-ms", 1.0, "Gradient of the weights.")
+@_uniform_option("--recompute-ms", None, "Recomputation [default: the forward].")
+@_uniform_option("--p2p-ms", 0.05, "Message to a neighbour.")
+@_uniform_option("--activation-gb", 1.0, "Activation of one microbatch on one device, GB = 10^9 bytes.")
+@_uniform_option("--residue-fraction", 0.5, "Share of it kept between input and weight gradient.")
+@_uniform_option("--boundary-fraction", 0.0, "Share of it kept for a recomputation.")
+@_uniform_option("--d2h-ms", 1.0, "Offload of one device's whole activation of one microbatch, alone.")
+@_uniform_option("--h2d-ms", 1.0, "Reload of the same, alone.")
+@click.option(
+    "--duplex-slowdown",
+    default="1.0",
+    show_default=True,
+    metavar="RATIO",
+    help="How much longer a transfer takes while the link's other direction is busy; 1/0.7 may be written so.",
+)
+@_uniform_option("--static-gb", 0.0, "Weights, gradients and optimizer state per device.")
+@click.option(
+    "--shared-links",
+    type=click.Choice(["pairs", "none"]),
+    default="none",
+    show_default=True,
+    help="pairs: devices 2i and 2i+1 share one host link.",
+)
+@click.option("--embedding-ms", metavar="F,I,W", help="An extra first layer.")
+@click.option("--head-ms", metavar="F,I,W", help="An extra last layer.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=PROFILE, show_default=True)
+def uniform(output: Path, embedding_ms: str | None, head_ms: str | None, duplex_slowdown: str, **options: Any) -> None:
+    """Write a profile of equal layers from a handful of numbers.
+
+    Example: optpipe profile uniform --devices 8 --activation-gb 2 --d2h-ms 1.05 --h2d-ms 1.05 --shared-links pairs
+    """
+    from optpipe_compiler.uniform import UniformOptions, parse_ratio, parse_triple, uniform_profile
+
+    record = uniform_profile(
+        UniformOptions(
+            embedding_ms=parse_triple(embedding_ms, "--embedding-ms") if embedding_ms else None,
+            head_ms=parse_triple(head_ms, "--head-ms") if head_ms else None,
+            duplex_slowdown=parse_ratio(duplex_slowdown, "--duplex-slowdown"),
+            **options,
+        )
+    )
+    write(output, record)
+    layers = len(record.expanded_layers())
+    click.echo(f"{output}: {record.machine.devices} devices, {layers} layers, all numbers manual")

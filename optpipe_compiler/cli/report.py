@@ -1,0 +1,73 @@
+"""optpipe report: a schedule as an HTML page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from optpipe_compiler.cli.common import SCHEDULE
+from optpipe_compiler.errors import BadInput
+
+
+@click.command()
+@click.argument("schedule_path", metavar="SCHEDULE", type=click.Path(path_type=Path), default=SCHEDULE)
+@click.option(
+    "--profile",
+    "profile_path",
+    type=click.Path(path_type=Path),
+    help="The profile it was compiled from, to draw the best published schedule above it.",
+)
+@click.option(
+    "--trace",
+    "traces",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="A measured trace: of run --trace, or of torch's profiler (one per rank: repeat the option).",
+)
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("report.html"), show_default=True)
+def report(schedule_path: Path, output: Path, profile_path: Path | None, traces: tuple[Path, ...]) -> None:
+    """Write one HTML page with the whole schedule to zoom into: ops, what each waited for, memory, the bound.
+
+    Example: optpipe report schedule.json --profile profile.json -o report.html
+    """
+    from optpipe_compiler import ir
+    from optpipe_compiler.files import check_writable, write_atomically
+    from optpipe_compiler.view.report import render
+    from optpipe_compiler.view.report.trace import measured
+
+    check_writable(output)
+    schedule = ir.load(schedule_path)
+    ran = measured(traces, schedule) if traces else None
+    published = _published(schedule, schedule_path, profile_path) if profile_path else None
+    write_atomically(output, render(schedule, published, ran))
+    click.echo(f"wrote {output}")
+
+
+def _published(schedule: Any, schedule_path: Path, profile_path: Path) -> Any:
+    """Return the best published schedule of the same instance, or None if it is the schedule itself."""
+    from optpipe_compiler import driver
+    from optpipe_compiler import profile as profiles
+    from optpipe_compiler.view.report import best_published
+
+    costs, came_from = profiles.load(profile_path), schedule.provenance
+    if costs.digest() != came_from.profile_digest:
+        raise BadInput(
+            f"{profile_path}: is not the profile that {schedule_path} was compiled from: its digest is "
+            f"{costs.digest()[:19]}, expected {came_from.profile_digest[:19]}"
+        )
+    best = best_published(schedule)
+    if best is None or best == schedule.forecast.method:
+        return None
+    setup, chosen = schedule.setup, came_from.options
+    options = driver.Options(
+        mem_bytes=setup.cap_bytes,
+        host_mem_bytes=setup.host_cap_bytes,
+        microbatches=setup.microbatches,
+        devices=setup.devices,
+        objective=schedule.forecast.objective,
+        method=best,
+        **{name: chosen[name] for name in ("placement", "stages_per_device", "offload", "recompute", "split")},
+    )
+    return driver.compile_schedule(costs, options).schedule

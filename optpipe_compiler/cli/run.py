@@ -1,0 +1,117 @@
+"""optpipe run: replay a schedule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+
+from optpipe_compiler.cli.common import SCHEDULE, console
+from optpipe_compiler.errors import BadInput, MissingDependency, Rejected
+
+
+@click.command()
+@click.argument("schedule_path", metavar="SCHEDULE", type=click.Path(path_type=Path), default=SCHEDULE)
+@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Training steps.")
+@click.option("--data", type=click.Path(path_type=Path), multiple=True, help="Text files to train on.")
+@click.option("--check", is_flag=True, help="Compare loss and gradients with the unpipelined model first.")
+@click.option("--time-scale", type=float, help="Rehearsals, emulated peers: how much slower than forecast.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option(
+    "--trace",
+    "trace_path",
+    type=click.Path(path_type=Path),
+    help="Write a Chrome trace of all ranks, forecast beside measured (Perfetto, optpipe report --trace).",
+)
+@click.option("--rank", type=click.IntRange(min=0), help="With --emulate-peers: the device to replay.")
+@click.option(
+    "--emulate-peers",
+    is_flag=True,
+    help="Replay one device alone; its neighbours' messages arrive at their forecast times.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def run(schedule_path: Path, as_json: bool, data: tuple[Path, ...], trace_path: Path | None, **options: Any) -> None:
+    """Replay a schedule: one process per device, real messages, real gradients.
+
+    A schedule of a measured profile trains its model; one of a hand-written profile is rehearsed with emulated layers.
+
+    Example: optpipe run schedule.json --steps 20 --check
+    """
+    import importlib.util
+
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependency("run needs torch: pip install 'optpipe[runtime]'")
+    from optpipe_compiler import ir
+    from optpipe_compiler.files import check_writable, write_atomically
+    from optpipe_compiler.view.replay import ReplayBar, render
+    from runtime_torch.launch import run as replay
+    from runtime_torch.text import default_path
+
+    emulated, rank = options.pop("emulate_peers"), options.pop("rank")
+    if emulated != (rank is not None):
+        raise BadInput("--rank and --emulate-peers are given together: which device, and that it runs alone")
+    if emulated and options["check"]:
+        raise BadInput("--check needs all ranks, expected no --emulate-peers")
+    schedule = ir.load(schedule_path)
+    _judged(schedule, schedule_path)
+    if trace_path is not None:
+        check_writable(trace_path)
+    with ReplayBar(console(stderr=True), schedule, options["steps"]) as bar:
+
+        def take(event: dict[str, Any]) -> None:
+            if event["event"] == "trace" and trace_path is not None:
+                write_atomically(trace_path, event["text"])
+            else:
+                bar.update(event)
+
+        options |= {"trace": trace_path is not None}
+        paths = list(data) or [default_path()]
+        if emulated:
+            _alone(schedule, rank, paths, take, as_json=as_json, **options)
+            return
+        report = replay(schedule, data_paths=paths, on_event=take, **options)
+    if report is None:  # a rank of a group that torchrun started: rank 0 prints
+        return
+    if as_json:
+        click.echo(msgspec.json.encode(report))
+    else:
+        console().print(render(report))
+    if report.check is not None and not report.check.ok:
+        raise Rejected("run --check: loss or gradients differ from the unpipelined model")
+
+
+def _alone(
+    schedule: Any,
+    rank: int,
+    paths: list[Path],
+    take: Any,
+    *,
+    as_json: bool,
+    time_scale: float | None,
+    check: bool,
+    **options: Any,
+) -> None:
+    """Replay one device with emulated neighbours."""
+    from optpipe_compiler.view.emulated import render
+    from runtime_torch.emulate import emulate
+    from runtime_torch.session import settle
+    from runtime_torch.text import read
+
+    settle()
+    scale = 1.0 if time_scale is None else time_scale
+    report = emulate(schedule, rank, data=read(paths), time_scale=scale, on_event=take, **options)
+    if as_json:
+        click.echo(msgspec.json.encode(report))
+    else:
+        console().print(render(report))
+
+
+def _judged(schedule: Any, path: Path) -> None:
+    """Refuse to run what `verify` rejects."""
+    from optpipe_compiler.verify import verify as judge
+
+    violations = judge(schedule)
+    if violations:
+        raise Rejected(f"{path}: not run, verify rejects it: {violations[0].message} (optpipe verify {path})")

@@ -1,0 +1,189 @@
+"""optpipe sweep: what memory buys, over caps, microbatches, numbers of devices and GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from optpipe_compiler.cli.common import PROFILE, Size, console, jobs_option
+from optpipe_compiler.cli.estimate import ESTIMATED, chosen, estimate_options, refuse
+from optpipe_compiler.errors import BadInput
+
+if TYPE_CHECKING:
+    from optpipe_compiler.study.planned import Instance
+    from optpipe_compiler.study.sweep import Costs, Sweep
+
+FOR_ESTIMATES = ("model", "gpu", "seq", "microbatch_size", "tp", "links", "dtype", "attention", "accumulation")
+
+
+@click.command()
+@click.argument("profile_path", metavar="[PROFILE]", type=click.Path(path_type=Path), required=False)
+@click.option("--mem", "mems", required=True, metavar="FROM:TO:COUNT", help="Caps: 10GB:80GB:8, or 10GB,20GB,40GB.")
+@click.option("--microbatches", metavar="N[,N...]", help="Microbatches per step [default: 4 per device].")
+@click.option("--devices", metavar="N[,N...]", help="Pipeline devices [default: the profile's; estimated: 8].")
+@click.option("--model", metavar="CONFIG", help="Instead of PROFILE: a model as in profile --model.")
+@click.option("--gpu", metavar="GPU[,GPU...]", help="Its GPUs, to be compared, as in profile --gpu.")
+@click.option("--seq", type=click.IntRange(min=1), help="Estimate: sequence length [default: 4096].")
+@click.option("--microbatch-size", type=click.IntRange(min=1), help="Estimate: [default: 1].")
+@estimate_options
+@click.option("--host-mem", type=Size(), help="Host memory for offloads, all devices [default: the profile's].")
+@click.option("--no-offload", is_flag=True)
+@click.option("--no-recompute", is_flag=True)
+@click.option("--no-split", is_flag=True, help="Only fused backwards.")
+@click.option("--time-limit", type=float, default=10.0, show_default=True, metavar="SECONDS", help="Per point.")
+@click.option("--loss", default="2%", show_default=True, help="What may be lost in the answers.")
+@jobs_option
+@click.option("--svg", type=click.Path(path_type=Path), help="Draw the picture, too.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("sweep.json"), show_default=True)
+def sweep(
+    profile_path: Path | None,
+    mems: str,
+    loss: str,
+    jobs: int,
+    svg: Path | None,
+    as_json: bool,
+    output: Path,
+    **options: Any,
+) -> None:
+    """Plan for every cap of a range: how throughput grows with memory, and how much of it is enough.
+
+    Points are written as they are found; the same command continues where it was interrupted, and a larger grid adds
+    to what is there. Costs are those of PROFILE, or estimated for each GPU.
+
+    Example: optpipe sweep --model llama-7b --gpu a100-80gb,h100-sxm --mem 10GB:80GB:4
+
+    Example: optpipe sweep profile.json --mem 10GB:80GB:8 --microbatches 16,32 --svg sweep.svg
+    """
+    from optpipe_compiler import driver
+    from optpipe_compiler.files import check_writable, write_atomically
+    from optpipe_compiler.study import sweep as study
+    from optpipe_compiler.view import frontier_svg
+
+    tolerance = _share(loss)
+    given = {name: options[name] for name in FOR_ESTIMATES if options[name] is not None}
+    grid = study.Grid(
+        study.parse_caps(mems, "--mem"),
+        study.parse_counts(options["microbatches"], "--microbatches"),
+        study.parse_counts(options["devices"], "--devices") or ((ESTIMATED["devices"],) if given else ()),
+    )
+    for path in filter(None, (output, svg)):
+        check_writable(path)
+    costs = _costs(profile_path, given)
+    common = driver.Options(
+        mem_bytes=0,
+        host_mem_bytes=options["host_mem"],
+        time_limit_s=options["time_limit"],
+        offload=not options["no_offload"],
+        recompute=not options["no_recompute"],
+        split=not options["no_split"],
+    )
+    found = study.begin(output, costs, common)
+    todo = study.missing(found, costs, common, grid)
+    found, left = _plan(output, found, todo, jobs)
+    if svg is not None:
+        write_atomically(svg, frontier_svg.render(found))
+    if as_json:
+        click.echo(msgspec.json.encode(_report(found, left, tolerance)))
+    else:
+        _show(found, tolerance)
+        click.echo("\nwrote " + " and ".join(str(path) for path in (output, svg) if path is not None))
+    if left:
+        points = "1 point is" if left == 1 else f"{left} points are"
+        click.echo(f"interrupted: {points} left; the same command continues", err=True)
+
+
+def _costs(profile_path: Path | None, given: dict[str, Any]) -> Costs:
+    """Return the costs of the profile, or of the model on each GPU."""
+    from optpipe_compiler import profile as profiles
+    from optpipe_compiler.study.sweep import Costs
+
+    if profile_path is not None and given:
+        name, value = next(iter(given.items()))
+        option = f"--{name.replace('_', '-')}"
+        raise BadInput(f"PROFILE is {profile_path} and {option} is {value}, expected a profile or --model and --gpu")
+    if not given:
+        return Costs.of(profiles.load(profile_path or PROFILE))
+    if "model" not in given:
+        refuse(given, set(), "needs --model")
+    return _estimated(given)
+
+
+def _estimated(given: dict[str, Any]) -> Costs:
+    """Estimate for as many devices as there are layers; fewer of them cost the same, so one profile does for all."""
+    from dataclasses import asdict
+
+    from optpipe_compiler.presets import gpus, models
+    from optpipe_compiler.study.sweep import Costs
+    from runtime_torch.estimate import estimate
+
+    model = models.load(given["model"])
+    wanted = [gpus.load(name.strip()) for name in given.get("gpu", "").split(",")]
+    if len({gpu.name for gpu in wanted}) < len(wanted):
+        raise BadInput(f"--gpu is {given['gpu']!r}, expected different GPUs")
+    every = [chosen({**given, "devices": model.layers + 2}, model, gpu) for gpu in wanted]
+    first = every[0]
+    common = {name: value for name, value in vars(first).items() if name not in ("name", "model", "gpu", "devices")}
+    return Costs(
+        first.name,
+        {one.gpu.name: estimate(one) for one in every},
+        first.microbatch_size * first.sequence_length,
+        {**asdict(first.model), **common},
+    )
+
+
+def _share(text: str) -> float:
+    """Read `2%` or `0.02`."""
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1:
+        raise BadInput(f"--loss is {text!r}, expected a share such as 2% or 0.02")
+    return value
+
+
+def _plan(output: Path, found: Sweep, todo: list[Instance], jobs: int) -> tuple[Sweep, int]:
+    """Plan until done or interrupted; return what there is and how many points are left."""
+    from optpipe_compiler.study.sweep import run
+    from optpipe_compiler.view.sweep import SweepBar
+
+    done, left = len(found.points), len(todo)
+    with SweepBar(console(stderr=True), done, done + left) as bar:
+        try:
+            for point, now in run(output, found, todo, jobs):
+                found, left = now, left - 1
+                bar.update(point)
+        except KeyboardInterrupt:
+            if not found.points:
+                raise
+    return found, left
+
+
+def _show(found: Sweep, tolerance: float) -> None:
+    from optpipe_compiler.study.frontier import answer
+    from optpipe_compiler.view import sweep as view
+
+    out, answers = console(), answer(found.points, tolerance)
+    out.print(view.table(found))
+    out.print()
+    sentences = [
+        *view.memory_sentences(answers.cheapest_memory, tolerance),
+        *view.microbatch_sentences(answers.enough_microbatches, tolerance),
+        *view.device_sentences(answers.best_devices, found.tokens_per_microbatch),
+        *view.gpu_sentences(answers.best_gpus, found.tokens_per_microbatch),
+        *view.notes(found),
+    ]
+    for sentence in sentences:
+        out.print(sentence, markup=False)
+
+
+def _report(found: Sweep, left: int, tolerance: float) -> dict[str, Any]:
+    """Return what `sweep --json` prints: the file's content and the answers."""
+    from optpipe_compiler.study.frontier import answer
+
+    answers = vars(answer(found.points, tolerance))
+    return {**msgspec.to_builtins(found), "points_left": left, "loss": tolerance, **answers}

@@ -1,0 +1,59 @@
+"""optpipe verify: the independent judge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+import msgspec
+
+from optpipe_compiler.cli.common import SCHEDULE, console
+from optpipe_compiler.errors import Rejected
+
+if TYPE_CHECKING:
+    from optpipe_compiler.ir import Schedule
+    from optpipe_compiler.verify import Violation
+
+
+@click.command()
+@click.argument("schedule_paths", metavar="[SCHEDULE]...", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--profile", "profile_path", type=click.Path(path_type=Path), help="Check the costs against it, too.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def verify(schedule_paths: tuple[Path, ...], profile_path: Path | None, as_json: bool) -> None:
+    """Check schedules from their files alone: complete, ordered, free of deadlock, and never above their caps.
+
+    Without a name it is schedule.json. Needs neither ortools nor torch.
+
+    Example: optpipe verify schedule.json --profile profile.json
+    """
+    from optpipe_compiler import ir
+    from optpipe_compiler import profile as profiles
+    from optpipe_compiler.verify import verify as judge
+
+    schedules = {path: ir.load(path) for path in schedule_paths or (SCHEDULE,)}
+    profile = profiles.load(profile_path) if profile_path else None
+    found = {path: judge(schedule, profile) for path, schedule in schedules.items()}
+    if as_json:
+        verdicts = [{"schedule": str(path), "violations": violations} for path, violations in found.items()]
+        click.echo(msgspec.json.encode(verdicts[0] if len(verdicts) == 1 else {"schedules": verdicts}))
+    else:
+        for path, violations in found.items():
+            _print(path, schedules[path], violations)
+    rejected = [_count(path, violations) for path, violations in found.items() if violations]
+    if rejected:
+        raise Rejected(", ".join(rejected))
+
+
+def _print(path: Path, schedule: Schedule, violations: list[Violation]) -> None:
+    from optpipe_compiler.view.violations import render
+
+    if violations:
+        console().print(render(violations, schedule))
+    else:
+        peak = max(device.peak_bytes for device in schedule.devices)
+        click.echo(f"{path}: holds. No execution exceeds {peak} bytes on any device.")
+
+
+def _count(path: Path, violations: list[Violation]) -> str:
+    return f"{path}: {len(violations)} violation{'s' if len(violations) > 1 else ''}"

@@ -1,0 +1,95 @@
+"""Op by op: what was added, removed and moved, what is split, offloaded or recomputed now, and which waits are new."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+from optpipe_compiler import ir
+from optpipe_compiler.diff.records import Moved, Regrouped, Waits
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def _lanes(device: ir.Device) -> dict[str, list[ir.Op]]:
+    return {
+        "compute": [op for op in device.compute if not isinstance(op, ir.MessageOp)],
+        "messages": [op for op in device.compute if isinstance(op, ir.MessageOp)],
+        "d2h": list(device.d2h),
+        "h2d": list(device.h2d),
+    }
+
+
+def _ops(schedule: ir.Schedule) -> list[ir.Op]:
+    return [op for device in schedule.devices for lane in _lanes(device).values() for op in lane]
+
+
+def counts(schedule: ir.Schedule) -> Counter[str]:
+    """Return how many ops of each kind there are."""
+    return Counter(op.name for op in _ops(schedule))
+
+
+def moved(old: ir.Schedule, new: ir.Schedule) -> list[Moved]:
+    """Return the lanes whose order differs."""
+    found = []
+    for before, after in zip(old.devices, new.devices, strict=False):
+        lanes = zip(_lanes(before).items(), _lanes(after).values(), strict=True)
+        rows = (
+            _lane(before.device, lane, [op.id for op in ops], [op.id for op in others]) for (lane, ops), others in lanes
+        )
+        found += [row for row in rows if row is not None]
+    return found
+
+
+def _lane(device: int, lane: str, old: list[str], new: list[str]) -> Moved | None:
+    if old == new:
+        return None
+    place = {name: index for index, name in enumerate(old)}
+    kept = [place[name] for name in new if name in place]
+    pairs = enumerate(zip_longest(old, new))
+    position, (first, other) = next((index, pair) for index, pair in pairs if pair[0] != pair[1])
+    moved = len(kept) - longest_rise(kept)
+    return Moved(device, lane, len(kept), moved, len(new) - len(kept), len(old) - len(kept), position, first, other)
+
+
+def longest_rise(numbers: Sequence[int]) -> int:
+    """Return the length of the longest increasing subsequence, by patience sorting."""
+    tops: list[int] = []
+    for number in numbers:
+        at = bisect_left(tops, number)
+        tops[at : at + 1] = [number]
+    return len(tops)
+
+
+def regrouped(old: ir.Schedule, new: ir.Schedule) -> list[Regrouped]:
+    """Return memory ops and splits that were added or removed, by stage and layers."""
+    before, after = _groups(old), _groups(new)
+    found = []
+    for what, stage, layers in sorted(before.keys() | after.keys(), key=lambda key: (key[1], key[0], key[2] or ())):
+        had, has = before.get((what, stage, layers), set()), after.get((what, stage, layers), set())
+        if had != has:
+            found.append(Regrouped(what, stage, layers, sorted(has - had), sorted(had - has)))
+    return found
+
+
+def _groups(schedule: ir.Schedule) -> dict[tuple[str, int, ir.Range | None], set[int]]:
+    found: dict[tuple[str, int, ir.Range | None], set[int]] = defaultdict(set)
+    for op in _ops(schedule):
+        if isinstance(op, ir.SavedOp):
+            found[op.name, op.stage, op.layers].add(op.microbatch)
+        elif isinstance(op, ir.BackwardInput):
+            found["split", op.stage, None].add(op.microbatch)
+    return found
+
+
+def waits(old: ir.Schedule, new: ir.Schedule) -> list[Waits]:
+    """Return the devices whose ops wait for others."""
+
+    def of(device: ir.Device) -> set[tuple[str, str]]:
+        return {(op.id, name) for lane in _lanes(device).values() for op in lane for name in op.after}
+
+    pairs = [(before.device, of(before), of(after)) for before, after in zip(old.devices, new.devices, strict=False)]
+    return [Waits(device, len(has - had), len(had - has)) for device, had, has in pairs if had != has]

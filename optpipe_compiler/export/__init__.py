@@ -1,0 +1,1 @@
+"""Schedules in the formats of other tools; sees only the files of this one."""

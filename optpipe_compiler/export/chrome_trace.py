@@ -1,0 +1,154 @@
+"""The forecast as a trace for Perfetto and chrome://tracing (the JSON Trace Event Format).
+
+A process per device, a thread per lane, a slice per op; arrows for messages and from an offload to its reload; counters
+for memory against the caps. Perfetto colours slices by their name without digits, so a name is torch's cell: `2F0`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from optpipe_compiler import ir
+from optpipe_compiler.export.memory import device_curve, host_curve, timed_ops
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from optpipe_compiler.export.memory import Curve
+
+Event = dict[str, Any]
+Slices = dict[str, Event]
+"""The slice of every op that has one, by the op's id."""
+
+LANES = {"compute": "compute", "d2h": "offload (device to host)", "h2d": "reload (host to device)"}
+LETTERS = {
+    "forward": "F",
+    "backward_input": "I",
+    "backward_weight": "W",
+    "backward": "B",
+    "recompute": "R",
+    "offload": " offload ",
+    "reload": " reload ",
+}
+
+
+def render(schedule: ir.Schedule) -> str:
+    """Return the file, one event per line."""
+    slices = _slices(schedule)
+    events = [*_names(schedule), *slices.values(), *_arrows(schedule, slices), *_counters(schedule)]
+    about = {
+        "schedule": schedule.digest,
+        "method": schedule.forecast.method,
+        "profile": schedule.provenance.profile,
+        "makespan_ns": schedule.forecast.makespan_ns,
+        "bubble_fraction": schedule.forecast.bubble_fraction,
+    }
+    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
+    return f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n{lines}\n]}}\n'
+
+
+def _names(schedule: ir.Schedule) -> Iterator[Event]:
+    """Name and order processes and threads; lanes without ops get no thread."""
+    for device in schedule.devices:
+        layers = [stage.layers for stage in schedule.stages if stage.device == device.device]
+        shown = ", ".join(f"{first}-{end - 1}" if end > first + 1 else str(first) for first, end in layers)
+        yield _about("process_name", device.device, 0, name=f"device {device.device}: layers {shown}")
+        yield _about("process_sort_index", device.device, 0, sort_index=device.device)
+        for number, (lane, name) in enumerate(LANES.items()):
+            if getattr(device, lane):
+                yield _about("thread_name", device.device, number, name=name)
+                yield _about("thread_sort_index", device.device, number, sort_index=number)
+    if _offloads(schedule):
+        yield _about("process_name", len(schedule.devices), 0, name="host")
+        yield _about("process_sort_index", len(schedule.devices), 0, sort_index=len(schedule.devices))
+
+
+def _about(what: str, process: int, thread: int, **args: str | int) -> Event:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
+
+
+def _slices(schedule: ir.Schedule) -> Slices:
+    threads = {kind: 0 for kind in LETTERS} | {"offload": 1, "reload": 2}
+    found: Slices = {}
+    for device in schedule.devices:
+        for op, start, end in timed_ops(schedule, device.device):
+            if op.name in LETTERS:
+                found[op.id] = {
+                    "ph": "X",
+                    "name": f"{op.stage}{LETTERS[op.name]}{op.microbatch}",
+                    "cat": op.name,
+                    "pid": device.device,
+                    "tid": threads[op.name],
+                    "ts": start / 1000,
+                    "dur": (end - start) / 1000,
+                    "args": _details(op),
+                }
+    return found
+
+
+def _details(op: ir.Op) -> dict[str, Any]:
+    """Return what a viewer shows of a selected op."""
+    about: dict[str, Any] = {"op": op.name, "stage": op.stage, "microbatch": op.microbatch}
+    if isinstance(op, ir.SavedOp):
+        about["layers"] = f"{op.layers[0]}-{op.layers[1] - 1}"
+    if op.after:
+        about["waits for"] = ", ".join(op.after)
+    return about
+
+
+def _arrows(schedule: ir.Schedule, slices: Slices) -> Iterator[Event]:
+    """Draw messages from the op that makes a tensor to the op that reads it, and offloads to their reloads."""
+    number = 0
+    for device in schedule.devices:
+        for op in (*device.compute, *device.d2h):
+            for name, source, target in _arrow(op, slices):
+                number += 1
+                common = {"cat": name, "name": name, "id": number}
+                yield {"ph": "s", **common, **_middle(slices[source])}
+                yield {"ph": "f", "bp": "e", **common, **_middle(slices[target])}
+
+
+def _arrow(op: ir.Op, slices: Slices) -> Iterator[tuple[str, str, str]]:
+    """Yield name, source and target of the arrow that belongs to `op`, by id."""
+    stage, microbatch = op.stage, op.microbatch
+    match op:
+        case ir.SendActivation():
+            yield "activation", f"forward:{stage}:{microbatch}", f"forward:{stage + 1}:{microbatch}"
+        case ir.SendGradient():
+            yield "gradient", _gradient(slices, stage, microbatch), _gradient(slices, stage - 1, microbatch)
+        case ir.Offload():
+            yield "offloaded", op.id, op.id.replace("offload", "reload")
+
+
+def _gradient(slices: Slices, stage: int, microbatch: int) -> str:
+    split = f"backward_input:{stage}:{microbatch}"
+    return split if split in slices else f"backward:{stage}:{microbatch}"
+
+
+def _middle(of: Event) -> Event:
+    """Return a moment that no other slice of the thread shares."""
+    return {"pid": of["pid"], "tid": of["tid"], "ts": of["ts"] + of["dur"] / 2}
+
+
+def _counters(schedule: ir.Schedule) -> Iterator[Event]:
+    setup = schedule.setup
+    for device in schedule.devices:
+        yield from _counter(device.device, "device memory", device_curve(schedule, device.device), setup.cap_bytes)
+        if device.d2h:
+            yield from _counter(device.device, "host memory", host_curve(schedule, [device.device]), None)
+    if _offloads(schedule):
+        everyone = range(len(schedule.devices))
+        yield from _counter(len(everyone), "host memory", host_curve(schedule, everyone), setup.host_cap_bytes)
+
+
+def _counter(process: int, name: str, curve: Curve, cap: int | None) -> Iterator[Event]:
+    for time, held in curve:
+        yield {"ph": "C", "name": name, "pid": process, "ts": time / 1000, "args": {"bytes": held}}
+    if cap is not None:
+        for time, _ in (curve[0], curve[-1]):
+            yield {"ph": "C", "name": f"{name} cap", "pid": process, "ts": time / 1000, "args": {"bytes": cap}}
+
+
+def _offloads(schedule: ir.Schedule) -> bool:
+    return any(device.d2h for device in schedule.devices)

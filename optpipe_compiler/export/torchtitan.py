@@ -1,0 +1,121 @@
+"""The settings with which torchtitan runs a schedule's CSV: a module to import from a recipe.
+
+Option names and rules are those of torchtitan 0.3.0 (`config/configs.py`, `distributed/pipeline_parallel.py`), whose
+recipes are Python functions; 0.2.2 has the same names in TOML and calls `lm_head` `output`. torchtitan runs any CSV on
+`_PipelineScheduleRuntime` and takes only the devices of the stages from `pipeline_parallel_schedule`: a loop, or a V of
+two stages per device for `ZBVZeroBubble`. Its models have the modules `tok_embeddings`, `layers.N`, `norm`, `lm_head`.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.errors import BadInput
+
+if TYPE_CHECKING:
+    from optpipe_compiler.ir import Schedule
+    from optpipe_compiler.profile import Profile
+
+FIRST, LAST = "tok_embeddings", ("norm", "lm_head")
+
+TEMPLATE = '''"""Pipeline settings for torchtitan 0.3. Written by {compiler} for the schedule
+{digest}; its CSV lies beside this file. In a recipe:
+
+    from {module} import with_schedule
+
+    def planned() -> Trainer.Config:
+        return with_schedule(llama3_8b())
+
+{stages} stages on {devices} devices, {microbatches} microbatches per step.
+{ends}"""
+
+from pathlib import Path
+
+MICROBATCH_SIZE = {size}  # {origin}
+MODULES = [
+{modules}
+]
+
+
+def with_schedule(config):
+    """Return the recipe's config with the planned stages and order."""
+    config.training.local_batch_size = {microbatches} * MICROBATCH_SIZE
+    config.parallelism.pipeline_parallel_degree = {devices}
+    config.parallelism.pipeline_parallel_microbatch_size = MICROBATCH_SIZE
+    config.parallelism.pipeline_parallel_schedule = "{schedule}"
+    config.parallelism.pipeline_parallel_schedule_csv = str(Path(__file__).with_name({csv}))
+    config.parallelism.module_fqns_per_model_part = MODULES
+    return config
+'''
+
+
+def render(schedule: Schedule, profile: Profile | None, csv: str, module: str) -> str:
+    """Return the Python module; `csv` lies beside it. The profile, where given, names the layers."""
+    kind = schedule_class(schedule)
+    embedding, head = _ends(schedule, profile)
+    model = schedule.model
+    return TEMPLATE.format(
+        digest=schedule.digest,
+        compiler=schedule.provenance.compiler,
+        csv=json.dumps(csv),
+        module=module,
+        devices=schedule.setup.devices,
+        stages=len(schedule.stages),
+        microbatches=schedule.setup.microbatches,
+        size=model.microbatch_size if model else 1,
+        origin="as measured" if model else "not in the schedule: put in the size that the profile's costs are for",
+        schedule=kind,
+        ends=_about_the_ends(embedding, head, known=profile is not None or model is not None),
+        modules="\n".join(f"    {_quoted(names)}," for names in module_names(schedule, embedding, head)),
+    )
+
+
+def schedule_class(schedule: Schedule) -> str:
+    """Return the name that makes torchtitan put the stages on the schedule's devices; raise BadInput if none does."""
+    devices, stages = schedule.setup.devices, len(schedule.stages)
+    found = [stage.device for stage in schedule.stages]
+    if devices == 1:
+        raise BadInput("torchtitan has no pipeline on 1 device; expected a schedule for at least 2")
+    if stages % devices == 0:
+        if found == [stage % devices for stage in range(stages)]:
+            return "PipelineScheduleMulti"
+        if found == [*range(devices), *reversed(range(devices))]:
+            return "ZBVZeroBubble"
+    raise BadInput(
+        f"torchtitan cannot place the {stages} stages on the devices {found}; expected a loop over the devices or, "
+        "with two stages per device, a V (optpipe compile --placement loop)"
+    )
+
+
+def module_names(schedule: Schedule, embedding: bool, head: bool) -> list[list[str]]:
+    """Return torchtitan's modules of every stage; `embedding` and `head`: the first and last layer are no blocks."""
+    count, shift = schedule.setup.layers, int(embedding)
+    names = [[f"layers.{layer - shift}"] for layer in range(count)]
+    names[0] = [FIRST, *(() if embedding else names[0])]
+    names[-1] = [*(() if head else names[-1]), *LAST]
+    return [[name for layer in names[slice(*stage.layers)] for name in layer] for stage in schedule.stages]
+
+
+def _ends(schedule: Schedule, profile: Profile | None) -> tuple[bool, bool]:
+    """Say whether the first layer is an embedding and the last a head: by the profile's names, or the gpt builder."""
+    if profile is not None:
+        layers = profile.expanded_layers()
+        if len(layers) != schedule.setup.layers:
+            raise BadInput(f"the profile has {len(layers)} layers, expected the schedule's {schedule.setup.layers}")
+        return "emb" in layers[0].name.lower(), layers[-1].name.lower() in ("head", "lm_head", "output")
+    gpt = schedule.model is not None and schedule.model.builder == "gpt"
+    return gpt, gpt
+
+
+def _about_the_ends(embedding: bool, head: bool, *, known: bool) -> str:
+    if not known:
+        return (
+            "All layers are taken for blocks: export with --profile if the first is an embedding or the last a head.\n"
+        )
+    missing = [name for name, own in ((FIRST, embedding), (" and ".join(LAST), head)) if not own]
+    return f"The profile has no layer for {' and '.join(missing)}: their costs are not planned.\n" if missing else ""
+
+
+def _quoted(names: list[str]) -> str:
+    return "[" + ", ".join(f'"{name}"' for name in names) + "]"

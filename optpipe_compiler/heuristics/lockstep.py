@@ -1,0 +1,90 @@
+"""Our own steady state without bubbles: every device repeats forward, input gradient, weight gradient in lockstep.
+
+A device runs a triple (F, I, W) every `tau` ticks, and device d is `sigma` ticks times d behind device 0. A message to
+the next device then takes `sigma` ticks, one to the previous device `tau - sigma`, whatever it carries, and nothing
+ever waits. A microbatch takes each stage of a device through triples of its own; `group` microbatches in a row go
+through one stage before the device turns to the next stage, as in grouped interleaving (arXiv:2503.01328), with 1 the
+least memory and with the number of devices the shortest way for one microbatch. What the triples say is a wish: the
+times become the ranks of `dispatch`, which packs the fill and the drain and minds memory and links.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from optpipe_compiler.problem import Problem
+
+    Times = list[list[int]]
+
+
+def lockstep(problem: Problem, group: int, forwards_first: bool) -> tuple[Times, Times, Times]:
+    """Return wished starts [stage][microbatch] of forwards, backwards and weight gradients.
+
+    With `forwards_first` messages to the next device are the quick ones, else those to the previous device.
+    """
+    stages = problem.stages
+    forward, middle, last = (
+        max(getattr(s, n) for s in stages) for n in ("forward", "backward_input", "backward_weight")
+    )
+    tau = max(1, forward + middle + last)
+    quick = min(tau, max(forward, middle) + max(max(s.send_activation, s.send_gradient) for s in stages))
+    sigma = quick if forwards_first else tau - quick
+    grid = _Grid(problem, tau, sigma, group)
+    there, back = [], []
+    time = 0
+    for s, stage in enumerate(stages):
+        there.append(grid.place(s, time, 0))
+        time = grid.at(s, there[-1]) + stage.forward + stage.send_activation
+    grid.clear()
+    time -= stages[-1].send_activation
+    for s in reversed(range(len(stages))):
+        back.append(grid.place(s, time, forward))
+        time = grid.at(s, back[-1]) + forward + stages[s].backward_input + stages[s].send_gradient
+    back.reverse()
+    return (
+        [grid.times(s, there[s], 0) for s in range(len(stages))],
+        [grid.times(s, back[s], forward) for s in range(len(stages))],
+        [grid.times(s, back[s], forward + middle) for s in range(len(stages))],
+    )
+
+
+class _Grid:
+    """The triples of all devices, and which of them the stages of a device have taken."""
+
+    def __init__(self, problem: Problem, tau: int, sigma: int, group: int) -> None:
+        self.problem = problem
+        self.tau, self.sigma, self.group = tau, sigma, group
+        self.turns = [len(problem.stages_of(device)) for device in range(problem.devices)]
+        self.clear()
+
+    def clear(self) -> None:
+        """Free all triples."""
+        self.taken: dict[int, list[int]] = {}
+
+    def at(self, s: int, triple: int) -> int:
+        """Return when a triple of the stage's device begins."""
+        return triple * self.tau + self.problem.stages[s].device * self.sigma
+
+    def place(self, s: int, time: int, offset: int) -> int:
+        """Take, for microbatch 0, the first free triple whose op at `offset` starts at `time` or later."""
+        device = self.problem.stages[s].device
+        taken = self.taken.setdefault(device, [])
+        triple = -((self.at(s, 0) + offset - time) // self.tau)
+        while taken and not self._fits(device, triple - taken[0]):
+            triple += 1
+        taken.append(triple)
+        return triple
+
+    def _fits(self, device: int, distance: int) -> bool:
+        """Whether a stage that begins so many triples after the first one meets no stage of the device."""
+        first, blocks = self.taken[device][0], self.turns[device]
+        used = {(triple - first) // self.group % blocks for triple in self.taken[device]}
+        return distance % self.group == 0 and distance // self.group % blocks not in used
+
+    def times(self, s: int, triple: int, offset: int) -> list[int]:
+        """Return the starts of all microbatches."""
+        round_, blocks = self.group * self.turns[self.problem.stages[s].device], self.group
+        return [
+            self.at(s, triple + m // blocks * round_ + m % blocks) + offset for m in range(self.problem.microbatches)
+        ]

@@ -1,0 +1,1 @@
+"""Published figures of GPUs, and configurations of models, from which a profile is derived without the hardware."""

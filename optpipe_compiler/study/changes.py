@@ -1,0 +1,135 @@
+"""What-if variations of an instance: more memory, a faster link, no offload, other microbatches, even layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Literal
+
+from msgspec import structs
+
+from optpipe_compiler.profile import value_of
+from optpipe_compiler.units import short_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from optpipe_compiler.profile import Cost, Layer, Profile
+    from optpipe_compiler.study.planned import Instance
+
+MORE_MEMORY = (10, 25, 50, 100)
+"""Percent by which the cap is raised."""
+
+Effect = Literal["same", "relaxed", "restricted", "different"]
+"""relaxed: every schedule of the instance is one of the changed one, too, and no slower; restricted: the reverse."""
+Family = Literal["same", "memory", "link", "messages", "offload", "microbatches", "layers"]
+
+
+@dataclass(frozen=True)
+class Change:
+    """A variation: `text` names it in a table, `amount` says how much in a sentence."""
+
+    family: Family
+    text: str
+    effect: Effect
+    instance: Instance
+    amount: str = ""
+
+
+def changes(instance: Instance, *, offloads: bool, uneven: bool) -> Iterator[Change]:
+    """Yield the instance unchanged and all variations that change anything; its options must be settled.
+
+    `offloads`: whether the schedule at hand uses any; `uneven`: whether one of its devices has more work than another.
+    """
+    profile, options = instance.profile, instance.options
+    assert options.microbatches is not None
+    yield Change("same", "nothing", "same", instance)
+    for percent in MORE_MEMORY:
+        more = options.mem_bytes * percent // 100
+        amount = f"{short_bytes(more)} more per device (+{percent}%)"
+        text = f"memory +{percent}%"
+        yield Change("memory", text, "relaxed", _with(instance, mem_bytes=options.mem_bytes + more), amount)
+    if profile.machine.links and options.offload:
+        yield Change("link", "host links x 2", "relaxed", replace(instance, profile=_faster_links(profile)))
+    if any(value_of(entry.latency_ns) or entry.bytes_per_s is not None for entry in profile.machine.p2p):
+        machine = structs.replace(profile.machine, p2p=[])
+        free = replace(instance, profile=structs.replace(profile, machine=machine))
+        yield Change("messages", "messages x 0", "relaxed", free)
+    if offloads and options.offload:
+        yield Change("offload", "no offload", "restricted", _with(instance, offload=False))
+    more = options.microbatches + (options.microbatches + 1) // 2
+    yield Change("microbatches", f"{more} microbatches", "different", _with(instance, microbatches=more), str(more))
+    if uneven:
+        yield Change("layers", "even layers", "different", replace(instance, profile=_even(instance)))
+
+
+def _with(instance: Instance, **options: Any) -> Instance:
+    return replace(instance, options=replace(instance.options, **options))
+
+
+def _faster_links(profile: Profile) -> Profile:
+    """Double every bandwidth of the host links and halve their latency."""
+
+    def twice(cost: Cost | None) -> int | None:
+        return None if cost is None else 2 * value_of(cost)
+
+    links = [
+        structs.replace(
+            link,
+            d2h_bytes_per_s=twice(link.d2h_bytes_per_s),
+            h2d_bytes_per_s=twice(link.h2d_bytes_per_s),
+            duplex_d2h_bytes_per_s=twice(link.duplex_d2h_bytes_per_s),
+            duplex_h2d_bytes_per_s=twice(link.duplex_h2d_bytes_per_s),
+            latency_ns=value_of(link.latency_ns) // 2,
+        )
+        for link in profile.machine.links
+    ]
+    return structs.replace(profile, machine=structs.replace(profile.machine, links=links))
+
+
+# -- even layers --------------------------------------------------------------------------------------------------
+
+SHARED = (
+    "forward_ns",
+    "backward_input_ns",
+    "backward_weight_ns",
+    "backward_ns",
+    "recompute_ns",
+    "saved_bytes",
+    "residue_bytes",
+    "captured_bytes",
+    "static_bytes",
+)
+"""What layers share out among them; messages, checkpoints and transient bytes do not shrink with a layer."""
+AVERAGED = (
+    "output_bytes",
+    "checkpoint_bytes",
+    "forward_transient_bytes",
+    "backward_input_transient_bytes",
+    "backward_weight_transient_bytes",
+    "backward_transient_bytes",
+)
+
+
+def _even(instance: Instance) -> Profile:
+    """Return the same work and bytes in equal layers, about as many, the same number for every device."""
+    layers, devices = instance.profile.expanded_layers(), instance.options.devices
+    assert devices is not None
+    count = devices * (len(layers) // devices)
+    shared = {name: round(sum(_of(layer, name) for layer in layers) / count) for name in SHARED}
+    averaged = {name: round(fmean(_of(layer, name) for layer in layers)) for name in AVERAGED}
+    saved, captured = shared["saved_bytes"], shared["captured_bytes"]
+    averaged["checkpoint_bytes"] = min(averaged["checkpoint_bytes"], saved)
+    shared["residue_bytes"] = min(max(shared["residue_bytes"], captured), saved + captured)
+    layer = structs.replace(layers[0], name="even", count=count, **shared, **averaged)
+    return structs.replace(instance.profile, layers=[layer])
+
+
+def _of(layer: Layer, name: str) -> int:
+    """Return a cost of a layer; what is absent as docs/IR.md says."""
+    cost = getattr(layer, name)
+    if cost is not None:
+        return value_of(cost)
+    if name == "backward_ns":
+        return value_of(layer.backward_input_ns) + value_of(layer.backward_weight_ns)
+    return value_of(layer.forward_ns if name == "recompute_ns" else layer.saved_bytes)

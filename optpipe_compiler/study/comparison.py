@@ -1,0 +1,159 @@
+"""Schedules side by side, and the published ones for the same setup, all before the same judge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from optpipe_compiler import driver
+from optpipe_compiler.errors import BadInput, Infeasible, NotFound
+from optpipe_compiler.heuristics import PLACEMENTS, PUBLISHED
+from optpipe_compiler.study.facts import Facts, facts
+from optpipe_compiler.study.pool import answers
+from optpipe_compiler.units import LARGEST, short_bytes, show_ns
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from optpipe_compiler import ir
+    from optpipe_compiler.profile import Profile
+
+PLAN_S = 5.0
+"""Time limit of a published schedule, which is written down rather than searched."""
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A published schedule that cannot be compared, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Rows from the best to the worst, those that are missing, and in what the rows' instances differ."""
+
+    rows: tuple[Facts, ...]
+    absent: tuple[Absent, ...]
+    differences: tuple[str, ...]
+    """One sentence each; with any, times are comparable per microbatch at most."""
+
+    @property
+    def best(self) -> Facts | None:
+        """The fastest that is safe."""
+        return next((row for row in self.rows if row.safe), None)
+
+
+def compare(rows: Sequence[Facts], absent: Sequence[Absent] = ()) -> Comparison:
+    """Sort the rows by makespan, or per microbatch where they are of different instances."""
+    different = tuple(_differences(rows))
+    key = _per_microbatch if different else _makespan
+    return Comparison(tuple(sorted(rows, key=key)), tuple(absent), different)
+
+
+def _makespan(row: Facts) -> float:
+    return row.makespan_ns
+
+
+def _per_microbatch(row: Facts) -> float:
+    return row.per_microbatch_ns
+
+
+def _differences(rows: Sequence[Facts]) -> Iterator[str]:
+    """Yield a sentence for each part of the instance in which not all rows agree."""
+    parts: tuple[tuple[str, Callable[[Facts], object], Callable[[Any], str]], ...] = (
+        ("costs", lambda row: row.profile_digest, lambda digest: digest[:15]),
+        ("devices", lambda row: row.devices, str),
+        ("microbatches", lambda row: row.microbatches, str),
+        ("caps", lambda row: row.cap_bytes, short_bytes),
+        ("host caps", lambda row: row.host_cap_bytes, lambda cap: "none" if cap is None else short_bytes(cap)),
+    )
+    for part, value, show in parts:
+        groups: dict[object, list[str]] = {}
+        for row in rows:
+            groups.setdefault(value(row), []).append(row.name)
+        exact = len(set(map(show, groups))) < len(groups)
+        if len(groups) > 1:
+            shown = (f"{one if exact else show(one)} in {_some(names)}" for one, names in groups.items())
+            yield f"{part} differ: " + "; ".join(shown)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 3 else f"{names[0]} and {len(names) - 1} others"
+
+
+# -- published schedules ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A published schedule for the setup of another one."""
+
+    name: str
+    profile: Profile
+    setup: ir.Setup
+
+
+def chosen_methods(text: str) -> list[str]:
+    """Read `all` or names separated by commas; raise BadInput for a name that is not published."""
+    names = list(PUBLISHED) if text == "all" else [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in PUBLISHED:
+            raise BadInput(f"--methods names {name!r}, expected all or some of {', '.join(PUBLISHED)}")
+    return list(dict.fromkeys(names))
+
+
+def published_rows(
+    profile: Profile,
+    setup: ir.Setup,
+    names: Sequence[str],
+    jobs: int,
+    on_progress: Callable[[str], None] = lambda name: None,
+) -> Iterator[Facts | Absent]:
+    """Yield each published schedule for the setup, or why there is none, in the order of `names`."""
+    found: dict[str, Facts | Absent] = {}
+    wanted = [Wanted(name, profile, setup) for name in names]
+    for question, row in answers(published_row, wanted, jobs):
+        found[question.name] = row
+        on_progress(question.name)
+    for name in names:
+        yield found[name]
+
+
+def published_row(wanted: Wanted) -> Facts | Absent:
+    """Write the published schedule down for the setup, in its best placement, and judge it."""
+    placements = PLACEMENTS[wanted.name]
+    options = driver.Options(
+        mem_bytes=wanted.setup.cap_bytes,
+        microbatches=wanted.setup.microbatches,
+        devices=wanted.setup.devices,
+        host_mem_bytes=wanted.setup.host_cap_bytes,
+        placement=placements[0][0],  # type: ignore[arg-type]
+        stages_per_device=placements[0][1] if len(placements) == 1 else None,
+        time_limit_s=PLAN_S,
+        method=wanted.name,
+        workers=1,
+    )
+    try:
+        schedule = driver.compile_schedule(wanted.profile, options).schedule
+    except Infeasible:
+        return Absent(wanted.name, _too_large(wanted, options))
+    except (NotFound, BadInput) as error:
+        return Absent(wanted.name, str(error).removeprefix(f"--method {wanted.name}: "))
+    remark = ""
+    as_published = schedule.forecast.baselines[wanted.name]
+    if not as_published.fits and as_published.peak_bytes is not None:
+        remark = f"waits for memory; as published it needs {short_bytes(as_published.peak_bytes)}"
+    return facts(schedule, wanted.name, remark)
+
+
+def _too_large(wanted: Wanted, options: driver.Options) -> str:
+    """Say what the schedule would need and take if there were no caps."""
+    free = facts(
+        driver.compile_schedule(wanted.profile, replace(options, mem_bytes=LARGEST, host_mem_bytes=LARGEST)).schedule,
+        wanted.name,
+    )
+    if free.peak_bytes > options.mem_bytes:
+        return f"does not fit: needs {short_bytes(free.peak_bytes)} and would take {show_ns(free.makespan_ns)}"
+    return f"does not fit the host's memory; with enough it would take {show_ns(free.makespan_ns)}"

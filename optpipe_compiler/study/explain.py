@@ -1,0 +1,211 @@
+"""What binds in a schedule: where its devices idle, and what each variation of its instance could and did save."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from optpipe_compiler import driver
+from optpipe_compiler.analysis import analyse
+from optpipe_compiler.errors import BadInput
+from optpipe_compiler.study.changes import Change, changes
+from optpipe_compiler.study.planned import Instance, Planned, plan
+from optpipe_compiler.study.pool import answers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from optpipe_compiler import ir
+    from optpipe_compiler.profile import Profile
+    from optpipe_compiler.study.changes import Effect, Family
+
+
+@dataclass(frozen=True)
+class Idle:
+    """The share of the makespan that a device idles, and for what: (cause, what binds, share), most first."""
+
+    device: int
+    fraction: float
+    causes: tuple[tuple[str, str, float], ...]
+
+
+@dataclass(frozen=True)
+class WhatIf:
+    """What a change saves, as shares of the time per microbatch; negative: what it costs."""
+
+    family: Family
+    text: str
+    effect: Effect
+    amount: str
+    at_most: float
+    """No schedule of the changed instance saves more."""
+    found: float | None
+    """None: no schedule was found."""
+    value_ns: int | None
+    bound_ns: int
+    microbatches: int
+    outcome: str
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Everything that `explain` says; values are makespans or spans, as `objective` says."""
+
+    objective: str
+    devices: int
+    microbatches: int
+    cap_bytes: int
+    value_ns: int
+    """Of the schedule itself."""
+    best_ns: int
+    """The best known value of the unchanged instance, which the savings are measured against."""
+    bound_ns: int
+    """What no schedule of the unchanged instance can beat."""
+    time_limit_s: float
+    """Of each change."""
+    bubble_fraction: float
+    idle: tuple[Idle, ...]
+    what_ifs: tuple[WhatIf, ...]
+
+
+def instance_of(schedule: ir.Schedule, profile: Profile, name: str, time_limit_s: float) -> Instance:
+    """Return the instance that the schedule was compiled for; raise BadInput for options that are none."""
+    setup = schedule.setup
+    recorded = schedule.provenance.options
+    kept = ("placement", "stages_per_device", "objective", "offload", "recompute", "split", "seed")
+    options = {key: recorded[key] for key in kept if key in recorded} | {
+        "mem_bytes": setup.cap_bytes,
+        "microbatches": setup.microbatches,
+        "devices": setup.devices,
+        "host_mem_bytes": setup.host_cap_bytes,
+        "objective": schedule.forecast.objective,
+        "time_limit_s": time_limit_s,
+        "workers": 1,
+    }
+    try:
+        chosen = msgspec.convert(options, driver.Options)
+    except msgspec.ValidationError as error:
+        raise BadInput(f"{name}: $.provenance.options are none of `compile`: {error}") from error
+    return Instance(profile, driver.settled(profile, chosen))
+
+
+def explain(
+    schedule: ir.Schedule,
+    instance: Instance,
+    jobs: int,
+    on_change: Callable[[Change], None] = lambda change: None,
+) -> Explanation:
+    """Plan every change of the instance, which must be the schedule's, and set it against the schedule."""
+    asked = listed(schedule, instance)
+    found: dict[int, Planned] = {}
+    for number, planned in answers(_plan, list(enumerate(change.instance for change in asked)), jobs):
+        found[number[0]] = planned
+        on_change(asked[number[0]])
+    return summed_up(schedule, asked, [found[number] for number in range(len(asked))])
+
+
+def listed(schedule: ir.Schedule, instance: Instance) -> list[Change]:
+    """Return the changes that are worth asking about for this schedule."""
+    work = [0] * schedule.setup.devices
+    for stage, cost in zip(schedule.stages, schedule.forecast.stages, strict=True):
+        work[stage.device] += cost.forward_ns + cost.backward_ns
+    offloads = any(device.d2h for device in schedule.devices)
+    return list(changes(instance, offloads=offloads, uneven=len(set(work)) > 1))
+
+
+def _plan(numbered: tuple[int, Instance]) -> Planned:
+    return plan(numbered[1])
+
+
+def summed_up(schedule: ir.Schedule, asked: Sequence[Change], found: Sequence[Planned]) -> Explanation:
+    """Set the answers against the schedule. What is valid or proven in one instance is carried to those it holds for.
+
+    A schedule of a restricted instance is one of the instance itself, and that one of every relaxed instance; bounds
+    hold the other way round. Larger caps relax smaller ones.
+    """
+    forecast = schedule.forecast
+    value = forecast.makespan_ns if forecast.objective == "makespan" else forecast.span_ns
+    effects = [change.effect for change in asked]
+    inner = [one.value_ns for one, effect in zip(found, effects, strict=True) if effect in ("same", "restricted")]
+    best = min([value, *(reached for reached in inner if reached is not None)])
+    outer = [one.bound_ns for one, effect in zip(found, effects, strict=True) if effect in ("same", "relaxed")]
+    bound = min(best, max([forecast.lower_bound_ns, *outer]))
+    found = _carried(asked, found, best, bound)
+    each = best / schedule.setup.microbatches
+    return Explanation(
+        objective=forecast.objective,
+        devices=schedule.setup.devices,
+        microbatches=schedule.setup.microbatches,
+        cap_bytes=schedule.setup.cap_bytes,
+        value_ns=value,
+        best_ns=best,
+        bound_ns=bound,
+        time_limit_s=asked[0].instance.options.time_limit_s or 0.0,
+        bubble_fraction=forecast.bubble_fraction,
+        idle=idle(schedule),
+        what_ifs=tuple(_what_if(c, one, each) for c, one in zip(asked, found, strict=True) if c.effect != "same"),
+    )
+
+
+def _carried(asked: Sequence[Change], found: Sequence[Planned], best: int, bound: int) -> list[Planned]:
+    """Return the answers with the schedules and bounds of other instances that hold for them, too."""
+    result = list(found)
+    for number, change in enumerate(asked):
+        if change.effect == "relaxed":
+            result[number] = _at_least_as_good(result[number], best)
+        elif change.effect == "restricted":
+            result[number] = replace(result[number], bound_ns=max(bound, result[number].bound_ns))
+    memory = [number for number, change in enumerate(asked) if change.family == "memory"]
+    for smaller, larger in pairwise(memory):
+        result[larger] = _at_least_as_good(result[larger], result[smaller].value_ns or best)
+    for smaller, larger in reversed(list(pairwise(memory))):
+        higher = max(result[smaller].bound_ns, result[larger].bound_ns)
+        result[smaller] = replace(result[smaller], bound_ns=higher)
+    return result
+
+
+def _at_least_as_good(planned: Planned, value: int) -> Planned:
+    if planned.value_ns is not None and planned.value_ns <= value:
+        return planned
+    return replace(planned, value_ns=value, outcome="feasible", reason="")
+
+
+def _what_if(change: Change, planned: Planned, best_each: float) -> WhatIf:
+    microbatches = change.instance.options.microbatches
+    assert microbatches is not None
+
+    def saved(value: int) -> float:
+        return 1 - value / microbatches / best_each if best_each else 0.0
+
+    return WhatIf(
+        family=change.family,
+        text=change.text,
+        effect=change.effect,
+        amount=change.amount,
+        at_most=saved(planned.bound_ns),
+        found=None if planned.value_ns is None else saved(planned.value_ns),
+        value_ns=planned.value_ns,
+        bound_ns=planned.bound_ns,
+        microbatches=microbatches,
+        outcome=planned.outcome,
+    )
+
+
+def idle(schedule: ir.Schedule) -> tuple[Idle, ...]:
+    """Return each device's idle shares by cause and what binds."""
+    analysis = analyse(schedule)
+    whole = max(1, analysis.end_ns - analysis.begin_ns)
+    found = []
+    for device in range(schedule.setup.devices):
+        lost: dict[tuple[str, str], int] = {}
+        for gap in analysis.gaps:
+            if gap.device == device:
+                key = gap.cause.value, gap.resource
+                lost[key] = lost.get(key, 0) + gap.length_ns
+        ranked = sorted(lost.items(), key=lambda item: (-item[1], item[0]))
+        causes = tuple((*key, length / whole) for key, length in ranked)
+        found.append(Idle(device, sum(lost.values()) / whole, causes))
+    return tuple(found)

@@ -1,0 +1,95 @@
+"""What a comparison says about one schedule, read off its file and the judge's verdict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.verify import verify
+
+if TYPE_CHECKING:
+    from optpipe_compiler import ir
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One row of a comparison. What needs the ops themselves is None where the judge rejects the file."""
+
+    name: str
+    profile_digest: str
+    devices: int
+    microbatches: int
+    cap_bytes: int
+    host_cap_bytes: int | None
+    makespan_ns: int
+    bubble_fraction: float
+    peak_bytes: int
+    """Of the fullest device, in any execution."""
+    violations: int
+    """What `verify` finds; 0: safe."""
+    host_traffic_bytes: int | None
+    """Offloaded and reloaded bytes of all devices in one step."""
+    recompute_fraction: float | None
+    """Share of recomputation in the compute time of all devices."""
+    tokens_per_s: float | None
+    """None where the costs are of no model."""
+    remark: str = ""
+
+    @property
+    def per_microbatch_ns(self) -> float:
+        """Makespan / microbatches."""
+        return self.makespan_ns / self.microbatches
+
+    @property
+    def safe(self) -> bool:
+        """Whether the judge has no objection."""
+        return not self.violations
+
+
+def facts(schedule: ir.Schedule, name: str, remark: str = "") -> Facts:
+    """Judge the schedule and read its numbers."""
+    setup, forecast, model = schedule.setup, schedule.forecast, schedule.model
+    violations = len(verify(schedule))
+    tokens = None
+    if model is not None and forecast.makespan_ns:
+        per_step = setup.microbatches * model.microbatch_size * model.sequence_length
+        tokens = per_step * 10**9 / forecast.makespan_ns
+    return Facts(
+        name=name,
+        profile_digest=schedule.provenance.profile_digest,
+        devices=setup.devices,
+        microbatches=setup.microbatches,
+        cap_bytes=setup.cap_bytes,
+        host_cap_bytes=setup.host_cap_bytes,
+        makespan_ns=forecast.makespan_ns,
+        bubble_fraction=forecast.bubble_fraction,
+        peak_bytes=max((device.peak_bytes for device in schedule.devices), default=0),
+        violations=violations,
+        host_traffic_bytes=None if violations else _host_traffic(schedule),
+        recompute_fraction=None if violations else _recompute_fraction(schedule),
+        tokens_per_s=tokens,
+        remark=remark,
+    )
+
+
+def _host_traffic(schedule: ir.Schedule) -> int:
+    total = 0
+    for device in schedule.devices:
+        for op in (*device.d2h, *device.h2d):
+            stage = schedule.stages[op.stage]
+            first, end = (layer - stage.layers[0] for layer in op.layers)
+            total += sum(stage.saved_bytes[first:end])
+    return total
+
+
+def _recompute_fraction(schedule: ir.Schedule) -> float:
+    again = whole = 0
+    for times in schedule.forecast.times:
+        if times.lane != "compute":
+            continue
+        ops = schedule.devices[times.device].compute
+        for op, start, end in zip(ops, times.start_ns, times.end_ns, strict=True):
+            if not op.name.startswith(("send_", "recv_")):
+                whole += end - start
+                again += end - start if op.name == "recompute" else 0
+    return again / whole if whole else 0.0

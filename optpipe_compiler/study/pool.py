@@ -1,0 +1,76 @@
+"""Many independent questions in parallel: one process each, answers as they come, nothing left behind on Ctrl-C."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+from optpipe_compiler.errors import NotFound
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+Question = TypeVar("Question")
+Answer = TypeVar("Answer")
+
+
+def answers(
+    function: Callable[[Question], Answer], questions: Sequence[Question], jobs: int
+) -> Iterator[tuple[Question, Answer]]:
+    """Yield each question with its answer, in the order in which they are found; `function` must be importable.
+
+    Raises what `function` raises, and NotFound when a process dies. When the caller stops early, by an exception or by
+    closing the iterator, all processes end, and whatever they have started.
+    """
+    before = set(multiprocessing.active_children())
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max(1, min(jobs, len(questions))), context, initializer=_leave_ctrl_c_to_parent) as pool:
+        try:
+            yield from _in_turn(pool, function, questions, jobs)
+        except BrokenProcessPool as error:
+            raise NotFound("a process that plans has died, perhaps for want of memory; fewer jobs need less") from error
+        except BaseException:
+            for process in set(multiprocessing.active_children()) - before:
+                process.terminate()
+            raise
+
+
+def _in_turn(
+    pool: ProcessPoolExecutor, function: Callable[[Question], Answer], questions: Sequence[Question], jobs: int
+) -> Iterator[tuple[Question, Answer]]:
+    """Keep as many questions in flight as there are processes, so that none is begun after an interruption."""
+    waiting = list(reversed(questions))
+    running: dict[Future[Answer], Question] = {}
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            question = waiting.pop()
+            running[pool.submit(_answer, function, question)] = question
+        for done in wait(running, return_when=FIRST_COMPLETED).done:
+            yield running.pop(done), done.result()
+
+
+def _answer(function: Callable[[Question], Answer], question: Question) -> Answer:
+    """Answer; being terminated meanwhile is like Ctrl-C to `function`, which ends what it has started."""
+    terminated = False
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        nonlocal terminated
+        terminated = True
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        return function(question)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if terminated:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _leave_ctrl_c_to_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

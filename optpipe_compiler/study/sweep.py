@@ -1,0 +1,188 @@
+"""A grid of GPUs, devices, microbatches and caps, planned in parallel; the file holds what is done and is continued."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from optpipe_compiler import driver
+from optpipe_compiler.errors import BadInput
+from optpipe_compiler.files import Record, canonical, decode, read_text, write_atomically
+from optpipe_compiler.study.frontier import Point, frontier
+from optpipe_compiler.study.planned import Instance, plan
+from optpipe_compiler.study.pool import answers
+from optpipe_compiler.units import parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from optpipe_compiler.driver import Options
+    from optpipe_compiler.profile import Profile
+    from optpipe_compiler.study.planned import Planned
+
+FORMAT = "optpipe-sweep"
+VERSION = 1
+REVISION = 1
+"""1: GPUs."""
+
+Scalar = str | int | float | bool | None
+
+
+class Sweep(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """A whole sweep.json: whose points these are, and the points that are done."""
+
+    format: Literal["optpipe-sweep"] = "optpipe-sweep"
+    version: int = VERSION
+    revision: int = REVISION
+    profile: str
+    """The profile's name; the model's where its costs are estimated."""
+    profile_digest: str | None
+    gpu_profile_digests: dict[str, str] = msgspec.field(default_factory=dict)
+    """Of the estimated profile of each GPU; where there are any, `profile_digest` is None."""
+    options: dict[str, Scalar]
+    """What all points have in common."""
+    tokens_per_microbatch: int | None
+    points: list[Point]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What is swept over: one profile, or one per GPU, estimated from the same `options`."""
+
+    name: str
+    profiles: Mapping[str | None, Profile]
+    """By GPU; None: a profile that was not estimated here."""
+    tokens_per_microbatch: int | None
+    options: dict[str, Scalar] = field(default_factory=dict)
+
+    @staticmethod
+    def of(profile: Profile) -> Costs:
+        """Return the costs of one profile."""
+        model = profile.model
+        tokens = None if model is None else model.microbatch_size * model.sequence_length
+        return Costs(profile.name, {None: profile}, tokens)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What varies; None of devices and microbatches is the default of `compile`."""
+
+    mem_bytes: tuple[int, ...]
+    microbatches: tuple[int, ...] = ()
+    devices: tuple[int, ...] = ()
+
+
+def parse_caps(text: str, option: str) -> tuple[int, ...]:
+    """Read caps: `10GB:80GB:8` (from, to, how many, evenly spaced) or `10GB,20GB,40GB`."""
+    if ":" not in text:
+        return tuple(sorted({parse_bytes(part, option) for part in text.split(",")}))
+    parts = text.split(":")
+    count = int(parts[2]) if len(parts) == 3 and parts[2].strip().isdecimal() else 0
+    if not 2 <= count <= 1000:
+        raise BadInput(f"{option} is {text!r}, expected FROM:TO:COUNT with a count of 2 to 1000, such as 10GB:80GB:8")
+    low, high = parse_bytes(parts[0], option), parse_bytes(parts[1], option)
+    if low >= high:
+        raise BadInput(f"{option} is {text!r}, expected FROM to be less than TO")
+    return tuple(sorted({low + (high - low) * step // (count - 1) for step in range(count)}))
+
+
+def parse_counts(text: str | None, option: str) -> tuple[int, ...]:
+    """Read positive numbers separated by commas; none for no text."""
+    if text is None:
+        return ()
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) >= 1 for part in parts):
+        raise BadInput(f"{option} is {text!r}, expected numbers of at least 1, such as 4,8")
+    return tuple(sorted(set(map(int, parts))))
+
+
+def begin(path: Path, costs: Costs, common: Options) -> Sweep:
+    """Return what is in the file, or an empty sweep; raise BadInput where the file is of other costs or options."""
+    varies = ("mem_bytes", "microbatches", "devices", "workers")
+    digests = {gpu: profile.digest() for gpu, profile in costs.profiles.items()}
+    empty = Sweep(
+        profile=costs.name,
+        profile_digest=digests.get(None),
+        gpu_profile_digests={gpu: digest for gpu, digest in digests.items() if gpu is not None},
+        options={name: value for name, value in asdict(common).items() if name not in varies} | costs.options,
+        tokens_per_microbatch=costs.tokens_per_microbatch,
+        points=[],
+    )
+    if not path.is_file():
+        return empty
+    found = decode(read_text(path), Sweep, str(path), format=FORMAT, version=VERSION, revision=REVISION)
+    again = "name another file with -o, or delete this one"
+    if (found.profile_digest is None) != (empty.profile_digest is None):
+        raise BadInput(f"{path}: is of {_origin(found)}, expected one of {_origin(empty)}; {again}")
+    for name, value in empty.options.items():
+        if found.options.get(name) != value:
+            raise BadInput(f"{path}: $.options.{name} is {found.options.get(name)!r}, expected {value!r}; {again}")
+    known = _digests(found)
+    for where, digest in _digests(empty).items():
+        if known.get(where, digest) != digest:
+            raise BadInput(
+                f"{path}: $.{where} is {known[where][:15]}.. ({found.profile}), expected that of "
+                f"{empty.profile}, {digest[:15]}..; {again}"
+            )
+    all_gpus = found.gpu_profile_digests | empty.gpu_profile_digests
+    return msgspec.structs.replace(found, revision=REVISION, gpu_profile_digests=all_gpus)
+
+
+def _origin(sweep: Sweep) -> str:
+    return f"{sweep.profile} on GPUs" if sweep.profile_digest is None else f"the profile {sweep.profile}"
+
+
+def _digests(sweep: Sweep) -> dict[str, str]:
+    """Return the digests by where they are in the file."""
+    if sweep.profile_digest is not None:
+        return {"profile_digest": sweep.profile_digest}
+    return {f"gpu_profile_digests.{gpu}": digest for gpu, digest in sweep.gpu_profile_digests.items()}
+
+
+def missing(sweep: Sweep, costs: Costs, common: Options, grid: Grid) -> list[Instance]:
+    """Return the grid's instances that the sweep has no point for; raise BadInput for impossible ones."""
+    done = {_place(point) for point in sweep.points}
+    instances = []
+    for gpu, profile in costs.profiles.items():
+        for devices in grid.devices or (profile.machine.devices,):
+            for microbatches, cap in product(grid.microbatches or (4 * devices,), grid.mem_bytes):
+                if (gpu, devices, microbatches, cap) not in done:
+                    options = replace(common, devices=devices, microbatches=microbatches, mem_bytes=cap, workers=1)
+                    instances.append(Instance(profile, driver.settled(profile, options), gpu))
+    return instances
+
+
+def run(path: Path, sweep: Sweep, instances: list[Instance], jobs: int) -> Iterator[tuple[Point, Sweep]]:
+    """Plan the instances; yield each new point and the sweep with it, which the file then holds."""
+    for instance, planned in answers(plan, instances, jobs):
+        new = _point(instance, planned)
+        points = frontier([*sweep.points, new])
+        sweep = msgspec.structs.replace(sweep, points=points)
+        write_atomically(path, canonical(sweep))
+        yield next(point for point in points if _place(point) == _place(new)), sweep
+
+
+def _place(point: Point) -> tuple[str | None, int, int, int]:
+    return *point.line, point.mem_bytes
+
+
+def _point(instance: Instance, planned: Planned) -> Point:
+    options = instance.options
+    assert options.devices is not None
+    assert options.microbatches is not None
+    return Point(
+        gpu=instance.gpu,
+        devices=options.devices,
+        microbatches=options.microbatches,
+        mem_bytes=options.mem_bytes,
+        outcome=planned.outcome,
+        makespan_ns=planned.value_ns,
+        lower_bound_ns=planned.bound_ns,
+        peak_bytes=planned.peak_bytes,
+        method=planned.method,
+        reason=planned.reason,
+    )

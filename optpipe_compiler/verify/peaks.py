@@ -1,0 +1,23 @@
+"""The most memory that every device can hold, as a number instead of a verdict."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.verify.causality import Causality, Events, execution_order
+from optpipe_compiler.verify.memory import Memory
+from optpipe_compiler.verify.plan import Plan
+
+if TYPE_CHECKING:
+    from optpipe_compiler import ir
+
+
+def peaks(schedule: ir.Schedule) -> list[int]:
+    """Return per device the maximum over all executions that order and waits allow; the ops are complete and sound."""
+    plan = Plan(schedule)
+    events = Events(plan)
+    order = execution_order(plan, events)
+    if not isinstance(order, list):
+        raise AssertionError(order.message)
+    memory = Memory(plan, Causality(events, order))
+    return [memory.worst_on_device(device).held for device in range(len(schedule.devices))]

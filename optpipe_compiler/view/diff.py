@@ -1,0 +1,147 @@
+"""The difference of two schedules in words, for who reviews a change."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from optpipe_compiler.units import short_bytes, show_ns
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from optpipe_compiler.diff.records import Change, Difference, Moved, Regrouped, Value, Waits
+
+NAMES = {
+    "cap_bytes": "memory cap per device",
+    "host_cap_bytes": "host memory cap",
+    "reserve_bytes": "reserve per device",
+    "peak_bytes": "promised peak",
+    "host_bytes": "promised host memory",
+    "largest_peak_bytes": "largest promised peak",
+    "makespan_ns": "makespan",
+    "span_ns": "longest device span",
+    "bubble_fraction": "bubble",
+    "lower_bound_ns": "proven bound",
+    "bound": "argument of the bound",
+    "profile_digest": "profile digest",
+}
+"""Names that need more than their underscores replaced."""
+
+
+def render(difference: Difference, old: str, new: str) -> Text:
+    """Return all that changed from the file named `old` to the one named `new`."""
+    text = Text(f"{old} -> {new}: ")
+    text.append(f"{verdict(difference)}\n", style="bold")
+    sections = {
+        "setup": _changes(difference.setup),
+        "stages": _changes(difference.stages),
+        "number of ops": _changes(difference.counts),
+        "order": (line for row in difference.moved for line in _moved(row)),
+        "memory ops and splits": _regrouped(difference.regrouped),
+        "waits": map(_waits, difference.waits),
+        "promises": _changes(difference.promises),
+        "forecast": _changes(difference.forecast),
+        "costs, all stages together": _changes(difference.costs),
+        "origin": _changes(difference.origin),
+    }
+    lines: Iterable[str]
+    for title, lines in sections.items():
+        for index, line in enumerate(lines):
+            if index == 0:
+                text.append(f"\n{title}\n", style="bold")
+            text.append(f"  {line}\n")
+    if not difference.comparable:
+        text.append("\nThe stages or their devices are others, so ops are not compared one by one.\n", style="dim")
+    return text
+
+
+def verdict(difference: Difference) -> str:
+    """Return the answer in one line."""
+    if difference.identical:
+        return "no difference"
+    if difference.same_contract:
+        return "only the timing changed; setup, order, waits and promises are the same"
+    parts = {
+        "setup": difference.setup,
+        "stages": difference.stages,
+        "order": difference.moved or not difference.comparable,
+        "waits": difference.waits,
+        "promises": difference.promises,
+    }
+    return "changes " + ", ".join(name for name, found in parts.items() if found)
+
+
+def _changes(changes: Sequence[Change]) -> Iterator[str]:
+    """Yield a line per change, what changed in a column of its own."""
+    labels = [f"{change.of}: {_name(change)}" if change.of else _name(change) for change in changes]
+    width = max(map(len, labels), default=0)
+    for label, change in zip(labels, changes, strict=True):
+        old, new = _values(change)
+        yield f"{label:<{width}}  {old} -> {new}{_percent(change)}"
+
+
+def _name(change: Change) -> str:
+    return NAMES.get(change.name, change.name.removesuffix("_bytes").removesuffix("_ns").replace("_", " "))
+
+
+def _values(change: Change) -> tuple[str, str]:
+    """Return both values rounded, or in full where rounding hides the change."""
+    rounded = tuple(_rounded(change.name, value) for value in (change.old, change.new))
+    if rounded[0] != rounded[1]:
+        return rounded[0], rounded[1]
+    unit = " B" if change.name.endswith("_bytes") else " ns" if change.name.endswith("_ns") else ""
+    return f"{change.old}{unit}", f"{change.new}{unit}"
+
+
+def _rounded(name: str, value: Value) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, int) and name.endswith("_bytes"):
+        return short_bytes(value)
+    if isinstance(value, int) and name.endswith("_ns"):
+        return show_ns(value)
+    return f"{value:.1%}" if name == "bubble_fraction" else str(value)
+
+
+def _percent(change: Change) -> str:
+    if change.name.endswith(("_bytes", "_ns")) and isinstance(change.old, int) and isinstance(change.new, int):
+        return f" ({change.new / change.old - 1:+.1%})" if change.old else ""
+    return ""
+
+
+def _moved(row: Moved) -> tuple[str, str]:
+    parts = [f"{row.moved} of {row.ops} ops moved"] if row.moved else []
+    parts += [f"{row.added} added"] if row.added else []
+    parts += [f"{row.removed} removed"] if row.removed else []
+    first = f"{row.new or 'nothing'} instead of {row.old or 'nothing'}"
+    return f"device {row.device} {row.lane}: {', '.join(parts)}", f"  first at position {row.position}: {first}"
+
+
+def _regrouped(rows: Iterable[Regrouped]) -> Iterator[str]:
+    """Say an offload and its reload, which always change together, in one line."""
+    for row in rows:
+        for found, added in ((row.added, True), (row.removed, False)):
+            if found and row.what == "split":
+                yield f"stage {row.stage}: backward {'split' if added else 'fused'} for {_numbers(found)}"
+            elif found and row.what != "reload":
+                what = "offload and reload" if row.what == "offload" else row.what
+                where = f"stage {row.stage}, {_layers(*row.layers)}" if row.layers else f"stage {row.stage}"
+                yield f"{where}: {what} {'added' if added else 'removed'} for {_numbers(found)}"
+
+
+def _layers(first: int, end: int) -> str:
+    return f"layer {first}" if end == first + 1 else f"layers {first}-{end - 1}"
+
+
+def _numbers(numbers: list[int]) -> str:
+    """Return `microbatches 0-3, 5` for [0, 1, 2, 3, 5]."""
+    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    shown = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"microbatch{'es' if len(numbers) > 1 else ''} {shown}"
+
+
+def _waits(row: Waits) -> str:
+    return f"device {row.device}: {row.added} added, {row.removed} removed"

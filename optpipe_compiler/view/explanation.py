@@ -1,0 +1,195 @@
+"""What binds in a schedule, in sentences: idle time by cause, then what each change could and did save."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from optpipe_compiler.units import show_ns
+from optpipe_compiler.view.bar import Bar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rich.console import Console, RenderableType
+
+    from optpipe_compiler.study.changes import Change
+    from optpipe_compiler.study.explain import Explanation, Idle, WhatIf
+
+NOTHING = 0.0005
+"""Shares below this are shown as nothing."""
+WORTH = 0.9
+"""The memory that is named is the least that saves this part of the most that was found."""
+LOST = {
+    "fill": "while the pipeline fills",
+    "drain": "while it drains",
+    "memory": "waiting for {}",
+    "transfer": "waiting for {}",
+    "imbalance": "waiting for {}, which is busy with other work",
+    "order": "because {} runs other ops first",
+    "slack": "for no reason that the file names",
+}
+SUBJECTS = {
+    "link": ("host links twice as fast", "Host links twice as fast would save"),
+    "messages": ("messages in no time", "Messages that take no time would save"),
+    "layers": ("layers of equal cost", "Layers of equal cost, evenly cut, would save"),
+}
+
+
+class ChangesBar(Bar):
+    """Changes planned."""
+
+    def __init__(self, console: Console, total: int) -> None:
+        columns = (TextColumn("what if"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        super().__init__(console, *columns, TextColumn("{task.description}"), description="", total=total)
+
+    def update(self, change: Change) -> None:
+        """Count one more."""
+        self.bar.update(self.task, advance=1, description=change.text)
+        self.say(f"planned: {change.text}")
+
+
+def render(explanation: Explanation) -> RenderableType:
+    """Return the sentences and the table of all changes."""
+    parts = [Text(sentence) for sentence in sentences(explanation)]
+    return Group(*parts, Text(), _table(explanation))
+
+
+def sentences(explanation: Explanation) -> Iterator[str]:
+    """Yield everything in sentences, the most important first."""
+    yield _standing(explanation)
+    yield from _idle(explanation)
+    yield _binding(explanation)
+    memory = [one for one in explanation.what_ifs if one.family == "memory"]
+    if memory:
+        yield _memory(memory, explanation)
+    for one in explanation.what_ifs:
+        if one.family in SUBJECTS:
+            yield f"{SUBJECTS[one.family][1]} {_saving(one, explanation)}."
+        elif one.family == "microbatches":
+            yield f"{one.text} instead of {explanation.microbatches} would save, per microbatch, " + (
+                f"{_saving(one, explanation)}."
+            )
+        elif one.family == "offload":
+            yield _costs(one, explanation)
+
+
+def _standing(explanation: Explanation) -> str:
+    value, best, bound = explanation.value_ns, explanation.best_ns, explanation.bound_ns
+    text = f"A step takes {show_ns(value)} ({explanation.objective}); "
+    if bound >= value:
+        return text + "that is optimal: nothing can be saved without changing the instance."
+    text += f"the bound is {show_ns(bound)}, so another schedule of the same instance saves at most "
+    text += f"{_share(1 - bound / value)}"
+    if best < value:
+        found = f"{_share(1 - best / value)} was found in {_seconds(explanation)}, {show_ns(best)}"
+        return text + f"; {found}. What follows is against that."
+    return text + f"; nothing was found in {_seconds(explanation)}."
+
+
+def _idle(explanation: Explanation) -> Iterator[str]:
+    if not any(one.causes for one in explanation.idle):
+        yield "No device ever idles."
+        return
+    total: dict[str, float] = {}
+    for one in explanation.idle:
+        for cause, _, share in one.causes:
+            total[cause] = total.get(cause, 0.0) + share / len(explanation.idle)
+    ranked = sorted(total.items(), key=lambda item: -item[1])
+    parts = ", ".join(f"{cause} {share:.1%}" for cause, share in ranked if share >= NOTHING)
+    yield f"The devices idle {explanation.bubble_fraction:.1%} of the time: {parts}."
+    yield _worst(max(explanation.idle, key=lambda one: one.fraction))
+
+
+def _worst(one: Idle) -> str:
+    lost = [f"{share:.1%} {LOST[cause].format(what)}" for cause, what, share in one.causes if share >= NOTHING]
+    return f"Device {one.device} idles most, {one.fraction:.1%} of the step: {_and(lost[:4])}."
+
+
+def _and(parts: Sequence[str]) -> str:
+    return parts[0] if len(parts) < 2 else ", ".join(parts[:-1]) + " and " + parts[-1]
+
+
+def _binding(explanation: Explanation) -> str:
+    """Name what was found to save most, or say that nothing does."""
+    tried = [one for one in explanation.what_ifs if one.effect in ("relaxed", "different")]
+    if max((one.at_most for one in tried), default=0.0) < NOTHING:
+        return "Nothing that was tried can save anything: the work itself binds."
+    best = max((one for one in tried if one.found is not None), key=lambda one: one.found or 0.0, default=None)
+    if best is None or best.found is None or best.found < NOTHING:
+        return f"Nothing that was tried saved anything in {_seconds(explanation)} each, though the bounds leave room."
+    what = {"memory": "more memory", "microbatches": f"{best.text}"}.get(best.family) or SUBJECTS[best.family][0]
+    return f"What helps most is {what}: {_share(best.found)} less time per microbatch."
+
+
+def _memory(memory: Sequence[WhatIf], explanation: Explanation) -> str:
+    most = max(one.found or 0.0 for one in memory)
+    if most < NOTHING:
+        return f"{memory[-1].amount} would save {_saving(memory[-1], explanation)}."
+    enough = next(one for one in memory if (one.found or 0.0) >= WORTH * most)
+    text = f"{enough.amount} would save {_saving(enough, explanation)}"
+    rest = memory[-1]
+    if rest is not enough:
+        text += f"; {rest.amount} {_saving(rest, explanation)}"
+    return text + "."
+
+
+def _saving(one: WhatIf, explanation: Explanation) -> str:
+    if one.at_most < NOTHING:
+        return "nothing (bound)"
+    unchanged = 1 - explanation.bound_ns / max(1, explanation.best_ns)
+    alike = ", as unchanged" if abs(one.at_most - unchanged) < NOTHING else ""
+    text = f"at most {_share(one.at_most)} (bound{alike}); "
+    if one.outcome == "infeasible":
+        return text + "nothing fits"
+    if one.found is None:
+        return text + f"no schedule was found in {_seconds(explanation)}"
+    if one.found < -NOTHING:
+        return text + f"what was found in {_seconds(explanation)} takes {_share(-one.found)} longer"
+    found = _share(one.found) if one.found >= NOTHING else "nothing"
+    return text + f"{found} was found in {_seconds(explanation)}"
+
+
+def _costs(one: WhatIf, explanation: Explanation) -> str:
+    """Say what goes without a restriction: a share of time that is added."""
+    if one.outcome == "infeasible":
+        return "Without offloading nothing fits this cap."
+    if one.found is not None and one.found > -NOTHING:
+        return f"Without offloading a step takes no longer: such a schedule was found in {_seconds(explanation)}."
+    text = f"no schedule was found in {_seconds(explanation)}"
+    if one.found is not None:
+        text = f"what was found in {_seconds(explanation)} takes {_share(-one.found)} longer"
+    if one.at_most > -NOTHING:
+        return f"Without offloading {text}; that it must is not proven."
+    return f"Without offloading a step takes at least {_share(-one.at_most)} longer (bound); {text}."
+
+
+def _share(value: float) -> str:
+    return f"{value:.1%}"
+
+
+def _signed(value: float) -> str:
+    return f"{value:.1%}" if abs(value) >= NOTHING else "0.0%"
+
+
+def _seconds(explanation: Explanation) -> str:
+    return f"{explanation.time_limit_s:g} s"
+
+
+def _table(explanation: Explanation) -> Table:
+    table = Table(title="time per microbatch", title_justify="left", box=None, pad_edge=False)
+    table.add_column("if")
+    for column in ("saves at most (bound)", f"found in {_seconds(explanation)}", "step found"):
+        table.add_column(column, justify="right")
+    for one in explanation.what_ifs:
+        table.add_row(
+            one.text,
+            _signed(one.at_most),
+            "nothing fits" if one.outcome == "infeasible" else "-" if one.found is None else _signed(one.found),
+            "-" if one.value_ns is None else show_ns(one.value_ns),
+        )
+    return table

@@ -1,0 +1,112 @@
+// The payload as the other scripts see it: lanes with typed arrays, ops by number, names, times and searches.
+
+const KINDS = {
+  F: { name: "forward", does: "forward", colour: "#0072b2" },
+  I: { name: "backward_input", does: "input gradient", colour: "#009e73" },
+  W: { name: "backward_weight", does: "weight gradient", colour: "#e69f00", hatch: true },
+  B: { name: "backward", does: "both gradients", colour: "#56b4e9" },
+  R: { name: "recompute", does: "recomputation", colour: "#cc79a7", hatch: true },
+  D: { name: "offload", does: "offload to host", colour: "#6c7684" },
+  H: { name: "reload", does: "reload from host", colour: "#a7afba", hatch: true },
+};
+const data = JSON.parse(document.getElementById("data").textContent);
+const charts = data.charts.map(readChart);
+const moments = [...charts.flatMap((chart) => chart.lanes.flatMap(lastMoments)), ...data.lines.map((line) => line.at)];
+const longest = moments.reduce((a, b) => Math.max(a, b), 1);
+
+function readChart(raw) {
+  const chart = { ...raw, ops: 0 };
+  chart.lanes = raw.lanes.map((lane) => {
+    const first = chart.ops;
+    chart.ops += lane.kind.length;
+    return { ...lane, ...readTimes(lane), chart, first, count: lane.kind.length, measured: readMeasured(lane) };
+  });
+  for (const lane of chart.lanes) lane.mean = meanLength(chart.lanes.filter((one) => one.lane === lane.lane));
+  chart.gaps = raw.gaps.map((gaps) => ({ ...gaps, ...readTimes(gaps) }));
+  chart.memory = raw.memory.map(readCurve);
+  chart.host = raw.host && readCurve(raw.host);
+  return chart;
+}
+
+function readTimes(columns) {
+  return { begin: Float64Array.from(columns.begin), end: Float64Array.from(columns.end) };
+}
+
+function meanLength(lanes) {
+  const length = (lane) => lane.end.reduce((all, end, i) => all + end - lane.begin[i], 0);
+  const sum = (number) => lanes.reduce((all, lane) => all + number(lane), 0);
+  return sum(length) / Math.max(1, sum((lane) => lane.count));
+}
+
+// What a trace says of a lane: its own times, `op` holds the index in the lane of each, `at` the inverse.
+function readMeasured(lane) {
+  if (!lane.measured) return null;
+  return { ...lane.measured, ...readTimes(lane.measured), at: new Map(lane.measured.op.map((op, i) => [op, i])) };
+}
+
+function readCurve(curve) {
+  const bytes = Float64Array.from(curve.bytes);
+  return { ...curve, time: Float64Array.from(curve.time), bytes, peak: bytes.reduce((a, b) => Math.max(a, b), 0) };
+}
+
+function lastMoments(lane) {
+  return [lane.end.at(-1) ?? 0, lane.measured?.end.at(-1) ?? 0];
+}
+
+// First index whose value is above the limit; values do not decrease.
+function firstAbove(values, limit) {
+  let low = 0, high = values.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (values[middle] > limit) high = middle; else low = middle + 1;
+  }
+  return low;
+}
+
+function opAt(chart, number) {
+  const lane = chart.lanes.findLast((one) => one.first <= number);
+  return { chart, lane, index: number - lane.first };
+}
+
+const numberOf = (op) => op.lane.first + op.index;
+const LANES = { compute: "compute", d2h: "to host", h2d: "from host" };
+const same = (a, b) => a === b || (a && b && a.lane === b.lane && a.index === b.index);
+const beginOf = (op) => op.lane.begin[op.index];
+const endOf = (op) => op.lane.end[op.index];
+const kindOf = (op) => KINDS[op.lane.kind[op.index]];
+
+function nameOf(op) {
+  return `${kindOf(op).name}, stage ${op.lane.stage[op.index]}, microbatch ${op.lane.microbatch[op.index]}`;
+}
+
+// The op's id as docs/IR.md defines it; it is also the page's fragment, so an address can lead to an op.
+function idOf(op) {
+  const layers = op.chart.layers[numberOf(op)];
+  const id = `${kindOf(op).name}:${op.lane.stage[op.index]}:${op.lane.microbatch[op.index]}`;
+  return layers ? `${id}:${layers.join("-")}` : id;
+}
+
+// The op of this schedule, which is the last chart, that has the id.
+function opOf(id) {
+  const chart = charts.at(-1);
+  for (let number = 0; number < chart.ops; number++) {
+    const op = opAt(chart, number);
+    if (idOf(op) === id) return op;
+  }
+  return null;
+}
+
+function showTime(time, digits = 4) {
+  const size = Math.abs(time);
+  for (const [factor, unit] of [[1e9, "s"], [1e6, "ms"], [1e3, "us"]]) {
+    if (size >= factor) return `${Number((time / factor).toPrecision(digits))} ${unit}`;
+  }
+  return `${Math.round(time)} ns`;
+}
+
+function showBytes(size) {
+  for (const [factor, unit] of [[1e9, "GB"], [1e6, "MB"], [1e3, "kB"]]) {
+    if (size >= factor) return `${Number((size / factor).toPrecision(4))} ${unit}`;
+  }
+  return `${size} B`;
+}

@@ -1,0 +1,141 @@
+"""What the page is given: charts as columns, times in ns from each chart's begin. Equal input gives equal bytes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from optpipe_compiler import ir
+from optpipe_compiler.analysis import Cause, Reason
+from optpipe_compiler.analysis.items import LANES, LETTERS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from optpipe_compiler.analysis import Analysis, Curve, Gap, Item
+    from optpipe_compiler.view.report.trace import Range
+
+Columns = dict[str, Any]
+REASONS = {
+    Reason.START: "It starts when the schedule begins.",
+    Reason.ORDER: "Its lane was busy until the end of",
+    Reason.DATA: "It copies what is made by",
+    Reason.MESSAGE: "Its input has just arrived from",
+    Reason.TRANSFER: "It reads what was just copied by",
+    Reason.LINK: "The host link that it shares was busy with",
+    Reason.MEMORY: "Memory that it needs was freed just now by",
+    Reason.SLACK: "Nothing in the file holds it back: the forecast starts it later than it must.",
+}
+"""Why an op does not start earlier; its critical predecessor follows where there is one."""
+CAUSES = {
+    Cause.FILL: "the pipeline has not come this far.",
+    Cause.DRAIN: "the pipeline is running out.",
+    Cause.MEMORY: "stood in line for memory.",
+    Cause.TRANSFER: "stood in line for a transfer.",
+    Cause.IMBALANCE: "was ready while its device was busy with other work.",
+    Cause.ORDER: "was ready and had room, but the order has it later.",
+    Cause.SLACK: "could start earlier than in the forecast.",
+}
+"""Why a device idles; the op to blame goes before where there is one."""
+
+
+def encode(value: object) -> str:
+    """Return JSON that may stand in a script element: no `<` begins a tag there."""
+    return msgspec.json.encode(value).decode().replace("<", "\\u003c")
+
+
+def chart(found: Analysis, title: str, measured: dict[str, Range] | None) -> Columns:
+    """Return everything the page draws of one schedule."""
+    schedule, setup = found.schedule, found.schedule.setup
+    begin = found.begin_ns
+    caps = [setup.cap_bytes] * setup.devices
+    return {
+        "title": title,
+        "makespan_ns": found.end_ns - begin,
+        "devices": setup.devices,
+        "stages": [stage.layers for stage in schedule.stages],
+        "nth": _turns(schedule),
+        "several": len(schedule.stages) > setup.devices,
+        "measured": measured is not None,
+        "lanes": [
+            _lane(device, lane, items, begin, measured)
+            for device in range(setup.devices)
+            for lane in LANES
+            for items in [found.lane(device, lane)]
+        ],
+        "reason": [list(REASONS).index(item.reason) for item in found.items],
+        "cause": [-1 if item.predecessor is None else item.predecessor for item in found.items],
+        "layers": {item.index: item.op.layers for item in found.items if isinstance(item.op, ir.SavedOp)},
+        "waits": _waits(found),
+        "gaps": [_gaps(device, found.gaps, begin) for device in range(setup.devices)],
+        "memory": [_curve(curve, cap, begin) for curve, cap in zip(found.memory, caps, strict=True)],
+        "host": _curve(found.host, setup.host_cap_bytes, begin) if len(found.host) > 1 else None,
+    }
+
+
+def _turns(schedule: ir.Schedule) -> list[int]:
+    """Return for each stage how many stages of its device come before it."""
+    devices = [stage.device for stage in schedule.stages]
+    return [devices[:number].count(device) for number, device in enumerate(devices)]
+
+
+def _lane(device: int, lane: str, items: Sequence[Item], begin: int, measured: dict[str, Range] | None) -> Columns:
+    ran = (
+        sorted((*measured[item.op.id], nth) for nth, item in enumerate(items) if item.op.id in measured)
+        if measured
+        else []
+    )
+    return {
+        "device": device,
+        "lane": lane,
+        "kind": "".join(LETTERS[item.op.name] for item in items),
+        "stage": [item.op.stage for item in items],
+        "microbatch": [item.op.microbatch for item in items],
+        "begin": [item.begin_ns - begin for item in items],
+        "end": [item.end_ns - begin for item in items],
+        "measured": {"begin": [r[0] for r in ran], "end": [r[1] for r in ran], "op": [r[2] for r in ran]}
+        if ran
+        else None,
+    }
+
+
+def _curve(curve: Curve, cap: int | None, begin: int) -> Columns:
+    return {"time": [time - begin for time, _ in curve], "bytes": [held for _, held in curve], "cap": cap}
+
+
+def _gaps(device: int, gaps: Sequence[Gap], begin: int) -> Columns:
+    mine = [gap for gap in gaps if gap.device == device]
+    return {
+        "begin": [gap.begin_ns - begin for gap in mine],
+        "end": [gap.end_ns - begin for gap in mine],
+        "cause": [gap.cause.value for gap in mine],
+        "resource": [gap.resource for gap in mine],
+        "root": [-1 if gap.root is None else gap.root for gap in mine],
+    }
+
+
+def _waits(found: Analysis) -> dict[int, list[int | str]]:
+    """Return what each op waits for beside the order of its lane: ops by index, deliveries by id.
+
+    Messages issued just before an op hold it back until they have been issued, so their waits are its own.
+    """
+    index = {item.op.id: item.index for item in found.items}
+    waits: dict[int, list[int | str]] = {}
+    for op, names in _pending(found.schedule):
+        if names:
+            waits[index[op.id]] = [index.get(name, name) for name in dict.fromkeys(names)]
+    return waits
+
+
+def _pending(schedule: ir.Schedule) -> Iterator[tuple[ir.Op, list[str]]]:
+    """Yield every op that takes its lane, with the waits of the messages issued before it and its own."""
+    for device in schedule.devices:
+        lanes: tuple[Sequence[ir.Op], ...] = (device.compute, device.d2h, device.h2d)
+        for lane in lanes:
+            names: list[str] = []
+            for op in lane:
+                names += op.after
+                if not isinstance(op, ir.MessageOp):
+                    yield op, names
+                    names = []

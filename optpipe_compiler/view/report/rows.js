@@ -1,0 +1,104 @@
+// What is in view: the window of time, the rows from top to bottom, and the colours of the light or dark theme.
+
+const canvas = document.getElementById("canvas");
+const frame = document.getElementById("frame");
+const pen = canvas.getContext("2d");
+const GUTTER = 104, AXIS = 30, RIGHT = 18, FOOT = 17 * data.lines.length + 4;
+const FONT = getComputedStyle(document.body).fontFamily;
+
+const view = { begin: 0, end: 1, top: 0, width: 0, height: 0, hover: null, pinned: null, pointer: null };
+let rows = [], tall = 0, colours = {}, styles = {}, hatches = {}, waiting = false;
+
+const toX = (time) => GUTTER + ((time - view.begin) / (view.end - view.begin)) * (view.width - GUTTER);
+const toTime = (x) => view.begin + ((x - GUTTER) / (view.width - GUTTER)) * (view.end - view.begin);
+const rowY = (row) => AXIS + row.y - view.top;
+
+// -- rows -----------------------------------------------------------------------------------------------------
+
+// The size of rows at which all of them are in view, within what can be read.
+function scaleOf(memory) {
+  let fixed = 0, scaled = 0;
+  for (const chart of charts) {
+    fixed += charts.length > 1 || chart.measured ? 44 : 24;
+    scaled += chart.devices * 10 + (memory ? 30 * (chart.devices + (chart.host ? 1 : 0)) : 0);
+    for (const lane of chart.lanes.filter((one) => one.count)) {
+      fixed += 2;
+      scaled += lane.lane === "compute" ? 26 : 10;
+      if (lane.measured) scaled += lane.lane === "compute" ? 18 : 10;
+    }
+  }
+  return Math.min(1.5, Math.max(0.42, (room() - fixed) / scaled));
+}
+
+function arrange() {
+  const memory = document.getElementById("memory").checked;
+  const scale = scaleOf(memory);
+  rows = [];
+  let y = 0;
+  const add = (height, row) => { rows.push({ y, height, ...row }); y += height; };
+  for (const chart of charts) {
+    if (charts.length > 1 || chart.measured) add(30, { type: "title", chart });
+    else y += 10;
+    for (let device = 0; device < chart.devices; device++) {
+      for (const lane of chart.lanes.filter((one) => one.device === device)) {
+        const compute = lane.lane === "compute";
+        if (!compute && !lane.count) continue;
+        const label = compute ? `device ${device}` : LANES[lane.lane];
+        add(Math.max(5, Math.round((compute ? 26 : 10) * scale)), { type: "lane", chart, lane, label });
+        const below = { type: "measured", chart, lane, label: "measured" };
+        if (lane.measured) add(Math.max(5, Math.round((compute ? 18 : 10) * scale)), below);
+        y += 2;
+      }
+      if (memory) add(Math.round(30 * scale), { type: "memory", curve: chart.memory[device], chart, device });
+      y += Math.round(10 * scale);
+    }
+    if (memory && chart.host) add(Math.round(30 * scale), { type: "memory", curve: chart.host, chart, device: null });
+    y += 14;
+  }
+  tall = y;
+}
+
+const room = () => view.height - AXIS - FOOT;
+const rowOf = (lane) => rows.find((row) => row.type === "lane" && row.lane === lane);
+const rowAt = (y) => rows.find((row) => y >= rowY(row) - 1 && y < rowY(row) + row.height + 1);
+
+// -- colours ---------------------------------------------------------------------------------------------------
+
+function readColours() {
+  const style = getComputedStyle(document.documentElement);
+  for (const name of ["paper", "ink", "muted", "rule", "lane", "grid", "held", "cap", "critical", "bound", "panel"]) {
+    colours[name] = style.getPropertyValue(`--${name}`).trim();
+  }
+  styles = {};
+}
+
+// How a kind is painted on the device's n-th stage: `fill`, and `ink` for what is written on it.
+function styleOf(letter, nth) {
+  styles[letter] ??= [];
+  return (styles[letter][nth] ??= styleFrom(KINDS[letter].colour, Math.min(0.5, 0.24 * nth)));
+}
+
+// Later stages are mixed with paper; the ink is dark or light, whichever differs more from the fill.
+function styleFrom(colour, part) {
+  const mixed = [1, 3, 5].map((i) => {
+    const [own, paper] = [colour, colours.paper].map((one) => parseInt(one.slice(i, i + 2), 16));
+    return Math.round(own * (1 - part) + paper * part);
+  });
+  const [r, g, b] = mixed.map((value) => (value / 255) ** 2.2);
+  return { fill: `rgb(${mixed})`, ink: 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.2 ? "#11151a" : "#ffffff" };
+}
+
+function hatchOf(ink) {
+  if (!hatches[ink]) {
+    const tile = document.createElement("canvas");
+    tile.width = tile.height = 6;
+    const brush = tile.getContext("2d");
+    brush.strokeStyle = ink;
+    brush.globalAlpha = 0.22;
+    brush.beginPath();
+    for (const x of [-6, 0, 6]) { brush.moveTo(x, 6); brush.lineTo(x + 6, 0); }
+    brush.stroke();
+    hatches[ink] = pen.createPattern(tile, "repeat");
+  }
+  return hatches[ink];
+}

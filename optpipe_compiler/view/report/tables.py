@@ -1,0 +1,181 @@
+"""The parts of the page that are text: figures in the header, and tables that need no JavaScript."""
+
+from __future__ import annotations
+
+from collections import Counter
+from html import escape
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.units import short_bytes, show_ns
+from optpipe_compiler.view.summary import count
+from optpipe_compiler.view.summary import gap as gap_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from optpipe_compiler.analysis import Analysis
+    from optpipe_compiler.ir import Baseline, Schedule
+    from optpipe_compiler.view.report.trace import Range
+
+
+def figures(schedule: Schedule, best: str | None) -> str:
+    """Return the header's list of what matters most."""
+    forecast, setup = schedule.forecast, schedule.setup
+    peak = max((device.peak_bytes for device in schedule.devices), default=0)
+    host = sum(device.host_bytes for device in schedule.devices)
+    rows = [
+        ("makespan", show_ns(forecast.makespan_ns), ""),
+        (
+            "proven bound" if forecast.objective == "makespan" else "proven bound on the span",
+            show_ns(forecast.lower_bound_ns),
+            forecast.bound,
+        ),
+        ("gap", f"{gap_of(schedule):.2%}", forecast.outcome),
+        ("idle (bubble)", f"{forecast.bubble_fraction:.1%}", ""),
+        ("highest peak", short_bytes(peak), f"of {short_bytes(setup.cap_bytes)}"),
+    ]
+    if host:
+        cap = "" if setup.host_cap_bytes is None else f"of {short_bytes(setup.host_cap_bytes)}"
+        rows.append(("host memory", short_bytes(host), cap))
+    if best is not None:
+        makespan = forecast.baselines[best].makespan_ns or 0
+        rows.append(("best published", show_ns(makespan), f"{best}, {_against(makespan, schedule)}"))
+    return "\n".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)} <small>{escape(note)}</small></dd></div>"
+        for name, value, note in rows
+    )
+
+
+def summary(schedule: Schedule) -> str:
+    """Return the schedule in one sentence, for those who do not see the chart."""
+    forecast, setup = schedule.forecast, schedule.setup
+    return (
+        f"Gantt chart of {setup.devices} devices, {len(schedule.stages)} stages and {setup.microbatches} microbatches: "
+        f"{show_ns(forecast.makespan_ns)} per step, idle {forecast.bubble_fraction:.1%}, proven bound "
+        f"{show_ns(forecast.lower_bound_ns)}. The tables that follow have the same in numbers."
+    )
+
+
+def tables(found: Analysis, best: str | None, note: str, measured: dict[str, Range] | None) -> str:
+    """Return the tables beside the chart."""
+    schedule = found.schedule
+    parts = [_published(schedule, best, note), _idle(found), _devices(found), _promises(schedule)]
+    return "\n".join(parts if measured is None else [_measured(found, measured), *parts])
+
+
+def _measured(found: Analysis, measured: dict[str, Range]) -> str:
+    """Compare the time of all ops of a kind, forecast and measured, over the ops that the trace has."""
+    forecast: Counter[str] = Counter()
+    took: Counter[str] = Counter()
+    for item in found.items:
+        if item.op.id in measured:
+            begin, end = measured[item.op.id]
+            forecast[item.op.name] += item.end_ns - item.begin_ns
+            took[item.op.name] += end - begin
+    step = max(end for _, end in measured.values())
+    rows = [
+        ("", [name, show_ns(forecast[name]), show_ns(took[name]), _ratio(took[name], forecast[name])]) for name in took
+    ]
+    rows.append(
+        (
+            "best",
+            [
+                "step",
+                show_ns(found.end_ns - found.begin_ns),
+                show_ns(step),
+                _ratio(step, found.end_ns - found.begin_ns),
+            ],
+        )
+    )
+    text = f"Sums over the {len(measured)} of {len(found.items)} ops that the trace has, all devices together."
+    return _block("Forecast and measured", ["ops", "forecast", "measured", "ratio"], rows, text, opened=True)
+
+
+def _ratio(measured_ns: int, forecast_ns: int) -> str:
+    return f"{measured_ns / forecast_ns:.2f} x" if forecast_ns else "-"
+
+
+def _published(schedule: Schedule, best: str | None, note: str) -> str:
+    known = [(b.makespan_ns, b, name) for name, b in schedule.forecast.baselines.items() if b.makespan_ns is not None]
+    ranked = sorted(known, key=lambda row: (not row[1].fits, row[0], row[2]))
+    rows = [
+        (
+            "best" if name == best else "" if baseline.fits else "off",
+            [name, show_ns(makespan), _against(makespan, schedule), _peak(baseline)],
+        )
+        for makespan, baseline, name in ranked
+    ]
+    missing = len(schedule.forecast.baselines) - len(known)
+    text = f"{note} Grey: does not fit the cap. {missing} more are not defined for this instance or were not tried."
+    return _block(
+        "Published schedules, same costs", ["schedule", "makespan", "to this", "peak"], rows, text.strip(), opened=True
+    )
+
+
+def _idle(found: Analysis) -> str:
+    """Show the parts of devices x makespan lost by cause, and the resource that binds most of each."""
+    lost: Counter[str] = Counter()
+    binding: dict[str, Counter[str]] = {}
+    for gap in found.gaps:
+        lost[gap.cause.value] += gap.length_ns
+        binding.setdefault(gap.cause.value, Counter())[gap.resource] += gap.length_ns
+    whole = max(1, (found.end_ns - found.begin_ns) * len(found.schedule.devices))
+    rows = []
+    for cause, time in lost.most_common():
+        (resource, most), others = binding[cause].most_common(1)[0], len(binding[cause]) - 1
+        where = f"{resource} ({most / time:.0%})" if others else resource
+        rows.append(("", [cause, f"{time / whole:.2%}", where or "-"]))
+    text = "Parts of devices x makespan. Fill: the pipeline has not come so far; drain: it is running out."
+    return _block("Where the idle time goes", ["cause", "share", "what binds most of it"], rows, text)
+
+
+def _devices(found: Analysis) -> str:
+    schedule = found.schedule
+    rows = []
+    for device in schedule.devices:
+        mine = [stage for stage in schedule.stages if stage.device == device.device]
+        idle = sum(gap.length_ns for gap in found.gaps if gap.device == device.device) / max(
+            1, found.end_ns - found.begin_ns
+        )
+        layers = ", ".join(
+            f"{first}-{end - 1}" if end > first + 1 else f"{first}" for first, end in (s.layers for s in mine)
+        )
+        host = short_bytes(device.host_bytes) if device.host_bytes else "-"
+        rows.append(("", [str(device.device), layers, short_bytes(device.peak_bytes), host, f"{idle:.1%}"]))
+    return _block("Devices", ["device", "layers", "promised peak", "host", "idle"], rows, "")
+
+
+def _promises(schedule: Schedule) -> str:
+    setup = schedule.setup
+    lines = [
+        f"{count(schedule, 'offload')} offloads, {count(schedule, 'recompute')} recomputations, "
+        f"{count(schedule, 'backward_weight')} split and {count(schedule, 'backward')} fused backwards.",
+        f"The cap of {short_bytes(setup.cap_bytes)} covers weights, gradients, optimizer state, a reserve of "
+        f"{short_bytes(setup.reserve_bytes)}, activations, messages and what ops need while they run.",
+        "Promised peaks hold for every execution that order and waits allow; the curves show the forecast one.",
+        f"Profile {schedule.provenance.profile}, {schedule.provenance.compiler}, {schedule.digest[:19]}.",
+    ]
+    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    return f"<details><summary>What is promised</summary><ul>{items}</ul></details>"
+
+
+def _block(
+    title: str, columns: Sequence[str], rows: Iterable[tuple[str, list[str]]], note: str, *, opened: bool = False
+) -> str:
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
+    body = "\n".join(
+        f'<tr class="{kind}">' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>" for kind, cells in rows
+    )
+    below = f'<p class="note">{escape(note)}</p>' if note else ""
+    return (
+        f"<details{' open' if opened else ''}><summary>{escape(title)}</summary>"
+        f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>{below}</details>"
+    )
+
+
+def _against(makespan: int, schedule: Schedule) -> str:
+    return f"{makespan / max(1, schedule.forecast.makespan_ns) - 1:+.1%}"
+
+
+def _peak(baseline: Baseline) -> str:
+    return "-" if baseline.peak_bytes is None else short_bytes(baseline.peak_bytes)

@@ -1,0 +1,104 @@
+"""Reading what was measured: Chrome traces with a range per op, by `optpipe run --trace` or torch's profiler."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from optpipe_compiler.errors import BadInput
+from optpipe_compiler.files import read_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from optpipe_compiler.ir import Op, Schedule
+
+Range = tuple[int, int]
+"""Begin and end in ns."""
+TORCH = {"F": "forward", "I": "backward_input", "W": "backward_weight", "B": "backward"}
+
+
+class Event(msgspec.Struct, frozen=True):
+    """What counts of a Chrome trace event; times in microseconds."""
+
+    name: str = ""
+    ph: str = ""
+    cat: str = ""
+    ts: float = 0.0
+    dur: float = 0.0
+    args: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Trace(msgspec.Struct, frozen=True):
+    """A trace file; torch's times count from `baseTimeNanoseconds`."""
+
+    trace_events: list[Event] = msgspec.field(name="traceEvents")
+    base_ns: int = msgspec.field(name="baseTimeNanoseconds", default=0)
+
+
+def measured(paths: Sequence[Path], schedule: Schedule) -> dict[str, Range]:
+    """Return when each op ran in the last step of the traces, by op id, in ns after the first op's begin.
+
+    An op is found by its id in `args.op`, by its kind there with `args.stage` and `args.microbatch`, or by a name such
+    as `forward 3 m2` or torch's `PP:3F2`; `args.step` tells steps apart. Raises BadInput if a file is no trace or has
+    no op of the schedule.
+    """
+    names = _names(schedule)
+    found: dict[str, tuple[int, Range]] = {}
+    for path in paths:
+        before = len(found)
+        for step, op_id, ran in _ranges(_read(path), names):
+            if op_id not in found or (step, ran) > found[op_id]:
+                found[op_id] = step, ran
+        if len(found) == before:
+            raise BadInput(f"{path}: has no range of an op of this schedule, expected names such as PP:0F0 or args.op")
+    last = max(step for step, _ in found.values())
+    ran_last = {op_id: ran for op_id, (step, ran) in found.items() if step == last}
+    begin = min(ran[0] for ran in ran_last.values())
+    return {op_id: (first - begin, end - begin) for op_id, (first, end) in ran_last.items()}
+
+
+def _read(path: Path) -> Trace:
+    try:
+        return msgspec.json.decode(read_text(path), type=Trace)
+    except msgspec.DecodeError as error:
+        raise BadInput(f"{path}: is no Chrome trace: {error}") from error
+
+
+def _ranges(trace: Trace, names: dict[str, str]) -> Iterator[tuple[int, str, Range]]:
+    """Yield step, op id and times of every event that is an op; what ran on a GPU rather than its launch."""
+    events = [event for event in trace.trace_events if event.ph == "X"]
+    on_gpu = [event for event in events if event.cat == "gpu_user_annotation"]
+    for event in on_gpu or events:
+        op_id = next((names[name] for name in _called(event) if name in names), None)
+        if op_id is not None:
+            step = event.args.get("step", 0)
+            begin = trace.base_ns + round(event.ts * 1000)
+            yield step if isinstance(step, int) else 0, op_id, (begin, begin + round(event.dur * 1000))
+
+
+def _called(event: Event) -> Iterator[str]:
+    """Yield what an event may call its op, the surest first."""
+    op = event.args.get("op")
+    yield str(op)
+    yield f"{op} {event.args.get('stage')} m{event.args.get('microbatch')}"
+    yield event.name.removeprefix("PP:")
+
+
+def _names(schedule: Schedule) -> dict[str, str]:
+    """Return the op id for every name that a trace may give an op that takes time."""
+    letters = {name: letter for letter, name in TORCH.items()}
+    names: dict[str, str] = {}
+    for device in schedule.devices:
+        ops: list[Op] = [*device.compute, *device.d2h, *device.h2d]
+        for op in ops:
+            if re.match("send_|recv_", op.name):
+                continue
+            names[op.id] = op.id
+            names[f"{op.name} {op.stage} m{op.microbatch}"] = op.id
+            if op.name in letters:
+                names[f"{op.stage}{letters[op.name]}{op.microbatch}"] = op.id
+    return names

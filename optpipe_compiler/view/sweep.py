@@ -1,0 +1,179 @@
+"""A sweep for people: progress, a table of all points, and what follows from them in sentences."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from optpipe_compiler.units import short_bytes, show_ns
+from optpipe_compiler.view.bar import Bar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rich.console import Console, RenderableType
+
+    from optpipe_compiler.study.frontier import BestDevices, BestGpu, CheapestMemory, EnoughMicrobatches, Point
+    from optpipe_compiler.study.sweep import Sweep
+
+BEYOND = "more than the GPU has"
+
+
+class SweepBar(Bar):
+    """Points done and the latest one; away from a terminal a line per point."""
+
+    def __init__(self, console: Console, done: int, total: int) -> None:
+        columns = (TextColumn("points"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        super().__init__(console, *columns, TextColumn("{task.description}"), description="", total=total)
+        self.bar.update(self.task, completed=done)
+
+    def update(self, point: Point) -> None:
+        """Count one more."""
+        said = {"infeasible": "nothing fits", "beyond memory": BEYOND}.get(point.outcome, point.outcome)
+        text = f"{place(point)}: {said if point.makespan_ns is None else show_ns(point.makespan_ns)}"
+        self.bar.update(self.task, advance=1, description=escape(text))
+        self.say(escape(text))
+
+
+def place(point: Point) -> str:
+    """Return where in the grid the point is."""
+    return f"{line(point)}, {short_bytes(point.mem_bytes)}"
+
+
+def line(point: Point) -> str:
+    """Return which line of the picture the point is on."""
+    return f"{_devices(point.devices, point.gpu)}, {point.microbatches} microbatches"
+
+
+def rate(microbatches_per_s: float, tokens: int | None) -> str:
+    """Return a throughput in the unit of `unit`."""
+    value = microbatches_per_s * (tokens or 1)
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def unit(tokens: int | None) -> str:
+    """Return the unit of throughput: tokens where the costs are of a model."""
+    return "microbatches/s" if tokens is None else "tokens/s"
+
+
+def table(sweep: Sweep) -> RenderableType:
+    """Return a row per point, a block per number of devices and microbatches; a table per GPU, under its name."""
+    parts: list[RenderableType] = []
+    for gpu, points in groupby(sweep.points, key=lambda point: point.gpu):
+        if gpu is not None:
+            parts.append(Text("\n" * bool(parts) + gpu, style="bold"))
+        parts.append(_table(list(points), sweep.tokens_per_microbatch))
+    return Group(*parts)
+
+
+def _table(points: Sequence[Point], tokens: int | None) -> Table:
+    rows = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    best = {point.line: point.throughput for point in points if point.makespan_ns}  # the last has the largest cap
+    throughput = "mb/s" if tokens is None else "tokens/s"
+    for title in ("devices", "mb", "cap", "step", throughput, "of most", "gap", "peak"):
+        rows.add_column(title, justify="right", no_wrap=True)
+    rows.add_column("", style="dim", no_wrap=True)
+    last = None
+    for point in points:
+        if last not in (None, point.line):
+            rows.add_row()
+        head = [str(point.devices), str(point.microbatches)] if point.line != last else ["", ""]
+        last = point.line
+        rows.add_row(*head, short_bytes(point.mem_bytes), *_cells(point, best.get(point.line, 0.0), tokens))
+    return rows
+
+
+def _cells(point: Point, most: float, tokens: int | None) -> list[str]:
+    if point.makespan_ns is None or point.peak_bytes is None:
+        said = {"infeasible": "nothing fits", "beyond memory": BEYOND}.get(point.outcome, "none found in time")
+        return ["-", "-", "-", "-", "-", said]
+    carried = point.carried_from_bytes
+    return [
+        show_ns(point.makespan_ns),
+        rate(point.throughput, tokens),
+        f"{point.throughput / most:.1%}",
+        f"{1 - point.lower_bound_ns / point.makespan_ns:.1%}",
+        short_bytes(point.peak_bytes),
+        "" if carried is None else f"from {short_bytes(carried)}",
+    ]
+
+
+def memory_sentences(found: Sequence[CheapestMemory], tolerance: float) -> Iterator[str]:
+    """Yield what memory is enough, lines with the same answer in one sentence."""
+    groups: dict[tuple[str, int, int], list[CheapestMemory]] = {}
+    for one in found:
+        groups.setdefault((_devices(one.devices, one.gpu), one.mem_bytes, one.largest_bytes), []).append(one)
+    for (devices, cap, largest), same in groups.items():
+        numbers = " or ".join(str(one.microbatches) for one in same)
+        head = f"With {devices} and {numbers} microbatches "
+        if cap == largest:
+            yield head + f"every cap below {short_bytes(largest)} loses {percent(tolerance)} or more."
+        else:
+            yield head + (
+                f"{short_bytes(cap)} is the cheapest memory that loses less than {percent(tolerance)} against "
+                f"{short_bytes(largest)} ({max(one.loss for one in same):.1%})."
+            )
+
+
+def microbatch_sentences(found: Sequence[EnoughMicrobatches], tolerance: float) -> Iterator[str]:
+    """Yield how many microbatches are enough, per number of devices."""
+    for one in found:
+        head = f"With {_devices(one.devices, one.gpu)} under {short_bytes(one.mem_bytes)} "
+        if one.microbatches == one.most:
+            yield head + f"fewer than {one.most} microbatches lose {percent(tolerance)} or more."
+        else:
+            yield head + f"{one.microbatches} microbatches are enough: {one.most} would give {one.gain:.1%} more."
+
+
+def device_sentences(found: Sequence[BestDevices], tokens: int | None) -> Iterator[str]:
+    """Yield which number of devices has the most throughput per device, caps with the same answer in one sentence."""
+    for (devices, gpu), group in groupby(found, key=lambda one: (one.devices, one.gpu)):
+        same = list(group)
+        top = same[-1]
+        where, last = f"Under {short_bytes(top.mem_bytes)}", ""
+        if len(same) > 1:
+            where = f"From {short_bytes(same[0].mem_bytes)} to {short_bytes(top.mem_bytes)}"
+            last = f" under {short_bytes(top.mem_bytes)}"
+        others = ", ".join(f"{rate(each, tokens)} with {number}" for number, each in top.others)
+        yield (
+            f"{where} {_devices(devices, gpu)} {'has' if devices == 1 else 'have'} the most throughput per device: "
+            f"{rate(top.per_device, tokens)} {unit(tokens)}{last}, against {others}."
+        )
+
+
+def gpu_sentences(found: Sequence[BestGpu], tokens: int | None) -> Iterator[str]:
+    """Yield which GPU has the most throughput, together and per device."""
+    for one in found:
+        others = ", ".join(f"{rate(each, tokens)} with {gpu}" for gpu, each in one.others)
+        yield (
+            f"{one.gpu} has the most throughput{' per device' if one.per_device else ''}: "
+            f"{rate(one.throughput, tokens)} {unit(tokens)} ({_devices(one.devices)}, {one.microbatches} microbatches, "
+            f"{short_bytes(one.mem_bytes)}), against {others}."
+        )
+
+
+def _devices(number: int, gpu: str | None = None) -> str:
+    return f"{number} device{'s' if number > 1 else ''}" + (f" of {gpu}" if gpu is not None else "")
+
+
+def percent(share: float) -> str:
+    """Return a share that a person chose, with as many digits as it has."""
+    return f"{100 * share:.6g}%"
+
+
+def notes(sweep: Sweep) -> Iterator[str]:
+    """Yield what the table's last column means, and what numbers are worth that were not measured."""
+    carried = sum(point.carried_from_bytes is not None for point in sweep.points)
+    if carried:
+        yield (
+            f"{carried} of {len(sweep.points)} points show the schedule of a smaller cap (`from`): it is valid there, "
+            "too, and faster than what was found for that cap in time."
+        )
+    if sweep.profile_digest is None:
+        yield f"All costs of {sweep.profile} are estimated from data sheets, none is measured."

@@ -1,0 +1,188 @@
+"""Several tensors as one: what crosses from layer to layer where layers take and return tuples.
+
+Stages, stores and messages know one tensor per border. A bundle is a carrier tensor with the bits of all its parts, so
+any dtypes pass exactly (positions, masks, activations), and gradients pass back the same way. It costs a copy.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from optpipe_compiler.errors import BadInput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from runtime_torch.replay import Boundary
+
+_ALIGNMENT = 16
+"""Bytes; every part starts at a multiple, so that it can be viewed as any dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """The shapes and dtypes of the tensors that cross a border, for one microbatch."""
+
+    parts: tuple[Boundary, ...]
+
+    @property
+    def is_single(self) -> bool:
+        """Whether one tensor crosses, as it is."""
+        return len(self.parts) == 1
+
+    @property
+    def boundary(self) -> Boundary:
+        """Shape and dtype of the tensor that really crosses."""
+        if self.is_single:
+            return self.parts[0]
+        *_, (end, _) = self._extents()
+        return (-(-end // self.carrier.itemsize),), self.carrier
+
+    @property
+    def carrier(self) -> torch.dtype:
+        """The first floating-point part's dtype: the carrier must be able to have a gradient where a part has one."""
+        return next((dtype for _, dtype in self.parts if dtype.is_floating_point), torch.uint8)
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the carrier of `tensors`; differentiable."""
+        carrier: Tensor = _Pack.apply(self, *tensors)  # type: ignore[no-untyped-call]
+        return carrier
+
+    def unpack(self, carrier: Tensor) -> tuple[Tensor, ...]:
+        """Return the parts, as views of the carrier; differentiable."""
+        return (carrier,) if self.is_single else _Unpack.apply(self, carrier)  # type: ignore[no-untyped-call]
+
+    def join(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """Copy the bits of the parts (zeros for a missing one) into a new carrier."""
+        device = next(tensor.device for tensor in tensors if tensor is not None)
+        shape, dtype = self.boundary
+        carrier = torch.zeros(shape, dtype=dtype, device=device)
+        bits = carrier.view(torch.uint8)
+        for tensor, (end, nbytes) in zip(tensors, self._extents(), strict=True):
+            if tensor is not None:
+                start = end - _aligned(nbytes)
+                bits[start : start + nbytes].copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
+        return carrier
+
+    def cut(self, carrier: Tensor) -> tuple[Tensor, ...]:
+        """Return the parts as views of the carrier."""
+        bits = carrier.reshape(-1).view(torch.uint8)
+        return tuple(
+            bits[end - _aligned(nbytes) :][:nbytes].view(dtype).view(shape)
+            for (shape, dtype), (end, nbytes) in zip(self.parts, self._extents(), strict=True)
+        )
+
+    def _extents(self) -> Iterator[tuple[int, int]]:
+        """Yield each part's end in the carrier, with its padding, and its bytes."""
+        end = 0
+        for shape, dtype in self.parts:
+            nbytes = math.prod(shape) * dtype.itemsize
+            end += _aligned(nbytes)
+            yield end, nbytes
+
+
+def bundle_of(found: Any, what: str) -> Bundle:
+    """Return the bundle of what a layer returned: a tensor, or a tuple of tensors."""
+    tensors = found if isinstance(found, tuple | list) else (found,)
+    if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
+        raise BadInput(f"{what} returns {type(found).__name__}, expected a tensor or a tuple of tensors")
+    return Bundle(tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors))
+
+
+class BundledLayer(nn.Module):
+    """A layer that takes or returns several tensors, as one that takes and returns one."""
+
+    def __init__(self, layer: nn.Module, incoming: Bundle, outgoing: Bundle) -> None:
+        super().__init__()
+        self.layer = layer
+        self._incoming, self._outgoing = incoming, outgoing
+
+    def forward(self, x: Tensor, *target: Tensor) -> Tensor:
+        """Unpack, call, pack."""
+        found = self.layer(*self._incoming.unpack(x), *target)
+        return found if self._outgoing.is_single else self._outgoing.pack(found)
+
+
+def trace_bundles(
+    layers: Sequence[nn.Module | Callable[[], nn.Module]], inputs: Sequence[Tensor], target: Tensor | None
+) -> list[Bundle]:
+    """Return what enters each layer, and what leaves the last, for one microbatch; nothing is allocated or computed.
+
+    `layers` may be made by functions without arguments; they are then built on torch's meta device.
+    """
+    bundles = [bundle_of(tuple(inputs), "the input")]
+    parts = tuple(tensor.to("meta") for tensor in inputs)
+    for index, made in enumerate(layers):
+        last = index == len(layers) - 1
+        if last and target is not None:
+            parts += (target.to("meta"),)
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                found = _on_meta(made, parts)
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            raise BadInput(
+                f"layer {index}: cannot be called with what layer {index - 1} returns "
+                f"({', '.join(f'{tuple(part.shape)} {part.dtype}' for part in parts)}): {_first_line(error)}"
+            ) from error
+        bundles.append(bundle_of(found, f"layer {index}"))
+        parts = tuple(found) if isinstance(found, tuple | list) else (found,)
+    return bundles
+
+
+def _on_meta(made: nn.Module | Callable[[], nn.Module], parts: tuple[Tensor, ...]) -> Any:
+    if isinstance(made, nn.Module):
+        own = {name: t.to("meta") for name, t in (*made.named_parameters(), *made.named_buffers())}
+        return torch.func.functional_call(made, own, parts)
+    with torch.device("meta"):
+        return made().to("meta")(*parts)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+class _Pack(torch.autograd.Function):
+    """Parts to carrier."""
+
+    @staticmethod
+    def forward(ctx: Any, bundle: Bundle, *tensors: Tensor) -> Tensor:
+        found = bundle_of(tensors, "a layer")
+        if found != bundle:
+            raise BadInput(f"a layer returned {found.parts}, expected {bundle.parts} as for the first microbatch")
+        ctx.bundle = bundle
+        carrier = bundle.join(tensors)
+        if not carrier.is_floating_point():
+            ctx.mark_non_differentiable(carrier)
+        return carrier
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        parts = ctx.bundle.cut(gradient.contiguous())
+        return None, *(part if part.is_floating_point() else None for part in parts)
+
+
+class _Unpack(torch.autograd.Function):
+    """Carrier to parts."""
+
+    @staticmethod
+    def forward(ctx: Any, bundle: Bundle, carrier: Tensor) -> tuple[Tensor, ...]:
+        ctx.bundle = bundle
+        ctx.set_materialize_grads(False)
+        parts = bundle.cut(carrier)
+        ctx.mark_non_differentiable(*(part for part in parts if not part.is_floating_point()))
+        return parts
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        if all(gradient is None for gradient in gradients):
+            return None, None
+        return None, ctx.bundle.join(gradients)

@@ -1,0 +1,93 @@
+"""Copies of storages between a device and its host, and the accounting that goes with them.
+
+A carrier takes storages away from the device as *parcels* and brings them back. It alone knows when a copy is over, so
+it also says when what a copy has read is free: `DirectCarrier` at once, because it waits for its copies;
+`streams.StreamCarrier` as soon as the streams themselves are ordered after them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor, UntypedStorage
+
+    from runtime_torch.meter import Meter
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """The bytes of one storage on the host, in one or several pieces (uint8, one dimension)."""
+
+    pieces: list[Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all pieces."""
+        return sum(piece.numel() for piece in self.pieces)
+
+
+class Carrier(Protocol):
+    """Moves the storages of one op at a time; counts device bytes in one meter and host bytes in another."""
+
+    def take(self, storages: list[UntypedStorage]) -> list[Parcel]:
+        """Copy to the host, empty the list, and free on the device what no one else holds."""
+        ...
+
+    def bring(self, parcels: list[Parcel]) -> list[UntypedStorage]:
+        """Allocate on the device (held in the meter), copy back, empty the list, and free on the host."""
+        ...
+
+    def discard(self, parcel: Parcel) -> None:
+        """Free a parcel that nobody will ask for."""
+        ...
+
+
+def as_bytes(storage: UntypedStorage) -> Tensor:
+    """Return a uint8 tensor of shape (nbytes,) over `storage`."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class DirectCarrier:
+    """Copies on the current stream and returns when they are over; may be used from several threads."""
+
+    def __init__(self, device: torch.device, meter: Meter, host_meter: Meter) -> None:
+        self._device = device
+        self._meter = meter
+        self._host_meter = host_meter
+
+    def take(self, storages: list[UntypedStorage]) -> list[Parcel]:
+        """D2H."""
+        parcels = []
+        for storage in storages:
+            self._host_meter.count(storage.nbytes())
+            there = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            parcels.append(Parcel([there.copy_(as_bytes(storage), non_blocking=True)]))
+        self._finish()
+        while storages:
+            self._meter.release(storages.pop())
+        return parcels
+
+    def bring(self, parcels: list[Parcel]) -> list[UntypedStorage]:
+        """H2D."""
+        storages = []
+        for parcel in parcels:
+            there = torch.empty(parcel.nbytes, dtype=torch.uint8, device=self._device)
+            self._meter.hold(there.untyped_storage())
+            there.copy_(parcel.pieces[0], non_blocking=True)
+            storages.append(there.untyped_storage())
+        self._finish()
+        while parcels:
+            self.discard(parcels.pop())
+        return storages
+
+    def discard(self, parcel: Parcel) -> None:
+        """Count it no longer."""
+        self._host_meter.count(-parcel.nbytes)
+
+    def _finish(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()

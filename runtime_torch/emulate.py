@@ -1,0 +1,238 @@
+"""`run --rank R --emulate-peers`: one device of a larger pipeline on its own, against its forecast.
+
+Its compute, copies, allocator and store are real; the neighbours' messages arrive at their forecast times. So one GPU
+tells how a pipeline of many would run, and whether the device's share of memory is as promised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from optpipe_compiler import ir
+from optpipe_compiler.errors import BadInput
+from optpipe_compiler.export.memory import timed_ops
+from runtime_torch import models
+from runtime_torch.conform import BYTES_TOLERANCE, prepare
+from runtime_torch.peers import Peers
+from runtime_torch.replay import Replay
+from runtime_torch.stages import build_stages
+from runtime_torch.trace import Ran, chrome_trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from runtime_torch.job import Event
+
+
+@dataclass(frozen=True, slots=True)
+class OpReport:
+    """One op: forecast (scaled) and median measured, in ns from the start of the step."""
+
+    op: str
+    lane: str
+    forecast_start_ns: int
+    forecast_ns: int
+    measured_start_ns: int
+    measured_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """Time of a device's copies in a step: while its compute lane was busy (hidden), and while it was not."""
+
+    hidden_ns: int
+    exposed_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class EmulationReport:
+    """One device against its forecast; times are medians over the steps after the first."""
+
+    rank: int
+    device: str
+    steps: int
+    time_scale: float
+    span_ns: int
+    forecast_span_ns: int
+    transfers: Transfers
+    forecast_transfers: Transfers
+    peak_activation_bytes: int
+    promised_activation_bytes: int
+    peak_host_bytes: int
+    promised_host_bytes: int
+    allocator_peak_bytes: int | None
+    """On CUDA, what the caching allocator handed out at most, beyond what it held when the steps began."""
+    ops: list[OpReport]
+
+
+def emulate(
+    schedule: ir.Schedule,
+    rank: int,
+    *,
+    steps: int,
+    data: bytes,
+    time_scale: float = 1.0,
+    seed: int = 0,
+    on_event: Callable[[Event], None],
+    trace: bool = False,
+) -> EmulationReport:
+    """Replay device `rank` of `schedule` for `steps` in this process, on a GPU where there is one."""
+    if schedule.model is None:
+        raise BadInput("the schedule has no model to run (its profile was not measured): --emulate-peers needs one")
+    if not 0 <= rank < schedule.setup.devices:
+        raise BadInput(f"--rank is {rank}, expected 0 to {schedule.setup.devices - 1}")
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    alone = _Alone(schedule, rank, device, data, time_scale, seed)
+    runs: list[list[Ran]] = []
+    for number in range(steps):
+        runs.append(alone.step())
+        span = runs[-1][-1][3]
+        on_event({"event": "step", "step": number, "steps": steps, "loss": alone.loss, "makespan_ns": span})
+    if trace:
+        nobody: list[Ran] = []
+        devices = [[run if other == rank else nobody for other in range(schedule.setup.devices)] for run in runs]
+        on_event({"event": "trace", "text": chrome_trace(schedule, devices, time_scale)})
+    return alone.report(runs)
+
+
+class _Alone:
+    """The device and its replay."""
+
+    def __init__(
+        self, schedule: ir.Schedule, rank: int, device: torch.device, data: bytes, time_scale: float, seed: int
+    ) -> None:
+        assert schedule.model is not None
+        torch.manual_seed(seed)
+        model = schedule.model
+        mine = [range(*stage.layers) for stage in schedule.stages if stage.device == rank]
+        layers = {i: layer for own in mine for i, layer in zip(own, models.build(model, own), strict=True)}
+        self._schedule, self._rank, self._device, self._scale = schedule, rank, device, time_scale
+        self._stages = build_stages(schedule, layers, rank, device)
+        generator = torch.Generator().manual_seed(seed)
+        self._inputs, self._target = (
+            tensor.to(device) for tensor in models.batch(model, data, generator, schedule.setup.microbatches)
+        )
+        boundaries = models.boundaries(model)
+        prepare(schedule, self._stages, boundaries.__getitem__, self._inputs, self._target, BYTES_TOLERANCE)
+        first = next(iter(self._stages.values()))
+        self._meter, self._host_meter = first.meter, first.host_meter
+        self._peers = Peers(schedule, rank, time_scale)
+        self._replay = Replay(
+            schedule,
+            rank,
+            self._stages,
+            lambda stage: boundaries[schedule.stages[stage].layers[1] - 1],
+            group=cast("Any", self._peers),
+            on=device,
+            meter=self._meter,
+        )
+        self._peaks: list[tuple[int, int]] = []
+        self._allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        self._allocator_peak = 0
+        self.loss = float("nan")
+
+    def step(self) -> list[Ran]:
+        """Run the device's ops once; return when each ran, from the start of the step, by end."""
+        microbatches = self._schedule.setup.microbatches
+        self._meter.reset_peak()
+        self._host_meter.reset_peak()
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        losses: list[Tensor] = []
+        inputs = self._inputs.tensor_split(microbatches)
+        self._replay.begin(self._target.tensor_split(microbatches))
+        self._peers.begin()
+        start = self._peers.start_ns
+        try:
+            for op in self._schedule.devices[self._rank].compute:
+                self._run(op, inputs, losses)
+        except BaseException as error:
+            self._replay.abort(error)
+            raise
+        ops = self._replay.finish()
+        self._stages.module.zero_grad()
+        self._peaks.append((self._meter.peak_bytes, self._host_meter.peak_bytes))
+        if self._device.type == "cuda":
+            self._allocator_peak = max(self._allocator_peak, torch.cuda.max_memory_allocated(self._device))
+        self.loss = torch.stack(losses).mean().item() if losses else float("nan")
+        ran = [(op.op_id, op.lane, op.start_ns - start, op.end_ns - start) for op in ops]
+        return sorted(ran, key=lambda op: op[3])
+
+    def _run(self, op: ir.Op, inputs: Sequence[Tensor], losses: list[Tensor]) -> None:
+        replay, at = self._replay, (op.stage, op.microbatch)
+        match op:
+            case ir.Forward():
+                out = replay.forward(*at, inputs[op.microbatch] if op.stage == 0 else None)
+                if op.stage == len(self._schedule.stages) - 1:
+                    losses.append(out)
+            case ir.Backward() | ir.BackwardInput():
+                replay.backward(*at, fused=isinstance(op, ir.Backward))
+            case ir.BackwardWeight():
+                replay.backward_weight(*at)
+            case ir.Recompute():
+                replay.recompute(*at)
+            case ir.SendActivation() | ir.SendGradient():
+                replay.send(op.name, *at)
+            case ir.RecvActivation() | ir.RecvGradient():
+                replay.recv(op.name, *at)
+
+    def report(self, runs: Sequence[Sequence[Ran]]) -> EmulationReport:
+        """Put the steps together."""
+        schedule, plan = self._schedule, self._schedule.devices[self._rank]
+        timed = runs[1:] or runs
+        planned = list(self._planned())
+        found = {op_id: [(s, e) for run in timed for name, _, s, e in run if name == op_id] for op_id, *_ in planned}
+        ops = [
+            OpReport(
+                op=op_id,
+                lane=lane,
+                forecast_start_ns=start,
+                forecast_ns=end - start,
+                measured_start_ns=round(median(s for s, _ in found[op_id])),
+                measured_ns=round(median(e - s for s, e in found[op_id])),
+            )
+            for op_id, lane, start, end in planned
+        ]
+        static = sum(stage.static_bytes for stage in schedule.stages if stage.device == self._rank)
+        measured = [transfers(run) for run in timed]
+        return EmulationReport(
+            rank=self._rank,
+            device=str(self._device),
+            steps=len(runs),
+            time_scale=self._scale,
+            span_ns=round(median(_span(run) for run in timed)),
+            forecast_span_ns=_span(planned),
+            transfers=Transfers(
+                round(median(t.hidden_ns for t in measured)), round(median(t.exposed_ns for t in measured))
+            ),
+            forecast_transfers=transfers(planned),
+            peak_activation_bytes=max(peak for peak, _ in self._peaks),
+            promised_activation_bytes=plan.peak_bytes - static - schedule.setup.reserve_bytes,
+            peak_host_bytes=max(peak for _, peak in self._peaks),
+            promised_host_bytes=plan.host_bytes,
+            allocator_peak_bytes=self._allocator_peak - self._allocated if self._device.type == "cuda" else None,
+            ops=ops,
+        )
+
+    def _planned(self) -> Iterable[Ran]:
+        lanes = {"offload": "d2h", "reload": "h2d"}
+        for op, start, end in timed_ops(self._schedule, self._rank):
+            if not isinstance(op, ir.MessageOp):
+                yield op.id, lanes.get(op.name, "compute"), round(start * self._scale), round(end * self._scale)
+
+
+def transfers(ran: Sequence[Ran]) -> Transfers:
+    """Return how much of the copies' time the compute lane was busy for."""
+    busy = [(start, end) for _, lane, start, end in ran if lane == "compute"]
+    copies = [(start, end) for _, lane, start, end in ran if lane != "compute"]
+    hidden = sum(max(0, min(end, e) - max(start, s)) for start, end in copies for s, e in busy)
+    return Transfers(hidden, sum(end - start for start, end in copies) - hidden)
+
+
+def _span(ran: Sequence[Ran]) -> int:
+    return max(end for *_, end in ran) - min(start for _, _, start, _ in ran)

@@ -1,0 +1,221 @@
+"""`optpipe profile --model`: a profile derived from a model's configuration and a GPU's data sheet, without the GPU.
+
+Bytes and operations are counted on the meta device (`estimate_count`), times follow from the data sheet
+(`estimate_time`). All numbers are marked `estimated`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from msgspec import structs
+
+from optpipe_compiler.errors import BadInput, MissingDependency
+from optpipe_compiler.profile import P2P, Layer, Link, Machine, Profile, Quantity
+
+if TYPE_CHECKING:
+    from optpipe_compiler.presets.gpus import Gpu
+    from optpipe_compiler.presets.models import Architecture
+    from runtime_torch.estimate_count import Counted
+
+RESERVE_BYTES = 2_000_000_000
+"""Context, communication buffers, workspaces, fragmentation."""
+BYTES_PER_PARAMETER = 16
+"""Weight 2, gradient 2, fp32 weight 4, both moments of Adam in fp32 4 each."""
+LARGEST_SIZE = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateOptions:
+    """What is trained, and on what."""
+
+    model: Architecture
+    gpu: Gpu
+    name: str = "model"
+    devices: int = 8
+    """Pipeline devices; each stands for `tensor_parallel` GPUs."""
+    sequence_length: int = 4096
+    microbatch_size: int = 1
+    tensor_parallel: int = 1
+    shared_links: Literal["pairs", "none"] = "none"
+    """`pairs`: GPUs 2i and 2i + 1 of a node share one host link."""
+    dtype: Literal["bf16", "fp16"] = "bf16"
+    accumulation: Literal["torch", "fused"] = "torch"
+    """Who adds up the gradients of microbatches: an operation of its own, or the matrix product that computes them."""
+
+
+def estimate(options: EstimateOptions) -> Profile:
+    """Return the profile; raise BadInput for options that do not fit together, MissingDependency without torch."""
+    check(options)
+    counted = count_layers(options)
+    return Profile(
+        name=f"{options.name}-{options.gpu.name}",
+        machine=_machine(options),
+        layers=[_layer(name, count, found, options) for name, (count, found) in counted.items()],
+    )
+
+
+def assumptions(options: EstimateOptions) -> list[str]:
+    """Return in words what the numbers take for granted, beside docs/ESTIMATES.md."""
+    model, ranks = options.model, options.tensor_parallel
+    said = [
+        f"{BYTES_PER_PARAMETER} bytes per parameter: {options.dtype} weight and gradient, fp32 weight and Adam moments",
+        f"{RESERVE_BYTES / 1e9:g} GB per GPU reserved for context, workspaces and fragmentation",
+        "dense causal attention; nothing overlaps within an op; head and embedding have weights of their own",
+    ]
+    if ranks > 1:
+        said.append(
+            f"bytes and times of one of {ranks} tensor-parallel GPUs, activations between layers split by sequence"
+        )
+    if model.experts:
+        said.append(f"tokens spread evenly over {model.experts} experts, all of them on each device")
+    return [*said, *options.gpu.assumed]
+
+
+def check(options: EstimateOptions) -> None:
+    """Refuse what cannot be divided, or cannot be meant."""
+    model, ranks = options.model, options.tensor_parallel
+    for option, value, largest in (
+        ("--devices", options.devices, 10_000),
+        ("--seq", options.sequence_length, LARGEST_SIZE),
+        ("--microbatch-size", options.microbatch_size, LARGEST_SIZE),
+        ("--tp", ranks, options.gpu.devices_per_node),
+    ):
+        if not 1 <= value <= largest:
+            raise BadInput(f"{option} is {value}, expected 1 to {largest}")
+    for what, divided in (
+        ("attention heads", model.heads),
+        ("key-value heads", model.kv_heads),
+        ("width of the feed-forward layers", model.ffn),
+        ("sequence length", options.sequence_length),
+        ("GPUs of a node", options.gpu.devices_per_node),
+    ):
+        if divided % ranks:
+            raise BadInput(f"--tp is {ranks}, expected a divisor of the {what} ({divided})")
+    if model.positions and options.sequence_length > model.positions:
+        raise BadInput(
+            f"--seq is {options.sequence_length}, expected at most the positions of the model ({model.positions})"
+        )
+
+
+def count_layers(options: EstimateOptions) -> dict[str, tuple[int, Counted]]:
+    """Return, per kind of layer in model order, how many there are and what one of them does and keeps."""
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependency("counting a model's layers needs torch: pip install 'optpipe[runtime]'")
+    import torch
+
+    from runtime_torch.estimate_count import count
+    from runtime_torch.layers import makers
+    from runtime_torch.models import DTYPES
+
+    dtype = {**DTYPES, "fp16": torch.float16}[options.dtype]
+    batch, sequence, ranks = options.microbatch_size, options.sequence_length, options.tensor_parallel
+    found = {}
+    with torch.device("meta"):
+        tokens = torch.empty(batch, sequence, dtype=torch.int64)
+        hidden = torch.empty(batch, sequence // ranks, options.model.hidden, dtype=dtype)
+        for name, (number, make) in makers(options.model, sequence, ranks).items():
+            layers = [make().to(dtype) for _ in range(2 if name == "block" else 1)]
+            x, target = (tokens if name == "embedding" else hidden), (tokens if name == "head" else None)
+            counted = count(layers[:1], x, target, accumulation=options.accumulation)
+            counted.sizes.static = BYTES_PER_PARAMETER * sum(p.numel() for p in layers[0].parameters())
+            if len(layers) == 2:
+                _cover(counted, count(layers, x, target))
+            found[name] = number, counted
+    return found
+
+
+def _cover(one: Counted, two: Counted) -> None:
+    """Raise the transient bytes so that they cover two such layers in one stage: the gradient that passes between."""
+    missing = {op: two.sizes.transient[op] for op in one.sizes.transient}
+    missing["forward"] = max(0, two.sizes.transient["forward"] + two.sizes.saved - 2 * one.sizes.saved)
+    captured = two.sizes.captured - 2 * one.sizes.captured
+    missing["backward_input"] = max(0, two.sizes.transient["backward_input"] + captured)
+    one.sizes.transient = {op: max(size, missing[op]) for op, size in one.sizes.transient.items()}
+
+
+def _layer(name: str, number: int, counted: Counted, options: EstimateOptions) -> Layer:
+    from runtime_torch.estimate_time import work_ns
+
+    sizes = counted.sizes
+    times = {op: _estimated(work_ns(work, options.gpu, options.tensor_parallel)) for op, work in counted.work.items()}
+    return Layer(
+        name=name,
+        count=number,
+        forward_ns=times["forward"],
+        backward_input_ns=times["backward_input"],
+        backward_weight_ns=times["backward_weight"],
+        backward_ns=times["backward"],
+        recompute_ns=times["forward"],
+        saved_bytes=_estimated(sizes.saved),
+        residue_bytes=_estimated(sizes.residue),
+        captured_bytes=_estimated(sizes.captured),
+        checkpoint_bytes=_estimated(sizes.checkpoint),
+        output_bytes=_estimated(sizes.output),
+        static_bytes=_estimated(sizes.static),
+        forward_transient_bytes=_estimated(sizes.transient["forward"]),
+        backward_input_transient_bytes=_estimated(sizes.transient["backward_input"]),
+        backward_weight_transient_bytes=_estimated(sizes.transient["backward_weight"]),
+        backward_transient_bytes=_estimated(sizes.transient["backward"]),
+    )
+
+
+def _estimated(value: float) -> Quantity:
+    return Quantity(value=round(value), source="estimated")
+
+
+def _machine(options: EstimateOptions) -> Machine:
+    gpu = options.gpu
+    return Machine(
+        devices=options.devices,
+        kind=gpu.name if options.tensor_parallel == 1 else f"{gpu.name} x {options.tensor_parallel}",
+        memory_bytes=_estimated(gpu.memory_bytes),
+        reserve_bytes=_estimated(RESERVE_BYTES),
+        p2p=_messages(options),
+        links=_links(options),
+    )
+
+
+def _messages(options: EstimateOptions) -> list[P2P]:
+    """Return the links between pairs: those of one node, and, where there are several nodes, the network."""
+    from runtime_torch.estimate_time import LINK_SHARE
+
+    gpu, node = options.gpu, options.gpu.devices_per_node // options.tensor_parallel
+    peer = P2P(latency_ns=_estimated(gpu.peer_latency_ns), bytes_per_s=_estimated(gpu.peer_bytes_per_s * LINK_SHARE))
+    network = P2P(
+        latency_ns=_estimated(gpu.network_latency_ns), bytes_per_s=_estimated(gpu.network_bytes_per_s * LINK_SHARE)
+    )
+    if options.devices == 1:
+        return []
+    if options.devices <= node:
+        return [peer]
+    pairs = [
+        (first, second)
+        for first in range(options.devices)
+        for second in range(first + 1, options.devices)
+        if first // node == second // node
+    ]
+    return [network, *(structs.replace(peer, devices=pair) for pair in pairs)]
+
+
+def _links(options: EstimateOptions) -> list[Link]:
+    """Return the host links, all of one kind: of each pipeline device, or of two of them.
+
+    Where a pair of GPUs shares a link, and both belong to one pipeline device, that device has half the bandwidth.
+    """
+    gpu, pairs = options.gpu, options.shared_links == "pairs"
+    halved = 2 if pairs and options.tensor_parallel > 1 else 1
+    alone, duplex = _estimated(gpu.host_bytes_per_s / halved), _estimated(gpu.host_duplex_bytes_per_s / halved)
+    link = Link(
+        d2h_bytes_per_s=alone,
+        h2d_bytes_per_s=alone,
+        duplex_d2h_bytes_per_s=duplex,
+        duplex_h2d_bytes_per_s=duplex,
+        latency_ns=_estimated(gpu.host_latency_ns),
+    )
+    if not pairs or options.tensor_parallel > 1:
+        return [link]
+    groups = (list(range(first, min(first + 2, options.devices))) for first in range(0, options.devices, 2))
+    return [structs.replace(link, devices=group) for group in groups]

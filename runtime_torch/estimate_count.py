@@ -1,0 +1,191 @@
+"""What a layer computes, moves and keeps, counted by running it on torch's meta device: shapes without data.
+
+Every operation passes a dispatch mode, which notes what it does (`estimate_work`). The backward is split as the runtime
+splits it (`split.py`), so what is kept between its halves is what the runtime keeps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from runtime_torch import split
+from runtime_torch.estimate_work import Work, kernel_of, tensors_of
+from runtime_torch.measure_profile import LayerBytes
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from torch import UntypedStorage
+
+Accumulation = Literal["torch", "fused"]
+
+
+@dataclass
+class Counted:
+    """Work by op (forward, backward_input, backward_weight, backward) and bytes of a run of layers."""
+
+    work: dict[str, Work]
+    sizes: LayerBytes
+
+
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes every operation as a kernel, and which storages are alive."""
+
+    def __init__(self, silent: Collection[UntypedStorage]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.work = Work()
+        self._silent = {storage._cdata for storage in silent}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._base = 0
+
+    def begin(self, work: Work) -> None:
+        """Note from now on into `work`; memory rises from what is alive now."""
+        self.work = work
+        self._base = self._alive_bytes()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in tensors_of((args, kwargs)):  # what was there before counts for nothing, whatever its views
+            self._know(tensor, 0)
+        out = func(*args, **kwargs)
+        kernel = kernel_of(func, args, kwargs, out)
+        if kernel is not None and not self._is_silent(out):
+            self.work.kernels.append(kernel)
+        for tensor in tensors_of(out):
+            self._know(tensor, tensor.untyped_storage().nbytes())
+        self.work.rise_bytes = max(self.work.rise_bytes, self._alive_bytes() - self._base)
+        return out
+
+    def _is_silent(self, out: Any) -> bool:
+        return isinstance(out, Tensor) and out.untyped_storage()._cdata in self._silent
+
+    def _know(self, tensor: Tensor, nbytes: int) -> None:
+        storage = tensor.untyped_storage()
+        self._alive.setdefault(storage._cdata, (StorageWeakRef(storage), nbytes))  # type: ignore[no-untyped-call]
+
+    def _alive_bytes(self) -> int:
+        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}  # type: ignore[no-untyped-call]
+        return sum(size for _, size in self._alive.values())
+
+
+# -- a run of layers
+
+
+@dataclass(slots=True)
+class _Slot:
+    """What autograd keeps in place of a saved tensor."""
+
+    tensor: Tensor
+
+
+class _Saved:
+    """The storages that autograd saves, parameters and buffers apart, and which of them are read again."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        owned = [tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
+        self._constants = {tensor.untyped_storage()._cdata for tensor in owned}
+        self.storages: dict[int, UntypedStorage] = {}
+        self.reads: set[int] = set()
+
+    def pack(self, tensor: Tensor) -> _Slot:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._constants:
+            self.storages[storage._cdata] = storage
+        return _Slot(tensor)
+
+    def unpack(self, slot: _Slot) -> Tensor:
+        self.reads.add(slot.tensor.untyped_storage()._cdata)
+        return slot.tensor
+
+    def nbytes(self, among: set[int] | None = None) -> int:
+        return sum(storage.nbytes() for key, storage in self.storages.items() if among is None or key in among)
+
+
+def count(
+    layers: Sequence[nn.Module], x: Tensor, target: Tensor | None, *, accumulation: Accumulation = "torch"
+) -> Counted:
+    """Run `layers` in a row forwards and backwards, once with the backward split and once fused, and count.
+
+    All tensors are on the meta device. `x` is the input: tokens (int64) for the first layer of a model, else hidden
+    states. `target` is given to the last layer where it is the model's. `accumulation` says who adds up the gradients
+    of microbatches: torch with an operation of its own, or, `fused`, the matrix product that computes them.
+    """
+    for layer in layers:
+        for parameter in layer.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [p.grad.untyped_storage() for layer in layers for p in layer.parameters() if p.grad is not None]
+    with _Counter(gradients if accumulation == "fused" else ()) as counter:
+        work = {op: Work() for op in ("forward", "backward_input", "backward_weight", "backward")}
+        sizes = _split(counter, work, layers, x, target)
+        _fused(counter, work["backward"], layers, x, target)
+    incoming = x.nbytes if x.is_floating_point() else 0
+    sizes.transient = {
+        "forward": max(0, work["forward"].rise_bytes - sizes.saved - sizes.output),
+        "backward_input": max(0, work["backward_input"].rise_bytes - incoming - sizes.captured),
+        "backward_weight": work["backward_weight"].rise_bytes,
+        "backward": max(0, work["backward"].rise_bytes - incoming),
+    }
+    return Counted(work, sizes)
+
+
+def _forward(layers: Sequence[nn.Module], x: Tensor, target: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the input as a leaf, and the output."""
+    leaf = output = x.detach().requires_grad_() if x.is_floating_point() else x
+    for layer in layers[:-1]:
+        output = layer(output)
+    return leaf, layers[-1](output) if target is None else layers[-1](output, target)
+
+
+def _split(
+    counter: _Counter, work: dict[str, Work], layers: Sequence[nn.Module], x: Tensor, target: Tensor | None
+) -> LayerBytes:
+    saved = _Saved(layers)
+    counter.begin(work["forward"])
+    with saved_tensors_hooks(saved.pack, saved.unpack):
+        leaf, output = _forward(layers, x, target)
+    total, edge, output_bytes = saved.nbytes(), get_gradient_edge(output), output.nbytes if target is None else 0
+    counter.begin(Work())
+    gradient = torch.empty_like(output)
+    del output
+    counter.begin(work["backward_input"])
+    if leaf.requires_grad:
+        found, rest = split.backward_input(edge, gradient, get_gradient_edge(leaf))
+    else:  # the first layer: its weight gradients start at its output
+        found, rest = None, split.SecondHalf(split.find_groups(edge.node, None))
+        for group in rest.groups:
+            group.captured = {node: (gradient,) for node in group.cuts}
+    captured = _captured(rest, saved)
+    del found, gradient
+    saved.reads.clear()
+    counter.begin(work["backward_weight"])
+    split.backward_weight(rest)
+    return LayerBytes(
+        saved=total,
+        residue=saved.nbytes(saved.reads) + captured,
+        captured=captured,
+        checkpoint=x.nbytes,
+        output=output_bytes,
+        static=0,
+    )
+
+
+def _captured(rest: split.SecondHalf, saved: _Saved) -> int:
+    """Bytes of the gradients that wait for the second half, beside what was saved."""
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in rest.tensors()}
+    return sum(storage.nbytes() for key, storage in storages.items() if key not in saved.storages)
+
+
+def _fused(counter: _Counter, work: Work, layers: Sequence[nn.Module], x: Tensor, target: Tensor | None) -> None:
+    counter.begin(Work())
+    leaf, output = _forward(layers, x, target)
+    gradient = torch.empty_like(output)
+    counter.begin(work)
+    wanted = [parameter for layer in layers for parameter in layer.parameters()]
+    torch.autograd.backward([output], [gradient], inputs=[*wanted, leaf] if leaf.requires_grad else wanted)

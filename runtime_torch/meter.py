@@ -1,0 +1,52 @@
+"""Counts activation bytes on one device or host, each storage once however many hold it."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import UntypedStorage
+
+
+class Meter:
+    """Bytes of activation storages that live on one device, each storage once however many hold it; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holders: dict[int, tuple[int, int]] = {}
+        self.current_bytes = 0
+        self.peak_bytes = 0
+
+    def hold(self, storage: UntypedStorage, nbytes: int | None = None) -> None:
+        """Count `storage` from now on (as `nbytes` where it stands for more); the holder keeps it until `release`."""
+        key = storage.data_ptr()
+        with self._lock:
+            holders, size = self._holders.get(key, (0, storage.nbytes() if nbytes is None else nbytes))
+            self._holders[key] = holders + 1, size
+            if holders == 0:
+                self._add(size)
+
+    def release(self, storage: UntypedStorage) -> None:
+        """Undo one `hold`; the bytes stop counting with the last holder."""
+        key = storage.data_ptr()
+        with self._lock:
+            holders, size = self._holders.pop(key)
+            if holders > 1:
+                self._holders[key] = holders - 1, size
+            else:
+                self._add(-size)
+
+    def count(self, nbytes: int) -> None:
+        """Add bytes that no storage stands for (rehearsal); negative to take them away."""
+        with self._lock:
+            self._add(nbytes)
+
+    def reset_peak(self) -> None:
+        """Let the peak start again from what lives now."""
+        with self._lock:
+            self.peak_bytes = self.current_bytes
+
+    def _add(self, nbytes: int) -> None:
+        self.current_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.current_bytes)

@@ -1,0 +1,72 @@
+"""Neighbours that exist only in the forecast: their messages arrive when the schedule file says, scaled."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from optpipe_compiler import ir
+from optpipe_compiler.export.memory import timed_ops
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_NS = 10**9
+
+
+class Arrival:
+    """A message on its way, with the parts of `dist.Work` that a mailbox uses."""
+
+    def __init__(self, due_ns: int, after: torch.cuda.Event | None) -> None:
+        self._due_ns = due_ns
+        self._after = after
+
+    def wait(self) -> None:
+        """Return when the message has arrived; on CUDA, what a sent tensor is made of is then complete."""
+        if self._after is not None:
+            self._after.synchronize()
+        left = self._due_ns - time.perf_counter_ns()
+        if left > 0:
+            time.sleep(left / _NS)
+
+    def is_completed(self) -> bool:
+        """Whether it has arrived."""
+        return time.perf_counter_ns() >= self._due_ns and (self._after is None or bool(self._after.query()))  # type: ignore[no-untyped-call]
+
+
+class Peers:
+    """Stands for the process group of a single device: what is received is random, what is sent goes nowhere."""
+
+    def __init__(self, schedule: ir.Schedule, device: int, time_scale: float) -> None:
+        self._times = {
+            op.id: (round(start * time_scale), round(end * time_scale))
+            for op, start, end in timed_ops(schedule, device)
+            if isinstance(op, ir.MessageOp)
+        }
+        self._payloads: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
+        self.start_ns = 0
+        """When the step began, on the monotonic clock."""
+
+    def begin(self) -> None:
+        """Let the forecast's time begin now."""
+        self.start_ns = time.perf_counter_ns()
+
+    def isend(self, op_id: str, tensor: Tensor) -> Arrival:
+        """Deliver after the forecast's travel time."""
+        start, end = self._times[op_id]
+        event = None
+        if tensor.is_cuda:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        return Arrival(time.perf_counter_ns() + end - start, event)
+
+    def irecv(self, op_id: str, buffer: Tensor) -> Arrival:
+        """Arrive at the forecast's time, or at once where that is over."""
+        key = buffer.shape, buffer.dtype
+        if key not in self._payloads:
+            payload = torch.zeros_like(buffer)
+            self._payloads[key] = payload.normal_(std=0.02) if payload.is_floating_point() else payload
+        buffer.copy_(self._payloads[key], non_blocking=True)
+        return Arrival(self.start_ns + self._times[op_id][1], None)

@@ -1,0 +1,279 @@
+"""The lanes of one device on CUDA: a stream per direction, events where the schedule waits, and no waiting host.
+
+All is issued by the thread that runs the compute lane. A transfer is issued as soon as everything that it waits for has
+been issued, so when it is, the op that the compute lane issued last is in its past; memory from the compute stream's
+allocator is therefore safe to copy into. What a copy has read is freed once the compute stream itself is ordered after
+the copy: not earlier, and without asking the device. Each lane's clock says of the other lanes how many ops it is
+ordered after; clocks also show which waits an earlier one implies.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from optpipe_compiler.errors import RunFailed
+from runtime_torch.carrier import Parcel, as_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor, UntypedStorage
+
+    from optpipe_compiler.ir import Op
+    from runtime_torch.lanes import Work
+    from runtime_torch.meter import Meter
+    from runtime_torch.pinned import PinnedPool
+
+COMPUTE, D2H, H2D = range(3)
+
+
+class Backend(Protocol):
+    """What the lanes need of CUDA; streams and events are its own business."""
+
+    def compute_stream(self) -> Any:
+        """The stream on which the caller computes."""
+        ...
+
+    def new_stream(self) -> Any:
+        """Another stream."""
+        ...
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        """Within: work is put on `stream`."""
+        ...
+
+    def record(self, stream: Any) -> Any:
+        """An event after all that has been put on `stream`."""
+        ...
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """Let what is put on `stream` from now on run after `event`."""
+        ...
+
+    def empty(self, nbytes: int) -> UntypedStorage:
+        """Device memory of the current stream's allocator."""
+        ...
+
+    def copy(self, into: Tensor, of: Tensor) -> None:
+        """Put a copy on the current stream."""
+        ...
+
+
+@dataclass
+class _Lane:
+    """A lane's ops, stream and clock; `next` counts the ops that have been issued."""
+
+    ops: Sequence[Op]
+    stream: Any
+    next: int = 0
+    clock: list[int] = field(default_factory=lambda: [0, 0, 0])
+
+
+@dataclass(slots=True)
+class _Passed:
+    """The end of an issued op: its event (where another lane waits for it) and what it is ordered after."""
+
+    event: Any
+    clock: tuple[int, ...]
+
+
+class StreamLanes:
+    """Lanes on streams. Offloads and reloads must copy by `carrier`."""
+
+    def __init__(self, work: Work, backend: Backend, carrier: StreamCarrier) -> None:
+        self._work = work
+        self._watched = work.watched()
+        self._backend = backend
+        self._carrier = carrier
+        compute = backend.compute_stream()
+        self._lanes = [
+            _Lane(work.compute, compute),
+            _Lane(work.d2h, backend.new_stream()),
+            _Lane(work.h2d, backend.new_stream()),
+        ]
+        self._lane_of = {op.id: index for index, lane in enumerate(self._lanes) for op in lane.ops}
+        self._passed: dict[str, _Passed] = {}
+
+    def begin(self) -> None:
+        """The other streams start after what the compute stream has been given so far."""
+        self._passed.clear()
+        self._lanes[COMPUTE].stream = self._backend.compute_stream()
+        for lane in self._lanes:
+            lane.next, lane.clock = 0, [0, 0, 0]
+        if self._work.d2h or self._work.h2d:
+            before = self._backend.record(self._lanes[COMPUTE].stream)
+            for lane in self._lanes[D2H:]:
+                self._backend.wait(lane.stream, before)
+        self._issue_transfers()
+
+    def start(self, op_id: str) -> None:
+        """Put the waits of a compute op on its stream."""
+        self._join(COMPUTE, op_id)
+        self._settle()
+
+    def complete(self, op_id: str) -> None:
+        """Mark the op's end, and issue the transfers that waited for it."""
+        self._pass(COMPUTE, op_id)
+        if op_id in self._watched:
+            self._issue_transfers()
+
+    def finish(self) -> None:
+        """Let the compute stream end the step after all transfers, and free what they held."""
+        for index in (D2H, H2D):
+            lane = self._lanes[index]
+            if lane.next < len(lane.ops):
+                raise RunFailed(f"{lane.ops[lane.next].id} was never issued: what it waits for did not run")
+            if lane.ops:
+                self._backend.wait(self._lanes[COMPUTE].stream, self._backend.record(lane.stream))
+        self._carrier.settle(len(self._work.d2h), len(self._work.h2d))
+
+    def abort(self, error: BaseException) -> None:
+        """Nothing runs by itself."""
+
+    # -- how
+
+    def _issue_transfers(self) -> None:
+        """Issue, in the lanes' order, all transfers of which the waits have been issued."""
+        issued = True
+        while issued:
+            issued = False
+            for index in (D2H, H2D):
+                lane = self._lanes[index]
+                while lane.next < len(lane.ops) and self._is_ready(lane.ops[lane.next].id):
+                    self._transfer(index, lane.ops[lane.next])
+                    issued = True
+
+    def _is_ready(self, op_id: str) -> bool:
+        return all(name in self._passed for name in self._work.waits[op_id])
+
+    def _transfer(self, index: int, op: Op) -> None:
+        lane = self._lanes[index]
+        with self._backend.on(lane.stream):
+            self._join(index, op.id)
+            self._settle()
+            self._carrier.enter(lane.next, lane.clock[D2H], self._lanes[COMPUTE].stream, self._catch_up)
+            self._work.transfer(op)
+        self._pass(index, op.id)
+
+    def _join(self, index: int, op_id: str) -> None:
+        """Order the lane's stream after all that the op waits for."""
+        lane = self._lanes[index]
+        for name in self._work.waits[op_id]:
+            passed, other = self._passed[name], self._lane_of[name]
+            if passed.event is not None and lane.clock[other] < passed.clock[other]:
+                self._backend.wait(lane.stream, passed.event)
+                lane.clock = [max(pair) for pair in zip(lane.clock, passed.clock, strict=True)]
+        for name in self._work.messages[op_id]:
+            self._work.deliver(name)
+
+    def _catch_up(self, offloads: int) -> None:
+        """Order the compute stream after so many offloads, of which the last is waited for by another lane."""
+        compute, passed = self._lanes[COMPUTE], self._passed[self._work.d2h[offloads - 1].id]
+        self._backend.wait(compute.stream, passed.event)
+        compute.clock = [max(pair) for pair in zip(compute.clock, passed.clock, strict=True)]
+        self._settle()
+
+    def _pass(self, index: int, op_id: str) -> None:
+        lane = self._lanes[index]
+        lane.next += 1
+        lane.clock[index] = lane.next
+        if op_id in self._watched:
+            is_message = index == COMPUTE and op_id.startswith(("send", "recv"))
+            event = None if is_message else self._backend.record(lane.stream)
+            self._passed[op_id] = _Passed(event, tuple(lane.clock))
+
+    def _settle(self) -> None:
+        """Free what no stream that could get the memory can still see in use."""
+        self._carrier.settle(self._lanes[COMPUTE].clock[D2H], self._lanes[D2H].clock[H2D])
+
+
+class StreamCarrier:
+    """Puts copies on the current stream; frees what they have read when the lanes say that it is safe.
+
+    Memory that offloads have read goes back to the allocator when the compute stream is ordered after them. A reload
+    that is already ordered after them may count on it earlier: it gets such a storage of its size directly, and only
+    where there is none does the compute stream wait for the offloads.
+    """
+
+    def __init__(self, backend: Backend, pool: PinnedPool, meter: Meter, host_meter: Meter) -> None:
+        self._backend = backend
+        self._pool = pool
+        self._meter = meter
+        self._host_meter = host_meter
+        self._leaving: deque[tuple[int, UntypedStorage]] = deque()
+        self._emptied: deque[tuple[int, Parcel]] = deque()
+        self._op = 0
+        self._ordered_after = 0
+        self._compute: Any = None
+        self._catch_up: Callable[[int], None] | None = None
+
+    def enter(self, op: int, ordered_after: int, compute: Any, catch_up: Callable[[int], None]) -> None:
+        """Op number `op` of a transfer lane begins; its stream is ordered after so many offloads.
+
+        `catch_up` orders the compute stream after so many, too, and settles.
+        """
+        self._op, self._ordered_after, self._compute, self._catch_up = op, ordered_after, compute, catch_up
+
+    def take(self, storages: list[UntypedStorage]) -> list[Parcel]:
+        """D2H."""
+        parcels = []
+        for storage in storages:
+            parcel = self._pool.take(storage.nbytes())
+            self._host_meter.count(parcel.nbytes)
+            for piece, part in zip(parcel.pieces, _parts(storage, parcel), strict=True):
+                self._backend.copy(piece, part)
+            parcels.append(parcel)
+            self._leaving.append((self._op, storage))
+        storages.clear()
+        return parcels
+
+    def bring(self, parcels: list[Parcel]) -> list[UntypedStorage]:
+        """H2D."""
+        storages = []
+        for parcel in parcels:
+            storage = self._handed_over(parcel.nbytes) or self._allocate(parcel.nbytes)
+            for piece, part in zip(parcel.pieces, _parts(storage, parcel), strict=True):
+                self._backend.copy(part, piece)
+            storages.append(storage)
+            self._emptied.append((self._op, parcel))
+        parcels.clear()
+        return storages
+
+    def discard(self, parcel: Parcel) -> None:
+        """Free a parcel at once: no copy of it may be under way."""
+        self._host_meter.count(-parcel.nbytes)
+        self._pool.give(parcel)
+
+    def settle(self, offloads: int, reloads: int) -> None:
+        """Free what the first `offloads` ops of D2H read on the device, and the first `reloads` of H2D on the host."""
+        while self._leaving and self._leaving[0][0] < offloads:
+            _, storage = self._leaving.popleft()
+            self._meter.release(storage)
+        while self._emptied and self._emptied[0][0] < reloads:
+            self.discard(self._emptied.popleft()[1])
+
+    def _handed_over(self, nbytes: int) -> UntypedStorage | None:
+        """A storage of this size that offloads before this op have read; it stays counted."""
+        for entry in self._leaving:
+            if entry[0] < self._ordered_after and entry[1].nbytes() == nbytes:
+                self._leaving.remove(entry)
+                return entry[1]
+        return None
+
+    def _allocate(self, nbytes: int) -> UntypedStorage:
+        if self._leaving and self._leaving[0][0] < self._ordered_after:
+            assert self._catch_up is not None
+            self._catch_up(self._ordered_after)
+        with self._backend.on(self._compute):
+            storage = self._backend.empty(nbytes)
+        self._meter.hold(storage)
+        return storage
+
+
+def _parts(storage: UntypedStorage, parcel: Parcel) -> Sequence[Tensor]:
+    return torch.split(as_bytes(storage), [piece.numel() for piece in parcel.pieces])

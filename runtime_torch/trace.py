@@ -1,0 +1,116 @@
+"""Plan against reality as one Chrome trace (Perfetto, chrome://tracing): per device and lane, forecast above measured.
+
+`optpipe report --trace` draws it over the schedule, `optpipe profile --from-run` makes a profile of it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from optpipe_compiler import ir
+from optpipe_compiler.export.memory import timed_ops
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+Event = dict[str, Any]
+Ran = tuple[str, str, int, int]
+"""Op id, lane, start and end in ns of the machine's monotonic clock."""
+
+FORMAT = "optpipe-trace"
+LANES = ("compute", "d2h", "h2d")
+_KINDS = {"offload": "d2h", "reload": "h2d"}
+
+
+def chrome_trace(schedule: ir.Schedule, steps: Sequence[Sequence[Sequence[Ran]]], time_scale: float = 1.0) -> str:
+    """Return the file for `steps`, each the ops of every device, one event per line.
+
+    Each step's forecast starts with its first op. `time_scale`: what the forecast's times are multiplied by.
+    """
+    origin = _start(steps[0])
+    ops = {op.id: op for device in schedule.devices for op in (*device.compute, *device.d2h, *device.h2d)}
+    events = list(_names(schedule))
+    for number, devices in enumerate(steps):
+        shift = _start(devices) - origin
+        for device, ran in enumerate(devices):
+            events += _forecast(schedule, device, number, shift, time_scale)
+            events += [_measured(schedule, ops[op[0]], device, number, op, origin) for op in ran]
+    about = {
+        "format": FORMAT,
+        "schedule": schedule.digest,
+        "profile_digest": schedule.provenance.profile_digest,
+        "real": schedule.model is not None,
+        "time_scale": time_scale,
+        "stages": [
+            {"stage": stage.stage, "device": stage.device, "layers": list(stage.layers)} for stage in schedule.stages
+        ],
+    }
+    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
+    return f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n{lines}\n]}}\n'
+
+
+def _start(devices: Sequence[Sequence[Ran]]) -> int:
+    return min(start for ran in devices for _, _, start, _ in ran)
+
+
+def _names(schedule: ir.Schedule) -> Iterator[Event]:
+    """Name and order processes (devices) and threads (lanes); lanes without ops get no thread."""
+    for device in schedule.devices:
+        number = device.device
+        stages = ", ".join(str(stage.stage) for stage in schedule.stages if stage.device == number)
+        yield _about("process_name", number, 0, name=f"device {number}: stages {stages}")
+        yield _about("process_sort_index", number, 0, sort_index=number)
+        for lane in LANES:
+            if getattr(device, lane):
+                for thread, source in ((_thread(lane), "forecast"), (_thread(lane) + 1, "measured")):
+                    yield _about("thread_name", number, thread, name=f"{lane} {source}")
+                    yield _about("thread_sort_index", number, thread, sort_index=thread)
+
+
+def _about(what: str, process: int, thread: int, **args: str | int) -> Event:
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
+
+
+def _thread(lane: str) -> int:
+    return 2 * LANES.index(lane)
+
+
+def _forecast(schedule: ir.Schedule, device: int, step: int, shift: int, scale: float) -> Iterator[Event]:
+    """Yield what was forecast for a step; named so that no reader takes it for a measured op."""
+    for op, start, end in timed_ops(schedule, device):
+        if isinstance(op, ir.MessageOp):
+            continue
+        yield {
+            "ph": "X",
+            "name": f"forecast {_name(op)}",
+            "cat": "forecast",
+            "pid": device,
+            "tid": _thread(_KINDS.get(op.name, "compute")),
+            "ts": (shift + start * scale) / 1000,
+            "dur": (end - start) * scale / 1000,
+            "args": {"forecast": op.id, "step": step},
+        }
+
+
+def _measured(schedule: ir.Schedule, op: ir.Op, device: int, step: int, ran: Ran, origin: int) -> Event:
+    _, lane, start, end = ran
+    about: dict[str, Any] = {"op": op.id, "kind": op.name, "stage": op.stage, "microbatch": op.microbatch, "step": step}
+    if isinstance(op, ir.SavedOp):
+        stage = schedule.stages[op.stage]
+        first, last = (layer - stage.layers[0] for layer in op.layers)
+        about |= {"layers": list(op.layers), "bytes": sum(stage.saved_bytes[first:last])}
+    return {
+        "ph": "X",
+        "name": _name(op),
+        "cat": op.name,
+        "pid": device,
+        "tid": _thread(lane) + 1,
+        "ts": (start - origin) / 1000,
+        "dur": (end - start) / 1000,
+        "args": about,
+    }
+
+
+def _name(op: ir.Op) -> str:
+    return f"{op.name} {op.stage} m{op.microbatch}"

@@ -1,0 +1,224 @@
+"""Schedules side by side: the same numbers as their files, the same judge for all, and no comparison of unlike ones."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+from rich.console import Console
+
+from optpipe_compiler import ir
+from optpipe_compiler.files import canonical
+from optpipe_compiler.heuristics import PUBLISHED
+from optpipe_compiler.profile import Model
+from optpipe_compiler.study import comparison as study
+from optpipe_compiler.study.comparison import Absent, Wanted, compare, published_row
+from optpipe_compiler.study.facts import Facts, facts
+from optpipe_compiler.view.comparison import render
+from tests.instances import quick, uniform
+from tests.test_cli import refused, run  # noqa: F401  (run is a fixture)
+
+GB = 10**9
+COSTS = uniform(2, 2, d2h_ms=0.2, h2d_ms=0.2)
+
+
+@pytest.fixture(scope="module")
+def offloading() -> ir.Schedule:
+    return quick(COSTS, GB, recompute=False).schedule
+
+
+@pytest.fixture(scope="module")
+def recomputing() -> ir.Schedule:
+    return quick(COSTS, GB, offload=False).schedule
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Answer in this process instead of others."""
+    monkeypatch.setattr(study, "answers", lambda function, questions, jobs: [(q, function(q)) for q in questions])
+
+
+def shown(comparison: study.Comparison, width: int = 80) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
+    console.print(render(comparison, width))
+    console.file.close()
+    return console.export_text()
+
+
+def broken(schedule: ir.Schedule) -> ir.Schedule:
+    """The same with a peak that its ops exceed."""
+    devices = [structs.replace(device, peak_bytes=device.peak_bytes - 1) for device in schedule.devices]
+    return ir.seal(structs.replace(schedule, devices=devices))
+
+
+def test_a_row_says_what_the_file_says(offloading, recomputing):
+    row = facts(offloading, "a")
+    assert (row.makespan_ns, row.bubble_fraction) == (
+        offloading.forecast.makespan_ns,
+        offloading.forecast.bubble_fraction,
+    )
+    assert row.peak_bytes == max(device.peak_bytes for device in offloading.devices)
+    assert row.safe
+    copies = [op for device in offloading.devices for op in (*device.d2h, *device.h2d)]
+    layers = sum(end - first for first, end in (op.layers for op in copies))
+    assert row.host_traffic_bytes == layers * COSTS.layers[0].saved_bytes > 0
+    assert row.recompute_fraction == 0
+    again = facts(recomputing, "b")
+    assert again.host_traffic_bytes == 0
+    count = sum(op.name == "recompute" for device in recomputing.devices for op in device.compute)
+    layer_ns = recomputing.forecast.stages[0].recompute_ns[0]
+    layers = sum(
+        op.layers[1] - op.layers[0] for device in recomputing.devices for op in device.compute if op.name == "recompute"
+    )
+    busy = recomputing.forecast.makespan_ns * 2 * (1 - recomputing.forecast.bubble_fraction)
+    assert count > 0
+    assert again.recompute_fraction == pytest.approx(layers * layer_ns / busy)
+
+
+def test_tokens_are_counted_where_the_costs_are_of_a_model(offloading):
+    assert facts(offloading, "a").tokens_per_s is None
+    model = Model(builder="gpt", microbatch_size=3, sequence_length=100)
+    schedule = ir.seal(structs.replace(offloading, model=model))
+    tokens = 4 * 3 * 100 / (offloading.forecast.makespan_ns / 10**9)
+    row = facts(schedule, "a")
+    assert row.tokens_per_s == pytest.approx(tokens)
+    assert f"{tokens:,.0f}" in shown(compare([row]))
+
+
+def test_the_fastest_safe_schedule_is_the_best_and_the_first(offloading, recomputing):
+    rows = [facts(recomputing, "again"), facts(offloading, "host")]
+    comparison = compare(rows)
+    assert comparison.differences == ()
+    assert [row.name for row in comparison.rows] == sorted(("again", "host"), key=lambda name: times(rows)[name])
+    assert comparison.best is comparison.rows[0]
+
+
+def times(rows: list[Facts]) -> dict[str, int]:
+    return {row.name: row.makespan_ns for row in rows}
+
+
+def test_what_the_judge_rejects_is_never_the_best(offloading, recomputing):
+    worse = max((offloading, recomputing), key=lambda schedule: schedule.forecast.makespan_ns)
+    better = min((offloading, recomputing), key=lambda schedule: schedule.forecast.makespan_ns)
+    comparison = compare([facts(worse, "slow"), facts(broken(better), "wrong")])
+    assert comparison.rows[0].name == "wrong"
+    assert comparison.rows[0].host_traffic_bytes is None
+    assert comparison.best.name == "slow"
+    text = shown(comparison)
+    assert re.search(r"^\* slow .* safe *$", text, re.MULTILINE)
+    assert re.search(r"^  wrong .* unsafe *$", text, re.MULTILINE)
+    assert re.search(r"wrong: verify finds \d+ violation", text)
+    assert "none is safe, so none is best" in shown(compare([facts(broken(better), "wrong")]))
+
+
+def test_schedules_of_different_instances_are_warned_about_and_compared_per_microbatch(offloading):
+    longer = quick(COSTS, 3 * GB, microbatches=8).schedule
+    assert longer.forecast.makespan_ns > offloading.forecast.makespan_ns
+    comparison = compare([facts(offloading, "short"), facts(longer, "long")])
+    assert comparison.differences == (
+        "microbatches differ: 4 in short; 8 in long",
+        "caps differ: 1.00 GB in short; 3.00 GB in long",
+    )
+    assert [row.name for row in comparison.rows] == ["long", "short"]
+    text = shown(comparison)
+    assert "not of the same instance" in text
+    assert "per mb" in text
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        (uniform(2, 2, forward_ms=2), r"costs differ: sha256:\w{8} in a; sha256:\w{8} in b"),
+        (uniform(3, 2), "devices differ: 2 in a; 3 in b"),
+    ],
+)
+def test_other_costs_and_devices_are_differences_too(offloading, other, sentence):
+    found = compare([facts(offloading, "a"), facts(quick(other, GB).schedule, "b")]).differences
+    assert any(re.fullmatch(sentence, one) for one in found)
+
+
+def test_caps_that_look_the_same_are_told_apart_by_their_bytes(offloading):
+    near = quick(COSTS, GB + 1, recompute=False).schedule
+    found = compare([facts(offloading, "a"), facts(near, "b")]).differences
+    assert found == ("caps differ: 1000000000 in a; 1000000001 in b",)
+
+
+def test_the_table_is_no_wider_than_the_terminal_and_loses_no_number(offloading):
+    model = Model(builder="gpt", microbatch_size=512, sequence_length=4096)
+    long = ir.seal(structs.replace(offloading, model=model))
+    rows = [facts(long, "a/" + "very/" * 20 + "long.json"), facts(quick(COSTS, 3 * GB).schedule, "b.json")]
+    text = shown(compare(rows), width=80)
+    assert all(len(line) <= 80 for line in text.splitlines())
+    lines = [line.split() for line in text.splitlines() if line.rstrip().endswith(" safe")]
+    assert len(lines) == 2
+    row = next(line for line in lines if line[0].endswith("ry/long.json"))
+    assert row[-2] == f"{rows[0].tokens_per_s:,.0f}"
+    wide = shown(compare(rows), width=200)
+    assert rows[0].name in wide
+    assert "of cap" in wide
+
+
+# -- published schedules ------------------------------------------------------------------------------------------
+
+
+def test_a_published_schedule_is_what_compile_makes_of_it(offloading):
+    row = published_row(Wanted("1f1b", COSTS, quick(COSTS, 2 * GB).schedule.setup))
+    expected = quick(COSTS, 2 * GB, method="1f1b").schedule.forecast
+    assert isinstance(row, Facts)
+    assert (row.name, row.makespan_ns, row.cap_bytes, row.microbatches) == ("1f1b", expected.makespan_ns, 2 * GB, 4)
+
+
+def test_one_that_does_not_fit_or_is_not_defined_has_the_reason(offloading):
+    row = published_row(Wanted("gpipe", COSTS, offloading.setup))
+    assert isinstance(row, Absent)
+    free = quick(COSTS, 100 * GB, method="gpipe").schedule.forecast.makespan_ns
+    assert row.reason == f"does not fit: needs 4.00 GB and would take {free / 10**6:.4g} ms"
+    missing = published_row(Wanted("gis", uniform(2, 1), quick(uniform(2, 1), GB).schedule.setup))
+    assert missing == Absent("gis", "2 layers cannot fill 2 devices x 2 stages per device: expected at most 2 stages")
+
+
+def test_too_little_host_memory_is_the_reason_where_it_is():
+    short = quick(COSTS, GB, host_mem_bytes=1, offload=False).schedule.setup
+    row = published_row(Wanted("gis-offload", COSTS, short))
+    assert isinstance(row, Absent)
+    assert row.reason.startswith("does not fit the host's memory; with enough it would take ")
+
+
+def test_all_published_schedules_have_a_row_or_a_reason(run, here):  # noqa: F811
+    Path("profile.json").write_text(canonical(COSTS))
+    Path("schedule.json").write_text(ir.to_text(quick(COSTS, 2 * GB).schedule))
+    report = json.loads(run("compare", "--methods", "all", "--json").out)
+    named = [row["name"] for row in report["schedules"]] + [row["name"] for row in report["absent"]]
+    assert sorted(named) == sorted([*PUBLISHED, "schedule.json"])
+    assert report["differences"] == []
+    assert all(row["safe"] and row["peak_bytes"] <= 2 * GB for row in report["schedules"])
+    ordered = [row["makespan_ns"] for row in report["schedules"]]
+    assert ordered == sorted(ordered)
+    assert report["best"] == report["schedules"][0]["name"]
+
+
+def test_compare_plans_in_processes_and_prints_results_alone_to_stdout(run):  # noqa: F811
+    Path("schedule.json").write_text(ir.to_text(quick(uniform(2, 1), 2 * GB).schedule))
+    outcome = run("compare", "--methods", "1f1b,gpipe", "-j", "1")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.startswith("2 devices, 4 microbatches, cap 2.00 GB (1.86 GiB) per device")
+    assert re.search(r"^. 1f1b .*safe", outcome.out, re.MULTILINE)
+    assert "gpipe  does not fit: needs 4.00 GB" in outcome.out
+
+
+def test_costs_of_another_profile_are_a_difference(run, here):  # noqa: F811
+    Path("schedule.json").write_text(ir.to_text(quick(uniform(2, 1, forward_ms=3), 2 * GB).schedule))
+    report = json.loads(run("compare", "--methods", "1f1b", "--json").out)
+    assert [sentence.split(":")[0] for sentence in report["differences"]] == ["costs differ"]
+
+
+def test_bad_input_of_compare_is_one_sentence(run):  # noqa: F811
+    assert refused(run("compare"), 2) == "schedule.json: cannot be read: No such file or directory"
+    sentence = refused(run("compare", "--methods", "1f1b,best"), 2)
+    assert sentence.startswith("--methods names 'best', expected all or some of gpipe, 1f1b")
+    Path("schedule.json").write_text(ir.to_text(quick(uniform(2, 1), 2 * GB).schedule))
+    sentence = refused(run("compare", "--methods", "all", "--profile", "no.json"), 2)
+    assert sentence == "no.json: cannot be read: No such file or directory"

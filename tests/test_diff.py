@@ -1,0 +1,262 @@
+"""The difference of two schedules: what is found, how it is said, and what the exit code says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from random import Random
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small_schedules import Shape, build, changed, random_shape
+
+from optpipe_compiler import ir
+from optpipe_compiler.diff import compare
+from optpipe_compiler.diff.ops import longest_rise
+from optpipe_compiler.diff.records import Change, Moved, Regrouped, Waits
+from optpipe_compiler.view.diff import render, verdict
+from tests import test_cli
+
+LOOP = (0, 1, 0, 1)
+run, refused = test_cli.run, test_cli.refused
+
+
+def words(old: ir.Schedule, new: ir.Schedule) -> str:
+    return render(compare(old, new), "old.json", "new.json").plain
+
+
+def swapped(schedule: ir.Schedule, device: int, first: str, second: str) -> ir.Schedule:
+    """The schedule with two compute ops in each other's place; legal or not."""
+
+    def change(plain):
+        lane = plain["devices"][device]["compute"]
+        places = {op.id: index for index, op in enumerate(schedule.devices[device].compute)}
+        a, b = places[first], places[second]
+        lane[a], lane[b] = lane[b], lane[a]
+
+    return changed(schedule, change)
+
+
+# -- what is found ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_schedule_does_not_differ_from_itself(seed):
+    schedule = build(random_shape(Random(seed), placements=[LOOP], microbatches=3), seed)
+    difference = compare(schedule, ir.parse(ir.to_text(schedule), "again"))
+    assert difference.identical
+    assert difference.same_contract
+    assert words(schedule, schedule) == "old.json -> new.json: no difference\n"
+
+
+def test_only_the_timing_changes_when_forecast_and_origin_do():
+    old = build(Shape(LOOP))
+
+    def slower(plain):
+        plain["forecast"]["makespan_ns"] *= 2
+        plain["forecast"]["stages"][1]["forward_ns"] += 7
+        plain["provenance"]["profile_digest"] = "another"
+
+    new = changed(old, slower)
+    difference = compare(old, new)
+    assert difference.same_contract
+    assert not difference.identical
+    assert new.digest == old.digest
+    text = words(old, new)
+    assert "only the timing changed; setup, order, waits and promises are the same" in text
+    assert "(+100.0%)" in text
+    forwards = sum(cost.forward_ns for cost in old.forecast.stages)
+    assert difference.costs == [Change("forward_ns", forwards, forwards + 7)]
+
+
+def test_times_of_ops_alone_are_timing_too():
+    old = build(Shape(LOOP))
+    difference = compare(old, changed(old, lambda plain: plain["forecast"]["times"][0]["start_ns"].__setitem__(0, 1)))
+    assert (difference.same_contract, difference.identical) == (True, False)
+    assert verdict(difference).startswith("only the timing changed")
+
+
+def test_setup_changes_are_named_with_both_values():
+    old = build(Shape(LOOP))
+    new = changed(old, lambda plain: plain["setup"].update(cap_bytes=2 * 10**9, host_cap_bytes=None, reserve_bytes=4))
+    assert compare(old, new).setup == [
+        Change("cap_bytes", 10**9, 2 * 10**9),
+        Change("host_cap_bytes", 2 * 10**9, None),
+        Change("reserve_bytes", 3, 4),
+    ]
+    text = words(old, new)
+    assert text.startswith("old.json -> new.json: changes setup\n")
+    assert "memory cap per device  1.00 GB -> 2.00 GB (+100.0%)" in text
+    assert "host memory cap        2.00 GB -> none\n" in text
+
+
+def test_a_change_that_rounding_would_hide_is_shown_in_full():
+    old = build(Shape(LOOP))
+    new = changed(old, lambda plain: plain["setup"].update(cap_bytes=10**9 + 1))
+    assert "memory cap per device  1000000000 B -> 1000000001 B (+0.0%)" in words(old, new)
+
+
+def test_the_fewest_ops_that_moved_are_counted_and_the_first_difference_is_shown():
+    old = build(Shape((0, 1), microbatches=4))
+    names = [op.id for op in old.devices[1].compute if not isinstance(op, ir.MessageOp)]
+    new = swapped(old, 1, names[3], names[4])
+    (row,) = compare(old, new).moved
+    assert row == Moved(1, "compute", len(names), 1, 0, 0, 3, names[3], names[4])
+    text = words(old, new)
+    assert f"  device 1 compute: 1 of {len(names)} ops moved\n" in text
+    assert f"    first at position 3: {names[4]} instead of {names[3]}\n" in text
+
+
+def test_messages_are_a_lane_of_their_own():
+    old = build(Shape((0, 1), microbatches=4))
+    names = [op.id for op in old.devices[0].compute if isinstance(op, ir.SendActivation)]
+    (row,) = compare(old, swapped(old, 0, names[0], names[1])).moved
+    assert (row.device, row.lane, row.moved) == (0, "messages", 1)
+
+
+def offload_of(stages):
+    return lambda stage, microbatch: [("offload", 2 * stage, 2 * stage + 2)] if stage in stages else []
+
+
+def test_memory_ops_are_told_by_stage_layers_and_microbatches():
+    old, new = (build(Shape(LOOP, microbatches=4, ranges=offload_of(stages))) for stages in ([1], [2]))
+    found = {(row.what, row.stage): row for row in compare(old, new).regrouped}
+    everyone = [0, 1, 2, 3]
+    assert found == {
+        (what, stage): Regrouped(what, stage, (2 * stage, 2 * stage + 2), added, removed)
+        for what in ("offload", "reload")
+        for stage, added, removed in ((1, [], everyone), (2, everyone, []))
+    }
+    text = words(old, new)
+    assert "stage 1, layers 2-3: offload and reload removed for microbatches 0-3\n" in text
+    assert "stage 2, layers 4-5: offload and reload added for microbatches 0-3\n" in text
+
+
+def test_a_recompute_of_one_layer_of_one_microbatch_is_told_in_the_singular():
+    def one(stage, microbatch):
+        return [("recompute", 3, 4)] if (stage, microbatch) == (1, 2) else []
+
+    old, new = build(Shape(LOOP, microbatches=4)), build(Shape(LOOP, microbatches=4, ranges=one))
+    text = words(old, new)
+    assert "stage 1, layer 3: recompute added for microbatch 2\n" in text
+    assert "recompute  0 -> 1\n" in text
+
+
+def test_split_and_fused_backwards_are_told_by_stage():
+    old = build(Shape(LOOP, microbatches=4, fused=lambda stage, microbatch: stage == 0 and microbatch in (0, 2)))
+    new = build(Shape(LOOP, microbatches=4, fused=lambda stage, microbatch: stage == 0 and microbatch in (1, 2)))
+    (row,) = compare(old, new).regrouped
+    assert row == Regrouped("split", 0, None, [0], [1])
+    text = words(old, new)
+    assert "stage 0: backward split for microbatch 0\n" in text
+    assert "stage 0: backward fused for microbatch 1\n" in text
+
+
+def test_waits_are_counted_by_device():
+    old = build(Shape((0, 1), microbatches=3))
+    new = changed(old, lambda plain: plain["devices"][1]["compute"][-1].update(after=[old.devices[1].compute[0].id]))
+    difference = compare(old, new)
+    assert difference.waits == [Waits(1, 1, 0)]
+    assert verdict(difference) == "changes waits"
+
+
+def test_promises_are_told_by_device():
+    old = build(Shape((0, 1)))
+    new = changed(old, lambda plain: plain["devices"][1].update(peak_bytes=10**8))
+    difference = compare(old, new)
+    assert difference.promises == [Change("peak_bytes", 10**9, 10**8, "device 1")]
+    assert verdict(difference) == "changes promises"
+
+
+def test_other_cuts_on_the_same_devices_leave_the_order_comparable():
+    old = build(Shape(LOOP))
+
+    def recut(plain):
+        plain["stages"][0]["layers"], plain["stages"][1]["layers"] = (0, 1), (1, 4)
+
+    difference = compare(old, changed(old, recut))
+    assert difference.comparable
+    assert difference.stages == [Change("layers", "0-1", "0", "stage 0"), Change("layers", "2-3", "1-3", "stage 1")]
+    assert difference.moved == []
+
+
+@pytest.mark.parametrize("placement", [(0, 1), (0, 1, 1, 0), (0, 1, 2)])
+def test_schedules_with_other_stages_or_devices_are_compared_as_a_whole(placement):
+    old, new = build(Shape(LOOP)), build(Shape(placement, ranges=offload_of([1])))
+    difference = compare(old, new)
+    assert not difference.comparable
+    assert (difference.moved, difference.regrouped, difference.waits) == ([], [], [])
+    text = words(old, new)
+    assert "ops are not compared one by one" in text
+    assert "device of each  0 1 0 1 -> " in text
+    assert re.search(r"  offload +0 -> 2\n", text)
+
+
+@given(st.permutations(range(7)))
+def test_the_longest_rise_is_the_longest_of_all(numbers):
+    rising = (
+        [number for index, number in enumerate(numbers) if mask >> index & 1] for mask in range(1 << len(numbers))
+    )
+    assert longest_rise(numbers) == max(len(part) for part in rising if part == sorted(part))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_turning_the_difference_round_exchanges_old_and_new(seed):
+    first, second = (
+        build(random_shape(Random(seed + extra), placements=[LOOP], microbatches=3), seed) for extra in (0, 100)
+    )
+    there, back = compare(first, second), compare(second, first)
+    for name in ("setup", "stages", "counts", "promises", "forecast", "costs", "origin"):
+        exchanged = [Change(row.name, row.new, row.old, row.of) for row in getattr(there, name)]
+        assert exchanged == getattr(back, name)
+    assert [(row.moved, row.added, row.removed) for row in there.moved] == [
+        (row.moved, row.removed, row.added) for row in back.moved
+    ]
+    assert [(row.added, row.removed) for row in there.regrouped] == [(row.removed, row.added) for row in back.regrouped]
+    assert there.same_contract is (first.digest == second.digest)
+
+
+def test_a_file_without_any_op_is_compared_too():
+    empty = changed(build(Shape((0, 1))), lambda plain: plain.update(devices=[], stages=[]))
+    assert not compare(empty, build(Shape((0, 1)))).comparable
+    assert compare(empty, empty).identical
+    assert "largest promised peak  0 B -> 1.00 GB" in words(empty, build(Shape((0, 1))))
+
+
+# -- the command --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def files(run):
+    """Three files: a schedule, the same with another forecast, and one with another order."""
+    old = build(Shape(LOOP, microbatches=4))
+    timing = changed(old, lambda plain: plain["forecast"].update(makespan_ns=1))
+    other = build(Shape(LOOP, microbatches=4, ranges=offload_of([2])))
+    for name, schedule in (("old", old), ("timing", timing), ("other", other)):
+        Path(f"{name}.json").write_text(ir.to_text(schedule))
+
+
+@pytest.mark.parametrize(("name", "code"), [("old", 0), ("timing", 0), ("other", 1)])
+def test_the_exit_code_says_whether_a_run_differs_if_asked(run, files, name, code):
+    assert run("diff", "old.json", f"{name}.json").code == 0
+    outcome = run("diff", "old.json", f"{name}.json", "--exit-code")
+    assert (outcome.code, outcome.err) == (code, "")
+    assert outcome.out.startswith(f"old.json -> {name}.json: ")
+
+
+def test_json_is_one_object_with_all_parts(run, files):
+    outcome = run("diff", "old.json", "other.json", "--json")
+    assert len(outcome.out.splitlines()) == 1
+    report = json.loads(outcome.out)
+    difference = compare(ir.load("old.json"), ir.load("other.json"))
+    assert report.pop("verdict") == verdict(difference)
+    assert (report.pop("old"), report.pop("new")) == ("old.json", "other.json")
+    assert report == msgspec.json.decode(msgspec.json.encode(difference))
+
+
+def test_what_is_no_schedule_is_refused(run, files):
+    assert refused(run("diff", "old.json", "none.json"), 2) == "none.json: cannot be read: No such file or directory"
+    assert refused(run("diff", "profile.json", "old.json"), 2).startswith("profile.json: $.format is ")

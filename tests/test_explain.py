@@ -1,0 +1,321 @@
+"""What binds: changes that are what they say, savings that are found or bounded, sentences that follow from them."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from optpipe_compiler import driver, ir
+from optpipe_compiler.files import canonical
+from optpipe_compiler.profile import Layer, value_of
+from optpipe_compiler.study import explain as study
+from optpipe_compiler.study.changes import changes
+from optpipe_compiler.study.explain import instance_of, listed, summed_up
+from optpipe_compiler.study.planned import Instance, Planned, plan
+from optpipe_compiler.view.explanation import sentences
+from tests.instances import quick, uniform
+from tests.test_cli import refused, run  # noqa: F401  (run is a fixture)
+
+GB = 10**9
+COSTS = uniform(2, 2, d2h_ms=0.5, h2d_ms=0.5)
+
+
+def instance(profile=COSTS, **options) -> Instance:
+    chosen = driver.Options(**({"mem_bytes": GB, "microbatches": 4, "time_limit_s": 0.0} | options))
+    return Instance(profile, driver.settled(profile, chosen))
+
+
+@pytest.fixture(scope="module")
+def schedule() -> ir.Schedule:
+    return quick(COSTS, GB, recompute=False).schedule
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """Plan in this process instead of others."""
+    monkeypatch.setattr(study, "answers", lambda function, questions, jobs: [(q, function(q)) for q in questions])
+
+
+# -- changes ------------------------------------------------------------------------------------------------------
+
+
+def test_the_changes_are_what_they_say():
+    found = {change.text: change for change in changes(instance(), offloads=True, uneven=True)}
+    assert list(found) == [
+        "nothing",
+        "memory +10%",
+        "memory +25%",
+        "memory +50%",
+        "memory +100%",
+        "host links x 2",
+        "messages x 0",
+        "no offload",
+        "6 microbatches",
+        "even layers",
+    ]
+    assert found["nothing"].instance == instance()
+    assert [found[f"memory +{n}%"].instance.options.mem_bytes for n in (10, 100)] == [11 * GB // 10, 2 * GB]
+    before, after = (one.machine.links[0] for one in (COSTS, found["host links x 2"].instance.profile))
+    assert value_of(after.d2h_bytes_per_s) == 2 * value_of(before.d2h_bytes_per_s)
+    assert value_of(after.h2d_bytes_per_s) == 2 * value_of(before.h2d_bytes_per_s)
+    assert found["messages x 0"].instance.profile.machine.p2p == []
+    assert found["no offload"].instance.options.offload is False
+    assert found["6 microbatches"].instance.options.microbatches == 6
+
+
+def test_what_changes_nothing_is_not_asked():
+    texts = {change.text for change in changes(instance(), offloads=False, uneven=False)}
+    assert not texts & {"no offload", "even layers"}
+    bare = structs.replace(COSTS, machine=structs.replace(COSTS.machine, links=[], p2p=[]))
+    texts = {change.text for change in changes(instance(bare), offloads=False, uneven=False)}
+    assert not texts & {"host links x 2", "messages x 0"}
+
+
+def test_layers_are_asked_to_be_even_only_where_a_device_has_more_work(schedule):
+    assert "even layers" not in {change.text for change in listed(schedule, instance())}
+    heavy = uniform(2, 2, head_ms=(5, 5, 5))
+    uneven = quick(heavy, 3 * GB).schedule
+    assert "even layers" in {change.text for change in listed(uneven, instance(heavy, mem_bytes=3 * GB))}
+
+
+def test_even_layers_have_the_same_work_and_bytes_in_all():
+    heavy = uniform(3, 2, head_ms=(3, 3, 3))
+    odd = Layer(
+        name="odd",
+        forward_ns=7,
+        backward_input_ns=8,
+        backward_weight_ns=9,
+        backward_ns=16,
+        recompute_ns=5,
+        saved_bytes=100,
+        residue_bytes=130,
+        captured_bytes=50,
+        checkpoint_bytes=100,
+        static_bytes=11,
+        output_bytes=13,
+    )
+    profile = structs.replace(heavy, layers=[*heavy.layers, odd])
+    found = [one for one in changes(instance(profile), offloads=False, uneven=True) if one.text == "even layers"]
+    [layer] = found[0].instance.profile.layers
+    assert layer.count == 6
+    for name in ("forward_ns", "backward_input_ns", "backward_weight_ns", "saved_bytes", "static_bytes"):
+        whole = sum(value_of(getattr(one, name)) for one in profile.expanded_layers())
+        assert abs(layer.count * value_of(getattr(layer, name)) - whole) <= layer.count / 2, name
+    schedule = quick(found[0].instance.profile, 9 * GB, devices=3).schedule
+    assert len({cost.forward_ns for cost in schedule.forecast.stages}) == 1
+
+
+def test_a_change_can_be_planned_and_its_bound_holds():
+    for change in changes(instance(), offloads=True, uneven=True):
+        found = plan(change.instance)
+        assert found.value_ns is not None, change.text
+        assert found.bound_ns <= found.value_ns, change.text
+    nothing = plan(instance(mem_bytes=1))
+    assert (nothing.outcome, nothing.value_ns) == ("infeasible", None)
+    assert "the smallest --mem that would do is" in nothing.reason
+
+
+# -- from answers to savings --------------------------------------------------------------------------------------
+
+
+def answered(schedule: ir.Schedule, **found: Planned) -> study.Explanation:
+    """The explanation when the change of each family gets that answer; without one it is as good as the schedule."""
+    asked = listed(schedule, instance(schedule_costs(schedule)))
+    value = schedule.forecast.makespan_ns
+    default = Planned("feasible", value, value // 2)
+    return summed_up(schedule, asked, [found.get(change.text.replace(" ", "_"), default) for change in asked])
+
+
+def schedule_costs(schedule: ir.Schedule):
+    return uniform(2, 2, d2h_ms=0.5, h2d_ms=0.5)
+
+
+def saved(explanation: study.Explanation, text: str) -> study.WhatIf:
+    return next(one for one in explanation.what_ifs if one.text == text)
+
+
+def better(schedule: ir.Schedule, percent: int, bound: int = 50) -> Planned:
+    value = schedule.forecast.makespan_ns
+    return Planned("feasible", value * (100 - percent) // 100, value * (100 - bound) // 100)
+
+
+def test_savings_are_shares_of_the_time_per_microbatch(schedule):
+    found = answered(
+        schedule,
+        **{
+            "memory_+25%": better(schedule, 10, 20),
+            "6_microbatches": better(schedule, -35, -20),
+            "no_offload": better(schedule, -40, -30),
+        },
+    )
+    assert saved(found, "memory +25%").found == pytest.approx(0.1)
+    assert saved(found, "memory +25%").at_most == pytest.approx(0.2)
+    assert saved(found, "6 microbatches").found == pytest.approx(1 - 1.35 / 1.5)
+    assert saved(found, "6 microbatches").at_most == pytest.approx(1 - 1.2 / 1.5)
+    assert saved(found, "no offload").found == pytest.approx(-0.4)
+    assert saved(found, "no offload").at_most == pytest.approx(-0.3)
+    text = " ".join(sentences(found))
+    assert "What helps most is more memory: 10.0% less time per microbatch." in text
+    assert "250.00 MB more per device (+25%) would save at most 20.0% (bound); 10.0% was found in 0 s" in text
+    assert "6 instead of 4 microbatches" not in text
+    assert "6 microbatches instead of 4 would save, per microbatch, at most 20.0% (bound); 10.0% was found" in text
+    assert "Without offloading a step takes at least 30.0% longer (bound); what was found in 0 s takes 40.0%" in text
+
+
+def test_what_is_valid_with_less_memory_or_unchanged_is_never_lost_with_more(schedule):
+    worse = better(schedule, -30)
+    found = answered(schedule, **{"memory_+10%": better(schedule, 8), "memory_+50%": worse, "host_links_x_2": worse})
+    assert [saved(found, f"memory +{n}%").found for n in (10, 25, 50, 100)] == [pytest.approx(0.08)] * 4
+    assert saved(found, "host links x 2").found == 0
+
+
+def test_a_bound_of_a_relaxed_instance_holds_for_the_instance_and_for_restricted_ones(schedule):
+    value = schedule.forecast.makespan_ns
+    found = answered(
+        schedule,
+        **{"memory_+50%": Planned("optimal", value, value), "no_offload": Planned("feasible", value * 2, value // 2)},
+    )
+    assert found.bound_ns == value
+    assert [saved(found, f"memory +{n}%").at_most for n in (10, 25, 50, 100)] == [0, 0, 0, pytest.approx(0.5, 0.01)]
+    assert saved(found, "no offload").at_most == 0
+
+
+def test_savings_are_measured_against_the_best_known_of_the_unchanged_instance(schedule):
+    found = answered(schedule, nothing=better(schedule, 10), **{"memory_+100%": better(schedule, 19)})
+    assert found.best_ns == schedule.forecast.makespan_ns * 90 // 100
+    assert saved(found, "memory +100%").found == pytest.approx(0.1)
+    assert saved(found, "messages x 0").found == 0
+    assert "10.0% was found in 0 s" in next(iter(sentences(found)))
+    also = answered(schedule, no_offload=better(schedule, 5))
+    assert also.best_ns == schedule.forecast.makespan_ns * 95 // 100
+    assert any("Without offloading a step takes no longer" in sentence for sentence in sentences(also))
+
+
+def test_what_a_bound_excludes_is_nothing_whatever_was_found(schedule):
+    value = schedule.forecast.makespan_ns
+    met = Planned("optimal", value, value)
+    asked = listed(schedule, instance())
+    fixed = ir.msgspec.structs.replace(
+        schedule, forecast=structs.replace(schedule.forecast, lower_bound_ns=value, outcome="optimal")
+    )
+    longer = Planned("feasible", value * 3 // 2, value * 3 // 2)
+    found = summed_up(fixed, asked, [longer if one.effect == "different" else met for one in asked])
+    text = " ".join(sentences(found))
+    assert "that is optimal: nothing can be saved without changing the instance." in text
+    assert "Nothing that was tried can save anything" in text
+    assert "Host links twice as fast would save nothing (bound)." in text
+    assert "1.00 GB more per device (+100%) would save nothing (bound)." in text
+
+
+def test_a_bound_that_a_change_does_not_move_is_said_to_be_that_of_the_unchanged_instance(schedule):
+    found = replace(answered(schedule), best_ns=100, bound_ns=90)
+    links = [replace(saved(found, "host links x 2"), at_most=share) for share in (0.1, 0.2)]
+    same, moved = (" ".join(sentences(replace(found, what_ifs=(one,)))) for one in links)
+    assert "Host links twice as fast would save at most 10.0% (bound, as unchanged); nothing was found" in same
+    assert "Host links twice as fast would save at most 20.0% (bound); nothing was found" in moved
+
+
+def test_changes_under_which_nothing_fits_or_was_found_say_so(schedule):
+    value = schedule.forecast.makespan_ns
+    found = answered(
+        schedule,
+        no_offload=Planned("infeasible", None, value, reason="no schedule fits"),
+        **{"6_microbatches": Planned("not found", None, value)},
+    )
+    text = " ".join(sentences(found))
+    assert "Without offloading nothing fits this cap." in text
+    assert "no schedule was found in 0 s" in text
+    assert "Nothing that was tried saved anything in 0 s each, though the bounds leave room." in text
+
+
+def test_idle_shares_add_up_to_the_bubble(schedule):
+    idle = study.idle(schedule)
+    assert [one.device for one in idle] == [0, 1]
+    assert sum(one.fraction for one in idle) / 2 == pytest.approx(schedule.forecast.bubble_fraction)
+    for one in idle:
+        assert sum(share for *_, share in one.causes) == pytest.approx(one.fraction)
+    found = answered(schedule)
+    worst = max(idle, key=lambda one: one.fraction)
+    assert any(
+        sentence.startswith(f"Device {worst.device} idles most, {worst.fraction:.1%}") for sentence in sentences(found)
+    )
+
+
+def test_every_cause_of_idle_time_has_words(schedule):
+    from optpipe_compiler.analysis import Cause
+
+    for cause in Cause:
+        one = study.Idle(0, 0.5, ((cause.value, "device 1", 0.5),))
+        found = replace(answered(schedule), idle=(one,))
+        assert any("Device 0 idles most, 50.0% of the step: 50.0% " in sentence for sentence in sentences(found))
+    busy = replace(answered(schedule), idle=(study.Idle(0, 0.0, ()),))
+    assert "No device ever idles." in list(sentences(busy))
+
+
+# -- the command --------------------------------------------------------------------------------------------------
+
+
+def written(schedule: ir.Schedule) -> None:
+    Path("profile.json").write_text(canonical(COSTS))
+    Path("schedule.json").write_text(ir.to_text(schedule))
+
+
+def test_explain_plans_every_change_and_bounds_it(run, here, schedule):  # noqa: F811
+    written(schedule)
+    report = json.loads(run("explain", "--time-limit", "0", "--json").out)
+    assert len(report["what_ifs"]) == 8
+    assert report["bound_ns"] <= report["best_ns"] <= report["value_ns"] == schedule.forecast.makespan_ns
+    for one in report["what_ifs"]:
+        assert one["found"] <= one["at_most"] + 1e-9, one["text"]
+        assert one["bound_ns"] <= one["value_ns"], one["text"]
+    memory = [one["found"] for one in report["what_ifs"] if one["family"] == "memory"]
+    assert memory == sorted(memory)
+
+
+def test_explain_plans_in_processes_and_prints_sentences_and_a_table(run):  # noqa: F811
+    Path("profile.json").write_text(canonical(uniform(2, 1)))
+    Path("schedule.json").write_text(ir.to_text(quick(uniform(2, 1), GB, microbatches=2).schedule))
+    outcome = run("explain", "--time-limit", "0", "-j", "1")
+    assert outcome.code == 0
+    assert outcome.out.startswith("A step takes ")
+    assert "The devices idle " in outcome.out
+    assert re.search(r"^memory \+100% +[\d.]+% +[\d.]+% +[\d.]+ ms$", outcome.out, re.MULTILINE)
+    assert "planned: memory +100%" in outcome.err.splitlines()
+
+
+def test_the_options_of_the_schedule_are_kept(schedule):
+    spanning = quick(COSTS, 2 * GB, objective="span", placement="v", split=False, seed=3).schedule
+    options = instance_of(spanning, COSTS, "s", 1.5).options
+    assert (options.objective, options.placement, options.split, options.offload) == ("span", "v", False, True)
+    assert (options.seed, options.time_limit_s, options.method) == (3, 1.5, None)
+    same = [change for change in listed(spanning, instance_of(spanning, COSTS, "s", 1.5)) if change.effect == "same"]
+    found = summed_up(spanning, same, [Planned("feasible", spanning.forecast.span_ns, 1)])
+    assert (found.objective, found.value_ns) == ("span", spanning.forecast.span_ns)
+
+
+def test_a_published_schedule_is_explained_against_a_search(schedule):
+    fixed = quick(COSTS, 4 * GB, method="gpipe").schedule
+    assert instance_of(fixed, COSTS, "s", 1).options.method is None
+
+
+def test_explain_refuses_another_profile_and_a_schedule_that_breaks_its_promise(run, schedule):  # noqa: F811
+    written(schedule)
+    Path("profile.json").write_text(canonical(uniform(2, 2, forward_ms=7)))
+    sentence = refused(run("explain"), 1)
+    assert sentence.startswith("schedule.json: not explained, verify rejects it with profile.json: ")
+
+
+def test_explain_refuses_bad_input_with_one_sentence(run, schedule):  # noqa: F811
+    assert refused(run("explain"), 2) == "schedule.json: cannot be read: No such file or directory"
+    written(schedule)
+    assert refused(run("explain", "--profile", "no.json"), 2) == "no.json: cannot be read: No such file or directory"
+    assert refused(run("explain", "--time-limit", "-1"), 2) == "--time-limit is -1.0, expected seconds, at least 0"
+    options = schedule.provenance.options | {"placement": "w"}
+    other = structs.replace(schedule, provenance=structs.replace(schedule.provenance, options=options))
+    Path("schedule.json").write_text(ir.to_text(other))
+    assert refused(run("explain"), 2).startswith("schedule.json: $.provenance.options are none of `compile`: ")

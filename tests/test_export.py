@@ -1,0 +1,169 @@
+"""optpipe export as a person meets it: names of files, refusals, and what is said of memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from optpipe_compiler import ir
+from optpipe_compiler.export import torch_csv
+from optpipe_compiler.files import canonical
+from optpipe_compiler.units import short_bytes
+from optpipe_compiler.verify.peaks import peaks
+from tests import test_cli
+from tests.instances import quick, uniform
+
+run, refused = test_cli.run, test_cli.refused
+GB = 10**9
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """Schedules by name: `kept` without memory ops, `tight` with offloads."""
+    costs = uniform(2, 2, d2h_ms=0.2, h2d_ms=0.2)
+    kept = quick(costs, 3 * GB, method="zb-h1").schedule
+    tight = quick(costs, 1 * GB, method="po-h").schedule
+    assert not torch_csv.memory_ops(kept)
+    assert torch_csv.memory_ops(tight)
+    return {"kept": ir.to_text(kept), "tight": ir.to_text(tight)}
+
+
+@pytest.fixture
+def export(run, texts):
+    """Run the command where both schedules are."""
+    for name, text in texts.items():
+        Path(f"{name}.json").write_text(text)
+    return lambda *arguments: run("export", *arguments)
+
+
+def written() -> set[str]:
+    return {path.name for path in Path().iterdir()} - {"profile.json", "kept.json", "tight.json"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("chrome-trace", {"kept.trace.json"}),
+        ("torch-csv", {"kept.csv"}),
+        ("torchtitan", {"kept.csv", "kept_torchtitan.py"}),
+        ("png", {"kept.png"}),
+        ("svg", {"kept.svg"}),
+    ],
+)
+def test_files_are_named_after_the_schedule(export, kind, names):
+    outcome = export("kept.json", "--to", kind)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert written() == names
+    for name in names:
+        assert f"wrote {name}\n" in outcome.out
+
+
+def test_every_file_is_what_its_name_says(export):
+    for kind in ("chrome-trace", "torch-csv", "png", "svg"):
+        assert export("kept.json", "--to", kind).code == 0
+    assert json.loads(Path("kept.trace.json").read_text())["traceEvents"]
+    assert Path("kept.csv").read_text() == torch_csv.render(ir.load("kept.json"))
+    assert Path("kept.png").read_bytes().startswith(b"\x89PNG\r\n")
+    assert Path("kept.svg").read_text().startswith("<svg ")
+
+
+def test_the_schedule_in_the_directory_is_the_default_and_o_names_the_file(export):
+    Path("schedule.json").write_text(Path("kept.json").read_text())
+    assert export("--to", "torch-csv", "-o", "order.txt").code == 0
+    assert Path("order.txt").read_text() == torch_csv.render(ir.load("kept.json"))
+
+
+def test_what_python_imports_gets_a_name_that_python_can_import(export):
+    Path("my-plan.v2.json").write_text(Path("kept.json").read_text())
+    assert export("my-plan.v2.json", "--to", "torchtitan").code == 0
+    assert {"my_plan_v2_torchtitan.py", "my_plan_v2.csv"} <= written()
+    assert "my_plan_v2_torchtitan import with_schedule" in Path("my_plan_v2_torchtitan.py").read_text()
+
+
+def test_torchtitan_takes_names_of_layers_from_the_profile(export):
+    Path("costs.json").write_text(canonical(uniform(2, 2)))
+    assert export("kept.json", "--to", "torchtitan", "--profile", "costs.json", "-o", "here.py").code == 0
+    assert "costs are not planned" in Path("here.py").read_text()
+    assert "here.csv" in written()
+
+
+@pytest.mark.parametrize("kind", ["torch-csv", "torchtitan"])
+def test_memory_ops_are_not_lost_unless_asked_for(export, kind):
+    lost = torch_csv.memory_ops(ir.load("tight.json"))
+    sentence = refused(export("tight.json", "--to", kind), 2)
+    assert sentence.startswith(
+        f"tight.json: has {lost['offload']} offloads and {lost['reload']} reloads, which torch's CSV"
+    )
+    assert "--drop-memory-ops" in sentence
+    assert written() == set()
+
+
+def test_dropping_memory_ops_says_the_peak_that_results_against_the_cap(export):
+    outcome = export("tight.json", "--to", "torch-csv", "--drop-memory-ops")
+    assert outcome.code == 0
+    schedule = ir.load("tight.json")
+    found = peaks(torch_csv.as_torch_runs_it(schedule))
+    assert max(found) > schedule.setup.cap_bytes
+    table = [line.split() for line in outcome.out.splitlines() if line.split()[0] in ("0", "1")]
+    assert [row[:7] for row in table] == [
+        [str(device.device), f"{device.peak_bytes / GB:.2f}", "GB", f"{peak / GB:.2f}", "GB", "1.00", "GB"]
+        for device, peak in zip(schedule.devices, found, strict=True)
+    ]
+    verdicts = [f"{short_bytes(peak - GB)} over" if peak > GB else "fits" for peak in found]
+    assert [" ".join(row[7:]) for row in table] == verdicts
+    assert outcome.err == "optpipe: without its waits and memory ops the schedule does not fit the cap\n"
+
+
+def test_a_schedule_without_memory_ops_fits(export):
+    outcome = export("kept.json", "--to", "torch-csv")
+    assert outcome.out.count("fits") == 2
+    assert outcome.err == ""
+
+
+def test_a_file_on_stdout_is_alone_there(export):
+    done = subprocess.run(
+        [sys.executable, "-m", "optpipe_compiler.cli", "export", "kept.json", "--to", "torch-csv", "-o", "/dev/stdout"],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": str(Path(__file__).parent.parent)},
+        check=True,
+    )
+    assert done.stdout == torch_csv.render(ir.load("kept.json"))
+    assert "wrote /dev/stdout" in done.stderr
+    assert "fits" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("none.json", "--to", "png"), "none.json: cannot be read: No such file or directory"),
+        (("profile.json", "--to", "png"), 'profile.json: $.format is "optpipe-profile", expected "optpipe-schedule"'),
+        (("kept.json", "--to", "png", "-o", "no/a.png"), "no/a.png: cannot be written: No such file or directory"),
+        (("kept.json", "--to", "torchtitan", "-o", "a.toml"), "-o is 'a.toml', expected a Python file; "),
+        (("kept.json", "--to", "torchtitan", "--profile", "profile.json"), "the profile has 2 layers, expected "),
+    ],
+)
+def test_bad_input_is_refused_and_nothing_is_written(export, arguments, sentence):
+    assert refused(export(*arguments), 2).startswith(sentence)
+    assert written() == set()
+
+
+def test_what_verify_rejects_is_not_exported(export):
+    from small_schedules import changed
+
+    broken = changed(ir.load("kept.json"), lambda plain: plain["devices"][0].update(peak_bytes=1))
+    Path("broken.json").write_text(ir.to_text(broken))
+    assert refused(export("broken.json", "--to", "chrome-trace"), 1).startswith(
+        "broken.json: not exported, verify rejects it: "
+    )
+    assert written() == {"broken.json"}
+
+
+def test_an_unknown_format_is_refused(export):
+    outcome = export("kept.json", "--to", "pdf")
+    assert outcome.code == 2
+    assert "'pdf' is not one of" in outcome.err

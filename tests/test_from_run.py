@@ -1,0 +1,143 @@
+"""`profile --from-run`: the times of a run's ops become a profile's numbers."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+
+import pytest
+from click.testing import CliRunner
+from small_schedules import Builder, Shape
+
+from optpipe_compiler import ir
+from optpipe_compiler.cli import cli
+from optpipe_compiler.errors import BadInput
+from optpipe_compiler.files import canonical
+from optpipe_compiler.from_run import profile_from_run, read_run
+from optpipe_compiler.profile import Layer, Link, Machine, Profile, Quantity, value_of
+from optpipe_compiler.profile import load as load_profile
+
+BASE = Profile(
+    name="hand",
+    machine=Machine(devices=2, op_overhead_ns=100, links=[Link(d2h_bytes_per_s=10**9, h2d_bytes_per_s=10**9)]),
+    layers=[
+        Layer(
+            name=f"layer{index}",
+            forward_ns=1000 * (1 + index % 2),
+            backward_input_ns=3000,
+            backward_weight_ns=2000,
+            saved_bytes=1000,
+        )
+        for index in range(4)
+    ],
+)
+FORMAT = {
+    "format": "optpipe-trace",
+    "profile_digest": BASE.digest(),
+    "real": True,
+    "time_scale": 1.0,
+    "stages": [{"stage": stage, "device": stage, "layers": [2 * stage, 2 * stage + 2]} for stage in (0, 1)],
+}
+
+
+def event(kind, stage, step, begin_us, microseconds, **more):
+    args = {"op": f"{kind}:{stage}", "stage": stage, "step": step, **more}
+    return {"ph": "X", "cat": kind, "ts": begin_us, "dur": microseconds, "args": args}
+
+
+def written(tmp_path, events, **about):
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"otherData": FORMAT | about, "traceEvents": events}))
+    return path
+
+
+def from_run(tmp_path, events):
+    return profile_from_run(BASE, "base.json", read_run(written(tmp_path, events)))
+
+
+def test_a_stages_median_is_shared_among_its_layers_as_the_base_shares_it(tmp_path):
+    warming = [event("forward", 0, 0, 0, 999)]
+    times = [6.1, 6.1, 9.1]  # the layers say 3 us, and 0.1 us is the overhead
+    found = from_run(tmp_path, warming + [event("forward", 0, 1, 0, time) for time in times])
+    first, second, *rest = found.profile.expanded_layers()
+    assert first.forward_ns == Quantity(value=2000, source="measured", samples=3, spread=500)
+    assert second.forward_ns == Quantity(value=4000, source="measured", samples=3, spread=1000)
+    assert [layer.forward_ns for layer in rest] == [1000, 2000]
+    assert first.backward_input_ns == 3000  # not seen in the run
+    (change,) = found.changes
+    assert (change.what, change.base, change.measured.value) == ("forward of stage 0", 3000, 6000)
+
+
+def test_defaults_of_the_format_become_numbers_where_they_were_measured(tmp_path):
+    events = [event("backward", 1, 0, 0, 20.1), event("recompute", 1, 0, 30, 4.1, layers=[3, 4])]
+    *_, layer, last = from_run(tmp_path, events).profile.expanded_layers()
+    assert [value_of(layer.backward_ns), value_of(last.backward_ns)] == [10_000, 10_000]
+    assert [value_of(layer.recompute_ns), value_of(last.recompute_ns)] == [2000, 4000]
+
+
+def test_copies_give_the_bandwidth_alone_and_against_the_other_direction(tmp_path):
+    copies = [
+        event("offload", 0, 0, 0, 2, bytes=1000),
+        event("offload", 0, 0, 10, 4, bytes=1000),
+        event("reload", 0, 0, 12, 5, bytes=1000),
+        event("reload", 1, 0, 1, 2, bytes=500),  # another device's link
+    ]
+    (link,) = from_run(tmp_path, copies).profile.machine.links
+    assert value_of(link.d2h_bytes_per_s) == 500_000_000
+    assert value_of(link.duplex_d2h_bytes_per_s) == 250_000_000
+    assert value_of(link.duplex_h2d_bytes_per_s) == 200_000_000
+    assert value_of(link.h2d_bytes_per_s) == 250_000_000
+
+
+def test_wrong_files_are_one_sentence(tmp_path):
+    one = [event("forward", 0, 0, 0, 1)]
+    with pytest.raises(BadInput, match="is of a rehearsal"):
+        read_run(written(tmp_path, one, real=False))
+    with pytest.raises(BadInput, match="has no measured op"):
+        read_run(written(tmp_path, []))
+    with pytest.raises(BadInput, match="is not the profile that the run of"):
+        profile_from_run(BASE, "base.json", read_run(written(tmp_path, one, profile_digest="sha256:0")))
+    (tmp_path / "other.json").write_text('{"traceEvents": []}')
+    with pytest.raises(BadInput, match="is no trace of optpipe run --trace"):
+        read_run(tmp_path / "other.json")
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(cli, ["profile", *map(str, arguments)])
+
+
+def test_the_command_writes_a_profile_and_never_over_its_base(tmp_path):
+    base, output = tmp_path / "profile.json", tmp_path / "measured.json"
+    base.write_text(canonical(BASE))
+    trace = written(tmp_path, [event("forward", 0, 0, 0, 6.1)])
+    done = invoke("--from-run", trace, "--profile", base, "-o", output)
+    assert done.exit_code == 0, done.output
+    assert "forward of stage 0" in done.output
+    assert value_of(load_profile(output).layers[0].forward_ns) == 2000
+    assert "expected another file" in str(invoke("--from-run", trace, "--profile", base, "-o", base).exception)
+    assert "--layers is 3" in str(invoke("--from-run", trace, "--layers", 3, "-o", output).exception)
+
+
+@pytest.mark.runtime
+def test_the_trace_of_a_real_run_is_read(tmp_path):
+    pytest.importorskip("torch")
+    import msgspec
+    from runtime_cases import MODEL, TEXT, tiny_profile
+
+    shape = Shape(ranges=lambda stage, _: [("offload", 2 * stage, 2 * stage + 1)])
+    model = msgspec.structs.replace(MODEL, config={**MODEL.config, "layers": 2})
+    base = tiny_profile(model)
+    plan = Builder(shape, base, Random(0)).build()
+    provenance = msgspec.structs.replace(plan.provenance, profile_digest=base.digest())
+    plan = ir.seal(msgspec.structs.replace(plan, model=model, provenance=provenance))
+    path, trace = tmp_path / "schedule.json", tmp_path / "trace.json"
+    path.write_text(ir.to_text(plan))
+    ran = CliRunner().invoke(
+        cli, ["run", str(path), "--data", str(TEXT), "--steps", "2", "--trace", str(trace)], catch_exceptions=False
+    )
+    assert ran.exit_code == 0
+    found = profile_from_run(base, "base", read_run(trace)).profile
+    for layer in found.expanded_layers():
+        assert layer.forward_ns.source == "measured"
+        assert layer.forward_ns.samples == 2
+    assert found.machine.links[0].d2h_bytes_per_s.source == "measured"

@@ -1,0 +1,374 @@
+"""The report's page: what it is given, what it says without a browser, the traces it reads, and the command."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from optpipe_compiler import ir
+from optpipe_compiler.analysis import Cause, Reason
+from optpipe_compiler.cli import cli
+from optpipe_compiler.errors import BadInput
+from optpipe_compiler.files import canonical
+from optpipe_compiler.profile import Layer, Machine, Profile
+from optpipe_compiler.view.report import best_published, render
+from optpipe_compiler.view.report.payload import REASONS
+from optpipe_compiler.view.report.trace import measured
+from tests.instances import quick, uniform
+from tests.report_cases import GB, PROFILE, planned, published
+
+ROOT = Path(__file__).parent.parent
+PARTS = {"F": "forward", "I": "backward_input", "W": "backward_weight", "B": "backward", "R": "recompute"}
+PARTS |= {"D": "offload", "H": "reload"}
+
+
+@pytest.fixture(scope="module")
+def schedule():
+    """Two devices with two stages each; one activation of each microbatch and device is offloaded."""
+    return planned()
+
+
+def payload(page: str) -> dict:
+    """What the page's scripts read."""
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
+
+
+def ids(chart: dict) -> list[str]:
+    """The ids of a chart's ops by number."""
+    found: list[str] = []
+    for lane in chart["lanes"]:
+        for kind, stage, microbatch in zip(lane["kind"], lane["stage"], lane["microbatch"], strict=True):
+            layers = chart["layers"].get(str(len(found)))
+            found.append(f"{PARTS[kind]}:{stage}:{microbatch}" + (f":{layers[0]}-{layers[1]}" if layers else ""))
+    return found
+
+
+def forecast(schedule: ir.Schedule) -> dict[str, tuple[int, int]]:
+    """Begin and end of every op but messages, as the file has them."""
+    return {
+        op.id: (start, end)
+        for times in schedule.forecast.times
+        for op, start, end in zip(
+            getattr(schedule.devices[times.device], times.lane), times.start_ns, times.end_ns, strict=True
+        )
+        if not isinstance(op, ir.MessageOp)
+    }
+
+
+def later(schedule: ir.Schedule, by: int) -> ir.Schedule:
+    """The same schedule, its forecast beginning later."""
+    moved = [
+        msgspec.structs.replace(t, start_ns=[n + by for n in t.start_ns], end_ns=[n + by for n in t.end_ns])
+        for t in schedule.forecast.times
+    ]
+    return msgspec.structs.replace(schedule, forecast=msgspec.structs.replace(schedule.forecast, times=moved))
+
+
+# -- what the page is given ---------------------------------------------------------------------------------------
+
+
+def test_every_op_is_in_the_chart_once_with_its_times(schedule):
+    chart = payload(render(schedule))["charts"][0]
+    times = [time for lane in chart["lanes"] for time in zip(lane["begin"], lane["end"], strict=True)]
+    assert len(times) == len(set(ids(chart)))
+    assert dict(zip(ids(chart), times, strict=True)) == forecast(schedule)
+
+
+def test_times_count_from_the_first_start(schedule):
+    assert payload(render(later(schedule, 12345)))["charts"] == payload(render(schedule))["charts"]
+
+
+def test_what_kept_an_op_from_starting_earlier_ends_before_it_and_only_messages_take_time(schedule):
+    page = payload(render(schedule))
+    chart, times = page["charts"][0], forecast(schedule)
+    names, seen = ids(chart), set()
+    for name, cause, number in zip(names, chart["cause"], chart["reason"], strict=True):
+        reason = list(REASONS)[number]
+        seen.add(reason)
+        if cause < 0:
+            assert reason is (Reason.START if times[name][0] == 0 else Reason.SLACK)
+        elif reason is Reason.MESSAGE:
+            assert times[names[cause]][1] < times[name][0]
+        else:
+            assert times[names[cause]][1] == times[name][0]
+    assert {Reason.START, Reason.ORDER, Reason.MESSAGE, Reason.MEMORY, Reason.DATA} <= seen
+    assert page["reasons"] == list(REASONS.values())
+
+
+def test_there_are_words_for_every_reason_and_cause(schedule):
+    assert set(REASONS) == set(Reason)
+    assert set(payload(render(schedule))["causes"]) == {cause.value for cause in Cause}
+
+
+def test_waits_are_those_of_the_file_with_those_of_the_messages_issued_just_before(schedule):
+    chart = payload(render(schedule))["charts"][0]
+    names = ids(chart)
+    shown = {names[int(n)]: {w if isinstance(w, str) else names[w] for w in ws} for n, ws in chart["waits"].items()}
+    ops = [op for device in schedule.devices for op in (*device.compute, *device.d2h, *device.h2d)]
+    for op in ops:
+        if not isinstance(op, ir.MessageOp):
+            assert set(op.after) <= shown.get(op.id, set())
+    assert set().union(*shown.values()) == {name for op in ops for name in op.after}
+
+
+def test_the_memory_curves_reach_no_promised_peak_from_above_and_carry_the_cap(schedule):
+    chart = payload(render(schedule))["charts"][0]
+    for curve, device in zip(chart["memory"], schedule.devices, strict=True):
+        assert curve["cap"] == schedule.setup.cap_bytes
+        assert 0 < max(curve["bytes"]) <= device.peak_bytes
+        assert curve["time"] == sorted(curve["time"])
+    assert 0 < max(chart["host"]["bytes"]) <= sum(device.host_bytes for device in schedule.devices)
+
+
+def test_the_gaps_of_the_chart_are_its_bubble(schedule):
+    chart = payload(render(schedule))["charts"][0]
+    idle = sum(end - begin for gaps in chart["gaps"] for begin, end in zip(gaps["begin"], gaps["end"], strict=True))
+    assert idle / (chart["devices"] * chart["makespan_ns"]) == pytest.approx(schedule.forecast.bubble_fraction)
+
+
+def test_a_schedule_without_offloads_has_no_host_curve():
+    assert payload(render(published("1f1b")))["charts"][0]["host"] is None
+
+
+def test_ops_that_take_no_time_make_a_page():
+    layer = Layer(name="free", count=2, forward_ns=0, backward_input_ns=0, backward_weight_ns=0, saved_bytes=1)
+    page = render(quick(Profile(name="free", machine=Machine(devices=2), layers=[layer]), GB, method="gpipe").schedule)
+    assert payload(page)["charts"][0]["makespan_ns"] == 0
+
+
+# -- what it says without a browser -------------------------------------------------------------------------------
+
+
+def text(page: str) -> str:
+    """What is to be read of a page without scripts."""
+    body = re.sub(r"<(script|style)\b.*?</\1>", " ", page, flags=re.DOTALL)
+    return " ".join(re.sub(r"<[^>]*>", " ", body).split())
+
+
+def test_the_page_says_without_scripts_how_good_the_schedule_is(schedule):
+    words = text(render(schedule))
+    for part in ("makespan", "proven bound", "gap", "idle (bubble)", "highest peak", "of 3.00 GB"):
+        assert part in words
+    for name, baseline in schedule.forecast.baselines.items():
+        assert (f" {name} " in words) == (baseline.makespan_ns is not None)
+    assert f"{schedule.forecast.bubble_fraction:.1%}" in words
+
+
+def test_the_page_needs_nothing_but_itself(schedule):
+    page = render(schedule)
+    assert "default-src 'none'" in page
+    assert not re.search(r"https?://|<script[^>]+src|@import|\bfetch\(|XMLHttpRequest", page)
+
+
+def test_names_from_files_cannot_end_the_script_or_become_markup(schedule):
+    name = "</script><script>alert(1)</script>{{data}}<b title=\"'x'\">"
+    hostile = msgspec.structs.replace(
+        schedule,
+        provenance=msgspec.structs.replace(schedule.provenance, profile=name),
+        forecast=msgspec.structs.replace(schedule.forecast, method=name),
+    )
+    page = render(hostile)
+    assert "<script>alert" not in page
+    assert page.count("</script>") == render(schedule).count("</script>")
+    assert payload(page)["charts"][0]["title"].startswith(f"this schedule ({name})")
+    assert "{{data}}" in page
+
+
+def test_where_the_best_published_schedule_ends_is_a_line_and_the_page_says_how_to_see_all_of_it(schedule):
+    best = best_published(schedule)
+    page = render(schedule)
+    lines = {line["label"].split(":")[0]: line["at"] for line in payload(page)["lines"]}
+    assert lines[f"best published, {best}"] == schedule.forecast.baselines[best].makespan_ns
+    assert lines["this schedule"] == schedule.forecast.makespan_ns
+    assert "--profile" in text(page)
+
+
+def test_a_bound_on_the_span_is_no_line_on_the_time_axis():
+    made = quick(PROFILE, 9 * GB, method="1f1b", objective="span").schedule
+    page = render(made)
+    assert not [line for line in payload(page)["lines"] if "bound" in line["label"]]
+    assert "proven bound on the span" in text(page)
+
+
+def test_the_best_published_schedule_is_the_fastest_that_fits(schedule):
+    def of(**makespans: int | None) -> str | None:
+        made = {
+            name: ir.Baseline(makespan_ns=time, peak_bytes=1, fits="big" not in name)
+            for name, time in makespans.items()
+        }
+        return best_published(
+            msgspec.structs.replace(schedule, forecast=msgspec.structs.replace(schedule.forecast, baselines=made))
+        )
+
+    assert of(slow=9, fast=5, big=1, unknown=None) == "fast"
+    assert of(a=5, **{schedule.forecast.method: 5}) == schedule.forecast.method
+    assert of(big=1, unknown=None) is None
+
+
+# -- measured -----------------------------------------------------------------------------------------------------
+
+
+def write(path: Path, events: list[dict], **more: object) -> Path:
+    path.write_text(json.dumps({"traceEvents": events, **more}))
+    return path
+
+
+def event(name: str, begin: float, length: float, **more: object) -> dict:
+    return {"name": name, "ph": "X", "pid": 0, "tid": 0, "ts": begin, "dur": length, **more}
+
+
+def test_ops_of_a_trace_are_found_by_id_by_words_and_by_torchs_names(schedule, tmp_path):
+    offload = next(op for device in schedule.devices for op in device.d2h)
+    kind = {"op": "forward", "stage": 0, "microbatch": 2}
+    trace = write(
+        tmp_path / "t.json",
+        [
+            event("anything", 1000.5, 2, args={"op": "forward:0:0"}),
+            event("forward 0 m1", 1003, 1),
+            event("0F2", 1004, 1, args=kind),
+            event("PP:1F0", 1006, 2.25),
+            event("copy", 1007, 1, args={"op": offload.id}),
+            event("PP:0SEND_F0", 1007, 1),
+            event("aten::mm", 1, 5000),
+            {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "rank 0"}},
+        ],
+    )
+    assert measured([trace], schedule) == {
+        "forward:0:0": (0, 2000),
+        "forward:0:1": (2500, 3500),
+        "forward:0:2": (3500, 4500),
+        "forward:1:0": (5500, 7750),
+        offload.id: (6500, 7500),
+    }
+
+
+def test_the_last_step_counts(schedule, tmp_path):
+    steps = [event("PP:0F0", 100 + n, 1, args={"step": n}) for n in (1, 2, 0)]
+    before = [event("PP:0F1", 50, 1, args={"step": 1}), event("PP:0F1", 300, 3, args={"step": 2})]
+    assert measured([write(tmp_path / "t.json", steps + before)], schedule) == {
+        "forward:0:0": (0, 1000),
+        "forward:0:1": (198_000, 201_000),
+    }
+    again = [event("PP:0F0", 300, 2), event("PP:0F0", 100, 1)]
+    assert measured([write(tmp_path / "t.json", again)], schedule) == {"forward:0:0": (0, 2000)}
+
+
+def test_traces_of_several_ranks_share_a_clock_and_kernels_count_rather_than_launches(schedule, tmp_path):
+    first = write(tmp_path / "0.json", [event("PP:0F0", 5, 1)], baseTimeNanoseconds=1000)
+    launch = event("PP:1F0", 7, 1, cat="user_annotation")
+    kernel = event("PP:1F0", 9, 2, cat="gpu_user_annotation")
+    second = write(tmp_path / "1.json", [kernel, launch], baseTimeNanoseconds=3000)
+    assert measured([first, second], schedule) == {"forward:0:0": (0, 1000), "forward:1:0": (6000, 8000)}
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("{", "t.json: is no Chrome trace: "),
+        ("[]", "t.json: is no Chrome trace: Expected `object`, got `array`"),
+        ('{"traceEvents": [{"ph": "X", "ts": "now"}]}', "t.json: is no Chrome trace: Expected `float`, got `str`"),
+        ('{"traceEvents": []}', "t.json: has no range of an op of this schedule, expected names such as PP:0F0"),
+        ('{"traceEvents": [{"ph": "X", "name": "PP:99F0"}]}', "t.json: has no range of an op of this schedule"),
+    ],
+)
+def test_what_is_no_trace_of_the_schedule_is_refused_with_one_sentence(
+    schedule, tmp_path, monkeypatch, content, sentence
+):
+    monkeypatch.chdir(tmp_path)
+    Path("t.json").write_text(content)
+    with pytest.raises(BadInput) as refused:
+        measured([Path("t.json")], schedule)
+    assert str(refused.value).startswith(sentence)
+
+
+def test_measured_times_are_below_the_lanes_and_in_a_table(schedule):
+    ran = {name: (2 * begin, 2 * end) for name, (begin, end) in forecast(schedule).items() if name != "forward:0:3"}
+    page = render(schedule, measured=ran)
+    chart = payload(page)["charts"][0]
+    names, first = ids(chart), 0
+    for lane in chart["lanes"]:
+        for begin, end, op in zip(
+            *((lane["measured"] or {}).get(key, []) for key in ("begin", "end", "op")), strict=True
+        ):
+            assert ran.pop(names[first + op]) == (begin, end)
+        first += len(lane["kind"])
+    assert not ran
+    assert "Forecast and measured" in text(page)
+    assert re.search(r" step .* 2\.00 x ", text(page))
+    assert "Forecast and measured" not in text(render(schedule))
+
+
+# -- the command --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, schedule):
+    """A directory with profile.json and schedule.json."""
+    monkeypatch.chdir(tmp_path)
+    Path("profile.json").write_text(canonical(PROFILE))
+    Path("schedule.json").write_text(ir.to_text(schedule))
+    return tmp_path
+
+
+def test_the_command_writes_the_page(folder, schedule):
+    ended = CliRunner().invoke(cli, ["report"], catch_exceptions=False)
+    assert (ended.exit_code, ended.output) == (0, "wrote report.html\n")
+    assert Path("report.html").read_text() == render(schedule)
+
+
+def test_with_the_profile_the_best_published_schedule_is_drawn_above(folder, schedule):
+    arguments = ["report", "schedule.json", "--profile", "profile.json", "-o", "r.html"]
+    assert CliRunner().invoke(cli, arguments, catch_exceptions=False).exit_code == 0
+    page, best = Path("r.html").read_text(), best_published(schedule)
+    above, below = payload(page)["charts"]
+    assert above["title"].startswith(f"best published ({best})")
+    assert above["makespan_ns"] == schedule.forecast.baselines[best].makespan_ns > below["makespan_ns"]
+    assert below == payload(render(schedule))["charts"][0]
+    assert f"{best} is drawn above this schedule." in text(page)
+
+
+def test_a_published_schedule_is_not_drawn_above_itself(folder):
+    made = published("1f1b")
+    Path("schedule.json").write_text(ir.to_text(made))
+    arguments = ["report", "--profile", "profile.json"]
+    assert CliRunner().invoke(cli, arguments, catch_exceptions=False).exit_code == 0
+    page = Path("report.html").read_text()
+    assert len(payload(page)["charts"]) == 1
+    assert "This schedule is 1f1b itself." in text(page)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["none.json"], "none.json: cannot be read"),
+        (["-o", "no/r.html"], "no/r.html: cannot be written"),
+        (["--trace", "none.json"], "none.json: cannot be read"),
+        (
+            ["--trace", "schedule.json"],
+            "schedule.json: is no Chrome trace: Object missing required field `traceEvents`",
+        ),
+        (["--profile", "other.json"], "other.json: is not the profile that schedule.json was compiled from"),
+    ],
+)
+def test_bad_input_is_refused_and_nothing_is_written(folder, arguments, sentence):
+    Path("other.json").write_text(canonical(uniform(2, 2)))
+    ended = CliRunner().invoke(cli, ["report", *arguments])
+    assert isinstance(ended.exception, BadInput)
+    assert str(ended.exception).startswith(sentence)
+    assert not list(folder.rglob("*.html"))
+
+
+def test_equal_input_gives_equal_bytes_in_every_process(folder):
+    code = "import sys; sys.argv = ['optpipe', 'report', '-o', '{}']; from optpipe_compiler.cli import main; main()"
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
+        subprocess.run([sys.executable, "-c", code.format(f"{seed}.html")], env=environment, check=True, timeout=60)
+    assert Path("1.html").read_bytes() == Path("2.html").read_bytes()

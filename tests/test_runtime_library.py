@@ -1,0 +1,359 @@
+"""In one's own loop: stages from layers, builders or modules, several tensors per border, and clear refusals."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from random import Random
+
+import msgspec
+import pytest
+
+pytest.importorskip("torch")
+import torch
+import torch.distributed as dist
+from small_schedules import Builder, Shape
+from torch import nn
+
+import runtime_torch
+from optpipe_compiler import ir
+from optpipe_compiler.errors import BadInput
+from optpipe_compiler.profile import P2P, Layer, Link, Machine, Profile
+from optpipe_compiler.view.report.trace import measured
+
+HIDDEN, LENGTH, LAYERS, MICROBATCHES = 8, 5, 4, 2
+
+
+class Embed(nn.Module):
+    """Tokens and a mask to activation, positions and mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(16, HIDDEN)
+
+    def forward(self, tokens, mask):
+        return self.tokens(tokens), torch.arange(LENGTH, device=tokens.device).expand_as(tokens), mask
+
+
+class Block(nn.Module):
+    """A layer that reads all three and passes them on."""
+
+    def __init__(self):
+        super().__init__()
+        self.positions = nn.Embedding(LENGTH, HIDDEN)
+        self.mix = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x, positions, mask):
+        return x + torch.tanh(self.mix(x + self.positions(positions))) * mask[..., None], positions, mask
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.logits = nn.Linear(HIDDEN, 16)
+
+    def forward(self, x, positions, mask, target):
+        assert positions.dtype == torch.int64
+        assert mask.dtype == torch.bool
+        return nn.functional.cross_entropy(self.logits(x).flatten(0, 1), target.flatten())
+
+
+MAKERS = [Embed, *[Block] * (LAYERS - 2), Head]
+
+
+def seeded(index, make):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(index)
+        return make()
+
+
+def builders():
+    return [partial(seeded, index, make) for index, make in enumerate(MAKERS)]
+
+
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    tokens, target = torch.randint(16, (2, 2 * MICROBATCHES, LENGTH), generator=generator)
+    return (tokens, torch.rand(2 * MICROBATCHES, LENGTH, generator=generator) < 0.7), target
+
+
+def plan(placement, *, fused=True, ranges=lambda stage, microbatch: [], saved=10**6):
+    """A legal schedule for four layers of any kind."""
+    layer = Layer(
+        name="layer",
+        forward_ns=10**6,
+        backward_input_ns=10**6,
+        backward_weight_ns=10**6,
+        saved_bytes=saved,
+        output_bytes=512,
+    )
+    links = [Link(d2h_bytes_per_s=10**9, h2d_bytes_per_s=10**9)]
+    machine = Machine(devices=1 + max(placement), p2p=[P2P(latency_ns=1000)], links=links)
+    shape = Shape(
+        placement,
+        layers_per_stage=LAYERS // len(placement),
+        microbatches=MICROBATCHES,
+        fused=lambda *_: fused,
+        ranges=ranges,
+    )
+    return Builder(shape, Profile(name="hand", machine=machine, layers=[layer] * LAYERS), Random(0)).build()
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of this process only."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def reference():
+    """Loss and gradients of the same layers without a pipeline."""
+    inputs, target = batch()
+    layers = [make() for make in builders()]
+    losses = []
+    for microbatch in range(MICROBATCHES):
+        parts = tuple(part.tensor_split(MICROBATCHES)[microbatch] for part in inputs)
+        for layer in layers[:-1]:
+            parts = layer(*parts)
+        losses.append(layers[-1](*parts, target.tensor_split(MICROBATCHES)[microbatch]))
+    torch.stack(losses).mean().backward()
+    return torch.stack(losses).mean().item(), nn.ModuleDict({str(i): layer for i, layer in enumerate(layers)})
+
+
+def microbatch():
+    inputs, target = batch()
+    return {"inputs": [part[:2] for part in inputs], "target": target[:2]}
+
+
+def assert_equal_gradients(module):
+    wanted = dict(reference()[1].named_parameters())
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.grad, wanted[name].grad, msg=name)
+
+
+RANGES = {
+    "keep": lambda stage, microbatch: [],
+    "offload": lambda stage, microbatch: [("offload", 2 * stage, 2 * stage + 2)],
+    "recompute": lambda stage, microbatch: [("recompute", 2 * stage, 2 * stage + 2)],
+}
+
+
+@pytest.mark.parametrize("ranges", RANGES.values(), ids=RANGES)
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+def test_layers_may_pass_several_tensors_of_any_dtype_along(alone, fused, ranges):
+    inputs, target = batch()
+    schedule = plan((0, 0), fused=fused, ranges=ranges)
+    stages = runtime_torch.build_stages(schedule, builders(), 0, "cpu", **microbatch())
+    losses = []
+    result = runtime_torch.Runner(schedule, stages).step(*inputs, target=target, losses=losses)
+    assert result.loss == pytest.approx(reference()[0])
+    assert len(losses) == MICROBATCHES
+    assert_equal_gradients(stages.module)
+
+
+def test_a_validation_loss_is_that_of_a_step_and_makes_no_gradient(alone):
+    inputs, target = batch()
+    schedule = plan((0, 0))
+    stages = runtime_torch.build_stages(schedule, builders(), 0, "cpu", **microbatch())
+    assert runtime_torch.Runner(schedule, stages).eval(*inputs, target=target) == pytest.approx(reference()[0])
+    assert all(parameter.grad is None for parameter in stages.module.parameters())
+
+
+def test_only_the_layers_of_the_rank_are_built():
+    built = []
+
+    def counted(index):
+        layer = builders()[index]()
+        if next(layer.parameters()).device.type != "meta":
+            built.append(index)
+        return layer
+
+    makers = [partial(counted, index) for index in range(LAYERS)]
+    stages = runtime_torch.build_stages(plan((0, 1)), makers, 1, "cpu", **microbatch())
+    assert built == [2, 3]
+    assert {name.split(".")[0] for name in stages.module.state_dict()} == {"2", "3"}
+
+
+def test_every_op_is_a_named_range_that_report_reads_from_torchs_profiler(alone, tmp_path):
+    inputs, target = batch()
+    schedule = plan((0, 0), fused=False, ranges=RANGES["offload"])
+    stages = runtime_torch.build_stages(schedule, builders(), 0, "cpu", **microbatch())
+    runner = runtime_torch.Runner(schedule, stages)
+    runner.step(*inputs, target=target)
+    with torch.profiler.profile() as profiler:
+        runner.step(*inputs, target=target)
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    device = schedule.devices[0]
+    assert {op.id for op in device.compute} <= set(measured([tmp_path / "trace.json"], schedule))
+    names = {event.name for event in profiler.events()}
+    assert {f"{op.name} {op.stage} m{op.microbatch}" for op in device.compute} <= names
+
+
+class Whole(nn.Module):
+    """Half of a model as one module."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x, *target):
+        x = self.layers(x)
+        return x if not target else ((x - target[0]) ** 2).mean()
+
+
+@pytest.mark.parametrize("ranges", RANGES.values(), ids=RANGES)
+def test_stage_modules_of_ones_own_are_run_as_a_whole(alone, ranges):
+    torch.manual_seed(0)
+    schedule = plan((0, 0), ranges=ranges)
+    modules = {stage: Whole([nn.Linear(HIDDEN, HIDDEN), nn.Tanh()]) for stage in (0, 1)}
+    stages = runtime_torch.wrap_stages(schedule, modules, 0, "cpu")
+    runner = runtime_torch.Runner(schedule, stages, lambda layer: (() if layer == 3 else (2, HIDDEN), torch.float32))
+    x, target = torch.randn(2, 2 * MICROBATCHES, HIDDEN)
+    result = runner.step(x, target=target)
+    loss = modules[1](modules[0](x), target)
+    wanted = torch.autograd.grad(loss, list(stages.module.parameters()))
+    assert result.loss == pytest.approx(loss.item())
+    for parameter, gradient in zip(stages.module.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_a_stage_module_cannot_serve_a_schedule_that_names_part_of_its_layers():
+    schedule = plan((0, 0), ranges=lambda stage, microbatch: [("offload", 2 * stage, 2 * stage + 1)])
+    with pytest.raises(BadInput, match="stage 0 is one module, but the schedule has offload:0:"):
+        runtime_torch.wrap_stages(schedule, {0: nn.Identity(), 1: nn.Identity()}, 0, "cpu")
+
+
+def test_weights_tied_across_stages_are_refused_by_name():
+    layers = [make() for make in builders()]
+    layers[3].logits.weight = layers[0].tokens.weight
+    message = "layers 0 and 3 share a parameter .tokens.weight and logits.weight., but are in stages 0 and 1"
+    with pytest.raises(BadInput, match=message):
+        runtime_torch.build_stages(plan((0, 1)), layers, 0, "cpu")
+
+
+def test_another_number_of_layers_is_refused():
+    with pytest.raises(BadInput, match="the model has 3 layers, the schedule is for 4"):
+        runtime_torch.build_stages(plan((0, 1)), builders()[:3], 0, "cpu")
+
+
+def test_layers_that_do_not_fit_each_other_are_refused_before_any_is_built():
+    makers = [builders()[0], nn.Linear(HIDDEN, HIDDEN).__class__, *builders()[2:]]
+    makers[1] = partial(nn.Linear, HIDDEN, HIDDEN)
+    with pytest.raises(BadInput, match=r"layer 1: cannot be called with what layer 0 returns \(\(2, 5, 8\)"):
+        runtime_torch.build_stages(plan((0, 1)), makers, 0, "cpu", **microbatch())
+
+
+def test_a_model_that_saves_more_than_its_profile_says_is_refused(alone):
+    inputs, target = batch()
+    schedule = plan((0, 0), saved=10)
+    stages = runtime_torch.build_stages(
+        schedule, [*builders()[:1], *[wide] * 2, builders()[3]], 0, "cpu", **microbatch()
+    )
+    message = r"stage 0 \(layers 0 to 1\) saves \d+ bytes per microbatch for its backward, its profile says 20: more th"
+    with pytest.raises(BadInput, match=message):
+        runtime_torch.Runner(schedule, stages).step(*inputs, target=target)
+    assert runtime_torch.Runner(schedule, stages, bytes_tolerance=None).step(*inputs, target=target).loss is not None
+
+
+class Wide(Block):
+    """Saves far more than a block."""
+
+    def forward(self, x, positions, mask):
+        big = torch.tanh(x.repeat(1, 1, 100))
+        return super().forward(x + big[..., :HIDDEN] * big.mean(), positions, mask)
+
+
+def wide():
+    return Wide()
+
+
+def test_a_stage_with_another_output_than_said_is_refused(alone):
+    schedule = plan((0, 0))
+    modules = {stage: Whole([nn.Linear(HIDDEN, HIDDEN)]) for stage in (0, 1)}
+    stages = runtime_torch.wrap_stages(schedule, modules, 0, "cpu")
+    runner = runtime_torch.Runner(schedule, stages, lambda layer: ((2, HIDDEN), torch.bfloat16))
+    x, target = torch.randn(2, 2 * MICROBATCHES, HIDDEN)
+    with pytest.raises(BadInput, match=r"stage 0 .* returns float32 of shape \(2, 8\), expected bfloat16 of shape"):
+        runner.step(x, target=target)
+
+
+def test_batches_that_cannot_be_cut_or_are_missing_are_refused(alone):
+    inputs, target = batch()
+    schedule = plan((0, 0))
+    stages = runtime_torch.build_stages(schedule, builders(), 0, "cpu", **microbatch())
+    runner = runtime_torch.Runner(schedule, stages)
+    with pytest.raises(BadInput, match="multiple of the 2 microbatches"):
+        runner.step(*(part[:3] for part in inputs), target=target)
+    with pytest.raises(BadInput, match="got 1 inputs, expected 2"):
+        runner.step(inputs[0], target=target)
+    with pytest.raises(BadInput, match="needs a target"):
+        runner.step(*inputs)
+    with pytest.raises(BadInput, match="the shapes between layers are not known"):
+        runtime_torch.Runner(schedule, runtime_torch.build_stages(schedule, builders(), 0, "cpu"))
+
+
+RANK = """
+import sys
+sys.path[:0] = sys.argv[2:]
+import torch, torch.distributed as dist
+import runtime_torch, test_runtime_library as case
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+schedule = runtime_torch.load_schedule(sys.argv[1])
+rank = dist.get_rank()
+stages = runtime_torch.build_stages(schedule, case.builders(), rank, "cpu", **case.microbatch())
+runner = runtime_torch.Runner(schedule, stages)
+inputs, target = case.batch()
+before = runner.eval(*inputs, target=target)
+loss = runner.step(*inputs, target=target).loss
+assert (loss is None) == (len(schedule.stages) - 1 not in stages)
+assert loss is None or abs(loss - case.reference()[0]) < 1e-5 and abs(before - loss) < 1e-6
+case.assert_equal_gradients(stages.module)
+dist.destroy_process_group()
+"""
+
+
+def start_ranks(code, *arguments, world=2, each=lambda rank: (), **environment):
+    """Start a script once per rank with torchrun's environment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    here = Path(__file__).parent
+    common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", code, *arguments, *each(rank), str(here), str(here.parent)],
+            env={**os.environ, **common, "GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank), **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+
+
+@pytest.mark.runtime
+@pytest.mark.parametrize("placement", [(0, 1), (0, 1, 1, 0)], ids=["linear", "v"])
+def test_two_ranks_train_and_validate_a_model_with_several_inputs(tmp_path, placement):
+    path = tmp_path / "schedule.json"
+    path.write_text(ir.to_text(plan(placement, fused=False)))
+    for rank in start_ranks(RANK, str(path)):
+        _, errors = rank.communicate(timeout=60)
+        assert rank.returncode == 0, errors
+
+
+@pytest.mark.runtime
+def test_ranks_with_different_schedules_all_say_so(tmp_path):
+    first = plan((0, 1))
+    other = ir.seal(msgspec.structs.replace(first, setup=msgspec.structs.replace(first.setup, cap_bytes=10**13)))
+    paths = [tmp_path / "0.json", tmp_path / "1.json"]
+    for path, schedule in zip(paths, (first, other), strict=True):
+        path.write_text(ir.to_text(schedule))
+    ranks = start_ranks(RANK, each=lambda rank: (str(paths[rank]),))
+    for rank in ranks:
+        assert "RunFailed: rank 1 has another schedule than rank 0" in rank.communicate(timeout=60)[1]

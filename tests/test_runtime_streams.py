@@ -1,0 +1,321 @@
+"""Lanes on streams: order and waits of the schedule, memory given back when it is safe, and no earlier."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from runtime_cases import MODEL, TEXT, promise_exactly, schedule  # noqa: E402
+from small_schedules import Shape  # noqa: E402
+from stream_device import LateDevice, PoisoningMeter  # noqa: E402
+
+from optpipe_compiler import ir  # noqa: E402
+from optpipe_compiler.errors import RunFailed  # noqa: E402
+from runtime_torch import models  # noqa: E402
+from runtime_torch.execution import StageExecution  # noqa: E402
+from runtime_torch.lanes import Work  # noqa: E402
+from runtime_torch.meter import Meter  # noqa: E402
+from runtime_torch.pinned import PinnedPool  # noqa: E402
+from runtime_torch.replay import Replay  # noqa: E402
+from runtime_torch.streams import StreamCarrier, StreamLanes  # noqa: E402
+
+
+def pageable(nbytes):
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+# -- real stages, streams that run as late as they may
+
+
+def some_ranges(seed):
+    """Per stage and microbatch: layers kept, offloaded together or one by one, or recomputed, by chance."""
+    rng = Random(seed)
+
+    def ranges(stage, microbatch):
+        first = 2 * stage
+        return rng.choice(
+            [
+                [],
+                [("offload", first, first + 1)],
+                [("offload", first, first + 2)],
+                [("offload", first, first + 1), ("offload", first + 1, first + 2)],
+                [("offload", first, first + 1), ("recompute", first + 1, first + 2)],
+            ]
+        )
+
+    return ranges
+
+
+def one_device(seed, *, split):
+    shape = Shape(
+        (0, 0, 0), microbatches=5, fused=lambda s, m: not split, ranges=some_ranges(seed), extra_waits=seed % 3
+    )
+    return promise_exactly(schedule(shape, seed))
+
+
+def steps(plan, meter, host_meter, backend, count=2):
+    """Run the plan on one device, without an engine; return the gradients after each step."""
+    model = plan.model
+    stages = {
+        stage.stage: StageExecution(
+            models.build(model, range(*stage.layers)),
+            stage.layers[0],
+            is_first=stage.stage == 0,
+            is_last=stage.stage == len(plan.stages) - 1,
+            device="cpu",
+            meter=meter,
+            host_meter=host_meter,
+        )
+        for stage in plan.stages
+    }
+    boundaries = [models.boundary(model, stage.layers[1] - 1) for stage in plan.stages]
+    for index, stage in stages.items():
+        x, target = models.batch(model, TEXT.read_bytes(), torch.Generator().manual_seed(7), 1)
+        shape, dtype = boundaries[index]
+        before = torch.zeros(boundaries[index - 1][0], dtype=dtype)
+        stage.calibrate(x if stage.is_first else before, target, None if stage.is_last else torch.zeros(shape))
+    replay = Replay(
+        plan, 0, stages, boundaries.__getitem__, group=None, on=torch.device("cpu"), meter=meter, backend=backend
+    )
+    found = []
+    for number in range(count):
+        generator = torch.Generator().manual_seed(number)
+        inputs, targets = models.batch(model, TEXT.read_bytes(), generator, plan.setup.microbatches)
+        cut = [[part.clone() for part in batch.tensor_split(plan.setup.microbatches)] for batch in (inputs, targets)]
+        if isinstance(meter, PoisoningMeter):
+            meter.spared = {part.data_ptr() for parts in cut for part in parts}
+        replay.begin(cut[1])
+        for op in plan.devices[0].compute:
+            if isinstance(op, ir.Forward):
+                replay.forward(op.stage, op.microbatch, cut[0][op.microbatch] if op.stage == 0 else None)
+            elif isinstance(op, ir.Recompute):
+                replay.recompute(op.stage, op.microbatch)
+            elif isinstance(op, ir.BackwardWeight):
+                replay.backward_weight(op.stage, op.microbatch)
+            else:
+                replay.backward(op.stage, op.microbatch, fused=isinstance(op, ir.Backward))
+        replay.finish()
+        found.append(
+            [p.grad.clone() for stage in stages.values() for layer in stage.layers for p in layer.parameters()]
+        )
+    return found
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
+@pytest.mark.parametrize("eager", [None, "d2h", "h2d"])
+@pytest.mark.parametrize("seed", range(4))
+def test_streams_at_any_pace_and_poisoned_memory_give_the_gradients_of_threads(seed, split, eager):
+    plan = one_device(seed, split=split)
+    meter, host, device = PoisoningMeter(), Meter(), LateDevice(eager)
+    expected = steps(plan, Meter(), Meter(), None)
+    for mine, theirs in zip(steps(plan, meter, host, device), expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    promised = plan.devices[0].peak_bytes - plan.setup.reserve_bytes - sum(s.static_bytes for s in plan.stages)
+    assert 0.9 * promised <= meter.peak_bytes <= promised
+    assert 0 < host.peak_bytes <= plan.devices[0].host_bytes
+    assert (meter.current_bytes, host.current_bytes) == (0, 0)
+    assert any(kind == "copy" for kind, *_ in device.log)
+
+
+def test_a_device_without_transfers_has_no_events():
+    plan = schedule(Shape((0, 0), microbatches=2))
+    device = LateDevice()
+    steps(plan, Meter(), Meter(), device)
+    assert device.log == []
+    assert plan.model is not None
+    assert plan.model.builder == MODEL.builder
+
+
+# -- the calls, one by one
+
+
+class Lanes:
+    """Stream lanes over named ops; a transfer copies storages of the given sizes."""
+
+    def __init__(self, waits, *, sizes=None, host_bytes=1000, messages=None):
+        self.device, self.meter, self.host = LateDevice(), Meter(), Meter()
+        self.sizes = sizes or {}
+        self.parcels = {}
+        names = [name for name in waits]
+        self.delivered = []
+        pool = PinnedPool(host_bytes, pageable)
+        self.carrier = StreamCarrier(self.device, pool, self.meter, self.host)
+        work = Work(
+            *([Named(name) for name in names if name[0] in kinds] for kinds in ("Fsr", "D", "H")),
+            waits,
+            {name: (messages or {}).get(name, []) for name in names},
+            self.delivered.append,
+            self.transfer,
+        )
+        self.lanes = StreamLanes(work, self.device, self.carrier)
+
+    def transfer(self, op):
+        if op.id[0] == "D":
+            storages = [pageable(size).untyped_storage() for size in self.sizes.get(op.id, [8])]
+            for storage in storages:
+                self.meter.hold(storage)
+            self.parcels[op.id[1:]] = self.carrier.take(storages)
+        else:
+            self.carrier.bring(self.parcels.pop(op.id[1:]))
+
+    def run(self, *names):
+        """Run ops of the compute lane; return what was called."""
+        self.device.log.clear()
+        for name in names:
+            self.lanes.start(name)
+            self.lanes.complete(name)
+        return list(self.device.log)
+
+
+class Named:
+    def __init__(self, name):
+        self.id = name
+
+
+ONE = {"F0": [], "F1": [], "F2": ["H0"], "D0": ["F0"], "H0": ["F1", "D0"]}
+
+
+def test_events_are_recorded_and_waited_for_where_the_schedule_waits_and_nowhere_else():
+    lanes = Lanes(ONE)
+    lanes.lanes.begin()
+    assert lanes.run("F0") == [("record", "compute"), ("wait", "d2h", "compute"), ("copy", "d2h", 8), ("record", "d2h")]
+    assert lanes.run("F1") == [
+        ("record", "compute"),
+        ("wait", "h2d", "compute"),
+        ("wait", "h2d", "d2h"),
+        ("copy", "h2d", 8),
+        ("record", "h2d"),
+    ]
+    assert lanes.run("F2") == [("wait", "compute", "h2d")]
+
+
+def test_a_wait_that_an_earlier_one_implies_is_no_event():
+    lanes = Lanes({"F0": [], "F1": ["D0"], "F2": ["D0", "H0"], "F3": ["D0"], "D0": ["F0"], "H0": ["D0", "F0"]})
+    lanes.lanes.begin()
+    assert [call for call in lanes.run("F0") if call[0] == "wait"] == [
+        ("wait", "d2h", "compute"),
+        ("wait", "h2d", "d2h"),
+    ]
+    assert lanes.run("F1") == [("wait", "compute", "d2h")]
+    assert lanes.run("F2") == [("wait", "compute", "h2d")]
+    assert lanes.run("F3") == []
+
+
+def test_what_an_offload_read_is_free_when_the_compute_stream_is_ordered_after_it():
+    lanes = Lanes({"F0": [], "F1": [], "F2": ["D0"], "D0": ["F0"]})
+    lanes.lanes.begin()
+    lanes.run("F0")
+    assert (lanes.meter.current_bytes, lanes.host.current_bytes) == (8, 8)
+    lanes.run("F1")
+    assert lanes.meter.current_bytes == 8
+    lanes.run("F2")
+    assert lanes.meter.current_bytes == 0
+
+
+def test_a_reload_gets_memory_that_only_its_own_stream_knows_to_be_free():
+    lanes = Lanes({"F0": [], "F1": ["H0"], "D0": ["F0"], "D1": ["F0"], "H0": ["D1"]})
+    lanes.lanes.begin()
+    calls = lanes.run("F0")
+    assert not any(kind == "empty" for kind, *_ in calls)
+    assert lanes.meter.peak_bytes == 16
+    assert lanes.meter.current_bytes == 16  # two storages: what D0 or D1 left is H0's, the other is not yet known free
+
+
+def test_where_no_storage_fits_the_compute_stream_waits_for_the_offloads_before_it_allocates():
+    lanes = Lanes({"F0": [], "D0": ["F0"], "D1": ["F0"], "H0": ["D1"]}, sizes={"D0": [6], "D1": [2, 2]})
+    lanes.lanes.begin()
+    del lanes.parcels
+    lanes.parcels = Fixed({"0": [5]}, lanes)
+    calls = lanes.run("F0")
+    assert calls[-3:-1] == [("wait", "compute", "d2h"), ("empty", 5)]
+    assert lanes.meter.current_bytes == 5
+
+
+class Fixed(dict):
+    """Parcels of another size than what was offloaded."""
+
+    def __init__(self, sizes, lanes):
+        super().__init__()
+        self.sizes, self.lanes = sizes, lanes
+
+    def pop(self, name):
+        return [self.lanes.carrier._pool.take(size) for size in self.sizes[name]]
+
+
+def test_host_memory_is_used_again_only_when_the_offloads_stream_knows_the_reload():
+    waits = {"F0": [], "F1": [], "D0": ["F0"], "D1": ["F1", "H0"], "H0": ["D0"]}
+    lanes = Lanes(waits, host_bytes=8)
+    lanes.lanes.begin()
+    lanes.run("F0", "F1")
+    assert lanes.host.peak_bytes == 8
+    lanes = Lanes({**waits, "D1": ["F1"]}, host_bytes=8)
+    lanes.lanes.begin()
+    lanes.run("F0")
+    with pytest.raises(RunFailed, match=r"8 bytes of pinned host memory, but of the 8 bytes .* only 0 are free"):
+        lanes.run("F1")
+
+
+def test_deliveries_are_waited_for_on_the_stream_of_the_op():
+    lanes = Lanes({"F0": [], "s0": [], "D0": ["F0", "s0"]}, messages={"D0": ["s0"]})
+    lanes.lanes.begin()
+    assert lanes.run("F0") == [("record", "compute")]
+    assert lanes.delivered == []
+    lanes.run("s0")
+    assert lanes.delivered == ["s0"]
+
+
+def test_the_step_ends_after_all_transfers_and_frees_everything():
+    lanes = Lanes({"F0": [], "D0": ["F0"], "H0": ["D0"]})
+    lanes.lanes.begin()
+    lanes.run("F0")
+    lanes.device.log.clear()
+    lanes.lanes.finish()
+    assert [call for call in lanes.device.log if call[0] == "wait"] == [
+        ("wait", "compute", "d2h"),
+        ("wait", "compute", "h2d"),
+    ]
+    assert lanes.host.current_bytes == 0
+
+
+def test_a_transfer_that_was_never_issued_is_reported():
+    lanes = Lanes(ONE)
+    lanes.lanes.begin()
+    with pytest.raises(RunFailed, match="D0 was never issued"):
+        lanes.lanes.finish()
+
+
+# -- pinned memory
+
+
+def test_the_pool_serves_whatever_fits_in_the_sum_of_its_gaps():
+    made = []
+    pool = PinnedPool(100, lambda nbytes: made.append(nbytes) or pageable(nbytes))
+    parcels = [pool.take(25) for _ in range(4)]
+    pool.give(parcels[0])
+    pool.give(parcels[2])
+    scattered = pool.take(40)
+    assert [piece.numel() for piece in scattered.pieces] == [25, 15]
+    assert pool.free_bytes == 10
+    with pytest.raises(RunFailed, match="only 10 are free"):
+        pool.take(11)
+    for parcel in (scattered, parcels[1], parcels[3]):
+        pool.give(parcel)
+    whole = pool.take(100)
+    assert [piece.numel() for piece in whole.pieces] == [100]
+    assert made == [100]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_pieces_in_use_never_overlap(seed):
+    rng, pool, used = Random(seed), PinnedPool(64, pageable), []
+    for _ in range(200):
+        wanted = rng.randint(1, 20)
+        if wanted <= pool.free_bytes:
+            used.append(pool.take(wanted))
+            assert used[-1].nbytes == wanted
+        elif used:
+            pool.give(used.pop(rng.randrange(len(used))))
+        taken = [i for p in used for s in p.pieces for i in range(s.storage_offset(), s.storage_offset() + s.numel())]
+        assert len(taken) == len(set(taken)) == 64 - pool.free_bytes

@@ -331,7 +331,9 @@ class Planner:
                 if not self._met(attempt) and self.left() > until + 0.5:
                     self._full_model(searcher, attempt, (self.left() - until) / (len(small) - number))
             winner = self.winner()
-            if winner is not None and winner.best is not None and self.limits.objective == "makespan":
+            if winner is None or winner.best is None or self.left() <= 1:
+                return
+            if self.limits.objective == "makespan":
                 self._polish(searcher, winner, winner.best)
 
     def _request(self, problem: Problem, hint: Schedule | None, seconds: float, **more: object) -> Request:

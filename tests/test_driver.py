@@ -79,6 +79,43 @@ def test_impossible_options_are_refused_by_name_value_and_expectation(options, m
         quick(OPEN, GB, **options)
 
 
+# -- cuts ---------------------------------------------------------------------------------------------------------
+
+
+def uneven(*layers: tuple[int, int]) -> Profile:
+    """Layers of (time, static bytes) on two devices."""
+    made = [
+        Layer(
+            name=f"layer {n}",
+            forward_ns=time_,
+            backward_input_ns=time_,
+            backward_weight_ns=time_,
+            saved_bytes=10,
+            residue_bytes=5,
+            static_bytes=size,
+        )
+        for n, (time_, size) in enumerate(layers)
+    ]
+    return Profile(name="uneven", machine=Machine(devices=2), layers=made)
+
+
+def test_a_placement_comes_twice_where_another_cut_lightens_the_heaviest_device():
+    profile = uneven(*((time_, 0) for time_ in (2, 2, 2, 1, 1, 1, 1, 4)))
+    found = layouts(profile, settled(profile, Options(mem_bytes=GB, placement="v", stages_per_device=2)))
+    assert [one.name for one in found] == ["v", "v"]
+    assert found[0].cuts != found[1].cuts
+    one_by_one = quick(profile, GB, placement="v", stages_per_device=2, microbatches=8).schedule
+    assert one_by_one.forecast.lower_bound_ns >= 8 * 3 * 7
+
+
+def test_layers_move_away_from_weights_that_leave_no_memory():
+    profile = uneven((3, 900), (3, 100), (3, 100), (3, 100))
+    schedule = quick(profile, 1000).schedule
+    assert schedule.stages[0].layers == (0, 1)
+    assert verify(schedule, profile) == []
+
+
+
 @pytest.mark.parametrize(
     ("layers", "options", "expected"),
     [

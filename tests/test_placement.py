@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from itertools import combinations, pairwise
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.placement import layout, stage_devices
+from optpipe_compiler.placement import Layout, layout, recut, stage_devices
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def loads(cuts: tuple[int, ...], work: list[int]) -> list[int]:
@@ -71,3 +77,33 @@ def test_more_stages_than_layers_are_refused_with_both_numbers():
 def test_linear_with_several_stages_per_device_is_refused():
     with pytest.raises(BadInput, match=r"^placement linear has 1 stage per device, not 2; expected loop or v$"):
         layout("linear", 2, 2, [1, 1, 1, 1])
+
+
+def heaviest(work: list[int]) -> Callable[[Layout], tuple[int, int]]:
+    def cost(one: Layout) -> tuple[int, int]:
+        sums = [0] * (max(one.device_of) + 1)
+        for device, load in zip(one.device_of, loads(one.cuts, work), strict=True):
+            sums[device] += load
+        return max(sums), sum(size * size for size in sums)
+
+    return cost
+
+
+@given(work=st.lists(st.integers(0, 9), min_size=4, max_size=9), name=st.sampled_from(["loop", "v"]))
+def test_a_new_cut_is_a_cut_no_worse_than_the_old_one_and_than_any_single_step_from_it(work, name):
+    one, cost = layout(name, 2, 2, work), heaviest(work)
+    new = recut(one, cost)
+    assert (new.name, new.device_of, new.cuts[0], new.cuts[-1]) == (name, one.device_of, 0, len(work))
+    assert all(begin < end for begin, end in pairwise(new.cuts))
+    assert cost(new) <= cost(one)
+    for index, step in itertools.product((1, 2, 3), (-1, 1)):
+        cuts = tuple(cut + step * (n == index) for n, cut in enumerate(new.cuts))
+        if all(begin < end for begin, end in pairwise(cuts)):
+            assert cost(new) <= cost(replace(new, cuts=cuts))
+
+
+def test_a_layer_moves_past_the_stages_between_to_lighten_the_heaviest_device():
+    work = [2, 2, 2, 1, 1, 1, 1, 4]
+    even = layout("v", 2, 2, work)
+    assert heaviest(work)(even)[0] == 8
+    assert heaviest(work)(recut(even, heaviest(work)))[0] == 7

@@ -126,7 +126,7 @@ def report(results: dict[str, dict[str, object]]) -> str:
         "Caps are in whole-device activations. `idle` is 1 - work of all devices / (P x makespan). `published` is the",
         "best published schedule under the same cap in this run, `independent` that of an independent simulator (see",
         "bench/published.py). Each case says the time limit it was run with; the default is 60 s up to 8",
-        "devices, 180 s above.",
+        "devices, 180 s up to 32, 300 s above.",
         "How far estimated profiles are from published measurements is in [ESTIMATES.md](ESTIMATES.md).",
         "",
         "| case | makespan ms | idle | bound ms | gap | method | published ms (idle) | independent ms | first s | "

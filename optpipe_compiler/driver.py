@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -20,13 +23,15 @@ from optpipe_compiler.units import show_bytes
 from optpipe_compiler.verify import verify
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from optpipe_compiler.problem import Problem
     from optpipe_compiler.profile import Profile
 
 SEVERAL: dict[str, tuple[int, ...]] = {"linear": (1,), "loop": (2, 3, 4), "v": (2, 4)}
 """Stages per device that are tried for each placement."""
+TIME_LIMITS = ((8, 60.0), (32, 180.0), (math.inf, 300.0))
+"""Time limits in seconds up to so many devices."""
 RECUT = 64
 """Stages up to which other cuts of the layers are looked for; the time for it grows with the cube."""
 
@@ -108,7 +113,7 @@ def settled(profile: Profile, options: Options) -> Options:
         devices=devices,
         microbatches=options.microbatches or 4 * devices,
         host_mem_bytes=host,
-        time_limit_s=(60.0 if devices <= 8 else 180.0) if limit is None else limit,
+        time_limit_s=next(s for most, s in TIME_LIMITS if devices <= most) if limit is None else limit,
     )
 
 
@@ -173,7 +178,20 @@ def compile_schedule(
     Raises Infeasible when no schedule fits, BadInput for impossible options. KeyboardInterrupt during the search ends
     it and returns the best so far.
     """
-    return _Compilation(profile, settled(profile, options), on_progress).run()
+    with uncollected():
+        return _Compilation(profile, settled(profile, options), on_progress).run()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Within, no garbage is collected: planning holds millions of records and makes no cycles to speak of."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _Compilation:
@@ -225,7 +243,7 @@ class _Compilation:
         self.planner.only(name)
         if self.planner.winner() is not None:
             return
-        tried = self.planner.published.get(name, [])
+        tried = self.planner.published.tried.get(name, [])
         needed = [one.need.peak_bytes for one in tried if one.need is not None]
         if needed:
             raise Infeasible(
@@ -287,7 +305,7 @@ class _Compilation:
         return {name: self._baseline(name) for name in PUBLISHED}
 
     def _baseline(self, name: str) -> ir.Baseline:
-        tried = self.planner.published.get(name, [])
+        tried = self.planner.published.tried.get(name, [])
         reason = next((one.reason for one in tried if one.reason is not None), "not for the placements searched")
         found = [
             ir.Baseline(makespan_ns=one.makespan, peak_bytes=one.need.peak_bytes, fits=one.need.over is None)

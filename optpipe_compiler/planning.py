@@ -6,7 +6,6 @@ spent or the bounds are met; it may be interrupted at any moment, the attempts t
 
 from __future__ import annotations
 
-import operator
 import os
 import time
 from contextlib import suppress
@@ -14,24 +13,22 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from optpipe_compiler import bounds
-from optpipe_compiler.heuristics import PLACEMENTS, PUBLISHED, NotDefined, hurried, published, recipe
+from optpipe_compiler.candidates import Candidates
 from optpipe_compiler.heuristics.islands import Exploration, Found, Islands, Place, Quest
 from optpipe_compiler.heuristics.tuning import Tuner
 from optpipe_compiler.problem import coarsen
 from optpipe_compiler.schedule import Kind, Schedule, value
-from optpipe_compiler.simulate import Stuck, peaks, retime
+from optpipe_compiler.simulate import Stuck, retime
 from optpipe_compiler.solver.search import Searcher
 from optpipe_compiler.solver.window import Window
 from optpipe_compiler.solver.worker import DETERMINISTIC_PER_S, Event, Request
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from optpipe_compiler.placement import Layout
     from optpipe_compiler.problem import Problem
 
-PUBLISHED_SHARE = 0.75
-"""Share of the time limit after which published schedules are no longer tried, if there is one that fits."""
 FIRST_SHARE = 0.05
 """Share of the time limit for tuning in this process, so that there is a schedule soon."""
 TUNE_SHARE = 0.92
@@ -49,10 +46,6 @@ WINDOWS = (2, 4, 6, 9, 14, 21)
 """Widths of windows, in multiples of that work."""
 RESERVE_S_PER_TASK = 2.5e-4
 """Seconds that lowering and verifying the result take per task, roughly."""
-SCREENED = 20_000
-"""Ops of an instance from which on a published schedule is tried on few microbatches first."""
-SCREEN_SLACK = 1.02
-"""A published schedule is not run in full if it is so many times slower by its first microbatches."""
 WINDOW_S = 4.0
 """Time limit of one window."""
 
@@ -105,15 +98,6 @@ class Need:
     """None if it fits."""
 
 
-@dataclass(frozen=True)
-class Tried:
-    """A published schedule on one placement: how long it takes and what it needs, or why that is not known."""
-
-    makespan: int | None = None
-    need: Need | None = None
-    reason: str | None = None
-
-
 class Planner:
     """Improves attempts; `judge` says what memory a schedule's file would need."""
 
@@ -132,9 +116,10 @@ class Planner:
         self.spent = 0.0
         self.reserve_s = 0.2 + RESERVE_S_PER_TASK * max(map(_tasks, attempts), default=0)
         """Time that lowering and verifying the result will take."""
-        self.published: dict[str, list[Tried]] = {}
-        """Each published schedule on each placement that it is for."""
-        self.steps = self._published()
+        self.realise_s = 0.0
+        """Time that the last policy took on the whole instance."""
+        self.published = Candidates(self)
+        self.steps = self.published.steps()
         """Tries one published schedule at each step."""
 
     def value(self, timed: Schedule) -> int:
@@ -150,7 +135,7 @@ class Planner:
         assert attempt.best is not None
         return self.value(attempt.best)
 
-    def _is_better(self, attempt: Attempt, timed: Schedule) -> bool:
+    def is_better(self, attempt: Attempt, timed: Schedule) -> bool:
         """Whether `timed` is better than the attempt's best."""
         return attempt.best is None or self.value(timed) < self._reached(attempt)
 
@@ -170,12 +155,13 @@ class Planner:
     def first(self) -> None:
         """Tune a little in this process, so that there is a schedule soon."""
         promising = self._promising()
-        for found in Exploration(self._quest(0, 1, FIRST_SHARE * self.limits.time_limit_s)).run():
+        quest = replace(self._quest(0, 1, FIRST_SHARE * self.limits.time_limit_s), is_narrow_first=False)
+        for found in Exploration(quest).run():
             self._realise(promising[found.place], found, "heuristics")
 
     def only(self, name: str) -> None:
         """Keep the published schedule `name` alone, on every placement where it fits or can wait for its memory."""
-        for _ in self._published((name,)):
+        for _ in self.published.steps((name,)):
             self.report("published")
 
     def keep(self, attempt: Attempt, timed: Schedule, phase: str, need: Need | None = None) -> list[int] | None:
@@ -185,67 +171,6 @@ class Planner:
             attempt.best = Schedule(attempt.problem, timed.method, timed.starts)
             self.report(f"{phase} {attempt.layout.name}")
         return over
-
-    def _published(self, names: Iterable[str] = PUBLISHED) -> Iterator[None]:
-        """Try the published schedules, one at each step, and keep those that fit and are better."""
-        late = self._stopwatch(PUBLISHED_SHARE * self.limits.time_limit_s)
-        for attempt in sorted(self.attempts, key=lambda a: (a.placed != ("linear", 1), -a.layout.stages)):
-            for name in names:
-                if attempt.placed in PLACEMENTS[name] and not attempt.is_partial:
-                    is_late = late() and self.winner() is not None
-                    tried = Tried(reason="not tried for want of time") if is_late else self._try(attempt, name)
-                    self.published.setdefault(name, []).append(tried)
-                    yield
-
-    def _try(self, attempt: Attempt, name: str) -> Tried:
-        try:
-            hopeless = self._hopeless(attempt, name)
-            if hopeless:
-                return Tried(reason=hopeless)
-            timed = published(attempt.problem, name)
-        except NotDefined as error:
-            return Tried(reason=str(error))
-        need = self.judge(attempt, timed)
-        if need.over is not None and self._is_large(attempt):
-            return Tried(timed.makespan, need)
-        timed = hurried(timed)
-        if self._is_better(attempt, timed):
-            if need.over is None:
-                self.keep(attempt, timed, "published", need)
-            else:
-                with suppress(Stuck):  # the same orders, each op waiting for its memory
-                    waiting = retime(timed, attempt.tightened(), f"{name}-waiting")
-                    if self._is_better(attempt, waiting):
-                        self.keep(attempt, waiting, "published")
-        return Tried(timed.makespan, need)
-
-    def _is_large(self, attempt: Attempt) -> bool:
-        """Whether published schedules take so long to time that the hopeless ones are passed over."""
-        return self.winner() is not None and _tasks(attempt) >= SCREENED
-
-    def _hopeless(self, attempt: Attempt, name: str) -> str:
-        """Say why a published schedule of a large instance is not run in full, by its first microbatches; "" if it is.
-
-        Published schedules repeat themselves: their makespan grows by the same amount with every `devices`
-        microbatches, their peak does not shrink. Transfers, left out here, only make them slower.
-        """
-        problem, winner = attempt.problem, self.winner()
-        few, more = problem.devices, 2 * problem.devices
-        if winner is None or not self._is_large(attempt) or problem.microbatches <= more:
-            return ""
-        first, second = (published(replace(problem, microbatches=n), name, transfers=False) for n in (few, more))
-        growth = (self.value(second) - self.value(first)) / (more - few)
-        if self.value(first) + growth * (problem.microbatches - few) > SCREEN_SLACK * self._reached(winner):
-            return f"slower by its first {more} microbatches, not run in full"
-        offloads = recipe(replace(problem, microbatches=few), name).offloaded
-        if not offloads and any(map(operator.gt, peaks(second), problem.budget)):
-            return f"needs more memory by its first {more} microbatches, not run in full"
-        return ""
-
-    def _stopwatch(self, seconds: float) -> Callable[[], bool]:
-        """Return what says whether `seconds` from now have passed; never, in reproducible mode."""
-        end = time.monotonic() + seconds
-        return lambda: not self.limits.reproducible and time.monotonic() > end
 
     def _met(self, attempt: Attempt) -> bool:
         """Whether this placement cannot beat what is there already."""
@@ -293,26 +218,36 @@ class Planner:
 
     def _follow(self, islands: Islands, end: float) -> None:
         """Take what comes as it comes, until `end` or until the bounds are met and all published schedules tried."""
-        promising, pause, trying = self._promising(), 0.5, True
+        promising, trying = self._promising(), True
         while trying or (islands.running and time.monotonic() < end):
             trying = trying and next(self.steps, self) is None
-            for _, found in islands.wait(0.0 if trying else min(pause, max(0.01, end - time.monotonic()))):
-                begin = time.monotonic()
+            pause = min(max(0.5, 3 * self.realise_s), max(0.01, end - time.monotonic()))
+            for _, found in islands.wait(0.0 if trying else pause):
                 self._realise(promising[found.place], found, "tuning")
-                pause = max(pause, 3 * (time.monotonic() - begin))
             self.report("tuning")
             if not trying and all(map(self._met, self.attempts)):
                 return
 
     def _realise(self, attempt: Attempt, found: Found, phase: str) -> None:
-        """Run a policy on the whole instance; where its file needs more memory than was planned, leave a margin."""
+        """Run a policy on the whole instance; where its file needs more memory than was planned, leave a margin.
+
+        Not if that takes longer than there is time, by what it took before.
+        """
+        begin = time.monotonic()
+        late = not self.limits.reproducible and self.left() < self.realise_s
+        if late and attempt.best is not None:
+            return
+        self._run_policy(attempt, found, phase)
+        self.realise_s = time.monotonic() - begin
+
+    def _run_policy(self, attempt: Attempt, found: Found, phase: str) -> None:
         for _ in range(4):
             timed = Tuner(attempt.tightened(), attempt.placed).schedule(found.policy)
             if timed is None:
                 return
             with suppress(Stuck):
                 timed = min(retime(timed, timed.problem), timed, key=self.value)
-            if not self._is_better(attempt, timed):
+            if not self.is_better(attempt, timed):
                 return
             over = self.keep(attempt, timed, phase)
             if over is None:
@@ -368,7 +303,7 @@ class Planner:
             note = f"{phase}: a solution for placement {attempt.layout.name} could not be timed ({error})"
             attempt.notes = list(dict.fromkeys([*attempt.notes, note]))
             return
-        if self._is_better(attempt, timed):
+        if self.is_better(attempt, timed):
             self.keep(attempt, timed, phase)
 
     def _full_model(self, searcher: Searcher, attempt: Attempt, seconds: float) -> None:

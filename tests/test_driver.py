@@ -115,7 +115,6 @@ def test_layers_move_away_from_weights_that_leave_no_memory():
     assert verify(schedule, profile) == []
 
 
-
 @pytest.mark.parametrize(
     ("layers", "options", "expected"),
     [

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from optpipe_compiler.child import Child
 from optpipe_compiler.heuristics import NotDefined
+from optpipe_compiler.heuristics.narrow import narrowed, widened
 from optpipe_compiler.heuristics.tuning import Policy, Tuner
 from optpipe_compiler.simulate import Stuck
 
@@ -36,6 +37,8 @@ SCREEN_SHARE = 0.3
 """Share of the time for trying all wishes."""
 PATIENCE = 4.0
 """How many times its time an island may take until it has found anything at all."""
+NARROW_SHARE = 0.4
+"""Share of the time for tuning narrow pipelines first, where there are many devices."""
 SLACK = 1.2
 """A wish is dropped once it is so many times worse than the best one."""
 HEAT = 0.001
@@ -68,6 +71,8 @@ class Quest:
     seconds: float
     ops: int | None
     """If given, this many ops are dispatched instead of watching the clock."""
+    is_narrow_first: bool = True
+    """Whether pipelines of many devices are tuned on few first."""
 
 
 @dataclass(frozen=True)
@@ -119,12 +124,16 @@ class Exploration:
         self.random = Random(f"{quest.seed}/{quest.number}")
         self.tuners = [Tuner(shortened(place.problem), place.placed) for place in quest.places]
         self.best = 1 << 62
+        self.chosen: list[_Climber] = []
+        """The best policies of the best wishes, once they were run."""
 
     def run(self) -> Iterator[Found]:
         """Screen all wishes, climb from the best few, then from the best one."""
         climbers: list[_Climber] = []
-        for place, tuner, policy in self._firsts():
-            if self.budget.used() > (SCREEN_SHARE if climbers else PATIENCE):
+        seeds = list(self._seeds())
+        screened = self.budget.used() + SCREEN_SHARE * (1 - self.budget.used())
+        for place, tuner, policy in itertools.chain(seeds, self._firsts()):
+            if self.budget.used() > (screened if climbers else PATIENCE):
                 break
             if self._is_hopeless(place):
                 continue
@@ -132,7 +141,7 @@ class Exploration:
             if value is not None:
                 climbers.append(_Climber(place, policy, value, tuner))
                 yield from self._better(climbers[-1])
-        chosen: list[_Climber] = []
+        chosen = self.chosen
         for one in sorted(climbers, key=lambda c: c.value):
             if len(chosen) < CLIMBED and all((one.place, one.policy.wish) != (c.place, c.policy.wish) for c in chosen):
                 chosen.append(one)
@@ -141,6 +150,27 @@ class Exploration:
             yield from self._climb(one, begin + (number + 1) * CLIMB_SHARE * (1 - begin))
         for one in sorted(chosen, key=lambda c: c.value)[:1]:
             yield from self._climb(one, 1.0)
+
+    def _seeds(self) -> Iterator[tuple[int, Tuner, Policy]]:
+        """Yield what narrow pipelines suggest for wide ones."""
+        narrow = [narrowed(place.problem) if self.quest.is_narrow_first else None for place in self.quest.places]
+        there = [(number, problem) for number, problem in enumerate(narrow) if problem is not None]
+        if not there:
+            return
+        quest = replace(
+            self.quest,
+            places=tuple(replace(self.quest.places[number], problem=problem, bound=0) for number, problem in there),
+            seconds=NARROW_SHARE * self.quest.seconds,
+            ops=None if self.quest.ops is None else int(NARROW_SHARE * self.quest.ops),
+        )
+        exploration = Exploration(quest)
+        for _ in exploration.run():
+            pass
+        self.budget.ops += exploration.budget.ops
+        for one in exploration.chosen:
+            number, problem = there[one.place]
+            for policy in widened(one.policy, problem, self.tuners[number].problem):
+                yield number, self.tuners[number], policy
 
     def _firsts(self) -> Iterator[tuple[int, Tuner, Policy]]:
         """Yield this island's share of the first policies: one of each wish, our own wishes first, then a second."""

@@ -1,0 +1,163 @@
+"""Published schedules as candidates: each is timed, kept if it fits and is better, and remembered for comparison."""
+
+from __future__ import annotations
+
+import operator
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.heuristics import PLACEMENTS, PUBLISHED, NotDefined, hurried, published, recipe
+from optpipe_compiler.schedule import Schedule
+from optpipe_compiler.simulate import Stuck, peaks, retime
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from optpipe_compiler.planning import Attempt, Need, Planner
+
+SHARE = 0.75
+"""Share of the planning time after which published schedules are no longer tried, if there is one that fits."""
+SCREENED = 20_000
+"""Ops of an instance from which on a published schedule is tried on few microbatches first."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A published schedule on one placement: how long it takes and what it needs, or why that is not known."""
+
+    makespan: int | None = None
+    need: Need | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class _Promise:
+    """What the first microbatches of a published schedule say about all of them: no less than these ticks."""
+
+    ticks: float
+    attempt: Attempt
+    name: str
+
+
+class Candidates:
+    """Tries published schedules on every placement that they are for; `tried` says how each one went."""
+
+    def __init__(self, planner: Planner) -> None:
+        self.planner = planner
+        self.tried: dict[str, list[Tried]] = {}
+        """For each name, one entry per placement."""
+
+    def steps(self, names: Iterable[str] = tuple(PUBLISHED)) -> Iterator[None]:
+        """Try the schedules of these names, one at each step, and keep those that fit and are better.
+
+        Those of large instances are looked at with few microbatches first; what is promising then is tried in full,
+        the most promising first.
+        """
+        late = self._stopwatch()
+        promising: list[_Promise] = []
+        pairs = [
+            (attempt, name)
+            for attempt in sorted(self.planner.attempts, key=lambda a: (a.placed != ("linear", 1), -a.layout.stages))
+            for name in names
+            if attempt.placed in PLACEMENTS[name] and not attempt.is_partial
+        ]
+        for attempt, name in pairs:
+            outcome = _late() if late() else self._screened(attempt, name)
+            if isinstance(outcome, Tried):
+                self.tried.setdefault(name, []).append(outcome)
+            else:
+                promising.append(outcome)
+            yield
+        for one in sorted(promising, key=lambda promise: promise.ticks):
+            worse = self._worse(one)
+            outcome = _late() if late() else Tried(reason=worse) if worse else self._whole(one.attempt, one.name)
+            self.tried.setdefault(one.name, []).append(outcome)
+            yield
+
+    def _stopwatch(self) -> Callable[[], bool]:
+        """Return what says whether there is a schedule and no more time for others; never, in reproducible mode."""
+        planner, end = self.planner, time.monotonic() + SHARE * self.planner.left()
+        return lambda: not planner.limits.reproducible and time.monotonic() > end and planner.winner() is not None
+
+    def _screened(self, attempt: Attempt, name: str) -> Tried | _Promise:
+        """Try a schedule in full where that is quick, else by its first microbatches.
+
+        Published schedules repeat themselves: their makespan grows by the same amount with every `devices`
+        microbatches, and no less than the busiest device computes; their peak does not shrink. Transfers, left out
+        here, only make them slower.
+        """
+        try:
+            if not self._is_large(attempt):
+                return self._whole(attempt, name)
+            problem = attempt.problem
+            few, more = problem.devices, 2 * problem.devices
+            short = replace(problem, microbatches=few)
+            first = published(short, name, transfers=False)
+            work = max(sum(problem.stages[s].work for s in problem.stages_of(d)) for d in range(problem.devices))
+            promise = _Promise(self._extended(first, attempt, work), attempt, name)
+            if worse := self._worse(promise):
+                return Tried(reason=worse)
+            away = {s for s, _ in recipe(short, name).offloaded}
+            if any(map(operator.gt, _least_peaks(first, away), problem.budget)):
+                return Tried(reason=f"needs more memory by its first {few} microbatches, not run in full")
+            second = published(replace(problem, microbatches=more), name, transfers=False)
+            growth = (self.planner.value(second) - self.planner.value(first)) / (more - few)
+            return replace(promise, ticks=max(promise.ticks, self._extended(second, attempt, growth)))
+        except NotDefined as error:
+            return Tried(reason=str(error))
+
+    def _extended(self, timed: Schedule, attempt: Attempt, growth: float) -> float:
+        """Return the value of a schedule of few microbatches, grown to all of them."""
+        return self.planner.value(timed) + growth * (attempt.problem.microbatches - timed.problem.microbatches)
+
+    def _worse(self, one: _Promise) -> str:
+        """Say that a schedule cannot beat what there is; "" if it can."""
+        winner = self.planner.winner()
+        if winner is None or winner.best is None or one.ticks <= self.planner.value(winner.best):
+            return ""
+        return "slower by its first microbatches, not run in full"
+
+    def _whole(self, attempt: Attempt, name: str) -> Tried:
+        try:
+            timed = published(attempt.problem, name)
+        except NotDefined as error:
+            return Tried(reason=str(error))
+        planner = self.planner
+        need = planner.judge(attempt, timed)
+        if need.over is not None and self._is_large(attempt):
+            return Tried(timed.makespan, need)
+        timed = hurried(timed)
+        if planner.is_better(attempt, timed):
+            if need.over is None:
+                planner.keep(attempt, timed, "published", need)
+            else:
+                with suppress(Stuck):  # the same orders, each op waiting for its memory
+                    waiting = retime(timed, attempt.tightened(), f"{name}-waiting")
+                    if planner.is_better(attempt, waiting):
+                        planner.keep(attempt, waiting, "published")
+        return Tried(timed.makespan, need)
+
+    def _is_large(self, attempt: Attempt) -> bool:
+        """Whether published schedules take so long to time that the hopeless ones are passed over."""
+        ops = 4 * len(attempt.problem.stages) * attempt.problem.microbatches
+        return self.planner.winner() is not None and ops >= SCREENED and _repeats(attempt)
+
+
+def _repeats(attempt: Attempt) -> bool:
+    """Whether there are more microbatches than show how a schedule goes on."""
+    return attempt.problem.microbatches > 2 * attempt.problem.devices
+
+
+def _late() -> Tried:
+    return Tried(reason="not tried for want of time")
+
+
+def _least_peaks(timed: Schedule, away: set[int]) -> list[int]:
+    """Return the peaks per device as if the activations of the stages `away` took no memory."""
+    stages = tuple(
+        replace(stage, saved=0, residue=0, captured=0, checkpoint=0) if s in away else stage
+        for s, stage in enumerate(timed.problem.stages)
+    )
+    return peaks(Schedule(replace(timed.problem, stages=stages), timed.method, timed.starts))

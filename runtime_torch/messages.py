@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from runtime_torch.peers import Arrival, Peers
@@ -19,12 +19,13 @@ if TYPE_CHECKING:
 
 
 class _Message:
-    """One half of a message and its buffer."""
+    """One half of a message and its buffer; on CUDA also the stream whose allocator the buffer goes back to."""
 
     def __init__(self, tensor: Tensor, work: Work, *, sent: bool) -> None:
         self.tensor: Tensor | None = tensor
         self.work = work
         self.sent = sent
+        self.stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
         self.lock = threading.Lock()
         self.done = False
 
@@ -62,19 +63,21 @@ class Mailbox:
     def wait(self, op_id: str) -> None:
         """Return once the message is delivered; a sent buffer is then free. May be called from any thread.
 
-        On CUDA the current stream waits for a receive; for a send the host waits, because its memory is counted on.
+        On CUDA it is the current stream that waits, not the host; and for a sent buffer the stream that it came from,
+        so that what takes its memory next runs after the delivery.
         """
         message = self._messages[op_id]
         with message.lock:
-            if message.tensor is None or (message.done and not message.tensor.is_cuda):
+            if message.done and message.stream is None:
                 return
             message.work.wait()
-            message.done = True
-            if message.sent:
-                while message.tensor.is_cuda and not message.work.is_completed():
-                    time.sleep(1e-5)
+            if message.tensor is not None and message.sent:
+                if message.stream is not None:
+                    with torch.cuda.stream(message.stream):
+                        message.work.wait()
                 self._meter.release(message.tensor.untyped_storage())
                 message.tensor = None
+            message.done = True
 
     def drain(self) -> None:
         """Wait for everything that was issued, and forget it."""

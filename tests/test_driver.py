@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from optpipe_compiler import child, driver, ir, planning
+from optpipe_compiler import candidates, child, driver, ir, planning
 from optpipe_compiler.driver import Options, Progress, Result, compile_schedule, layouts, settled
 from optpipe_compiler.errors import BadInput, Infeasible
 from optpipe_compiler.heuristics import PUBLISHED
@@ -77,6 +77,24 @@ def test_what_is_chosen_is_kept():
 def test_impossible_options_are_refused_by_name_value_and_expectation(options, message):
     with pytest.raises(BadInput, match=f"^{re.escape(message)}$"):
         quick(OPEN, GB, **options)
+
+
+# -- published schedules of large instances -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 2.0])
+def test_looking_at_the_first_microbatches_loses_no_published_schedule_that_would_win(monkeypatch, share):
+    profile = uniform(3, 4, residue_fraction=0.5, d2h_ms=1.5, h2d_ms=1.5)
+    results = {}
+    for screened in (0, 10**9):
+        monkeypatch.setattr(candidates, "SCREENED", screened)
+        results[screened] = quick(profile, int(share * 3 * GB), microbatches=12).schedule.forecast
+    assert results[0].makespan_ns == results[10**9].makespan_ns
+    reasons = [baseline.reason or "" for baseline in results[0].baselines.values()]
+    assert sum("slower by its first microbatches" in reason for reason in reasons) > 10
+    for name, baseline in results[10**9].baselines.items():
+        if results[0].baselines[name].reason and baseline.fits:
+            assert baseline.makespan_ns > results[0].makespan_ns
 
 
 # -- cuts ---------------------------------------------------------------------------------------------------------

@@ -160,6 +160,7 @@ class Exploration:
         quest = replace(
             self.quest,
             places=tuple(replace(self.quest.places[number], problem=problem, bound=0) for number, problem in there),
+            is_narrow_first=False,
             seconds=NARROW_SHARE * self.quest.seconds,
             ops=None if self.quest.ops is None else int(NARROW_SHARE * self.quest.ops),
         )

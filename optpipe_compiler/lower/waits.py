@@ -59,10 +59,13 @@ class Waits:
         }
         self.given = {(d, chain): _given(graph.lanes[chain], d) for d in devices for chain in self.local[d]}
         self.started: dict[tuple[str, int], _Started] = {
-            (lane, d): _Started(len(self.column)) for lane in ("compute", "h2d") for d in devices
+            (lane, d): _Started([self.column[chain] for chain in self.local[d]])
+            for lane in ("compute", "h2d")
+            for d in devices
         }
         self.host_taken = [0] * graph.problem.devices
-        self.latest: dict[tuple[int, Chain], Node] = {}
+        self.latest: list[dict[Chain, Node]] = [{} for _ in devices]
+        """Per device and chain the last event that has freed memory of the device."""
         self.frees: dict[tuple[int, Chain], list[Node]] = {}
         """Per device and chain the events that free memory of the device, in order."""
         self.rank: dict[int, int] = {}
@@ -94,7 +97,7 @@ class Waits:
 
     def _complete(self, node: Node) -> None:
         if (node.given or node.host_given) and not node.message.startswith("recv"):
-            self.latest[owner(node), node.chain] = node
+            self.latest[owner(node)][node.chain] = node
 
     def _record(self, node: Node, clock: Clock) -> None:
         device = node.chain[1]
@@ -119,9 +122,11 @@ class Waits:
 
     def _memory_waits(self, node: Node, base: Clock) -> list[Node]:
         """Wait for the earliest frees of each other lane that suffice, the cheapest lanes to wait for being last."""
-        device = node.chain[1]
-        full = [n for (d, chain), n in self.latest.items() if d == device and chain != node.chain]
-        full = [n for n in full if base[self.column[n.chain]] <= n.position]
+        full = [
+            last
+            for chain, last in self.latest[node.chain[1]].items()
+            if chain != node.chain and base[self.column[chain]] <= last.position
+        ]
         chosen = list(full)
         for candidate in full:
             rest = [other for other in chosen if other is not candidate]
@@ -166,12 +171,11 @@ class Waits:
         forced = int(clock[column]) if column is not None else 0
         partners = other.clocks(forced)  # rows: none started beyond the forced ones, then each later one
         held = own_taken + other.totals(forced)
-        for chain in self.local[device]:
+        for index, chain in enumerate(self.local[device]):
             given = self.given[device, chain]
             if given[-1] == 0:
                 continue
-            number = self.column[chain]
-            reached = np.maximum(partners[:, number], clock[number])
+            reached = np.maximum(partners[:, index], clock[self.column[chain]])
             if chain == node.chain:
                 reached = np.maximum(reached, node.position)
             elif chain[0] == other_lane and chain[1] == device:
@@ -196,10 +200,11 @@ def _merge(base: Clock, nodes: Iterable[Node]) -> Clock:
 
 
 class _Started:
-    """The ops of one allocating lane that have started, with their clocks and the bytes taken so far."""
+    """The ops of one allocating lane that have started, with columns of their clocks and the bytes taken so far."""
 
-    def __init__(self, width: int) -> None:
-        self.rows = np.zeros((64, width), dtype=np.int32)
+    def __init__(self, columns: list[int]) -> None:
+        self.columns = columns
+        self.rows = np.zeros((64, len(columns)), dtype=np.int32)
         self.taken = np.zeros(64, dtype=np.int64)
         self.count = 0
 
@@ -209,7 +214,7 @@ class _Started:
             self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)])
             self.taken = np.concatenate([self.taken, np.zeros_like(self.taken)])
         self.count += 1
-        self.rows[self.count] = clock
+        self.rows[self.count] = clock[self.columns]
         self.taken[self.count] = self.taken[self.count - 1] + taken
 
     def total(self) -> int:

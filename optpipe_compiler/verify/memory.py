@@ -125,18 +125,34 @@ class Memory:
                 weights[place.device, self.events.done[place.id]] += end
 
     def worst_on_device(self, device: int) -> Worst:
-        """Return the maximum over all closed sets of what they hold on `device`, always-there bytes included."""
+        """Return the maximum over all closed sets of what they hold on `device`, always-there bytes included.
+
+        Memory is taken by starts on two lanes, so a maximum is the least set with some last start on each of them. Two
+        starts of which one implies the other make no set that one of them does not make alone.
+        """
         compute, reloads = self._starts(device, "compute"), self._starts(device, "h2d")
         sums = self._sums(device, self.device)
         clocks, others = self._rows(compute, sums), self._rows(reloads, sums)
-        best, where = 0, (0, 0)
-        for number, other in enumerate(others):
-            held = _held(sums, np.maximum(clocks, other))
-            index = int(np.argmax(held))
-            if held[index] > best:
-                best, where = int(held[index]), (index, number)
+        alone = _held(sums, clocks), _held(sums, others)
+        rows = [int(np.argmax(held)) for held in alone]
+        best, where = max((int(alone[0][rows[0]]), (rows[0], 0)), (int(alone[1][rows[1]]), (0, rows[1])))
+        for number, (first, end) in enumerate(self._neither(device, compute, reloads), 1):
+            if first < end:
+                held = _held(sums, np.maximum(clocks[first:end], others[number]))
+                index = int(np.argmax(held))
+                if held[index] > best:
+                    best, where = int(held[index]), (first + index, number)
         pair = [starts[at - 1] for starts, at in zip((compute, reloads), where, strict=True) if at]
         return Worst(self._always(device) + best, tuple(self.events.op_of[event] for event in pair))
+
+    def _neither(self, device: int, compute: list[int], reloads: list[int]) -> list[tuple[int, int]]:
+        """Return, for each reload, which rows `[first, end)` of the compute lane's starts it does not imply and that
+        do not imply it; both change only one way along their lanes."""
+        lanes = [self.causality.number[device, lane] for lane in ("compute", "h2d")]
+        clock = self.causality.clock
+        first = np.searchsorted(clock[compute, lanes[0]], clock[reloads, lanes[0]], side="right")
+        end = np.searchsorted(clock[compute, lanes[1]], clock[reloads, lanes[1]], side="left")
+        return [(int(low) + 1, int(high) + 1) for low, high in zip(first, end, strict=True)]
 
     def worst_on_host(self, device: int) -> Worst:
         """Return the maximum over all closed sets of what the offloads of `device` hold on the host."""

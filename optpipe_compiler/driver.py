@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 SEVERAL: dict[str, tuple[int, ...]] = {"linear": (1,), "loop": (2, 3, 4), "v": (2, 4)}
 """Stages per device that are tried for each placement."""
-TIME_LIMITS = ((8, 60.0), (32, 180.0), (math.inf, 300.0))
+TIME_LIMITS = ((8, 60.0), (32, 180.0), (math.inf, 270.0))
 """Time limits in seconds up to so many devices."""
 RECUT = 64
 """Stages up to which other cuts of the layers are looked for; the time for it grows with the cube."""

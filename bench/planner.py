@@ -219,8 +219,8 @@ def summary(results: dict[str, dict[str, object]]) -> list[str]:
         least = mean([(1 - ideal(row) / row["bound_ms"]) / (1 - ideal(row) / best) for row, best in heads])
         shares = [1 - ideal(row) / best for row, best in heads]
         lines.append(
-            f"- loss head, published schedules on equal cuts (idle {min(shares):.0%} to {max(shares):.0%}): {ours:.2f}, "
-            f"not below {least:.2f} ({len(heads)} cells)"
+            f"- loss head, published schedules on equal cuts (idle {min(shares):.0%} to {max(shares):.0%}): "
+            f"{ours:.2f}, not below {least:.2f} ({len(heads)} cells)"
         )
     for name, cells in (("all cells", done), ("cap >= P", [(c, r) for c, r in done if c.cap >= 1])):
         ratios = [row["makespan_ms"] / row["bound_ms"] for _, row in cells]

@@ -46,6 +46,8 @@ WINDOWS = (2, 4, 6, 9, 14, 21)
 """Widths of windows, in multiples of that work."""
 RESERVE_S_PER_TASK = 2.8e-4
 """Seconds that lowering and verifying the result take per task, roughly."""
+HUGE = 100_000
+"""Ops from which on timing a schedule takes many seconds: it is then done no more often than need be."""
 WINDOW_S = 4.0
 """Time limit of one window."""
 
@@ -156,7 +158,13 @@ class Planner:
         """Tune a little in this process, so that there is a schedule soon."""
         promising = self._promising()
         quest = replace(self._quest(0, 1, FIRST_SHARE * self.limits.time_limit_s), is_narrow_first=False)
+        huge: list[Found] = []
         for found in Exploration(quest).run():
+            if _tasks(promising[found.place]) < HUGE:
+                self._realise(promising[found.place], found, "heuristics")
+            else:
+                huge = [found]
+        for found in huge:
             self._realise(promising[found.place], found, "heuristics")
 
     def only(self, name: str) -> None:
@@ -245,8 +253,9 @@ class Planner:
             timed = Tuner(attempt.tightened(), attempt.placed).schedule(found.policy)
             if timed is None:
                 return
-            with suppress(Stuck):
-                timed = min(retime(timed, timed.problem), timed, key=self.value)
+            if _tasks(attempt) < HUGE:
+                with suppress(Stuck):
+                    timed = min(retime(timed, timed.problem), timed, key=self.value)
             if not self.is_better(attempt, timed):
                 return
             over = self.keep(attempt, timed, phase)

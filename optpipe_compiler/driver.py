@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from optpipe_compiler import bounds, ir
+from optpipe_compiler.cuts import others
 from optpipe_compiler.errors import BadInput, Infeasible, NotFound
 from optpipe_compiler.heuristics import PUBLISHED
 from optpipe_compiler.lower import Certificate, lower, promised
-from optpipe_compiler.placement import Layout, layout, recut
+from optpipe_compiler.placement import Layout, layout
 from optpipe_compiler.planning import Attempt, Limits, Need, Planner
-from optpipe_compiler.problem import Caps, Freedom, build, fused_ns, static_bytes, strain
+from optpipe_compiler.problem import Caps, Freedom, build, fused_ns, static_bytes
 from optpipe_compiler.profile import value_of
 from optpipe_compiler.schedule import Schedule
 from optpipe_compiler.simulate import peaks
@@ -32,8 +33,6 @@ SEVERAL: dict[str, tuple[int, ...]] = {"linear": (1,), "loop": (2, 3, 4), "v": (
 """Stages per device that are tried for each placement."""
 TIME_LIMITS = ((8, 60.0), (32, 180.0), (math.inf, 270.0))
 """Time limits in seconds up to so many devices."""
-RECUT = 64
-"""Stages up to which other cuts of the layers are looked for; the time for it grows with the cube."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +119,8 @@ def settled(profile: Profile, options: Options) -> Options:
 def layouts(profile: Profile, options: Options) -> list[Layout]:
     """Return the placements that the options allow and the layers permit, the simplest first.
 
-    Layers are cut so that no stage is heavier than need be; where another cut has a lighter heaviest device, or fits
-    the memory better, that placement comes twice.
+    Layers are cut so that no stage is heavier than need be; where another cut has a lighter heaviest device or needs
+    less memory, that placement comes again (cuts.py).
     """
     assert options.devices is not None
     work = [value_of(layer.forward_ns) + fused_ns(layer) for layer in profile.expanded_layers()]
@@ -136,9 +135,7 @@ def layouts(profile: Profile, options: Options) -> list[Layout]:
         chosen = [(name, n) for name, numbers in SEVERAL.items() for n in numbers]
     fitting = [(name, n) for name, n in chosen if options.devices * n <= len(work)]
     even = [layout(name, options.devices, n, work) for name, n in fitting or chosen[:1]]
-    cost = strain(profile, options.mem_bytes)
-    again = [(one, recut(one, cost)) for one in even if one.stages <= RECUT]
-    return even + [new for old, new in again if cost(new)[:2] < cost(old)[:2]]
+    return even + [other for one in even for other in others(profile, one, options.mem_bytes)]
 
 
 def instances(profile: Profile, options: Options) -> list[tuple[Layout, Problem]]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
 
 @dataclass(frozen=True)
@@ -45,31 +45,6 @@ def layout(name: str, devices: int, per_device: int, work: Sequence[int]) -> Lay
     if name == "linear" and per_device != 1:
         raise BadInput(f"placement linear has 1 stage per device, not {per_device}; expected loop or v")
     return Layout(name, _balanced_cuts(work, stages), stage_devices(name, devices, per_device))
-
-
-def recut(one: Layout, cost: Callable[[Layout], tuple[int, ...]]) -> Layout:
-    """Return the layout with its cuts moved as long as that lowers `cost`.
-
-    A step takes a layer from one stage and gives one to another; the stages between them pass theirs on.
-    """
-    value, seeking = cost(one), True
-    while seeking:
-        seeking = False
-        for changed in _neighbours(one):
-            if (lower := cost(changed)) < value:
-                one, value, seeking = changed, lower, True
-                break
-    return one
-
-
-def _neighbours(one: Layout) -> Iterator[Layout]:
-    """Yield the layouts in which the cuts from one to another stand one layer earlier or later."""
-    for first in range(1, one.stages):
-        for last in range(first, one.stages):
-            for step in (-1, 1):
-                moved = tuple(cut + step if first <= n <= last else cut for n, cut in enumerate(one.cuts))
-                if moved[first - 1] < moved[first] and moved[last] < moved[last + 1]:
-                    yield replace(one, cuts=moved)
 
 
 def _balanced_cuts(work: Sequence[int], parts: int) -> tuple[int, ...]:

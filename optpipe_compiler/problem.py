@@ -9,13 +9,12 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.profile import value_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
     from optpipe_compiler.placement import Layout
     from optpipe_compiler.profile import Cost, Layer, Link, Machine, Profile
@@ -144,36 +143,6 @@ def static_bytes(profile: Profile, layout: Layout, device: int) -> int:
         for layer in layers[layout.cuts[index] : layout.cuts[index + 1]]
     )
     return held + value_of(profile.machine.reserve_bytes)
-
-
-def strain(profile: Profile, cap_bytes: int) -> Callable[[Layout], tuple[int, int, int]]:
-    """Return what says how bad a cut of the layers is, as one number before the other.
-
-    First the bytes that are missing for what each device always holds and for the largest activation of its stages,
-    then the compute of one microbatch on the busiest device, in ns, then the sum over devices of its squares.
-    """
-    layers = profile.expanded_layers()
-    static, saved, work = (
-        list(accumulate(sizes, initial=0))
-        for sizes in (
-            [value_of(layer.static_bytes) for layer in layers],
-            [value_of(layer.saved_bytes) for layer in layers],
-            [value_of(layer.forward_ns) + fused_ns(layer) for layer in layers],
-        )
-    )
-
-    def cost(layout: Layout) -> tuple[int, int, int]:
-        devices = max(layout.device_of) + 1
-        held = [value_of(profile.machine.reserve_bytes)] * devices
-        largest, load = [0] * devices, [0] * devices
-        for device, begin, end in zip(layout.device_of, layout.cuts, layout.cuts[1:], strict=False):
-            held[device] += static[end] - static[begin]
-            largest[device] = max(largest[device], saved[end] - saved[begin])
-            load[device] += work[end] - work[begin]
-        missing = sum(max(0, h + size - cap_bytes) for h, size in zip(held, largest, strict=True))
-        return missing, max(load), sum(one * one for one in load)
-
-    return cost
 
 
 def host_links(machine: Machine, devices: int) -> list[tuple[list[int], Link]]:

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from optpipe_compiler.cuts import recut
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.placement import Layout, layout, recut, stage_devices
+from optpipe_compiler.placement import Layout, layout, stage_devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable

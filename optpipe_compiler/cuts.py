@@ -1,0 +1,119 @@
+"""Other cuts of the layers than the even one: for devices that are more equal, or that need less memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.problem import fused_ns
+from optpipe_compiler.profile import value_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from optpipe_compiler.placement import Layout
+    from optpipe_compiler.profile import Layer, Profile
+
+    Numbers = list[int]
+
+SEVERAL = 64
+"""Stages up to which other cuts are looked for; the time for it grows with the cube."""
+
+
+def others(profile: Profile, even: Layout, cap_bytes: int) -> Iterator[Layout]:
+    """Yield up to two other cuts of a placement: with a lighter heaviest device, and with a leaner fullest one.
+
+    The lean one is not needed under caps that hold all that one microbatch can leave on any device.
+    """
+    if even.stages > SEVERAL:
+        return
+    costs = _Costs(profile)
+    quick = recut(even, costs.compute)
+    if costs.compute(quick)[0] < costs.compute(even)[0]:
+        yield quick
+    if cap_bytes < costs.most_bytes(even):
+        lean = recut(even, costs.memory)
+        if costs.memory(lean)[0] < costs.memory(even)[0] and lean != quick:
+            yield lean
+
+
+def recut(one: Layout, cost: Callable[[Layout], tuple[int, ...]]) -> Layout:
+    """Return the layout with its cuts moved as long as that lowers `cost`.
+
+    A step takes a layer from one stage and gives one to another; the stages between them pass theirs on.
+    """
+    value, seeking = cost(one), True
+    while seeking:
+        seeking = False
+        for changed in _neighbours(one):
+            if (lower := cost(changed)) < value:
+                one, value, seeking = changed, lower, True
+                break
+    return one
+
+
+def _neighbours(one: Layout) -> Iterator[Layout]:
+    """Yield the layouts in which the cuts from one to another stand one layer earlier or later."""
+    for first in range(1, one.stages):
+        for last in range(first, one.stages):
+            for step in (-1, 1):
+                moved = tuple(cut + step if first <= n <= last else cut for n, cut in enumerate(one.cuts))
+                if moved[first - 1] < moved[first] and moved[last] < moved[last + 1]:
+                    yield replace(one, cuts=moved)
+
+
+class _Costs:
+    """What a cut costs its devices, from running sums over the layers."""
+
+    def __init__(self, profile: Profile) -> None:
+        layers = profile.expanded_layers()
+
+        def sums(of: Callable[[Layer], int]) -> Numbers:
+            return list(accumulate(map(of, layers), initial=0))
+
+        self.reserve = value_of(profile.machine.reserve_bytes)
+        self.work = sums(lambda layer: value_of(layer.forward_ns) + fused_ns(layer))
+        self.static = sums(lambda layer: value_of(layer.static_bytes))
+        self.saved = sums(lambda layer: value_of(layer.saved_bytes))
+        self.all = sums(_all_bytes)
+
+    def compute(self, one: Layout) -> tuple[int, int]:
+        """Return the busiest device's ns for one microbatch, then the sum over devices of its squares."""
+        load = self._per_device(one, self.work)
+        return max(load), sum(ns * ns for ns in load)
+
+    def memory(self, one: Layout) -> tuple[int, int, int]:
+        """Return the most bytes of a device: always held and its largest activation; then `compute`."""
+        largest = [0] * (max(one.device_of) + 1)
+        for device, (begin, end) in zip(one.device_of, pairwise(one.cuts), strict=True):
+            largest[device] = max(largest[device], self.saved[end] - self.saved[begin])
+        held = self._per_device(one, self.static)
+        return max(map(int.__add__, held, largest)), *self.compute(one)
+
+    def most_bytes(self, one: Layout) -> int:
+        """Return no less than any device needs to run one microbatch after the other."""
+        held = map(int.__add__, self._per_device(one, self.static), self._per_device(one, self.all))
+        return self.reserve + max(held)
+
+    def _per_device(self, one: Layout, sums: Numbers) -> Numbers:
+        total = [0] * (max(one.device_of) + 1)
+        for device, (begin, end) in zip(one.device_of, pairwise(one.cuts), strict=True):
+            total[device] += sums[end] - sums[begin]
+        return total
+
+
+def _all_bytes(layer: Layer) -> int:
+    """Return no less than what one microbatch can make a layer's device hold at one time, on the layer's account."""
+    residue = layer.saved_bytes if layer.residue_bytes is None else layer.residue_bytes
+    sizes = (
+        layer.saved_bytes,
+        residue,
+        layer.captured_bytes,
+        layer.checkpoint_bytes,
+        layer.forward_transient_bytes,
+        layer.backward_input_transient_bytes,
+        layer.backward_weight_transient_bytes,
+        layer.backward_transient_bytes,
+    )
+    return sum(map(value_of, sizes)) + 4 * value_of(layer.output_bytes)

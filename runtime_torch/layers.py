@@ -62,7 +62,7 @@ class Embedding(nn.Module):
         hidden = self.tokens(x)
         if self.positions is not None:
             hidden = hidden + self.positions(torch.arange(x.shape[1], device=x.device))
-        return drop(scatter_sequence(hidden, self.ranks), self.dropout)
+        return drop(scatter_sequence(hidden, self.ranks), self.dropout if self.training else 0.0)
 
 
 class Attention(nn.Module):
@@ -95,7 +95,7 @@ class Attention(nn.Module):
         query, key = self.query_norm(query), self.key_norm(key)
         if self.rotary:
             query, key = (rotate(part, self.cosine, self.sine) for part in (query, key))
-        mixed = self.attend(query, key, value, self.dropout)
+        mixed = self.attend(query, key, value, self.dropout if self.training else 0.0)
         return scatter_sequence(self.projection(mixed.transpose(1, 2).reshape(batch, sequence, -1)), self.ranks)
 
 
@@ -187,8 +187,9 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Keep the shape."""
-        x = x + drop(self.attention(self.attention_norm(x)), self.dropout)
-        return x + drop(self.ffn(self.ffn_norm(x)), self.dropout)
+        dropout = self.dropout if self.training else 0.0
+        x = x + drop(self.attention(self.attention_norm(x)), dropout)
+        return x + drop(self.ffn(self.ffn_norm(x)), dropout)
 
 
 class Head(nn.Module):

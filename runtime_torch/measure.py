@@ -1,4 +1,4 @@
-"""`optpipe profile`: measures this machine on a small real GPT, in processes pinned and grouped as `run` has them.
+"""`optpipe profile`: measures this machine on a real model, in processes pinned and grouped as `run` has them.
 
 Nothing here imports torch: the measuring itself is in `measure_child`, in processes of its own, all at the same time,
 so that what they cost each other is in the figures. `measure_profile` makes the profile of what they found.
@@ -36,6 +36,8 @@ class MeasureOptions:
 
     devices: int | None = None
     """None: one per core, at least 2 and at most 4."""
+    of: Model | None = None
+    """The model; None: a GPT over bytes of the sizes below."""
     layers: int = 8
     """Blocks, beside the embedding and the head."""
     hidden: int = 256
@@ -49,6 +51,8 @@ class MeasureOptions:
 
     def model(self) -> Model:
         """Return the record by which `run` builds this model again."""
+        if self.of is not None:
+            return self.of
         return Model(
             builder="gpt",
             config={"layers": self.layers, "hidden": self.hidden, "heads": self.heads, "vocab": 256},

@@ -12,9 +12,18 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from optpipe_compiler.errors import BadInput
+from optpipe_compiler.units import show_bytes
 from runtime_torch import models, text
 from runtime_torch.measure_layers import Bench, Benches, bookkeeping_bench, layer_bytes, time_ops, transient_bytes
-from runtime_torch.measure_profile import Copies, Findings, LayerBytes, Messages, Times
+from runtime_torch.measure_profile import (
+    Copies,
+    Findings,
+    LayerBytes,
+    Messages,
+    Times,
+    available_memory,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +33,8 @@ if TYPE_CHECKING:
 GROUP_TIMEOUT = timedelta(seconds=120)
 MOST_EQUAL = 4
 """So many equal layers are timed in turn, as many as a device may own; more would only take memory."""
+MOST_LAYERS = 12
+"""A stage of so many layers shows all that passes between them."""
 MICROBATCHES = 4
 """In flight while host copies are timed."""
 SMALL_MESSAGE = 1024
@@ -63,23 +74,27 @@ def find(place: Place, model: Model, samples: int, say: Callable[[str, float], N
 
 def _find(place: Place, model: Model, samples: int, say: Callable[[str, float], None]) -> Findings:
     names = models.layer_names(model)
+    room = available_memory() // (2 * place.processes)
+    _refuse_too_large(model, room)
     benches = Benches(model, text.default_text())
     say("bytes of the layers", 0.05)
-    sizes = measure_sizes(benches, names)
+    sizes = measure_sizes(benches, names, room)
     say("messages", 0.15)
-    messages = time_messages(place, benches.x.nbytes, 5 * samples)
+    messages = time_messages(place, benches.message_bytes, 5 * samples)
     dist.barrier()
     say("bookkeeping", 0.2)
     overhead: Times = {}
     for _ in time_ops([bookkeeping_bench()], 5 * samples, overhead):
         pass
-    times = _time_kinds(benches, names, samples, say)
+    equal = {name: max(1, min(MOST_EQUAL, room // max(1, size.static))) for name, size in sizes.items()}
+    times = _time_kinds(benches, names, equal, samples, say)
     dist.barrier()
     say("host copies of all processes at once", 0.85)
-    copies = time_copies(benches, names.index("block"), 2 * samples)
+    block = names.index(common(names))
+    copies = time_copies(benches, block, 2 * samples)
     dist.barrier()
     say("host copies alone", 0.93)
-    copies_alone = time_copies(benches, names.index("block"), 2 * samples) if place.rank == 0 else None
+    copies_alone = time_copies(benches, block, 2 * samples) if place.rank == 0 else None
     dist.barrier()
     say("done", 1.0)
     return Findings(names, overhead, times, sizes, messages, copies, copies_alone)
@@ -88,40 +103,63 @@ def _find(place: Place, model: Model, samples: int, say: Callable[[str, float], 
 # -- layers
 
 
-def measure_sizes(benches: Benches, names: list[str]) -> dict[str, LayerBytes]:
-    """Return the bytes of each kind of layer.
+def common(names: list[str]) -> str:
+    """Return the most frequent kind of layer, of those that are neither first nor last where there are such."""
+    inner = names[1:-1] or names
+    return max(dict.fromkeys(inner), key=inner.count)
+
+
+def _refuse_too_large(model: Model, room: int) -> None:
+    """Refuse a model of which one layer with its gradients does not fit the memory of a measuring process."""
+    largest = 2 * max(models.parameter_bytes(model))
+    if largest > room:
+        raise BadInput(
+            f"the largest layer and its gradients take {show_bytes(largest)}, and a measuring process has "
+            f"{show_bytes(room)}: measure a smaller model, or estimate this one with --gpu"
+        )
+
+
+def measure_sizes(benches: Benches, names: list[str], room: int) -> dict[str, LayerBytes]:
+    """Return the bytes of each kind of layer; stages of several layers are built where they fit `room` bytes.
 
     A layer has the transient bytes of a stage of its own. What stages of several layers need beyond that, by the
-    gradients and outputs that pass from layer to layer, is counted for the block, which every such stage contains.
+    gradients and outputs that pass from layer to layer, is counted for the inner layers in them, of which every such
+    stage has one, but for the whole of a model of two layers.
     """
     sizes = {name: layer_bytes(benches, names.index(name)) for name in dict.fromkeys(names)}
     for name in sizes:
         index = names.index(name)
         sizes[name].transient = transient_bytes(benches, index, index + 1, [sizes[name]])
     for first, end in _telling_stages(len(names)):
+        if sum(sizes[name].static for name in names[first:end]) > room:
+            continue
         found = transient_bytes(benches, first, end, [sizes[name] for name in names[first:end]])
-        block = sizes["block"].transient
-        sizes["block"].transient = {op: max(block[op], found[op]) for op in block}
+        for name in dict.fromkeys(names[max(1, first) : min(end, len(names) - 1)] or names[first:end]):
+            own = sizes[name].transient
+            sizes[name].transient = {op: max(own[op], found[op]) for op in own}
     return sizes
 
 
 def _telling_stages(count: int) -> list[tuple[int, int]]:
-    """Stages of several layers in every position: at the start, inside, at the end, and the whole model."""
-    stages = {(0, 2), (0, 3), (1, 3), (count - 3, count), (count - 2, count), (0, count)}
+    """Stages of several layers in every position: at the start, inside, at the end, and all of a small model."""
+    stages = {(0, 2), (0, 3), (1, 3), (count - 3, count), (count - 2, count), (0, min(count, MOST_LAYERS))}
     return sorted((first, end) for first, end in stages if first >= 0 and end <= count)
 
 
 def _time_kinds(
-    benches: Benches, names: list[str], samples: int, say: Callable[[str, float], None]
+    benches: Benches, names: list[str], equal: dict[str, int], samples: int, say: Callable[[str, float], None]
 ) -> dict[str, Times]:
+    """Time each kind of layer on up to `equal` layers of it; the commonest one last."""
     times: dict[str, Times] = {}
+    main = common(names)
+    others = [name for name in dict.fromkeys(names) if name != main]
     done = 0.2
-    for name, part in (("embedding", 0.02), ("head", 0.08), ("block", 0.55)):
-        first, count = names.index(name), min(MOST_EQUAL, names.count(name))
-        equal = [benches.stage(index, index + 1) for index in range(first, first + count)]
+    for name, part in (*((name, 0.1 / len(others)) for name in others), (main, 0.55)):
+        own = [index for index, other in enumerate(names) if other == name][: equal[name]]
+        stages = [benches.stage(index, index + 1) for index in own]
         dist.barrier()
-        wanted = samples if name == "block" else 2 * samples
-        for progress in time_ops(equal, wanted, times.setdefault(name, {})):
+        wanted = samples if name == main else 2 * samples
+        for progress in time_ops(stages, wanted, times.setdefault(name, {})):
             say(f"times of the {name}", done + part * progress)
         done += part
     return times

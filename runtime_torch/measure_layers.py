@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from optpipe_compiler.errors import BadInput
 from runtime_torch import models
 from runtime_torch.execution import StageExecution
 from runtime_torch.measure_profile import LayerBytes, Times
@@ -20,10 +22,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from optpipe_compiler.profile import Model
+    from runtime_torch.replay import Boundary
 
 OPS = ("forward", "backward_input", "backward_weight", "backward", "recompute")
 WARM_UP = 2
 """Rounds before the samples: allocator, caches, gradients' buffers."""
+LEAST, MOST_S = 3, 40.0
+"""Rounds of samples that are taken in any case, and seconds after which there are no more."""
 
 
 @dataclass
@@ -46,19 +51,47 @@ class Bench:
 
 
 class Benches:
-    """Builds stages of the model with inputs, targets and gradients such as they meet in training."""
+    """Builds stages of the model with inputs, targets and gradients such as they meet in training.
+
+    What enters a user's layers, and the gradients of what leaves them, is random.
+    """
 
     def __init__(self, model: Model, data: bytes) -> None:
         self.model = model
         self.head = models.layer_count(model) - 1
         self.tokens, self.target = models.batch(model, data, torch.Generator().manual_seed(model.seed), 1)
-        (embedding,) = models.build(model, range(1))
-        self.x = embedding(self.tokens).detach()
-        head = self.stage(self.head, self.head + 1)
-        head.forward(0)
-        gradient = head.stage.backward(0, None)
-        assert gradient is not None
-        self.gradient = gradient
+        self._borders = models.boundaries(model)[: self.head]
+        self._inputs: dict[Boundary, Tensor] = {}
+        self._gradients: dict[Boundary, Tensor] = {}
+        if model.builder in models.OWN:
+            (embedding,) = models.build(model, range(1))
+            self._inputs[self._borders[0]] = embedding(self.tokens).detach()
+            head = self.stage(self.head, self.head + 1)
+            head.forward(0)
+            gradient = head.stage.backward(0, None)
+            assert gradient is not None
+            self._gradients[self._borders[0]] = gradient
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of the largest tensor between two layers."""
+        return max((math.prod(shape) * dtype.itemsize for shape, dtype in self._borders), default=1)
+
+    def entering(self, index: int) -> Tensor:
+        """Return what enters a layer."""
+        return self.tokens if index == 0 else self._random(self._inputs, index - 1, 1.0)
+
+    def gradient(self, index: int) -> Tensor | None:
+        """Return the gradient of what leaves a layer; None of the loss."""
+        return None if index == self.head else self._random(self._gradients, index, 1e-3)
+
+    def _random(self, known: dict[Boundary, Tensor], index: int, scale: float) -> Tensor:
+        shape, dtype = border = self._borders[index]
+        if not dtype.is_floating_point:
+            raise BadInput(f"$.model.builder {self.model.builder!r}: layer {index} returns {dtype}, expected floats")
+        if border not in known:
+            known[border] = torch.randn(shape, generator=torch.Generator().manual_seed(index)).mul(scale).to(dtype)
+        return known[border]
 
     def stage(self, first: int, end: int) -> Bench:
         """Return the stage of layers [first, end), calibrated as the runtime does it, with gradient buffers."""
@@ -69,12 +102,7 @@ class Benches:
         for layer in stage.layers:
             for parameter in layer.parameters():
                 parameter.grad = torch.zeros_like(parameter)
-        bench = Bench(
-            stage,
-            self.tokens if first == 0 else self.x,
-            self.target if is_last else None,
-            None if is_last else self.gradient,
-        )
+        bench = Bench(stage, self.entering(first), self.target if is_last else None, self.gradient(end - 1))
         stage.calibrate(bench.x, bench.target, bench.gradient)
         return bench
 
@@ -98,7 +126,10 @@ def time_ops(benches: Sequence[Bench], samples: int, times: Times) -> Iterator[f
     """
     times.update({op: [] for op in OPS})
     rounds = WARM_UP + max(1, -(-samples // len(benches)))
+    begin = time.monotonic()
     for index in range(rounds):
+        if index >= WARM_UP + LEAST and time.monotonic() - begin > MOST_S:
+            return
         into = times if index >= WARM_UP else {op: [] for op in OPS}
         _split_round(benches, into)
         _fused_round(benches, into)

@@ -80,9 +80,8 @@ def assemble(model: Model, devices: int, findings: Sequence[Findings]) -> Profil
     for name, run in groupby(first.names):
         times = {op: [t for found in findings for t in found.times[name][op]] for op in first.times[name]}
         layers.append(_layer(name, len(list(run)), times, first.sizes[name], overhead.value, is_first=not layers))
-    config = model.config
     return Profile(
-        name=f"gpt-{config['layers']}x{config['hidden']}-cpu",
+        name=f"{_title(model)}-cpu",
         model=model,
         machine=Machine(
             devices=devices,
@@ -94,6 +93,13 @@ def assemble(model: Model, devices: int, findings: Sequence[Findings]) -> Profil
         ),
         layers=layers,
     )
+
+
+def _title(model: Model) -> str:
+    config = model.config
+    if "layers" in config and "hidden" in config:
+        return f"{config.get('kind', model.builder)}-{config['layers']}x{config['hidden']}"
+    return model.builder
 
 
 def _layer(name: str, count: int, times: Times, sizes: LayerBytes, overhead_ns: int, *, is_first: bool) -> Layer:

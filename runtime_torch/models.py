@@ -1,4 +1,4 @@
-"""The model that a profile measures and `run` trains: a small GPT over bytes, or a user's list of layers."""
+"""The model that a profile measures and `run` trains: a GPT over bytes, a known architecture, or a user's layers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import importlib
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
 
 from optpipe_compiler.errors import BadInput
+from optpipe_compiler.presets.models import Architecture
 from runtime_torch.bundles import trace_bundles
 
 if TYPE_CHECKING:
@@ -88,10 +90,10 @@ def build(model: Model, indices: range | None = None) -> list[nn.Module]:
     arguments that make them: then only the layers asked for are made.
     """
     dtype = _dtype(model)
-    if model.builder != "gpt":
+    if model.builder not in OWN:
         layers = _user_layers(model)
         return [_made(model, index, layers[index]).to(dtype) for index in _chosen(indices, layers)]
-    makers = _gpt(model)
+    makers = OWN[model.builder](model)
     return [_seeded(model.seed, index, makers[index]).to(dtype) for index in _chosen(indices, makers)]
 
 
@@ -101,27 +103,62 @@ def _chosen(indices: range | None, layers: Sized) -> range:
 
 def layer_count(model: Model) -> int:
     """Return how many layers the model has."""
-    return len(_gpt(model) if model.builder == "gpt" else _user_layers(model))
+    return len(OWN[model.builder](model) if model.builder in OWN else _user_layers(model))
 
 
 def layer_names(model: Model) -> list[str]:
-    """Return the kind of each layer; layers of one kind cost the same."""
-    if model.builder != "gpt":
-        return [f"layer{index}" for index in range(layer_count(model))]
-    return ["embedding", *["block"] * _size(model, "layers"), "head"]
+    """Return the kind of each layer; layers of one kind cost the same.
+
+    A user's layers are of one kind if torch prints them alike, their parameters have the same shapes, and so have what
+    enters and leaves them; the first and the last layer are kinds of their own.
+    """
+    if model.builder in OWN:
+        return ["embedding", *["block"] * _size(model, "layers"), "head"]
+    return _kinds(model)
 
 
-def boundary(model: Model, layer_index: int) -> tuple[tuple[int, ...], torch.dtype]:
+def parameter_bytes(model: Model) -> list[int]:
+    """Return the bytes of each layer's parameters, without making any; a user's function may make them all."""
+    dtype = _dtype(model)
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        if model.builder in OWN:
+            made = [make() for make in dict.fromkeys(OWN[model.builder](model))]
+            sizes = {name: layer for name, layer in zip(dict.fromkeys(layer_names(model)), made, strict=True)}
+            layers = [sizes[name] for name in layer_names(model)]
+        else:
+            layers = [one if isinstance(one, nn.Module) else one() for one in _user_layers(model)]
+    return [sum(p.numel() for p in layer.parameters()) * dtype.itemsize for layer in layers]
+
+
+def _kinds(model: Model) -> list[str]:
+    shapes = [None, *boundaries(model)]
+    names: dict[object, str] = {}
+    found = []
+    last = len(shapes) - 2
+    for index, made in enumerate(_user_layers(model)):
+        with torch.device("meta"):
+            layer = made if isinstance(made, nn.Module) else _made(model, index, made)
+        sizes = tuple((tuple(p.shape), p.requires_grad) for p in layer.parameters())
+        kind = (index if index in (0, last) else None, repr(layer), sizes, shapes[index], shapes[index + 1])
+        if kind not in names:
+            same = sum(name.partition("-")[0] == type(layer).__name__ for name in names.values())
+            names[kind] = type(layer).__name__ + (f"-{same + 1}" if same else "")
+        found.append(names[kind])
+    return found
+
+
+def boundary(model: Model, layer_index: int) -> Boundary:
     """Return shape and dtype of the tensor that leaves a layer for one microbatch; the last layer's is the loss."""
-    if model.builder == "gpt":
-        shape = (model.microbatch_size, model.sequence_length, _size(model, "hidden"))
-        return (() if layer_index == layer_count(model) - 1 else shape), _dtype(model)
-    return boundaries(model)[layer_index]
+    if model.builder not in OWN:
+        return boundaries(model)[layer_index]
+    if layer_index == layer_count(model) - 1:
+        return (), _dtype(model) if model.builder == "gpt" else torch.float32
+    return (model.microbatch_size, model.sequence_length, _size(model, "hidden")), _dtype(model)
 
 
 def boundaries(model: Model) -> list[Boundary]:
     """Return `boundary` of all layers; a user's layers are called on torch's meta device, without data."""
-    if model.builder == "gpt":
+    if model.builder in OWN:
         return [boundary(model, index) for index in range(layer_count(model))]
     tokens = torch.zeros(model.microbatch_size, model.sequence_length, dtype=torch.int64)
     dtype = _dtype(model)
@@ -159,6 +196,28 @@ def _gpt(model: Model) -> list[Callable[[], nn.Module]]:
         *[partial(Block, hidden, heads)] * _size(model, "layers"),
         partial(Head, hidden, vocab),
     ]
+
+
+def _transformer(model: Model) -> list[Callable[[], nn.Module]]:
+    """Return what makes each layer of a known architecture (presets/models.py), whose fields are the model's config."""
+    from runtime_torch.layers import makers
+
+    try:
+        architecture = msgspec.convert(model.config, Architecture)
+    except msgspec.ValidationError as error:
+        raise BadInput(f"$.model.config: {error}") from error
+    if architecture.vocab < BYTE_VALUES:
+        raise BadInput(f"$.model.config.vocab is {architecture.vocab}, expected at least {BYTE_VALUES}")
+    if architecture.positions and model.sequence_length > architecture.positions:
+        raise BadInput(
+            f"$.model.sequence_length is {model.sequence_length}, expected at most the positions of the model "
+            f"({architecture.positions})"
+        )
+    return [make for count, make in makers(architecture, model.sequence_length).values() for _ in range(count)]
+
+
+OWN: dict[str, Callable[[Model], list[Callable[[], nn.Module]]]] = {"gpt": _gpt, "transformer": _transformer}
+"""The models that come with the package: an embedding, blocks, a head."""
 
 
 def _size(model: Model, key: str) -> int:
@@ -207,7 +266,8 @@ def _user_layers(model: Model) -> list[Made]:
         function: Any = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise BadInput(
-            f"$.model.builder is {model.builder!r}, expected 'gpt' or an importable package.module:function: {error}"
+            f"$.model.builder is {model.builder!r}, expected {' or '.join(map(repr, OWN))}, or an importable "
+            f"package.module:function: {error}"
         ) from error
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(model.seed)

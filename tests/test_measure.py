@@ -5,17 +5,25 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from optpipe_compiler.driver import Options, compile_schedule  # noqa: E402
 from optpipe_compiler.errors import BadInput, RunFailed  # noqa: E402
 from optpipe_compiler.files import canonical  # noqa: E402
-from optpipe_compiler.profile import Quantity, parse, value_of  # noqa: E402
-from runtime_torch import measure_layers, measure_profile, models, text  # noqa: E402
+from optpipe_compiler.presets.models import Architecture  # noqa: E402
+from optpipe_compiler.profile import Model, Quantity, parse, value_of  # noqa: E402
+from runtime_torch import (  # noqa: E402
+    measure_layers,
+    measure_profile,
+    models,
+    run,
+    text,
+)
 from runtime_torch.measure import MeasureOptions, layout_of, measure  # noqa: E402
 from runtime_torch.measure_child import measure_sizes  # noqa: E402
 from runtime_torch.measure_profile import Copies, Findings, LayerBytes, Messages, assemble  # noqa: E402
@@ -38,7 +46,7 @@ def benches() -> measure_layers.Benches:
 
 @pytest.fixture(scope="module")
 def sizes(benches: measure_layers.Benches) -> dict[str, LayerBytes]:
-    return measure_sizes(benches, models.layer_names(THREE.model()))
+    return measure_sizes(benches, models.layer_names(THREE.model()), 10**9)
 
 
 def saved_by(layer: Any, *inputs: Any) -> int:
@@ -61,7 +69,7 @@ def saved_by(layer: Any, *inputs: Any) -> int:
 
 def test_saved_bytes_agree_with_autograds_own_count(benches, sizes):
     embedding, block, *_, head = models.build(THREE.model())
-    x = benches.x.clone().requires_grad_()
+    x = benches.entering(1).clone().requires_grad_()
     assert sizes["embedding"].saved == saved_by(embedding, benches.tokens)
     assert sizes["block"].saved == saved_by(block, x)
     assert sizes["head"].saved == saved_by(head, x, benches.target)
@@ -290,3 +298,44 @@ def test_a_measurement_that_takes_too_long_is_ended():
     with pytest.raises(RunFailed, match=r"not done after 0\.2 s: no answer from process 0, 1"):
         measure(replace(TINY, timeout_s=0.2), lambda *_: None)
     assert multiprocessing.active_children() == []
+
+
+OTHERS = {
+    "llama": Model(
+        builder="transformer",
+        config=asdict(
+            Architecture(kind="llama", layers=3, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=256)
+        ),
+        microbatch_size=2,
+        sequence_length=16,
+    ),
+    "user": Model(builder="tests.user_layers:layers", config={}, microbatch_size=2, sequence_length=16),
+}
+
+
+@pytest.mark.runtime
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_model_that_was_measured_is_planned_and_trained_under_its_promise(name):
+    profile = measure(replace(TINY, of=OTHERS[name]), lambda what, part: None)
+    assert profile.model == OTHERS[name]
+    kinds = {"llama": [("embedding", 1), ("block", 3), ("head", 1)]}.get(
+        name, [("Embedding", 1), ("Mixer", 2), ("Linear", 1), ("Mixer-2", 1), ("Scorer", 1)]
+    )
+    assert [(layer.name, layer.count) for layer in profile.layers] == kinds
+    options = Options(mem_bytes=10**9, microbatches=4, time_limit_s=2.0, search=False)
+    schedule = compile_schedule(profile, options).schedule
+    report = run(schedule, steps=2, data_paths=[text.default_path()], check=True)
+    assert report.check is not None
+    assert report.check.ok, report.check
+    for rank in report.ranks:
+        assert 0 < rank.peak_activation_bytes <= rank.promised_activation_bytes
+
+
+@pytest.mark.runtime
+def test_a_model_whose_layers_do_not_fit_is_refused_before_any_is_made():
+    huge = Architecture(
+        kind="llama", layers=1, hidden=1 << 16, heads=64, kv_heads=64, head_dim=1 << 10, ffn=1 << 20, vocab=256
+    )
+    model = Model(builder="transformer", config=asdict(huge), microbatch_size=1, sequence_length=8)
+    with pytest.raises(BadInput, match=r"its gradients take \S+ [GT]B .*estimate this one"):
+        measure(replace(TINY, of=model), lambda what, part: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +15,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from optpipe_compiler.errors import BadInput  # noqa: E402
+from optpipe_compiler.presets.models import Architecture  # noqa: E402
 from optpipe_compiler.profile import Model  # noqa: E402
 from runtime_torch import models, text  # noqa: E402
 
@@ -170,9 +172,78 @@ def test_a_users_function_gives_the_layers(user_model):
     assert len(set(models.layer_names(user_model))) == 3
 
 
+def test_layers_that_torch_prints_alike_are_of_one_kind_but_for_the_first_and_the_last(monkeypatch):
+    def layers(count: int) -> list[Any]:
+        inner = [nn.Linear(12, 12, bias=index != 3) for index in range(count)]
+        return [nn.Embedding(256, 12), *inner, lambda: nn.Linear(12, 12), Scorer(12)]
+
+    module = ModuleType("optpipe_test_kinds")
+    module.layers = layers  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "optpipe_test_kinds", module)
+    model = msgspec.structs.replace(SMALL, builder="optpipe_test_kinds:layers", config={"count": 5})
+    linear = ["Linear", "Linear", "Linear", "Linear-2", "Linear"]
+    assert models.layer_names(model) == ["Embedding", *linear, "Linear", "Scorer"]
+    assert models.parameter_bytes(model) == [4 * n for n in (3072, 156, 156, 156, 144, 156, 156, 12 * 256 + 256)]
+
+
+ARCHITECTURES = {
+    "llama": Architecture(
+        kind="llama", layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=300, qkv_bias=True
+    ),
+    "gpt2": Architecture(
+        kind="gpt2", layers=2, hidden=32, heads=4, kv_heads=4, head_dim=8, ffn=64, vocab=256, positions=16,
+        residual_dropout=0.1,
+    ),
+    "mixtral": Architecture(
+        kind="mixtral", layers=1, hidden=32, heads=4, kv_heads=4, head_dim=8, ffn=24, vocab=256, experts=4,
+        experts_per_token=2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_known_architecture_is_built_layer_by_layer_and_learns(name):
+    model = msgspec.structs.replace(SMALL, builder="transformer", config=asdict(ARCHITECTURES[name]))
+    layers = models.build(model)
+    assert models.layer_names(model) == ["embedding", *["block"] * ARCHITECTURES[name].layers, "head"]
+    assert equal(weights(models.build(model, range(1, 2))), weights(layers[1:2]))
+    sizes = [sum(p.nbytes for p in layer.parameters()) for layer in layers]
+    assert models.parameter_bytes(model) == sizes
+    inputs, targets = models.batch(model, text.default_text(), torch.Generator().manual_seed(0), 1)
+    x, shapes = inputs, []
+    for layer in layers[:-1]:
+        x = layer(x)
+        shapes.append((tuple(x.shape), x.dtype))
+    shapes.append(((), layers[-1](x, targets).dtype))
+    assert shapes == models.boundaries(model)
+    optimizer = torch.optim.AdamW([p for layer in layers for p in layer.parameters()], lr=3e-3)
+    losses = []
+    for _ in range(30):
+        loss = loss_of(layers, inputs, targets)
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0] - 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab": 100}, r"\$.model.config.vocab is 100, expected at least 256"),
+        ({"positions": 8}, r"\$.model.sequence_length is 16, expected at most the positions of the model \(8\)"),
+        ({"hidden": "wide"}, r"\$.model.config: Expected `int`, got `str`"),
+    ],
+)
+def test_a_bad_architecture_is_refused_by_path(change, message):
+    config = asdict(ARCHITECTURES["gpt2"]) | change
+    with pytest.raises(BadInput, match=message):
+        models.build(msgspec.structs.replace(SMALL, builder="transformer", config=config))
+
+
 @pytest.mark.parametrize("builder", ["no.such.module:layers", "optpipe_test_user:missing", "json", "gtp", "", ":f"])
 def test_a_builder_that_cannot_be_imported_is_refused(user_model, builder):
-    with pytest.raises(BadInput, match=r"expected 'gpt' or an importable package\.module:function"):
+    with pytest.raises(BadInput, match=r"expected 'gpt' or 'transformer', or an importable package\.module:function"):
         models.build(msgspec.structs.replace(user_model, builder=builder))
 
 

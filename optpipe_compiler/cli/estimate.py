@@ -25,9 +25,6 @@ OPTIONS = (
     click.option("--tp", type=click.IntRange(min=1), help="Estimate: tensor-parallel GPUs per device [default: 1]."),
     click.option("--links", type=click.Choice(["pairs", "none"]), help="Estimate: pairs of GPUs share a host link."),
     click.option(
-        "--dtype", type=click.Choice(["bf16", "fp16"]), help="Estimate: weights and activations [default: bf16]."
-    ),
-    click.option(
         "--attention", type=click.Choice(["flash", "math"]), help="Estimate: math keeps the attention matrix."
     ),
     click.option(
@@ -41,6 +38,11 @@ def estimate_options(command: Command) -> Command:
     for option in reversed(OPTIONS):
         command = option(command)
     return command
+
+
+def dtype_option(*dtypes: str, help: str) -> Callable[[Command], Command]:
+    """Add `--dtype`, of which not every command takes every value."""
+    return click.option("--dtype", type=click.Choice(dtypes), help=help)
 
 
 def refuse(given: dict[str, Any], allowed: set[str], reason: str) -> None:

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from optpipe_compiler.cli.common import PROFILE, console, write
-from optpipe_compiler.cli.estimate import ESTIMATED, chosen, estimate_options, refuse
+from optpipe_compiler.cli.estimate import ESTIMATED, chosen, dtype_option, estimate_options, refuse
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from runtime_torch.measure import MeasureOptions
 
 MEASURED = {"layers": 8, "hidden": 256, "heads": 4, "seq": 128, "microbatch_size": 4}
 """What is measured when nothing is said."""
@@ -28,8 +29,13 @@ MEASURED = {"layers": 8, "hidden": 256, "heads": 4, "seq": 128, "microbatch_size
 @click.option("--heads", type=click.IntRange(min=1), help="Attention heads [default: 4].")
 @click.option("--seq", type=click.IntRange(min=1), help="Sequence length [default: 128; estimated: 4096].")
 @click.option("--microbatch-size", type=click.IntRange(min=1), help="[default: 4; estimated: 1]")
-@click.option("--model", metavar="CONFIG", help="Estimate: a config.json of Hugging Face, or a name (--list-models).")
+@click.option(
+    "--model",
+    metavar="MODEL",
+    help="A config.json of Hugging Face, a name (--list-models), or package.module:function that returns layers.",
+)
 @click.option("--gpu", metavar="GPU", help="Estimate: a name (--list-gpus), or a JSON file of that form.")
+@dtype_option("fp32", "bf16", "fp16", help="Weights and activations [default: fp32; estimated: bf16].")
 @estimate_options
 @click.option("--from-run", type=click.Path(path_type=Path), help="Take times from a trace of run --trace.")
 @click.option(
@@ -43,8 +49,8 @@ MEASURED = {"layers": 8, "hidden": 256, "heads": 4, "seq": 128, "microbatch_size
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=PROFILE, show_default=True)
 @click.pass_context
 def profile(context: click.Context, /, output: Path, list_gpus: bool, list_models: bool, **options: Any) -> None:
-    """Write a cost profile: measured on this machine, derived from a model's configuration and a GPU's data sheet
-    (`--model`, `--gpu`), or made from a few numbers (`optpipe profile uniform`).
+    """Write a cost profile: measured on this machine (a small GPT, or `--model`), derived from a model's configuration
+    and a GPU's data sheet (`--model` and `--gpu`), or made from a few numbers (`optpipe profile uniform`).
 
     Example: optpipe profile --model llama-7b --gpu a100-80gb --devices 8 -o profile.json
     """
@@ -55,8 +61,10 @@ def profile(context: click.Context, /, output: Path, list_gpus: bool, list_model
         _list(gpus=list_gpus, models=list_models)
     elif "from_run" in given:
         _from_run(output, given)
-    elif "model" in given:
+    elif "model" in given and "gpu" in given:
         _estimate(output, given)
+    elif "model" in given:
+        _measure_model(output, given)
     else:
         refuse(given, {"devices", *MEASURED}, "needs --model")
         _measure(output, **{"devices": None, **MEASURED, **given})
@@ -79,9 +87,7 @@ def _estimate(output: Path, given: dict[str, Any]) -> None:
     from optpipe_compiler.view.estimated import render
     from runtime_torch.estimate import assumptions, estimate
 
-    refuse(
-        given, {"model", "gpu", "attention", "accumulation", *ESTIMATED}, "only measuring takes; expected no --model"
-    )
+    refuse(given, {"model", "gpu", "attention", "accumulation", *ESTIMATED}, "only measuring takes; expected no --gpu")
     options = chosen(given, models.load(given["model"]), gpus.load(given.get("gpu", "")))
     check_writable(output)
     record = estimate(options)
@@ -106,22 +112,63 @@ def _from_run(output: Path, given: dict[str, Any]) -> None:
     console().print(render(found, str(output)))
 
 
+def _measure_model(output: Path, given: dict[str, Any]) -> None:
+    """Measure a known architecture, or a user's layers, on this machine."""
+    from optpipe_compiler.profile import Model
+    from runtime_torch.measure import MeasureOptions
+
+    refuse(given, {"model", "devices", "layers", "seq", "microbatch_size", "dtype"}, "needs --gpu, or no --model")
+    builder, config = _built(given["model"], given.get("layers"))
+    model = Model(
+        builder=builder,
+        config=config,
+        microbatch_size=given.get("microbatch_size", MEASURED["microbatch_size"]),
+        sequence_length=given.get("seq", MEASURED["seq"]),
+        dtype=given.get("dtype", "fp32"),
+    )
+    if model.dtype not in ("fp32", "bf16"):
+        raise BadInput(f"--dtype is {model.dtype}, expected fp32 or bf16 where there is no --gpu")
+    _run_measure(output, MeasureOptions(devices=given.get("devices"), of=model))
+
+
+def _built(name: str, layers: int | None) -> tuple[str, dict[str, Any]]:
+    """Return what builds the model, and its configuration."""
+    from dataclasses import asdict, replace
+
+    from optpipe_compiler.presets import models
+
+    if ":" in name and not Path(name).exists():
+        if layers is not None:
+            raise BadInput(f"--layers is {layers}, expected no --layers: {name} says how many there are")
+        return name, {}
+    architecture = models.load(name)
+    return "transformer", asdict(architecture if layers is None else replace(architecture, layers=layers))
+
+
 def _measure(
     output: Path, devices: int | None, layers: int, hidden: int, heads: int, seq: int, microbatch_size: int
 ) -> None:
+    from runtime_torch.measure import MeasureOptions
+
+    _run_measure(
+        output,
+        MeasureOptions(
+            devices=devices,
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            sequence_length=seq,
+            microbatch_size=microbatch_size,
+        ),
+    )
+
+
+def _run_measure(output: Path, options: MeasureOptions) -> None:
     from optpipe_compiler.files import check_writable
     from optpipe_compiler.view.measured import MeasureBar, render
-    from runtime_torch.measure import MeasureOptions, measure
+    from runtime_torch.measure import measure
 
     check_writable(output)
-    options = MeasureOptions(
-        devices=devices,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        sequence_length=seq,
-        microbatch_size=microbatch_size,
-    )
     with MeasureBar(console(stderr=True)) as bar:
         measured = measure(options, bar.update)
     write(output, measured)

@@ -9,7 +9,7 @@ import click
 import msgspec
 
 from optpipe_compiler.cli.common import PROFILE, Size, console, jobs_option
-from optpipe_compiler.cli.estimate import ESTIMATED, chosen, estimate_options, refuse
+from optpipe_compiler.cli.estimate import ESTIMATED, chosen, dtype_option, estimate_options, refuse
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ FOR_ESTIMATES = ("model", "gpu", "seq", "microbatch_size", "tp", "links", "dtype
 @click.option("--seq", type=click.IntRange(min=1), help="Estimate: sequence length [default: 4096].")
 @click.option("--microbatch-size", type=click.IntRange(min=1), help="Estimate: [default: 1].")
 @estimate_options
+@dtype_option("bf16", "fp16", help="Estimate: weights and activations [default: bf16].")
 @click.option("--host-mem", type=Size(), help="Host memory for offloads, all devices [default: the profile's].")
 @click.option("--no-offload", is_flag=True)
 @click.option("--no-recompute", is_flag=True)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     Numbers = list[int]
 
-SEVERAL = 64
+MOST_STAGES = 48
 """Stages up to which other cuts are looked for; the time for it grows with the cube."""
 
 
@@ -26,12 +26,15 @@ def others(profile: Profile, even: Layout, cap_bytes: int) -> Iterator[Layout]:
 
     The lean one is not needed under caps that hold all that one microbatch can leave on any device.
     """
-    if even.stages > SEVERAL:
+    if even.stages > MOST_STAGES:
         return
     costs = _Costs(profile)
-    quick = recut(even, costs.compute)
-    if costs.compute(quick)[0] < costs.compute(even)[0]:
-        yield quick
+    devices = max(even.device_of) + 1
+    quick = even
+    if even.stages > devices and costs.compute(even)[0] > -(-costs.work[-1] // devices):
+        quick = recut(even, costs.compute)
+        if costs.compute(quick)[0] < costs.compute(even)[0]:
+            yield quick
     if cap_bytes < costs.most_bytes(even):
         lean = recut(even, costs.memory)
         if costs.memory(lean)[0] < costs.memory(even)[0] and lean != quick:

@@ -273,8 +273,11 @@ class _Compilation:
 
         best: tuple[int, int, Attempt] | None = None
         for attempt in self.planner.attempts:
-            devices = range(attempt.problem.devices)
+            problem, devices = attempt.problem, range(attempt.problem.devices)
             fixed = tuple(static_bytes(self.profile, attempt.layout, d) for d in devices)
+            least = max(fixed[d] + max(problem.stages[s].saved for s in problem.stages_of(d)) for d in devices)
+            if attempt.is_partial or (best is not None and least >= max(best[0], self.caps.device_bytes + 1)):
+                continue  # whole offloads need no more memory; or one stage alone needs more than another placement
             timed = one_at_a_time(attempt.problem, fixed)
             if self.planner.keep(attempt, timed, "least memory") is None:
                 continue

@@ -80,11 +80,36 @@ def measure(options: MeasureOptions, on_progress: Callable[[str, float], None]) 
     Raise BadInput for options that cannot be, MissingDependency without torch, RunFailed when a process dies, fails or
     is not done after `timeout_s`. All processes are gone when it returns or raises, Ctrl-C included.
     """
-    if importlib.util.find_spec("torch") is None:
-        raise MissingDependency("measuring needs torch: pip install 'optpipe[runtime]'")
+    _need_torch()
     layout = layout_of(options)
     model = options.model()
     return assemble(model, layout.devices, _run_children(options, layout, on_progress))
+
+
+def measure_in_group(options: MeasureOptions, on_progress: Callable[[str, float], None]) -> Profile | None:
+    """Measure as one rank of a group that torchrun started, which may stand on several machines.
+
+    The ranks are the devices; messages are measured between all neighbours. Return the profile on rank 0, None on the
+    others. Raise as `measure` does.
+    """
+    _need_torch()
+    from runtime_torch.job import place_from_environment
+    from runtime_torch.measure_child import Place, find_in_group
+
+    group = place_from_environment()
+    assert group is not None
+    if options.devices not in (None, group.world):
+        raise BadInput(f"--devices is {options.devices}, expected none: torchrun started {group.world} ranks")
+    place = Place(rank=group.rank, processes=group.world, core=None, meet=group.meet)
+    say = on_progress if group.rank == 0 else lambda what, part: None
+    findings = find_in_group(place, options.model(), options.samples, say)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", group.world))
+    return None if findings is None else assemble(options.model(), group.world, findings, local)
+
+
+def _need_torch() -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependency("measuring needs torch: pip install 'optpipe[runtime]'")
 
 
 def layout_of(options: MeasureOptions) -> Layout:
@@ -182,7 +207,7 @@ def _child(rank: int, layout: Layout, options: MeasureOptions, store: str, pipe:
 
     core = None if layout.cores is None else layout.cores[rank]
     try:
-        place = Place(rank=rank, processes=layout.processes, core=core, store=store)
+        place = Place(rank=rank, processes=layout.processes, core=core, meet=f"file://{store}")
         pipe.send(("findings", find(place, options.model(), options.samples, say)))
     except OptPipeError as error:
         pipe.send(("error", (type(error).__name__, str(error))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ from runtime_torch.measure_profile import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from optpipe_compiler.profile import Model
 
@@ -49,25 +50,41 @@ class Place:
     processes: int
     core: int | None
     """None: not pinned."""
-    store: str
-    """A file through which the processes find each other."""
+    meet: str
+    """Where the processes find each other, as torch.distributed names it."""
 
 
 def find(place: Place, model: Model, samples: int, say: Callable[[str, float], None]) -> Findings:
     """Measure everything on this process, while the others do the same; `say` what and how far."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with _joined(place):
+        return _find(place, model, samples, say)
+
+
+def find_in_group(place: Place, model: Model, samples: int, say: Callable[[str, float], None]) -> list[Findings] | None:
+    """Measure as one rank of a group that torchrun started, messages between all neighbours; all findings on rank 0."""
+    with _joined(place):
+        mine = _find(place, model, samples, say)
+        for first in (0, 1):  # 0-1, 2-3, ..., then 1-2, 3-4, ...
+            peer = ((place.rank + first) ^ 1) - first
+            dist.barrier()
+            if 0 <= peer < place.processes:
+                mine.messages_with[peer] = time_messages(place.rank, peer, mine.messages.large_bytes, 5 * samples)
+        findings = [mine] * place.processes if place.rank == 0 else None
+        dist.gather_object(mine, findings)
+        return findings
+
+
+@contextmanager
+def _joined(place: Place) -> Iterator[None]:
     torch.set_num_threads(1)
     if place.core is not None:
         os.sched_setaffinity(0, {place.core})
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{place.store}",
-        rank=place.rank,
-        world_size=place.processes,
-        timeout=GROUP_TIMEOUT,
+        "gloo", init_method=place.meet, rank=place.rank, world_size=place.processes, timeout=GROUP_TIMEOUT
     )
     try:
-        return _find(place, model, samples, say)
+        yield
     finally:
         dist.destroy_process_group()
 
@@ -80,7 +97,9 @@ def _find(place: Place, model: Model, samples: int, say: Callable[[str, float], 
     say("bytes of the layers", 0.05)
     sizes = measure_sizes(benches, names, room)
     say("messages", 0.15)
-    messages = time_messages(place, benches.message_bytes, 5 * samples)
+    messages = Messages(SMALL_MESSAGE, benches.message_bytes)
+    if (peer := place.rank ^ 1) < place.processes:
+        messages = time_messages(place.rank, peer, benches.message_bytes, 5 * samples)
     dist.barrier()
     say("bookkeeping", 0.2)
     overhead: Times = {}
@@ -168,18 +187,16 @@ def _time_kinds(
 # -- messages
 
 
-def time_messages(place: Place, nbytes: int, samples: int) -> Messages:
-    """Time messages between neighbours 2i and 2i + 1, one way, by halves of round trips; all pairs at once."""
+def time_messages(rank: int, peer: int, nbytes: int, samples: int) -> Messages:
+    """Time messages between two processes, one way, by halves of round trips, while other pairs do the same."""
     messages = Messages(SMALL_MESSAGE, nbytes)
-    peer = place.rank ^ 1
-    if peer < place.processes:
-        small, large = (torch.zeros(size, dtype=torch.uint8) for size in (SMALL_MESSAGE, nbytes))
-        for index in range(5 + samples):
-            # in turn, so that what else runs on the machine touches both alike
-            few, many = _round_trip(place.rank, peer, small), _round_trip(place.rank, peer, large)
-            if index >= 5:
-                messages.small.append(few // 2)
-                messages.large.append(many // 2)
+    small, large = (torch.zeros(size, dtype=torch.uint8) for size in (SMALL_MESSAGE, nbytes))
+    for index in range(5 + samples):
+        # in turn, so that what else runs on the machine touches both alike
+        few, many = _round_trip(rank, peer, small), _round_trip(rank, peer, large)
+        if index >= 5:
+            messages.small.append(few // 2)
+            messages.large.append(many // 2)
     return messages
 
 

@@ -9,6 +9,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from optpipe_compiler.profile import P2P, Layer, Link, Machine, Model, Profile, Quantity
 
 if TYPE_CHECKING:
@@ -70,11 +72,16 @@ class Findings:
     """While all processes copied."""
     copies_alone: Copies | None
     """While only this process copied; of the first process only."""
+    messages_with: dict[int, Messages] = field(default_factory=dict)
+    """By neighbour, where every pair of neighbours was measured."""
 
 
-def assemble(model: Model, devices: int, findings: Sequence[Findings]) -> Profile:
-    """Join what all processes found, their samples together, into the profile of `devices` devices."""
-    first = findings[0]
+def assemble(model: Model, devices: int, findings: Sequence[Findings], per_host: int | None = None) -> Profile:
+    """Join what all processes found, their samples together, into the profile of `devices` devices.
+
+    `per_host` of them stand on one machine; absent: all.
+    """
+    first, here = findings[0], per_host or devices
     overhead = quantity(t for found in findings for samples in found.overhead.values() for t in samples)
     layers: list[Layer] = []
     for name, run in groupby(first.names):
@@ -85,11 +92,11 @@ def assemble(model: Model, devices: int, findings: Sequence[Findings]) -> Profil
         model=model,
         machine=Machine(
             devices=devices,
-            memory_bytes=Quantity(value=physical_memory() // devices, source="measured", samples=1),
-            host_memory_bytes=Quantity(value=available_memory(), source="measured", samples=1),
+            memory_bytes=Quantity(value=physical_memory() // here, source="measured", samples=1),
+            host_memory_bytes=Quantity(value=available_memory() * -(-devices // here), source="measured", samples=1),
             op_overhead_ns=overhead,
-            p2p=[] if devices == 1 else [_p2p([found.messages for found in findings])],
-            links=[_link(findings, devices)],
+            p2p=[] if devices == 1 else _messages(findings),
+            links=_links(findings, devices, here),
         ),
         layers=layers,
     )
@@ -134,6 +141,17 @@ def _once(value: int) -> Quantity:
     return Quantity(value=value, source="measured", samples=1)
 
 
+def _messages(findings: Sequence[Findings]) -> list[P2P]:
+    """Return what a message takes between any two devices, then an entry for each pair that was measured by itself."""
+    entries = [_p2p([found.messages for found in findings])]
+    for rank, one in enumerate(findings):
+        for peer, messages in sorted(one.messages_with.items()):
+            if rank < peer:
+                both = [messages, findings[peer].messages_with[rank]]
+                entries.append(structs.replace(_p2p(both), devices=(rank, peer)))
+    return entries
+
+
 def _p2p(messages: Sequence[Messages]) -> P2P:
     """Put the line through the median times of the two sizes; where noise lets it fall, all time is bandwidth's."""
     few = quantity(t for found in messages for t in found.small)
@@ -149,8 +167,8 @@ def _p2p(messages: Sequence[Messages]) -> P2P:
     )
 
 
-def _link(findings: Sequence[Findings], devices: int) -> Link:
-    """Return the host link: one for each device, or one that all devices share, whichever is closer to the truth.
+def _links(findings: Sequence[Findings], devices: int, per_host: int) -> list[Link]:
+    """Return the host links: one for each device, or one for all devices of a host, whichever is closer to the truth.
 
     The copies of n processes at once run, each, at a share of the speed alone: near 1 where each core has memory
     bandwidth of its own, 1/n where the memory bus is the bottleneck. Nearer to 1/n is called shared; the bandwidths
@@ -166,14 +184,15 @@ def _link(findings: Sequence[Findings], devices: int) -> Link:
         samples = quantity(t for copies in used for t in getattr(copies, direction))
         return bandwidth(samples, used[0].nbytes, latency.value)
 
-    return Link(
-        devices=list(range(devices)) if shared else None,
+    groups = [list(range(first, min(first + per_host, devices))) for first in range(0, devices, per_host)]
+    link = Link(
         d2h_bytes_per_s=speed("d2h"),
         h2d_bytes_per_s=speed("h2d"),
         duplex_d2h_bytes_per_s=speed("duplex_d2h"),
         duplex_h2d_bytes_per_s=speed("duplex_h2d"),
         latency_ns=latency,
     )
+    return [structs.replace(link, devices=group) for group in groups] if shared else [link]
 
 
 def _is_shared(alone: Copies, together: Sequence[Copies]) -> bool:

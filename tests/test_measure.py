@@ -5,7 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +27,7 @@ from runtime_torch import (  # noqa: E402
     run,
     text,
 )
-from runtime_torch.measure import MeasureOptions, layout_of, measure  # noqa: E402
+from runtime_torch.measure import MeasureOptions, layout_of, measure, measure_in_group  # noqa: E402
 from runtime_torch.measure_child import measure_sizes  # noqa: E402
 from runtime_torch.measure_profile import Copies, Findings, LayerBytes, Messages, assemble  # noqa: E402
 
@@ -339,3 +342,31 @@ def test_a_model_whose_layers_do_not_fit_is_refused_before_any_is_made():
     model = Model(builder="transformer", config=asdict(huge), microbatch_size=1, sequence_length=8)
     with pytest.raises(BadInput, match=r"its gradients take \S+ [GT]B .*estimate this one"):
         measure(replace(TINY, of=model), lambda what, part: None)
+
+
+@pytest.mark.runtime
+def test_under_torchrun_the_ranks_are_the_devices_and_every_pair_of_neighbours_is_measured(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "-m", "optpipe_compiler.cli"]
+    sizes = ["--layers", "2", "--hidden", "32", "--heads", "2", "--seq", "16", "--microbatch-size", "2"]
+    root = str(Path(__file__).parents[1])
+    ended = subprocess.run(
+        [*command, "profile", *sizes],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": root, "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("wrote profile.json") == 1
+    profile = parse((tmp_path / "profile.json").read_text(), "profile.json")
+    assert profile.machine.devices == 3
+    assert [pair.devices for pair in profile.machine.p2p] == [None, (0, 1), (1, 2)]
+
+
+def test_devices_other_than_torchruns_ranks_are_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(BadInput, match="--devices is 3, expected none: torchrun started 2 ranks"):
+        measure_in_group(replace(TINY, devices=3), lambda what, part: None)

@@ -166,11 +166,17 @@ def _measure(
 def _run_measure(output: Path, options: MeasureOptions) -> None:
     from optpipe_compiler.files import check_writable
     from optpipe_compiler.view.measured import MeasureBar, render
-    from runtime_torch.measure import measure
+    from runtime_torch.job import place_from_environment
+    from runtime_torch.measure import measure, measure_in_group
 
     check_writable(output)
+    place = place_from_environment()
+    if place is not None and place.rank > 0:
+        measure_in_group(options, lambda what, part: None)
+        return
     with MeasureBar(console(stderr=True)) as bar:
-        measured = measure(options, bar.update)
+        measured = (measure if place is None else measure_in_group)(options, bar.update)
+    assert measured is not None
     write(output, measured)
     console().print(render(measured, str(output)))
 

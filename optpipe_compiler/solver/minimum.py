@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from graphlib import TopologicalSorter
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.errors import MissingDependency
@@ -24,7 +26,12 @@ def one_at_a_time(problem: Problem, fixed: tuple[int, ...]) -> Schedule:
     ops matters, so all durations are 1.
     """
     single = replace(problem, microbatches=1)
-    starts = _solve(coarsen(_unit_times(single)), fixed)
+    starts = _device_by_device(single, fixed)
+    if (
+        problem.host_budget is not None
+        and sum(Schedule(_unit_times(single), "", starts).host_peaks) > problem.host_budget
+    ):
+        starts = _solve(coarsen(_unit_times(single)), fixed)
     free = replace(single, budget=(UNLIMITED,) * problem.devices)
     alone = _serial(free, starts)
     period = max(map(alone.end, alone.starts))
@@ -34,6 +41,37 @@ def one_at_a_time(problem: Problem, fixed: tuple[int, ...]) -> Schedule:
         for task, start in alone.starts.items()
     }
     return Schedule(problem, "one-at-a-time", repeated)
+
+
+def _device_by_device(single: Problem, fixed: tuple[int, ...]) -> dict[Task, int]:
+    """Solve for every device alone, as if host memory were unlimited, and merge the orders.
+
+    With one microbatch, forwards and backwards have one order over all devices, which every device's own order agrees
+    with; what else a device does (weight gradients, transfers, recomputes) concerns no other one.
+    """
+    before: dict[Task, set[Task]] = {}
+    chain: list[Task] = []
+    for device in range(single.devices):
+        mine = single.stages_of(device)
+        alone = replace(
+            single,
+            devices=1,
+            stages=tuple(replace(single.stages[s], device=0) for s in mine),
+            link_of=(single.link_of[device],),
+            budget=(single.budget[device],),
+            host_budget=None,
+        )
+        starts = _solve(coarsen(_unit_times(alone)), (fixed[device],))
+        named = {task: Task(task.kind, mine[task.stage], 0) for task in starts}
+        order = [named[task] for task in Schedule(alone, "", starts).sequence]
+        for earlier, later in pairwise([None, *order]):
+            assert later is not None
+            before.setdefault(later, set()).update(() if earlier is None else (earlier,))
+        chain += [task for task in order if task.kind in (Kind.F, Kind.I, Kind.B)]
+    chain.sort(key=lambda task: (task.kind is not Kind.F, task.stage if task.kind is Kind.F else -task.stage))
+    for earlier, later in pairwise(chain):
+        before[later].add(earlier)
+    return {task: index for index, task in enumerate(TopologicalSorter(before).static_order())}
 
 
 def _unit_times(problem: Problem) -> Problem:

@@ -12,9 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from optpipe_compiler.problem import Freedom, Problem
+from optpipe_compiler.problem import Freedom, Problem, coarsen
 from optpipe_compiler.schedule import Kind, Schedule
 from optpipe_compiler.simulate import peaks, simulate
+from optpipe_compiler.solver import minimum
 from optpipe_compiler.solver.minimum import one_at_a_time
 from optpipe_compiler.solver.worker import Event, Request, solve
 from tests.instances import problem
@@ -342,3 +343,16 @@ def test_no_schedule_at_all_needs_less_memory_than_one_microbatch_at_a_time(one,
     assert len(timed.starts) >= 2 * len(one.stages) * one.microbatches
     assert best(replace(one, budget=tuple(needs - size for size in static))) is not None
     assert best(replace(one, budget=tuple(max(0, needs - 1 - size) for size in static))) is None
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(one=problems(microbatches=1), data=st.data())
+def test_solving_device_by_device_needs_as_little_memory_as_solving_all_at_once(one, data):
+    static = tuple(data.draw(st.integers(0, 6)) for _ in range(one.devices))
+    roomy = replace(one, budget=(1000,) * one.devices, host_budget=None)
+
+    def most(timed: Schedule) -> int:
+        return max(map(int.__add__, static, peaks(timed)))
+
+    together = minimum._serial(roomy, minimum._solve(coarsen(minimum._unit_times(roomy)), static))
+    assert most(one_at_a_time(roomy, static)) == most(together)

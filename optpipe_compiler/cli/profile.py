@@ -117,7 +117,8 @@ def _measure_model(output: Path, given: dict[str, Any]) -> None:
     from optpipe_compiler.profile import Model
     from runtime_torch.measure import MeasureOptions
 
-    refuse(given, {"model", "devices", "layers", "seq", "microbatch_size", "dtype"}, "needs --gpu, or no --model")
+    refuse(given, set(given) - {"hidden", "heads"}, "the model itself says; expected no --model")
+    refuse(given, {"model", "devices", "layers", "seq", "microbatch_size", "dtype"}, "needs --gpu")
     builder, config = _built(given["model"], given.get("layers"))
     model = Model(
         builder=builder,

@@ -46,7 +46,7 @@ WINDOWS = (2, 4, 6, 9, 14, 21)
 """Widths of windows, in multiples of that work."""
 RESERVE_S_PER_TASK = 2.8e-4
 """Seconds that lowering and verifying the result take per task, roughly."""
-HUGE = 100_000
+HUGE = 50_000
 """Ops from which on timing a schedule takes many seconds: it is then done no more often than need be."""
 WINDOW_S = 4.0
 """Time limit of one window."""
@@ -160,7 +160,7 @@ class Planner:
         quest = replace(self._quest(0, 1, FIRST_SHARE * self.limits.time_limit_s), is_narrow_first=False)
         huge: list[Found] = []
         for found in Exploration(quest).run():
-            if _tasks(promising[found.place]) < HUGE:
+            if self.winner() is None or _tasks(promising[found.place]) < HUGE:
                 self._realise(promising[found.place], found, "heuristics")
             else:
                 huge = [found]

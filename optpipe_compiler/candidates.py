@@ -39,6 +39,7 @@ class _Promise:
     ticks: float
     attempt: Attempt
     name: str
+    offloads: bool
 
 
 class Candidates:
@@ -53,7 +54,7 @@ class Candidates:
         """Try the schedules of these names, one at each step, and keep those that fit and are better.
 
         Those of large instances are looked at with few microbatches first; what is promising then is tried in full,
-        the most promising first.
+        the most promising first. Without offloads, what it promises is nearly what it does, so that is never too late.
         """
         late = self._stopwatch()
         promising: list[_Promise] = []
@@ -64,7 +65,8 @@ class Candidates:
             if attempt.placed in PLACEMENTS[name] and not attempt.is_partial
         ]
         for attempt, name in pairs:
-            outcome = _late() if late() else self._screened(attempt, name)
+            is_late = late() and (not self._is_large(attempt) or _offloads(attempt, name))
+            outcome = _late() if is_late else self._screened(attempt, name)
             if isinstance(outcome, Tried):
                 self.tried.setdefault(name, []).append(outcome)
             else:
@@ -72,7 +74,8 @@ class Candidates:
             yield
         for one in sorted(promising, key=lambda promise: promise.ticks):
             worse = self._worse(one)
-            outcome = _late() if late() else Tried(reason=worse) if worse else self._whole(one.attempt, one.name)
+            is_late = one.offloads and late()
+            outcome = Tried(reason=worse) if worse else _late() if is_late else self._whole(one.attempt, one.name)
             self.tried.setdefault(one.name, []).append(outcome)
             yield
 
@@ -96,10 +99,10 @@ class Candidates:
             short = replace(problem, microbatches=few)
             first = published(short, name, transfers=False)
             work = max(sum(problem.stages[s].work for s in problem.stages_of(d)) for d in range(problem.devices))
-            promise = _Promise(self._extended(first, attempt, work), attempt, name)
+            away = {s for s, _ in recipe(short, name).offloaded}
+            promise = _Promise(self._extended(first, attempt, work), attempt, name, bool(away))
             if worse := self._worse(promise):
                 return Tried(reason=worse)
-            away = {s for s, _ in recipe(short, name).offloaded}
             if any(map(operator.gt, _least_peaks(first, away), problem.budget)):
                 return Tried(reason=f"needs more memory by its first {few} microbatches, not run in full")
             second = published(replace(problem, microbatches=more), name, transfers=False)
@@ -143,6 +146,14 @@ class Candidates:
         """Whether published schedules take so long to time that the hopeless ones are passed over."""
         ops = 4 * len(attempt.problem.stages) * attempt.problem.microbatches
         return self.planner.winner() is not None and ops >= SCREENED and _repeats(attempt)
+
+
+def _offloads(attempt: Attempt, name: str) -> bool:
+    """Whether a published schedule offloads anything; whether it is defined is found later."""
+    try:
+        return bool(recipe(replace(attempt.problem, microbatches=attempt.problem.devices), name).offloaded)
+    except NotDefined:
+        return False
 
 
 def _repeats(attempt: Attempt) -> bool:

@@ -97,6 +97,18 @@ def test_looking_at_the_first_microbatches_loses_no_published_schedule_that_woul
             assert baseline.makespan_ns > results[0].makespan_ns
 
 
+def test_however_late_it_is_no_large_published_schedule_without_offloads_is_missed(monkeypatch):
+    profile = uniform(3, 4)
+    monkeypatch.setattr(candidates, "SCREENED", 0)
+    monkeypatch.setattr(candidates, "SHARE", 0.0)
+    chosen = {"microbatches": 12, "time_limit_s": 1.0, "reproducible": False, "search": False}
+    late = quick(profile, 6 * GB, **chosen).schedule.forecast
+    assert any("want of time" in (baseline.reason or "") for baseline in late.baselines.values())
+    monkeypatch.setattr(candidates, "SCREENED", 10**9)
+    every = quick(profile, 6 * GB, microbatches=12).schedule.forecast.baselines.values()
+    assert late.makespan_ns <= min(one.makespan_ns for one in every if one.fits)
+
+
 # -- cuts ---------------------------------------------------------------------------------------------------------
 
 

@@ -131,7 +131,11 @@ class Candidates:
         need = planner.judge(attempt, timed)
         if need.over is not None and self._is_large(attempt):
             return Tried(timed.makespan, need)
-        timed = hurried(timed)
+        quick = hurried(timed)
+        if quick is not timed:  # no more memory by the plan, but messages may wait longer in theirs
+            quick_need = planner.judge(attempt, quick)
+            if need.over is not None or quick_need.over is None:
+                timed, need = quick, quick_need
         if planner.is_better(attempt, timed):
             if need.over is None:
                 planner.keep(attempt, timed, "published", need)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from optpipe_compiler import ir
@@ -15,6 +15,7 @@ from optpipe_compiler.heuristics.tuning import Tuner
 from optpipe_compiler.lower import Certificate, lift, lower
 from optpipe_compiler.placement import Layout, layout
 from optpipe_compiler.problem import Caps, Freedom, build
+from optpipe_compiler.profile import P2P, Layer, Link, Machine, Profile
 from optpipe_compiler.schedule import Mode
 from optpipe_compiler.verify import verify
 from tests.instances import profiles, quick, uniform
@@ -44,7 +45,37 @@ def without(schedule: ir.Schedule, place: tuple[int, str, int, int]) -> ir.Sched
     return ir.seal(msgspec.structs.replace(schedule, devices=devices))
 
 
+def tight_when_hurried() -> Profile:
+    """Under a tight cap, the messages of a published schedule with quicker transfers wait too long to fit."""
+    names = [
+        "forward_ns",
+        "backward_input_ns",
+        "backward_weight_ns",
+        "saved_bytes",
+        "residue_bytes",
+        "captured_bytes",
+        "checkpoint_bytes",
+        "output_bytes",
+        "static_bytes",
+        "forward_transient_bytes",
+        "backward_input_transient_bytes",
+        "backward_weight_transient_bytes",
+        "backward_transient_bytes",
+    ]
+    costs = (
+        (16, 151, 51, 207, 269, 100, 1, 17, 33, 37, 28, 28, 21),
+        (83, 130, 218, 364, 366, 40, 82, 3, 26, 44, 4, 59, 54),
+        (172, 293, 36, 899, 101, 24, 254, 43, 3, 60, 30, 27, 3),
+        (239, 76, 299, 306, 107, 0, 258, 30, 60, 45, 47, 45, 35),
+    )
+    link = Link(devices=[0, 1], d2h_bytes_per_s=2 * 10**9, h2d_bytes_per_s=10**9)
+    machine = Machine(devices=2, p2p=[P2P(latency_ns=14)], links=[link], op_overhead_ns=5)
+    layers = [Layer(name=f"layer{n}", **dict(zip(names, row, strict=True))) for n, row in enumerate(costs)]
+    return Profile(name="tight when hurried", machine=machine, layers=layers)
+
+
 @SLOW
+@example(profile=tight_when_hurried(), tightness=0.37789965747452664, microbatches=4, split=False)
 @given(profile=profiles(), tightness=st.floats(0.2, 1.0), microbatches=st.integers(1, 5), split=st.booleans())
 def test_whatever_is_planned_is_accepted_by_the_judge_and_every_wait_is_needed(profile, tightness, microbatches, split):
     roomy = quick(profile, 10**6, microbatches=microbatches, split=split).schedule

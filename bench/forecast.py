@@ -1,4 +1,4 @@
-"""Hold forecasts against runs: `python -m bench.forecast [--steps N] [--repeat N] [-o docs/FORECAST.md]`.
+"""Hold forecasts against runs: `python -m bench.forecast [--steps N] [--time-limit S] [-o docs/FORECAST.md]`.
 
 For each model: measure it on this machine, plan it for two devices in all the memory that there is and in a third of
 what that plan took for activations, and train it for some steps. Nothing else should run meanwhile.

@@ -191,6 +191,10 @@ def test_a_profile_is_written_from_names_alone(tmp_path):
         (("--model", "gpt2", "--tp", "2"), "--tp is 2, which needs --gpu"),
         (("--model", "gpt2", "--hidden", "64"), "--hidden is 64, which the model itself says; expected no --model"),
         (("--model", "gpt2", "--dtype", "fp16"), "--dtype is fp16, expected fp32 or bf16 where there is no --gpu"),
+        (
+            ("--model", "gpt2", "--gpu", "b200", "--dtype", "fp32"),
+            "--dtype is fp32, expected bf16 or fp16 where there is",
+        ),
         (("--model", "no.such:layers", "--layers", "3"), "--layers is 3, expected no --layers: no.such:layers says"),
         (("--model", "gpt2", "--seq", "2000"), "$.model.sequence_length is 2000, expected at most the positions"),
         (("--gpu", "h100-sxm"), "--gpu is h100-sxm, which needs --model"),

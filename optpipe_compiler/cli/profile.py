@@ -88,6 +88,8 @@ def _estimate(output: Path, given: dict[str, Any]) -> None:
     from runtime_torch.estimate import assumptions, estimate
 
     refuse(given, {"model", "gpu", "attention", "accumulation", *ESTIMATED}, "only measuring takes; expected no --gpu")
+    if given.get("dtype") == "fp32":
+        raise BadInput("--dtype is fp32, expected bf16 or fp16 where there is --gpu: data sheets are read for these")
     options = chosen(given, models.load(given["model"]), gpus.load(given.get("gpu", "")))
     check_writable(output)
     record = estimate(options)

@@ -1,9 +1,9 @@
-"""Measure the runtime's own host time: `python -m bench.overhead [--method NAME] [--steps N] [--profile]`.
+"""Measure the runtime's own host time: `python -m bench.overhead [--method NAME ...] [--steps N] [--profile]`.
 
-Two processes run the same order of ops, in turn on the replay and on torch's stock schedule runtime, with layers that
-do next to nothing. Reported per op (messages included), a quiet step (lowest tenth) of the slower rank: the time that
-passes (with the waiting for messages, which both have), and the time that the process computes on all threads. The
-garbage collector is off, as in `optpipe run`.
+One process per rank runs the rank's ops, in turn on the replay and on torch's stock schedule runtime, with layers that
+do next to nothing and torch's fake process group, which delivers at once: so nothing is waited for, and what is left is
+the time that the host works. Reported per op (messages included): the processor time of the thread in a quiet step
+(lowest tenth). The garbage collector is off, as in `optpipe run`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,10 @@ from __future__ import annotations
 import argparse
 import cProfile
 import gc
-import json
 import multiprocessing
-import os
 import pstats
 import statistics
-import tempfile
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,11 +22,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from optpipe_compiler.driver import Options, compile_schedule
 from optpipe_compiler.uniform import UniformOptions, uniform_profile
 from runtime_torch.adapter import _actions, quiet
-from runtime_torch.execution import StageExecution
+from runtime_torch.named import NamedStage
 from runtime_torch.runner import Steps
 
 if TYPE_CHECKING:
@@ -38,6 +35,7 @@ if TYPE_CHECKING:
 
     from optpipe_compiler import ir
 
+METHODS = ("1f1b", "interleaved-1f1b", "zb-h1")
 WARM_UP = 5
 
 
@@ -50,112 +48,130 @@ class Last(nn.Linear):
         return out if target is None else loss(out, target)
 
 
+class StockStage(PipelineStage):
+    """torch's stage, spared the vote on how shapes are found: the fake group brings no votes."""
+
+    def _warmup_forward_vote(self, *_: Any, **__: Any) -> Tensor:
+        return torch.ones(1)
+
+    def _warmup_backward_result(self, *_: Any, **__: Any) -> Tensor:
+        return torch.ones(1)
+
+
 def loss(output: Tensor, target: Tensor) -> Tensor:
     """Next to nothing, too."""
     return (output - target).sum()
 
 
-def order(method: str, microbatches: int) -> ir.Schedule:
-    """Return a published schedule for two devices, without memory ops."""
-    profile = uniform_profile(UniformOptions(devices=2, layers_per_device=1))
+def order(method: str, devices: int, microbatches: int) -> ir.Schedule:
+    """Return a published schedule without memory ops."""
+    profile = uniform_profile(UniformOptions(devices=devices, layers_per_device=2))
     options = Options(mem_bytes=10**12, microbatches=microbatches, method=method, offload=False, recompute=False)
     return compile_schedule(profile, options).schedule
 
 
 def replayed(schedule: ir.Schedule, rank: int) -> Callable[[Tensor, Tensor], object]:
-    """Return a step of ours."""
-    device = torch.device("cpu")
-    layer = (Last if rank else nn.Linear)(1, 1)
-    stage = StageExecution([layer], rank, is_first=rank == 0, is_last=rank == 1, device=device)
-    x = torch.ones(1, 1)
-    stage.calibrate(x, x if rank else None, None if rank else x)
+    """Return a step of ours; a stage is one layer, however many the schedule counts."""
+    x, on, last = torch.ones(1, 1), torch.device("cpu"), len(schedule.stages) - 1
+    stages, modules = {}, {}
+    for index in _stages_of(schedule, rank):
+        modules[index] = _layer(schedule, index)
+        stage = NamedStage([modules[index]], index, is_first=index == 0, is_last=index == last, device=on)
+        stage.stage = index
+        stage.calibrate(x, x if index == last else None, None if index == last else x)
+        stages[index] = stage
+    first = next(iter(stages.values()))
+    for stage in stages.values():
+        stage.meter, stage.host_meter = first.meter, first.host_meter
     steps = Steps(
         schedule,
-        {rank: stage},
-        {rank: layer},
+        stages,
+        modules,
         lambda _: ((1, 1), torch.float32),
         group=None,
-        on=device,
-        meter=stage.meter,
-        host_meter=stage.host_meter,
+        on=on,
+        meter=first.meter,
+        host_meter=first.host_meter,
     )
     return steps.step
 
 
 def stock(schedule: ir.Schedule, rank: int) -> Callable[[Tensor, Tensor], object]:
     """Return a step of torch's runtime over the same order."""
-    x = torch.ones(1, 1)
-    stage = PipelineStage(
-        (Last if rank else nn.Linear)(1, 1), rank, 2, torch.device("cpu"), input_args=x, output_args=x
-    )
-    microbatches = schedule.setup.microbatches
-    runtime: Any = _PipelineScheduleRuntime([stage], microbatches, loss_fn=loss)  # type: ignore[no-untyped-call]
+    x, count, microbatches = torch.ones(1, 1), len(schedule.stages), schedule.setup.microbatches
+    mine = _stages_of(schedule, rank)
+    stages = [
+        StockStage(_layer(schedule, index), index, count, torch.device("cpu"), input_args=x, output_args=x)
+        for index in mine
+    ]
+    runtime: Any = _PipelineScheduleRuntime(stages, microbatches, loss_fn=loss)  # type: ignore[no-untyped-call]
     actions = {device.device: _actions(device, microbatches) for device in schedule.devices}
     runtime._prepare_schedule_with_comms(actions, format="compute_comms")
 
     def step(inputs: Tensor, target: Tensor) -> None:
-        if rank == 0:
-            runtime.step(inputs)
-        else:
-            runtime.step(target=target, losses=[])
+        args = (inputs,) if 0 in mine else ()
+        last = {"target": target, "losses": []} if count - 1 in mine else {}
+        runtime.step(*args, **last, return_outputs=False)
 
     return step
 
 
-def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
-    """Take turns with both, in step with the other process; write the samples per way."""
+def _stages_of(schedule: ir.Schedule, rank: int) -> list[int]:
+    return [stage.stage for stage in schedule.stages if stage.device == rank]
+
+
+def _layer(schedule: ir.Schedule, index: int) -> nn.Module:
+    return (Last if index == len(schedule.stages) - 1 else nn.Linear)(1, 1)
+
+
+def measure(options: argparse.Namespace, method: str, rank: int) -> dict[str, float]:
+    """Take turns with both; return the us per op of each way."""
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     quiet()
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    schedule = order(options.method, options.microbatches)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=options.devices)
+    schedule = order(method, options.devices, options.microbatches)
     ways = {"replay": replayed(schedule, rank), "torch": stock(schedule, rank)}
-    samples: dict[str, list[tuple[int, int]]] = {name: [] for name in ways}
+    samples: dict[str, list[int]] = {name: [] for name in ways}
     batch = torch.ones(schedule.setup.microbatches, 1)
-    profiler = cProfile.Profile()
+    profilers = {name: cProfile.Profile() for name in ways}
     gc.collect()
     gc.freeze()
     gc.disable()
     for index in range(WARM_UP + options.steps):
         for name, step in ways.items():
-            dist.barrier()
-            start = time.perf_counter_ns(), time.process_time_ns()
-            if options.profile and name == "replay" and index >= WARM_UP:
-                profiler.runcall(step, batch, batch)
+            start = time.thread_time_ns()
+            if options.profile and index >= WARM_UP:
+                profilers[name].runcall(step, batch, batch)
             else:
                 step(batch, batch)
-            samples[name].append((time.perf_counter_ns() - start[0], time.process_time_ns() - start[1]))
-    if options.profile and rank == 0:
-        pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
+            samples[name].append(time.thread_time_ns() - start)
+    if options.profile:
+        for name in ways:
+            pstats.Stats(profilers[name]).sort_stats("tottime").print_stats(30)
     count = len(schedule.devices[rank].compute)
-    found = {name: [[ns / count for ns in sample] for sample in taken[WARM_UP:]] for name, taken in samples.items()}
-    Path(folder, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
-    dist.destroy_process_group()
+    return {name: statistics.quantiles(taken[WARM_UP:], n=10)[0] / count / 1e3 for name, taken in samples.items()}
 
 
 def main() -> None:
-    """Print both ways and their ratio."""
+    """Print both ways and their ratio, rank by rank."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--method", default="1f1b", help="a published schedule, see `optpipe compile --help`")
+    parser.add_argument("--method", action="append", help=f"published schedules, default {', '.join(METHODS)}")
+    parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--profile", action="store_true", help="show where the replay's time goes; its times are off")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--profile", action="store_true", help="show where the time goes; the times are then too long")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("spawn")
-        processes = [context.Process(target=measure, args=(rank, options, folder)) for rank in range(2)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        found = [json.loads(Path(folder, f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
-    for index, label in enumerate(("passes", "computes")):
-        times = {
-            name: max(statistics.quantiles((sample[index] for sample in rank[name]), n=10)[0] / 1e3 for rank in found)
-            for name in found[0]
-        }
-        ratio = times["replay"] / times["torch"]
-        print(f"{label:8}  torch {times['torch']:.1f} us, replay {times['replay']:.1f} us per op: ratio {ratio:.2f}")
+    context = multiprocessing.get_context("spawn")
+    for method in options.method or METHODS:
+        for rank in range(options.devices):
+            with context.Pool(1) as pool:
+                us = pool.apply(measure, (options, method, rank))
+            ratio = us["replay"] / us["torch"]
+            print(
+                f"{method:18} rank {rank}: torch {us['torch']:.1f} us, replay {us['replay']:.1f} us per op: "
+                f"ratio {ratio:.2f}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

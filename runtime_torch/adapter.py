@@ -1,7 +1,7 @@
 """Every touch of a private torch name: the pipelining engine, driven over a schedule file's own order.
 
-The engine (`_PipelineScheduleRuntime`) walks the device's actions; `_Stage` hands each to `Replay`. Recompute has no
-action of its own in torch: it rides on OVERLAP_F_B, the engine's slot for custom functions.
+The engine (`_PipelineScheduleRuntime`) walks the device's actions and calls the functions that `Replay` has for them;
+messages it asks of `_Stage`. Recompute has no action of its own in torch: it rides on OVERLAP_F_B.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from optpipe_compiler.errors import MissingDependency, RunFailed
 from runtime_torch.job import TORCH, check_torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch.distributed as dist
     from torch import Tensor
 
@@ -37,16 +39,10 @@ except ImportError as error:
     ) from error
 
 _SIGNATURES = {
-    "forward_one_chunk": ("fwd_chunk_id", "args", "kwargs", "save_forward_output"),
-    "backward_one_chunk": ("bwd_chunk_id", "loss", "full_backward", "last_backward"),
-    "backward_weight_one_chunk": ("bwd_chunk_id", "last_backward"),
     "get_fwd_recv_ops": ("fwd_chunk_id",),
     "get_fwd_send_ops": ("fwd_chunk_id",),
     "get_bwd_recv_ops": ("bwd_chunk_id",),
     "get_bwd_send_ops": ("bwd_chunk_id",),
-    "set_local_fwd_input": ("prev_stage_outputs", "mb_index"),
-    "set_local_bwd_input": ("next_stage_bwd_outputs", "mb_index"),
-    "get_local_bwd_output": ("mb_index",),
     "perform_reduce_grad": ("grad_scale_factor",),
     "clear_runtime_states": (),
     "_prepare_forward_infra": ("num_microbatches", "args", "kwargs", "has_backward"),
@@ -101,7 +97,7 @@ def quiet() -> None:
 
 
 class _Stage(PipelineStage):
-    """A stage whose work, buffers and messages are all `Replay`'s; the engine only calls in order."""
+    """A stage whose buffers and messages are `Replay`'s; the engine only calls in order."""
 
     def __init__(
         self,
@@ -128,51 +124,25 @@ class _Stage(PipelineStage):
     def _post_metadata_inference_cleanup(self) -> None:
         """Nothing was inferred; sharded layers stay whole for the step."""
 
-    def forward_one_chunk(
-        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: Any = None, save_forward_output: bool = True
-    ) -> Tensor:
-        """F."""
-        return self._replay.forward(self.stage_index, fwd_chunk_id, args[0] if self.is_first else None)
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        """B or I; the loss is part of the last stage and needs no gradient from outside."""
-        self._replay.backward(self.stage_index, bwd_chunk_id, fused=full_backward)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """W."""
-        self._replay.backward_weight(self.stage_index, bwd_chunk_id)
-
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Issue the receive of an activation; nothing is left to the engine."""
-        self._replay.recv("recv_activation", self.stage_index, fwd_chunk_id)
+        self._replay.run("recv_activation", self.stage_index, fwd_chunk_id)
         return []
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Issue the receive of a gradient."""
-        self._replay.recv("recv_gradient", self.stage_index, bwd_chunk_id)
+        self._replay.run("recv_gradient", self.stage_index, bwd_chunk_id)
         return []
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Issue the send of an activation."""
-        self._replay.send("send_activation", self.stage_index, fwd_chunk_id)
+        self._replay.run("send_activation", self.stage_index, fwd_chunk_id)
         return []
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Issue the send of a gradient."""
-        self._replay.send("send_gradient", self.stage_index, bwd_chunk_id)
+        self._replay.run("send_gradient", self.stage_index, bwd_chunk_id)
         return []
-
-    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """`Replay` has handed the tensor over already."""
-
-    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """`Replay` has handed the gradient over already."""
-
-    def get_local_bwd_output(self, mb_index: int) -> tuple[None, ...]:
-        """`Replay` has handed the gradient over already."""
-        return (None,)
 
     def clear_runtime_states(self) -> None:
         """`Replay` leaves nothing between steps."""
@@ -195,16 +165,23 @@ class Engine:
         self._runtime = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
             stages, schedule.setup.microbatches, loss_fn=_the_output_is_the_loss, scale_grads=True
         )
-        self._runtime.register_custom_function(
-            _ComputationType.OVERLAP_F_B,
-            lambda action, _: replay.recompute(action.stage_index, action.microbatch_index),
-        )
+        for kind in ("forward", "backward", "backward_input", "backward_weight", "recompute"):
+            self._runtime.register_custom_function(getattr(_ComputationType, _TYPES[kind]), _call(replay, kind))
         actions = {device.device: _actions(device, schedule.setup.microbatches) for device in schedule.devices}
         self._runtime._prepare_schedule_with_comms(actions, format="compute_comms")
 
-    def step(self, *inputs: Tensor, target: Tensor | None, losses: list[Tensor]) -> None:
-        """Run one step: `inputs` where the first stage is, `target` and `losses` (filled) where the last is."""
-        self._runtime.step(*inputs, target=target, losses=losses, return_outputs=False)
+    def step(self) -> None:
+        """Run one step."""
+        self._runtime.fwd_recv_ops.clear()
+        self._runtime.bwd_recv_ops.clear()
+        self._runtime.step(return_outputs=False)
+
+
+def _call(replay: Replay, kind: str) -> Callable[..., None]:
+    def call(action: Any, ctx: Any) -> None:
+        replay.run(kind, action.stage_index, action.microbatch_index)
+
+    return call
 
 
 def sharded_modules(layer: nn.Module) -> list[FSDPModule]:

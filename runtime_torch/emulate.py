@@ -11,7 +11,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
 
 from optpipe_compiler import ir
 from optpipe_compiler.errors import BadInput
@@ -143,14 +142,12 @@ class _Alone:
         self._host_meter.reset_peak()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        losses: list[Tensor] = []
-        inputs = self._inputs.tensor_split(microbatches)
-        self._replay.begin(self._target.tensor_split(microbatches))
+        self._replay.begin(self._inputs.tensor_split(microbatches), self._target.tensor_split(microbatches))
         self._peers.begin()
         start = self._peers.start_ns
         try:
             for op in self._schedule.devices[self._rank].compute:
-                self._run(op, inputs, losses)
+                self._replay.run(op.name, op.stage, op.microbatch)
         except BaseException as error:
             self._replay.abort(error)
             raise
@@ -159,27 +156,10 @@ class _Alone:
         self._peaks.append((self._meter.peak_bytes, self._host_meter.peak_bytes))
         if self._device.type == "cuda":
             self._allocator_peak = max(self._allocator_peak, torch.cuda.max_memory_allocated(self._device))
+        losses = list(self._replay.losses.values())
         self.loss = torch.stack(losses).mean().item() if losses else float("nan")
         ran = [(op.op_id, op.lane, op.start_ns - start, op.end_ns - start) for op in ops]
         return sorted(ran, key=lambda op: op[3])
-
-    def _run(self, op: ir.Op, inputs: Sequence[Tensor], losses: list[Tensor]) -> None:
-        replay, at = self._replay, (op.stage, op.microbatch)
-        match op:
-            case ir.Forward():
-                out = replay.forward(*at, inputs[op.microbatch] if op.stage == 0 else None)
-                if op.stage == len(self._schedule.stages) - 1:
-                    losses.append(out)
-            case ir.Backward() | ir.BackwardInput():
-                replay.backward(*at, fused=isinstance(op, ir.Backward))
-            case ir.BackwardWeight():
-                replay.backward_weight(*at)
-            case ir.Recompute():
-                replay.recompute(*at)
-            case ir.SendActivation() | ir.SendGradient():
-                replay.send(op.name, *at)
-            case ir.RecvActivation() | ir.RecvGradient():
-                replay.recv(op.name, *at)
 
     def report(self, runs: Sequence[Sequence[Ran]]) -> EmulationReport:
         """Put the steps together."""

@@ -12,8 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from runtime_torch import engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -77,9 +78,8 @@ def backward_input(output: GradientEdge, gradient: Tensor, start: GradientEdge) 
             rest.groups.append(group)
     handles = [node.register_prehook(_capture(group, node)) for group in rest.groups for node in group.cuts]
     try:
-        found, *gradients = torch.autograd.grad(
-            [output], [start, *map(get_gradient_edge, vectors)], [gradient], retain_graph=True, allow_unused=True
-        )
+        wanted = [start, *map(get_gradient_edge, vectors)]
+        found, *gradients = engine.capture([output], [gradient], wanted, retain=True)
     finally:
         for handle in handles:
             handle.remove()
@@ -105,7 +105,7 @@ def _capture(group: Group, node: Node):  # type: ignore[no-untyped-def]  # torch
 def backward_weight(rest: SecondHalf, *, accumulate: bool = True) -> None:
     """Run the second half, group by group; `accumulate` into `.grad`, or throw the gradients away (calibration)."""
     if accumulate and rest.vectors:
-        torch.autograd.backward(rest.vectors, rest.gradients)
+        engine.accumulate([get_gradient_edge(vector) for vector in rest.vectors], rest.gradients)
     while rest.groups:
         group = rest.groups.pop()
         edges, gradients = group.roots()
@@ -125,10 +125,11 @@ def weight_gradients(
     """Backward from `edges` to `params` only."""
     if not params:
         return
+    into = [get_gradient_edge(parameter) for parameter in params]
     if accumulate:
-        torch.autograd.backward(edges, gradients, inputs=params)
+        engine.accumulate(edges, gradients, into)
     else:
-        torch.autograd.grad(edges, params, gradients, allow_unused=True)
+        engine.capture(edges, gradients, into, retain=False)
 
 
 def _clamps(group: Group):  # type: ignore[no-untyped-def]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch import Tensor, UntypedStorage, nn
+    from torch.autograd.graph import Node
 
 Layers = tuple[int, int]
 """Layers `[first, end)`, numbered over the whole model."""
@@ -289,12 +290,12 @@ class StageExecution:
         if run.rest is not None:
             split.backward_weight(run.rest, accumulate=accumulate)
         if run.entry is not None and run.entry_gradient is not None:
-            split.weight_gradients([run.entry], [run.entry_gradient], self._entry_params(run), accumulate=accumulate)
+            split.weight_gradients([run.entry], [run.entry_gradient], self._entry_leaves(run), accumulate=accumulate)
 
-    def _entry_params(self, run: _Pass) -> list[Tensor]:
-        """The parameters before the leaf."""
+    def _entry_leaves(self, run: _Pass) -> list[Node]:
+        """The accumulators of the parameters before the entry."""
         assert run.entry is not None
-        return [p for group in split.find_groups(run.entry.node, None) for p in group.params]
+        return [leaf for group in split.find_groups(run.entry.node, None) for leaf in group.leaves]
 
     def _release(self, run: _Pass) -> None:
         """Forget all that a pass still holds."""

@@ -48,6 +48,10 @@ class Bundle:
         """The first floating-point part's dtype: the carrier must be able to have a gradient where a part has one."""
         return next((dtype for _, dtype in self.parts if dtype.is_floating_point), torch.uint8)
 
+    def with_floats(self, dtype: torch.dtype) -> Bundle:
+        """Return the same bundle with all floats in `dtype`."""
+        return Bundle(tuple((shape, dtype if one.is_floating_point else one) for shape, one in self.parts))
+
     def carry(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Return the tensor that crosses, without a gradient: the only one, or a carrier of all."""
         only = tensors[0] if self.is_single else None

@@ -48,6 +48,7 @@ def build_stages(
     *,
     inputs: Sequence[Tensor] = (),
     target: Tensor | None = None,
+    float_dtype: torch.dtype | None = None,
     prepare: Callable[[nn.Module], nn.Module] = lambda layer: layer,
 ) -> Stages:
     """Return the stages of `rank`, made of `layers`; of a mapping by layer number, only the rank's own are needed.
@@ -56,7 +57,9 @@ def build_stages(
     one microbatch (values do not matter) from which the shapes between the layers are found; without them `Runner`
     needs its `boundary`. The last layer is called with the target behind its inputs and returns the mean loss. Layers
     may take and return several tensors. `prepare` is applied to each of the rank's layers on its device, for example
-    `fully_shard`.
+    `fully_shard`, or wraps them in `DistributedDataParallel`: gradients are then averaged once at the end of a step.
+    `float_dtype` is that of the floats between layers where it is not what the layers alone return, for example under
+    a `MixedPrecisionPolicy`.
     """
     _count(schedule, layers)
     bundles = None
@@ -64,6 +67,8 @@ def build_stages(
         if isinstance(layers, Mapping):
             layers = [layers[index] for index in range(schedule.setup.layers)]
         bundles = trace_bundles(layers, inputs, target)
+        if float_dtype is not None:
+            bundles[1:-1] = [bundle.with_floats(float_dtype) for bundle in bundles[1:-1]]
     return stages_between(schedule, layers, rank, device, bundles, prepare)
 
 

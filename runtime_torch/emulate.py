@@ -19,7 +19,7 @@ from runtime_torch import models
 from runtime_torch.conform import BYTES_TOLERANCE, prepare
 from runtime_torch.peers import Peers
 from runtime_torch.replay import Replay
-from runtime_torch.stages import build_stages
+from runtime_torch.stages import stages_between
 from runtime_torch.trace import Ran, chrome_trace
 
 if TYPE_CHECKING:
@@ -111,16 +111,17 @@ class _Alone:
         mine = [range(*stage.layers) for stage in schedule.stages if stage.device == rank]
         layers = {i: layer for own in mine for i, layer in zip(own, models.build(model, own), strict=True)}
         self._schedule, self._rank, self._device, self._scale = schedule, rank, device, time_scale
-        self._stages = build_stages(schedule, layers, rank, device)
-        generator = torch.Generator().manual_seed(seed)
-        self._inputs, self._target = (
-            tensor.to(device) for tensor in models.batch(model, data, generator, schedule.setup.microbatches)
-        )
-        boundaries = models.boundaries(model)
+        bundles = models.bundles(model)
+        self._stages = stages_between(schedule, layers, rank, device, bundles)
+        microbatches = schedule.setup.microbatches
+        inputs, target = models.batches(model, data)(torch.Generator().manual_seed(seed), microbatches)
+        self._inputs, self._target = bundles[0].carry_batch(inputs, microbatches).to(device), target.to(device)
+        boundaries = [bundle.boundary for bundle in bundles[1:]]
         prepare(schedule, self._stages, boundaries.__getitem__, self._inputs, self._target, BYTES_TOLERANCE)
         first = next(iter(self._stages.values()))
         self._meter, self._host_meter = first.meter, first.host_meter
-        self._peers = Peers(schedule, rank, time_scale)
+        carriers = [bundle.boundary for bundle in bundles[1:] if not bundle.is_single]
+        self._peers = Peers(schedule, rank, time_scale, zeros=carriers)
         self._replay = Replay(
             schedule,
             rank,

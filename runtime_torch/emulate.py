@@ -17,6 +17,7 @@ from optpipe_compiler.errors import BadInput
 from optpipe_compiler.export.memory import timed_ops
 from runtime_torch import models
 from runtime_torch.conform import BYTES_TOLERANCE, prepare
+from runtime_torch.measure_layers import memory_peaks
 from runtime_torch.peers import Peers
 from runtime_torch.replay import Replay
 from runtime_torch.stages import stages_between
@@ -65,7 +66,8 @@ class EmulationReport:
     peak_host_bytes: int
     promised_host_bytes: int
     allocator_peak_bytes: int | None
-    """On CUDA, what the caching allocator handed out at most, beyond what it held when the steps began."""
+    """What torch's allocator handed out at most, beyond what it held when the steps began. None on a CPU where there
+    are transfers: the allocator does not tell the host's buffers from the device's there."""
     ops: list[OpReport]
 
 
@@ -92,6 +94,7 @@ def emulate(
         runs.append(alone.step())
         span = runs[-1][-1][3]
         on_event({"event": "step", "step": number, "steps": steps, "loss": alone.loss, "makespan_ns": span})
+    alone.measure_allocator()
     if trace:
         nobody: list[Ran] = []
         devices = [[run if other == rank else nobody for other in range(schedule.setup.devices)] for run in runs]
@@ -131,9 +134,10 @@ class _Alone:
             on=device,
             meter=self._meter,
         )
+        for parameter in self._stages.module.parameters():  # gradients are static memory
+            parameter.grad = torch.zeros_like(parameter)
         self._peaks: list[tuple[int, int]] = []
-        self._allocated = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-        self._allocator_peak = 0
+        self._allocator_peak: int | None = None
         self.loss = float("nan")
 
     def step(self) -> list[Ran]:
@@ -141,8 +145,6 @@ class _Alone:
         microbatches = self._schedule.setup.microbatches
         self._meter.reset_peak()
         self._host_meter.reset_peak()
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
         self._replay.begin(self._inputs.tensor_split(microbatches), self._target.tensor_split(microbatches))
         self._peers.begin()
         start = self._peers.start_ns
@@ -153,14 +155,23 @@ class _Alone:
             self._replay.abort(error)
             raise
         ops = self._replay.finish()
-        self._stages.module.zero_grad()
+        self._stages.module.zero_grad(set_to_none=False)
         self._peaks.append((self._meter.peak_bytes, self._host_meter.peak_bytes))
-        if self._device.type == "cuda":
-            self._allocator_peak = max(self._allocator_peak, torch.cuda.max_memory_allocated(self._device))
         losses = list(self._replay.losses.values())
         self.loss = torch.stack(losses).mean().item() if losses else float("nan")
         ran = [(op.op_id, op.lane, op.start_ns - start, op.end_ns - start) for op in ops]
         return sorted(ran, key=lambda op: op[3])
+
+    def measure_allocator(self) -> None:
+        """One more step, watched by the allocator."""
+        plan = self._schedule.devices[self._rank]
+        if self._device.type == "cuda":
+            before = torch.cuda.memory_allocated(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self.step()
+            self._allocator_peak = torch.cuda.max_memory_allocated(self._device) - before
+        elif not plan.d2h:
+            self._allocator_peak = memory_peaks({"step": self.step})["step"]
 
     def report(self, runs: Sequence[Sequence[Ran]]) -> EmulationReport:
         """Put the steps together."""
@@ -196,7 +207,7 @@ class _Alone:
             promised_activation_bytes=plan.peak_bytes - static - schedule.setup.reserve_bytes,
             peak_host_bytes=max(peak for _, peak in self._peaks),
             promised_host_bytes=plan.host_bytes,
-            allocator_peak_bytes=self._allocator_peak - self._allocated if self._device.type == "cuda" else None,
+            allocator_peak_bytes=self._allocator_peak,
             ops=ops,
         )
 

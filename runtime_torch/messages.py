@@ -15,7 +15,22 @@ if TYPE_CHECKING:
 
     from runtime_torch.meter import Meter
 
-    Work = dist.Work | Arrival
+
+class _Delivery:
+    """The delivery of a message on CUDA, as an event of `channel`: the work itself would hold the buffer."""
+
+    def __init__(self, work: dist.Work, channel: torch.cuda.Stream) -> None:
+        self._event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(channel):
+            work.wait()
+            self._event.record(channel)
+
+    def wait(self) -> None:
+        """Let the current stream wait."""
+        torch.cuda.current_stream().wait_event(self._event)
+
+
+Work = dist.Work | Arrival | _Delivery
 
 
 class _Message:
@@ -23,24 +38,25 @@ class _Message:
 
     def __init__(self, tensor: Tensor, work: Work, *, sent: bool) -> None:
         self.tensor: Tensor | None = tensor
-        self.work = work
+        self.work: Work | None = work
         self.sent = sent
         self.stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
         self.lock = threading.Lock()
-        self.done = False
 
 
 class Mailbox:
     """Sends and receives over `group`, whose ranks are the schedule's devices; or to and from emulated peers.
 
     A send's buffer has one hold in the meter when it comes here; it is released when the delivery is waited for.
-    A receive's buffer stays the receiver's.
+    A receive's buffer is the receiver's. Neither is held here any longer than that.
     """
 
     def __init__(self, group: dist.ProcessGroup | Peers | None, meter: Meter) -> None:
         self._group = dist.group.WORLD if group is None else group
         self._meter = meter
         self._messages: dict[str, _Message] = {}
+        self._channels: dict[int, torch.cuda.Stream] = {}
+        """On CUDA, by peer: a pair's messages are delivered in their order, those of two pairs in any."""
 
     def send(self, op_id: str, tensor: Tensor, peer: int) -> None:
         """Issue a send of `tensor` (contiguous) to device `peer`."""
@@ -48,7 +64,7 @@ class Mailbox:
             work: Work = self._group.isend(op_id, tensor)
         else:
             assert self._group is not None
-            work = self._group.send([tensor], peer, 0)
+            work = self._held_by_nobody(self._group.send([tensor], peer, 0), tensor, peer)
         self._messages[op_id] = _Message(tensor, work, sent=True)
 
     def recv(self, op_id: str, buffer: Tensor, peer: int) -> None:
@@ -57,8 +73,15 @@ class Mailbox:
             work: Work = self._group.irecv(op_id, buffer)
         else:
             assert self._group is not None
-            work = self._group.recv([buffer], peer, 0)
+            work = self._held_by_nobody(self._group.recv([buffer], peer, 0), buffer, peer)
         self._messages[op_id] = _Message(buffer, work, sent=False)
+
+    def _held_by_nobody(self, work: dist.Work, tensor: Tensor, peer: int) -> Work:
+        if not tensor.is_cuda:
+            return work
+        if peer not in self._channels:
+            self._channels[peer] = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+        return _Delivery(work, self._channels[peer])
 
     def wait(self, op_id: str) -> None:
         """Return once the message is delivered; a sent buffer is then free. May be called from any thread.
@@ -67,10 +90,10 @@ class Mailbox:
         so that what takes its memory next runs after the delivery.
         """
         message = self._messages[op_id]
-        if message.done and message.stream is None:
+        if message.work is None:
             return
         with message.lock:
-            if message.done and message.stream is None:
+            if message.work is None:
                 return
             message.work.wait()
             if message.tensor is not None and message.sent:
@@ -78,8 +101,9 @@ class Mailbox:
                     with torch.cuda.stream(message.stream):
                         message.work.wait()
                 self._meter.release(message.tensor.untyped_storage())
-                message.tensor = None
-            message.done = True
+            message.tensor = None
+            if message.stream is None:
+                message.work = None
 
     def drain(self) -> None:
         """Wait for everything that was issued, and forget it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -14,7 +16,7 @@ from runtime_torch.streams import StreamCarrier, StreamLanes
 from runtime_torch.timeline import Timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -30,11 +32,17 @@ MICROBATCHES = 4
 
 def time_copies(gauge: Gauge, benches: Benches, layer: int, samples: int) -> Copies:
     """Time offloads and reloads of what `layer` saved: alone, then one while the other runs."""
-    copier = _Copier(gauge, benches.stage(layer, layer + 1))
-    copies = Copies(copier.nbytes)
-    _alone(copier, samples, copies.d2h, copies.h2d)
-    _alone(_Copier(gauge, bookkeeping_bench(gauge.device)), samples, copies.latency, copies.latency)
-    _duplex(copier, samples, copies.duplex_d2h, copies.duplex_h2d)
+    latency: list[int] = []
+    with _copier(gauge, bookkeeping_bench(gauge.device)) as copier:
+        _alone(copier, samples, latency, latency)
+    del copier
+    gc.collect()  # lanes and carrier know each other: only now their memory is free, and no page is pinned twice
+    with _copier(gauge, benches.stage(layer, layer + 1)) as copier:
+        copies = Copies(copier.nbytes, latency)
+        _alone(copier, samples, copies.d2h, copies.h2d)
+        _duplex(copier, samples, copies.duplex_d2h, copies.duplex_h2d)
+    del copier
+    gc.collect()
     return copies
 
 
@@ -47,6 +55,15 @@ def stream_lanes(
     return lambda work: StreamLanes(work, backend, carrier)
 
 
+@contextmanager
+def _copier(gauge: Gauge, bench: Bench) -> Iterator[_Copier]:
+    """Within: copies; at the end their microbatches are over, which is what frees the memory of their graphs."""
+    copier = _Copier(gauge, bench)
+    yield copier
+    for microbatch in range(MICROBATCHES):
+        bench.stage.backward(microbatch, bench.gradient)
+
+
 class _Copier:
     """A bench with all its microbatches in flight, and lanes that move what they saved."""
 
@@ -57,8 +74,9 @@ class _Copier:
         self.nbytes = bench.stage.saved_bytes(0)
         bench.stage.backward(0, bench.gradient)
         self._lanes = gauge.lanes(bench.stage, MICROBATCHES * self.nbytes)
-        for microbatch in range(MICROBATCHES):
-            bench.forward(microbatch)
+        for microbatch in range(MICROBATCHES):  # each on an input of its own: what was offloaded may be written to
+            target = None if bench.target is None else bench.target.clone()
+            bench.stage.forward(microbatch, bench.x.clone(), target)
 
     def lanes(self, out: Sequence[int], back: Sequence[int], *, at_once: bool) -> Lanes:
         """Return lanes that offload some microbatches and reload others: at once in pairs, or one after the other."""
@@ -103,6 +121,7 @@ def _duplex(copier: _Copier, samples: int, d2h: list[int], h2d: list[int]) -> No
     later = range(half, MICROBATCHES)
     copier.run(copier.lanes(later, (), at_once=False))
     _repeat(copier, copier.lanes(range(MICROBATCHES), [*later, *range(half)], at_once=True), samples, d2h, h2d)
+    copier.run(copier.lanes((), later, at_once=False))
 
 
 def _repeat(copier: _Copier, lanes: Lanes, samples: int, d2h: list[int], h2d: list[int]) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import socket
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from runtime_torch.execution import StageExecution
     from runtime_torch.lanes import Lanes, Work
 
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""Tells machines apart, also where all of them are called localhost."""
 LEAD_NS = 5_000_000
 """The host issues a round of small ops or messages in less."""
 LEAD_SIZE = 2048
@@ -41,7 +43,7 @@ class CudaGauge:
         properties: Any = torch.cuda.get_device_properties(index)
         self.kind = str(properties.name)
         port = root_port(pci_address(properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id))
-        self.host_link = None if port is None else f"{socket.gethostname()} {port}"
+        self.host_link = None if port is None else f"{BOOT_ID.read_text(encoding='ascii').strip()} {port}"
         self.group: dist.ProcessGroup | None = None
         self._under_way: list[tuple[list[int], torch.cuda.Event, torch.cuda.Event]] = []
         self._fillers = 0

@@ -311,7 +311,7 @@ def test_measuring_gives_a_profile_that_reads_back():
 
 @pytest.mark.runtime
 def test_one_device_needs_no_messages():
-    profile = measure(replace(TINY, devices=1), lambda *_: None)
+    profile = measure(replace(TINY, devices=1, device="cpu"), lambda *_: None)
     assert profile.machine.devices == 1
     assert profile.machine.p2p == []
 

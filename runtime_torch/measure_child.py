@@ -73,18 +73,19 @@ def find_in_group(place: Place, model: Model, samples: int, say: Callable[[str, 
 
 @contextmanager
 def _joined(place: Place) -> Iterator[Gauge]:
-    """Take the place among the other processes, and what measures there."""
+    """Take the place among the other processes, and what measures there.
+
+    After a failure the group is left as it is: to take it down could mean to wait for the others.
+    """
     if place.cores:
         os.sched_setaffinity(0, place.cores)
     gauge = _gauge(place)
     dist.init_process_group(
         "gloo", init_method=place.meet, rank=place.rank, world_size=place.processes, timeout=GROUP_TIMEOUT
     )
-    try:
-        gauge.join(place.processes)
-        yield gauge
-    finally:
-        dist.destroy_process_group()
+    gauge.join(place.processes)
+    yield gauge
+    dist.destroy_process_group()
 
 
 def _gauge(place: Place) -> Gauge:

@@ -77,7 +77,7 @@ class Findings:
     messages_with: dict[int, Messages] = field(default_factory=dict)
     """By neighbour, where every pair of neighbours was measured."""
     kind: str = "cpu"
-    """Of device."""
+    """Of the device, as the profile names it."""
     memory: tuple[int, int] | None = None
     """Bytes of the device, and those taken before any tensor; None: its memory is a share of the host's."""
     host_link: str | None = None

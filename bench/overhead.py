@@ -1,4 +1,4 @@
-"""Measure the runtime's own host time: `python -m bench.overhead [--method NAME ...] [--steps N] [--profile]`.
+"""Measure the runtime's own host time: `python -m bench.overhead [--method NAME ...] [-o docs/OVERHEAD.md]`.
 
 One process per rank runs the rank's ops, in turn on the replay and on torch's stock schedule runtime, with layers that
 do next to nothing and torch's fake process group, which delivers at once: so nothing is waited for, and what is left is
@@ -12,9 +12,12 @@ import argparse
 import cProfile
 import gc
 import multiprocessing
+import os
+import platform
 import pstats
 import statistics
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 
     from optpipe_compiler import ir
 
-METHODS = ("1f1b", "interleaved-1f1b", "zb-h1")
+METHODS = ("1f1b", "interleaved-1f1b", "zb-h1", "zbv")
 WARM_UP = 5
 
 
@@ -98,10 +101,18 @@ def replayed(schedule: ir.Schedule, rank: int) -> Callable[[Tensor, Tensor], obj
 
 def stock(schedule: ir.Schedule, rank: int) -> Callable[[Tensor, Tensor], object]:
     """Return a step of torch's runtime over the same order."""
-    x, count, microbatches = torch.ones(1, 1), len(schedule.stages), schedule.setup.microbatches
+    count, microbatches = len(schedule.stages), schedule.setup.microbatches
     mine = _stages_of(schedule, rank)
+    x, between = torch.ones(1, 1), torch.ones(1, 1, requires_grad=True)
     stages = [
-        StockStage(_layer(schedule, index), index, count, torch.device("cpu"), input_args=x, output_args=x)
+        StockStage(
+            _layer(schedule, index),
+            index,
+            count,
+            torch.device("cpu"),
+            input_args=between if index else x,
+            output_args=x if index == count - 1 else between,
+        )
         for index in mine
     ]
     runtime: Any = _PipelineScheduleRuntime(stages, microbatches, loss_fn=loss)  # type: ignore[no-untyped-call]
@@ -152,26 +163,42 @@ def measure(options: argparse.Namespace, method: str, rank: int) -> dict[str, fl
     return {name: statistics.quantiles(taken[WARM_UP:], n=10)[0] / count / 1e3 for name, taken in samples.items()}
 
 
+HEADER = """# The runtime's own host time
+
+Written by `python -m bench.overhead`; {machine}, torch {torch}.
+Microseconds of processor time per op (messages included) of a quiet step, on layers that do next to nothing: our replay
+and torch's stock schedule runtime on the same order, without memory ops. What autograd and the layer itself take is in
+both. torch does not split the first stage of a split schedule: its I is empty there and its W a whole backward; the
+replay runs both halves, and that is what the first rank of such schedules shows.
+
+| schedule | rank | torch | replay | ratio |
+|---|---|---|---|---|
+"""
+
+
 def main() -> None:
-    """Print both ways and their ratio, rank by rank."""
+    """Print both ways and their ratio, rank by rank; write them as a table where asked to."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--method", action="append", help=f"published schedules, default {', '.join(METHODS)}")
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=32)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--profile", action="store_true", help="show where the time goes; the times are then too long")
+    parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
+    rows = []
     for method in options.method or METHODS:
         for rank in range(options.devices):
             with context.Pool(1) as pool:
                 us = pool.apply(measure, (options, method, rank))
             ratio = us["replay"] / us["torch"]
-            print(
-                f"{method:18} rank {rank}: torch {us['torch']:.1f} us, replay {us['replay']:.1f} us per op: "
-                f"ratio {ratio:.2f}",
-                flush=True,
-            )
+            rows.append(f"| {method} | {rank} | {us['torch']:.1f} | {us['replay']:.1f} | {ratio:.2f} |")
+            print(rows[-1], flush=True)
+    if options.output is not None:
+        machine = f"{os.cpu_count()} cores, Python {platform.python_version()}"
+        text = HEADER.format(machine=machine, torch=torch.__version__) + "\n".join(rows) + "\n"
+        options.output.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

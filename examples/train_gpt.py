@@ -4,7 +4,8 @@ optpipe profile --devices 2 && optpipe compile --mem 40GB
 torchrun --nproc-per-node 4 train_gpt.py schedule.json --steps 100 --save checkpoints
 torchrun --nproc-per-node 4 train_gpt.py schedule.json --steps 200 --save checkpoints --resume
 
-The schedule's devices are the pipeline; the processes beyond them replicate it (or shard it: --data-parallel shard).
+The schedule's devices are the pipeline; the processes beyond them replicate it (DistributedDataParallel), or shard it
+(FSDP2, --data-parallel shard). Gradients are averaged once per step.
 Runs on GPUs where there are enough, else on CPU.
 """
 
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import runtime_torch
 from runtime_torch import models, text
@@ -46,7 +48,11 @@ def main() -> None:
         device,
         inputs=[inputs[:size]],
         target=target[:size],
-        prepare=partial(fully_shard, mesh=mesh["data"]) if sharded else (lambda layer: layer),
+        prepare=(
+            partial(fully_shard, mesh=mesh["data"])
+            if sharded
+            else partial(DistributedDataParallel, process_group=mesh.get_group("data"))
+        ),
     )
     tolerance = None if options.autocast else 0.05  # the profile was measured without autocast
     runner = runtime_torch.Runner(schedule, stages, group=mesh.get_group("pipeline"), bytes_tolerance=tolerance)
@@ -57,8 +63,6 @@ def main() -> None:
         inputs, target = data.training(step)
         with torch.autocast(device.type, torch.bfloat16, enabled=options.autocast):
             result = runner.step(inputs, target=target)
-        if not sharded:
-            average(stages.module, mesh.get_group("data"))
         norm = clip(stages.module, options.clip, mesh, sharded=sharded)
         optimizer.step()
         optimizer.zero_grad()
@@ -135,15 +139,6 @@ class Data:
         generator = torch.Generator().manual_seed(seed)
         inputs, target = models.batch(self._model, data, generator, self._microbatches)
         return inputs.to(self._device), target.to(self._device)
-
-
-def average(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Average the gradients over the replicas: what DDP does, once per step instead of once per microbatch."""
-    gradients = [p.grad for p in module.parameters() if p.grad is not None]
-    flat = torch.cat([gradient.flatten() for gradient in gradients]) / dist.get_world_size(group)
-    dist.all_reduce(flat, group=group)
-    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
 
 
 def clip(module: nn.Module, largest: float, mesh: DeviceMesh, *, sharded: bool) -> float:

@@ -224,6 +224,8 @@ class _Compilation:
                     self.planner.search()
         except KeyboardInterrupt:
             interrupted = True
+        if self.options.method is None:
+            self.planner.spare()
         winner = self.planner.winner()
         if winner is None and interrupted:
             raise KeyboardInterrupt

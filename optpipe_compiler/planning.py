@@ -22,6 +22,7 @@ from optpipe_compiler.simulate import Stuck, retime
 from optpipe_compiler.solver.search import Searcher
 from optpipe_compiler.solver.window import Window
 from optpipe_compiler.solver.worker import DETERMINISTIC_PER_S, Event, Request
+from optpipe_compiler.spare import spared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -262,6 +263,25 @@ class Planner:
             if over is None:
                 return
             attempt.margin = [m + e for m, e in zip(attempt.margin, over, strict=True)]
+
+    # -- what is left over --------------------------------------------------------------------------------------
+
+    def spare(self) -> None:
+        """Keep the activations of the best schedule for which there is room."""
+        attempt = self.winner()
+        if attempt is None or attempt.best is None or _tasks(attempt) >= HUGE:
+            return
+        budget = list(attempt.tightened().budget)
+        for _ in range(4):
+            less = spared(attempt.best, budget)
+            if less is attempt.best:
+                return
+            with suppress(Stuck):
+                less = min(retime(less, attempt.tightened()), less, key=self.value)
+            over = self.keep(attempt, less, "sparing")
+            if over is None:
+                return
+            budget = [b - e for b, e in zip(budget, over, strict=True)]
 
     # -- exact search -------------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Every touch of a private torch name: the pipelining engine, driven over a schedule file's own order.
 
-The engine (`_PipelineScheduleRuntime`) walks the device's actions; `_Stage` hands each to `Replay`. Recompute has no
-action of its own in torch: it rides on OVERLAP_F_B, the engine's slot for custom functions.
+The engine (`_PipelineScheduleRuntime`) walks the device's actions and calls the functions that `Replay` has for them;
+messages it asks of `_Stage`. Recompute has no action of its own in torch: it rides on OVERLAP_F_B.
 """
 
 from __future__ import annotations
@@ -12,19 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from optpipe_compiler import ir
-from optpipe_compiler.errors import MissingDependency, RunFailed
+from optpipe_compiler.errors import BadInput, MissingDependency, RunFailed
 from runtime_torch.job import TORCH, check_torch
+from runtime_torch.replicas import Replicas
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
     import torch.distributed as dist
     from torch import Tensor
 
     from runtime_torch.replay import Replay
 
 try:
+    from torch.distributed._composable.replicate_with_fsdp import ReplicateModule
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import (
         _Action,
@@ -37,17 +42,12 @@ except ImportError as error:
     ) from error
 
 _SIGNATURES = {
-    "forward_one_chunk": ("fwd_chunk_id", "args", "kwargs", "save_forward_output"),
-    "backward_one_chunk": ("bwd_chunk_id", "loss", "full_backward", "last_backward"),
-    "backward_weight_one_chunk": ("bwd_chunk_id", "last_backward"),
     "get_fwd_recv_ops": ("fwd_chunk_id",),
     "get_fwd_send_ops": ("fwd_chunk_id",),
     "get_bwd_recv_ops": ("bwd_chunk_id",),
     "get_bwd_send_ops": ("bwd_chunk_id",),
-    "set_local_fwd_input": ("prev_stage_outputs", "mb_index"),
-    "set_local_bwd_input": ("next_stage_bwd_outputs", "mb_index"),
-    "get_local_bwd_output": ("mb_index",),
     "perform_reduce_grad": ("grad_scale_factor",),
+    "scale_grads": ("grad_scale_factor",),
     "clear_runtime_states": (),
     "_prepare_forward_infra": ("num_microbatches", "args", "kwargs", "has_backward"),
     "_prepare_backward_infra": ("num_microbatches", "loss_fn", "target", "received_grad_meta", "loss_kwargs"),
@@ -101,7 +101,7 @@ def quiet() -> None:
 
 
 class _Stage(PipelineStage):
-    """A stage whose work, buffers and messages are all `Replay`'s; the engine only calls in order."""
+    """A stage whose buffers and messages are `Replay`'s; the engine only calls in order."""
 
     def __init__(
         self,
@@ -116,6 +116,7 @@ class _Stage(PipelineStage):
         nothing = torch.empty(0, device="meta")
         super().__init__(modules, index, count, device, input_args=nothing, output_args=nothing, group=group)
         self._replay = replay
+        self._sharded = [module for module in sharded_modules(modules) if isinstance(module, FSDPModule)]
 
     def _prepare_forward_infra(self, num_microbatches: int, *_: Any, **__: Any) -> None:
         self.chunks = num_microbatches
@@ -128,51 +129,43 @@ class _Stage(PipelineStage):
     def _post_metadata_inference_cleanup(self) -> None:
         """Nothing was inferred; sharded layers stay whole for the step."""
 
-    def forward_one_chunk(
-        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: Any = None, save_forward_output: bool = True
-    ) -> Tensor:
-        """F."""
-        return self._replay.forward(self.stage_index, fwd_chunk_id, args[0] if self.is_first else None)
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 looks after its gradients."""
+        return bool(self._sharded)
 
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        """B or I; the loss is part of the last stage and needs no gradient from outside."""
-        self._replay.backward(self.stage_index, bwd_chunk_id, fused=full_backward)
+    def collect(self) -> None:
+        """Where gradients are reduced in another dtype than the parameters', sum up the microbatches in that one."""
+        for parameter in _fsdp_parameters(self._sharded):
+            parameter.accumulate_unsharded_grad_if_needed()
+            parameter.to_accumulated_grad_if_needed()
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """W."""
-        self._replay.backward_weight(self.stage_index, bwd_chunk_id)
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Make means of the sums over the microbatches, of those in another dtype, too."""
+        super().scale_grads(grad_scale_factor)
+        for parameter in _fsdp_parameters(self._sharded):
+            if parameter.unsharded_accumulated_grad is not None:
+                parameter.unsharded_accumulated_grad.div_(grad_scale_factor)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Issue the receive of an activation; nothing is left to the engine."""
-        self._replay.recv("recv_activation", self.stage_index, fwd_chunk_id)
+        self._replay.run("recv_activation", self.stage_index, fwd_chunk_id)
         return []
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Issue the receive of a gradient."""
-        self._replay.recv("recv_gradient", self.stage_index, bwd_chunk_id)
+        self._replay.run("recv_gradient", self.stage_index, bwd_chunk_id)
         return []
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Issue the send of an activation."""
-        self._replay.send("send_activation", self.stage_index, fwd_chunk_id)
+        self._replay.run("send_activation", self.stage_index, fwd_chunk_id)
         return []
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Issue the send of a gradient."""
-        self._replay.send("send_gradient", self.stage_index, bwd_chunk_id)
+        self._replay.run("send_gradient", self.stage_index, bwd_chunk_id)
         return []
-
-    def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
-        """`Replay` has handed the tensor over already."""
-
-    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """`Replay` has handed the gradient over already."""
-
-    def get_local_bwd_output(self, mb_index: int) -> tuple[None, ...]:
-        """`Replay` has handed the gradient over already."""
-        return (None,)
 
     def clear_runtime_states(self) -> None:
         """`Replay` leaves nothing between steps."""
@@ -195,39 +188,80 @@ class Engine:
         self._runtime = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
             stages, schedule.setup.microbatches, loss_fn=_the_output_is_the_loss, scale_grads=True
         )
-        self._runtime.register_custom_function(
-            _ComputationType.OVERLAP_F_B,
-            lambda action, _: replay.recompute(action.stage_index, action.microbatch_index),
-        )
+        sharded = {stage.stage_index: stage for stage in stages if stage.is_sharded}
+        for kind in ("forward", "backward", "backward_input", "backward_weight", "recompute"):
+            after = sharded if kind.startswith("backward") else {}
+            self._runtime.register_custom_function(getattr(_ComputationType, _TYPES[kind]), _call(replay, kind, after))
         actions = {device.device: _actions(device, schedule.setup.microbatches) for device in schedule.devices}
         self._runtime._prepare_schedule_with_comms(actions, format="compute_comms")
 
-    def step(self, *inputs: Tensor, target: Tensor | None, losses: list[Tensor]) -> None:
-        """Run one step: `inputs` where the first stage is, `target` and `losses` (filled) where the last is."""
-        self._runtime.step(*inputs, target=target, losses=losses, return_outputs=False)
+    def step(self) -> None:
+        """Run one step."""
+        self._runtime.fwd_recv_ops.clear()
+        self._runtime.bwd_recv_ops.clear()
+        self._runtime.step(return_outputs=False)
 
 
-def sharded_modules(layer: nn.Module) -> list[FSDPModule]:
-    """The parts of a layer that FSDP2's `fully_shard` was applied to."""
-    return [module for module in layer.modules() if isinstance(module, FSDPModule)]
+def _call(replay: Replay, kind: str, sharded: dict[int, _Stage]) -> Callable[..., None]:
+    """What the engine does for an action; `sharded` stages then collect their gradients."""
+
+    def call(action: Any, ctx: Any) -> None:
+        replay.run(kind, action.stage_index, action.microbatch_index)
+        if action.stage_index in sharded:
+            sharded[action.stage_index].collect()
+
+    return call
 
 
-def gather(module: FSDPModule) -> None:
+def sharded_modules(layer: nn.Module) -> list[FSDPModule | Replicas]:
+    """The parts of a layer that FSDP2's `fully_shard` or `replicate` was applied to, or that are wrapped in DDP."""
+    found: list[FSDPModule | Replicas] = []
+    for module in layer.modules():
+        if isinstance(module, DistributedDataParallel):
+            found.append(_replicas(module))
+        elif isinstance(module, FSDPModule):
+            found.append(module)
+    return found
+
+
+def _replicas(module: DistributedDataParallel) -> Replicas:
+    if module._comm_hooks or module.static_graph or module.mixed_precision is not None:
+        raise BadInput(
+            "a layer is wrapped in DistributedDataParallel with a communication hook, static_graph or mixed_precision, "
+            "expected none of them: gradients are averaged once per step"
+        )
+    return Replicas(module)
+
+
+def _fsdp_parameters(modules: Iterable[FSDPModule]) -> Iterator[Any]:
+    for module in modules:
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            yield from group.fsdp_params
+
+
+def gather(module: FSDPModule | Replicas) -> None:
     """Make the parameters whole for a step, and let the backwards accumulate whole gradients."""
+    if isinstance(module, Replicas):
+        module.hold_back()
+        return
     module.set_requires_gradient_sync(False)
-    module.set_reshard_after_forward(False)
+    if not isinstance(module, ReplicateModule):
+        module.set_reshard_after_forward(False)
     module.set_reshard_after_backward(False)
     module.set_is_last_backward(False)
     module.unshard()
 
 
-def reduce_and_shard(module: FSDPModule) -> None:
+def reduce_and_shard(module: FSDPModule | Replicas) -> None:
     """At the end of a step: average the gradients over the shards and free the whole parameters (as the engine does
     for a stage that is sharded as one module)."""
+    if isinstance(module, Replicas):
+        module.reduce()
+        return
     module.set_is_last_backward(True)
     module.set_reshard_after_backward(True)
     module.set_requires_gradient_sync(True)
-    state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+    state = module._get_fsdp_state()
     for part in state._state_ctx.all_states:
         for group in part._fsdp_param_groups:
             group.post_backward()

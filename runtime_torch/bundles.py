@@ -48,6 +48,23 @@ class Bundle:
         """The first floating-point part's dtype: the carrier must be able to have a gradient where a part has one."""
         return next((dtype for _, dtype in self.parts if dtype.is_floating_point), torch.uint8)
 
+    def with_floats(self, dtype: torch.dtype) -> Bundle:
+        """Return the same bundle with all floats in `dtype`."""
+        return Bundle(tuple((shape, dtype if one.is_floating_point else one) for shape, one in self.parts))
+
+    def carry(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """Return the tensor that crosses, without a gradient: the only one, or a carrier of all."""
+        only = tensors[0] if self.is_single else None
+        return self.join(tensors) if only is None else only
+
+    def carry_batch(self, tensors: Sequence[Tensor], microbatches: int) -> Tensor:
+        """Return whole batches as one tensor, with the microbatches along its first dimension."""
+        if self.is_single:
+            return tensors[0]
+        return torch.stack(
+            [self.join(part) for part in zip(*(t.tensor_split(microbatches) for t in tensors), strict=True)]
+        )
+
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the carrier of `tensors`; differentiable."""
         carrier: Tensor = _Pack.apply(self, *tensors)  # type: ignore[no-untyped-call]
@@ -108,6 +125,11 @@ class BundledLayer(nn.Module):
         return found if self._outgoing.is_single else self._outgoing.pack(found)
 
 
+def bundled(layer: nn.Module, incoming: Bundle, outgoing: Bundle) -> nn.Module:
+    """Return `layer` as one that takes one tensor (and the target) and returns one."""
+    return layer if incoming.is_single and outgoing.is_single else BundledLayer(layer, incoming, outgoing)
+
+
 def trace_bundles(
     layers: Sequence[nn.Module | Callable[[], nn.Module]], inputs: Sequence[Tensor], target: Tensor | None
 ) -> list[Bundle]:
@@ -125,8 +147,9 @@ def trace_bundles(
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 found = _on_meta(made, parts)
         except (RuntimeError, TypeError, NotImplementedError) as error:
+            given = f"what layer {index - 1} returns" if index else "the input"
             raise BadInput(
-                f"layer {index}: cannot be called with what layer {index - 1} returns "
+                f"layer {index}: cannot be called with {given} "
                 f"({', '.join(f'{tuple(part.shape)} {part.dtype}' for part in parts)}): {_first_line(error)}"
             ) from error
         bundles.append(bundle_of(found, f"layer {index}"))

@@ -11,12 +11,14 @@ from runtime_torch import models
 from runtime_torch.report import CheckReport
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor, nn
 
     from optpipe_compiler import ir
     from optpipe_compiler.profile import Model
-    from runtime_torch.execution import StageExecution
     from runtime_torch.runner import Runner
+    from runtime_torch.stages import Stages
 
 TOLERANCE = {"fp32": 1e-4}
 """Largest difference of a gradient, relative to its parameter's largest one; other dtypes: 0.05."""
@@ -27,8 +29,8 @@ Gradients = dict[str, "Tensor | None"]
 def check(
     schedule: ir.Schedule,
     runner: Runner,
-    stages: dict[int, StageExecution],
-    inputs: Tensor,
+    stages: Stages,
+    inputs: Sequence[Tensor],
     target: Tensor,
     control: dist.ProcessGroup,
 ) -> CheckReport:
@@ -37,11 +39,11 @@ def check(
     Dropout is off in both (ranks draw from generators of their own). Gradients are cleared afterwards.
     """
     assert schedule.model is not None
-    layers = {stage.first_layer + i: layer for stage in stages.values() for i, layer in enumerate(stage.layers)}
+    layers = {int(index): layer for index, layer in stages.module.items()}
     modes = {module: module.training for layer in layers.values() for module in layer.modules()}
     for layer in layers.values():
         layer.eval()
-    result = runner.step(inputs, target=target)
+    result = runner.step(*inputs, target=target)
     mine = {name: None if p.grad is None else p.grad.cpu() for name, p in _parameters(layers).items()}
     for layer in layers.values():
         layer.zero_grad()
@@ -53,23 +55,25 @@ def check(
         loss = next(found for found, _ in gathered if found is not None)
         merged = {name: gradient for _, part in gathered for name, gradient in part.items()}
         device = next(iter(stages.values())).device
-        reference = unpipelined(schedule.model, inputs.to(device), target.to(device), schedule.setup.microbatches)
+        whole = [tensor.to(device) for tensor in inputs], target.to(device)
+        reference = unpipelined(schedule.model, *whole, schedule.setup.microbatches)
         answer = [compare(loss, merged, *reference, TOLERANCE.get(schedule.model.dtype, 0.05))]
     dist.broadcast_object_list(answer, src=0, group=control)
     assert answer[0] is not None
     return answer[0]
 
 
-def unpipelined(model: Model, inputs: Tensor, target: Tensor, microbatches: int) -> tuple[float, Gradients]:
+def unpipelined(model: Model, inputs: Sequence[Tensor], target: Tensor, microbatches: int) -> tuple[float, Gradients]:
     """Mean loss and mean gradients of the whole model over the microbatches, one after another."""
     layers = models.build(model)
     for layer in layers:
-        layer.to(inputs.device).eval()
+        layer.to(target.device).eval()
     losses = []
-    for x, wanted in zip(inputs.tensor_split(microbatches), target.tensor_split(microbatches), strict=True):
+    for *parts, wanted in zip(*(tensor.tensor_split(microbatches) for tensor in (*inputs, target)), strict=True):
         for layer in layers[:-1]:
-            x = layer(x)
-        loss = layers[-1](x, wanted)
+            found = layer(*parts)
+            parts = list(found) if isinstance(found, tuple | list) else [found]
+        loss = layers[-1](*parts, wanted)
         loss.backward()
         losses.append(loss.detach())
     gradients: Gradients = {}

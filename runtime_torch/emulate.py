@@ -11,7 +11,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor
 
 from optpipe_compiler import ir
 from optpipe_compiler.errors import BadInput
@@ -20,7 +19,7 @@ from runtime_torch import models
 from runtime_torch.conform import BYTES_TOLERANCE, prepare
 from runtime_torch.peers import Peers
 from runtime_torch.replay import Replay
-from runtime_torch.stages import build_stages
+from runtime_torch.stages import stages_between
 from runtime_torch.trace import Ran, chrome_trace
 
 if TYPE_CHECKING:
@@ -112,16 +111,17 @@ class _Alone:
         mine = [range(*stage.layers) for stage in schedule.stages if stage.device == rank]
         layers = {i: layer for own in mine for i, layer in zip(own, models.build(model, own), strict=True)}
         self._schedule, self._rank, self._device, self._scale = schedule, rank, device, time_scale
-        self._stages = build_stages(schedule, layers, rank, device)
-        generator = torch.Generator().manual_seed(seed)
-        self._inputs, self._target = (
-            tensor.to(device) for tensor in models.batch(model, data, generator, schedule.setup.microbatches)
-        )
-        boundaries = models.boundaries(model)
+        bundles = models.bundles(model)
+        self._stages = stages_between(schedule, layers, rank, device, bundles)
+        microbatches = schedule.setup.microbatches
+        inputs, target = models.batches(model, data)(torch.Generator().manual_seed(seed), microbatches)
+        self._inputs, self._target = bundles[0].carry_batch(inputs, microbatches).to(device), target.to(device)
+        boundaries = [bundle.boundary for bundle in bundles[1:]]
         prepare(schedule, self._stages, boundaries.__getitem__, self._inputs, self._target, BYTES_TOLERANCE)
         first = next(iter(self._stages.values()))
         self._meter, self._host_meter = first.meter, first.host_meter
-        self._peers = Peers(schedule, rank, time_scale)
+        carriers = [bundle.boundary for bundle in bundles[1:] if not bundle.is_single]
+        self._peers = Peers(schedule, rank, time_scale, zeros=carriers)
         self._replay = Replay(
             schedule,
             rank,
@@ -143,14 +143,12 @@ class _Alone:
         self._host_meter.reset_peak()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-        losses: list[Tensor] = []
-        inputs = self._inputs.tensor_split(microbatches)
-        self._replay.begin(self._target.tensor_split(microbatches))
+        self._replay.begin(self._inputs.tensor_split(microbatches), self._target.tensor_split(microbatches))
         self._peers.begin()
         start = self._peers.start_ns
         try:
             for op in self._schedule.devices[self._rank].compute:
-                self._run(op, inputs, losses)
+                self._replay.run(op.name, op.stage, op.microbatch)
         except BaseException as error:
             self._replay.abort(error)
             raise
@@ -159,27 +157,10 @@ class _Alone:
         self._peaks.append((self._meter.peak_bytes, self._host_meter.peak_bytes))
         if self._device.type == "cuda":
             self._allocator_peak = max(self._allocator_peak, torch.cuda.max_memory_allocated(self._device))
+        losses = list(self._replay.losses.values())
         self.loss = torch.stack(losses).mean().item() if losses else float("nan")
         ran = [(op.op_id, op.lane, op.start_ns - start, op.end_ns - start) for op in ops]
         return sorted(ran, key=lambda op: op[3])
-
-    def _run(self, op: ir.Op, inputs: Sequence[Tensor], losses: list[Tensor]) -> None:
-        replay, at = self._replay, (op.stage, op.microbatch)
-        match op:
-            case ir.Forward():
-                out = replay.forward(*at, inputs[op.microbatch] if op.stage == 0 else None)
-                if op.stage == len(self._schedule.stages) - 1:
-                    losses.append(out)
-            case ir.Backward() | ir.BackwardInput():
-                replay.backward(*at, fused=isinstance(op, ir.Backward))
-            case ir.BackwardWeight():
-                replay.backward_weight(*at)
-            case ir.Recompute():
-                replay.recompute(*at)
-            case ir.SendActivation() | ir.SendGradient():
-                replay.send(op.name, *at)
-            case ir.RecvActivation() | ir.RecvGradient():
-                replay.recv(op.name, *at)
 
     def report(self, runs: Sequence[Sequence[Ran]]) -> EmulationReport:
         """Put the steps together."""

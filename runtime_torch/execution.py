@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from optpipe_compiler.errors import RunFailed
-from runtime_torch import split
+from runtime_torch import engine, split
 from runtime_torch.carrier import Carrier, DirectCarrier
 from runtime_torch.meter import Meter
 from runtime_torch.store import SavedTensorStore
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch import Tensor, UntypedStorage, nn
+    from torch.autograd.graph import Node
 
 Layers = tuple[int, int]
 """Layers `[first, end)`, numbered over the whole model."""
@@ -60,10 +61,8 @@ class _Pass:
     entry: GradientEdge | None = None
     """First stage: the first output with a gradient (the embedding's); the halves of a split backward meet there."""
     output: GradientEdge | None = None
-    one: Tensor | None = None
-    """The gradient of the loss by itself, on the last stage."""
     checkpoints: dict[Layers, _Checkpoint] = field(default_factory=dict)
-    rest: split.SecondHalf = field(default_factory=split.SecondHalf)
+    rest: split.SecondHalf | None = None
     entry_gradient: Tensor | None = None
     captured: list[UntypedStorage] = field(default_factory=list)
 
@@ -94,11 +93,16 @@ class StageExecution:
         self.device = torch.empty(0, device=device).device
         self.meter = meter or Meter()
         self.host_meter = host_meter or Meter()
-        self._constants = [t for layer in self.layers for t in (*layer.parameters(), *layer.buffers())]
+        self._owned = [t for layer in self.layers for t in (*layer.parameters(), *layer.buffers())]
+        self._constants: frozenset[int] = frozenset()
+        """The addresses of what the stage owns."""
         self._passes: dict[int, _Pass] = {}
         self._needed: frozenset[int] | None = None
         self._stub: Tensor | None = None
         """A tensor of the input's shape without its memory."""
+        self._one: Tensor | None = None
+        """The gradient of the loss by itself, on the last stage."""
+        self.begin()
         self.carrier: Carrier = DirectCarrier(self.device, self.meter, self.host_meter)
         """Does the copies of offloads and reloads; a replay on CUDA puts its own here."""
 
@@ -106,6 +110,10 @@ class StageExecution:
     def end_layer(self) -> int:
         """One past the stage's last layer."""
         return self.first_layer + len(self.layers)
+
+    def begin(self) -> None:
+        """A step begins: parameters may have moved since the last one."""
+        self._constants = frozenset(tensor.untyped_storage().data_ptr() for tensor in self._owned)
 
     # -- ops
 
@@ -126,7 +134,7 @@ class StageExecution:
         try:
             if run.output is None:
                 return None
-            torch.autograd.backward([run.output], [self._root(run, gradient)])
+            engine.accumulate([run.output], [self._root(run, gradient)])
             return None if run.leaf is None else run.leaf.grad
         finally:
             self._release(run)
@@ -166,6 +174,7 @@ class StageExecution:
 
         Leaves gradients, random state and meters as they were.
         """
+        self.begin()
         run = self._new_pass(Meter())
         with _restored(_surroundings(self.device), self.device):
             self._forward(run, x, target, ())
@@ -199,8 +208,7 @@ class StageExecution:
     # -- how
 
     def _new_pass(self, meter: Meter) -> _Pass:
-        constants = {t.untyped_storage().data_ptr() for t in self._constants}
-        return _Pass(SavedTensorStore(self.device, meter, self.carrier, constants))
+        return _Pass(SavedTensorStore(self.device, meter, self.carrier, self._constants))
 
     def _forward(self, run: _Pass, x: Tensor, target: Tensor | None, recomputed: Sequence[Layers]) -> Tensor:
         x = _compact(x)
@@ -209,7 +217,7 @@ class StageExecution:
             x = run.leaf = x.detach().requires_grad_()
         ends = {end: (first, end) for first, end in recomputed}
         starts = {first: (first, end) for first, end in recomputed}
-        with torch.enable_grad(), run.store.saving():
+        with run.store.saving():
             for index in range(self.first_layer, self.end_layer):
                 if index in starts:
                     self._keep_input(run, starts[index], x)
@@ -225,7 +233,8 @@ class StageExecution:
         """Keep the way back into the graph, not the data of the output or the input."""
         if x.requires_grad:
             run.output = get_gradient_edge(x)
-            run.one = torch.ones_like(x) if self.is_last else None
+            if self.is_last and (self._one is None or self._one.dtype != x.dtype):
+                self._one = torch.ones_like(x)
         output = x.detach()
         if run.leaf is not None:
             if self._stub is None or self._stub.shape != run.leaf.shape or self._stub.dtype != run.leaf.dtype:
@@ -249,7 +258,7 @@ class StageExecution:
         """The gradient of the output; of the loss by itself on the last stage."""
         if run.checkpoints:
             raise RunFailed(f"a backward started before the recompute of layers {next(iter(run.checkpoints))}")
-        root = run.one if self.is_last else gradient
+        root = self._one if self.is_last else gradient
         if root is None:
             raise RunFailed(f"stage of layers {self.first_layer} to {self.end_layer - 1}: no gradient of its output")
         return root
@@ -270,7 +279,7 @@ class StageExecution:
 
     def _hold_captured(self, run: _Pass) -> None:
         """Count the gradients that wait for W."""
-        tensors = list(run.rest.tensors())
+        tensors = list(run.rest.tensors()) if run.rest is not None else []
         if run.entry_gradient is not None:
             tensors.append(run.entry_gradient)
         run.captured = [tensor.untyped_storage() for tensor in tensors]
@@ -278,14 +287,15 @@ class StageExecution:
             run.store.meter.hold(storage)
 
     def _backward_weight(self, run: _Pass, *, accumulate: bool) -> None:
-        split.backward_weight(run.rest, accumulate=accumulate)
+        if run.rest is not None:
+            split.backward_weight(run.rest, accumulate=accumulate)
         if run.entry is not None and run.entry_gradient is not None:
-            split.weight_gradients([run.entry], [run.entry_gradient], self._entry_params(run), accumulate=accumulate)
+            split.weight_gradients([run.entry], [run.entry_gradient], self._entry_leaves(run), accumulate=accumulate)
 
-    def _entry_params(self, run: _Pass) -> list[Tensor]:
-        """The parameters before the leaf."""
+    def _entry_leaves(self, run: _Pass) -> list[Node]:
+        """The accumulators of the parameters before the entry."""
         assert run.entry is not None
-        return [p for group in split.find_groups(run.entry.node, None) for p in group.params]
+        return [leaf for group in split.find_groups(run.entry.node, None) for leaf in group.leaves]
 
     def _release(self, run: _Pass) -> None:
         """Forget all that a pass still holds."""
@@ -295,7 +305,8 @@ class StageExecution:
         for storage in run.captured:
             run.store.meter.release(storage)
         run.captured.clear()
-        run.rest.clear()
+        if run.rest is not None:
+            run.rest.clear()
         run.store.clear()
 
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from optpipe_compiler.errors import BadInput
 from runtime_torch import models
+from runtime_torch.bundles import bundled
 from runtime_torch.execution import StageExecution
 from runtime_torch.measure_profile import LayerBytes, Times
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from optpipe_compiler.profile import Model
+    from runtime_torch.bundles import Bundle
     from runtime_torch.measure_gauge import Gauge
-    from runtime_torch.replay import Boundary
 
 OPS = ("forward", "backward_input", "backward_weight", "backward", "recompute")
 WARM_UP = 2
@@ -51,53 +51,74 @@ class Bench:
 class Benches:
     """Builds stages of the model with inputs, targets and gradients such as they meet in training.
 
-    What enters a user's layers, and the gradients of what leaves them, is random.
+    What enters a layer is what the layers before the first of its kind make of one microbatch; gradients of what
+    leaves a user's layers are random.
     """
 
     def __init__(self, model: Model, data: bytes, device: torch.device | str = "cpu") -> None:
         self.model = model
         self.device = device
-        self.head = models.layer_count(model) - 1
-        batch = models.batch(model, data, torch.Generator().manual_seed(model.seed), 1)
-        self.tokens, self.target = (tensor.to(device) for tensor in batch)
-        self._borders = models.boundaries(model)[: self.head]
-        self._inputs: dict[Boundary, Tensor] = {}
-        self._gradients: dict[Boundary, Tensor] = {}
+        self._bundles = models.bundles(model)
+        self.head = len(self._bundles) - 2
+        inputs, target = models.batches(model, data)(torch.Generator().manual_seed(model.seed), 1)
+        self.inputs, self.target = self._bundles[0].carry(inputs).to(device), target.to(device)
+        self._names = models.layer_names(model)
+        self._entering = self._entering_kinds()
+        self._gradients: dict[Bundle, Tensor] = {}
         if model.builder in models.OWN:
-            (embedding,) = models.build(model, range(1))
-            self._inputs[self._borders[0]] = embedding.to(device)(self.tokens).detach()
             head = self.stage(self.head, self.head + 1)
             head.forward(0)
             gradient = head.stage.backward(0, None)
             assert gradient is not None
-            self._gradients[self._borders[0]] = gradient
+            self._gradients[self._bundles[self.head]] = gradient
+
+    @torch.no_grad()
+    def _entering_kinds(self) -> dict[str, Tensor]:
+        """Return what enters the first layer of each kind; layers of our own all take what the embedding gives."""
+        entering: dict[str, Tensor] = {}
+        own = self.model.builder in models.OWN
+        x = self.inputs
+        for index, layer in enumerate(models.each(self.model, range(1) if own else None)):
+            entering.setdefault(self._names[index], x)
+            if index < self.head:
+                x = self._bundled(index, layer.to(self.device))(x)
+                layer.to("cpu")  # one at a time on a GPU
+        return dict.fromkeys(self._names, x) | entering
+
+    def _bundled(self, index: int, layer: nn.Module) -> nn.Module:
+        return bundled(layer, self._bundles[index], self._bundles[index + 1])
 
     @property
     def message_bytes(self) -> int:
         """Bytes of the largest tensor between two layers."""
-        return max((math.prod(shape) * dtype.itemsize for shape, dtype in self._borders), default=1)
+        borders = [bundle.boundary for bundle in self._bundles[1:-1]]
+        return max((math.prod(shape) * dtype.itemsize for shape, dtype in borders), default=1)
 
     def entering(self, index: int) -> Tensor:
         """Return what enters a layer."""
-        return self.tokens if index == 0 else self._random(self._inputs, index - 1, 1.0)
+        return self._entering[self._names[index]]
 
     def gradient(self, index: int) -> Tensor | None:
-        """Return the gradient of what leaves a layer; None of the loss."""
-        return None if index == self.head else self._random(self._gradients, index, 1e-3)
-
-    def _random(self, known: dict[Boundary, Tensor], index: int, scale: float) -> Tensor:
-        shape, dtype = border = self._borders[index]
-        if not dtype.is_floating_point:
-            raise BadInput(f"$.model.builder {self.model.builder!r}: layer {index} returns {dtype}, expected floats")
-        if border not in known:
-            values = torch.randn(shape, generator=torch.Generator().manual_seed(index)).mul(scale)
-            known[border] = values.to(self.device, dtype)
-        return known[border]
+        """Return the gradient of what leaves a layer, of floats only; None of the loss."""
+        if index == self.head:
+            return None
+        bundle = self._bundles[index + 1]
+        if bundle not in self._gradients:
+            generator = torch.Generator().manual_seed(index)
+            gradient = bundle.carry(
+                [
+                    torch.randn(shape, generator=generator).mul(1e-3).to(dtype) if dtype.is_floating_point else None
+                    for shape, dtype in bundle.parts
+                ]
+            )
+            self._gradients[bundle] = gradient.to(self.device)
+        return self._gradients[bundle]
 
     def stage(self, first: int, end: int) -> Bench:
         """Return the stage of layers [first, end), calibrated as the runtime does it, with gradient buffers."""
         is_last = end == self.head + 1
-        layers = [layer.to(self.device) for layer in models.build(self.model, range(first, end))]
+        built = [layer.to(self.device) for layer in models.build(self.model, range(first, end))]
+        layers = [self._bundled(index, layer) for index, layer in enumerate(built, first)]
         stage = StageExecution(layers, first, is_first=first == 0, is_last=is_last, device=self.device)
         for layer in stage.layers:
             for parameter in layer.parameters():
@@ -178,7 +199,10 @@ def _fused_round(gauge: Gauge, benches: Sequence[Bench], times: Times) -> None:
 
 
 def layer_bytes(benches: Benches, index: int) -> LayerBytes:
-    """Measure what one layer keeps, as a stage of its own; transient bytes are left empty."""
+    """Measure what one layer keeps, as a stage of its own; transient bytes are left empty.
+
+    A layer that saves less than its input (a mean) is said to save as much: a profile has no smaller saved bytes.
+    """
     bench = benches.stage(index, index + 1)
     output = bench.forward(0)
     saved = bench.stage.saved_bytes(0)
@@ -191,7 +215,7 @@ def layer_bytes(benches: Benches, index: int) -> LayerBytes:
     (layer,) = bench.stage.layers
     tensors = [*layer.parameters(), *layer.buffers()]
     return LayerBytes(
-        saved=saved,
+        saved=max(saved, checkpoint),
         residue=residue,
         captured=captured,
         checkpoint=checkpoint,

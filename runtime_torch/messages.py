@@ -38,26 +38,26 @@ class Mailbox:
     """
 
     def __init__(self, group: dist.ProcessGroup | Peers | None, meter: Meter) -> None:
-        self._group = group
+        self._group = dist.group.WORLD if group is None else group
         self._meter = meter
         self._messages: dict[str, _Message] = {}
 
     def send(self, op_id: str, tensor: Tensor, peer: int) -> None:
         """Issue a send of `tensor` (contiguous) to device `peer`."""
         if isinstance(self._group, Peers):
-            work: Work | None = self._group.isend(op_id, tensor)
+            work: Work = self._group.isend(op_id, tensor)
         else:
-            work = dist.isend(tensor, group=self._group, group_dst=peer)
-        assert work is not None
+            assert self._group is not None
+            work = self._group.send([tensor], peer, 0)
         self._messages[op_id] = _Message(tensor, work, sent=True)
 
     def recv(self, op_id: str, buffer: Tensor, peer: int) -> None:
         """Issue a receive into `buffer` from device `peer`."""
         if isinstance(self._group, Peers):
-            work: Work | None = self._group.irecv(op_id, buffer)
+            work: Work = self._group.irecv(op_id, buffer)
         else:
-            work = dist.irecv(buffer, group=self._group, group_src=peer)
-        assert work is not None
+            assert self._group is not None
+            work = self._group.recv([buffer], peer, 0)
         self._messages[op_id] = _Message(buffer, work, sent=False)
 
     def wait(self, op_id: str) -> None:
@@ -67,6 +67,8 @@ class Mailbox:
         so that what takes its memory next runs after the delivery.
         """
         message = self._messages[op_id]
+        if message.done and message.stream is None:
+            return
         with message.lock:
             if message.done and message.stream is None:
                 return

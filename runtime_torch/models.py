@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import importlib
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -14,15 +12,15 @@ from torch import Tensor, nn
 
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.presets.models import Architecture
-from runtime_torch.bundles import trace_bundles
+from runtime_torch import user_model
+from runtime_torch.bundles import Bundle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sized
+    from collections.abc import Callable, Iterator
 
     from optpipe_compiler.profile import Model
     from runtime_torch.replay import Boundary
-
-    Made = nn.Module | Callable[[], nn.Module]
+    from runtime_torch.user_model import Batch, UserModel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BYTE_VALUES = 256
@@ -85,25 +83,29 @@ class Head(nn.Module):
 def build(model: Model, indices: range | None = None) -> list[nn.Module]:
     """Build the layers `indices` of the model (all when None), the same values whichever others are built.
 
-    The last layer of a model is called as `layer(x, target)` and returns the scalar loss, the others as `layer(x)`.
-    A user's function is called with the model's config and returns the whole list of layers, or of functions without
-    arguments that make them: then only the layers asked for are made.
+    The last layer of a model is called as `layer(x, target)` and returns the scalar loss, the others as `layer(x)`; a
+    user's layers may take and return several tensors. A user's function is called with the model's config and returns
+    the whole list of layers, or of functions without arguments that make them: then only the layers asked for are made.
     """
+    return list(each(model, indices))
+
+
+def each(model: Model, indices: range | None = None) -> Iterator[nn.Module]:
+    """Yield what `build` returns; layers that functions make are made one at a time."""
     dtype = _dtype(model)
     if model.builder not in OWN:
-        layers = _user_layers(model)
-        return [_made(model, index, layers[index]).to(dtype) for index in _chosen(indices, layers)]
+        layers = _user(model).layers
+        for index in range(len(layers)) if indices is None else indices:
+            yield user_model.made(model, index, layers[index]).to(dtype)
+        return
     makers = OWN[model.builder](model)
-    return [_seeded(model.seed, index, makers[index]).to(dtype) for index in _chosen(indices, makers)]
-
-
-def _chosen(indices: range | None, layers: Sized) -> range:
-    return range(len(layers)) if indices is None else indices
+    for index in range(len(makers)) if indices is None else indices:
+        yield _seeded(model.seed, index, makers[index]).to(dtype)
 
 
 def layer_count(model: Model) -> int:
     """Return how many layers the model has."""
-    return len(OWN[model.builder](model) if model.builder in OWN else _user_layers(model))
+    return len(OWN[model.builder](model) if model.builder in OWN else _user(model).layers)
 
 
 def layer_names(model: Model) -> list[str]:
@@ -114,7 +116,7 @@ def layer_names(model: Model) -> list[str]:
     """
     if model.builder in OWN:
         return ["embedding", *["block"] * _size(model, "layers"), "head"]
-    return _kinds(model)
+    return user_model.kinds(model, _user(model), bundles(model))
 
 
 def parameter_bytes(model: Model) -> list[int]:
@@ -126,25 +128,8 @@ def parameter_bytes(model: Model) -> list[int]:
             sizes = {name: layer for name, layer in zip(dict.fromkeys(layer_names(model)), made, strict=True)}
             layers = [sizes[name] for name in layer_names(model)]
         else:
-            layers = [one if isinstance(one, nn.Module) else one() for one in _user_layers(model)]
+            layers = [one if isinstance(one, nn.Module) else one() for one in _user(model).layers]
     return [sum(p.numel() for p in layer.parameters()) * dtype.itemsize for layer in layers]
-
-
-def _kinds(model: Model) -> list[str]:
-    shapes = [None, *boundaries(model)]
-    names: dict[object, str] = {}
-    found = []
-    last = len(shapes) - 2
-    for index, made in enumerate(_user_layers(model)):
-        with torch.device("meta"):
-            layer = made if isinstance(made, nn.Module) else _made(model, index, made)
-        sizes = tuple((tuple(p.shape), p.requires_grad) for p in layer.parameters())
-        kind = (index if index in (0, last) else None, repr(layer), sizes, shapes[index], shapes[index + 1])
-        if kind not in names:
-            same = sum(name.partition("-")[0] == type(layer).__name__ for name in names.values())
-            names[kind] = type(layer).__name__ + (f"-{same + 1}" if same else "")
-        found.append(names[kind])
-    return found
 
 
 def boundary(model: Model, layer_index: int) -> Boundary:
@@ -157,20 +142,32 @@ def boundary(model: Model, layer_index: int) -> Boundary:
 
 
 def boundaries(model: Model) -> list[Boundary]:
-    """Return `boundary` of all layers; a user's layers are called on torch's meta device, without data."""
-    if model.builder in OWN:
-        return [boundary(model, index) for index in range(layer_count(model))]
-    tokens = torch.zeros(model.microbatch_size, model.sequence_length, dtype=torch.int64)
-    dtype = _dtype(model)
-    makers = [partial(_converted, model, index, made, dtype) for index, made in enumerate(_user_layers(model))]
-    bundles = trace_bundles(makers, [tokens], tokens)
-    for index, bundle in enumerate(bundles):
-        if not bundle.is_single:
-            raise BadInput(
-                f"$.model.builder {model.builder!r}: layer {index - 1} returns {len(bundle.parts)} tensors, expected "
-                "one; layers that pass several along run in a loop of your own (runtime_torch.build_stages)"
-            )
-    return [bundle.boundary for bundle in bundles[1:]]
+    """Return `boundary` of all layers; of layers that return several tensors, that of the one that carries them."""
+    return [bundle.boundary for bundle in bundles(model)[1:]]
+
+
+def bundles(model: Model) -> list[Bundle]:
+    """Return the tensors that enter each layer, and that leave the last; a user's layers are called without data."""
+    if model.builder not in OWN:
+        return user_model.bundles(model, _user(model), _dtype(model))
+    tokens = (model.microbatch_size, model.sequence_length), torch.int64
+    return [Bundle((one,)) for one in (tokens, *(boundary(model, index) for index in range(layer_count(model))))]
+
+
+def batches(model: Model, data: bytes) -> Callable[[torch.Generator, int], Batch]:
+    """Return what draws the inputs and the target of so many microbatches, the same from equal generators.
+
+    They are the user's where the function gives them (user_model.py), else windows of `data`.
+    """
+    if model.builder not in OWN and (user := _user(model)).batch is not None:
+        dtype = _dtype(model)
+        return lambda generator, count: user_model.draw(model, user, dtype, generator, count * model.microbatch_size)
+
+    def windows(generator: torch.Generator, microbatches: int) -> Batch:
+        inputs, target = batch(model, data, generator, microbatches)
+        return (inputs,), target
+
+    return windows
 
 
 def batch(model: Model, data: bytes, generator: torch.Generator, microbatches: int) -> tuple[Tensor, Tensor]:
@@ -244,34 +241,5 @@ def _seeded(seed: int, index: int, make: Callable[[], nn.Module]) -> nn.Module:
     return layer
 
 
-def _made(model: Model, index: int, made: Made) -> nn.Module:
-    """Return a layer, made under a seed of its own where it is not there yet."""
-    if isinstance(made, nn.Module):
-        return made
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(model.seed * 1_000_003 + index)
-        return made()
-
-
-def _converted(model: Model, index: int, made: Made, dtype: torch.dtype) -> nn.Module:
-    """A copy on the meta device for layers that are there already: nothing of theirs may change."""
-    layer = copy.deepcopy(made).to("meta") if isinstance(made, nn.Module) else _made(model, index, made)
-    return layer.to(dtype)
-
-
-def _user_layers(model: Model) -> list[Made]:
-    """Import `package.module:function` and call it with the config under the model's seed."""
-    module_name, _, function_name = model.builder.partition(":")
-    try:
-        function: Any = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise BadInput(
-            f"$.model.builder is {model.builder!r}, expected {' or '.join(map(repr, OWN))}, or an importable "
-            f"package.module:function: {error}"
-        ) from error
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(model.seed)
-        layers = function(**model.config)
-    if not isinstance(layers, list | nn.ModuleList) or not all(callable(layer) for layer in layers):
-        raise BadInput(f"$.model.builder {model.builder!r} returned {type(layers).__name__}, expected a list of layers")
-    return list(layers)
+def _user(model: Model) -> UserModel:
+    return user_model.load(model, OWN)

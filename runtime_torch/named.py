@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
+import torch
 from torch.profiler import record_function
 
 from runtime_torch.execution import StageExecution
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
     from runtime_torch.execution import Layers
+
+
+_SILENCE = nullcontext()
 
 
 class NamedStage(StageExecution):
@@ -22,7 +28,9 @@ class NamedStage(StageExecution):
     stage = 0
     """The number in the names."""
 
-    def _range(self, kind: str, microbatch: int) -> record_function:
+    def _range(self, kind: str, microbatch: int) -> AbstractContextManager[object]:
+        if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            return _SILENCE
         return record_function(f"{kind} {self.stage} m{microbatch}")
 
     def forward(

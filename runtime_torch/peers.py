@@ -11,7 +11,11 @@ from optpipe_compiler import ir
 from optpipe_compiler.export.memory import timed_ops
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from torch import Tensor
+
+    from runtime_torch.replay import Boundary
 
 _NS = 10**9
 
@@ -33,14 +37,18 @@ class Arrival:
 
 
 class Peers:
-    """Stands for the process group of a single device: what is received is random, what is sent goes nowhere."""
+    """Stands for the process group of a single device: what is received is random, what is sent goes nowhere.
 
-    def __init__(self, schedule: ir.Schedule, device: int, time_scale: float) -> None:
+    `zeros`: shapes and dtypes of which zeros are received, because the bits of several tensors are not random floats.
+    """
+
+    def __init__(self, schedule: ir.Schedule, device: int, time_scale: float, zeros: Collection[Boundary] = ()) -> None:
         self._times = {
             op.id: (round(start * time_scale), round(end * time_scale))
             for op, start, end in timed_ops(schedule, device)
             if isinstance(op, ir.MessageOp)
         }
+        self._zeros = zeros
         self._payloads: dict[tuple[torch.Size, torch.dtype], Tensor] = {}
         self.start_ns = 0
         """When the step began, on the monotonic clock."""
@@ -63,6 +71,7 @@ class Peers:
         key = buffer.shape, buffer.dtype
         if key not in self._payloads:
             payload = torch.zeros_like(buffer)
-            self._payloads[key] = payload.normal_(std=0.02) if payload.is_floating_point() else payload
+            random = payload.is_floating_point() and (tuple(buffer.shape), buffer.dtype) not in self._zeros
+            self._payloads[key] = payload.normal_(std=0.02) if random else payload
         buffer.copy_(self._payloads[key], non_blocking=True)
         return Arrival(self.start_ns + self._times[op_id][1], None)

@@ -83,6 +83,9 @@ class RehearsedStage:
         self._meter = meter
         self._host_meter = host_meter
 
+    def begin(self) -> None:
+        """Nothing changes between steps."""
+
     def forward(
         self, microbatch: int, x: Tensor, target: Tensor | None = None, recomputed: Sequence[Layers] = ()
     ) -> Tensor:

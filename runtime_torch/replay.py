@@ -1,6 +1,6 @@
 """One device's share of a schedule: its ops in order, with their waits, tensors handed from op to op.
 
-The engine (adapter.py) calls one method per op of the compute lane; the transfer lanes run beside it. Order and waits
+The engine (adapter.py) calls `run` for each op of the compute lane; the transfer lanes run beside it. Order and waits
 of the schedule are followed to the letter, its times are ignored.
 """
 
@@ -44,6 +44,10 @@ Boundary = tuple[tuple[int, ...], torch.dtype]
 class StageOps(Protocol):
     """What a stage can do: `StageExecution`, or its stand-in in a rehearsal."""
 
+    def begin(self) -> None:
+        """A step begins."""
+        ...
+
     def forward(
         self, microbatch: int, x: Tensor, target: Tensor | None = None, recomputed: Sequence[Layers] = ()
     ) -> Tensor:
@@ -82,6 +86,7 @@ class _Due:
     op: ir.Op
     id: str
     key: tuple[str, int, int]
+    run: Callable[[_Due, int, int], None]
 
 
 class Replay:
@@ -126,9 +131,23 @@ class Replay:
         for op in self.plan.compute:
             if isinstance(op, ir.Recompute):
                 self._recomputed[op.stage, op.microbatch].append(op.layers)
-        self._order = [_Due(op, op.id, (op.name, op.stage, op.microbatch)) for op in self.plan.compute]
+        ways: dict[str, Callable[[_Due, int, int], None]] = {
+            "forward": self._forward,
+            "backward": self._backward,
+            "backward_input": self._backward,
+            "backward_weight": self._backward_weight,
+            "recompute": self._recompute,
+            "send_activation": self._send,
+            "send_gradient": self._send,
+            "recv_activation": self._recv,
+            "recv_gradient": self._recv,
+        }
+        self._order = [_Due(op, op.id, (op.name, op.stage, op.microbatch), ways[op.name]) for op in self.plan.compute]
         self._remaining: Iterator[_Due] = iter(())
+        self._inputs: Sequence[Tensor] | None = None
         self._targets: Sequence[Tensor] | None = None
+        self.losses: dict[int, Tensor] = {}
+        """This step's, by microbatch, where the last stage is."""
         self._activations: dict[tuple[int, int], Tensor] = {}
         self._gradients: dict[tuple[int, int], Tensor] = {}
         self._outbox: dict[str, Tensor] = {}
@@ -157,17 +176,31 @@ class Replay:
 
     # -- a step
 
-    def begin(self, targets: Sequence[Tensor] | None) -> None:
-        """Start a step; `targets` by microbatch, needed by the last stage."""
+    def begin(self, inputs: Sequence[Tensor] | None, targets: Sequence[Tensor] | None) -> None:
+        """Start a step; `inputs` by microbatch where the first stage is, `targets` where the last is."""
         self._timeline.begin()
         self._remaining = iter(self._order)
-        self._targets = targets
+        self._inputs, self._targets = inputs, targets
+        self.losses.clear()
+        for stage in self.stages.values():
+            stage.begin()
         self._lanes.begin()
+
+    def run(self, kind: str, stage: int, microbatch: int) -> None:
+        """Run the next op of the compute lane, of which the caller says what it takes it for."""
+        due = next(self._remaining, None)
+        if due is None or due.key != (kind, stage, microbatch):
+            raise RunFailed(
+                f"device {self.plan.device}: the engine runs {kind}:{stage}:{microbatch} "
+                f"where the schedule says {due.id if due else 'nothing'}"
+            )
+        due.run(due, stage, microbatch)
 
     def finish(self) -> list[OpTime]:
         """End a step: all transfers and messages over, nothing left behind; return when each op ran."""
         self._lanes.finish()
         self._mailbox.drain()
+        self._inputs = self._targets = None
         left = next(self._remaining, None)
         if left is not None:
             raise RunFailed(f"device {self.plan.device}: the engine left out {left.id}")
@@ -177,34 +210,35 @@ class Replay:
         """The compute lane failed: let the transfer lanes end."""
         self._lanes.abort(error)
 
-    # -- ops of the compute lane, called by the engine
+    # -- ops of the compute lane
 
-    def forward(self, stage: int, microbatch: int, x: Tensor | None) -> Tensor:
-        """F; `x` is the microbatch itself on the first stage."""
-        due = self._next("forward", stage, microbatch)
-        own = x is None
-        x = self._activations.pop((stage, microbatch)) if x is None else x
-        start = self._start(due, x if own else None)
+    def _forward(self, due: _Due, stage: int, microbatch: int) -> None:
+        if stage == 0:
+            assert self._inputs is not None
+            x, own = self._inputs[microbatch], None
+        else:
+            x = own = self._activations.pop((stage, microbatch))
+        start = self._start(due, own)
         target = self._targets[microbatch] if self._targets is not None and stage == self.last_stage else None
         out = self.stages[stage].forward(microbatch, x, target, self._recomputed.get((stage, microbatch), ()))
-        if stage != self.last_stage:
+        if stage == self.last_stage:
+            self.losses[microbatch] = out
+        else:
             out = self._keep(out, stage)
-        if own:
-            self._meter.release(x.untyped_storage())
-        del x
+        if own is not None:
+            self._meter.release(own.untyped_storage())
+        del x, own
         if stage + 1 in self.stages:
             self._activations[stage + 1, microbatch] = out
         elif stage != self.last_stage:
             self._outbox[f"send_activation:{stage}:{microbatch}"] = out
         self._end(due, start)
-        return out
 
-    def backward(self, stage: int, microbatch: int, *, fused: bool) -> None:
-        """B, or I."""
-        due = self._next("backward" if fused else "backward_input", stage, microbatch)
+    def _backward(self, due: _Due, stage: int, microbatch: int) -> None:
         gradient = None if stage == self.last_stage else self._gradients.pop((stage, microbatch))
         start = self._start(due, gradient)
         execution = self.stages[stage]
+        fused = isinstance(due.op, ir.Backward)
         found = (execution.backward if fused else execution.backward_input)(microbatch, gradient)
         if stage > 0:
             if found is None:
@@ -219,38 +253,31 @@ class Replay:
             self._outbox[f"send_gradient:{stage}:{microbatch}"] = found
         self._end(due, start)
 
-    def backward_weight(self, stage: int, microbatch: int) -> None:
-        """W."""
-        due = self._next("backward_weight", stage, microbatch)
+    def _backward_weight(self, due: _Due, stage: int, microbatch: int) -> None:
         start = self._start(due)
         self.stages[stage].backward_weight(microbatch)
         self._end(due, start)
 
-    def recompute(self, stage: int, microbatch: int) -> None:
-        """R: the range is the op's own."""
-        due = self._next("recompute", stage, microbatch)
+    def _recompute(self, due: _Due, stage: int, microbatch: int) -> None:
         assert isinstance(due.op, ir.Recompute)
         start = self._start(due)
         self.stages[stage].recompute(microbatch, due.op.layers)
         self._end(due, start)
 
-    def send(self, kind: str, stage: int, microbatch: int) -> None:
-        """Issue a send."""
-        due = self._next(kind, stage, microbatch)
+    def _send(self, due: _Due, stage: int, microbatch: int) -> None:
         assert isinstance(due.op, ir.MessageOp)
         self._lanes.start(due.id)
         self._mailbox.send(due.id, self._outbox.pop(due.id), due.op.peer)
         self._lanes.complete(due.id)
 
-    def recv(self, kind: str, stage: int, microbatch: int) -> None:
-        """Issue a receive into a buffer made for it."""
-        due = self._next(kind, stage, microbatch)
+    def _recv(self, due: _Due, stage: int, microbatch: int) -> None:
         assert isinstance(due.op, ir.MessageOp)
         self._lanes.start(due.id)
-        border = stage - 1 if kind == "recv_activation" else stage
+        activation = isinstance(due.op, ir.RecvActivation)
+        border = stage - 1 if activation else stage
         shape, dtype = self._boundary(border)
         buffer = self._hold(torch.empty(shape, dtype=dtype, device=self._on), border)
-        (self._activations if kind == "recv_activation" else self._gradients)[stage, microbatch] = buffer
+        (self._activations if activation else self._gradients)[stage, microbatch] = buffer
         self._mailbox.recv(due.id, buffer, due.op.peer)
         self._lanes.complete(due.id)
 
@@ -263,15 +290,6 @@ class Replay:
         start = self._timeline.now()
         (execution.offload if there else execution.reload)(op.microbatch, op.layers)
         self._timeline.add(op.id, "d2h" if there else "h2d", start, self._timeline.now())
-
-    def _next(self, kind: str, stage: int, microbatch: int) -> _Due:
-        due = next(self._remaining, None)
-        if due is None or due.key != (kind, stage, microbatch):
-            raise RunFailed(
-                f"device {self.plan.device}: the engine runs {kind}:{stage}:{microbatch} "
-                f"where the schedule says {due.id if due else 'nothing'}"
-            )
-        return due
 
     def _start(self, due: _Due, tensor: Tensor | None = None) -> Mark:
         """Wait for all that the op needs, `tensor` being what it reads from another stage; return its start."""

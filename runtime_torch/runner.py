@@ -213,19 +213,24 @@ class Steps:
     def step(self, inputs: Tensor | None, target: Tensor | None, losses: list[Tensor] | None = None) -> StepResult:
         """Run all microbatches once; `inputs` where the first stage is, `target` where the last is."""
         microbatches = self._schedule.setup.microbatches
-        mine = (inputs,) if self._has_first and inputs is not None else ()
+        mine = inputs if self._has_first else None
         wanted = target if self._has_last else None
-        losses = [] if losses is None else losses
-        losses.clear()
         self._meter.reset_peak()
         self._host_meter.reset_peak()
-        self._replay.begin(None if wanted is None else wanted.tensor_split(microbatches))
+        self._replay.begin(
+            None if mine is None else mine.tensor_split(microbatches),
+            None if wanted is None else wanted.tensor_split(microbatches),
+        )
         try:
-            self._engine.step(*mine, target=wanted, losses=losses)
+            self._engine.step()
         except BaseException as error:
             self._replay.abort(error)
             raise
-        return self._result(self._replay.finish(), losses)
+        ops = self._replay.finish()
+        found = [loss for _, loss in sorted(self._replay.losses.items())]
+        if losses is not None:
+            losses[:] = found
+        return self._result(ops, found)
 
     def _result(self, ops: list[OpTime], losses: list[Tensor]) -> StepResult:
         return StepResult(

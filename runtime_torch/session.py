@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from optpipe_compiler import ir
 from optpipe_compiler.errors import BadInput, RunFailed
@@ -22,7 +22,7 @@ from runtime_torch.job import gpu_count, ranks_here
 from runtime_torch.meter import Meter
 from runtime_torch.report import KindTime, RankReport, RunReport, StepRecord, forecast_durations
 from runtime_torch.runner import Runner, StepResult, Steps
-from runtime_torch.stages import build_stages
+from runtime_torch.stages import stages_between
 from runtime_torch.trace import chrome_trace
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from runtime_torch.job import Event, Job, Place
     from runtime_torch.report import CheckReport
+    from runtime_torch.user_model import Batch
 
     Tell = Callable[[Event], None]
     Failed = Callable[[BaseException], None]
@@ -236,7 +237,8 @@ def _collect_garbage(*, first: bool) -> None:
 
 
 class _Training(_Session):
-    """Real layers, AdamW on each rank's own parameters, random windows of the text, the same on all ranks."""
+    """Real layers, AdamW on each rank's own parameters, random windows of the text or the user's data, the same on all
+    ranks."""
 
     mode = "train"
 
@@ -251,11 +253,9 @@ class _Training(_Session):
         layers: dict[int, nn.Module] = {}
         for first, end in mine:
             layers.update(zip(range(first, end), models.build(model, range(first, end)), strict=True))
-        self._model = model
-        self._stages = build_stages(self.schedule, layers, self.rank, self.device)
-        self._runner = Runner(
-            self.schedule, self._stages, models.boundaries(model).__getitem__, on_failure=self.on_failure
-        )
+        self._stages = stages_between(self.schedule, layers, self.rank, self.device, models.bundles(model))
+        self._runner = Runner(self.schedule, self._stages, on_failure=self.on_failure)
+        self._draw = models.batches(model, self.job.data)
         parameters = [p for layer in layers.values() for p in layer.parameters()]
         self._optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE) if parameters else None
         self._generator = torch.Generator().manual_seed(self.job.seed)
@@ -269,7 +269,7 @@ class _Training(_Session):
     def step(self) -> StepResult:
         """Gradients of one batch, then the optimizer (outside the step's time)."""
         inputs, target = self._batch(self._generator)
-        result = self._runner.step(inputs, target=target)
+        result = self._runner.step(*inputs, target=target)
         if self._optimizer is not None:
             self._optimizer.step()
             self._optimizer.zero_grad()
@@ -279,9 +279,9 @@ class _Training(_Session):
         """As the schedule says."""
         return self._runner.promised_activation_bytes
 
-    def _batch(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        inputs, target = models.batch(self._model, self.job.data, generator, self.schedule.setup.microbatches)
-        return inputs.to(self.device), target.to(self.device)
+    def _batch(self, generator: torch.Generator) -> Batch:
+        inputs, target = self._draw(generator, self.schedule.setup.microbatches)
+        return tuple(tensor.to(self.device) for tensor in inputs), target.to(self.device)
 
 
 class _Rehearsal(_Session):

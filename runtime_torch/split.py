@@ -12,8 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
+
+from runtime_torch import engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -29,7 +30,8 @@ Captured = tuple["Tensor | None", ...]
 class Group:
     """Cuts that share parameters, and what was captured at each."""
 
-    params: list[Tensor]
+    leaves: list[Node]
+    """The accumulators of the parameters."""
     cuts: list[Node]
     captured: dict[Node, Captured] = field(default_factory=dict)
 
@@ -49,7 +51,7 @@ class SecondHalf:
     """What the second half starts from: the cuts, and gradients of vectors that only wait to be accumulated."""
 
     groups: list[Group] = field(default_factory=list)
-    vectors: list[Tensor] = field(default_factory=list)
+    vectors: list[GradientEdge] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
 
     def tensors(self) -> Iterator[Tensor]:
@@ -69,17 +71,15 @@ class SecondHalf:
 def backward_input(output: GradientEdge, gradient: Tensor, start: GradientEdge) -> tuple[Tensor | None, SecondHalf]:
     """Return the gradient at `start` and what `backward_weight` needs; the graph is retained."""
     rest = SecondHalf()
-    vectors: list[Tensor] = []
+    vectors: list[GradientEdge] = []
     for group in find_groups(output.node, start.node):
-        if all(_is_plain_vector(parameter) for parameter in group.params):
-            vectors += group.params
+        if all(_is_plain_vector(leaf.variable) for leaf in group.leaves):  # type: ignore[attr-defined]
+            vectors += _edges(group.leaves)
         else:
             rest.groups.append(group)
     handles = [node.register_prehook(_capture(group, node)) for group in rest.groups for node in group.cuts]
     try:
-        found, *gradients = torch.autograd.grad(
-            [output], [start, *map(get_gradient_edge, vectors)], [gradient], retain_graph=True, allow_unused=True
-        )
+        found, *gradients = engine.capture([output], [gradient], [start, *vectors], retain=True)
     finally:
         for handle in handles:
             handle.remove()
@@ -88,6 +88,10 @@ def backward_input(output: GradientEdge, gradient: Tensor, start: GradientEdge) 
             rest.vectors.append(vector)
             rest.gradients.append(its_gradient)
     return found, rest
+
+
+def _edges(leaves: Sequence[Node]) -> list[GradientEdge]:
+    return [GradientEdge(leaf, 0) for leaf in leaves]
 
 
 def _is_plain_vector(parameter: Tensor) -> bool:
@@ -105,7 +109,7 @@ def _capture(group: Group, node: Node):  # type: ignore[no-untyped-def]  # torch
 def backward_weight(rest: SecondHalf, *, accumulate: bool = True) -> None:
     """Run the second half, group by group; `accumulate` into `.grad`, or throw the gradients away (calibration)."""
     if accumulate and rest.vectors:
-        torch.autograd.backward(rest.vectors, rest.gradients)
+        engine.accumulate(rest.vectors, rest.gradients)
     while rest.groups:
         group = rest.groups.pop()
         edges, gradients = group.roots()
@@ -113,22 +117,22 @@ def backward_weight(rest: SecondHalf, *, accumulate: bool = True) -> None:
             continue
         handles = _clamps(group)
         try:
-            weight_gradients(edges, gradients, group.params, accumulate=accumulate)
+            weight_gradients(edges, gradients, group.leaves, accumulate=accumulate)
         finally:
             for handle in handles:
                 handle.remove()
 
 
 def weight_gradients(
-    edges: Sequence[GradientEdge], gradients: Sequence[Tensor], params: Sequence[Tensor], *, accumulate: bool
+    edges: Sequence[GradientEdge], gradients: Sequence[Tensor], leaves: Sequence[Node], *, accumulate: bool
 ) -> None:
-    """Backward from `edges` to `params` only."""
-    if not params:
+    """Backward from `edges` to the parameters of `leaves` only."""
+    if not leaves:
         return
     if accumulate:
-        torch.autograd.backward(edges, gradients, inputs=params)
+        engine.accumulate(edges, gradients, _edges(leaves))
     else:
-        torch.autograd.grad(edges, params, gradients, allow_unused=True)
+        engine.capture(edges, gradients, _edges(leaves), retain=False)
 
 
 def _clamps(group: Group):  # type: ignore[no-untyped-def]
@@ -147,55 +151,50 @@ def find_groups(root: Node, target: Node | None) -> list[Group]:
 
     Where `target` cannot be reached, `root` itself is the only cut. Parameters with a common cut share a group.
     """
-    on_way: set[Node] = set()
-    beside: dict[Node, list[Node]] = {}
+    beside: dict[Node, list[Node] | None] = {} if target is None else {target: None}
+    """By node: the parameters under it; None on the way to the target."""
     cuts: dict[Node, list[Node]] = {}
-    for node, children in _children_first(root):
-        if node is target:
-            on_way.add(node)
-        elif not children:
-            beside[node] = [node] if hasattr(node, "variable") else []
-        else:
-            found = [leaf for child in children if child not in on_way for leaf in beside[child]]
-            if on_way.isdisjoint(children):
-                beside[node] = found
-            else:
-                on_way.add(node)
-                if found:
-                    cuts[node] = found
-    if root not in on_way and beside[root]:
-        cuts[root] = beside[root]
-    return _merge(cuts)
-
-
-def _children_first(root: Node) -> list[tuple[Node, list[Node]]]:
-    """Every node under `root` with the nodes that it leads to, each after all of these."""
-    order: list[tuple[Node, list[Node]]] = []
     children: dict[Node, list[Node]] = {}
     stack = [root]
     while stack:
         node = stack[-1]
+        if node in beside:
+            stack.pop()
+            continue
         if node not in children:
             children[node] = [child for child, _ in node.next_functions if child is not None]
-            stack += [child for child in children[node] if child not in children]
+            missing = [child for child in children[node] if child not in beside]
+            if missing:
+                stack += missing
+                continue
+        stack.pop()
+        under = [beside[child] for child in children[node]]
+        found = [leaf for leaves in under if leaves is not None for leaf in leaves]
+        if not under and hasattr(node, "variable"):
+            beside[node] = [node]
+        elif None not in under:
+            beside[node] = found
         else:
-            stack.pop()
-            order.append((node, children[node]))
-    return list(dict(order).items())
+            beside[node] = None
+            if found:
+                cuts[node] = found
+    if found_all := beside[root]:
+        cuts[root] = found_all
+    return _merge(cuts)
 
 
 def _merge(cuts: dict[Node, list[Node]]) -> list[Group]:
-    """Join the cuts that share a parameter; a parameter stands for its accumulator node here."""
+    """Join the cuts that share a parameter."""
     group_of: dict[Node, Group] = {}
     groups: dict[int, Group] = {}
     for node, found in cuts.items():
-        group = Group(params=[], cuts=[node])
+        group = Group(leaves=[], cuts=[node])
         leaves = dict.fromkeys(found)
         for other in {id(group_of[leaf]): group_of[leaf] for leaf in leaves if leaf in group_of}.values():
             group.cuts += other.cuts
             leaves.update({leaf: None for leaf, owner in group_of.items() if owner is other})
             del groups[id(other)]
-        group.params = [leaf.variable for leaf in leaves]  # type: ignore[attr-defined]
+        group.leaves = list(leaves)
         group_of.update(dict.fromkeys(leaves, group))
         groups[id(group)] = group
     return list(groups.values())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from optpipe_compiler.errors import BadInput
 from runtime_torch.adapter import sharded_modules
-from runtime_torch.bundles import Bundle, BundledLayer, trace_bundles
+from runtime_torch.bundles import Bundle, bundled, trace_bundles
 from runtime_torch.execution import StageExecution
 from runtime_torch.meter import Meter
 from runtime_torch.named import NamedStage
@@ -48,6 +48,7 @@ def build_stages(
     *,
     inputs: Sequence[Tensor] = (),
     target: Tensor | None = None,
+    float_dtype: torch.dtype | None = None,
     prepare: Callable[[nn.Module], nn.Module] = lambda layer: layer,
 ) -> Stages:
     """Return the stages of `rank`, made of `layers`; of a mapping by layer number, only the rank's own are needed.
@@ -56,17 +57,33 @@ def build_stages(
     one microbatch (values do not matter) from which the shapes between the layers are found; without them `Runner`
     needs its `boundary`. The last layer is called with the target behind its inputs and returns the mean loss. Layers
     may take and return several tensors. `prepare` is applied to each of the rank's layers on its device, for example
-    `fully_shard`.
+    `fully_shard`, or wraps them in `DistributedDataParallel`: gradients are then averaged once at the end of a step.
+    `float_dtype` is that of the floats between layers where it is not what the layers alone return, for example under
+    a `MixedPrecisionPolicy`.
     """
     _count(schedule, layers)
-    mine = [stage for stage in schedule.stages if stage.device == rank]
-    if not mine:
-        raise BadInput(f"rank {rank} has no stage: the schedule is for {schedule.setup.devices} devices")
     bundles = None
     if inputs:
         if isinstance(layers, Mapping):
             layers = [layers[index] for index in range(schedule.setup.layers)]
         bundles = trace_bundles(layers, inputs, target)
+        if float_dtype is not None:
+            bundles[1:-1] = [bundle.with_floats(float_dtype) for bundle in bundles[1:-1]]
+    return stages_between(schedule, layers, rank, device, bundles, prepare)
+
+
+def stages_between(
+    schedule: ir.Schedule,
+    layers: Sequence[Made] | Mapping[int, Made],
+    rank: int,
+    device: torch.device | str,
+    bundles: Sequence[Bundle] | None,
+    prepare: Callable[[nn.Module], nn.Module] = lambda layer: layer,
+) -> Stages:
+    """Return what `build_stages` does, where `bundles` (what enters each layer, and leaves the last) are known."""
+    mine = [stage for stage in schedule.stages if stage.device == rank]
+    if not mine:
+        raise BadInput(f"rank {rank} has no stage: the schedule is for {schedule.setup.devices} devices")
     built = {index: _built(layers[index], index) for stage in mine for index in range(*stage.layers)}
     whole = enumerate(layers) if isinstance(layers, Sequence) else layers.items()
     known = {index: made for index, made in whole if isinstance(made, nn.Module)}
@@ -78,7 +95,9 @@ def build_stages(
         module.unshard()
     meters = Meter(), Meter()
     for stage in mine:
-        own = [_bundled(built[index], index, bundles) for index in range(*stage.layers)]
+        own = [built[index] for index in range(*stage.layers)]
+        if bundles is not None:
+            own = [bundled(built[i], bundles[i], bundles[i + 1]) for i in range(*stage.layers)]
         stages[stage.stage] = _execution(schedule, stage, own, device, meters)
     for module in sharded:
         module.reshard()
@@ -134,12 +153,6 @@ def _built(made: Made, index: int) -> nn.Module:
     if not isinstance(layer, nn.Module):
         raise BadInput(f"layer {index} is a {type(layer).__name__}, expected a torch.nn.Module")
     return layer
-
-
-def _bundled(layer: nn.Module, index: int, bundles: Sequence[Bundle] | None) -> nn.Module:
-    if bundles is None or (bundles[index].is_single and bundles[index + 1].is_single):
-        return layer
-    return BundledLayer(layer, bundles[index], bundles[index + 1])
 
 
 def _execution(

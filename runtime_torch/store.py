@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from optpipe_compiler.errors import RunFailed
 from runtime_torch.meter import Meter as Meter  # noqa: TC001  # also for those who import it from here
@@ -86,14 +87,9 @@ class SavedTensorStore:
 
     # -- saving and reading
 
-    @contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving(self) -> saved_tensors_hooks:
         """Within: every tensor that autograd saves goes into the store, under the current `layer`."""
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-                yield
-        finally:
-            self._by_address.clear()
+        return saved_tensors_hooks(self._pack, self._unpack)
 
     @contextmanager
     def refilling(self, first: int, end: int) -> Iterator[None]:
@@ -105,7 +101,7 @@ class SavedTensorStore:
                 self._refill(next(slots, None), tensor, first, end)
             return tensor.detach()
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, _identity):
+        with saved_tensors_hooks(pack, _identity):
             yield
         if next(slots, None) is not None:
             raise RunFailed(f"recompute of layers {first} to {end - 1} saved fewer tensors than their forward did")
@@ -117,6 +113,8 @@ class SavedTensorStore:
     def _pack(self, tensor: Tensor) -> Slot | Tensor:
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
+        if address in self._constants:
+            return tensor
         unit = self._by_address.get(address)
         if unit is None:
             if self._is_constant(tensor):
@@ -185,12 +183,16 @@ class SavedTensorStore:
 
     def clear(self) -> None:
         """Free everything, on the device and on the host."""
-        for unit in self._live():
-            self.meter.release(self._detach(unit, for_good=True))
+        for slot in self._slots:
+            slot.tensor = None
         for unit in self._units:
-            if unit.parcel is not None:
+            if unit.storage is not None:
+                self.meter.release(unit.storage)
+                unit.storage = None
+            elif unit.parcel is not None:
                 self._carrier.discard(unit.parcel)
                 unit.parcel = None
+        self._by_address.clear()
 
     # -- asking
 

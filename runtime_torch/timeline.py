@@ -23,6 +23,7 @@ class Timeline:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._is_cuda = device.type == "cuda"
         self._marks: list[tuple[str, str, int | torch.cuda.Event, int | torch.cuda.Event]] = []
         self._origin: torch.cuda.Event | None = None
         self._origin_ns = 0
@@ -30,7 +31,7 @@ class Timeline:
     def begin(self) -> None:
         """Start a step."""
         self._marks.clear()
-        if self._device.type == "cuda":
+        if self._is_cuda:
             torch.cuda.synchronize(self._device)
             self._origin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._origin.record()
@@ -39,7 +40,7 @@ class Timeline:
 
     def now(self) -> int | torch.cuda.Event:
         """Mark this point of the compute lane."""
-        if self._device.type != "cuda":
+        if not self._is_cuda:
             return time.perf_counter_ns()
         event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
@@ -51,7 +52,7 @@ class Timeline:
 
     def collect(self) -> list[OpTime]:
         """Return the step's ops by start."""
-        if self._device.type == "cuda":
+        if self._is_cuda:
             torch.cuda.synchronize(self._device)
         ops = [OpTime(name, lane, self._ns(start), self._ns(end)) for name, lane, start, end in self._marks]
         return sorted(ops, key=lambda op: op.start_ns)

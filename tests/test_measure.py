@@ -29,6 +29,7 @@ from runtime_torch import (  # noqa: E402
     session,
     text,
 )
+from runtime_torch.emulate import emulate  # noqa: E402
 from runtime_torch.measure import MeasureOptions, layout_of, measure, measure_in_group  # noqa: E402
 from runtime_torch.measure_child import measure_sizes  # noqa: E402
 from runtime_torch.measure_gauge import CpuGauge  # noqa: E402
@@ -76,7 +77,7 @@ def saved_by(layer: Any, *inputs: Any) -> int:
 def test_saved_bytes_agree_with_autograds_own_count(benches, sizes):
     embedding, block, *_, head = models.build(THREE.model())
     x = benches.entering(1).clone().requires_grad_()
-    assert sizes["embedding"].saved == saved_by(embedding, benches.tokens)
+    assert sizes["embedding"].saved == saved_by(embedding, benches.inputs)
     assert sizes["block"].saved == saved_by(block, x)
     assert sizes["head"].saved == saved_by(head, x, benches.target)
 
@@ -124,6 +125,27 @@ def test_the_peak_counts_what_an_op_frees_before_its_end():
 
     peaks = CpuGauge().peaks({"one": op, "nothing": lambda: None, "three": three})
     assert peaks == {"one": 1000, "nothing": 0, "three": 1500}
+
+
+def test_what_enters_a_users_layer_is_what_the_layers_before_it_make_and_only_floats_have_gradients():
+    model = OTHERS["sentences"]
+    found = measure_layers.Benches(model, b"")
+    (_, positions, mask), target = models.batches(model, b"")(torch.Generator().manual_seed(model.seed), 1)
+    attention, guess = models.bundles(model)[1], models.bundles(model)[4]
+    for bundle, index in ((attention, 3), (guess, 4)):
+        x, *others = bundle.cut(found.entering(index))
+        assert [torch.equal(one, other) for one, other in zip(others, (positions, mask), strict=True)] == [True, True]
+        assert x.abs().max() > 0
+    vectors, *others = attention.cut(found.gradient(2))
+    assert 0 < vectors.abs().max() < 0.01
+    assert not any(one.any() for one in others)
+    assert torch.equal(found.target, target)
+    assert found.message_bytes == attention.boundary[0][0] * 4
+
+
+def test_a_layer_that_saves_less_than_its_input_is_said_to_save_as_much():
+    found = measure_layers.layer_bytes(measure_layers.Benches(OTHERS["images"], b""), 4)
+    assert found.saved == found.checkpoint == 2 * 8 * 8 * 8 * 4
 
 
 # -- times
@@ -361,6 +383,14 @@ OTHERS = {
         sequence_length=16,
     ),
     "user": Model(builder="tests.user_layers:layers", config={}, microbatch_size=2, sequence_length=16),
+    "images": Model(builder="tests.user_layers:images", config={}, microbatch_size=2, sequence_length=1),
+    "sentences": Model(builder="tests.user_layers:sentences", config={}, microbatch_size=2, sequence_length=1),
+}
+KINDS = {
+    "llama": [("embedding", 1), ("block", 3), ("head", 1)],
+    "user": [("Embedding", 1), ("Mixer", 2), ("Linear", 1), ("Mixer-2", 1), ("Scorer", 1)],
+    "images": [("Conv2d", 1), ("Residual", 3), ("Classifier", 1)],
+    "sentences": [("Words", 1), ("Attention", 3), ("Guess", 1)],
 }
 
 
@@ -369,16 +399,14 @@ OTHERS = {
 def test_a_model_that_was_measured_is_planned_and_trained_under_its_promise(name):
     profile = measure(replace(TINY, of=OTHERS[name]), lambda what, part: None)
     assert profile.model == OTHERS[name]
-    kinds = {"llama": [("embedding", 1), ("block", 3), ("head", 1)]}.get(
-        name, [("Embedding", 1), ("Mixer", 2), ("Linear", 1), ("Mixer-2", 1), ("Scorer", 1)]
-    )
-    assert [(layer.name, layer.count) for layer in profile.layers] == kinds
+    assert [(layer.name, layer.count) for layer in profile.layers] == KINDS[name]
     options = Options(mem_bytes=10**9, microbatches=4, time_limit_s=2.0, search=False)
     schedule = compile_schedule(profile, options).schedule
     report = run(schedule, steps=2, data_paths=[text.default_path()], check=True)
     assert report.check is not None
     assert report.check.ok, report.check
-    for rank in report.ranks:
+    alone = [emulate(schedule, rank, steps=1, data=text.default_text(), on_event=lambda _: None) for rank in (0, 1)]
+    for rank in (*report.ranks, *alone):
         assert 0 < rank.peak_activation_bytes <= rank.promised_activation_bytes
 
 

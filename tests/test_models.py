@@ -300,3 +300,95 @@ def test_a_builder_may_return_functions_of_which_only_the_needed_are_called(monk
     (first,), (again,) = models.build(lazy, range(1, 2)), models.build(lazy, range(1, 2))
     assert made == [1, 1]
     assert torch.equal(first.weight, again.weight)
+
+
+GOOD = [nn.Embedding(256, 4), Scorer(4)]
+
+
+def tokens(generator: Any, samples: int) -> Any:
+    return torch.randint(256, (samples, 3), generator=generator)
+
+
+class Pair(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x, x
+
+
+class Whole(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x.argmax(-1)
+
+
+class PerSample(nn.Module):
+    def forward(self, x: Any, target: Any) -> Any:
+        return x.mean(dim=(1, 2))
+
+
+DATA = {
+    "a tuple that is none": ((1, 2, 3), "returned a tuple of 3, expected a list of layers, or (layers, batch)"),
+    "no layers": ([], "returned no layers"),
+    "no function": ((GOOD, None), "returned (layers, NoneType), expected a function as second: batch(generator, n)"),
+    "no target": ((GOOD, tokens), "batch(generator, 2) returned Tensor, expected (inputs, target)"),
+    "a target that is none": (
+        (GOOD, lambda g, n: (tokens(g, n), None)),
+        "returned NoneType as a target, expected a tensor",
+    ),
+    "an input that is none": (
+        (GOOD, lambda g, n: ([[1]], tokens(g, n))),
+        "returned list as an input, expected a tensor",
+    ),
+    "no inputs": ((GOOD, lambda g, n: ((), tokens(g, n))), "batch(generator, 2) returned no inputs"),
+    "other samples": (
+        (GOOD, lambda g, n: (tokens(g, 3), tokens(g, n))),
+        "batch(generator, 2) returned an input of shape (3, 3), expected a first dimension of 2",
+    ),
+    "a scalar target": (
+        (GOOD, lambda g, n: (tokens(g, n), torch.tensor(1))),
+        "returned a target of shape (), expected a first dimension of 2",
+    ),
+    "data of its own mind": (
+        (GOOD, lambda g, n: (torch.rand(n, 3).argsort(), tokens(g, n))),
+        "batch drew other values from an equal generator, expected to depend on it alone",
+    ),
+    "two inputs for one": (
+        (GOOD, lambda g, n: ((tokens(g, n), tokens(g, n)), tokens(g, n))),
+        "layer 0: cannot be called with the input ((2, 3) torch.int64, (2, 3) torch.int64): ",
+    ),
+    "two outputs for one": (
+        [GOOD[0], Pair(), GOOD[1]],
+        "layer 2: cannot be called with what layer 1 returns ((2, 16, 4) torch.float32, (2, 16, 4) torch.float32, ",
+    ),
+    "no floats": ([GOOD[0], Whole(), *GOOD], "layer 1 returns torch.int64, expected floats, or some among its tensors"),
+    "no scalar": ([GOOD[0], PerSample()], "the last layer returns shape (2,), expected the scalar loss"),
+}
+
+
+@pytest.mark.parametrize("case", DATA)
+def test_what_a_users_function_must_not_return_is_named_in_one_sentence(user_model, monkeypatch, case):
+    found, sentence = DATA[case]
+    monkeypatch.setattr(sys.modules["optpipe_test_user"], "layers", lambda width: found)
+    with pytest.raises(BadInput) as refused:
+        models.boundaries(user_model)
+    assert str(refused.value).startswith("$.model.builder 'optpipe_test_user:layers'")
+    assert sentence in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_data_of_a_users_own_is_drawn_per_sample_with_floats_as_the_layers_have_them(dtype):
+    model = Model(builder="tests.user_layers:images", config={}, microbatch_size=3, sequence_length=1, dtype=dtype)
+    (images,), classes = models.batches(model, b"")(torch.Generator().manual_seed(5), 4)
+    assert (images.shape, images.dtype) == ((12, 3, 8, 8), models.DTYPES[dtype])
+    assert (classes.shape, classes.dtype) == ((12,), torch.int64)
+    (again,), _ = models.batches(model, b"")(torch.Generator().manual_seed(5), 4)
+    assert torch.equal(images, again)
+
+
+def test_layers_that_pass_several_tensors_along_are_known_by_all_of_them():
+    model = Model(builder="tests.user_layers:sentences", config={"width": 4}, microbatch_size=2, sequence_length=1)
+    inner = (((2, 12, 4), torch.float32), ((2, 12), torch.int64), ((2, 12, 12), torch.bool))
+    ids = ((2, 12), torch.int64), *inner[1:]
+    assert [bundle.parts for bundle in models.bundles(model)] == [ids, *[inner] * 4, (((), torch.float32),)]
+    carried = 4 * (2 * 12 * 4) + 8 * (2 * 12) + 2 * 12 * 12
+    assert models.boundary(model, 0) == ((carried // 4,), torch.float32)
+    assert models.layer_names(model) == ["Words", *["Attention"] * 3, "Guess"]

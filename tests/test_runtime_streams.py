@@ -11,7 +11,6 @@ from runtime_cases import MODEL, TEXT, promise_exactly, schedule  # noqa: E402
 from small_schedules import Shape  # noqa: E402
 from stream_device import LateDevice, PoisoningMeter  # noqa: E402
 
-from optpipe_compiler import ir  # noqa: E402
 from optpipe_compiler.errors import RunFailed  # noqa: E402
 from runtime_torch import models  # noqa: E402
 from runtime_torch.execution import StageExecution  # noqa: E402
@@ -86,16 +85,9 @@ def steps(plan, meter, host_meter, backend, count=2):
         cut = [[part.clone() for part in batch.tensor_split(plan.setup.microbatches)] for batch in (inputs, targets)]
         if isinstance(meter, PoisoningMeter):
             meter.spared = {part.data_ptr() for parts in cut for part in parts}
-        replay.begin(cut[1])
+        replay.begin(cut[0], cut[1])
         for op in plan.devices[0].compute:
-            if isinstance(op, ir.Forward):
-                replay.forward(op.stage, op.microbatch, cut[0][op.microbatch] if op.stage == 0 else None)
-            elif isinstance(op, ir.Recompute):
-                replay.recompute(op.stage, op.microbatch)
-            elif isinstance(op, ir.BackwardWeight):
-                replay.backward_weight(op.stage, op.microbatch)
-            else:
-                replay.backward(op.stage, op.microbatch, fused=isinstance(op, ir.Backward))
+            replay.run(op.name, op.stage, op.microbatch)
         replay.finish()
         found.append(
             [p.grad.clone() for stage in stages.values() for layer in stage.layers for p in layer.parameters()]

@@ -1,8 +1,15 @@
-"""A user's model as `optpipe profile --model tests.user_layers:layers` finds it: a function that returns layers."""
+"""Users' models as `optpipe profile --model tests.user_layers:layers` finds them: functions that return layers."""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 class Mixer(nn.Module):
@@ -39,3 +46,99 @@ def layers(width: int = 48) -> list[nn.Module]:
         Mixer(2 * width, width),
         Scorer(2 * width),
     ]
+
+
+# -- images
+
+
+class Residual(nn.Module):
+    """A convolution beside the identity."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.GroupNorm(2, channels), nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Keep the shape."""
+        return x + self.mix(self.norm(x).relu())
+
+
+class Classifier(nn.Module):
+    """The loss of a class per image."""
+
+    def __init__(self, channels: int, classes: int) -> None:
+        super().__init__()
+        self.out = nn.Linear(channels, classes)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        """Return the mean cross-entropy."""
+        return nn.functional.cross_entropy(self.out(x.mean(dim=(2, 3))), target)
+
+
+def draw_images(generator: torch.Generator, samples: int) -> tuple[Tensor, Tensor]:
+    """Return noise and its classes."""
+    return torch.randn(samples, 3, 8, 8, generator=generator), torch.randint(10, (samples,), generator=generator)
+
+
+def images(channels: int = 8) -> tuple[list[nn.Module], Callable[..., object]]:
+    """Return the layers of a small network for images, and the images."""
+    layers = [nn.Conv2d(3, channels, 3, padding=1), *(Residual(channels) for _ in range(3)), Classifier(channels, 10)]
+    return layers, draw_images
+
+
+# -- tokens with positions and a mask, all of which the layers pass along
+
+VOCABULARY, LENGTH = 1000, 12
+Sentence = tuple[Tensor, Tensor, Tensor]
+
+
+class Words(nn.Module):
+    """Tokens to vectors; positions and mask go on."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, width)
+
+    def forward(self, tokens: Tensor, positions: Tensor, mask: Tensor) -> Sentence:
+        """Return vectors, positions and mask."""
+        return self.tokens(tokens), positions, mask
+
+
+class Attention(nn.Module):
+    """Attention to what the mask lets through; positions are told again in each layer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.positions = nn.Embedding(LENGTH, width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor, positions: Tensor, mask: Tensor) -> Sentence:
+        """Keep the shapes."""
+        query, key, value = self.qkv(x + self.positions(positions)).chunk(3, dim=-1)
+        mixed = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return x + self.out(mixed), positions, mask
+
+
+class Guess(nn.Module):
+    """The loss of a word at each position."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.out = nn.Linear(width, VOCABULARY)
+
+    def forward(self, x: Tensor, positions: Tensor, mask: Tensor, target: Tensor) -> Tensor:
+        """Return the mean cross-entropy."""
+        assert (positions.dtype, mask.dtype) == (torch.int64, torch.bool)
+        return nn.functional.cross_entropy(self.out(x).flatten(0, 1), target.flatten())
+
+
+def draw_sentences(generator: torch.Generator, samples: int) -> tuple[Sentence, Tensor]:
+    """Return words at shuffled positions, of which each sees those before it and itself."""
+    tokens, target = torch.randint(VOCABULARY, (2, samples, LENGTH), generator=generator)
+    positions = torch.rand(samples, LENGTH, generator=generator).argsort()
+    return (tokens, positions, positions[:, :, None] >= positions[:, None, :]), target
+
+
+def sentences(width: int = 16) -> tuple[list[Callable[[], nn.Module]], Callable[..., object]]:
+    """Return what makes the layers, and the sentences."""
+    return [partial(Words, width), *[partial(Attention, width)] * 3, partial(Guess, width)], draw_sentences

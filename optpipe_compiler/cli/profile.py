@@ -27,12 +27,12 @@ MEASURED = {"layers": 8, "hidden": 256, "heads": 4, "seq": 128, "microbatch_size
 @click.option("--layers", type=click.IntRange(min=1), help="Transformer blocks [default: 8].")
 @click.option("--hidden", type=click.IntRange(min=1), help="Model width [default: 256].")
 @click.option("--heads", type=click.IntRange(min=1), help="Attention heads [default: 4].")
-@click.option("--seq", type=click.IntRange(min=1), help="Sequence length [default: 128; estimated: 4096].")
-@click.option("--microbatch-size", type=click.IntRange(min=1), help="[default: 4; estimated: 1]")
+@click.option("--seq", type=click.IntRange(min=1), help="Sequence length of text [default: 128; estimated: 4096].")
+@click.option("--microbatch-size", type=click.IntRange(min=1), help="Samples [default: 4; estimated: 1].")
 @click.option(
     "--model",
     metavar="MODEL",
-    help="A config.json of Hugging Face, a name (--list-models), or package.module:function that returns layers.",
+    help="A config.json of Hugging Face, a name (--list-models), or a package.module:function that returns layers.",
 )
 @click.option(
     "--device",

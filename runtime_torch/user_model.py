@@ -1,0 +1,170 @@
+"""A user's model: the layers that `package.module:function` returns and, where it gives them, its data."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from optpipe_compiler.errors import BadInput
+from runtime_torch.bundles import Bundle, trace_bundles
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from optpipe_compiler.profile import Model
+
+Made = nn.Module | Callable[[], nn.Module]
+"""A layer, or a function without arguments that makes it."""
+
+Batch = tuple[tuple[Tensor, ...], Tensor]
+"""Inputs and target of several samples, which are numbered along the first dimension of every tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class UserModel:
+    """What the function returns: a list of layers, or `(layers, batch)`.
+
+    `batch(generator, samples)` returns `(inputs, target)`: a tensor or a tuple of tensors, and a tensor, on the CPU and
+    with `samples` entries along each first dimension. It depends on `generator` alone: every rank draws the same.
+    None: windows of text.
+    """
+
+    layers: list[Made]
+    batch: Callable[[torch.Generator, int], Any] | None = None
+
+
+def load(model: Model, own: Iterable[str]) -> UserModel:
+    """Import the function and call it with the model's config under its seed; `own` are the package's builders."""
+    module_name, _, function_name = model.builder.partition(":")
+    try:
+        function: Any = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise BadInput(
+            f"$.model.builder is {model.builder!r}, expected {' or '.join(map(repr, own))}, or an importable "
+            f"package.module:function: {error}"
+        ) from error
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(model.seed)
+        found = function(**model.config)
+    layers, batch = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    if not isinstance(layers, list | nn.ModuleList) or not all(callable(layer) for layer in layers):
+        raise _refused(model, f"returned {_type(found)}, expected a list of layers, or (layers, batch)")
+    if not layers:
+        raise _refused(model, "returned no layers")
+    if found is not layers and not callable(batch):
+        raise _refused(model, f"returned (layers, {_type(batch)}), expected a function as second: batch(generator, n)")
+    return UserModel(list(layers), batch)
+
+
+def made(model: Model, index: int, one: Made) -> nn.Module:
+    """Return a layer, made under a seed of its own where it is not there yet."""
+    if isinstance(one, nn.Module):
+        return one
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(model.seed * 1_000_003 + index)
+        return one()
+
+
+def draw(model: Model, user: UserModel, dtype: torch.dtype, generator: torch.Generator, samples: int) -> Batch:
+    """Draw a batch of the user's own data; floats become `dtype`, as the layers' parameters do."""
+    assert user.batch is not None
+    found = user.batch(generator, samples)
+    call = f"batch(generator, {samples})"
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise _refused(model, f"{call} returned {_type(found)}, expected (inputs, target)")
+    inputs, target = found
+    inputs = tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
+    if not inputs:
+        raise _refused(model, f"{call} returned no inputs")
+    for tensor, name in (*((tensor, "an input") for tensor in inputs), (target, "a target")):
+        if not isinstance(tensor, Tensor):
+            raise _refused(model, f"{call} returned {_type(tensor)} as {name}, expected a tensor")
+        if tensor.dim() == 0 or tensor.shape[0] != samples:
+            raise _refused(
+                model,
+                f"{call} returned {name} of shape {tuple(tensor.shape)}, expected a first dimension of {samples}",
+            )
+    *inputs, target = (_as(tensor.detach(), dtype) for tensor in (*inputs, target))
+    return tuple(inputs), target
+
+
+def bundles(model: Model, user: UserModel, dtype: torch.dtype) -> list[Bundle]:
+    """Return what enters each layer, and what leaves the last, for one microbatch.
+
+    The layers are called on torch's meta device, without data; data of the user's own is drawn for its shapes.
+    """
+    inputs, target = _sample(model, user, dtype)
+    makers = [partial(_converted, model, index, one, dtype) for index, one in enumerate(user.layers)]
+    try:
+        found = trace_bundles(makers, inputs, target)
+    except BadInput as error:
+        raise _refused(model, str(error)) from error
+    for index, bundle in enumerate(found[1:-1]):
+        if not bundle.carrier.is_floating_point:
+            returned = ", ".join(str(dtype) for _, dtype in bundle.parts)
+            raise _refused(model, f"layer {index} returns {returned}, expected floats, or some among its tensors")
+    if not found[-1].is_single or found[-1].parts[0][0] != ():
+        shapes = ", ".join(str(shape) for shape, _ in found[-1].parts)
+        raise _refused(model, f"the last layer returns shape {shapes}, expected the scalar loss")
+    return found
+
+
+def kinds(model: Model, user: UserModel, borders: Sequence[Bundle]) -> list[str]:
+    """Return the kind of each layer.
+
+    Layers are of one kind if torch prints them alike, their parameters have the same shapes, and so have what enters
+    and leaves them; the first and the last layer are kinds of their own.
+    """
+    names: dict[object, str] = {}
+    found = []
+    last = len(user.layers) - 1
+    for index, one in enumerate(user.layers):
+        with torch.device("meta"):
+            layer = made(model, index, one)
+        sizes = tuple((tuple(p.shape), p.requires_grad) for p in layer.parameters())
+        kind = (index if index in (0, last) else None, repr(layer), sizes, borders[index], borders[index + 1])
+        if kind not in names:
+            same = sum(name.partition("-")[0] == type(layer).__name__ for name in names.values())
+            names[kind] = type(layer).__name__ + (f"-{same + 1}" if same else "")
+        found.append(names[kind])
+    return found
+
+
+def _sample(model: Model, user: UserModel, dtype: torch.dtype) -> Batch:
+    """One microbatch, drawn twice, since ranks that draw different data train nothing."""
+    if user.batch is None:
+        tokens = torch.zeros(model.microbatch_size, model.sequence_length, dtype=torch.int64)
+        return (tokens,), tokens
+    first, again = (
+        draw(model, user, dtype, torch.Generator().manual_seed(model.seed), model.microbatch_size) for _ in range(2)
+    )
+    for one, other in zip((*first[0], first[1]), (*again[0], again[1]), strict=True):
+        if not torch.equal(one, other):
+            raise _refused(model, "batch drew other values from an equal generator, expected to depend on it alone")
+    return first
+
+
+def _converted(model: Model, index: int, one: Made, dtype: torch.dtype) -> nn.Module:
+    """A copy on the meta device for layers that are there already: nothing of theirs may change."""
+    layer = copy.deepcopy(one).to("meta") if isinstance(one, nn.Module) else made(model, index, one)
+    return layer.to(dtype)
+
+
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _refused(model: Model, what: str) -> BadInput:
+    return BadInput(f"$.model.builder {model.builder!r}: {what}")
+
+
+def _type(found: object) -> str:
+    name = type(found).__name__
+    return f"a {name} of {len(found)}" if isinstance(found, tuple) else name

@@ -1,0 +1,101 @@
+"""Replicas of a pipeline in DDP or FSDP2: the mean gradients over all microbatches of all replicas, reduced once."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch.distributed as dist
+from test_runtime_library import builders, microbatch, plan, start_ranks
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import runtime_torch
+from optpipe_compiler.errors import BadInput
+
+REPLICAS = """
+import sys
+sys.path[:0] = sys.argv[1:]
+from functools import partial
+import torch, torch.distributed as dist
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+import runtime_torch, test_runtime_library as case
+
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "pipeline"))
+data = mesh["data"]
+mixed = partial(MixedPrecisionPolicy, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+DDP = partial(DistributedDataParallel, process_group=mesh.get_group("data"))
+KINDS = {
+    "DDP": (DDP, None, 1e-6),
+    "replicate": (partial(replicate, mesh=data), None, 1e-6),
+    "sharded": (partial(fully_shard, mesh=data), None, 1e-6),
+    "mixed": (partial(fully_shard, mesh=data, mp_policy=mixed()), torch.bfloat16, 0.05),
+    "mixed, floats between": (partial(fully_shard, mesh=data, mp_policy=mixed(output_dtype=torch.float32)), None, 0.05),
+}
+
+def batch(replica):
+    generator = torch.Generator().manual_seed(replica)
+    tokens, target = torch.randint(16, (2, 2 * case.MICROBATCHES, case.LENGTH), generator=generator)
+    return (tokens, torch.rand(2 * case.MICROBATCHES, case.LENGTH, generator=generator) < 0.7), target
+
+wanted = {}
+for replica in range(2):
+    case.batch = partial(batch, replica)
+    for name, parameter in case.reference()[1].named_parameters():
+        wanted[name] = wanted.get(name, 0) + parameter.grad / 2
+
+for kind, (prepare, floats, tolerance) in KINDS.items():
+    for fused in (True, False):
+        schedule = case.plan((0, 0), fused=fused, ranges=case.RANGES["recompute" if fused else "offload"])
+        stages = runtime_torch.build_stages(
+            schedule, case.builders(), 0, "cpu", prepare=prepare, float_dtype=floats, **case.microbatch()
+        )
+        runner = runtime_torch.Runner(schedule, stages, group=mesh.get_group("pipeline"))
+        inputs, target = batch(dist.get_rank())
+        for _ in range(2):
+            with torch.profiler.profile() as profiler:
+                runner.step(*inputs, target=target)
+            reductions = sum(event.name in ("gloo:all_reduce", "gloo:reduce_scatter") for event in profiler.events())
+            assert reductions == case.LAYERS, (kind, fused, reductions)
+            for name, parameter in stages.module.named_parameters():
+                found = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+                expected = wanted[name.replace("module.", "")]
+                difference = (found - expected).abs().max() / expected.abs().max()
+                assert difference < tolerance, (kind, fused, name, difference)
+            stages.module.zero_grad()
+        assert runner.eval(*inputs, target=target) > 0
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.runtime
+def test_replicas_reduce_the_mean_gradients_once_per_step():
+    for rank in start_ranks(REPLICAS, KINETO_LOG_LEVEL="99"):
+        _, errors = rank.communicate(timeout=120)
+        assert rank.returncode == 0, errors
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of this process only."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_communication_hook_is_refused_since_nothing_would_call_it(alone):
+    def wrapped(layer: nn.Module) -> nn.Module:
+        module = DistributedDataParallel(layer)
+        module.register_comm_hook(None, allreduce_hook)
+        return module
+
+    with pytest.raises(BadInput, match="DistributedDataParallel with a communication hook, static_graph or mixed"):
+        runtime_torch.build_stages(plan((0, 0)), builders(), 0, "cpu", prepare=wrapped, **microbatch())

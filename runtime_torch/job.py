@@ -1,4 +1,4 @@
-"""What the ranks of a run are told, and where each of them is; imports no torch, so that the parent starts fast."""
+"""What the ranks of a run are told, and where each of them is; does without torch, so that the parent starts fast."""
 
 from __future__ import annotations
 
@@ -47,6 +47,27 @@ def place_from_environment() -> Place | None:
         return None
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     return Place(rank, world, "env://", int(os.environ.get("LOCAL_RANK", rank)))
+
+
+def ranks_here(world: int) -> int:
+    """How many of a group's ranks stand on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world))
+
+
+def gpu_count() -> int:
+    """How many GPUs torch can use here. Where each rank can have one, a run trains on them; else on the CPU."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def shares_of_cores(ranks: int) -> list[list[int]]:
+    """Each rank's share of this process's cores; empty lists where there are fewer cores than ranks."""
+    if not hasattr(os, "sched_getaffinity"):
+        return [[] for _ in range(ranks)]
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // ranks
+    return [cores[rank * each : (rank + 1) * each] for rank in range(ranks)]
 
 
 def check_torch(version: str) -> None:

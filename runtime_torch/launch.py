@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from optpipe_compiler import ir
 from optpipe_compiler.errors import BadInput, MissingDependency, OptPipeError, RunFailed
 from runtime_torch import text
-from runtime_torch.job import Event, Job, Place, check_torch, place_from_environment
+from runtime_torch.job import Event, Job, Place, check_torch, place_from_environment, shares_of_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -122,7 +122,7 @@ class _Family:
 
     def _start(self, folder: Path) -> None:
         context = _context(training=self._jobs[0].training)
-        cores = _cores(len(self._jobs))
+        cores = shares_of_cores(len(self._jobs))
         for rank, job in enumerate(self._jobs):
             here, there = context.Pipe(duplex=False)
             place = Place(rank, len(self._jobs), f"file://{folder}/store", rank)
@@ -203,15 +203,6 @@ def _context(*, training: bool) -> BaseContext:
     optimizer = ["torch._dynamo"] if training else []  # what torch.optim imports when it is first used
     context.set_forkserver_preload(["torch.distributed.pipelining", *optimizer, "runtime_torch.session"])
     return context
-
-
-def _cores(ranks: int) -> list[list[int]]:
-    """Each rank's share of this process's cores; empty lists where there are fewer cores than ranks."""
-    if not hasattr(os, "sched_getaffinity"):
-        return [[] for _ in range(ranks)]
-    cores = sorted(os.sched_getaffinity(0))
-    each = len(cores) // ranks
-    return [cores[rank * each : (rank + 1) * each] for rank in range(ranks)]
 
 
 def _child(job: Job, place: Place, pipe: Connection, cores: list[int]) -> None:

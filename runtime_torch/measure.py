@@ -1,7 +1,7 @@
 """`optpipe profile`: measures this machine on a real model, in processes pinned and grouped as `run` has them.
 
-Nothing here imports torch: the measuring itself is in `measure_child`, in processes of its own, all at the same time,
-so that what they cost each other is in the figures. `measure_profile` makes the profile of what they found.
+The measuring itself is in `measure_child`, in processes of its own, all at the same time, so that what they cost each
+other is in the figures. `measure_profile` makes the profile of what they found.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ import time
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from optpipe_compiler import errors
 from optpipe_compiler.errors import BadInput, MissingDependency, OptPipeError, RunFailed
 from optpipe_compiler.profile import Model
+from runtime_torch.job import gpu_count, place_from_environment, ranks_here, shares_of_cores
 from runtime_torch.measure_profile import assemble
 
 if TYPE_CHECKING:
@@ -35,7 +36,9 @@ class MeasureOptions:
     """What to measure; the defaults give blocks of some 10 ms on one core, large against message and bookkeeping."""
 
     devices: int | None = None
-    """None: one per core, at least 2 and at most 4."""
+    """None: one per core, at least 2 and at most 4; one per GPU, at least 2, where GPUs are measured."""
+    device: Literal["cpu", "cuda"] | None = None
+    """None: GPUs where `run` trains on them, which is where there is one for each device."""
     of: Model | None = None
     """The model; None: a GPT over bytes of the sizes below."""
     layers: int = 8
@@ -68,8 +71,10 @@ class Layout:
 
     devices: int
     processes: int
-    cores: tuple[int, ...] | None
-    """The core of each process; None: fewer cores than processes, the system may move them."""
+    cores: list[list[int]]
+    """Of each process; empty: fewer cores than processes, the system may move them."""
+    on_gpus: bool
+    """Each process measures the GPU of its number."""
 
 
 def measure(options: MeasureOptions, on_progress: Callable[[str, float], None]) -> Profile:
@@ -81,7 +86,7 @@ def measure(options: MeasureOptions, on_progress: Callable[[str, float], None]) 
     is not done after `timeout_s`. All processes are gone when it returns or raises, Ctrl-C included.
     """
     _need_torch()
-    layout = layout_of(options)
+    layout = layout_of(options, 0 if options.device == "cpu" else gpu_count())
     model = options.model()
     return assemble(model, layout.devices, _run_children(options, layout, on_progress))
 
@@ -93,18 +98,19 @@ def measure_in_group(options: MeasureOptions, on_progress: Callable[[str, float]
     others. Raise as `measure` does.
     """
     _need_torch()
-    from runtime_torch.job import place_from_environment
     from runtime_torch.measure_child import Place, find_in_group
 
     group = place_from_environment()
     assert group is not None
     if options.devices not in (None, group.world):
         raise BadInput(f"--devices is {options.devices}, expected none: torchrun started {group.world} ranks")
-    place = Place(rank=group.rank, processes=group.world, core=None, meet=group.meet)
+    here = ranks_here(group.world)
+    on_gpus = _on_gpus(options, gpu_count(), processes=here, least=here)
+    gpu = group.local_rank if on_gpus else None
+    place = Place(rank=group.rank, processes=group.world, cores=[], meet=group.meet, gpu=gpu)
     say = on_progress if group.rank == 0 else lambda what, part: None
     findings = find_in_group(place, options.model(), options.samples, say)
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", group.world))
-    return None if findings is None else assemble(options.model(), group.world, findings, local)
+    return None if findings is None else assemble(options.model(), group.world, findings, here)
 
 
 def _need_torch() -> None:
@@ -112,16 +118,25 @@ def _need_torch() -> None:
         raise MissingDependency("measuring needs torch: pip install 'optpipe[runtime]'")
 
 
-def layout_of(options: MeasureOptions) -> Layout:
-    """Return one process per device, but not more than cores (two at least: messages need a pair)."""
+def layout_of(options: MeasureOptions, gpus: int = 0) -> Layout:
+    """Return one process per device, but not more than GPUs, or than cores (two at least: messages need a pair)."""
     for option, value in (("--devices", options.devices), ("--layers", options.layers), ("samples", options.samples)):
         if value is not None and value < 1:
             raise BadInput(f"{option} is {value}, expected at least 1")
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0] * (os.cpu_count() or 1)
-    devices = min(4, max(2, len(cores))) if options.devices is None else options.devices
-    processes = min(devices, max(2, len(cores)))
-    pinned = hasattr(os, "sched_setaffinity") and processes <= len(cores)
-    return Layout(devices=devices, processes=processes, cores=tuple(cores[:processes]) if pinned else None)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    on_gpus = _on_gpus(options, gpus, processes=options.devices or 2, least=1)
+    usual = max(2, gpus) if on_gpus else min(4, max(2, cores))
+    devices = options.devices or usual
+    processes = min(devices, gpus if on_gpus else max(2, cores))
+    return Layout(devices=devices, processes=processes, cores=shares_of_cores(processes), on_gpus=on_gpus)
+
+
+def _on_gpus(options: MeasureOptions, gpus: int, *, processes: int, least: int) -> bool:
+    """Whether to measure GPUs: when asked to, which takes `least`, or where there is one for each of `processes`."""
+    if options.device == "cuda" and gpus < least:
+        found = f"{gpus or 'no'} GPU{'s' * (gpus > 1)}"
+        raise BadInput(f"--device is cuda, expected cpu: torch sees {found} on this machine, at least {least} needed")
+    return options.device == "cuda" or (options.device is None and gpus >= processes)
 
 
 # -- the processes
@@ -205,9 +220,9 @@ def _child(rank: int, layout: Layout, options: MeasureOptions, store: str, pipe:
         if rank == 0:
             pipe.send(("progress", (what, part)))
 
-    core = None if layout.cores is None else layout.cores[rank]
+    gpu = rank if layout.on_gpus else None
     try:
-        place = Place(rank=rank, processes=layout.processes, core=core, meet=f"file://{store}")
+        place = Place(rank=rank, processes=layout.processes, cores=layout.cores[rank], meet=f"file://{store}", gpu=gpu)
         pipe.send(("findings", find(place, options.model(), options.samples, say)))
     except OptPipeError as error:
         pipe.send(("error", (type(error).__name__, str(error))))

@@ -1,10 +1,8 @@
-"""What each measuring process does: messages, layers and host copies, in step with the other processes."""
+"""What each measuring process does: layers, messages and host copies, in step with the other processes."""
 
 from __future__ import annotations
 
 import os
-import threading
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,28 +14,22 @@ import torch.distributed as dist
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.units import show_bytes
 from runtime_torch import models, text
-from runtime_torch.measure_layers import Bench, Benches, bookkeeping_bench, layer_bytes, time_ops, transient_bytes
-from runtime_torch.measure_profile import (
-    Copies,
-    Findings,
-    LayerBytes,
-    Messages,
-    Times,
-    available_memory,
-)
+from runtime_torch.measure_copies import time_copies
+from runtime_torch.measure_gauge import CpuGauge
+from runtime_torch.measure_layers import Benches, bookkeeping_bench, layer_bytes, time_ops, transient_bytes
+from runtime_torch.measure_profile import Findings, LayerBytes, Messages, Times
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from optpipe_compiler.profile import Model
+    from runtime_torch.measure_gauge import Gauge
 
 GROUP_TIMEOUT = timedelta(seconds=120)
 MOST_EQUAL = 4
 """So many equal layers are timed in turn, as many as a device may own; more would only take memory."""
 MOST_LAYERS = 12
 """A stage of so many layers shows all that passes between them."""
-MICROBATCHES = 4
-"""In flight while host copies are timed."""
 SMALL_MESSAGE = 1024
 """Bytes of the message that shows the latency."""
 
@@ -48,75 +40,110 @@ class Place:
 
     rank: int
     processes: int
-    core: int | None
-    """None: not pinned."""
+    cores: Sequence[int]
+    """Empty: not pinned."""
     meet: str
     """Where the processes find each other, as torch.distributed names it."""
+    gpu: int | None
+    """The GPU that it measures; None: its cores."""
 
 
 def find(place: Place, model: Model, samples: int, say: Callable[[str, float], None]) -> Findings:
     """Measure everything on this process, while the others do the same; `say` what and how far."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with _joined(place):
-        return _find(place, model, samples, say)
+    with _joined(place) as gauge:
+        return _find(gauge, place, model, samples, say)
 
 
 def find_in_group(place: Place, model: Model, samples: int, say: Callable[[str, float], None]) -> list[Findings] | None:
     """Measure as one rank of a group that torchrun started, messages between all neighbours; all findings on rank 0."""
-    with _joined(place):
-        mine = _find(place, model, samples, say)
+    with _joined(place) as gauge:
+        mine = _find(gauge, place, model, samples, say)
         for first in (0, 1):  # 0-1, 2-3, ..., then 1-2, 3-4, ...
             peer = ((place.rank + first) ^ 1) - first
             dist.barrier()
             if 0 <= peer < place.processes:
-                mine.messages_with[peer] = time_messages(place.rank, peer, mine.messages.large_bytes, 5 * samples)
+                mine.messages_with[peer] = time_messages(
+                    gauge, place.rank, peer, mine.messages.large_bytes, 5 * samples
+                )
         findings = [mine] * place.processes if place.rank == 0 else None
         dist.gather_object(mine, findings)
         return findings
 
 
 @contextmanager
-def _joined(place: Place) -> Iterator[None]:
-    torch.set_num_threads(1)
-    if place.core is not None:
-        os.sched_setaffinity(0, {place.core})
+def _joined(place: Place) -> Iterator[Gauge]:
+    """Take the place among the other processes, and what measures there.
+
+    After a failure the group is left as it is: to take it down could mean to wait for the others.
+    """
+    if place.cores:
+        os.sched_setaffinity(0, place.cores)
+    gauge = _gauge(place)
     dist.init_process_group(
         "gloo", init_method=place.meet, rank=place.rank, world_size=place.processes, timeout=GROUP_TIMEOUT
     )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    gauge.join(place.processes)
+    yield gauge
+    dist.destroy_process_group()
 
 
-def _find(place: Place, model: Model, samples: int, say: Callable[[str, float], None]) -> Findings:
+def _gauge(place: Place) -> Gauge:
+    if place.gpu is None:
+        torch.set_num_threads(1)
+        return CpuGauge()
+    from runtime_torch.measure_cuda import CudaGauge
+
+    return CudaGauge(place.gpu)
+
+
+def _find(gauge: Gauge, place: Place, model: Model, samples: int, say: Callable[[str, float], None]) -> Findings:
     names = models.layer_names(model)
-    room = available_memory() // (2 * place.processes)
+    room = gauge.room_bytes(place.processes)
     _refuse_too_large(model, room)
-    benches = Benches(model, text.default_text())
+    benches = Benches(model, text.default_text(), gauge.device)
     say("bytes of the layers", 0.05)
-    sizes = measure_sizes(benches, names, room)
+    sizes = measure_sizes(gauge, benches, names, room)
     say("messages", 0.15)
     messages = Messages(SMALL_MESSAGE, benches.message_bytes)
     if (peer := place.rank ^ 1) < place.processes:
-        messages = time_messages(place.rank, peer, benches.message_bytes, 5 * samples)
+        messages = time_messages(gauge, place.rank, peer, benches.message_bytes, 5 * samples)
     dist.barrier()
     say("bookkeeping", 0.2)
     overhead: Times = {}
-    for _ in time_ops([bookkeeping_bench()], 5 * samples, overhead):
+    for _ in time_ops(gauge, [bookkeeping_bench(gauge.device)], 5 * samples, overhead, lead=True):
         pass
     equal = {name: max(1, min(MOST_EQUAL, room // max(1, size.static))) for name, size in sizes.items()}
-    times = _time_kinds(benches, names, equal, samples, say)
+    times = _time_kinds(gauge, benches, names, equal, samples, say)
     dist.barrier()
     say("host copies of all processes at once", 0.85)
     block = names.index(common(names))
-    copies = time_copies(benches, block, 2 * samples)
-    dist.barrier()
+    copies = time_copies(gauge, benches, block, 2 * samples)
+    is_first = _is_first_on_its_link(gauge, place)
     say("host copies alone", 0.93)
-    copies_alone = time_copies(benches, block, 2 * samples) if place.rank == 0 else None
+    copies_alone = time_copies(gauge, benches, block, 2 * samples) if is_first else None
     dist.barrier()
     say("done", 1.0)
-    return Findings(names, overhead, times, sizes, messages, copies, copies_alone)
+    del benches
+    return Findings(
+        names,
+        overhead,
+        times,
+        sizes,
+        messages,
+        copies,
+        copies_alone,
+        kind=gauge.kind,
+        memory=gauge.memory(),
+        host_link=gauge.host_link,
+    )
+
+
+def _is_first_on_its_link(gauge: Gauge, place: Place) -> bool:
+    """Whether this process copies alone for those that share its host link, or for all where links are not known."""
+    links: list[str | None] = [None] * place.processes
+    dist.all_gather_object(links, gauge.host_link)
+    return place.rank == (0 if None in links else links.index(gauge.host_link))
 
 
 # -- layers
@@ -138,7 +165,7 @@ def _refuse_too_large(model: Model, room: int) -> None:
         )
 
 
-def measure_sizes(benches: Benches, names: list[str], room: int) -> dict[str, LayerBytes]:
+def measure_sizes(gauge: Gauge, benches: Benches, names: list[str], room: int) -> dict[str, LayerBytes]:
     """Return the bytes of each kind of layer; stages of several layers are built where they fit `room` bytes.
 
     A layer has the transient bytes of a stage of its own. What stages of several layers need beyond that, by the
@@ -148,11 +175,11 @@ def measure_sizes(benches: Benches, names: list[str], room: int) -> dict[str, La
     sizes = {name: layer_bytes(benches, names.index(name)) for name in dict.fromkeys(names)}
     for name in sizes:
         index = names.index(name)
-        sizes[name].transient = transient_bytes(benches, index, index + 1, [sizes[name]])
+        sizes[name].transient = transient_bytes(gauge, benches, index, index + 1, [sizes[name]])
     for first, end in _telling_stages(len(names)):
         if sum(sizes[name].static for name in names[first:end]) > room:
             continue
-        found = transient_bytes(benches, first, end, [sizes[name] for name in names[first:end]])
+        found = transient_bytes(gauge, benches, first, end, [sizes[name] for name in names[first:end]])
         for name in dict.fromkeys(names[max(1, first) : min(end, len(names) - 1)] or names[first:end]):
             own = sizes[name].transient
             sizes[name].transient = {op: max(own[op], found[op]) for op in own}
@@ -166,7 +193,12 @@ def _telling_stages(count: int) -> list[tuple[int, int]]:
 
 
 def _time_kinds(
-    benches: Benches, names: list[str], equal: dict[str, int], samples: int, say: Callable[[str, float], None]
+    gauge: Gauge,
+    benches: Benches,
+    names: list[str],
+    equal: dict[str, int],
+    samples: int,
+    say: Callable[[str, float], None],
 ) -> dict[str, Times]:
     """Time each kind of layer on up to `equal` layers of it; the commonest one last."""
     times: dict[str, Times] = {}
@@ -178,7 +210,7 @@ def _time_kinds(
         stages = [benches.stage(index, index + 1) for index in own]
         dist.barrier()
         wanted = samples if name == main else 2 * samples
-        for progress in time_ops(stages, wanted, times.setdefault(name, {})):
+        for progress in time_ops(gauge, stages, wanted, times.setdefault(name, {})):
             say(f"times of the {name}", done + part * progress)
         done += part
     return times
@@ -187,88 +219,36 @@ def _time_kinds(
 # -- messages
 
 
-def time_messages(rank: int, peer: int, nbytes: int, samples: int) -> Messages:
+def time_messages(gauge: Gauge, rank: int, peer: int, nbytes: int, samples: int) -> Messages:
     """Time messages between two processes, one way, by halves of round trips, while other pairs do the same."""
     messages = Messages(SMALL_MESSAGE, nbytes)
-    small, large = (torch.zeros(size, dtype=torch.uint8) for size in (SMALL_MESSAGE, nbytes))
-    for index in range(5 + samples):
+    small, large = (torch.zeros(size, dtype=torch.uint8, device=gauge.device) for size in (SMALL_MESSAGE, nbytes))
+    few: list[int] = []
+    many: list[int] = []
+    for _ in range(5 + samples):
+        gauge.lead()
+        _round_trip(gauge, rank, peer, small)  # both begin the next one at the same time
         # in turn, so that what else runs on the machine touches both alike
-        few, many = _round_trip(rank, peer, small), _round_trip(rank, peer, large)
-        if index >= 5:
-            messages.small.append(few // 2)
-            messages.large.append(many // 2)
+        with gauge.timed(few):
+            _round_trip(gauge, rank, peer, small)
+        with gauge.timed(many):
+            _round_trip(gauge, rank, peer, large)
+        gauge.settle()
+    messages.small.extend(ns // 2 for ns in few[5:])
+    messages.large.extend(ns // 2 for ns in many[5:])
     return messages
 
 
-def _round_trip(rank: int, peer: int, data: torch.Tensor) -> int:
-    start = time.perf_counter_ns()
+def _round_trip(gauge: Gauge, rank: int, peer: int, data: torch.Tensor) -> None:
     if rank < peer:
-        _wait(dist.isend(data, peer))
-        _wait(dist.irecv(data, peer))
+        _wait(dist.isend(data, peer, gauge.group))
+        _wait(dist.irecv(data, peer, gauge.group))
     else:
-        _wait(dist.irecv(data, peer))
-        _wait(dist.isend(data, peer))
-    return time.perf_counter_ns() - start
+        _wait(dist.irecv(data, peer, gauge.group))
+        _wait(dist.isend(data, peer, gauge.group))
 
 
 def _wait(work: dist.Work | None) -> None:
+    """Return when the message is there; on a GPU it is the stream that waits."""
     assert work is not None
     work.wait()
-
-
-# -- host copies
-
-
-def time_copies(benches: Benches, block: int, samples: int) -> Copies:
-    """Time offloads and reloads of what one block saved: alone, then one while the other runs, on lanes' threads."""
-    bench = benches.stage(block, block + 1)
-    for microbatch in range(MICROBATCHES):
-        bench.forward(microbatch)
-    copies = Copies(bench.stage.saved_bytes(0))
-    _in_thread(lambda: _alone(bench, samples, copies.d2h, copies.h2d))
-    tiny = bookkeeping_bench()
-    for microbatch in range(MICROBATCHES):
-        tiny.forward(microbatch)
-    _in_thread(lambda: _alone(tiny, samples, copies.latency, copies.latency))
-    _duplex(bench, samples, copies)
-    return copies
-
-
-def _alone(bench: Bench, samples: int, d2h: list[int], h2d: list[int]) -> None:
-    """Offload several microbatches, then reload them, so that none is still warm in the caches."""
-    for index in range(1 + max(1, samples // MICROBATCHES)):
-        out = [_timed(bench.stage.offload, microbatch, bench.whole) for microbatch in range(MICROBATCHES)]
-        back = [_timed(bench.stage.reload, microbatch, bench.whole) for microbatch in range(MICROBATCHES)]
-        if index > 0:
-            d2h.extend(out)
-            h2d.extend(back)
-
-
-def _duplex(bench: Bench, samples: int, copies: Copies) -> None:
-    """Two threads start together, round by round: one offloads a microbatch while the other reloads another."""
-    barrier = threading.Barrier(2, timeout=GROUP_TIMEOUT.total_seconds())
-    half = MICROBATCHES // 2
-    for microbatch in range(half, MICROBATCHES):
-        bench.stage.offload(microbatch, bench.whole)
-
-    def lane(op: Callable[[int, tuple[int, int]], None], first: int, into: list[int]) -> None:
-        for index in range(samples):
-            barrier.wait()
-            into.append(_timed(op, (first + index) % MICROBATCHES, bench.whole))
-
-    h2d = threading.Thread(target=lane, args=(bench.stage.reload, half, copies.duplex_h2d))
-    h2d.start()
-    lane(bench.stage.offload, 0, copies.duplex_d2h)
-    h2d.join()
-
-
-def _timed(op: Callable[[int, tuple[int, int]], None], microbatch: int, layers: tuple[int, int]) -> int:
-    start = time.perf_counter_ns()
-    op(microbatch, layers)
-    return time.perf_counter_ns() - start
-
-
-def _in_thread(work: Callable[[], None]) -> None:
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from runtime_torch import models
 from runtime_torch.bundles import bundled
@@ -19,10 +16,11 @@ from runtime_torch.execution import StageExecution
 from runtime_torch.measure_profile import LayerBytes, Times
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from optpipe_compiler.profile import Model
     from runtime_torch.bundles import Bundle
+    from runtime_torch.measure_gauge import Gauge
 
 OPS = ("forward", "backward_input", "backward_weight", "backward", "recompute")
 WARM_UP = 2
@@ -57,12 +55,13 @@ class Benches:
     leaves a user's layers are random.
     """
 
-    def __init__(self, model: Model, data: bytes) -> None:
+    def __init__(self, model: Model, data: bytes, device: torch.device | str = "cpu") -> None:
         self.model = model
+        self.device = device
         self._bundles = models.bundles(model)
         self.head = len(self._bundles) - 2
-        inputs, self.target = models.batches(model, data)(torch.Generator().manual_seed(model.seed), 1)
-        self.inputs = self._bundles[0].carry(inputs)
+        inputs, target = models.batches(model, data)(torch.Generator().manual_seed(model.seed), 1)
+        self.inputs, self.target = self._bundles[0].carry(inputs).to(device), target.to(device)
         self._names = models.layer_names(model)
         self._entering = self._entering_kinds()
         self._gradients: dict[Bundle, Tensor] = {}
@@ -82,7 +81,8 @@ class Benches:
         for index, layer in enumerate(models.each(self.model, range(1) if own else None)):
             entering.setdefault(self._names[index], x)
             if index < self.head:
-                x = self._bundled(index, layer)(x)
+                x = self._bundled(index, layer.to(self.device))(x)
+                layer.to("cpu")  # one at a time on a GPU
         return dict.fromkeys(self._names, x) | entering
 
     def _bundled(self, index: int, layer: nn.Module) -> nn.Module:
@@ -105,19 +105,21 @@ class Benches:
         bundle = self._bundles[index + 1]
         if bundle not in self._gradients:
             generator = torch.Generator().manual_seed(index)
-            self._gradients[bundle] = bundle.carry(
+            gradient = bundle.carry(
                 [
                     torch.randn(shape, generator=generator).mul(1e-3).to(dtype) if dtype.is_floating_point else None
                     for shape, dtype in bundle.parts
                 ]
             )
+            self._gradients[bundle] = gradient.to(self.device)
         return self._gradients[bundle]
 
     def stage(self, first: int, end: int) -> Bench:
         """Return the stage of layers [first, end), calibrated as the runtime does it, with gradient buffers."""
         is_last = end == self.head + 1
-        layers = [self._bundled(i, layer) for i, layer in enumerate(models.build(self.model, range(first, end)), first)]
-        stage = StageExecution(layers, first, is_first=first == 0, is_last=is_last, device="cpu")
+        built = [layer.to(self.device) for layer in models.build(self.model, range(first, end))]
+        layers = [self._bundled(index, layer) for index, layer in enumerate(built, first)]
+        stage = StageExecution(layers, first, is_first=first == 0, is_last=is_last, device=self.device)
         for layer in stage.layers:
             for parameter in layer.parameters():
                 parameter.grad = torch.zeros_like(parameter)
@@ -126,10 +128,10 @@ class Benches:
         return bench
 
 
-def bookkeeping_bench() -> Bench:
+def bookkeeping_bench(device: torch.device) -> Bench:
     """Return a stage whose layer does next to nothing: what its ops take is the overhead of an op."""
-    x = torch.ones(1, 1)
-    stage = StageExecution([nn.Linear(1, 1)], 1, is_first=False, is_last=False, device="cpu")
+    x = torch.ones(1, 1, device=device)
+    stage = StageExecution([nn.Linear(1, 1, device=device)], 1, is_first=False, is_last=False, device=device)
     stage.calibrate(x, None, x)
     return Bench(stage, x, None, x)
 
@@ -137,10 +139,13 @@ def bookkeeping_bench() -> Bench:
 # -- times
 
 
-def time_ops(benches: Sequence[Bench], samples: int, times: Times) -> Iterator[float]:
+def time_ops(
+    gauge: Gauge, benches: Sequence[Bench], samples: int, times: Times, *, lead: bool = False
+) -> Iterator[float]:
     """Time every op on equal stages in turn into `times`, forwards first and backwards in reverse, as in one stage.
 
     Going round several stages keeps their weights and activations from being warmer in the caches than in a real run.
+    With `lead`, the time is the device's alone, however long the host takes to issue an op (`Gauge.lead`).
     Yield the part that is done, 0 to 1, after each round.
     """
     times.update({op: [] for op in OPS})
@@ -150,47 +155,44 @@ def time_ops(benches: Sequence[Bench], samples: int, times: Times) -> Iterator[f
         if index >= WARM_UP + LEAST and time.monotonic() - begin > MOST_S:
             return
         into = times if index >= WARM_UP else {op: [] for op in OPS}
-        _split_round(benches, into)
-        _fused_round(benches, into)
-        _recompute_round(benches, into)
+        if lead:
+            gauge.lead()
+        _recompute_round(gauge, benches, into)
+        _split_round(gauge, benches, into)
+        _fused_round(gauge, benches, into)
+        gauge.settle()
         yield (index + 1) / rounds
 
 
-def _split_round(benches: Sequence[Bench], times: Times) -> None:
-    for bench in benches:
-        with _timed(times["forward"]):
-            bench.forward(0)
-    for bench in reversed(benches):
-        with _timed(times["backward_input"]):
-            bench.stage.backward_input(0, bench.gradient)
-    for bench in reversed(benches):
-        with _timed(times["backward_weight"]):
-            bench.stage.backward_weight(0)
-
-
-def _fused_round(benches: Sequence[Bench], times: Times) -> None:
-    for bench in benches:
-        with _timed(times["forward"]):
-            bench.forward(0)
-    for bench in reversed(benches):
-        with _timed(times["backward"]):
-            bench.stage.backward(0, bench.gradient)
-
-
-def _recompute_round(benches: Sequence[Bench], times: Times) -> None:
+def _recompute_round(gauge: Gauge, benches: Sequence[Bench], times: Times) -> None:
+    """The first of a round: what it does not time gives the host the lead that it has in a run."""
     for bench in benches:
         bench.forward(0, recomputed=True)
     for bench in reversed(benches):
-        with _timed(times["recompute"]):
+        with gauge.timed(times["recompute"]):
             bench.stage.recompute(0, bench.whole)
         bench.stage.backward(0, bench.gradient)
 
 
-@contextmanager
-def _timed(into: list[int]) -> Iterator[None]:
-    start = time.perf_counter_ns()
-    yield
-    into.append(time.perf_counter_ns() - start)
+def _split_round(gauge: Gauge, benches: Sequence[Bench], times: Times) -> None:
+    for bench in benches:
+        with gauge.timed(times["forward"]):
+            bench.forward(0)
+    for bench in reversed(benches):
+        with gauge.timed(times["backward_input"]):
+            bench.stage.backward_input(0, bench.gradient)
+    for bench in reversed(benches):
+        with gauge.timed(times["backward_weight"]):
+            bench.stage.backward_weight(0)
+
+
+def _fused_round(gauge: Gauge, benches: Sequence[Bench], times: Times) -> None:
+    for bench in benches:
+        with gauge.timed(times["forward"]):
+            bench.forward(0)
+    for bench in reversed(benches):
+        with gauge.timed(times["backward"]):
+            bench.stage.backward(0, bench.gradient)
 
 
 # -- bytes
@@ -223,16 +225,18 @@ def layer_bytes(benches: Benches, index: int) -> LayerBytes:
     )
 
 
-def transient_bytes(benches: Benches, first: int, end: int, layers: Sequence[LayerBytes]) -> dict[str, int]:
+def transient_bytes(
+    gauge: Gauge, benches: Benches, first: int, end: int, layers: Sequence[LayerBytes]
+) -> dict[str, int]:
     """Return per op the bytes by which the stage [first, end) exceeds the memory table of docs/IR.md without them.
 
-    The allocator's own events are summed up (`memory_peaks`); `layers` are the bytes of the stage's layers. Stages of
+    The allocator's own counts are taken (`Gauge.peaks`); `layers` are the bytes of the stage's layers. Stages of
     several layers show the gradients and outputs between layers, too, which no other line of the table counts.
     """
     bench = benches.stage(first, end)
     incoming = 0 if bench.stage.is_first else bench.x.nbytes
     saved, captured = sum(layer.saved for layer in layers), sum(layer.captured for layer in layers)
-    peak = memory_peaks(
+    peak = gauge.peaks(
         {
             "forward": lambda: bench.forward(0),
             "backward_input": lambda: bench.stage.backward_input(0, bench.gradient),
@@ -251,24 +255,3 @@ def transient_bytes(benches: Benches, first: int, end: int, layers: Sequence[Lay
         "backward_weight": max(0, peak["backward_weight"]),
         "backward": max(0, peak["backward"] - incoming),
     }
-
-
-def memory_peaks(ops: Mapping[str, Callable[[], object]]) -> dict[str, int]:
-    """Run the ops in order; return by how many bytes the CPU allocator rises at most during each, over its start.
-
-    Counted by torch.profiler's memory events. What an op returns lives until its end.
-    """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        for name, op in ops.items():
-            with record_function(name):
-                kept = op()
-            del kept
-    results: Any = profiler.profiler.kineto_results
-    events = results.events()
-    memory = sorted(((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"), key=lambda e: e[0])
-    spans = {e.name(): (e.start_ns(), e.end_ns()) for e in events if e.name() in ops}
-    return {name: _highest(size for at, size in memory if start <= at <= end) for name, (start, end) in spans.items()}
-
-
-def _highest(changes: Iterable[int]) -> int:
-    return max(accumulate(changes, initial=0))

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from optpipe_compiler.profile import P2P, Layer, Link, Machine, Model, Profile, Quantity
+from optpipe_compiler.profile import P2P, Layer, Link, Machine, Model, Profile, Quantity, value_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+
+    from optpipe_compiler.profile import Cost
 
 Times = dict[str, list[int]]
 """Samples in ns by op: forward, backward_input, backward_weight, backward, recompute."""
@@ -71,15 +73,22 @@ class Findings:
     copies: Copies
     """While all processes copied."""
     copies_alone: Copies | None
-    """While only this process copied; of the first process only."""
+    """While only this process copied of those on its host link; of the first one on each link."""
     messages_with: dict[int, Messages] = field(default_factory=dict)
     """By neighbour, where every pair of neighbours was measured."""
+    kind: str = "cpu"
+    """Of the device, as the profile names it."""
+    memory: tuple[int, int] | None = None
+    """Bytes of the device, and those taken before any tensor; None: its memory is a share of the host's."""
+    host_link: str | None = None
+    """Equal for devices that share the way to their host; None: not known who does."""
 
 
 def assemble(model: Model, devices: int, findings: Sequence[Findings], per_host: int | None = None) -> Profile:
     """Join what all processes found, their samples together, into the profile of `devices` devices.
 
-    `per_host` of them stand on one machine; absent: all.
+    `per_host` of them stand on one machine; absent: all. What was measured on fewer GPUs than devices is taken for the
+    others, too, and called estimated where it says something about them together: links and messages.
     """
     first, here = findings[0], per_host or devices
     overhead = quantity(t for found in findings for samples in found.overhead.values() for t in samples)
@@ -87,19 +96,31 @@ def assemble(model: Model, devices: int, findings: Sequence[Findings], per_host:
     for name, run in groupby(first.names):
         times = {op: [t for found in findings for t in found.times[name][op]] for op in first.times[name]}
         layers.append(_layer(name, len(list(run)), times, first.sizes[name], overhead.value, is_first=not layers))
+    links = _links(findings, devices, here)
+    memory_bytes, reserve_bytes = _memory(findings, here)
     return Profile(
-        name=f"{_title(model)}-cpu",
+        name=f"{_title(model)}-{'cpu' if first.memory is None else 'cuda'}",
         model=model,
         machine=Machine(
             devices=devices,
-            memory_bytes=Quantity(value=physical_memory() // here, source="measured", samples=1),
-            host_memory_bytes=Quantity(value=available_memory() * -(-devices // here), source="measured", samples=1),
+            kind=", ".join(dict.fromkeys(found.kind for found in findings)),
+            memory_bytes=_once(memory_bytes),
+            reserve_bytes=reserve_bytes,
+            host_memory_bytes=_once(available_memory() * -(-devices // here)),
             op_overhead_ns=overhead,
-            p2p=[] if devices == 1 else _messages(findings),
-            links=_links(findings, devices, here),
+            p2p=[] if devices == 1 else _messages(findings, links[0]),
+            links=links,
         ),
         layers=layers,
     )
+
+
+def _memory(findings: Sequence[Findings], per_host: int) -> tuple[int, Cost]:
+    """Return a device's bytes and its reserve: the least of one and the most of the other."""
+    known = [found.memory for found in findings if found.memory is not None]
+    if not known:
+        return physical_memory() // per_host, 0
+    return min(total for total, _ in known), _once(max(taken for _, taken in known))
 
 
 def _title(model: Model) -> str:
@@ -141,8 +162,18 @@ def _once(value: int) -> Quantity:
     return Quantity(value=value, source="measured", samples=1)
 
 
-def _messages(findings: Sequence[Findings]) -> list[P2P]:
-    """Return what a message takes between any two devices, then an entry for each pair that was measured by itself."""
+def _estimated(value: int) -> Quantity:
+    return Quantity(value=value, source="estimated")
+
+
+def _messages(findings: Sequence[Findings], link: Link) -> list[P2P]:
+    """Return what a message takes between any two devices, then an entry for each pair that was measured by itself.
+
+    Where there was no pair, it is estimated as on its way through the host.
+    """
+    if not any(found.messages.small for found in findings):
+        speed = min(value_of(link.d2h_bytes_per_s), value_of(link.h2d_bytes_per_s))
+        return [P2P(latency_ns=_estimated(2 * value_of(link.latency_ns)), bytes_per_s=_estimated(speed))]
     entries = [_p2p([found.messages for found in findings])]
     for rank, one in enumerate(findings):
         for peer, messages in sorted(one.messages_with.items()):
@@ -168,6 +199,50 @@ def _p2p(messages: Sequence[Messages]) -> P2P:
 
 
 def _links(findings: Sequence[Findings], devices: int, per_host: int) -> list[Link]:
+    """Return the host links, those of the machine's topology where it is known; of more devices, as if repeated."""
+    if any(found.host_link is None for found in findings):
+        links = _guessed_links(findings, devices, per_host)
+        return [_taken_for_more(link) for link in links] if _is_partial(findings, devices) else links
+    groups: dict[str | None, list[int]] = {}
+    for rank, found in enumerate(findings):
+        groups.setdefault(found.host_link, []).append(rank)
+    links = []
+    for group in groups.values():
+        link = structs.replace(_known_link([findings[rank] for rank in group]), devices=group)
+        links.append(link)
+        for shift in range(len(findings), devices, len(findings)):
+            members = [shift + rank for rank in group if shift + rank < devices]
+            if members:
+                links.append(structs.replace(_taken_for_more(link), devices=members))
+    return links
+
+
+def _is_partial(findings: Sequence[Findings], devices: int) -> bool:
+    """Whether there are devices without a GPU that was measured; a CPU stands for as many devices as it is asked to."""
+    return findings[0].memory is not None and len(findings) < devices
+
+
+def _known_link(sharing: Sequence[Findings]) -> Link:
+    """Return the link of devices that are known to share it, and with no other.
+
+    A link serves one transfer at a time. Copies of n devices at once then take n times as long each as their share of
+    the link's time. This share counts where it is more than a copy takes alone: what the others cost beyond taking
+    turns is in it. One that is not shared has the bandwidth that is left while all processes copy.
+    """
+    alone = sharing[0].copies_alone or sharing[0].copies
+
+    def samples(direction: str) -> list[int]:
+        shares = [t // len(sharing) for found in sharing for t in getattr(found.copies, direction)]
+        by_itself = getattr(alone, direction)
+        if len(sharing) == 1 or quantity(shares).value > quantity(by_itself).value:
+            return shares
+        return list(by_itself)
+
+    latency = quantity(t for found in sharing for t in found.copies.latency)
+    return _link(alone.nbytes, latency, samples)
+
+
+def _guessed_links(findings: Sequence[Findings], devices: int, per_host: int) -> list[Link]:
     """Return the host links: one for each device, or one for all devices of a host, whichever is closer to the truth.
 
     The copies of n processes at once run, each, at a share of the speed alone: near 1 where each core has memory
@@ -179,20 +254,28 @@ def _links(findings: Sequence[Findings], devices: int, per_host: int) -> list[Li
     shared = alone is not None and _is_shared(alone, together)
     used = [alone] if shared and alone is not None else together
     latency = quantity(t for copies in used for t in copies.latency)
-
-    def speed(direction: str) -> Quantity:
-        samples = quantity(t for copies in used for t in getattr(copies, direction))
-        return bandwidth(samples, used[0].nbytes, latency.value)
-
+    link = _link(used[0].nbytes, latency, lambda direction: [t for c in used for t in getattr(c, direction)])
     groups = [list(range(first, min(first + per_host, devices))) for first in range(0, devices, per_host)]
-    link = Link(
+    return [structs.replace(link, devices=group) for group in groups] if shared else [link]
+
+
+def _link(nbytes: int, latency: Quantity, samples: Callable[[str], Sequence[int]]) -> Link:
+    def speed(direction: str) -> Quantity:
+        return bandwidth(quantity(samples(direction)), nbytes, latency.value)
+
+    return Link(
         d2h_bytes_per_s=speed("d2h"),
         h2d_bytes_per_s=speed("h2d"),
         duplex_d2h_bytes_per_s=speed("duplex_d2h"),
         duplex_h2d_bytes_per_s=speed("duplex_h2d"),
         latency_ns=latency,
     )
-    return [structs.replace(link, devices=group) for group in groups] if shared else [link]
+
+
+def _taken_for_more(link: Link) -> Link:
+    """Return the link of a device that was not there: like this one, but estimated."""
+    costs = {name: cost for name, cost in structs.asdict(link).items() if isinstance(cost, Quantity)}
+    return structs.replace(link, **{name: _estimated(cost.value) for name, cost in costs.items()})
 
 
 def _is_shared(alone: Copies, together: Sequence[Copies]) -> bool:

@@ -18,6 +18,7 @@ from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch import adapter, models, rehearsal
 from runtime_torch.check import check
 from runtime_torch.conform import agree
+from runtime_torch.job import gpu_count, ranks_here
 from runtime_torch.meter import Meter
 from runtime_torch.report import KindTime, RankReport, RunReport, StepRecord, forecast_durations
 from runtime_torch.runner import Runner, StepResult, Steps
@@ -78,7 +79,7 @@ def _nobody(_: Event) -> None:
 
 
 def _device(place: Place, *, training: bool) -> torch.device:
-    if training and torch.cuda.is_available() and torch.cuda.device_count() >= place.world:
+    if training and gpu_count() >= ranks_here(place.world):
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
         return device

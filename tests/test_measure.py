@@ -21,15 +21,18 @@ from optpipe_compiler.files import canonical  # noqa: E402
 from optpipe_compiler.presets.models import Architecture  # noqa: E402
 from optpipe_compiler.profile import Model, Quantity, parse, value_of  # noqa: E402
 from runtime_torch import (  # noqa: E402
+    job,
     measure_layers,
     measure_profile,
     models,
     run,
+    session,
     text,
 )
 from runtime_torch.emulate import emulate  # noqa: E402
 from runtime_torch.measure import MeasureOptions, layout_of, measure, measure_in_group  # noqa: E402
 from runtime_torch.measure_child import measure_sizes  # noqa: E402
+from runtime_torch.measure_gauge import CpuGauge  # noqa: E402
 from runtime_torch.measure_profile import Copies, Findings, LayerBytes, Messages, assemble  # noqa: E402
 
 TINY = MeasureOptions(devices=2, layers=2, hidden=32, heads=2, sequence_length=16, microbatch_size=2, samples=4)
@@ -50,7 +53,7 @@ def benches() -> measure_layers.Benches:
 
 @pytest.fixture(scope="module")
 def sizes(benches: measure_layers.Benches) -> dict[str, LayerBytes]:
-    return measure_sizes(benches, models.layer_names(THREE.model()), 10**9)
+    return measure_sizes(CpuGauge(), benches, models.layer_names(THREE.model()), 10**9)
 
 
 def saved_by(layer: Any, *inputs: Any) -> int:
@@ -107,7 +110,7 @@ def test_the_memory_table_with_these_bytes_covers_stages_that_were_not_measured(
     names = models.layer_names(THREE.model())
     for first, end in [(0, 4), (1, 4), (1, 5), (2, 4)]:
         layers = [sizes[name] for name in names[first:end]]
-        excess = measure_layers.transient_bytes(benches, first, end, layers)
+        excess = measure_layers.transient_bytes(CpuGauge(), benches, first, end, layers)
         allowed = {op: max(layer.transient[op] for layer in layers) for op in excess}
         assert all(excess[op] <= allowed[op] for op in excess), (first, end, excess, allowed)
 
@@ -120,7 +123,7 @@ def test_the_peak_counts_what_an_op_frees_before_its_end():
     def three() -> Any:
         return [torch.empty(500, dtype=torch.uint8) for _ in range(3)]
 
-    peaks = measure_layers.memory_peaks({"one": op, "nothing": lambda: None, "three": three})
+    peaks = CpuGauge().peaks({"one": op, "nothing": lambda: None, "three": three})
     assert peaks == {"one": 1000, "nothing": 0, "three": 1500}
 
 
@@ -150,7 +153,7 @@ def test_a_layer_that_saves_less_than_its_input_is_said_to_save_as_much():
 
 def test_every_op_is_timed_as_often_as_asked(benches):
     times: dict[str, list[int]] = {}
-    parts = list(measure_layers.time_ops([benches.stage(1, 2), benches.stage(2, 3)], 4, times))
+    parts = list(measure_layers.time_ops(CpuGauge(), [benches.stage(1, 2), benches.stage(2, 3)], 4, times))
     assert parts == sorted(parts)
     assert parts[-1] == 1
     assert {op: len(samples) for op, samples in times.items()} == {
@@ -236,22 +239,67 @@ def test_a_link_is_shared_when_copies_at_once_halve_each_other(together, shared)
 
 
 @pytest.mark.parametrize(
-    ("cores", "asked", "devices", "processes", "pinned"),
+    ("cores", "asked", "devices", "shares"),
     [
-        (1, None, 2, 2, False),
-        (2, None, 2, 2, True),
-        (3, None, 3, 3, True),
-        (64, None, 4, 4, True),
-        (2, 8, 8, 2, True),
-        (64, 8, 8, 8, True),
-        (4, 1, 1, 1, True),
+        (1, None, 2, [[], []]),
+        (2, None, 2, [[10], [11]]),
+        (3, None, 3, [[10], [11], [12]]),
+        (8, None, 4, [[10, 11], [12, 13], [14, 15], [16, 17]]),
+        (2, 8, 8, [[10], [11]]),
+        (4, 1, 1, [[10, 11, 12, 13]]),
     ],
 )
-def test_one_process_per_device_up_to_the_cores(monkeypatch, cores, asked, devices, processes, pinned):
+def test_one_process_per_device_up_to_the_cores_with_the_cores_that_a_run_gives_it(
+    monkeypatch, cores, asked, devices, shares
+):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(10, 10 + cores)))
     layout = layout_of(MeasureOptions(devices=asked))
-    assert (layout.devices, layout.processes) == (devices, processes)
-    assert layout.cores == (tuple(range(10, 10 + processes)) if pinned else None)
+    assert (layout.devices, layout.processes, layout.on_gpus) == (devices, len(shares), False)
+    assert layout.cores == shares
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "asked", "expected"),
+    [
+        (1, None, None, ("cpu", 3, 3)),  # as a run of two devices and more
+        (1, None, 1, ("gpus", 1, 1)),
+        (4, None, None, ("gpus", 4, 4)),
+        (4, None, 5, ("cpu", 5, 3)),
+        (4, None, 2, ("gpus", 2, 2)),
+        (4, "cpu", None, ("cpu", 3, 3)),
+        (1, "cuda", None, ("gpus", 2, 1)),
+        (1, "cuda", 8, ("gpus", 8, 1)),
+        (4, "cuda", 8, ("gpus", 8, 4)),
+    ],
+)
+def test_gpus_are_measured_where_a_run_trains_on_them_or_when_asked_to(monkeypatch, gpus, device, asked, expected):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    layout = layout_of(MeasureOptions(device=device, devices=asked), gpus)
+    assert ("gpus" if layout.on_gpus else "cpu", layout.devices, layout.processes) == expected
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_a_run_trains_on_gpus_where_each_rank_of_this_machine_can_have_one(monkeypatch, count):
+    monkeypatch.setattr(session, "gpu_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    device = session._device(job.Place(rank=3, world=4, meet="", local_rank=1), training=True)
+    assert str(device) == ("cuda:1" if count == 2 else "cpu")
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr("runtime_torch.measure.gpu_count", lambda: 0)
+    sentence = "--device is cuda, expected cpu: torch sees no GPU on this machine, at least 1 needed"
+    with pytest.raises(BadInput, match=f"^{sentence}$"):
+        measure(replace(TINY, device="cuda"), lambda *_: None)
+
+
+def test_fewer_gpus_than_ranks_of_a_group_are_refused(monkeypatch):
+    for name, value in (("RANK", "2"), ("WORLD_SIZE", "8"), ("LOCAL_WORLD_SIZE", "4")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("runtime_torch.measure.gpu_count", lambda: 3)
+    with pytest.raises(BadInput, match="torch sees 3 GPUs on this machine, at least 4 needed"):
+        measure_in_group(replace(TINY, devices=None, device="cuda"), lambda *_: None)
 
 
 def test_no_devices_is_refused():
@@ -285,7 +333,7 @@ def test_measuring_gives_a_profile_that_reads_back():
 
 @pytest.mark.runtime
 def test_one_device_needs_no_messages():
-    profile = measure(replace(TINY, devices=1), lambda *_: None)
+    profile = measure(replace(TINY, devices=1, device="cpu"), lambda *_: None)
     assert profile.machine.devices == 1
     assert profile.machine.p2p == []
 

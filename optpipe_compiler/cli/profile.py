@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -22,7 +22,7 @@ MEASURED = {"layers": 8, "hidden": 256, "heads": 4, "seq": 128, "microbatch_size
 
 @click.group(invoke_without_command=True)
 @click.option(
-    "--devices", type=click.IntRange(min=1), help="Pipeline devices [default: the cores, 2 to 4; estimated: 8]."
+    "--devices", type=click.IntRange(min=1), help="Pipeline devices [default: the GPUs, or 2 to 4 cores; estimated: 8]."
 )
 @click.option("--layers", type=click.IntRange(min=1), help="Transformer blocks [default: 8].")
 @click.option("--hidden", type=click.IntRange(min=1), help="Model width [default: 256].")
@@ -33,6 +33,11 @@ MEASURED = {"layers": 8, "hidden": 256, "heads": 4, "seq": 128, "microbatch_size
     "--model",
     metavar="MODEL",
     help="A config.json of Hugging Face, a name (--list-models), or a package.module:function that returns layers.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="What to measure [default: cuda where there is a GPU for each device, as run has it].",
 )
 @click.option("--gpu", metavar="GPU", help="Estimate: a name (--list-gpus), or a JSON file of that form.")
 @dtype_option("fp32", "bf16", "fp16", help="Weights and activations [default: fp32; estimated: bf16].")
@@ -66,8 +71,8 @@ def profile(context: click.Context, /, output: Path, list_gpus: bool, list_model
     elif "model" in given:
         _measure_model(output, given)
     else:
-        refuse(given, {"devices", *MEASURED}, "needs --model")
-        _measure(output, **{"devices": None, **MEASURED, **given})
+        refuse(given, {"device", "devices", *MEASURED}, "needs --model")
+        _measure(output, **{"device": None, "devices": None, **MEASURED, **given})
 
 
 def _list(*, gpus: bool, models: bool) -> None:
@@ -120,7 +125,7 @@ def _measure_model(output: Path, given: dict[str, Any]) -> None:
     from runtime_torch.measure import MeasureOptions
 
     refuse(given, set(given) - {"hidden", "heads"}, "the model itself says; expected no --model")
-    refuse(given, {"model", "devices", "layers", "seq", "microbatch_size", "dtype"}, "needs --gpu")
+    refuse(given, {"model", "device", "devices", "layers", "seq", "microbatch_size", "dtype"}, "needs --gpu")
     builder, config = _built(given["model"], given.get("layers"))
     model = Model(
         builder=builder,
@@ -131,7 +136,7 @@ def _measure_model(output: Path, given: dict[str, Any]) -> None:
     )
     if model.dtype not in ("fp32", "bf16"):
         raise BadInput(f"--dtype is {model.dtype}, expected fp32 or bf16 where there is no --gpu")
-    _run_measure(output, MeasureOptions(devices=given.get("devices"), of=model))
+    _run_measure(output, MeasureOptions(device=given.get("device"), devices=given.get("devices"), of=model))
 
 
 def _built(name: str, layers: int | None) -> tuple[str, dict[str, Any]]:
@@ -149,13 +154,21 @@ def _built(name: str, layers: int | None) -> tuple[str, dict[str, Any]]:
 
 
 def _measure(
-    output: Path, devices: int | None, layers: int, hidden: int, heads: int, seq: int, microbatch_size: int
+    output: Path,
+    device: Literal["cpu", "cuda"] | None,
+    devices: int | None,
+    layers: int,
+    hidden: int,
+    heads: int,
+    seq: int,
+    microbatch_size: int,
 ) -> None:
     from runtime_torch.measure import MeasureOptions
 
     _run_measure(
         output,
         MeasureOptions(
+            device=device,
             devices=devices,
             layers=layers,
             hidden=hidden,

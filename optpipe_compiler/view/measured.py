@@ -16,7 +16,7 @@ from optpipe_compiler.view.bar import Bar
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-    from optpipe_compiler.profile import Cost, Profile
+    from optpipe_compiler.profile import Cost, Link, Profile
 
 
 class MeasureBar(Bar):
@@ -77,8 +77,20 @@ def _machine(profile: Profile) -> Text:
         lines.append(f"memory per device {show_bytes(value_of(machine.memory_bytes))}")
     for p2p in machine.p2p:
         speed = "" if p2p.bytes_per_s is None else f" + {value_of(p2p.bytes_per_s) / 1e9:.2f} GB/s"
-        lines.append(f"message {_time(p2p.latency_ns)}{speed}")
+        pair = "" if p2p.devices is None else f" between devices {p2p.devices[0]} and {p2p.devices[1]}"
+        lines.append(f"message {_time(p2p.latency_ns)}{speed}{pair}{_origin(p2p.latency_ns)}")
     for link in machine.links:
         d2h, h2d = (value_of(cost) / 1e9 for cost in (link.d2h_bytes_per_s, link.h2d_bytes_per_s))
-        lines.append(f"host copies {d2h:.2f} GB/s out, {h2d:.2f} GB/s in")
+        lines.append(f"host copies {d2h:.2f} GB/s out, {h2d:.2f} GB/s in{_of(link)}{_origin(link.d2h_bytes_per_s)}")
     return Text("\n".join(lines))
+
+
+def _of(link: Link) -> str:
+    if link.devices is None:
+        return ""
+    names = ", ".join(map(str, link.devices))
+    return f", one link of devices {names}" if len(link.devices) > 1 else f", device {names}"
+
+
+def _origin(cost: Cost) -> str:
+    return " (estimated)" if isinstance(cost, Quantity) and cost.source == "estimated" else ""

@@ -1,0 +1,132 @@
+"""Times of host copies: offloads and reloads of what one layer saved, on the lanes that a run has."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import contextmanager
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from optpipe_compiler import ir
+from runtime_torch.lanes import Work
+from runtime_torch.measure_layers import bookkeeping_bench
+from runtime_torch.measure_profile import Copies
+from runtime_torch.pinned import PinnedPool
+from runtime_torch.streams import StreamCarrier, StreamLanes
+from runtime_torch.timeline import Timeline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from runtime_torch.execution import StageExecution
+    from runtime_torch.lanes import Lanes
+    from runtime_torch.measure_gauge import Gauge
+    from runtime_torch.measure_layers import Bench, Benches
+    from runtime_torch.streams import Backend
+
+MICROBATCHES = 4
+"""In flight while host copies are timed; even."""
+
+
+def time_copies(gauge: Gauge, benches: Benches, layer: int, samples: int) -> Copies:
+    """Time offloads and reloads of what `layer` saved: alone, then one while the other runs."""
+    latency: list[int] = []
+    with _copier(gauge, bookkeeping_bench(gauge.device)) as copier:
+        _alone(copier, samples, latency, latency)
+    del copier
+    gc.collect()  # lanes and carrier know each other: only now their memory is free, and no page is pinned twice
+    with _copier(gauge, benches.stage(layer, layer + 1)) as copier:
+        copies = Copies(copier.nbytes, latency)
+        _alone(copier, samples, copies.d2h, copies.h2d)
+        _duplex(copier, samples, copies.duplex_d2h, copies.duplex_h2d)
+    del copier
+    gc.collect()
+    return copies
+
+
+def stream_lanes(
+    stage: StageExecution, host_bytes: int, backend: Backend, allocate: Callable[[int], Tensor]
+) -> Callable[[Work], Lanes]:
+    """Let the stage copy on streams, to a slab of `host_bytes`; return what makes lanes that issue its copies."""
+    carrier = StreamCarrier(backend, PinnedPool(host_bytes, allocate), stage.meter, stage.host_meter)
+    stage.carrier = carrier
+    return lambda work: StreamLanes(work, backend, carrier)
+
+
+@contextmanager
+def _copier(gauge: Gauge, bench: Bench) -> Iterator[_Copier]:
+    """Within: copies; at the end their microbatches are over, which is what frees the memory of their graphs."""
+    copier = _Copier(gauge, bench)
+    yield copier
+    for microbatch in range(MICROBATCHES):
+        bench.stage.backward(microbatch, bench.gradient)
+
+
+class _Copier:
+    """A bench with all its microbatches in flight, and lanes that move what they saved."""
+
+    def __init__(self, gauge: Gauge, bench: Bench) -> None:
+        self._bench = bench
+        self._timeline = Timeline(gauge.device)
+        bench.forward(0)
+        self.nbytes = bench.stage.saved_bytes(0)
+        bench.stage.backward(0, bench.gradient)
+        self._lanes = gauge.lanes(bench.stage, MICROBATCHES * self.nbytes)
+        for microbatch in range(MICROBATCHES):  # each on an input of its own: what was offloaded may be written to
+            target = None if bench.target is None else bench.target.clone()
+            bench.stage.forward(microbatch, bench.x.clone(), target)
+
+    def lanes(self, out: Sequence[int], back: Sequence[int], *, at_once: bool) -> Lanes:
+        """Return lanes that offload some microbatches and reload others: at once in pairs, or one after the other."""
+        d2h = [ir.Offload(stage=0, microbatch=m, layers=self._bench.whole) for m in out]
+        h2d = [ir.Reload(stage=0, microbatch=m, layers=self._bench.whole) for m in back]
+        waits: dict[str, list[str]] = {op.id: [] for op in chain(d2h, h2d)}
+        if at_once:  # a pair starts when the one before it is over
+            for index in range(1, len(d2h)):
+                waits[d2h[index].id] = [h2d[index - 1].id]
+                waits[h2d[index].id] = [d2h[index - 1].id]
+        elif h2d:
+            waits[h2d[0].id] = [op.id for op in d2h[-1:]]
+        none: Mapping[str, Sequence[str]] = {op_id: () for op_id in waits}
+        return self._lanes(Work([], d2h, h2d, waits, none, lambda _: None, self._transfer))
+
+    def run(self, lanes: Lanes) -> tuple[list[int], list[int]]:
+        """Run them once; return the ns of each offload and of each reload."""
+        self._timeline.begin()
+        lanes.begin()
+        lanes.finish()
+        ran = self._timeline.collect()
+        d2h, h2d = ([op.end_ns - op.start_ns for op in ran if op.lane == lane] for lane in ("d2h", "h2d"))
+        return d2h, h2d
+
+    def _transfer(self, op: ir.Op) -> None:
+        assert isinstance(op, ir.Offload | ir.Reload)
+        stage, there = self._bench.stage, isinstance(op, ir.Offload)
+        start = self._timeline.now()
+        (stage.offload if there else stage.reload)(op.microbatch, op.layers)
+        self._timeline.add(op.id, "d2h" if there else "h2d", start, self._timeline.now())
+
+
+def _alone(copier: _Copier, samples: int, d2h: list[int], h2d: list[int]) -> None:
+    """Offload several microbatches, then reload them, so that none is still warm in the caches."""
+    everyone = range(MICROBATCHES)
+    _repeat(copier, copier.lanes(everyone, everyone, at_once=False), samples, d2h, h2d)
+
+
+def _duplex(copier: _Copier, samples: int, d2h: list[int], h2d: list[int]) -> None:
+    """Offload each microbatch while the one half-way round is reloaded."""
+    half = MICROBATCHES // 2
+    later = range(half, MICROBATCHES)
+    copier.run(copier.lanes(later, (), at_once=False))
+    _repeat(copier, copier.lanes(range(MICROBATCHES), [*later, *range(half)], at_once=True), samples, d2h, h2d)
+    copier.run(copier.lanes((), later, at_once=False))
+
+
+def _repeat(copier: _Copier, lanes: Lanes, samples: int, d2h: list[int], h2d: list[int]) -> None:
+    for index in range(1 + max(1, samples // MICROBATCHES)):
+        out, back = copier.run(lanes)
+        if index > 0:
+            d2h.extend(out)
+            h2d.extend(back)

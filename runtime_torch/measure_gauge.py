@@ -1,0 +1,127 @@
+"""What measuring needs of a device: its clock, its memory, its lanes and its messages. The CPU's is here."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from runtime_torch.lanes import ThreadLanes
+from runtime_torch.measure_profile import available_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from contextlib import AbstractContextManager
+
+    import torch.distributed as dist
+
+    from runtime_torch.execution import StageExecution
+    from runtime_torch.lanes import Lanes, Work
+
+
+class Gauge(Protocol):
+    """All in which measuring differs from one kind of device to another."""
+
+    device: torch.device
+    kind: str
+    """As the profile names it."""
+    host_link: str | None
+    """Names the link by which the device reaches its host, among those of all hosts; None: not known."""
+    group: dist.ProcessGroup | None
+    """Carries messages between devices; None: the default group."""
+
+    def join(self, processes: int) -> None:
+        """Make the group for messages; called by all processes when they have met."""
+        ...
+
+    def timed(self, into: list[int]) -> AbstractContextManager[None]:
+        """Within: one op, whose ns are in `into` after the next `settle`."""
+        ...
+
+    def settle(self) -> None:
+        """Wait for all ops that were timed."""
+        ...
+
+    def lead(self) -> None:
+        """Occupy the device for longer than the host takes to issue what follows, so that its time is the device's."""
+        ...
+
+    def peaks(self, ops: Mapping[str, Callable[[], object]]) -> dict[str, int]:
+        """Run the ops in order; return by how many bytes the allocator rises at most during each, over its start.
+
+        What an op returns lives until its end.
+        """
+        ...
+
+    def lanes(self, stage: StageExecution, host_bytes: int) -> Callable[[Work], Lanes]:
+        """Let the stage offload up to `host_bytes` as in a run, from its next forward on; return its lanes' maker."""
+        ...
+
+    def room_bytes(self, processes: int) -> int:
+        """Memory that this process may fill with one thing, where `processes` stand on the host."""
+        ...
+
+    def memory(self) -> tuple[int, int] | None:
+        """Return the device's bytes, and those taken while the process holds no tensor; None: it uses the host's."""
+        ...
+
+
+class CpuGauge:
+    """A core of the host: what an op takes is what its call takes."""
+
+    kind = "cpu"
+    host_link: str | None = None
+    group: dist.ProcessGroup | None = None
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    def join(self, processes: int) -> None:
+        """The default group carries messages."""
+
+    @contextmanager
+    def timed(self, into: list[int]) -> Iterator[None]:
+        """By the host's clock."""
+        start = time.perf_counter_ns()
+        yield
+        into.append(time.perf_counter_ns() - start)
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+    def lead(self) -> None:
+        """Host and device are one."""
+
+    def peaks(self, ops: Mapping[str, Callable[[], object]]) -> dict[str, int]:
+        """By torch.profiler's memory events."""
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            for name, op in ops.items():
+                with record_function(name):
+                    kept = op()
+                del kept
+        results: Any = profiler.profiler.kineto_results
+        events = results.events()
+        memory = sorted(((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"), key=lambda e: e[0])
+        spans = {e.name(): (e.start_ns(), e.end_ns()) for e in events if e.name() in ops}
+        return {
+            name: _highest(size for at, size in memory if start <= at <= end) for name, (start, end) in spans.items()
+        }
+
+    def lanes(self, stage: StageExecution, host_bytes: int) -> Callable[[Work], Lanes]:
+        """Threads; the stage copies by itself."""
+        return ThreadLanes
+
+    def room_bytes(self, processes: int) -> int:
+        """Half of the process's share."""
+        return available_memory() // (2 * processes)
+
+    def memory(self) -> None:
+        """The host's."""
+
+
+def _highest(changes: Iterable[int]) -> int:
+    return max(accumulate(changes, initial=0))

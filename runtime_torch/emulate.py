@@ -17,7 +17,7 @@ from optpipe_compiler.errors import BadInput
 from optpipe_compiler.export.memory import timed_ops
 from runtime_torch import models
 from runtime_torch.conform import BYTES_TOLERANCE, prepare
-from runtime_torch.measure_layers import memory_peaks
+from runtime_torch.measure_gauge import CpuGauge
 from runtime_torch.peers import Peers
 from runtime_torch.replay import Replay
 from runtime_torch.stages import stages_between
@@ -164,14 +164,12 @@ class _Alone:
 
     def measure_allocator(self) -> None:
         """One more step, watched by the allocator."""
-        plan = self._schedule.devices[self._rank]
         if self._device.type == "cuda":
-            before = torch.cuda.memory_allocated(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
-            self.step()
-            self._allocator_peak = torch.cuda.max_memory_allocated(self._device) - before
-        elif not plan.d2h:
-            self._allocator_peak = memory_peaks({"step": self.step})["step"]
+            from runtime_torch.measure_cuda import CudaGauge
+
+            self._allocator_peak = CudaGauge(self._device.index).peaks({"step": self.step})["step"]
+        elif not self._schedule.devices[self._rank].d2h:
+            self._allocator_peak = CpuGauge().peaks({"step": self.step})["step"]
 
     def report(self, runs: Sequence[Sequence[Ran]]) -> EmulationReport:
         """Put the steps together."""

@@ -34,10 +34,13 @@ _CALIBRATION = -1
 
 @dataclass(slots=True)
 class _Surroundings:
-    """What a forward depends on besides its input: random state and autocast, to be restored for a recompute."""
+    """What a forward depends on besides its input: random state and autocast, to be restored for a recompute.
 
-    cpu_random: Tensor
-    device_random: Tensor | None
+    Random states are kept out of torch's memory: on a CPU, too, they are no activations.
+    """
+
+    cpu_random: bytes
+    device_random: bytes | None
     autocast: tuple[bool, torch.dtype, bool]
 
 
@@ -317,9 +320,13 @@ def _compact(tensor: Tensor) -> Tensor:
 
 def _surroundings(device: torch.device) -> _Surroundings:
     kind = device.type
-    on_device = torch.get_device_module(device).get_rng_state(device) if kind != "cpu" else None
+    on_device = None if kind == "cpu" else _bytes(torch.get_device_module(device).get_rng_state(device))
     autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
-    return _Surroundings(torch.get_rng_state(), on_device, autocast)
+    return _Surroundings(_bytes(torch.get_rng_state()), on_device, autocast)
+
+
+def _bytes(state: Tensor) -> bytes:
+    return bytes(state.numpy())
 
 
 @contextmanager
@@ -336,6 +343,7 @@ def _restored(then: _Surroundings, device: torch.device) -> Iterator[None]:
 
 
 def _set_random(state: _Surroundings, device: torch.device) -> None:
-    torch.set_rng_state(state.cpu_random)
+    torch.set_rng_state(torch.frombuffer(bytearray(state.cpu_random), dtype=torch.uint8))
     if state.device_random is not None:
-        torch.get_device_module(device).set_rng_state(state.device_random, device)
+        saved = torch.frombuffer(bytearray(state.device_random), dtype=torch.uint8)
+        torch.get_device_module(device).set_rng_state(saved, device)

@@ -258,9 +258,10 @@ class StreamCarrier:
             self.discard(self._emptied.popleft()[1])
 
     def _handed_over(self, nbytes: int) -> UntypedStorage | None:
-        """A storage of this size that offloads before this op have read; it stays counted."""
+        """A storage of this size that offloads before this op have read, and nobody else holds; it stays counted."""
         for entry in self._leaving:
-            if entry[0] < self._ordered_after and entry[1].nbytes() == nbytes:
+            is_ours = entry[0] < self._ordered_after and self._meter.holders(entry[1]) == 1
+            if is_ours and entry[1].nbytes() == nbytes:
                 self._leaving.remove(entry)
                 return entry[1]
         return None

@@ -411,6 +411,19 @@ def test_a_model_that_was_measured_is_planned_and_trained_under_its_promise(name
 
 
 @pytest.mark.runtime
+@pytest.mark.parametrize("method", ["zb-h1", "interleaved-1f1b", "1f1b-recompute", "v-half"])
+def test_the_allocator_itself_keeps_to_the_promise_and_comes_near_it(method):
+    options = replace(TINY, layers=6, hidden=64, sequence_length=64, microbatch_size=4, samples=1)
+    profile = measure(options, lambda what, part: None)
+    schedule = compile_schedule(profile, Options(mem_bytes=10**9, microbatches=4, method=method)).schedule
+    for rank in (0, 1):
+        report = emulate(schedule, rank, steps=1, data=text.default_text(), on_event=lambda _: None)
+        assert report.allocator_peak_bytes is not None
+        assert 0.9 * report.promised_activation_bytes <= report.allocator_peak_bytes
+        assert report.allocator_peak_bytes <= report.promised_activation_bytes
+
+
+@pytest.mark.runtime
 def test_a_model_whose_layers_do_not_fit_is_refused_before_any_is_made():
     huge = Architecture(
         kind="llama", layers=1, hidden=1 << 16, heads=64, kv_heads=64, head_dim=1 << 10, ffn=1 << 20, vocab=256

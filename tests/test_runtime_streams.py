@@ -169,6 +169,26 @@ class Named:
 ONE = {"F0": [], "F1": [], "F2": ["H0"], "D0": ["F0"], "H0": ["F1", "D0"]}
 
 
+def test_a_reload_takes_over_only_what_nobody_else_holds():
+    """A layer that saves its own output, say, while that still waits to be sent."""
+    for held in (False, True):
+        meter, device = Meter(), LateDevice("d2h")
+        carrier = StreamCarrier(device, PinnedPool(100, pageable), meter, Meter())
+        output, other = pageable(8).untyped_storage(), pageable(8).untyped_storage()
+        for storage in (output, other, *([output] if held else [])):
+            meter.hold(storage)
+        d2h, parcels, caught_up = device.new_stream(), [], []
+        with device.on(d2h):
+            for op, storage in enumerate((other, output)):
+                carrier.enter(op, 0, device.compute, caught_up.append)
+                parcels += carrier.take([storage])
+            carrier.settle(1, 0)
+            carrier.enter(0, 2, device.compute, caught_up.append)
+            (there,) = carrier.bring(parcels[:1])
+        assert (there.data_ptr() == output.data_ptr()) == (not held)
+        assert caught_up == ([2] if held else [])
+
+
 def test_events_are_recorded_and_waited_for_where_the_schedule_waits_and_nowhere_else():
     lanes = Lanes(ONE)
     lanes.lanes.begin()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,8 @@ def _alone(
     **options: Any,
 ) -> None:
     """Replay one device with emulated neighbours."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces each start and stop
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from optpipe_compiler.view.emulated import render
     from runtime_torch.emulate import emulate
     from runtime_torch.session import settle

@@ -1,7 +1,9 @@
-"""Hold forecasts against runs: `python -m bench.forecast [--steps N] [--time-limit S] [-o docs/FORECAST.md]`.
+"""Hold forecasts against runs: `python -m bench.forecast [--rounds N] [--steps N] [-o docs/FORECAST.md]`.
 
 For each model: measure it on this machine, plan it for two devices in all the memory that there is and in a third of
-what that plan took for activations, and train it for some steps. Nothing else should run meanwhile.
+what that plan took for activations, and train it for some steps. Then measure and train again, in turns: shared
+machines change their pace by the minute, so a run is held against the costs measured just before and just after it.
+Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -11,13 +13,17 @@ import os
 import platform
 import statistics
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.driver import Options, compile_schedule
+from optpipe_compiler.driver import Options, compile_schedule, link_share
+from optpipe_compiler.lower.emit import lift
+from optpipe_compiler.placement import Layout
 from optpipe_compiler.presets.models import Architecture
+from optpipe_compiler.problem import Caps, Freedom, build
 from optpipe_compiler.profile import Model
+from optpipe_compiler.simulate import retime
 from runtime_torch import run
 from runtime_torch.measure import MeasureOptions, measure
 from runtime_torch.text import default_path
@@ -67,25 +73,74 @@ def stage_bytes(schedule: ir.Schedule) -> list[int]:
     ]
 
 
-def row(name: str, cap: str, schedule: ir.Schedule, steps: int) -> str:
-    """Train and return a line of the table."""
+def forecast_ns(schedule: ir.Schedule, profile: Profile) -> int:
+    """Return what a step of the schedule would take with the costs of another profile."""
+    cuts = (0, *(stage.layers[1] for stage in schedule.stages))
+    layout = Layout("", cuts, tuple(stage.device for stage in schedule.stages))
+    caps, microbatches = Caps(schedule.setup.cap_bytes, None), schedule.setup.microbatches
+    problem = build(profile, layout, microbatches, caps, Freedom())
+    if any(op.layers != schedule.stages[op.stage].layers for device in schedule.devices for op in device.d2h):
+        problem = build(profile, layout, microbatches, caps, Freedom(), link_share(problem))
+    return retime(lift(schedule, problem), problem).makespan
+
+
+def train(schedule: ir.Schedule, steps: int) -> tuple[float, float]:
+    """Return the median step in ns, and the largest activation peak of a rank over its promise."""
     report = run(schedule, steps=steps, data_paths=[default_path()])
-    times = [step.makespan_ns / 1e6 for step in report.steps[1:]]
-    low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
-    forecast = schedule.forecast.makespan_ns / 1e6
-    transfers = sum(len(device.d2h) for device in schedule.devices)
     used = max(rank.peak_activation_bytes / rank.promised_activation_bytes for rank in report.ranks)
+    return statistics.median(step.makespan_ns for step in report.steps[1:]), used
+
+
+def row(name: str, cap: str, schedule: ir.Schedule, rounds: list[Round]) -> str:
+    """Return a line of the table."""
+    ratios = [one.measured_ns / one.forecast_ns for one in rounds]
+    transfers = sum(len(device.d2h) for device in schedule.devices)
+    forecast = statistics.median(one.forecast_ns for one in rounds) / 1e6
+    measured = statistics.median(one.measured_ns for one in rounds) / 1e6
     return (
-        f"| {name} | {cap} | {transfers} | {forecast:.0f} | {middle:.0f} ({low:.0f} to {high:.0f}) | "
-        f"{middle / forecast:.2f} | {used:.0%} |"
+        f"| {name} | {cap} | {transfers} | {forecast:.0f} | {measured:.0f} | {statistics.median(ratios):.2f} | "
+        f"{min(ratios):.2f} to {max(ratios):.2f} | {max(one.used for one in rounds):.0%} |"
     )
+
+
+@dataclass(frozen=True)
+class Round:
+    """A run, and what was forecast for it."""
+
+    measured_ns: float
+    forecast_ns: float
+    used: float
+
+
+def rounds_of(model: Model, options: argparse.Namespace) -> dict[str, tuple[ir.Schedule, list[Round]]]:
+    """Plan once, then measure and train in turns; return the rounds of each plan by the name of its cap."""
+
+    def measured() -> Profile:
+        wanted = MeasureOptions(devices=DEVICES, of=model, samples=options.samples)
+        return measure(wanted, lambda what, part: None)
+
+    before = measured()
+    found: dict[str, tuple[ir.Schedule, list[Round]]] = {
+        cap: (schedule, []) for cap, schedule in plans(before, options.time_limit)
+    }
+    for _ in range(options.rounds):
+        runs = {cap: train(schedule, options.steps) for cap, (schedule, _) in found.items()}
+        after = measured()
+        for cap, (schedule, rounds) in found.items():
+            forecast = (forecast_ns(schedule, before) + forecast_ns(schedule, after)) / 2
+            rounds.append(Round(runs[cap][0], forecast, runs[cap][1]))
+        before = after
+    return found
 
 
 def main() -> None:
     """Print the table, or write it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=13, help="of every run; the first is not counted")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=9, help="of every run; the first is not counted")
+    parser.add_argument("--samples", type=int, default=30, help="of every time, each time that it is measured")
     parser.add_argument("--time-limit", type=float, default=8.0, help="of every plan, in seconds")
+    parser.add_argument("--model", action="append", choices=MODELS, help="default: all")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
     lines = [
@@ -93,17 +148,18 @@ def main() -> None:
         "",
         f"Written by `python -m bench.forecast`; {DEVICES} processes on {os.cpu_count()} cores, "
         f"Python {platform.python_version()}.",
-        "Step times in ms: the median of the steps after the first, and its quartiles. `used` is the largest measured",
-        "activation peak of a rank over its promise. On CPUs the lanes of a rank share its core, so offloads take",
-        "time from compute, which no forecast counts; on GPUs they do not.",
+        f"Medians of {options.rounds} rounds, step times in ms. A round trains for {options.steps - 1} steps; its",
+        "forecast is the plan's order with the costs measured just before and just after it. `used` is the largest",
+        "measured activation peak of a rank over its promise, by the store, which does not see transient bytes. On",
+        "CPUs the lanes of a rank share its core, so offloads take time from compute, which no forecast counts; on",
+        "GPUs they do not.",
         "",
-        "| model | cap | offloads | forecast | measured | ratio | used |",
-        "|---|---|---|---|---|---|---|",
+        "| model | cap | offloads | forecast | measured | ratio | of a round | used |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for name, model in MODELS.items():
-        profile = measure(MeasureOptions(devices=DEVICES, of=model), lambda what, part: None)
-        for cap, schedule in plans(profile, options.time_limit):
-            lines.append(row(name, cap, schedule, options.steps))
+    for name in options.model or MODELS:
+        for cap, (schedule, rounds) in rounds_of(MODELS[name], options).items():
+            lines.append(row(name, cap, schedule, rounds))
             print(lines[-1], file=sys.stderr)
     text = "\n".join(lines) + "\n"
     if options.output:

@@ -18,6 +18,7 @@ from runtime_torch.measure_copies import time_copies
 from runtime_torch.measure_gauge import CpuGauge
 from runtime_torch.measure_layers import Benches, bookkeeping_bench, layer_bytes, time_ops, transient_bytes
 from runtime_torch.measure_profile import Findings, LayerBytes, Messages, Times
+from runtime_torch.worker import settle_on_cpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -90,7 +91,7 @@ def _joined(place: Place) -> Iterator[Gauge]:
 
 def _gauge(place: Place) -> Gauge:
     if place.gpu is None:
-        torch.set_num_threads(1)
+        settle_on_cpu()
         return CpuGauge()
     from runtime_torch.measure_cuda import CudaGauge
 

@@ -24,6 +24,7 @@ from runtime_torch.report import KindTime, RankReport, RunReport, StepRecord, fo
 from runtime_torch.runner import Runner, StepResult, Steps
 from runtime_torch.stages import stages_between
 from runtime_torch.trace import chrome_trace
+from runtime_torch.worker import settle_on_cpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -322,6 +323,6 @@ class _Rehearsal(_Session):
 def settle() -> None:
     """Make this process a good worker: one compute thread on CPU, the supported torch, no logging of whole plans."""
     if not torch.cuda.is_available():
-        torch.set_num_threads(1)
+        settle_on_cpu()
     adapter.probe()
     adapter.quiet()

@@ -7,6 +7,7 @@ tells how a pipeline of many would run, and whether the device's share of memory
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,6 +17,7 @@ from optpipe_compiler import ir
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.export.memory import timed_ops
 from runtime_torch import models
+from runtime_torch.at_once import AtOnce
 from runtime_torch.conform import BYTES_TOLERANCE, prepare
 from runtime_torch.measure_gauge import CpuGauge
 from runtime_torch.peers import Peers
@@ -65,9 +67,9 @@ class EmulationReport:
     promised_activation_bytes: int
     peak_host_bytes: int
     promised_host_bytes: int
-    allocator_peak_bytes: int | None
-    """What torch's allocator handed out at most, beyond what it held when the steps began. None on a CPU where there
-    are transfers: the allocator does not tell the host's buffers from the device's there."""
+    allocator_peak_bytes: int
+    """What torch's allocator handed out at most in one more step, beyond what it held before. On a CPU the transfers of
+    that step are done at once, in the compute lane's thread, which is the one that can be watched."""
     ops: list[OpReport]
 
 
@@ -125,7 +127,8 @@ class _Alone:
         self._meter, self._host_meter = first.meter, first.host_meter
         carriers = [bundle.boundary for bundle in bundles[1:] if not bundle.is_single]
         self._peers = Peers(schedule, rank, time_scale, zeros=carriers)
-        self._replay = Replay(
+        self._make_replay = partial(
+            Replay,
             schedule,
             rank,
             self._stages,
@@ -134,10 +137,11 @@ class _Alone:
             on=device,
             meter=self._meter,
         )
+        self._replay = self._make_replay()
         for parameter in self._stages.module.parameters():  # gradients are static memory
             parameter.grad = torch.zeros_like(parameter)
         self._peaks: list[tuple[int, int]] = []
-        self._allocator_peak: int | None = None
+        self._allocator_peak = 0
         self.loss = float("nan")
 
     def step(self) -> list[Ran]:
@@ -157,8 +161,8 @@ class _Alone:
         ops = self._replay.finish()
         self._stages.module.zero_grad(set_to_none=False)
         self._peaks.append((self._meter.peak_bytes, self._host_meter.peak_bytes))
-        losses = list(self._replay.losses.values())
-        self.loss = torch.stack(losses).mean().item() if losses else float("nan")
+        losses = self._replay.losses
+        self.loss = float("nan") if losses is None else losses.mean().item()
         ran = [(op.op_id, op.lane, op.start_ns - start, op.end_ns - start) for op in ops]
         return sorted(ran, key=lambda op: op[3])
 
@@ -168,8 +172,10 @@ class _Alone:
             from runtime_torch.measure_cuda import CudaGauge
 
             self._allocator_peak = CudaGauge(self._device.index).peaks({"step": self.step})["step"]
-        elif not self._schedule.devices[self._rank].d2h:
-            self._allocator_peak = CpuGauge().peaks({"step": self.step})["step"]
+            return
+        self._replay = self._make_replay(backend=AtOnce())
+        self.step()  # makes the slab on the host
+        self._allocator_peak = CpuGauge().peaks({"step": self.step})["step"]
 
     def report(self, runs: Sequence[Sequence[Ran]]) -> EmulationReport:
         """Put the steps together."""

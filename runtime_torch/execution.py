@@ -59,6 +59,7 @@ class _Pass:
 
     store: SavedTensorStore
     target: Tensor | None = None
+    """As it was given; what layers get is saved and moved like an activation."""
     leaf: Tensor | None = None
     """The input, where it has a gradient; its data is a stub once the forward is over."""
     entry: GradientEdge | None = None
@@ -160,6 +161,8 @@ class StageExecution:
         checkpoint = run.checkpoints.pop(layers)
         x = checkpoint.tensor.detach().requires_grad_(checkpoint.needs_gradient)
         with _restored(checkpoint.surroundings, self.device), run.store.refilling(*layers):
+            if run.store.autocast:
+                x = x.view_as(x)
             for index in range(*layers):
                 x = self._call(index, x, run.target)
         self.meter.release(checkpoint.tensor.untyped_storage())
@@ -215,9 +218,12 @@ class StageExecution:
 
     def _forward(self, run: _Pass, x: Tensor, target: Tensor | None, recomputed: Sequence[Layers]) -> Tensor:
         x = _compact(x)
-        run.target = None if target is None else _compact(target)
+        run.target = target
+        run.store.autocast = torch.is_autocast_enabled(self.device.type) and torch.is_autocast_cache_enabled()
         if not self.is_first:
             x = run.leaf = x.detach().requires_grad_()
+            if run.store.autocast:  # which keeps its copies of leaves, but of no views, to the end of the step
+                x = x.view_as(x)
         ends = {end: (first, end) for first, end in recomputed}
         starts = {first: (first, end) for first, end in recomputed}
         with run.store.saving():
@@ -248,7 +254,7 @@ class StageExecution:
     def _call(self, index: int, x: Tensor, target: Tensor | None) -> Tensor:
         layer = self.layers[index - self.first_layer]
         if self.is_last and index + 1 == self.end_layer:
-            return layer(x, target)  # type: ignore[no-any-return]
+            return layer(x, None if target is None else _compact(target))  # type: ignore[no-any-return]
         return layer(x)  # type: ignore[no-any-return]
 
     def _keep_input(self, run: _Pass, layers: Layers, x: Tensor) -> None:

@@ -116,6 +116,7 @@ class Replay:
         self.plan = schedule.devices[device]
         self.stages = stages
         self.last_stage = len(schedule.stages) - 1
+        self._microbatches = schedule.setup.microbatches
         self._boundary = boundary
         self._on = on
         self._meter = meter
@@ -146,8 +147,8 @@ class Replay:
         self._remaining: Iterator[_Due] = iter(())
         self._inputs: Sequence[Tensor] | None = None
         self._targets: Sequence[Tensor] | None = None
-        self.losses: dict[int, Tensor] = {}
-        """This step's, by microbatch, where the last stage is."""
+        self.losses: Tensor | None = None
+        """This step's, by microbatch, where the last stage is; in one buffer for all steps, so that none adds to it."""
         self._activations: dict[tuple[int, int], Tensor] = {}
         self._gradients: dict[tuple[int, int], Tensor] = {}
         self._outbox: dict[str, Tensor] = {}
@@ -181,7 +182,6 @@ class Replay:
         self._timeline.begin()
         self._remaining = iter(self._order)
         self._inputs, self._targets = inputs, targets
-        self.losses.clear()
         for stage in self.stages.values():
             stage.begin()
         self._lanes.begin()
@@ -222,7 +222,9 @@ class Replay:
         target = self._targets[microbatch] if self._targets is not None and stage == self.last_stage else None
         out = self.stages[stage].forward(microbatch, x, target, self._recomputed.get((stage, microbatch), ()))
         if stage == self.last_stage:
-            self.losses[microbatch] = out
+            if self.losses is None or self.losses.dtype != out.dtype:
+                self.losses = torch.zeros(self._microbatches, dtype=out.dtype, device=out.device)
+            self.losses[microbatch].copy_(out)
         else:
             out = self._keep(out, stage)
         if own is not None:

@@ -227,14 +227,14 @@ class Steps:
             self._replay.abort(error)
             raise
         ops = self._replay.finish()
-        found = [loss for _, loss in sorted(self._replay.losses.items())]
+        found = self._replay.losses
         if losses is not None:
-            losses[:] = found
-        return self._result(ops, found)
+            losses[:] = [] if found is None else found.clone().unbind()
+        return self._result(ops, None if found is None else found.mean().item())
 
-    def _result(self, ops: list[OpTime], losses: list[Tensor]) -> StepResult:
+    def _result(self, ops: list[OpTime], loss: float | None) -> StepResult:
         return StepResult(
-            loss=torch.stack(losses).mean().item() if losses else None,
+            loss=loss,
             start_ns=min(op.start_ns for op in ops),
             end_ns=max(op.end_ns for op in ops),
             busy_ns=sum(op.end_ns - op.start_ns for op in ops if op.lane == "compute"),

@@ -76,6 +76,8 @@ class SavedTensorStore:
         self.device = device
         self.layer = 0
         """The layer whose forward runs now."""
+        self.autocast = False
+        """Whether autocast runs and keeps its copies of the weights: they are then no more stored than the weights."""
         self.reads: set[int] | None = None
         """While not None: collects the indices of the slots that a backward reads."""
         self.meter = meter
@@ -108,7 +110,17 @@ class SavedTensorStore:
 
     def _is_constant(self, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()
-        return storage.data_ptr() in self._constants or storage.nbytes() == 0 or tensor.device != self.device
+        if storage.data_ptr() in self._constants or storage.nbytes() == 0 or tensor.device != self.device:
+            return True
+        return self.autocast and self._is_weight_copy(tensor)
+
+    def _is_weight_copy(self, tensor: Tensor) -> bool:
+        base = tensor._base if tensor._is_view() else tensor
+        node = None if base is None else base.grad_fn
+        if node is None or node.name() != "ToCopyBackward0":
+            return False
+        source = getattr(node.next_functions[0][0], "variable", None)
+        return source is not None and source.untyped_storage().data_ptr() in self._constants
 
     def _pack(self, tensor: Tensor) -> Slot | Tensor:
         storage = tensor.untyped_storage()

@@ -196,8 +196,9 @@ class StreamCarrier:
     """Puts copies on the current stream; frees what they have read when the lanes say that it is safe.
 
     Memory that offloads have read goes back to the allocator when the compute stream is ordered after them. A reload
-    that is already ordered after them may count on it earlier: it gets such a storage of its size directly, and only
-    where there is none does the compute stream wait for the offloads.
+    that is already ordered after them may count on it earlier: it gets such storages of its sizes directly, those of
+    the latest offloads first, because the compute stream may count on those of earlier ones before. Where that does not
+    work out, the compute stream waits for the offloads, too.
     """
 
     def __init__(self, backend: Backend, pool: PinnedPool, meter: Meter, host_meter: Meter) -> None:
@@ -209,6 +210,8 @@ class StreamCarrier:
         self._emptied: deque[tuple[int, Parcel]] = deque()
         self._op = 0
         self._ordered_after = 0
+        self._earliest = 0
+        """The first offload of which this op was handed a storage."""
         self._compute: Any = None
         self._catch_up: Callable[[int], None] | None = None
 
@@ -218,6 +221,7 @@ class StreamCarrier:
         `catch_up` orders the compute stream after so many, too, and settles.
         """
         self._op, self._ordered_after, self._compute, self._catch_up = op, ordered_after, compute, catch_up
+        self._earliest = ordered_after
 
     def take(self, storages: list[UntypedStorage]) -> list[Parcel]:
         """D2H."""
@@ -242,6 +246,8 @@ class StreamCarrier:
             storages.append(storage)
             self._emptied.append((self._op, parcel))
         parcels.clear()
+        if any(self._earliest < op < self._ordered_after for op, _ in self._leaving):
+            self._catch_up_with_offloads()
         return storages
 
     def discard(self, parcel: Parcel) -> None:
@@ -259,17 +265,22 @@ class StreamCarrier:
 
     def _handed_over(self, nbytes: int) -> UntypedStorage | None:
         """A storage of this size that offloads before this op have read, and nobody else holds; it stays counted."""
-        for entry in self._leaving:
-            is_ours = entry[0] < self._ordered_after and self._meter.holders(entry[1]) == 1
-            if is_ours and entry[1].nbytes() == nbytes:
-                self._leaving.remove(entry)
-                return entry[1]
+        for index in range(len(self._leaving) - 1, -1, -1):
+            op, storage = self._leaving[index]
+            is_ours = op < self._ordered_after and self._meter.holders(storage) == 1
+            if is_ours and storage.nbytes() == nbytes:
+                del self._leaving[index]
+                self._earliest = min(self._earliest, op)
+                return storage
         return None
+
+    def _catch_up_with_offloads(self) -> None:
+        assert self._catch_up is not None
+        self._catch_up(self._ordered_after)
 
     def _allocate(self, nbytes: int) -> UntypedStorage:
         if self._leaving and self._leaving[0][0] < self._ordered_after:
-            assert self._catch_up is not None
-            self._catch_up(self._ordered_after)
+            self._catch_up_with_offloads()
         with self._backend.on(self._compute):
             storage = self._backend.empty(nbytes)
         self._meter.hold(storage)

@@ -525,6 +525,29 @@ def test_autocast_is_restored_for_a_recompute():
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("way", ["keep", "offload", "recompute"])
+def test_autocast_copies_of_weights_are_not_stored_and_those_of_inputs_do_not_outlive_their_microbatch(way):
+    """Until its region ends autocast holds on to the copies of leaves: of weights, which is good, and of inputs."""
+    mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+    part = StageExecution([mlp], 0, is_first=False, is_last=False, device="cpu")
+    x, gradient = torch.randn(64, WIDTH), torch.randn(64, WIDTH).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        for microbatch in range(2):
+            part.forward(microbatch, x, recomputed=[(0, 1)] if way == "recompute" else ())
+            if way == "recompute":
+                part.recompute(microbatch, (0, 1))
+            saved = [StorageWeakRef(storage) for storage in part._passes[microbatch].store.storages()]
+            assert part.saved_bytes(microbatch) == (x.nbytes + 4 * x.nbytes + 4 * x.nbytes) // 2
+            if way == "offload":
+                part.offload(microbatch, (0, 1))
+                assert part.host_meter.current_bytes == 9 * x.nbytes // 2
+                part.reload(microbatch, (0, 1))
+            part.backward(microbatch, gradient)
+            assert all(one.expired() for one in saved)
+    assert part.meter.current_bytes == 0
+    assert part.host_meter.current_bytes == 0
+
+
 def test_a_backward_before_its_recompute_is_refused():
     layers, (x, _) = model(), batch()
     first = stages(layers, (3,))[0]

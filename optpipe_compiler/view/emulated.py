@@ -43,8 +43,7 @@ def _headline(report: Any) -> Text:
             f"on host {short_bytes(report.peak_host_bytes)} at most, "
             f"{short_bytes(report.promised_host_bytes)} promised\n"
         )
-    if report.allocator_peak_bytes is not None:
-        text.append(f"allocator {short_bytes(report.allocator_peak_bytes)} at most above what it began with\n")
+    text.append(f"allocator {short_bytes(report.allocator_peak_bytes)} at most above what it began with\n")
     for name, transfers in (("measured", report.transfers), ("forecast", report.forecast_transfers)):
         total = transfers.hidden_ns + transfers.exposed_ns
         if total:

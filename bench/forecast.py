@@ -143,13 +143,16 @@ def main() -> None:
     parser.add_argument("--model", action="append", choices=MODELS, help="default: all")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
+    if options.steps < 2:
+        parser.error("--steps is too few, expected at least 2: the first is not counted")
     lines = [
         "# Plan against reality on CPUs",
         "",
         f"Written by `python -m bench.forecast`; {DEVICES} processes on {os.cpu_count()} cores, "
         f"Python {platform.python_version()}.",
         f"Medians of {options.rounds} rounds, step times in ms. A round trains for {options.steps - 1} steps; its",
-        "forecast is the plan's order with the costs measured just before and just after it. `used` is the largest",
+        "forecast is the plan's order with the costs measured just before and just after it, and `ratio` the median of",
+        "what each round measured over its own forecast. `used` is the largest",
         "measured activation peak of a rank over its promise, by the store, which does not see transient bytes. On",
         "CPUs the lanes of a rank share its core, so offloads take time from compute, which no forecast counts; on",
         "GPUs they do not.",

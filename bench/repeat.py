@@ -11,7 +11,7 @@ import itertools
 import os
 import platform
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from optpipe_compiler.profile import Profile, Quantity
 from runtime_torch.measure import MeasureOptions, measure
@@ -30,11 +30,11 @@ def measured(profile: Profile) -> Iterator[tuple[str, Quantity]]:
     machine = profile.machine
     yield "op_overhead_ns", machine.op_overhead_ns  # type: ignore[misc]
     for entry in machine.p2p:
-        yield "message latency_ns", entry.latency_ns  # type: ignore[misc]
-        yield "message bytes_per_s", entry.bytes_per_s  # type: ignore[misc]
+        yield f"message {entry.devices or ''} latency_ns", entry.latency_ns  # type: ignore[misc]
+        yield f"message {entry.devices or ''} bytes_per_s", entry.bytes_per_s  # type: ignore[misc]
     for link in machine.links:
-        for name in ("d2h", "h2d", "duplex_d2h", "duplex_h2d"):
-            yield f"link {name}_bytes_per_s", getattr(link, f"{name}_bytes_per_s")
+        for name in ("latency_ns", *(f"{way}_bytes_per_s" for way in ("d2h", "h2d", "duplex_d2h", "duplex_h2d"))):
+            yield f"link {link.devices or ''} {name}", getattr(link, name)
 
 
 def main() -> None:
@@ -45,17 +45,20 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
     wanted = MeasureOptions(samples=options.samples)
-    profiles = [dict(measured(measure(wanted, lambda what, part: None))) for _ in range(options.times)]
+    profiles: list[dict[str, Any]] = [
+        dict(measured(measure(wanted, lambda what, part: None))) for _ in range(options.times)
+    ]
     rows, agreeing, pairs = [], 0, 0
-    for name, first in profiles[0].items():
-        if not isinstance(first, Quantity) or first.samples < 2:
-            continue
-        found = [profile[name] for profile in profiles]
+    for name in profiles[0]:
+        found = [profile.get(name) for profile in profiles]
+        if not all(isinstance(one, Quantity) and one.samples > 1 for one in found):
+            continue  # one link for all in one profile, and one for each in another; or no latency in the noise
         middle = sorted(one.value for one in found)[len(found) // 2]
         held = [abs(a.value - b.value) <= max(a.spread, b.spread) for a, b in itertools.combinations(found, 2)]
-        agreeing, pairs = agreeing + sum(held), pairs + len(held)
-        values = ", ".join(f"{one.value / middle:.2f}" for one in found)
         spread = max(one.spread / max(1, one.value) for one in found)
+        if spread < 1:
+            agreeing, pairs = agreeing + sum(held), pairs + len(held)
+        values = ", ".join(f"{one.value / middle:.2f}" for one in found)
         rows.append(f"| {name} | {middle:,} | {values} | {spread:.0%} | {sum(held)} of {len(held)} |")
     text = "\n".join(
         [
@@ -65,7 +68,7 @@ def main() -> None:
             f"{options.times} profiles in a row of",
             "the default model. `of it` is each profile's number over the middle one, `spread` the largest that any of",
             "them reports, `agree` the pairs of profiles that differ by no more than the larger spread of the two:",
-            f"{agreeing} of {pairs} in all.",
+            f"{agreeing} of {pairs} in all, those not counted of which the spread is as large as the number itself.",
             "",
             "| number | value | of it | spread | agree |",
             "|---|---|---|---|---|",

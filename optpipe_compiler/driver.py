@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -225,7 +225,8 @@ class _Compilation:
         except KeyboardInterrupt:
             interrupted = True
         if self.options.method is None:
-            self.planner.spare()
+            with suppress(KeyboardInterrupt):
+                self.planner.spare()
         winner = self.planner.winner()
         if winner is None and interrupted:
             raise KeyboardInterrupt

@@ -47,6 +47,8 @@ WINDOWS = (2, 4, 6, 9, 14, 21)
 """Widths of windows, in multiples of that work."""
 RESERVE_S_PER_TASK = 2.8e-4
 """Seconds that lowering and verifying the result take per task, roughly."""
+SPARE_S_PER_TASK = 1.4e-4
+"""Seconds that it takes per task to see what can stay, roughly."""
 HUGE = 50_000
 """Ops from which on timing a schedule takes many seconds: it is then done no more often than need be."""
 WINDOW_S = 4.0
@@ -117,8 +119,9 @@ class Planner:
         self.report = report
         self.begin = time.monotonic()
         self.spent = 0.0
-        self.reserve_s = 0.2 + RESERVE_S_PER_TASK * max(map(_tasks, attempts), default=0)
-        """Time that lowering and verifying the result will take."""
+        most = max(map(_tasks, attempts), default=0)
+        self.reserve_s = 0.2 + (RESERVE_S_PER_TASK + SPARE_S_PER_TASK * (most < HUGE)) * most
+        """Time that sparing, lowering and verifying the result will take."""
         self.realise_s = 0.0
         """Time that the last policy took on the whole instance."""
         self.published = Candidates(self)
@@ -272,7 +275,9 @@ class Planner:
         if attempt is None or attempt.best is None or _tasks(attempt) >= HUGE:
             return
         budget = list(attempt.tightened().budget)
-        for _ in range(4):
+        for number in range(4):
+            if number and not self.limits.reproducible and self.left() < 0:
+                return
             less = spared(attempt.best, budget)
             if less is attempt.best:
                 return

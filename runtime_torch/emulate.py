@@ -24,11 +24,13 @@ from runtime_torch.peers import Peers
 from runtime_torch.replay import Replay
 from runtime_torch.stages import stages_between
 from runtime_torch.trace import Ran, chrome_trace
+from runtime_torch.worker import settle_on_cpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from runtime_torch.job import Event
+    from runtime_torch.measure_gauge import Gauge
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,8 @@ def emulate(
     if not 0 <= rank < schedule.setup.devices:
         raise BadInput(f"--rank is {rank}, expected 0 to {schedule.setup.devices - 1}")
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cpu":
+        settle_on_cpu()
     alone = _Alone(schedule, rank, device, data, time_scale, seed)
     runs: list[list[Ran]] = []
     for number in range(steps):
@@ -167,15 +171,18 @@ class _Alone:
         return sorted(ran, key=lambda op: op[3])
 
     def measure_allocator(self) -> None:
-        """One more step, watched by the allocator."""
+        """One more step, watched by the allocator; the peaks of those before it stay as they are."""
+        peaks = list(self._peaks)
         if self._device.type == "cuda":
             from runtime_torch.measure_cuda import CudaGauge
 
-            self._allocator_peak = CudaGauge(self._device.index).peaks({"step": self.step})["step"]
-            return
-        self._replay = self._make_replay(backend=AtOnce())
-        self.step()  # makes the slab on the host
-        self._allocator_peak = CpuGauge().peaks({"step": self.step})["step"]
+            gauge: Gauge = CudaGauge(self._device.index)
+        else:
+            gauge = CpuGauge()
+            self._replay = self._make_replay(backend=AtOnce())
+            self.step()  # makes the slab on the host
+        self._allocator_peak = gauge.peaks({"step": self.step})["step"]
+        self._peaks = peaks
 
     def report(self, runs: Sequence[Sequence[Ran]]) -> EmulationReport:
         """Put the steps together."""

@@ -1,19 +1,20 @@
-"""Autograd's engine without the checks around it, which cost more host time than many a kernel's launch.
+"""Private functions of torch itself; those of its pipelining engine are in adapter.py. Both are for `job.TORCH`.
 
-The callers here know what they pass: edges with gradients of their shape and dtype. Beside adapter.py the only touch of
-a private torch name; both are for the torch that `job.TORCH` names.
+Autograd's engine is called without the checks around it, which cost more host time than many a kernel's launch: the
+callers here know what they pass, edges with gradients of their shape and dtype.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.autograd.graph import _engine_run_backward
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
+    from torch import Tensor, UntypedStorage
     from torch.autograd.graph import GradientEdge
 
 
@@ -30,3 +31,16 @@ def capture(
     """Run backward from `edges` and return the gradients of `of`, None where there is no way to it; with `retain` the
     graph stays for another backward."""
     return _engine_run_backward(tuple(edges), tuple(gradients), retain, False, tuple(of), True, accumulate_grad=False)
+
+
+_C: Any = torch._C
+
+
+def is_profiled() -> bool:
+    """Whether a profiler listens to this thread."""
+    return bool(_C._autograd._profiler_enabled())
+
+
+def references(storage: UntypedStorage) -> int:
+    """Return how many objects keep the storage alive, `storage` itself included."""
+    return int(_C._storage_Use_Count(storage._cdata))

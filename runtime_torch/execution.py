@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 Layers = tuple[int, int]
 """Layers `[first, end)`, numbered over the whole model."""
 
-_CALIBRATION = -1
-"""The microbatch number of the calibration pass."""
-
 
 @dataclass(slots=True)
 class _Surroundings:

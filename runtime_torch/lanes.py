@@ -52,6 +52,8 @@ class Work:
     """By op: the messages to be delivered before it starts."""
     deliver: Callable[[str], None]
     """Wait for the delivery of a message that has been issued."""
+    is_delivered: Callable[[str], bool]
+    """Whether that would not take any waiting."""
     transfer: Callable[[Op], None]
     """Do an offload or a reload."""
 

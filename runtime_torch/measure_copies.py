@@ -90,7 +90,7 @@ class _Copier:
         elif h2d:
             waits[h2d[0].id] = [op.id for op in d2h[-1:]]
         none: Mapping[str, Sequence[str]] = {op_id: () for op_id in waits}
-        return self._lanes(Work([], d2h, h2d, waits, none, lambda _: None, self._transfer))
+        return self._lanes(Work([], d2h, h2d, waits, none, lambda _: None, lambda _: True, self._transfer))
 
     def run(self, lanes: Lanes) -> tuple[list[int], list[int]]:
         """Run them once; return the ns of each offload and of each reload."""

@@ -230,15 +230,18 @@ def _known_link(sharing: Sequence[Findings]) -> Link:
     turns is in it. One that is not shared has the bandwidth that is left while all processes copy.
     """
     alone = sharing[0].copies_alone or sharing[0].copies
+    latency = quantity(t for found in sharing for t in found.copies.latency)
+
+    def share(ns: int) -> int:
+        return latency.value + max(0, ns - latency.value) // len(sharing)
 
     def samples(direction: str) -> list[int]:
-        shares = [t // len(sharing) for found in sharing for t in getattr(found.copies, direction)]
+        shares = [share(t) for found in sharing for t in getattr(found.copies, direction)]
         by_itself = getattr(alone, direction)
         if len(sharing) == 1 or quantity(shares).value > quantity(by_itself).value:
             return shares
         return list(by_itself)
 
-    latency = quantity(t for found in sharing for t in found.copies.latency)
     return _link(alone.nbytes, latency, samples)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from optpipe_compiler.errors import BadInput
 from runtime_torch.peers import Arrival, Peers
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ class _Delivery:
     """The delivery of a message on CUDA, as an event of `channel`: the work itself would hold the buffer."""
 
     def __init__(self, work: dist.Work, channel: torch.cuda.Stream) -> None:
+        self._device = channel.device
         self._event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(channel):
             work.wait()
@@ -27,7 +30,11 @@ class _Delivery:
 
     def wait(self) -> None:
         """Let the current stream wait."""
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+    def is_delivered(self) -> bool:
+        """Whether it has happened."""
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
 Work = dist.Work | Arrival | _Delivery
@@ -79,6 +86,8 @@ class Mailbox:
     def _held_by_nobody(self, work: dist.Work, tensor: Tensor, peer: int) -> Work:
         if not tensor.is_cuda:
             return work
+        if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0"):
+            raise BadInput("TORCH_NCCL_BLOCKING_WAIT is set, expected not: messages must not hold up the host")
         if peer not in self._channels:
             self._channels[peer] = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
         return _Delivery(work, self._channels[peer])
@@ -104,6 +113,13 @@ class Mailbox:
             message.tensor = None
             if message.stream is None:
                 message.work = None
+
+    def is_delivered(self, op_id: str) -> bool:
+        """Whether the buffer of a sent message can be freed without any waiting; True of what was received."""
+        message = self._messages[op_id]
+        if message.tensor is None or not message.sent or message.work is None:
+            return True
+        return isinstance(message.work, _Delivery | Arrival) and message.work.is_delivered()
 
     def drain(self) -> None:
         """Wait for everything that was issued, and forget it."""

@@ -37,11 +37,6 @@ class Meter:
             else:
                 self._add(-size)
 
-    def holders(self, storage: UntypedStorage) -> int:
-        """Return how many hold `storage`."""
-        with self._lock:
-            return self._holders.get(storage.data_ptr(), (0, 0))[0]
-
     def count(self, nbytes: int) -> None:
         """Add bytes that no storage stands for (rehearsal); negative to take them away."""
         with self._lock:

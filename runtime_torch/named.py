@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-import torch
 from torch.profiler import record_function
 
+from runtime_torch.engine import is_profiled
 from runtime_torch.execution import StageExecution
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class NamedStage(StageExecution):
     """The number in the names."""
 
     def _range(self, kind: str, microbatch: int) -> AbstractContextManager[object]:
-        if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        if not is_profiled():
             return _SILENCE
         return record_function(f"{kind} {self.stage} m{microbatch}")
 

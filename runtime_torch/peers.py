@@ -35,6 +35,10 @@ class Arrival:
         if left > 0:
             time.sleep(left / _NS)
 
+    def is_delivered(self) -> bool:
+        """Whether it has arrived."""
+        return time.perf_counter_ns() >= self._due_ns and (self._after is None or bool(self._after.query()))  # type: ignore[no-untyped-call]
+
 
 class Peers:
     """Stands for the process group of a single device: what is received is random, what is sent goes nowhere.

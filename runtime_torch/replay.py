@@ -165,7 +165,16 @@ class Replay:
             own = {op.id for op in lane}
             for op in lane:
                 waits[op.id] = [name for name in (*op.after, *messages[op.id]) if name not in own]
-        work = Work(plan.compute, plan.d2h, plan.h2d, waits, messages, self._mailbox.wait, self._transfer)
+        work = Work(
+            plan.compute,
+            plan.d2h,
+            plan.h2d,
+            waits,
+            messages,
+            self._mailbox.wait,
+            self._mailbox.is_delivered,
+            self._transfer,
+        )
         if backend is None:
             return ThreadLanes(work, on_failure)
         executions = [stage for stage in self.stages.values() if isinstance(stage, StageExecution)]

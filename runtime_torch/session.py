@@ -52,6 +52,8 @@ def work(job: Job, place: Place, on_event: Tell, on_failure: Failed) -> RunRepor
             "started"
         )
     device = _device(place, training=schedule.model is not None)
+    if device.type == "cpu":
+        settle_on_cpu()
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
@@ -321,8 +323,6 @@ class _Rehearsal(_Session):
 
 
 def settle() -> None:
-    """Make this process a good worker: one compute thread on CPU, the supported torch, no logging of whole plans."""
-    if not torch.cuda.is_available():
-        settle_on_cpu()
+    """Make this process a good worker: the supported torch, no logging of whole plans."""
     adapter.probe()
     adapter.quiet()

@@ -169,7 +169,7 @@ def find_groups(root: Node, target: Node | None) -> list[Group]:
                 continue
         stack.pop()
         under = [beside[child] for child in children[node]]
-        found = [leaf for leaves in under if leaves is not None for leaf in leaves]
+        found = list(dict.fromkeys(leaf for leaves in under if leaves is not None for leaf in leaves))
         if not under and hasattr(node, "variable"):
             beside[node] = [node]
         elif None not in under:

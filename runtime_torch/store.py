@@ -53,9 +53,10 @@ class Slot:
 
     def shape(self) -> Geometry:
         """The slot's geometry, on the device or not."""
-        if self.geometry is None:
-            assert self.tensor is not None
-            self.geometry = _geometry(self.tensor)
+        tensor = self.tensor
+        if self.geometry is None and tensor is not None:  # another thread may be taking the tensor away
+            self.geometry = _geometry(tensor)
+        assert self.geometry is not None
         return self.geometry
 
 

@@ -17,6 +17,7 @@ import torch
 
 from optpipe_compiler.errors import RunFailed
 from runtime_torch.carrier import Parcel, as_bytes
+from runtime_torch.engine import references
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -97,7 +98,10 @@ class StreamLanes:
             _Lane(work.h2d, backend.new_stream()),
         ]
         self._lane_of = {op.id: index for index, lane in enumerate(self._lanes) for op in lane.ops}
+        self._place = {op.id: index for lane in self._lanes for index, op in enumerate(lane.ops)}
         self._passed: dict[str, _Passed] = {}
+        self._deferred = False
+        """Whether a transfer has all but the delivery of a message."""
 
     def begin(self) -> None:
         """The other streams start after what the compute stream has been given so far."""
@@ -113,22 +117,23 @@ class StreamLanes:
 
     def start(self, op_id: str) -> None:
         """Put the waits of a compute op on its stream."""
+        for name in self._work.waits[op_id]:
+            self._issue(name)
         self._join(COMPUTE, op_id)
         self._settle()
 
     def complete(self, op_id: str) -> None:
         """Mark the op's end, and issue the transfers that waited for it."""
         self._pass(COMPUTE, op_id)
-        if op_id in self._watched:
+        if op_id in self._watched or self._deferred:
             self._issue_transfers()
 
     def finish(self) -> None:
         """Let the compute stream end the step after all transfers, and free what they held."""
         for index in (D2H, H2D):
             lane = self._lanes[index]
-            if lane.next < len(lane.ops):
-                raise RunFailed(f"{lane.ops[lane.next].id} was never issued: what it waits for did not run")
             if lane.ops:
+                self._issue(lane.ops[-1].id)
                 self._backend.wait(self._lanes[COMPUTE].stream, self._backend.record(lane.stream))
         self._carrier.settle(len(self._work.d2h), len(self._work.h2d))
 
@@ -137,8 +142,26 @@ class StreamLanes:
 
     # -- how
 
+    def _issue(self, name: str) -> None:
+        """Issue a transfer that is waited for, and those before it, whatever has not been delivered yet."""
+        index = self._lane_of[name]
+        lane = self._lanes[index]
+        while lane.next <= self._place[name]:
+            op = lane.ops[lane.next]
+            for before in self._work.waits[op.id]:
+                if self._lane_of[before] != COMPUTE:
+                    self._issue(before)
+                elif self._lanes[COMPUTE].next <= self._place[before]:
+                    raise RunFailed(f"{op.id} was never issued: what it waits for did not run")
+            self._transfer(index, op)
+
     def _issue_transfers(self) -> None:
-        """Issue, in the lanes' order, all transfers of which the waits have been issued."""
+        """Issue, in the lanes' order, all transfers that may start.
+
+        Those that count on the memory of a message that is still under way are not issued: the compute stream, whose
+        memory it is, would have to wait for the message, which the schedule does not ask of it.
+        """
+        self._deferred = False
         issued = True
         while issued:
             issued = False
@@ -149,7 +172,12 @@ class StreamLanes:
                     issued = True
 
     def _is_ready(self, op_id: str) -> bool:
-        return all(name in self._passed for name in self._work.waits[op_id])
+        if not all(name in self._passed for name in self._work.waits[op_id]):
+            return False
+        if all(map(self._work.is_delivered, self._work.messages[op_id])):
+            return True
+        self._deferred = True
+        return False
 
     def _transfer(self, index: int, op: Op) -> None:
         lane = self._lanes[index]
@@ -206,7 +234,8 @@ class StreamCarrier:
         self._pool = pool
         self._meter = meter
         self._host_meter = host_meter
-        self._leaving: deque[tuple[int, UntypedStorage]] = deque()
+        self._leaving: deque[tuple[int, UntypedStorage, bool]] = deque()
+        """What offloads have read, with the number of the op, and whether nobody else held it then."""
         self._emptied: deque[tuple[int, Parcel]] = deque()
         self._op = 0
         self._ordered_after = 0
@@ -227,12 +256,13 @@ class StreamCarrier:
         """D2H."""
         parcels = []
         for storage in storages:
+            is_ours = references(storage) == 1
             parcel = self._pool.take(storage.nbytes())
             self._host_meter.count(parcel.nbytes)
             for piece, part in zip(parcel.pieces, _parts(storage, parcel), strict=True):
                 self._backend.copy(piece, part)
             parcels.append(parcel)
-            self._leaving.append((self._op, storage))
+            self._leaving.append((self._op, storage, is_ours))
         storages.clear()
         return parcels
 
@@ -246,7 +276,7 @@ class StreamCarrier:
             storages.append(storage)
             self._emptied.append((self._op, parcel))
         parcels.clear()
-        if any(self._earliest < op < self._ordered_after for op, _ in self._leaving):
+        if any(self._earliest < op < self._ordered_after for op, *_ in self._leaving):
             self._catch_up_with_offloads()
         return storages
 
@@ -258,17 +288,16 @@ class StreamCarrier:
     def settle(self, offloads: int, reloads: int) -> None:
         """Free what the first `offloads` ops of D2H read on the device, and the first `reloads` of H2D on the host."""
         while self._leaving and self._leaving[0][0] < offloads:
-            _, storage = self._leaving.popleft()
+            _, storage, _ = self._leaving.popleft()
             self._meter.release(storage)
         while self._emptied and self._emptied[0][0] < reloads:
             self.discard(self._emptied.popleft()[1])
 
     def _handed_over(self, nbytes: int) -> UntypedStorage | None:
-        """A storage of this size that offloads before this op have read, and nobody else holds; it stays counted."""
+        """A storage of this size that offloads before this op have read, and nobody else held; it stays counted."""
         for index in range(len(self._leaving) - 1, -1, -1):
-            op, storage = self._leaving[index]
-            is_ours = op < self._ordered_after and self._meter.holders(storage) == 1
-            if is_ours and storage.nbytes() == nbytes:
+            op, storage, is_ours = self._leaving[index]
+            if is_ours and op < self._ordered_after and storage.nbytes() == nbytes:
                 del self._leaving[index]
                 self._earliest = min(self._earliest, op)
                 return storage

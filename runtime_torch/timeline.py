@@ -34,7 +34,7 @@ class Timeline:
         if self._is_cuda:
             torch.cuda.synchronize(self._device)
             self._origin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self._origin.record()
+            self._origin.record(torch.cuda.current_stream(self._device))
             self._origin.synchronize()
             self._origin_ns = time.perf_counter_ns()
 
@@ -43,7 +43,7 @@ class Timeline:
         if not self._is_cuda:
             return time.perf_counter_ns()
         event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def add(self, op_id: str, lane: str, start: int | torch.cuda.Event, end: int | torch.cuda.Event) -> None:

@@ -392,6 +392,32 @@ def test_a_module_of_any_other_kind_splits_too():
         torch.testing.assert_close(parameter.grad, theirs)
 
 
+def test_a_first_layer_with_many_branches_that_meet_again_splits_in_no_time():
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.token = nn.Embedding(VOCAB, WIDTH)
+            self.scales = nn.ParameterList(nn.Parameter(torch.ones(WIDTH)) for _ in range(60))
+
+        def forward(self, x):
+            x = self.token(x)
+            for scale in self.scales:
+                x = x + (x * scale).tanh()
+            return x * 1e-3
+
+    deep, (x, _) = Deep(), batch()
+    part = StageExecution([deep], 0, is_first=True, is_last=False, device="cpu")
+    gradient = torch.randn(ROWS, LENGTH, WIDTH)
+    part.calibrate(x, None, gradient)
+    part.forward(0, x)
+    part.backward_input(0, gradient)
+    part.backward_weight(0)
+    found = [p.grad.clone() for p in deep.parameters()]
+    deep.zero_grad()
+    deep(x).backward(gradient)
+    assert all(torch.equal(mine, p.grad) for mine, p in zip(found, deep.parameters(), strict=True))
+
+
 def test_the_first_stage_splits_at_its_first_output_with_a_gradient():
     layers, (x, _) = model(), batch()
     first = stages(layers, (3,))[0]

@@ -132,6 +132,7 @@ class Lanes:
         self.parcels = {}
         names = [name for name in waits]
         self.delivered = []
+        self.arrived = {name for name in names if name[0] in "sr"}
         pool = PinnedPool(host_bytes, pageable)
         self.carrier = StreamCarrier(self.device, pool, self.meter, self.host)
         work = Work(
@@ -139,6 +140,7 @@ class Lanes:
             waits,
             {name: (messages or {}).get(name, []) for name in names},
             self.delivered.append,
+            self.arrived.__contains__,
             self.transfer,
         )
         self.lanes = StreamLanes(work, self.device, self.carrier)
@@ -169,24 +171,57 @@ class Named:
 ONE = {"F0": [], "F1": [], "F2": ["H0"], "D0": ["F0"], "H0": ["F1", "D0"]}
 
 
-def test_a_reload_takes_over_only_what_nobody_else_holds():
-    """A layer that saves its own output, say, while that still waits to be sent."""
+def test_a_reload_takes_over_only_what_nobody_else_held():
+    """A layer may save its own output, which still waits to be sent, or a mask that it keeps for later."""
     for held in (False, True):
-        meter, device = Meter(), LateDevice("d2h")
+        device = LateDevice("d2h")
+        meter, caught_up = Meter(), []
         carrier = StreamCarrier(device, PinnedPool(100, pageable), meter, Meter())
-        output, other = pageable(8).untyped_storage(), pageable(8).untyped_storage()
-        for storage in (output, other, *([output] if held else [])):
+        output, other = pageable(8), pageable(8)
+        address = output.data_ptr()
+        storages = [other.untyped_storage(), output.untyped_storage()]
+        for storage in storages:
             meter.hold(storage)
-        d2h, parcels, caught_up = device.new_stream(), [], []
-        with device.on(d2h):
-            for op, storage in enumerate((other, output)):
+        kept = output if held else None
+        del output, other, storage
+        parcels = []
+        with device.on(device.new_stream()):
+            for op in range(2):
                 carrier.enter(op, 0, device.compute, caught_up.append)
-                parcels += carrier.take([storage])
+                parcels += carrier.take([storages.pop(0)])
             carrier.settle(1, 0)
             carrier.enter(0, 2, device.compute, caught_up.append)
             (there,) = carrier.bring(parcels[:1])
-        assert (there.data_ptr() == output.data_ptr()) == (not held)
+        assert (there.data_ptr() == address) == (not held)
         assert caught_up == ([2] if held else [])
+        del kept
+
+
+def test_a_reload_takes_over_from_the_latest_offload_as_the_compute_stream_counts_on_the_earlier_ones():
+    """F2 waits for D0 alone, and gets its memory, whatever H0 was handed when it was issued after D1."""
+    lanes = Lanes({"F0": [], "F1": [], "F2": ["D0"], "F3": ["H0"], "D0": ["F0"], "D1": ["F0"], "H0": ["D1"]})
+    lanes.lanes.begin()
+    lanes.run("F0", "F1")
+    assert lanes.meter.current_bytes == 16
+    lanes.run("F2")
+    assert lanes.meter.current_bytes == 8
+
+
+def test_a_transfer_that_counts_on_a_sent_messages_memory_is_issued_when_it_was_delivered_or_is_waited_for():
+    """Else the compute stream, whose memory it is, would wait for the message at once: the schedule does not say so."""
+    waits = {"F0": [], "s0": [], "F1": [], "F2": ["H0"], "D0": ["F0"], "H0": ["D0", "s0"]}
+    for early in (True, False):
+        lanes = Lanes(waits, messages={"H0": ["s0"]})
+        lanes.arrived.clear()
+        lanes.lanes.begin()
+        lanes.run("F0", "s0")
+        assert lanes.delivered == []
+        if early:
+            lanes.arrived.add("s0")
+        lanes.run("F1")
+        assert lanes.delivered == (["s0"] if early else [])
+        lanes.run("F2")
+        assert lanes.delivered == ["s0"]
 
 
 def test_events_are_recorded_and_waited_for_where_the_schedule_waits_and_nowhere_else():

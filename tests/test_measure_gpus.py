@@ -253,7 +253,7 @@ def test_links_are_those_of_the_topology_with_the_bandwidth_that_its_neighbours_
     duplex = 8_000_000 * 10**9
     assert speeds(links[0]) == [8 * 10**9, round(duplex / 1_990_000)]
     assert speeds(links[1]) == [5 * 10**9, round(duplex / 3_190_000)]
-    assert speeds(links[2]) == pytest.approx([8_000_000e9 / 1_495_000, duplex / 2_990_000])
+    assert speeds(links[2]) == pytest.approx([8_000_000e9 / 1_500_000, duplex / 2_995_000])
     assert all(link.d2h_bytes_per_s.source == "measured" for link in links)
 
 

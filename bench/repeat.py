@@ -17,7 +17,7 @@ from optpipe_compiler.profile import Profile, Quantity
 from runtime_torch.measure import MeasureOptions, measure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 OPS = ("forward", "backward_input", "backward_weight", "backward", "recompute")
 
@@ -30,11 +30,15 @@ def measured(profile: Profile) -> Iterator[tuple[str, Quantity]]:
     machine = profile.machine
     yield "op_overhead_ns", machine.op_overhead_ns  # type: ignore[misc]
     for entry in machine.p2p:
-        yield f"message {entry.devices or ''} latency_ns", entry.latency_ns  # type: ignore[misc]
-        yield f"message {entry.devices or ''} bytes_per_s", entry.bytes_per_s  # type: ignore[misc]
+        yield _of("message", entry.devices, "latency_ns"), entry.latency_ns  # type: ignore[misc]
+        yield _of("message", entry.devices, "bytes_per_s"), entry.bytes_per_s  # type: ignore[misc]
     for link in machine.links:
         for name in ("latency_ns", *(f"{way}_bytes_per_s" for way in ("d2h", "h2d", "duplex_d2h", "duplex_h2d"))):
-            yield f"link {link.devices or ''} {name}", getattr(link, name)
+            yield _of("link", link.devices, name), getattr(link, name)
+
+
+def _of(what: str, devices: Sequence[int] | None, name: str) -> str:
+    return " ".join([what, *map(str, devices or ()), name])
 
 
 def main() -> None:
@@ -69,6 +73,7 @@ def main() -> None:
             "the default model. `of it` is each profile's number over the middle one, `spread` the largest that any of",
             "them reports, `agree` the pairs of profiles that differ by no more than the larger spread of the two:",
             f"{agreeing} of {pairs} in all, those not counted of which the spread is as large as the number itself.",
+            "A shared machine may change its pace from one profile to the next, which no profile can know.",
             "",
             "| number | value | of it | spread | agree |",
             "|---|---|---|---|---|",

@@ -7,6 +7,7 @@ any dtypes pass exactly (positions, masks, activations), and gradients pass back
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +17,12 @@ from torch import Tensor, nn
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from runtime_torch.replay import Boundary
+
+Made = nn.Module | Callable[[], nn.Module]
+"""A layer, or a function without arguments that makes it."""
 
 _ALIGNMENT = 16
 """Bytes; every part starts at a multiple, so that it can be viewed as any dtype."""
@@ -130,9 +134,7 @@ def bundled(layer: nn.Module, incoming: Bundle, outgoing: Bundle) -> nn.Module:
     return layer if incoming.is_single and outgoing.is_single else BundledLayer(layer, incoming, outgoing)
 
 
-def trace_bundles(
-    layers: Sequence[nn.Module | Callable[[], nn.Module]], inputs: Sequence[Tensor], target: Tensor | None
-) -> list[Bundle]:
+def trace_bundles(layers: Sequence[Made], inputs: Sequence[Tensor], target: Tensor | None) -> list[Bundle]:
     """Return what enters each layer, and what leaves the last, for one microbatch; nothing is allocated or computed.
 
     `layers` may be made by functions without arguments; they are then built on torch's meta device.
@@ -157,7 +159,7 @@ def trace_bundles(
     return bundles
 
 
-def _on_meta(made: nn.Module | Callable[[], nn.Module], parts: tuple[Tensor, ...]) -> Any:
+def _on_meta(made: Made, parts: tuple[Tensor, ...]) -> Any:
     if isinstance(made, nn.Module):
         own = {name: t.to("meta") for name, t in (*made.named_parameters(), *made.named_buffers())}
         return torch.func.functional_call(made, own, parts)

@@ -151,14 +151,13 @@ class Runner:
         if 0 not in self._stages:
             return None
         bundle = self._bundle
-        parts = zip(*(tensor.tensor_split(microbatches) for tensor in given), strict=True)
         if bundle is None or bundle.is_single:
             if len(given) > 1:
                 raise BadInput(f"step() got {len(given)} inputs, expected one (build_stages was given one)")
             return given[0]
         if len(given) != len(bundle.parts):
             raise BadInput(f"step() got {len(given)} inputs, expected {len(bundle.parts)} as build_stages was given")
-        return torch.stack([bundle.join(part) for part in parts])
+        return bundle.carry_batch(given, microbatches)
 
 
 class Steps:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from optpipe_compiler.errors import BadInput
 from runtime_torch.adapter import sharded_modules
-from runtime_torch.bundles import Bundle, bundled, trace_bundles
+from runtime_torch.bundles import Bundle, Made, bundled, trace_bundles
 from runtime_torch.execution import StageExecution
 from runtime_torch.meter import Meter
 from runtime_torch.named import NamedStage
@@ -18,10 +18,6 @@ from runtime_torch.named import NamedStage
 if TYPE_CHECKING:
     from optpipe_compiler import ir
     from runtime_torch.replay import Boundary
-
-
-Made = nn.Module | Callable[[], nn.Module]
-"""A layer, or a function without arguments that makes it."""
 
 
 class Stages(dict[int, StageExecution]):

@@ -15,7 +15,6 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from optpipe_compiler.errors import RunFailed
-from runtime_torch.meter import Meter as Meter  # noqa: TC001  # also for those who import it from here
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, UntypedStorage
 
     from runtime_torch.carrier import Carrier, Parcel
+    from runtime_torch.meter import Meter
 
 
 class Unit:

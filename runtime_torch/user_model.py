@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,15 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from optpipe_compiler.errors import BadInput
-from runtime_torch.bundles import Bundle, trace_bundles
+from runtime_torch.bundles import Bundle, Made, trace_bundles
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from optpipe_compiler.profile import Model
-
-Made = nn.Module | Callable[[], nn.Module]
-"""A layer, or a function without arguments that makes it."""
 
 Batch = tuple[tuple[Tensor, ...], Tensor]
 """Inputs and target of several samples, which are numbered along the first dimension of every tensor."""

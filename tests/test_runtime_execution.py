@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: E402, N812
 from optpipe_compiler.errors import RunFailed  # noqa: E402
 from runtime_torch.carrier import DirectCarrier  # noqa: E402
 from runtime_torch.execution import StageExecution  # noqa: E402
-from runtime_torch.store import Meter  # noqa: E402
+from runtime_torch.meter import Meter  # noqa: E402
 
 WIDTH, VOCAB, ROWS, LENGTH = 8, 11, 2, 5
 

@@ -422,7 +422,7 @@ def six_layers() -> Profile:
 @pytest.mark.runtime
 @pytest.mark.parametrize("plan", ["zb-h1", "interleaved-1f1b", "1f1b-recompute", "v-half", "po-f", 2.5, 3, 3.4])
 def test_the_allocator_itself_keeps_to_the_promise_and_comes_near_it(six_layers, plan):
-    """Published schedules, and plans for a part of the memory that GPipe takes, by offloads."""
+    """Published schedules, and plans for a part of the memory that GPipe takes, with as many offloads as that needs."""
     if isinstance(plan, str):
         options = Options(mem_bytes=10**9, microbatches=4, method=plan)
     else:
@@ -431,7 +431,8 @@ def test_the_allocator_itself_keeps_to_the_promise_and_comes_near_it(six_layers,
         cap = static + int((max(device.peak_bytes for device in gpipe.devices) - static) / plan)
         options = Options(mem_bytes=cap, microbatches=4, time_limit_s=1.0, recompute=False)
     schedule = compile_schedule(six_layers, options).schedule
-    assert any(device.d2h for device in schedule.devices) == (plan == "po-f" or not isinstance(plan, str))
+    if isinstance(plan, str):
+        assert any(device.d2h for device in schedule.devices) == (plan == "po-f")
     for rank in (0, 1):
         report = emulate(schedule, rank, steps=1, data=text.default_text(), on_event=lambda _: None)
         assert 0.9 * report.promised_activation_bytes <= report.allocator_peak_bytes

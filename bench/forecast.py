@@ -9,14 +9,13 @@ Nothing else should run meanwhile.
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import statistics
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bench.report import machine, publish
 from optpipe_compiler.driver import Options, compile_schedule, link_share
 from optpipe_compiler.lower.emit import lift
 from optpipe_compiler.placement import Layout
@@ -136,7 +135,7 @@ def rounds_of(model: Model, options: argparse.Namespace) -> dict[str, tuple[ir.S
 def main() -> None:
     """Print the table, or write it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=9, help="of every run; the first is not counted")
     parser.add_argument("--samples", type=int, default=30, help="of every time, each time that it is measured")
     parser.add_argument("--time-limit", type=float, default=8.0, help="of every plan, in seconds")
@@ -148,8 +147,7 @@ def main() -> None:
     lines = [
         "# Plan against reality on CPUs",
         "",
-        f"Written by `python -m bench.forecast`; {DEVICES} processes on {os.cpu_count()} cores, "
-        f"Python {platform.python_version()}.",
+        f"Written by `python -m bench.forecast`; {DEVICES} processes on {machine()}.",
         f"Medians of {options.rounds} rounds, step times in ms. A round trains for {options.steps - 1} steps; its",
         "forecast is the plan's order with the costs measured just before and just after it, and `ratio` the median of",
         "what each round measured over its own forecast. `used` is the largest",
@@ -164,11 +162,7 @@ def main() -> None:
         for cap, (schedule, rounds) in rounds_of(MODELS[name], options).items():
             lines.append(row(name, cap, schedule, rounds))
             print(lines[-1], file=sys.stderr)
-    text = "\n".join(lines) + "\n"
-    if options.output:
-        options.output.write_text(text, encoding="utf-8")
-    else:
-        print(text, end="")
+    publish("\n".join(lines) + "\n", options.output)
 
 
 if __name__ == "__main__":

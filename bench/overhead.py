@@ -12,8 +12,6 @@ import argparse
 import cProfile
 import gc
 import multiprocessing
-import os
-import platform
 import pstats
 import statistics
 import time
@@ -27,6 +25,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from bench.report import machine, publish
 from optpipe_compiler.driver import Options, compile_schedule
 from optpipe_compiler.uniform import UniformOptions, uniform_profile
 from runtime_torch.adapter import _actions, quiet
@@ -196,9 +195,8 @@ def main() -> None:
             rows.append(f"| {method} | {rank} | {us['torch']:.1f} | {us['replay']:.1f} | {ratio:.2f} |")
             print(rows[-1], flush=True)
     if options.output is not None:
-        machine = f"{os.cpu_count()} cores, Python {platform.python_version()}"
-        text = HEADER.format(machine=machine, torch=torch.__version__) + "\n".join(rows) + "\n"
-        options.output.write_text(text, encoding="utf-8")
+        header = HEADER.format(machine=machine(), torch=torch.__version__)
+        publish(header + "\n".join(rows) + "\n", options.output)
 
 
 if __name__ == "__main__":

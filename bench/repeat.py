@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
-import platform
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.report import machine, publish
 from optpipe_compiler.profile import Profile, Quantity
 from runtime_torch.measure import MeasureOptions, measure
 
@@ -68,8 +67,7 @@ def main() -> None:
         [
             "# Does a profile repeat?",
             "",
-            f"Written by `python -m bench.repeat`; {os.cpu_count()} cores, Python {platform.python_version()}: "
-            f"{options.times} profiles in a row of",
+            f"Written by `python -m bench.repeat`; {machine()}: {options.times} profiles in a row of",
             "the default model. `of it` is each profile's number over the middle one, `spread` the largest that any of",
             "them reports, `agree` the pairs of profiles that differ by no more than the larger spread of the two:",
             f"{agreeing} of {pairs} in all, those not counted of which the spread is as large as the number itself.",
@@ -81,10 +79,7 @@ def main() -> None:
             "",
         ]
     )
-    if options.output:
-        options.output.write_text(text, encoding="utf-8")
-    else:
-        print(text, end="")
+    publish(text, options.output)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ def settle_on_cpu() -> None:
     """Compute in one thread; keep freed memory, as the caching allocator does on a GPU.
 
     Left alone, the GNU C library gives large blocks back to the system and gets them again, page by page, in every
-    step, which takes more than a tenth of it. Other C libraries are left as they are.
+    step. Other C libraries are left as they are.
     """
     torch.set_num_threads(1)
     try:

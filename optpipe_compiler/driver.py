@@ -214,13 +214,10 @@ class _Compilation:
             if self.options.method is not None:
                 self._named(self.options.method)
             else:
-                self.planner.first()
-                if self.planner.winner() is None or not self.options.search:
-                    self.planner.heuristics()
+                self.planner.explore(is_last=not self.options.search)
                 if self.planner.winner() is None:
                     self._one_at_a_time()
                 if self.options.search:
-                    self.planner.tune()
                     self.planner.search()
         except KeyboardInterrupt:
             interrupted = True

@@ -1,4 +1,4 @@
-"""The search over placements: published schedules, tuned guides, then exact search of the whole or of windows.
+"""The search over placements: published schedules beside a local search, then exact search of the whole or of windows.
 
 An Attempt is one placement with the best schedule and bound so far. The Planner improves attempts until the time is
 spent or the bounds are met; it may be interrupted at any moment, the attempts then hold the best so far.
@@ -10,12 +10,12 @@ import os
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 from optpipe_compiler import bounds
 from optpipe_compiler.candidates import Candidates
-from optpipe_compiler.heuristics.islands import Exploration, Found, Islands, Place, Quest
-from optpipe_compiler.heuristics.tuning import Tuner
+from optpipe_compiler.plan.local_search import Effort, Found, Instance, LocalSearch, Realiser
 from optpipe_compiler.problem import coarsen
 from optpipe_compiler.schedule import Kind, Schedule, value
 from optpipe_compiler.simulate import Stuck, retime
@@ -30,15 +30,11 @@ if TYPE_CHECKING:
     from optpipe_compiler.placement import Layout
     from optpipe_compiler.problem import Problem
 
-FIRST_SHARE = 0.05
-"""Share of the time limit for tuning in this process, so that there is a schedule soon."""
-TUNE_SHARE = 0.92
-"""Share of the time that is left for tuning on islands, where no instance is small enough for the full model."""
-OPS_PER_S = 60_000
-"""Ops that tuning dispatches per second, roughly; stands for the clock in reproducible mode."""
-ISLANDS = 2
-"""Tuning processes in reproducible mode, whatever the machine; else one per search thread."""
-MOST_ISLANDS = 16
+QUICK_SHARE = 0.05
+"""Share of the time limit for the local search, where no other search follows."""
+LOCAL_SHARE = 0.92
+"""Share of the time that is left for the local search, where no instance is small enough for the full model."""
+MOST_THREADS = 16
 EXACT = 100
 """Stages x microbatches up to which the full model is searched; larger instances by core and windows."""
 EXACT_SHARE = 0.7
@@ -158,19 +154,6 @@ class Planner:
         for _ in self.steps:
             self.report("published")
 
-    def first(self) -> None:
-        """Tune a little in this process, so that there is a schedule soon."""
-        promising = self._promising()
-        quest = replace(self._quest(0, 1, FIRST_SHARE * self.limits.time_limit_s), is_narrow_first=False)
-        huge: list[Found] = []
-        for found in Exploration(quest).run():
-            if self.winner() is None or _tasks(promising[found.place]) < HUGE:
-                self._realise(promising[found.place], found, "heuristics")
-            else:
-                huge = [found]
-        for found in huge:
-            self._realise(promising[found.place], found, "heuristics")
-
     def only(self, name: str) -> None:
         """Keep the published schedule `name` alone, on every placement where it fits or can wait for its memory."""
         for _ in self.published.steps((name,)):
@@ -189,83 +172,66 @@ class Planner:
         winner = self.winner()
         return winner is not None and attempt.bound.ticks >= self._reached(winner)
 
-    # -- tuning -------------------------------------------------------------------------------------------------
-
-    def _quest(self, number: int, islands: int, seconds: float) -> Quest:
-        places = tuple(Place(a.tightened(), a.placed, a.bound.ticks) for a in self._promising())
-        ops = int(seconds * OPS_PER_S) if self.limits.reproducible else None
-        return Quest(places, number, islands, self.limits.seed, seconds, ops)
+    # -- local search -------------------------------------------------------------------------------------------
 
     def _promising(self) -> list[Attempt]:
-        """Return the attempts in the order in which they are tuned: more stages per device leave more freedom."""
+        """Return the attempts with most stages per device first: these leave most freedom."""
         return sorted(self.attempts, key=lambda a: (-a.layout.stages, a.layout.name))
 
-    def tune(self) -> None:
-        """Search over guides on islands, and try the published schedules meanwhile, for a share of the time."""
+    def explore(self, *, is_last: bool) -> None:
+        """Search over policies, and try the published schedules meanwhile, for a share of the time."""
         small = any(len(a.problem.stages) * a.problem.microbatches <= EXACT for a in self.attempts)
-        seconds = (1 - EXACT_SHARE if small else TUNE_SHARE) * self.left()
-        if seconds <= 0 or all(map(self._met, self.attempts)):
-            self.heuristics()
-            return
-        threads = min(MOST_ISLANDS, self.limits.workers or _cores())
-        count = ISLANDS if self.limits.reproducible else threads
-        with Islands([self._quest(number, count, seconds) for number in range(count)]) as islands:
+        share = QUICK_SHARE if is_last else 1 - EXACT_SHARE if small else LOCAL_SHARE
+        seconds = max(0.0, share * self.left())
+        threads = min(MOST_THREADS, self.limits.workers or _cores())
+        is_span = self.limits.objective == "span"
+        effort = Effort(seconds, self.limits.seed, threads, self.limits.reproducible, is_span)
+        promising = self._promising()
+        instances = [Instance(a.problem, a.placed, a.bound.ticks) for a in promising]
+        self.realise = cache(lambda number: Realiser(instances[number], is_span=is_span))
+        with LocalSearch(instances, effort) as search:
             if self.limits.reproducible:
-                self._gather(islands)
+                self._gather(search)
             else:
-                self._follow(islands, time.monotonic() + seconds)
-            if islands.unfinished:
-                self.attempts[0].notes.append(f"tuning ended early: {islands.last_words()}")
+                self._follow(search, time.monotonic() + seconds)
+        if search.error is not None:
+            self.attempts[0].notes.append(f"local search ended early: {search.error!r}")
         self.spent += seconds * DETERMINISTIC_PER_S
 
-    def _gather(self, islands: Islands) -> None:
-        """Take the published schedules first and what the islands end with then, whatever was there sooner."""
+    def _gather(self, search: LocalSearch) -> None:
+        """Take the published schedules first and the best that the search ends with then."""
         self.heuristics()
-        latest: dict[int, Found] = {}
-        while islands.running:
-            latest |= dict(islands.wait(0.5))
-            self.report("tuning")
-        for _, found in sorted(latest.items()):
-            self._realise(self._promising()[found.place], found, "tuning")
+        found: list[Found] = []
+        while search.is_running:
+            found = (found + search.take(0.1))[-1:]
+            self.report("local search")
+        for one in (found + search.take(0.0))[-1:]:
+            self._realise(one)
 
-    def _follow(self, islands: Islands, end: float) -> None:
+    def _follow(self, search: LocalSearch, end: float) -> None:
         """Take what comes as it comes, until `end` or until the bounds are met and all published schedules tried."""
-        promising, trying = self._promising(), True
-        while trying or (islands.running and time.monotonic() < end):
+        trying = True
+        while trying or (search.is_running and time.monotonic() < end):
             trying = trying and next(self.steps, self) is None
-            pause = min(max(0.5, 3 * self.realise_s), max(0.01, end - time.monotonic()))
-            for _, found in islands.wait(0.0 if trying else pause):
-                self._realise(promising[found.place], found, "tuning")
-            self.report("tuning")
+            pause = min(max(0.2, 3 * self.realise_s), max(0.01, end - time.monotonic()))
+            for found in search.take(0.0 if trying else pause)[-1:]:
+                self._realise(found)
+            self.report("local search")
             if not trying and all(map(self._met, self.attempts)):
                 return
+        for found in search.take(0.0)[-1:]:
+            self._realise(found)
 
-    def _realise(self, attempt: Attempt, found: Found, phase: str) -> None:
-        """Run a policy on the whole instance; where its file needs more memory than was planned, leave a margin.
-
-        Not if that takes longer than there is time, by what it took before.
-        """
-        begin = time.monotonic()
+    def _realise(self, found: Found) -> None:
+        """Run a policy on the whole instance, unless that takes longer than there is time, by what it took before."""
+        begin, attempt = time.monotonic(), self._promising()[found.instance]
         late = not self.limits.reproducible and self.left() < self.realise_s
-        if late and attempt.best is not None:
+        if late and self.winner() is not None:
             return
-        self._run_policy(attempt, found, phase)
+        timed = self.realise(found.instance).schedule(found)
+        if timed is not None and self.is_better(attempt, timed):
+            self.keep(attempt, timed, "local search", Need(0, None))
         self.realise_s = time.monotonic() - begin
-
-    def _run_policy(self, attempt: Attempt, found: Found, phase: str) -> None:
-        for _ in range(4):
-            timed = Tuner(attempt.tightened(), attempt.placed).schedule(found.policy)
-            if timed is None:
-                return
-            if _tasks(attempt) < HUGE:
-                with suppress(Stuck):
-                    timed = min(retime(timed, timed.problem), timed, key=self.value)
-            if not self.is_better(attempt, timed):
-                return
-            over = self.keep(attempt, timed, phase)
-            if over is None:
-                return
-            attempt.margin = [m + e for m, e in zip(attempt.margin, over, strict=True)]
 
     # -- what is left over --------------------------------------------------------------------------------------
 

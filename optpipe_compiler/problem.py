@@ -70,6 +70,10 @@ class Stage:
     staying: int = 0
     """Units of `saved` that an offload leaves on the device: those of the last `staying_layers` layers."""
     staying_layers: int = 0
+    incoming: int = 0
+    """Units of the input that comes from the stage before, and of its gradient; part of the `*_extra` that see it."""
+    outgoing: int = 0
+    """Units of the output that goes to the next stage, and of its gradient; likewise."""
 
     @property
     def moved(self) -> int:
@@ -238,6 +242,8 @@ def _stage(layers: list[Layer], layout: Layout, index: int, machine: Machine, of
         backward_extra=messages + _largest(layer.backward_transient_bytes for layer in mine),
         staying=staying,
         staying_layers=len(mine) - leaving,
+        incoming=incoming,
+        outgoing=outgoing,
     )
 
 
@@ -293,6 +299,8 @@ SIZES = (
     "backward_input_extra",
     "backward_weight_extra",
     "backward_extra",
+    "incoming",
+    "outgoing",
 )
 
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from hypothesis import reject
 from ortools.sat.python import cp_model
 
-from optpipe_compiler.heuristics import NotDefined
-from optpipe_compiler.heuristics.tuning import Tuner
 from optpipe_compiler.problem import DURATIONS
 from optpipe_compiler.schedule import Kind, Mode, Schedule, Task, duration, value
-from optpipe_compiler.simulate import Stuck, peaks, predecessors, retime
+from optpipe_compiler.simulate import peaks, predecessors, retime
 from optpipe_compiler.solver import constraints, hint, objective, variables
 from optpipe_compiler.solver.worker import Request, build, configure
+from tests.machines import dispatched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from optpipe_compiler.problem import Problem
     from optpipe_compiler.solver.variables import Activation
@@ -58,14 +56,6 @@ def serial(problem: Problem, *, split: bool, mode: Callable[[int, int], Mode] = 
             if split:
                 run(Kind.W, s, m)
     return Schedule(problem, "serial", starts)
-
-
-def dispatched(problem: Problem) -> Iterator[Schedule]:
-    """What the first policies of every wished order lead to, where they do not run out of memory."""
-    tuner = Tuner(problem, ("linear", 1) if len(problem.stages) == problem.devices else ("loop", 2))
-    for name in tuner.names():
-        with suppress(NotDefined, Stuck):
-            yield from filter(None, map(tuner.schedule, tuner.first(name)))
 
 
 def check(timed: Schedule) -> None:

@@ -98,10 +98,11 @@ def test_planning_does_not_know_the_commands_the_view_or_the_runtime():
         assert not ours(module) & above, module
 
 
-def test_only_the_solver_imports_ortools_and_only_the_runtime_imports_torch():
-    users = {name: {module for module in TREES if name in theirs(module)} for name in ("ortools", "torch")}
+def test_only_the_solver_imports_ortools_only_the_machine_numba_and_only_the_runtime_torch():
+    users = {name: {module for module in TREES if name in theirs(module)} for name in ("ortools", "numba", "torch")}
     assert users["ortools"]
     assert users["ortools"] <= set(within("optpipe_compiler.solver"))
+    assert users["numba"] == {"optpipe_compiler.machine.compiled"}
     assert users["torch"]
     assert users["torch"] <= set(within("runtime_torch"))
 
@@ -110,6 +111,8 @@ def test_heavy_packages_are_imported_only_when_they_are_needed():
     for module in within("optpipe_compiler"):
         at_once = {name.split(".")[0] for name in imports(TREES[module].body, lazy=False)}
         assert not at_once & {"ortools", "torch", "runtime_torch"}, module
+        if module not in within("optpipe_compiler.machine"):
+            assert not any(name.startswith("optpipe_compiler.machine") for name in ours(module, lazy=False)), module
 
 
 def test_no_module_imports_itself_by_a_detour():
@@ -214,7 +217,7 @@ def test_the_gate_forbids(folder):
     ids=" ".join,
 )
 def test_what_neither_plans_nor_runs_needs_neither_ortools_nor_torch(folder, arguments):
-    ended = without(["ortools", "torch"], command(*arguments), folder)
+    ended = without(["ortools", "numba", "torch"], command(*arguments), folder)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout
 
@@ -254,7 +257,7 @@ import importlib, sys
 for module in {[*within("optpipe_compiler.verify"), *views]!r}:
     importlib.import_module(module)
 loaded = set(sys.modules)
-print([name for name in ("ortools", "torch") if name in loaded])
+print([name for name in ("ortools", "numba", "torch") if name in loaded])
 print([name for name in {planning!r} if "optpipe_compiler." + name in loaded])
 """
     ended = without([], code, folder)

@@ -12,7 +12,8 @@ from optpipe_compiler.bounds import device_work, fill_and_drain, head_and_work, 
 from optpipe_compiler.problem import Freedom, Problem, coarsen
 from optpipe_compiler.schedule import value
 from tests.instances import problem
-from tests.plans import best, dispatched, optimum
+from tests.machines import dispatched
+from tests.plans import best, optimum
 from tests.strategies import problems
 
 RANDOM = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -11,7 +9,6 @@ from hypothesis import strategies as st
 
 from optpipe_compiler import ir
 from optpipe_compiler.errors import Infeasible
-from optpipe_compiler.heuristics.tuning import Tuner
 from optpipe_compiler.lower import Certificate, lift, lower
 from optpipe_compiler.placement import Layout, layout
 from optpipe_compiler.problem import Caps, Freedom, build
@@ -19,6 +16,8 @@ from optpipe_compiler.profile import P2P, Layer, Link, Machine, Profile
 from optpipe_compiler.schedule import Mode
 from optpipe_compiler.verify import verify
 from tests.instances import profiles, quick, uniform
+from tests.list_scheduler import Guide
+from tests.machines import run
 
 SLOW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -128,11 +127,10 @@ def test_an_offload_of_a_part_moves_its_first_layers_and_the_judge_accepts_it():
     costs, caps = uniform(2, 4, d2h_ms=3.0, h2d_ms=3.0), Caps(2 * 10**9, None)
     place = layout("linear", 2, 1, [1] * 8)
     one = build(costs, place, 6, caps, Freedom(), 0.5)
-    tuner = Tuner(one, ("linear", 1))
-    policy = next(tuner.first("lockstep-1"))
-    away = replace(policy, modes=[[[int(Mode.OFFLOAD)] * len(row) for row in part] for part in policy.modes])
-    timed = tuner.schedule(away)
-    assert timed is not None
+    keys = [(s, m) for s in range(2) for m in range(6)]
+    ranks = {(s, m): m for s, m in keys}
+    by = Guide(ranks, ranks, ranks, dict.fromkeys(keys, Mode.OFFLOAD), [False, False], [0, 0])
+    timed = run(one, by)
     certificate = Certificate("makespan", "feasible", 1, "device-work", {}, {})
     schedule = lower(timed, costs, place, caps, certificate)
     assert verify(schedule, costs) == []

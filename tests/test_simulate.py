@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from optpipe_compiler.schedule import Kind, Mode, Plan, Schedule, Task
 from optpipe_compiler.simulate import Stuck, memory_curve, peaks, retime, simulate
 from tests.instances import problem
-from tests.plans import dispatched, serial
+from tests.machines import dispatched
+from tests.plans import serial
 from tests.strategies import problems
 
 F, I, W, B, R, D, H = Kind  # noqa: E741 (torch's letters)

@@ -19,7 +19,8 @@ from optpipe_compiler.solver import minimum
 from optpipe_compiler.solver.minimum import one_at_a_time
 from optpipe_compiler.solver.worker import Event, Request, solve
 from tests.instances import problem
-from tests.plans import best, dispatched, optimum, start
+from tests.machines import dispatched
+from tests.plans import best, optimum, start
 from tests.strategies import problems
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from optpipe_compiler.spare import spared
 from optpipe_compiler.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.verify import verify
 from tests.instances import problem
-from tests.plans import check, dispatched, serial
+from tests.machines import dispatched
+from tests.plans import check, serial
 
 AWAY = (Kind.D, Kind.H, Kind.R)
 

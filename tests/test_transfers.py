@@ -10,7 +10,7 @@ import pytest
 from optpipe_compiler.schedule import Kind
 from optpipe_compiler.verify import verify
 from tests.instances import problem, quick, uniform
-from tests.plans import dispatched
+from tests.machines import dispatched
 
 if TYPE_CHECKING:
     from optpipe_compiler import ir

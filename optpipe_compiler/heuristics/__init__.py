@@ -1,9 +1,8 @@
-"""Published schedules by name, one file each, and our own search over guided ones.
+"""Published schedules by name, one file each, and a steady state of our own.
 
 A published schedule is a function from a Problem to the compute order of every device, or to a `Recipe` that also names
 the activations to offload; it raises NotDefined, with the reason, where its paper does not define it. `PUBLISHED` lists
-them, `PLACEMENTS` the placements and stages per device worth trying for each. Our own: `dispatch` schedules under a
-guide, `lockstep` wishes a steady state, `tuning` and `islands` search over guides.
+them, `PLACEMENTS` the placements and stages per device worth trying for each. Our own is `lockstep`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ the next device then takes `sigma` ticks, one to the previous device `tau - sigm
 ever waits. A microbatch takes each stage of a device through triples of its own; `group` microbatches in a row go
 through one stage before the device turns to the next stage, as in grouped interleaving (arXiv:2503.01328), with 1 the
 least memory and with the number of devices the shortest way for one microbatch. What the triples say is a wish: the
-times become the ranks of `dispatch`, which packs the fill and the drain and minds memory and links.
+times become the ranks of the list scheduler, which packs the fill and the drain and minds memory and links.
 """
 
 from __future__ import annotations

@@ -1,0 +1,63 @@
+"""How the machine is compiled: by numba, free of the interpreter's lock, kept in the user's cache folder.
+
+numba notices changes of the file that holds a function, but not of the functions that it calls. So what is kept lies in
+a folder of its own for each state of this room's sources.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from numba import config, njit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Function = TypeVar("Function", bound=Callable[..., Any])
+
+UNUSED_S = 30 * 24 * 3600
+"""Compiled code of other versions is removed when it was not used for so long."""
+
+
+def compiled(function: Function) -> Function:
+    """Compile a function at its first call.
+
+    Functions of the machine own no memory. Without counting references to its arrays they take a third of the time;
+    `_nrt`, with which numba's own library does the same, says so.
+    """
+    options: dict[str, Any] = {"nogil": True, "_nrt": False}
+    if _FOLDER is None:
+        return cast("Function", njit(**options)(function))
+    settings: Any = config
+    before, settings.CACHE_DIR = settings.CACHE_DIR, str(_FOLDER)
+    try:
+        return cast("Function", njit(cache=True, **options)(function))
+    finally:
+        settings.CACHE_DIR = before
+
+
+def _folder() -> Path | None:
+    """Return the folder for compiled code, None where there is no place for it."""
+    room = Path(__file__).parent
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(room.glob("*.py")))).hexdigest()
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optpipe"
+    folder = base / f"machine-{digest[:16]}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        os.utime(folder)
+    except OSError:
+        return None
+    for other in base.glob("machine-*"):
+        with suppress(OSError):  # another process may remove it, too
+            if time.time() - other.stat().st_mtime > UNUSED_S:
+                shutil.rmtree(other)
+    return folder if os.access(folder, os.W_OK) else None
+
+
+_FOLDER = _folder()

@@ -1,0 +1,246 @@
+"""Policies for the list scheduler, and a local search over them.
+
+A policy says in a few numbers what goes first and what becomes of each activation. It starts from a wished order, such
+as a published one: the wished starts are the ranks. In each of three parts of a step (fill, middle, drain) they are
+shifted for each kind of op and each turn of a device, and each stage keeps, offloads or recomputes the activations of
+its even and of its odd microbatches. A policy treats the microbatches of a part alike, so it holds for any number.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from optpipe_compiler.machine.compiled import compiled
+from optpipe_compiler.machine.dispatch import DONE, play
+from optpipe_compiler.machine.state import (
+    A_FORWARD,
+    A_MODE,
+    D_BUDGET,
+    D_PEAK,
+    D_RESERVE,
+    DEVICE,
+    FUSED,
+    KEEP,
+    NEVER,
+    OPS,
+    RECOMPUTE,
+    B,
+    I,
+    Ints,
+    Machine,
+)
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from optpipe_compiler.problem import Problem
+
+PARTS, PARITIES = 3, 2
+TRIES = 4
+"""Runs of one policy, each with more room for messages than the one before, until its peaks fit."""
+
+
+class Policy(NamedTuple):
+    """Axes: k forwards, backwards, weight gradients; p parts of the step; t turns of a device; s stages; d devices."""
+
+    shift: Ints
+    """[k, p, t] ticks added to the wished starts."""
+    modes: Ints
+    """[p, s, parity of the microbatch] what becomes of an activation (schedule.Mode)."""
+    fused: NDArray[np.bool_]
+    """[t] whether backwards are run in one piece."""
+    reserve: Ints
+    """[d] units left free for messages."""
+
+
+class Setting(NamedTuple):
+    """What policies of one instance have in common."""
+
+    wish: Ints
+    """[k, s, m] wished starts in ticks."""
+    turn: Ints
+    """[s] how many stages the owner has before it."""
+    able: NDArray[np.bool_]
+    """[mode, s] whether the stage may be treated so."""
+    numbers: Ints
+    """See the indices below."""
+
+
+SCALE, WORK, WHOLE, IS_SPAN, CAN_SPLIT = range(5)
+"""Ticks of the longest forward and backward; compute ticks of a microbatch on the busiest device; microbatches of the
+whole instance, of which a run may have fewer; whether the span is minimised; whether backwards may be split."""
+
+
+def setting(problem: Problem, wish: Ints, whole: int, *, is_span: bool) -> Setting:
+    """Return the setting of `problem`, which may have fewer microbatches than the `whole` instance."""
+    turn = {s: n for d in range(problem.devices) for n, s in enumerate(problem.stages_of(d))}
+    stages = range(len(problem.stages))
+    able = [[True] * len(stages), [*map(problem.can_offload, stages)], [*map(problem.can_recompute, stages)]]
+    scale = max(stage.forward + stage.backward for stage in problem.stages)
+    work = max(sum(problem.stages[s].work for s in problem.stages_of(d)) for d in range(problem.devices))
+    numbers = [scale, work, whole, is_span, problem.freedom.split]
+    return Setting(
+        wish, np.array([turn[s] for s in stages], dtype=np.int64), np.array(able), np.array(numbers, dtype=np.int64)
+    )
+
+
+def policy(problem: Problem, modes: Ints) -> Policy:
+    """Return the policy that takes a wished order as it is, with `modes` [s] all the time."""
+    turns = max(len(problem.stages_of(device)) for device in range(problem.devices))
+    return Policy(
+        shift=np.zeros((3, PARTS, turns), np.int64),
+        modes=np.ascontiguousarray(np.broadcast_to(modes[:, None], (PARTS, len(modes), PARITIES)), dtype=np.int64),
+        fused=np.full(turns, not problem.freedom.split),
+        reserve=np.zeros(problem.devices, np.int64),
+    )
+
+
+def copied(one: Policy) -> Policy:
+    """Return a policy of its own."""
+    return Policy(one.shift.copy(), one.modes.copy(), one.fused.copy(), one.reserve.copy())
+
+
+@compiled
+def value(x: Machine, by: Policy, given: Setting, cutoff: int) -> int:
+    """Run a policy; return about what makespan or span the whole instance has, NEVER if that is beyond `cutoff`.
+
+    Where messages make a device hold more than its budget, the policy's reserve for them grows and it is run again.
+    """
+    whole, short, work = given.numbers[WHOLE], x.acts.shape[1], given.numbers[WORK]
+    limit = cutoff - (whole - short) * work
+    ops = 0
+    result = NEVER
+    for _ in range(TRIES):
+        _guide(x, by, given)
+        status, reached, begun = play(x, given.numbers[IS_SPAN] != 0, limit)
+        ops += begun
+        if status != DONE:
+            break
+        if not _is_over(x, by):
+            result = reached if whole == short else reached + (whole - short) * max(work, _period(x))
+            break
+    x.counts[OPS] = ops
+    return result if result <= cutoff else NEVER
+
+
+@compiled
+def _guide(x: Machine, by: Policy, given: Setting) -> None:
+    """Set ranks, modes, splits and reserves. The fill and the drain are as many microbatches as there are devices."""
+    stages, count = x.acts.shape[0], x.acts.shape[1]
+    fill = min(x.devices.shape[0], count // 2)
+    drain = min(x.devices.shape[0], count - fill)
+    for s in range(stages):
+        turn = given.turn[s]
+        x.stages[s, FUSED] = by.fused[turn]
+        for kind in range(3):
+            highest = -NEVER
+            for m in range(count):
+                part = 0 if m < fill else 1 if m < count - drain else 2
+                highest = max(highest, given.wish[kind, s, m] + by.shift[kind, part, turn])
+                x.acts[s, m, A_FORWARD + kind] = highest
+        for m in range(count):
+            part = 0 if m < fill else 1 if m < count - drain else 2
+            x.acts[s, m, A_MODE] = by.modes[part, s, m % PARITIES]
+    for d in range(x.devices.shape[0]):
+        x.devices[d, D_RESERVE] = by.reserve[d]
+
+
+@compiled
+def _is_over(x: Machine, by: Policy) -> bool:
+    """Whether a device held more than its budget; its reserve then grows by that."""
+    is_over = False
+    for d in range(x.devices.shape[0]):
+        excess = x.devices[d, D_PEAK] - x.devices[d, D_BUDGET]
+        if excess > 0:
+            is_over = True
+            by.reserve[d] += excess
+    return is_over
+
+
+@compiled
+def _period(x: Machine) -> int:
+    """Return the ticks per microbatch in the middle of the run, on the average of all stages."""
+    count = x.acts.shape[1]
+    first, last = count // 4, 3 * count // 4
+    passed = 0
+    for s in range(x.acts.shape[0]):
+        kind = B if x.stages[s, FUSED] else I
+        passed += x.starts[kind, s, last] - x.starts[kind, s, first]
+    return int(passed // (x.acts.shape[0] * max(1, last - first)))
+
+
+@compiled
+def climb(x: Machine, by: Policy, trial: Policy, given: Setting, reached: int, ops: int, seed: int) -> tuple[int, int]:
+    """Change the policy at random for about so many ops, keeping what is no worse; return its value and the ops run.
+
+    `trial` is room for another policy.
+    """
+    np.random.seed(seed)
+    spent = 0
+    while spent < ops:
+        _copy(trial, by)
+        for _ in range(1 + np.random.randint(0, 4) // 2):
+            _change(trial, x, given)
+        found = value(x, trial, given, reached)
+        spent += x.counts[OPS] + x.acts.shape[0] * x.acts.shape[1]
+        if found < NEVER:
+            reached = found
+            _copy(by, trial)
+    return reached, spent
+
+
+@compiled
+def _copy(to: Policy, source: Policy) -> None:
+    for index in range(source.shift.size):
+        to.shift.flat[index] = source.shift.flat[index]
+    for index in range(source.modes.size):
+        to.modes.flat[index] = source.modes.flat[index]
+    for index in range(source.fused.size):
+        to.fused[index] = source.fused[index]
+    for index in range(source.reserve.size):
+        to.reserve[index] = source.reserve[index]
+
+
+@compiled
+def _change(by: Policy, x: Machine, given: Setting) -> None:
+    """Take one step at random: ranks, treatment of activations, or a split."""
+    draw = np.random.random()
+    if draw < 0.45:
+        _shift(by, given)
+    elif draw < 0.98 or not given.numbers[CAN_SPLIT]:
+        _treat(by, x, given)
+    else:
+        turn = np.random.randint(0, by.fused.size)
+        by.fused[turn] = not by.fused[turn]
+
+
+@compiled
+def _shift(by: Policy, given: Setting) -> None:
+    """Move one kind of op in one part of the step, of one turn or of all."""
+    kind, part = np.random.randint(0, 3), np.random.randint(0, PARTS)
+    width = (0.3, 1.0, 3.0)[np.random.randint(0, 3)] * given.numbers[SCALE]
+    change = int(np.random.normal(0.0, width))
+    chosen = np.random.randint(0, by.shift.shape[2])
+    is_whole = np.random.random() < 0.2
+    for turn in range(by.shift.shape[2]):
+        if is_whole or turn == chosen:
+            by.shift[kind, part, turn] += change
+
+
+@compiled
+def _treat(by: Policy, x: Machine, given: Setting) -> None:
+    """Keep, offload or recompute what a range of devices computes in one turn, in one part of the step or in all."""
+    mode = np.random.randint(KEEP, RECOMPUTE + 1)
+    parity = np.random.randint(0, PARITIES + 1)
+    part = np.random.randint(0, PARTS + 1)
+    turn = np.random.randint(0, by.fused.size)
+    low = np.random.randint(0, x.devices.shape[0])
+    high = low if np.random.random() < 0.5 else np.random.randint(low, x.devices.shape[0])
+    for s in range(x.acts.shape[0]):
+        if given.turn[s] == turn and low <= x.stages[s, DEVICE] <= high and given.able[mode, s]:
+            for p in range(PARTS):
+                for odd in range(PARITIES):
+                    if part in (p, PARTS) and parity in (odd, PARITIES):
+                        by.modes[p, s, odd] = mode

@@ -1,0 +1,249 @@
+"""What the compiled machine knows: stages, devices, links, activations, and a queue of events.
+
+All arrays together are one `Machine`; they are made once for a problem and used again by every run. Axes: s stages,
+d devices, l host links, m microbatches; way 0 is to the host and 1 back. Times are ticks, sizes units of the problem.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from optpipe_compiler.machine.compiled import compiled
+from optpipe_compiler.schedule import Kind, Task, duration
+
+if TYPE_CHECKING:
+    from optpipe_compiler.problem import Problem, Stage
+
+NEVER = 1 << 62
+NONE = -1
+F, I, W, B, R, D, H = range(7)  # noqa: E741  (torch's letter)
+ACTIVATION, GRADIENT = 7, 8
+"""Arrivals of messages: events beside the completions of ops."""
+KEEP, OFFLOAD, RECOMPUTE = range(3)
+COMPUTED, OFFLOADING, AWAY, RELOADING, BACK, RECOMPUTING, RESTORED = range(1, 8)
+"""Where an activation is, from the end of its forward on."""
+
+LENGTH, TAKEN, GIVEN, ALONE, LAG, MESSAGE = 0, 7, 14, 28, 30, 32
+"""Columns of `Machine.stages`, each for several values: ticks of an op by kind (transfers: while the other direction of
+the link is busy); units that it takes at its start and gives back at its end by kind, the latter once for activations
+kept or offloaded and once for recomputed ones; ticks of a transfer by way while the other direction is idle; ticks and
+units of the messages with its activation and with its input's gradient."""
+DEVICE, NEXT, SAVED, MOVED, RESIDUE, CHECKPOINT, EXTRA = range(34, 41)
+"""Its owner; the owner's next stage; units of a whole activation, of the part that an offload moves, of what stays
+between I and W, of a recompute's input; the most units that an op takes beyond the activation."""
+BEGUN_F, BEGUN_B, BEGUN_W, DONE_F, DONE_B, DONE_W, LEFT, FUSED = range(41, 49)
+"""Microbatches whose op has begun, or has completed, by kind; those, from the first on, that need no offload any more;
+whether backwards are run in one piece."""
+COLUMNS = 49
+
+(
+    D_FIRST_STAGE,
+    D_FIRST_PLACE,  # of its activations in `order`
+    D_LAST_PLACE,  # the place after them
+    D_LINK,  # its host link
+    D_NEXT_BEHIND,  # the next device behind that link
+    D_BUDGET,  # units for everything that is not static
+    D_HOST_BUDGET,  # units of host memory
+    D_RESERVE,  # units of the budget that are left free for messages
+    D_HELD,  # units, without the received messages
+    D_MAIL,  # units of messages that were received and not consumed
+    D_LEAVING,  # units that offloads and messages on their way will free
+    D_HOST,  # units of host memory that are free
+    D_BUSY,
+    D_TOUCHED,  # whether something happened that may let an op start
+    D_REMAINING,  # ticks of compute ops that have not begun
+    D_ENOUGH,  # units with which any one microbatch can go through the device alone
+    D_OPENING,  # forwards that have not begun
+    D_AHEAD,  # activations reloaded whose backward has not begun
+    D_BACK,  # the place up to which offloads have been reloaded
+    D_FINISHED,  # the place up to which all is finished
+    D_KIND,  # of the last compute op; also its stage, microbatch, start and end
+    D_STAGE,
+    D_MICROBATCH,
+    D_START,
+    D_END,
+    D_HIGH,  # most units since that op began
+    D_PEAK,  # most units ever
+    D_FIRST,  # start of the first compute op
+    D_MOMENT,  # when messages of the device were last delivered
+    D_BEFORE,  # units held just before that
+) = range(30)
+"""Columns of `Machine.devices`."""
+L_FIRST_BEHIND, L_D_STAGE, L_D_MICROBATCH, L_H_STAGE, L_H_MICROBATCH = range(5)
+"""Columns of `Machine.links`: the first device behind it, and its running transfers."""
+(
+    A_FORWARD,  # ranks of its ops; lower goes first
+    A_BACKWARD,
+    A_WEIGHT,
+    A_INPUT,  # when the input is there
+    A_GRADIENT,  # when the gradient of the output is there
+    A_CHECK,  # number of the last safety check that ran the forward ahead
+    A_MODE,
+    A_WHERE,
+    A_END_D,  # when its transfers complete
+    A_END_H,
+) = range(10)
+"""Columns of `Machine.acts`."""
+EVENTS, OPS, CHECKS, PRODUCED, RECEIVED, BOX = range(6)
+"""Entries of `Machine.counts`: events in the queue, ops started, safety checks, messages produced at this moment, those
+of them that have been received; then the codes of the ops that produced them."""
+
+
+Ints = NDArray[np.int64]
+Row = NDArray[np.int64]
+"""One row of an array of `Machine`."""
+
+
+class Machine(NamedTuple):
+    """Constants and state of one problem."""
+
+    stages: Ints
+    """[s, COLUMNS]"""
+    devices: Ints
+    """[d, D_*]"""
+    links: Ints
+    """[l, L_*]"""
+    acts: Ints
+    """[s, m, A_*]"""
+    starts: Ints
+    """[k, s, m] ticks, NONE where there is no such op."""
+    order: Ints
+    """[s x m] activations (s x microbatches + m) device by device, in the order of their backwards' ranks."""
+    events: Ints
+    """Binary heap of (time, code), the code being (kind x stages + stage) x microbatches + microbatch."""
+    counts: Ints
+
+
+def machine(problem: Problem) -> Machine:
+    """Return the machine of `problem`."""
+    count, devices = len(problem.stages), problem.devices
+    owned = [problem.stages_of(device) for device in range(devices)]
+    links = 1 + max((link for link in problem.link_of if link is not None), default=-1)
+    behind = [[d for d in range(devices) if problem.link_of[d] == link] for link in range(links)]
+    after = {s: later for mine in owned for s, later in zip(mine, [*mine[1:], NONE], strict=True)}
+    result = Machine(
+        stages=np.zeros((count, COLUMNS), np.int64),
+        devices=np.zeros((devices, D_BEFORE + 1), np.int64),
+        links=np.zeros((links, L_H_MICROBATCH + 1), np.int64),
+        acts=np.zeros((count, problem.microbatches, A_END_H + 1), np.int64),
+        starts=np.empty((7, count, problem.microbatches), np.int64),
+        order=np.empty(count * problem.microbatches, np.int64),
+        events=np.empty((2 * devices + 4 * links + 2 * count * problem.microbatches, 2), np.int64),
+        counts=np.zeros(BOX + devices, np.int64),
+    )
+    for s, stage in enumerate(problem.stages):
+        row = result.stages[s]
+        row[LENGTH:TAKEN] = [duration(problem, Task(kind, s, 0)) for kind in Kind]
+        row[TAKEN:GIVEN] = [op_memory(stage, kind, False)[0] for kind in Kind]
+        row[GIVEN:ALONE] = [op_memory(stage, kind, again)[1] for again in (False, True) for kind in Kind]
+        row[ALONE:LAG] = stage.offload_alone, stage.reload_alone
+        row[LAG:MESSAGE] = stage.send_activation, stage.send_gradient
+        row[MESSAGE:DEVICE] = stage.outgoing, stage.incoming
+        row[DEVICE:BEGUN_F] = (
+            stage.device,
+            after[s],
+            stage.saved,
+            stage.moved,
+            stage.residue,
+            stage.checkpoint,
+            _most_extra(stage, split=problem.freedom.split),
+        )
+    place = 0
+    for d, mine in enumerate(owned):
+        device = result.devices[d]
+        device[D_FIRST_STAGE] = mine[0] if mine else NONE
+        device[D_FIRST_PLACE], device[D_LAST_PLACE] = place, place + len(mine) * problem.microbatches
+        place = device[D_LAST_PLACE]
+        link = problem.link_of[d]
+        device[D_LINK] = NONE if link is None else link
+        device[D_NEXT_BEHIND] = next(
+            (o for o in range(d + 1, devices) if link is not None and problem.link_of[o] == link), NONE
+        )
+    for link, members in enumerate(behind):
+        result.links[link, L_FIRST_BEHIND] = members[0] if members else NONE
+    result.devices[:, D_BUDGET] = problem.budget
+    result.devices[:, D_HOST_BUDGET] = _host_shares(problem, owned)
+    return result
+
+
+def op_memory(stage: Stage, kind: Kind, recomputed: bool) -> tuple[int, int]:
+    """Return the units that an op takes when it starts and gives back when it has completed (docs/IR.md, Memory).
+
+    A forward finds its input where the message or the stage before left it, and frees it; a backward likewise the
+    gradient of its output.
+    """
+    messages = stage.incoming + stage.outgoing
+    if kind is Kind.F:
+        extra = stage.forward_extra - messages
+        dropped = stage.saved - stage.checkpoint if recomputed else 0
+        return stage.saved + stage.outgoing + extra, extra + stage.incoming + dropped
+    if kind is Kind.I:
+        extra = stage.backward_input_extra - messages
+        freed = stage.saved + stage.captured - stage.residue
+        return stage.incoming + stage.captured + extra, extra + stage.outgoing + freed
+    if kind is Kind.W:
+        return stage.backward_weight_extra, stage.backward_weight_extra + stage.residue
+    if kind is Kind.B:
+        extra = stage.backward_extra - messages
+        return stage.incoming + extra, extra + stage.outgoing + stage.saved
+    if kind is Kind.R:
+        extra = stage.forward_extra - messages
+        return stage.saved - stage.checkpoint + extra, extra
+    return (0, stage.moved) if kind is Kind.D else (stage.moved, 0)
+
+
+def _most_extra(stage: Stage, *, split: bool) -> int:
+    halves = (stage.backward_input_extra + stage.captured, stage.backward_weight_extra) if split else ()
+    return max(stage.forward_extra, stage.backward_extra, *halves)
+
+
+def _host_shares(problem: Problem, owned: list[list[int]]) -> list[int]:
+    if problem.host_budget is None:
+        return [NEVER] * problem.devices
+    weight = [sum(problem.stages[s].moved for s in mine if problem.can_offload(s)) for mine in owned]
+    return [problem.host_budget * item // max(1, sum(weight)) for item in weight]
+
+
+@compiled
+def push(x: Machine, time: int, kind: int, s: int, m: int) -> None:
+    """Add an event."""
+    code = (kind * x.acts.shape[0] + s) * x.acts.shape[1] + m
+    events, child = x.events, x.counts[EVENTS]
+    while child:
+        parent = (child - 1) >> 1
+        if events[parent, 0] < time or (events[parent, 0] == time and events[parent, 1] < code):
+            break
+        events[child, 0], events[child, 1] = events[parent, 0], events[parent, 1]
+        child = parent
+    events[child, 0], events[child, 1] = time, code
+    x.counts[EVENTS] += 1
+
+
+@compiled
+def pop(x: Machine) -> tuple[int, int, int]:
+    """Take the first event off the queue: its kind, stage and microbatch."""
+    events, first = x.events, x.events[0, 1]
+    x.counts[EVENTS] -= 1
+    count, parent = x.counts[EVENTS], 0
+    time, code = events[count, 0], events[count, 1]
+    while True:
+        child = 2 * parent + 1
+        if child >= count:
+            break
+        right = child + 1
+        if right < count and (
+            events[right, 0] < events[child, 0]
+            or (events[right, 0] == events[child, 0] and events[right, 1] < events[child, 1])
+        ):
+            child = right
+        if time < events[child, 0] or (time == events[child, 0] and code < events[child, 1]):
+            break
+        events[parent, 0], events[parent, 1] = events[child, 0], events[child, 1]
+        parent = child
+    events[parent, 0], events[parent, 1] = time, code
+    rest, m = divmod(first, x.acts.shape[1])
+    kind, s = divmod(rest, x.acts.shape[0])
+    return kind, s, m

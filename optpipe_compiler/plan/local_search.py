@@ -1,0 +1,274 @@
+"""Local search over policies, in threads: the compiled machine runs without the interpreter's lock.
+
+Every wished order of every instance is run with each first treatment of its activations. The best of the different
+(instance, wish) pairs then climb, each on its own, in rounds; after each of the first rounds the worse half is dropped,
+later the worst goes on from where the best is. Long steps are searched on few microbatches.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
+from threading import Event, Thread
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.heuristics import NotDefined
+from optpipe_compiler.plan.wishes import names, treatments, wish
+from optpipe_compiler.schedule import Kind, Schedule, Task
+from optpipe_compiler.simulate import Stuck
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from optpipe_compiler.heuristics import Placed
+    from optpipe_compiler.machine.policy import Policy, Setting
+    from optpipe_compiler.machine.state import Machine
+    from optpipe_compiler.problem import Problem
+
+CLIMBERS = 8
+"""Pairs of instance and wish that climb in the first round, at least two for each thread."""
+ROUNDS = 10
+"""Rounds in all."""
+CHUNK_OPS = 200_000
+"""Ops between two looks at the clock: some 0.03 s."""
+OPS_PER_S = 3_000_000
+"""Ops that stand for a second of one climber, where the clock must not decide; as if there were `CORES` threads."""
+CORES = 2
+WHOLE = 4096
+"""Stages x microbatches up to which instances are not shortened if they have at most 4 microbatches per device."""
+NEVER = 1 << 62
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A problem, the name of its placement and stages per device, and what it cannot beat (ticks)."""
+
+    problem: Problem
+    placed: Placed
+    bound: int
+
+
+@dataclass(frozen=True)
+class Found:
+    """A policy for a wish on instances[instance], and about what value (ticks) it leads to."""
+
+    instance: int
+    wish: str
+    policy: Policy
+    value: int
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long to search: until `seconds` have passed, or for as many ops as stand for them."""
+
+    seconds: float
+    seed: int
+    threads: int
+    reproducible: bool
+    is_span: bool
+
+
+@dataclass
+class _Climber:
+    """A policy that is being improved."""
+
+    instance: int
+    wish: str
+    policy: Policy
+    trial: Policy
+    value: int
+    setting: Setting = field(repr=False)
+
+    def found(self) -> Found:
+        from optpipe_compiler.machine.policy import copied
+
+        return Found(self.instance, self.wish, copied(self.policy), self.value)
+
+
+def shortened(problem: Problem) -> Problem:
+    """Return the problem with no more microbatches than show its fill, its middle and its drain."""
+    devices, stages = problem.devices, len(problem.stages)
+    few = 4 * devices if 4 * devices * stages <= WHOLE else 2 * devices
+    return replace(problem, microbatches=min(problem.microbatches, max(4, few)))
+
+
+class LocalSearch:
+    """A context in which a search runs; `take` gives what it has found so far."""
+
+    def __init__(self, instances: Sequence[Instance], effort: Effort) -> None:
+        self.instances = instances
+        self.effort = effort
+        self.error: BaseException | None = None
+        self._found: SimpleQueue[Found] = SimpleQueue()
+        self._stop = Event()
+        self._best = NEVER
+        self._begin = time.monotonic()
+        self._thread = Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> LocalSearch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there may be more to come."""
+        return self._thread.is_alive()
+
+    def take(self, timeout_s: float) -> list[Found]:
+        """Return what was found since the last call, waiting so long for the first of it; the best comes last."""
+        found: list[Found] = []
+        try:
+            found.append(self._found.get(timeout=timeout_s) if timeout_s > 0 else self._found.get_nowait())
+            while True:
+                found.append(self._found.get_nowait())
+        except Empty:
+            return sorted(found, key=lambda one: -one.value)
+
+    # -- in threads ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self.problems = [shortened(instance.problem) for instance in self.instances]
+            with ThreadPoolExecutor(self.effort.threads) as pool:
+                self._rounds(pool, self._screened(pool))
+        except BaseException as error:  # reported by the planner, which goes on with what there is
+            self.error = error
+
+    def _screened(self, pool: ThreadPoolExecutor) -> list[_Climber]:
+        """Return the best climber of every pair of instance and wish, the best pairs first."""
+        pairs = [(n, name) for n, one in enumerate(self.instances) for name in names(self.problems[n], one.placed)]
+        pairs.sort(key=lambda pair: not pair[1].startswith("lockstep"))
+        climbers = [climber for climber in pool.map(lambda pair: self._screen(*pair), pairs) if climber is not None]
+        return sorted(climbers, key=lambda one: (one.value, one.instance, one.wish))
+
+    def _screen(self, number: int, name: str) -> _Climber | None:
+        """Run a wish with each first treatment of the activations, until half the time is over."""
+        from optpipe_compiler.machine.policy import policy, setting, value
+
+        is_clocked = not self.effort.reproducible
+        if is_clocked and self._best < NEVER and (self._used() > 0.5 or self.instances[number].bound >= self._best):
+            return None
+        if self._stop.is_set():
+            return None
+        problem = self.problems[number]
+        try:
+            wished = wish(problem, name)
+        except (NotDefined, Stuck):
+            return None
+        x = self._machine(number)
+        given = setting(problem, wished, self.instances[number].problem.microbatches, is_span=self.effort.is_span)
+        best: _Climber | None = None
+        for modes in treatments(problem, wished):
+            one, trial = policy(problem, modes), policy(problem, modes)
+            reached = value(x, one, given, NEVER // 2 if best is None else best.value)
+            if reached < (NEVER if best is None else best.value):
+                best = _Climber(number, name, one, trial, reached, given)
+        if best is not None and is_clocked:
+            self._tell(best)
+        return best
+
+    def _machine(self, number: int) -> Machine:
+        from optpipe_compiler.machine.state import machine
+
+        return machine(self.problems[number])
+
+    def _rounds(self, pool: ThreadPoolExecutor, climbers: list[_Climber]) -> None:
+        """Let the best climb; drop the worse half while there are more than two for each thread's share."""
+        most = CLIMBERS if self.effort.reproducible else max(CLIMBERS, 2 * self.effort.threads)
+        least = CORES if self.effort.reproducible else max(CORES, self.effort.threads)
+        climbers = climbers[:most]
+        for climber in climbers[:1]:
+            self._tell(climber)
+        for number in range(ROUNDS):
+            climbers = [one for one in climbers if self.instances[one.instance].bound < self._best] or climbers[:1]
+            if self._stop.is_set() or not climbers:
+                return
+            share = (1 - self._used_before(number)) / (ROUNDS - number)
+            jobs = [(one, number * CLIMBERS + place, share, len(climbers)) for place, one in enumerate(climbers)]
+            list(pool.map(lambda job: self._climb(*job), jobs))
+            climbers.sort(key=lambda one: one.value)
+            self._tell(climbers[0])
+            if len(climbers) > least:
+                climbers = climbers[: max(least, len(climbers) // 2)]
+            else:
+                self._restart(climbers)
+
+    def _used_before(self, number: int) -> float:
+        return number / ROUNDS if self.effort.reproducible else min(1.0, self._used())
+
+    def _used(self) -> float:
+        return (time.monotonic() - self._begin) / max(1e-9, self.effort.seconds)
+
+    def _climb(self, climber: _Climber, number: int, share: float, climbing: int) -> None:
+        """Improve one policy for its part of a round."""
+        from optpipe_compiler.machine.policy import climb
+
+        is_clocked = not self.effort.reproducible
+        threads = self.effort.threads if is_clocked else CORES
+        seconds = share * self.effort.seconds * min(1.0, threads / climbing)
+        quota = float("inf") if is_clocked else seconds * OPS_PER_S
+        x, end, spent = self._machine(climber.instance), time.monotonic() + seconds, 0
+        while spent < quota and not self._stop.is_set() and not (is_clocked and time.monotonic() >= end):
+            seed = hash((self.effort.seed, number, spent)) & 0xFFFFFFFF
+            ops, before = int(min(CHUNK_OPS, quota - spent)) + 1, climber.value
+            climber.value, more = climb(x, climber.policy, climber.trial, climber.setting, before, ops, seed)
+            spent += more
+            if climber.value < before and is_clocked:
+                self._tell(climber)
+            if self.instances[climber.instance].bound >= climber.value:
+                return
+
+    def _restart(self, climbers: list[_Climber]) -> None:
+        """The worst goes on from where the best is."""
+        from optpipe_compiler.machine.policy import copied
+
+        best, worst = climbers[0], climbers[-1]
+        if worst is not best:
+            climbers[-1] = replace(best, policy=copied(best.policy), trial=copied(best.policy))
+
+    def _tell(self, climber: _Climber) -> None:
+        """Report a policy that is better than all before."""
+        if climber.value < self._best:
+            self._best = climber.value
+            self._found.put(climber.found())
+
+
+class Realiser:
+    """Runs policies on one whole instance."""
+
+    def __init__(self, instance: Instance, *, is_span: bool) -> None:
+        from optpipe_compiler.machine.state import machine
+
+        self.instance = instance
+        self.is_span = is_span
+        self.machine = machine(instance.problem)
+        self.settings: dict[str, Setting] = {}
+
+    def schedule(self, found: Found) -> Schedule | None:
+        """Return the schedule of a policy; None where its memory or its peaks do not come out."""
+        from optpipe_compiler.machine.policy import copied, setting, value
+
+        problem = self.instance.problem
+        if found.wish not in self.settings:
+            wished = wish(problem, found.wish)
+            self.settings[found.wish] = setting(problem, wished, problem.microbatches, is_span=self.is_span)
+        reached = value(self.machine, copied(found.policy), self.settings[found.wish], NEVER // 2)
+        return None if reached >= NEVER // 2 else _schedule(problem, self.machine)
+
+
+def _schedule(problem: Problem, x: Machine) -> Schedule:
+    starts = {
+        Task(kind, s, m): tick
+        for kind in Kind
+        for s, row in enumerate(x.starts[kind].tolist())
+        for m, tick in enumerate(row)
+        if tick >= 0
+    }
+    return Schedule(problem, "local-search", starts)

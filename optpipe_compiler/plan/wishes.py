@@ -1,0 +1,85 @@
+"""Wished orders, from which the local search starts: published schedules, and a steady state without bubbles.
+
+A wish is an array [k, s, m] of the starts, in ticks, of forwards (k = 0), backwards or input gradients (1) and weight
+gradients (2). It minds neither memory nor links: the list scheduler does, taking the wished starts for ranks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from optpipe_compiler.heuristics import PLACEMENTS, published
+from optpipe_compiler.heuristics.lockstep import lockstep
+from optpipe_compiler.schedule import Kind, Mode, Task
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+    from optpipe_compiler.heuristics import Placed
+    from optpipe_compiler.problem import Problem
+
+    Wish = NDArray[np.int64]
+
+ORDERS = (
+    "gis",
+    "gis-m",
+    "gis-h",
+    "gis-h-uniform",
+    "interleaved-zb",
+    "hanayo",
+    "zbv",
+    "v-half",
+    "v-min",
+    "zb-h1",
+    "zb-h2",
+)
+"""Published orders that are worth a wish; the others are special cases of these or of `lockstep`."""
+STAYS = (0.5, 1.5, 3.0, 5.0)
+"""Activations are offloaded at first that stay longer than so many transfers there and back."""
+
+
+def names(problem: Problem, placed: Placed) -> list[str]:
+    """Return the wished orders that the placement has."""
+    groups = sorted({1, 2, max(1, problem.devices // 2), problem.devices} & set(range(1, problem.devices + 1)))
+    steady = [f"lockstep-{group}{back}" for group in groups for back in ("", "-back")]
+    return steady + [name for name in ORDERS if placed in PLACEMENTS[name]]
+
+
+def wish(problem: Problem, name: str) -> Wish:
+    """Return the wished starts; raises NotDefined where the published schedule is not for this instance."""
+    if name.startswith("lockstep"):
+        return np.array(lockstep(problem, int(name.split("-")[1]), not name.endswith("back")), dtype=np.int64)
+    starts = published(problem, name, transfers=False).starts
+    result = np.empty((3, len(problem.stages), problem.microbatches), np.int64)
+    for row, kind in enumerate((Kind.F, Kind.I, Kind.W)):
+        for s, stage in enumerate(problem.stages):
+            for m in range(problem.microbatches):
+                start = starts.get(Task(kind, s, m))
+                if start is None:  # a fused backward: its second half computes the weight gradient
+                    start = starts[Task(Kind.B, s, m)] + (stage.backward_input if kind is Kind.W else 0)
+                result[row, s, m] = start
+    return result
+
+
+def treatments(problem: Problem, wished: Wish) -> Iterator[NDArray[np.int64]]:
+    """Yield what may become of the activations of each stage [s] at first, as Mode."""
+    stages = range(len(problem.stages))
+    turn = {s: n for d in range(problem.devices) for n, s in enumerate(problem.stages_of(d))}
+    middle = problem.microbatches // 2
+    stay = [int(wished[1, s, middle] - wished[0, s, middle]) - problem.stages[s].forward for s in stages]
+    trip = [problem.stages[s].offload + problem.stages[s].reload for s in stages]
+    movable = {s for s in stages if problem.can_offload(s)}
+    tables = [(Mode.OFFLOAD, {s for s in movable if stay[s] > trips * trip[s]}) for trips in STAYS]
+    # as PipeOffload does: the lowest stages of every device
+    tables += [(Mode.OFFLOAD, {s for s in movable if turn[s] < n}) for n in range(1, max(turn.values()) + 1)]
+    tables += [(Mode.RECOMPUTE, {s for s in stages if problem.can_recompute(s)}), (Mode.KEEP, set(stages))]
+    seen = set()
+    for mode, treated in tables:
+        modes = tuple(int(mode if s in treated else Mode.KEEP) for s in stages)
+        if modes not in seen:
+            seen.add(modes)
+            yield np.array(modes, dtype=np.int64)

@@ -1,0 +1,85 @@
+"""The compiled machine as tests load it: with a guide in plain Python, or with the first policies of a search."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.heuristics import NotDefined
+from optpipe_compiler.machine.dispatch import DONE, play
+from optpipe_compiler.machine.policy import Setting, policy, setting, value
+from optpipe_compiler.machine.state import (
+    A_BACKWARD,
+    A_FORWARD,
+    A_MODE,
+    A_WEIGHT,
+    D_RESERVE,
+    FUSED,
+    NEVER,
+    Machine,
+    machine,
+)
+from optpipe_compiler.plan.wishes import names, treatments, wish
+from optpipe_compiler.schedule import Kind, Schedule, Task
+from optpipe_compiler.simulate import Stuck
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from optpipe_compiler.machine.policy import Policy
+    from optpipe_compiler.problem import Problem
+    from tests.list_scheduler import Guide
+
+
+def loaded(problem: Problem, guide: Guide) -> Machine:
+    """The machine of `problem`, ready to run `guide`."""
+    x = machine(problem)
+    for column, table in ((A_FORWARD, guide.forward), (A_BACKWARD, guide.backward), (A_WEIGHT, guide.weight)):
+        for key, rank in table.items():
+            x.acts[(*key, column)] = rank
+    for key, mode in guide.modes.items():
+        x.acts[(*key, A_MODE)] = int(mode)
+    x.stages[:, FUSED] = guide.fused
+    x.devices[:, D_RESERVE] = guide.reserve
+    return x
+
+
+def starts(x: Machine) -> dict[Task, int]:
+    """The starts of all ops of the machine's last run."""
+    kinds, stages, microbatches = x.starts.shape
+    return {
+        Task(Kind(k), s, m): int(x.starts[k, s, m])
+        for k in range(kinds)
+        for s in range(stages)
+        for m in range(microbatches)
+        if x.starts[k, s, m] >= 0
+    }
+
+
+def run(problem: Problem, guide: Guide) -> Schedule:
+    """The schedule of a guide; fails if it does not come to an end."""
+    x = loaded(problem, guide)
+    status, makespan, ops = play(x, False, NEVER)
+    assert status == DONE
+    timed = Schedule(problem, "by-hand", starts(x))
+    assert timed.makespan == makespan
+    assert len(timed.starts) == ops
+    return timed
+
+
+def first_policies(problem: Problem) -> Iterator[tuple[Policy, Setting]]:
+    """The policies from which a search starts, with what they are for."""
+    placed = ("linear", 1) if len(problem.stages) == problem.devices else ("loop", 2)
+    for name in names(problem, placed):
+        with suppress(NotDefined, Stuck):
+            wished = wish(problem, name)
+            for modes in treatments(problem, wished):
+                yield policy(problem, modes), setting(problem, wished, problem.microbatches, is_span=False)
+
+
+def dispatched(problem: Problem) -> Iterator[Schedule]:
+    """What the first policies lead to, where they do not run out of memory."""
+    x = machine(problem)
+    for one, given in first_policies(problem):
+        if value(x, one, given, NEVER // 2) < NEVER:
+            yield Schedule(problem, "local-search", starts(x))

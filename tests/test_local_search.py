@@ -1,0 +1,179 @@
+"""The local search: what a policy says is safe, searching only gets better, equal efforts find the same."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from optpipe_compiler import bounds
+from optpipe_compiler.heuristics.lockstep import lockstep
+from optpipe_compiler.machine.policy import climb, copied, value
+from optpipe_compiler.machine.state import A_BACKWARD, A_FORWARD, A_WEIGHT, NEVER, machine
+from optpipe_compiler.plan.local_search import Effort, Found, Instance, LocalSearch, Realiser, shortened
+from optpipe_compiler.schedule import Schedule
+from tests.instances import problem
+from tests.machines import first_policies, starts
+from tests.plans import check
+from tests.strategies import problems
+
+if TYPE_CHECKING:
+    from optpipe_compiler.problem import Problem
+
+RANDOM = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+LOOP = ("loop", 2)
+
+
+def tight(microbatches: int = 8) -> Problem:
+    """Two devices with room for two of their stages' activations each, behind links that are fast enough."""
+    return problem(2, microbatches, 8, per_device=2, placement="loop", offload=6, reload=6)
+
+
+def instance(one: Problem) -> Instance:
+    return Instance(one, LOOP, bounds.best(one, "makespan").ticks)
+
+
+def searched(one: Problem, *, seed: int = 0, threads: int = 1, seconds: float = 0.02) -> list[Found]:
+    """All that a search finds whose effort is counted in ops."""
+    effort = Effort(seconds, seed, threads, reproducible=True, is_span=False)
+    found: list[Found] = []
+    with LocalSearch([instance(one)], effort) as search:
+        while search.is_running:
+            found += search.take(0.05)
+        found += search.take(0.0)
+    assert search.error is None
+    return found
+
+
+@RANDOM
+@given(one=problems(), seed=st.integers(0, 9999))
+def test_whatever_a_policy_says_its_schedule_is_safe_and_no_worse(one, seed):
+    x = machine(one)
+    for by, given_ in list(first_policies(one))[:3]:
+        first = value(x, by, given_, NEVER // 2)
+        if first == NEVER:
+            continue
+        reached, _ = climb(x, by, copied(by), given_, first, 500, seed)
+        assert reached <= first
+        assert value(x, by, given_, reached) == reached
+        timed = Schedule(one, "climbed", starts(x))
+        assert timed.makespan == reached
+        check(timed)
+
+
+def test_a_policy_that_is_no_better_than_the_limit_is_not_run_to_its_end():
+    one = tight()
+    x = machine(one)
+    by, given_ = next(iter(first_policies(one)))
+    reached = value(x, by, given_, NEVER // 2)
+    assert value(x, by, given_, reached) == reached
+    assert value(x, by, given_, reached - 1) == NEVER
+
+
+def test_ranks_never_fall_from_one_microbatch_to_the_next():
+    one = tight()
+    x = machine(one)
+    by, given_ = next(iter(first_policies(one)))
+    for seed in range(30):
+        reached = value(x, by, given_, NEVER // 2)
+        climb(x, by, copied(by), given_, reached, 200, seed)
+        for column in (A_FORWARD, A_BACKWARD, A_WEIGHT):
+            assert (np.diff(x.acts[:, :, column], axis=1) >= 0).all()
+
+
+def test_searching_only_gets_better_and_says_what_it_reaches():
+    one = tight()
+    found = searched(one)
+    values = [item.value for item in found]
+    assert values == sorted(set(values), reverse=True)
+    timed = Realiser(instance(one), is_span=False).schedule(found[-1])
+    assert timed is not None
+    assert timed.makespan == values[-1] >= bounds.best(one, "makespan").ticks
+    assert timed.method == "local-search"
+
+
+def test_an_equal_effort_finds_the_same_with_one_thread_and_with_two_and_another_seed_something_else():
+    def found(**options: int) -> list[tuple[int, str, str]]:
+        return [(one.value, one.wish, repr(one.policy)) for one in searched(tight(), **options)]
+
+    assert found() == found() == found(threads=2)
+    assert found(seed=1) != found()
+
+
+def test_a_search_of_the_span_reaches_the_least_span():
+    one = problem(3, 6, 100, send_activation=0, send_gradient=0)
+    effort = Effort(0.02, 0, 1, reproducible=True, is_span=True)
+    with LocalSearch([Instance(one, ("linear", 1), 0)], effort) as search:
+        found: list[Found] = []
+        while search.is_running:
+            found += search.take(0.05)
+        found += search.take(0.0)
+    timed = Realiser(Instance(one, ("linear", 1), 0), is_span=True).schedule(found[-1])
+    assert timed is not None
+    assert timed.span == found[-1].value == bounds.best(one, "span").ticks
+
+
+def test_a_search_that_has_met_its_bound_ends():
+    one = problem(1, 4, 100, links=False)  # any order without a gap is optimal
+    effort = Effort(1000.0, 0, 1, reproducible=False, is_span=False)
+    found: list[Found] = []
+    with LocalSearch([Instance(one, ("linear", 1), bounds.best(one, "makespan").ticks)], effort) as search:
+        while search.is_running:
+            found += search.take(0.05)
+    assert found[-1].value == bounds.best(one, "makespan").ticks
+
+
+def test_a_search_can_be_left_at_any_time():
+    with LocalSearch([instance(tight())], Effort(1000.0, 0, 2, reproducible=False, is_span=False)) as search:
+        assert search.take(60.0)
+    assert not search.is_running
+
+
+def test_what_goes_wrong_in_a_search_is_kept():
+    with LocalSearch([None], Effort(1.0, 0, 1, reproducible=False, is_span=False)) as search:  # type: ignore[list-item]
+        pass
+    assert isinstance(search.error, AttributeError)
+
+
+def test_a_policy_of_few_microbatches_holds_for_many():
+    many = tight(200)
+    few = shortened(many)
+    assert few.microbatches == 8
+    assert shortened(few) == few
+    found = searched(many)
+    timed = Realiser(instance(many), is_span=False).schedule(found[-1])
+    assert timed is not None
+    check(timed)
+    assert found[-1].value == pytest.approx(timed.makespan, rel=0.03)
+
+
+# -- the wished steady state ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", ["loop", "v"])
+@pytest.mark.parametrize("group", [1, 2, 4])
+@pytest.mark.parametrize("forwards_first", [True, False])
+def test_in_lockstep_no_device_runs_two_ops_at_once_and_nothing_comes_before_what_it_needs(
+    placement, group, forwards_first
+):
+    one = problem(4, 16, 100, per_device=2, placement=placement, send_activation=1, send_gradient=1)
+    forward, backward, weight = lockstep(one, group, forwards_first)
+    stages = one.stages
+    for device in range(4):
+        busy = sorted(
+            (start, start + length)
+            for s in one.stages_of(device)
+            for table, length in ((forward, 10), (backward, 10), (weight, 10))
+            for start in table[s]
+        )
+        assert all(first[1] <= second[0] for first, second in pairwise(busy))
+    for s in range(len(stages)):
+        for m in range(16):
+            if s:
+                assert forward[s - 1][m] + 10 + stages[s - 1].send_activation <= forward[s][m]
+                assert backward[s][m] + 10 + stages[s].send_gradient <= backward[s - 1][m]
+            assert forward[s][m] + 10 <= backward[s][m] <= weight[s][m] - 10

@@ -74,7 +74,7 @@ class Candidates:
             yield
         for one in sorted(promising, key=lambda promise: promise.ticks):
             worse = self._worse(one)
-            is_late = one.offloads and late()
+            is_late = (one.offloads and late()) or self._is_over()
             outcome = Tried(reason=worse) if worse else _late() if is_late else self._whole(one.attempt, one.name)
             self.tried.setdefault(one.name, []).append(outcome)
             yield
@@ -83,6 +83,11 @@ class Candidates:
         """Return what says whether there is a schedule and no more time for others; never, in reproducible mode."""
         planner, end = self.planner, time.monotonic() + SHARE * self.planner.left()
         return lambda: not planner.limits.reproducible and time.monotonic() > end and planner.winner() is not None
+
+    def _is_over(self) -> bool:
+        """Whether all time is spent and there is a schedule."""
+        planner = self.planner
+        return not planner.limits.reproducible and planner.left() < 0 and planner.winner() is not None
 
     def _screened(self, attempt: Attempt, name: str) -> Tried | _Promise:
         """Try a schedule in full where that is quick, else by its first microbatches.
@@ -148,8 +153,7 @@ class Candidates:
 
     def _is_large(self, attempt: Attempt) -> bool:
         """Whether published schedules take so long to time that the hopeless ones are passed over."""
-        ops = 4 * len(attempt.problem.stages) * attempt.problem.microbatches
-        return self.planner.winner() is not None and ops >= SCREENED and _repeats(attempt)
+        return attempt.problem.tasks >= SCREENED and _repeats(attempt)
 
 
 def _offloads(attempt: Attempt, name: str) -> bool:

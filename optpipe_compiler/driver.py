@@ -15,7 +15,7 @@ from optpipe_compiler.errors import BadInput, Infeasible, NotFound
 from optpipe_compiler.heuristics import PUBLISHED
 from optpipe_compiler.lower import Certificate, lower, promised
 from optpipe_compiler.placement import Layout, layout
-from optpipe_compiler.planning import Attempt, Limits, Need, Planner
+from optpipe_compiler.planning import Attempt, Limits, Need, Planner, lowering_s
 from optpipe_compiler.problem import Caps, Freedom, build, fused_ns, static_bytes
 from optpipe_compiler.profile import value_of
 from optpipe_compiler.schedule import Schedule
@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 
 SEVERAL: dict[str, tuple[int, ...]] = {"linear": (1,), "loop": (2, 3, 4), "v": (2, 4)}
 """Stages per device that are tried for each placement."""
+GRACE_S = 2.0
+"""Seconds beyond the time limit that lowering and verifying a schedule may take."""
+LOWERING_SHARE = 0.7
+"""Share of the time limit that lowering and verifying a schedule may take; placements of more ops are left out."""
+MOST_TASKS = 1_000_000
+"""Ops of the largest schedule that is planned: some gigabytes of memory."""
 TIME_LIMITS = ((8, 60.0), (32, 180.0), (math.inf, 270.0))
 """Time limits in seconds up to so many devices."""
 
@@ -148,6 +154,27 @@ def instances(profile: Profile, options: Options) -> list[tuple[Layout, Problem]
     return whole + [(one, p) for one, p in parts if any(stage.staying for stage in p.stages)]
 
 
+def in_time(found: list[tuple[Layout, Problem]], options: Options) -> list[tuple[Layout, Problem]]:
+    """Return the instances whose schedules can be lowered and verified within the time limit.
+
+    Raises BadInput where there is none, or where each has more than MOST_TASKS ops.
+    """
+    assert options.time_limit_s is not None
+    least = min(problem.tasks for _, problem in found)
+    what = f"{options.microbatches} microbatches on {options.devices} devices"
+    if least > MOST_TASKS:
+        raise BadInput(f"{what} are some {least} ops, expected at most {MOST_TASKS}: plan with fewer --microbatches")
+    most_s = max(GRACE_S, LOWERING_SHARE * options.time_limit_s)
+    chosen = [one for one in found if one[1].tasks <= MOST_TASKS and lowering_s(one[1].tasks) <= most_s]
+    if not chosen:
+        needed_s = math.ceil(lowering_s(least) / LOWERING_SHARE)
+        raise BadInput(
+            f"--time-limit is {options.time_limit_s:g}, expected at least {needed_s}: lowering and verifying the some "
+            f"{least} ops of {what} takes most of that"
+        )
+    return chosen
+
+
 def link_share(problem: Problem) -> float:
     """Return which share of all activations the busiest link can offload and reload while its devices compute."""
     work = max(sum(problem.stages[s].work for s in problem.stages_of(d)) for d in range(problem.devices))
@@ -202,7 +229,7 @@ class _Compilation:
         self.caps = Caps(options.mem_bytes, options.host_mem_bytes)
         attempts = [
             Attempt(one, problem, bounds.best(problem, options.objective), [0] * problem.devices)
-            for one, problem in instances(profile, options)
+            for one, problem in in_time(instances(profile, options), options)
         ]
         limits = Limits(options.objective, options.time_limit_s, options.seed, options.workers, options.reproducible)
         self.planner = Planner(attempts, limits, self._need, self._report)

@@ -41,7 +41,7 @@ EXACT_SHARE = 0.7
 """Share of the time that is left for the full models of all placements, where they are small enough."""
 WINDOWS = (2, 4, 6, 9, 14, 21)
 """Widths of windows, in multiples of that work."""
-RESERVE_S_PER_TASK = 2.8e-4
+LOWER_S_PER_TASK = 2.8e-4
 """Seconds that lowering and verifying the result take per task, roughly."""
 SPARE_S_PER_TASK = 1.4e-4
 """Seconds that it takes per task to see what can stay, roughly."""
@@ -115,8 +115,8 @@ class Planner:
         self.report = report
         self.begin = time.monotonic()
         self.spent = 0.0
-        most = max(map(_tasks, attempts), default=0)
-        self.reserve_s = 0.2 + (RESERVE_S_PER_TASK + SPARE_S_PER_TASK * (most < HUGE)) * most
+        most = max((attempt.problem.tasks for attempt in attempts), default=0)
+        self.reserve_s = lowering_s(most) + SPARE_S_PER_TASK * (most < HUGE) * most
         """Time that sparing, lowering and verifying the result will take."""
         self.realise_s = 0.0
         """Time that the last policy took on the whole instance."""
@@ -238,7 +238,7 @@ class Planner:
     def spare(self) -> None:
         """Keep the activations of the best schedule for which there is room."""
         attempt = self.winner()
-        if attempt is None or attempt.best is None or _tasks(attempt) >= HUGE:
+        if attempt is None or attempt.best is None or attempt.problem.tasks >= HUGE:
             return
         budget = list(attempt.tightened().budget)
         for number in range(4):
@@ -364,9 +364,9 @@ class Planner:
         return best
 
 
-def _tasks(attempt: Attempt) -> int:
-    """Return about how many ops an instance has."""
-    return 4 * len(attempt.problem.stages) * attempt.problem.microbatches
+def lowering_s(count: int) -> float:
+    """Return about how many seconds it takes to lower and verify a schedule of so many tasks."""
+    return 0.2 + LOWER_S_PER_TASK * count
 
 
 def _is_loose(schedule: Schedule, window: Window) -> bool:

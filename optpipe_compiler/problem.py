@@ -104,6 +104,11 @@ class Problem:
     stretch: float = 1.0
     """Largest ratio of a rounded duration to the true one: a bound in ticks x tick_ns / stretch is valid in ns."""
 
+    @property
+    def tasks(self) -> int:
+        """About how many ops a schedule has."""
+        return 4 * len(self.stages) * self.microbatches
+
     def stages_of(self, device: int) -> list[int]:
         """Return the stages that `device` owns, in model order."""
         return [index for index, stage in enumerate(self.stages) if stage.device == device]

@@ -54,7 +54,7 @@ class Candidates:
         """Try the schedules of these names, one at each step, and keep those that fit and are better.
 
         Those of large instances are looked at with few microbatches first; what is promising then is tried in full,
-        the most promising first. Without offloads, what it promises is nearly what it does, so that is never too late.
+        the most promising first. It is never too late for those without offloads, which are quicker to time.
         """
         late = self._stopwatch()
         promising: list[_Promise] = []
@@ -65,7 +65,7 @@ class Candidates:
             if attempt.placed in PLACEMENTS[name] and not attempt.is_partial
         ]
         for attempt, name in pairs:
-            is_late = late() and (not self._is_large(attempt) or _offloads(attempt, name))
+            is_late = late() and _offloads(attempt, name)
             outcome = _late() if is_late else self._screened(attempt, name)
             if isinstance(outcome, Tried):
                 self.tried.setdefault(name, []).append(outcome)

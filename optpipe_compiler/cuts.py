@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     Numbers = list[int]
 
 MOST_STAGES = 48
-"""Stages up to which other cuts are looked for; the time for it grows with the cube."""
+"""Stages up to which cuts are moved step by step; the time for it grows with the cube."""
 
 
 def others(profile: Profile, even: Layout, cap_bytes: int) -> Iterator[Layout]:
@@ -26,19 +27,28 @@ def others(profile: Profile, even: Layout, cap_bytes: int) -> Iterator[Layout]:
 
     The lean one is not needed under caps that hold all that one microbatch can leave on any device.
     """
-    if even.stages > MOST_STAGES:
-        return
     costs = _Costs(profile)
     devices = max(even.device_of) + 1
     quick = even
     if even.stages > devices and costs.compute(even)[0] > -(-costs.work[-1] // devices):
-        quick = recut(even, costs.compute)
+        quick = _lightest(even, costs)
         if costs.compute(quick)[0] < costs.compute(even)[0]:
             yield quick
-    if cap_bytes < costs.most_bytes(even):
+    if cap_bytes < costs.most_bytes(even) and even.stages <= MOST_STAGES:
         lean = recut(even, costs.memory)
         if costs.memory(lean)[0] < costs.memory(even)[0] and lean != quick:
             yield lean
+
+
+def _lightest(even: Layout, costs: _Costs) -> Layout:
+    """Return the cut with the lightest heaviest device, by steps alone where ortools is missing."""
+    found = even
+    with suppress(ImportError):  # compile says that it is missing
+        from optpipe_compiler.solver.cuts import lightest
+
+        work = [after - before for before, after in pairwise(costs.work)]
+        found = min(even, replace(even, cuts=lightest(work, even.device_of, even.cuts)), key=costs.compute)
+    return recut(found, costs.compute) if even.stages <= MOST_STAGES else found
 
 
 def recut(one: Layout, cost: Callable[[Layout], tuple[int, ...]]) -> Layout:

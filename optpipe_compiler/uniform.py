@@ -27,7 +27,8 @@ class UniformOptions:
     """What `optpipe profile uniform` asks for; the defaults are the unit costs of the zero-bubble papers (F = I = W).
 
     Times are in ms and sizes in GB (10^9 bytes), for one device's whole share of one microbatch. `recompute_ms` None
-    means the forward time. `embedding_ms` and `head_ms` add a first and a last layer that hold no activation.
+    means the forward time. `embedding_ms` and `head_ms` add first and last layers that hold no activation: as many as
+    they have parts, equal ones, which share the given times.
     """
 
     devices: int = 4
@@ -51,6 +52,8 @@ class UniformOptions:
     """How much longer a transfer takes while the other direction of its link is busy."""
     embedding_ms: Triple | None = None
     head_ms: Triple | None = None
+    embedding_parts: int = 1
+    head_parts: int = 1
 
 
 def parse_triple(text: str, option: str) -> Triple:
@@ -81,9 +84,9 @@ def uniform_profile(options: UniformOptions) -> Profile:
     block = _block(options)
     layers = [block]
     if options.embedding_ms is not None:
-        layers.insert(0, _extra("embedding", options.embedding_ms))
+        layers.insert(0, _extra("embedding", options.embedding_ms, options.embedding_parts))
     if options.head_ms is not None:
-        layers.append(_extra("head", options.head_ms))
+        layers.append(_extra("head", options.head_ms, options.head_parts))
     return Profile(
         name=f"uniform-{options.devices}x{options.layers_per_device}",
         machine=Machine(
@@ -117,10 +120,11 @@ def _block(options: UniformOptions) -> Layer:
     )
 
 
-def _extra(name: str, triple: Triple) -> Layer:
-    forward, backward_input, backward_weight = (_nearest(_exact(ms) * NS_PER_MS) for ms in triple)
+def _extra(name: str, triple: Triple, parts: int) -> Layer:
+    forward, backward_input, backward_weight = (_nearest(_exact(ms) * NS_PER_MS / parts) for ms in triple)
     return Layer(
-        name=name,
+        name=name if parts == 1 else f"{name}-part",
+        count=parts,
         forward_ns=forward,
         backward_input_ns=backward_input,
         backward_weight_ns=backward_weight,
@@ -172,9 +176,21 @@ def _nearest(value: Fraction) -> int:
 
 
 def _check(options: UniformOptions) -> None:
-    for option, count in (("--devices", options.devices), ("--layers-per-device", options.layers_per_device)):
+    counts = {
+        "--devices": options.devices,
+        "--layers-per-device": options.layers_per_device,
+        "--embedding-parts": options.embedding_parts,
+        "--head-parts": options.head_parts,
+    }
+    for option, count in counts.items():
         if not 1 <= count <= 10_000:
             raise BadInput(f"{option} is {count}, expected 1 to 10000")
+    for name, parts, times in (
+        ("embedding", options.embedding_parts, options.embedding_ms),
+        ("head", options.head_parts, options.head_ms),
+    ):
+        if parts > 1 and times is None:
+            raise BadInput(f"--{name}-parts is {parts} without --{name}-ms, expected the times that the parts share")
     _check_range("--forward-ms", options.forward_ms, options.layers_per_device / NS_PER_MS, 1e9)
     for option, value in _times(options):
         _check_range(option, value, 0, 1e9)

@@ -318,6 +318,7 @@ def test_every_option_of_a_uniform_profile_reaches_it(run):
     arguments = "--forward-ms 2 --backward-input-ms 3 --backward-weight-ms 1 --recompute-ms 1.5 --p2p-ms 0.2 "
     arguments += "--activation-gb 2 --residue-fraction 0.25 --boundary-fraction 0.1 --d2h-ms 1.05 --h2d-ms 2.1 "
     arguments += "--static-gb 4 --shared-links pairs --duplex-slowdown 1/0.7 --embedding-ms 0.1,0,0.2 --head-ms 1,1,1"
+    arguments += " --embedding-parts 2 --head-parts 3"
     assert run("profile", "uniform", "--devices", "2", "--layers-per-device", "2", *arguments.split()).code == 0
     assert profile.load(Path("profile.json")) == uniform(
         2,
@@ -337,6 +338,8 @@ def test_every_option_of_a_uniform_profile_reaches_it(run):
         duplex_slowdown=1 / 0.7,
         embedding_ms=(0.1, 0, 0.2),
         head_ms=(1, 1, 1),
+        embedding_parts=2,
+        head_parts=3,
     )
 
 
@@ -409,11 +412,11 @@ def test_an_interruption_before_there_is_anything_to_return_ends_with_exit_code_
     assert refused(run("compile", "--mem", "2GB"), 130) == "interrupted"
 
 
-def test_an_interruption_of_the_first_heuristic_ends_with_exit_code_130(run, monkeypatch):
-    def interrupt(*arguments: object) -> None:
+def test_an_interruption_before_the_first_schedule_ends_with_exit_code_130(run, monkeypatch):
+    def interrupt(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(planning.Planner, "first", interrupt)
+    monkeypatch.setattr(planning.Planner, "explore", interrupt)
     refused(run("compile", "--mem", "2GB"), 130)
 
 

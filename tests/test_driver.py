@@ -357,7 +357,9 @@ def test_sizes_that_cannot_be_written_within_the_time_limit_are_refused_at_once(
     begin = time.monotonic()
     with pytest.raises(BadInput, match=r"--time-limit is 2, expected at least \d+: .* some 24000 ops of 2000 micro"):
         planned(microbatches=2000)
-    with pytest.raises(BadInput, match="1000000 microbatches on 3 devices are some 12000000 ops, expected at most 1000000"):
+    with pytest.raises(
+        BadInput, match="1000000 microbatches on 3 devices are some 12000000 ops, expected at most 1000000"
+    ):
         planned(microbatches=10**6, time_limit_s=10**6)
     assert time.monotonic() - begin < 60  # planning either would take hours
 

@@ -8,12 +8,15 @@ from itertools import combinations, pairwise
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from optpipe_compiler.cuts import recut
+from optpipe_compiler.cuts import others, recut
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.placement import Layout, layout, stage_devices
+from optpipe_compiler.problem import fused_ns
+from optpipe_compiler.solver.cuts import lightest
+from optpipe_compiler.uniform import UniformOptions, uniform_profile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -108,3 +111,34 @@ def test_a_layer_moves_past_the_stages_between_to_lighten_the_heaviest_device():
     even = layout("v", 2, 2, work)
     assert heaviest(work)(even)[0] == 8
     assert heaviest(work)(recut(even, heaviest(work)))[0] == 7
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    work=st.lists(st.integers(0, 30), min_size=6, max_size=9),
+    name=st.sampled_from(["loop", "v"]),
+)
+def test_the_cut_that_is_solved_for_has_the_lightest_busiest_device_of_all_cuts(work, name):
+    even = layout(name, 2, 3, work)
+
+    def busiest(cuts: tuple[int, ...]) -> int:
+        load = [0, 0]
+        for device, (begin, end) in zip(even.device_of, pairwise(cuts), strict=True):
+            load[device] += sum(work[begin:end])
+        return max(load)
+
+    every = [(0, *inner, len(work)) for inner in combinations(range(1, len(work)), even.stages - 1)]
+    assert busiest(lightest(work, even.device_of, even.cuts)) == min(map(busiest, every))
+
+
+def test_blocks_and_parts_of_a_head_are_spread_evenly_over_a_loop():
+    """GPT 6.2B: descending step by step from the even cut leaves a device with five blocks."""
+    times = {"forward_ms": 29.935, "backward_input_ms": 29.621, "backward_weight_ms": 19.388}
+    costs = uniform_profile(UniformOptions(devices=8, **times, head_ms=(12.66, 9.38, 13.38), head_parts=8))
+    work = [layer.forward_ns + fused_ns(layer) for layer in costs.expanded_layers()]
+    even = layout("loop", 8, 2, work)
+    quick = next(others(costs, even, 10**12))
+    load = [0] * 8
+    for device, (begin, end) in zip(quick.device_of, pairwise(quick.cuts), strict=True):
+        load[device] += sum(work[begin:end])
+    assert load == [sum(work) // 8] * 8

@@ -112,6 +112,22 @@ def test_links_of_their_own_take_one_entry():
     assert [link.devices for link in uniform_profile(UniformOptions(devices=5)).machine.links] == [None]
 
 
+def test_parts_of_head_and_embedding_are_equal_layers_that_share_their_times():
+    parts = UniformOptions(devices=2, embedding_ms=(0.1, 0, 0.2), embedding_parts=2, head_ms=(3, 1.5, 1), head_parts=4)
+    layers = uniform_profile(parts).expanded_layers()
+    assert [layer.name for layer in layers] == ["embedding-part"] * 2 + ["layer"] * 8 + ["head-part"] * 4
+    assert [layers[0].forward_ns, layers[0].backward_weight_ns] == [50_000, 100_000]
+    assert [layers[-1].forward_ns, layers[-1].backward_input_ns] == [750_000, 375_000]
+
+
+@pytest.mark.parametrize("name", ["embedding", "head"])
+def test_parts_of_what_is_not_there_or_no_parts_are_refused(name):
+    with pytest.raises(BadInput, match=f"--{name}-parts is 2 without --{name}-ms"):
+        uniform_profile(UniformOptions(**{f"{name}_parts": 2}))
+    with pytest.raises(BadInput, match=f"--{name}-parts is 0, expected 1 to 10000"):
+        uniform_profile(UniformOptions(**{f"{name}_ms": (1, 1, 1), f"{name}_parts": 0}))
+
+
 def test_embedding_and_head_are_extra_layers_without_activation():
     profile = uniform_profile(UniformOptions(devices=2, embedding_ms=(0.1, 0, 0.2), head_ms=(1.5, 1.25, 1.0)))
     layers = profile.expanded_layers()

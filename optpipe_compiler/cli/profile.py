@@ -231,6 +231,8 @@ def _uniform_option(name: str, default: Any, help: str) -> Callable[[Any], Any]:
 )
 @click.option("--embedding-ms", metavar="F,I,W", help="An extra first layer.")
 @click.option("--head-ms", metavar="F,I,W", help="An extra last layer.")
+@click.option("--embedding-parts", type=int, default=1, metavar="N", help="Cut the first layer into N equal ones.")
+@click.option("--head-parts", type=int, default=1, metavar="N", help="Cut the last layer into N equal ones.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=PROFILE, show_default=True)
 def uniform(output: Path, embedding_ms: str | None, head_ms: str | None, duplex_slowdown: str, **options: Any) -> None:
     """Write a profile of equal layers from a handful of numbers.

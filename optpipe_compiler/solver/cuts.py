@@ -1,0 +1,50 @@
+"""The cut of the layers into stages whose busiest device is lightest, for a given owner of every stage."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    Cuts = tuple[int, ...]
+
+EFFORT = 1.0
+"""Deterministic time of one search: about a second."""
+RESOLUTION = 1_000_000
+"""Parts of the whole work in which the search counts; what is nearer to each other counts as equal."""
+
+
+def lightest(work: Sequence[int], device_of: Sequence[int], known: Cuts) -> Cuts:
+    """Return cuts that minimise the work of the busiest device, or `known` where nothing lighter was found.
+
+    With stage s holding layers [c_s, c_s+1) and prefix sums p over the layers' work, minimise z subject to
+    z >= sum of p[c_s+1] - p[c_s] over the stages of each device, and c_s < c_s+1.
+    """
+    from ortools.sat.python import cp_model
+
+    stages, layers = len(device_of), len(work)
+    scale = max(1, sum(work) // RESOLUTION)
+    prefix = list(accumulate((item // scale for item in work), initial=0))
+    model = cp_model.CpModel()
+    cuts = [model.new_int_var(s, layers - (stages - s), f"c{s}") for s in range(stages + 1)]
+    before = [model.new_int_var(0, prefix[-1], f"p{s}") for s in range(stages + 1)]
+    busiest = model.new_int_var(0, prefix[-1], "z")
+    model.add(cuts[0] == 0)
+    model.add(cuts[stages] == layers)
+    for s in range(stages + 1):
+        model.add_element(cuts[s], prefix, before[s])
+        model.add_hint(cuts[s], known[s])
+    for s in range(stages):
+        model.add(cuts[s] < cuts[s + 1])
+    for device in set(device_of):
+        mine = [s for s in range(stages) if device_of[s] == device]
+        model.add(sum(before[s + 1] - before[s] for s in mine) <= busiest)
+    model.minimize(busiest)
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.max_deterministic_time = EFFORT
+    if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return known
+    return tuple(solver.value(cut) for cut in cuts)

@@ -22,13 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.report import machine, publish
 from optpipe_compiler.driver import Options, compile_schedule
 from optpipe_compiler.uniform import UniformOptions, uniform_profile
-from runtime_torch.adapter import _actions, quiet
+from runtime_torch import engine
 from runtime_torch.named import NamedStage
 from runtime_torch.runner import Steps
 
@@ -37,6 +37,16 @@ if TYPE_CHECKING:
 
     from optpipe_compiler import ir
 
+TYPES = {
+    "forward": "FORWARD",
+    "backward": "FULL_BACKWARD",
+    "backward_input": "BACKWARD_INPUT",
+    "backward_weight": "BACKWARD_WEIGHT",
+    "send_activation": "SEND_F",
+    "recv_activation": "RECV_F",
+    "send_gradient": "SEND_B",
+    "recv_gradient": "RECV_B",
+}
 METHODS = ("1f1b", "interleaved-1f1b", "zb-h1", "zbv")
 WARM_UP = 5
 
@@ -75,10 +85,9 @@ def order(method: str, devices: int, microbatches: int) -> ir.Schedule:
 def replayed(schedule: ir.Schedule, rank: int) -> Callable[[Tensor, Tensor], object]:
     """Return a step of ours; a stage is one layer, however many the schedule counts."""
     x, on, last = torch.ones(1, 1), torch.device("cpu"), len(schedule.stages) - 1
-    stages, modules = {}, {}
+    stages = {}
     for index in _stages_of(schedule, rank):
-        modules[index] = _layer(schedule, index)
-        stage = NamedStage([modules[index]], index, is_first=index == 0, is_last=index == last, device=on)
+        stage = NamedStage([_layer(schedule, index)], index, is_first=index == 0, is_last=index == last, device=on)
         stage.stage = index
         stage.calibrate(x, x if index == last else None, None if index == last else x)
         stages[index] = stage
@@ -88,7 +97,6 @@ def replayed(schedule: ir.Schedule, rank: int) -> Callable[[Tensor, Tensor], obj
     steps = Steps(
         schedule,
         stages,
-        modules,
         lambda _: ((1, 1), torch.float32),
         group=None,
         on=on,
@@ -115,7 +123,7 @@ def stock(schedule: ir.Schedule, rank: int) -> Callable[[Tensor, Tensor], object
         for index in mine
     ]
     runtime: Any = _PipelineScheduleRuntime(stages, microbatches, loss_fn=loss)  # type: ignore[no-untyped-call]
-    actions = {device.device: _actions(device, microbatches) for device in schedule.devices}
+    actions = {device.device: _actions(device) for device in schedule.devices}
     runtime._prepare_schedule_with_comms(actions, format="compute_comms")
 
     def step(inputs: Tensor, target: Tensor) -> None:
@@ -124,6 +132,11 @@ def stock(schedule: ir.Schedule, rank: int) -> Callable[[Tensor, Tensor], object
         runtime.step(*args, **last, return_outputs=False)
 
     return step
+
+
+def _actions(device: ir.Device) -> list[_Action]:
+    types = {op: getattr(_ComputationType, name) for op, name in TYPES.items()}
+    return [_Action(op.stage, types[op.name], op.microbatch) for op in device.compute]
 
 
 def _stages_of(schedule: ir.Schedule, rank: int) -> list[int]:
@@ -137,7 +150,8 @@ def _layer(schedule: ir.Schedule, index: int) -> nn.Module:
 def measure(options: argparse.Namespace, method: str, rank: int) -> dict[str, float]:
     """Take turns with both; return the us per op of each way."""
     torch.set_num_threads(1)
-    quiet()
+    if options.public:
+        engine.use_public_names()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=options.devices)
     schedule = order(method, options.devices, options.microbatches)
     ways = {"replay": replayed(schedule, rank), "torch": stock(schedule, rank)}
@@ -182,6 +196,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=32)
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--public", action="store_true", help="let the replay do without private names of torch")
     parser.add_argument("--profile", action="store_true", help="show where the time goes; the times are then too long")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()

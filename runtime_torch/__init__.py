@@ -1,4 +1,4 @@
-"""Replay of a schedule file on torch.distributed.pipelining.
+"""Replay of a schedule file on torch.
 
 In a training loop: `load_schedule`, `build_stages` from layers (or `wrap_stages` around stage modules), `Runner(...)`,
 then `runner.step(inputs, target=target)`. `run` does all of it on this machine, as `optpipe run`. Importing this

@@ -153,16 +153,9 @@ class _Alone:
         microbatches = self._schedule.setup.microbatches
         self._meter.reset_peak()
         self._host_meter.reset_peak()
-        self._replay.begin(self._inputs.tensor_split(microbatches), self._target.tensor_split(microbatches))
-        self._peers.begin()
+        cut = self._inputs.tensor_split(microbatches), self._target.tensor_split(microbatches)
+        ops = self._replay.step(*cut)
         start = self._peers.start_ns
-        try:
-            for op in self._schedule.devices[self._rank].compute:
-                self._replay.run(op.name, op.stage, op.microbatch)
-        except BaseException as error:
-            self._replay.abort(error)
-            raise
-        ops = self._replay.finish()
         self._stages.module.zero_grad(set_to_none=False)
         self._peaks.append((self._meter.peak_bytes, self._host_meter.peak_bytes))
         losses = self._replay.losses

@@ -261,10 +261,10 @@ class StageExecution:
         run.store.meter.hold(checkpoint.tensor.untyped_storage())
 
     def _root(self, run: _Pass, gradient: Tensor | None) -> Tensor:
-        """The gradient of the output; of the loss by itself on the last stage."""
+        """The gradient of the output; on the last stage, where none is given, of the loss by itself."""
         if run.checkpoints:
             raise RunFailed(f"a backward started before the recompute of layers {next(iter(run.checkpoints))}")
-        root = self._one if self.is_last else gradient
+        root = self._one if self.is_last and gradient is None else gradient
         if root is None:
             raise RunFailed(f"stage of layers {self.first_layer} to {self.end_layer - 1}: no gradient of its output")
         return root

@@ -1,7 +1,7 @@
 """One device's share of a schedule: its ops in order, with their waits, tensors handed from op to op.
 
-The engine (adapter.py) calls `run` for each op of the compute lane; the transfer lanes run beside it. Order and waits
-of the schedule are followed to the letter, its times are ignored.
+`step` walks the compute lane; the transfer lanes run beside it. Order and waits of the schedule are followed to the
+letter, its times are ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from runtime_torch.streams import StreamCarrier, StreamLanes
 from runtime_torch.timeline import OpTime, Timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch.distributed as dist
     from torch import Tensor
@@ -85,7 +85,6 @@ class _Due:
 
     op: ir.Op
     id: str
-    key: tuple[str, int, int]
     run: Callable[[_Due, int, int], None]
 
 
@@ -94,8 +93,9 @@ class Replay:
 
     `stages`: this device's stages by number. `boundary(stage)`: shape and dtype of the output of `stage`.
     `message_bytes(stage)`: what that output counts in the meter, where its tensor is only a stand-in. `on_arrival`:
-    called with a tensor from another device before the op that reads it starts. `on_failure`: see `Runner`.
-    `backend`: of the streams that the transfers run on (CUDA has its own); None: in threads.
+    called with a tensor from another device before the op that reads it starts. `on_weights`: called with the stage
+    after each of its W. `on_failure`: see `Runner`. `backend`: of the streams that the transfers run on (CUDA has its
+    own); None: in threads.
     """
 
     def __init__(
@@ -110,6 +110,7 @@ class Replay:
         meter: Meter,
         message_bytes: Callable[[int], int] | None = None,
         on_arrival: Callable[[Tensor], None] | None = None,
+        on_weights: Callable[[int], None] | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
         backend: Backend | None = None,
     ) -> None:
@@ -122,6 +123,7 @@ class Replay:
         self._meter = meter
         self._message_bytes = message_bytes
         self._on_arrival = on_arrival
+        self._on_weights = on_weights
         self._mailbox = Mailbox(group, meter)
         self._timeline = Timeline(on)
         self._lanes = self._make_lanes(
@@ -143,10 +145,12 @@ class Replay:
             "recv_activation": self._recv,
             "recv_gradient": self._recv,
         }
-        self._order = [_Due(op, op.id, (op.name, op.stage, op.microbatch), ways[op.name]) for op in self.plan.compute]
-        self._remaining: Iterator[_Due] = iter(())
+        self._order = [_Due(op, op.id, ways[op.name]) for op in self.plan.compute]
         self._inputs: Sequence[Tensor] | None = None
         self._targets: Sequence[Tensor] | None = None
+        self._weights: Sequence[float] = ()
+        self._seeds: dict[float, Tensor] = {}
+        """The gradient of a microbatch's loss, by its weight."""
         self.losses: Tensor | None = None
         """This step's, by microbatch, where the last stage is; in one buffer for all steps, so that none adds to it."""
         self._activations: dict[tuple[int, int], Tensor] = {}
@@ -186,38 +190,48 @@ class Replay:
 
     # -- a step
 
-    def begin(self, inputs: Sequence[Tensor] | None, targets: Sequence[Tensor] | None) -> None:
-        """Start a step; `inputs` by microbatch where the first stage is, `targets` where the last is."""
-        self._timeline.begin()
-        self._remaining = iter(self._order)
+    def step(
+        self,
+        inputs: Sequence[Tensor] | None,
+        targets: Sequence[Tensor] | None,
+        weights: Sequence[float] | None = None,
+    ) -> list[OpTime]:
+        """Run all ops once and return when each ran.
+
+        `inputs` by microbatch where the first stage is, `targets` where the last is. What the backwards add to the
+        parameters is the gradient of the sum of the losses times `weights` (absent: of their mean).
+        """
         self._inputs, self._targets = inputs, targets
+        self._weigh([1 / self._microbatches] * self._microbatches if weights is None else weights)
+        self._timeline.begin()
         for stage in self.stages.values():
             stage.begin()
         self._lanes.begin()
-
-    def run(self, kind: str, stage: int, microbatch: int) -> None:
-        """Run the next op of the compute lane, of which the caller says what it takes it for."""
-        due = next(self._remaining, None)
-        if due is None or due.key != (kind, stage, microbatch):
-            raise RunFailed(
-                f"device {self.plan.device}: the engine runs {kind}:{stage}:{microbatch} "
-                f"where the schedule says {due.id if due else 'nothing'}"
-            )
-        due.run(due, stage, microbatch)
-
-    def finish(self) -> list[OpTime]:
-        """End a step: all transfers and messages over, nothing left behind; return when each op ran."""
+        self._mailbox.begin()
+        for due in self._order:
+            try:
+                due.run(due, due.op.stage, due.op.microbatch)
+            except BaseException as error:
+                error.add_note(f"optpipe: device {self.plan.device} failed in {due.id}")
+                self._lanes.abort(error)
+                raise
         self._lanes.finish()
         self._mailbox.drain()
         self._inputs = self._targets = None
-        left = next(self._remaining, None)
-        if left is not None:
-            raise RunFailed(f"device {self.plan.device}: the engine left out {left.id}")
         return self._timeline.collect()
 
-    def abort(self, error: BaseException) -> None:
-        """The compute lane failed: let the transfer lanes end."""
-        self._lanes.abort(error)
+    def _weigh(self, weights: Sequence[float]) -> None:
+        if weights != self._weights:
+            self._weights = weights
+            self._seeds.clear()
+
+    def _seed(self, microbatch: int, loss: Tensor) -> Tensor:
+        """The gradient of the step's loss by a microbatch's: its weight, in the dtype of the loss."""
+        weight = self._weights[microbatch]
+        seed = self._seeds.get(weight)
+        if seed is None or seed.dtype != loss.dtype:
+            seed = self._seeds[weight] = torch.full_like(loss, weight)
+        return seed
 
     # -- ops of the compute lane
 
@@ -234,6 +248,7 @@ class Replay:
             if self.losses is None or self.losses.dtype != out.dtype:
                 self.losses = torch.zeros(self._microbatches, dtype=out.dtype, device=out.device)
             self.losses[microbatch].copy_(out)
+            self._gradients[stage, microbatch] = self._seed(microbatch, out)
         else:
             out = self._keep(out, stage)
         if own is not None:
@@ -246,7 +261,7 @@ class Replay:
         self._end(due, start)
 
     def _backward(self, due: _Due, stage: int, microbatch: int) -> None:
-        gradient = None if stage == self.last_stage else self._gradients.pop((stage, microbatch))
+        gradient = self._gradients.pop((stage, microbatch))
         start = self._start(due, gradient)
         execution = self.stages[stage]
         fused = isinstance(due.op, ir.Backward)
@@ -255,7 +270,7 @@ class Replay:
             if found is None:
                 raise RunFailed(f"{due.id}: the stage's output does not depend on its input")
             found = self._keep(found, stage - 1)
-        if gradient is not None:
+        if stage != self.last_stage:
             self._meter.release(gradient.untyped_storage())
         del gradient
         if found is not None and stage - 1 in self.stages:
@@ -267,6 +282,8 @@ class Replay:
     def _backward_weight(self, due: _Due, stage: int, microbatch: int) -> None:
         start = self._start(due)
         self.stages[stage].backward_weight(microbatch)
+        if self._on_weights is not None:
+            self._on_weights(stage)
         self._end(due, start)
 
     def _recompute(self, due: _Due, stage: int, microbatch: int) -> None:

@@ -7,21 +7,23 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from optpipe_compiler.errors import BadInput, RunFailed
-from runtime_torch.adapter import Engine, gather, reduce_and_shard, sharded_modules
 from runtime_torch.conform import BYTES_TOLERANCE, agree, prepare
 from runtime_torch.evaluate import forward_only
 from runtime_torch.replay import Boundary, Replay, StageOps
+from runtime_torch.replicas import replicated
 from runtime_torch.stages import Stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from torch import Tensor
+
     from optpipe_compiler import ir
     from runtime_torch.execution import StageExecution
     from runtime_torch.meter import Meter
+    from runtime_torch.replicas import Replicas, Shards
     from runtime_torch.timeline import OpTime
 
 
@@ -84,16 +86,18 @@ class Runner:
         self._steps = Steps(
             schedule,
             stages,
-            {index: nn.ModuleList(stage.layers) for index, stage in stages.items()},
             lambda stage: known(schedule.stages[stage].layers[1] - 1),
             group=group,
             on=first.device,
             meter=first.meter,
             host_meter=first.host_meter,
+            on_weights=self._collect,
             on_failure=on_failure,
         )
         agree(schedule, group)
-        self._sharded = [m for stage in stages.values() for layer in stage.layers for m in sharded_modules(layer)]
+        self._replicated = {
+            index: [part for layer in stage.layers for part in replicated(layer)] for index, stage in stages.items()
+        }
 
     @property
     def promised_activation_bytes(self) -> int:
@@ -109,14 +113,14 @@ class Runner:
         without the first or the last stage. `losses` is filled with each microbatch's loss where the last stage is.
         """
         whole = self._whole(inputs, target)
-        for module in self._sharded:
-            gather(module)
+        for part in self._parts():
+            part.gather()
         if not self._ready:
             prepare(self.schedule, self._stages, self._boundary, whole, target, self._bytes_tolerance)
             self._ready = True
         result = self._steps.step(whole, target, losses)
-        for module in self._sharded:
-            reduce_and_shard(module)
+        for part in self._parts():
+            part.reduce()
         return result
 
     @torch.no_grad()
@@ -126,12 +130,19 @@ class Runner:
         Whether layers are in training mode is the caller's business.
         """
         whole = self._whole(inputs, target)
-        for module in self._sharded:
-            gather(module)
+        for part in self._parts():
+            part.gather()
         loss = forward_only(self.schedule, self._stages, self._boundary, self._group, whole, target)
-        for module in self._sharded:
-            module.reshard()
+        for part in self._parts():
+            part.reshard()
         return loss
+
+    def _parts(self) -> list[Shards | Replicas]:
+        return [part for parts in self._replicated.values() for part in parts]
+
+    def _collect(self, stage: int) -> None:
+        for part in self._replicated[stage]:
+            part.collect()
 
     def _whole(self, inputs: Sequence[Tensor | None], target: Tensor | None) -> Tensor | None:
         """Check the batch, and return the first stage's input as one tensor with the microbatches along its first
@@ -161,13 +172,12 @@ class Runner:
 
 
 class Steps:
-    """The engine and the replay of one rank, over real stages or rehearsed ones."""
+    """The replay of one rank, over real stages or rehearsed ones."""
 
     def __init__(
         self,
         schedule: ir.Schedule,
         stages: Mapping[int, StageOps],
-        modules: dict[int, nn.Module],
         boundary: Callable[[int], Boundary],
         *,
         group: dist.ProcessGroup | None,
@@ -176,6 +186,7 @@ class Steps:
         host_meter: Meter,
         message_bytes: Callable[[int], int] | None = None,
         on_arrival: Callable[[Tensor], None] | None = None,
+        on_weights: Callable[[int], None] | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         rank, world = dist.get_rank(group), dist.get_world_size(group)
@@ -197,9 +208,9 @@ class Steps:
             meter=meter,
             message_bytes=message_bytes,
             on_arrival=on_arrival,
+            on_weights=on_weights,
             on_failure=on_failure,
         )
-        self._engine = Engine(schedule, self._replay, modules, on, group)
         self._has_first = 0 in stages
         self._has_last = len(schedule.stages) - 1 in stages
         self._static_bytes = sum(stage.static_bytes for stage in schedule.stages if stage.device == rank)
@@ -216,16 +227,10 @@ class Steps:
         wanted = target if self._has_last else None
         self._meter.reset_peak()
         self._host_meter.reset_peak()
-        self._replay.begin(
+        ops = self._replay.step(
             None if mine is None else mine.tensor_split(microbatches),
             None if wanted is None else wanted.tensor_split(microbatches),
         )
-        try:
-            self._engine.step()
-        except BaseException as error:
-            self._replay.abort(error)
-            raise
-        ops = self._replay.finish()
         found = self._replay.losses
         if losses is not None:
             losses[:] = [] if found is None else found.clone().unbind()

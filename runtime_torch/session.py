@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from optpipe_compiler import ir
 from optpipe_compiler.errors import BadInput, RunFailed
-from runtime_torch import adapter, models, rehearsal
+from runtime_torch import models, rehearsal
 from runtime_torch.check import check
 from runtime_torch.conform import agree
 from runtime_torch.job import gpu_count, ranks_here
@@ -28,6 +27,8 @@ from runtime_torch.worker import settle_on_cpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch import nn
 
     from runtime_torch.job import Event, Job, Place
     from runtime_torch.report import CheckReport
@@ -301,7 +302,6 @@ class _Rehearsal(_Session):
         self._steps = Steps(
             schedule,
             {i: rehearsal.RehearsedStage(schedule, i, self.time_scale, paces, meter, host_meter) for i in mine},
-            {i: nn.Identity() for i in mine},
             lambda _: rehearsal.BOUNDARY,
             group=None,
             on=self.device,
@@ -320,9 +320,3 @@ class _Rehearsal(_Session):
     def promised_bytes(self) -> int:
         """As the schedule says."""
         return self._steps.promised_activation_bytes
-
-
-def settle() -> None:
-    """Make this process a good worker: the supported torch, no logging of whole plans."""
-    adapter.probe()
-    adapter.quiet()

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from optpipe_compiler.errors import BadInput
-from runtime_torch.adapter import sharded_modules
 from runtime_torch.bundles import Bundle, Made, bundled, trace_bundles
 from runtime_torch.execution import StageExecution
 from runtime_torch.meter import Meter
 from runtime_torch.named import NamedStage
+from runtime_torch.replicas import replicated
 
 if TYPE_CHECKING:
     from optpipe_compiler import ir
@@ -86,17 +86,17 @@ def stages_between(
     refuse_tied(schedule, {**known, **built})
     built = {index: prepare(layer.to(device)) for index, layer in built.items()}
     stages = Stages(nn.ModuleDict({str(index): layer for index, layer in built.items()}), bundles)
-    sharded = [module for layer in built.values() for module in sharded_modules(layer)]
-    for module in sharded:  # a stage must know the whole parameters, to tell them from activations
-        module.unshard()
+    sharded = [part for layer in built.values() for part in replicated(layer)]
+    for part in sharded:  # a stage must know the whole parameters, to tell them from activations
+        part.unshard()
     meters = Meter(), Meter()
     for stage in mine:
         own = [built[index] for index in range(*stage.layers)]
         if bundles is not None:
             own = [bundled(built[i], bundles[i], bundles[i + 1]) for i in range(*stage.layers)]
         stages[stage.stage] = _execution(schedule, stage, own, device, meters)
-    for module in sharded:
-        module.reshard()
+    for part in sharded:
+        part.reshard()
     return stages
 
 

@@ -29,6 +29,7 @@ from bench.report import machine, publish
 from optpipe_compiler.driver import Options, compile_schedule
 from optpipe_compiler.uniform import UniformOptions, uniform_profile
 from runtime_torch import engine
+from runtime_torch.microbatch import Microbatch
 from runtime_torch.named import NamedStage
 from runtime_torch.runner import Steps
 
@@ -97,13 +98,15 @@ def replayed(schedule: ir.Schedule, rank: int) -> Callable[[Tensor, Tensor], obj
     steps = Steps(
         schedule,
         stages,
-        lambda _: ((1, 1), torch.float32),
+        lambda *_: ((1, 1), torch.float32),
         group=None,
         on=on,
         meter=first.meter,
         host_meter=first.host_meter,
     )
-    return steps.step
+    count = schedule.setup.microbatches
+    whole = [Microbatch(1 / count)] * count
+    return lambda inputs, target: steps.step(inputs.split(1), target.split(1), whole)
 
 
 def stock(schedule: ir.Schedule, rank: int) -> Callable[[Tensor, Tensor], object]:

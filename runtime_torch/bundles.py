@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from optpipe_compiler.errors import BadInput
+from runtime_torch.microbatch import current, keywords_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,6 +34,8 @@ class Bundle:
     """The shapes and dtypes of the tensors that cross a border, for one microbatch."""
 
     parts: tuple[Boundary, ...]
+    samples: int | None = field(default=None, compare=False)
+    """How many samples the microbatch has, where that is known."""
 
     @property
     def is_single(self) -> bool:
@@ -54,7 +57,15 @@ class Bundle:
 
     def with_floats(self, dtype: torch.dtype) -> Bundle:
         """Return the same bundle with all floats in `dtype`."""
-        return Bundle(tuple((shape, dtype if one.is_floating_point else one) for shape, one in self.parts))
+        return replace(self, parts=tuple((shape, dtype if one.is_floating_point else one) for shape, one in self.parts))
+
+    def of(self, samples: int | None) -> Bundle:
+        """Return the same for a microbatch of so many samples: they are the first dimension of the parts that had as
+        many there."""
+        if samples is None or self.samples is None or samples == self.samples:
+            return self
+        parts = [(resized(shape, self.samples, samples), dtype) for shape, dtype in self.parts]
+        return Bundle(tuple(parts), samples)
 
     def carry(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Return the tensor that crosses, without a gradient: the only one, or a carrier of all."""
@@ -107,6 +118,11 @@ class Bundle:
             yield end, nbytes
 
 
+def resized(shape: tuple[int, ...], announced: int, samples: int) -> tuple[int, ...]:
+    """Return the shape with so many samples in its first dimension, where there were `announced`."""
+    return (samples, *shape[1:]) if shape and shape[0] == announced else shape
+
+
 def bundle_of(found: Any, what: str) -> Bundle:
     """Return the bundle of what a layer returned: a tensor, or a tuple of tensors."""
     tensors = found if isinstance(found, tuple | list) else (found,)
@@ -125,8 +141,9 @@ class BundledLayer(nn.Module):
 
     def forward(self, x: Tensor, *target: Tensor) -> Tensor:
         """Unpack, call, pack."""
-        found = self.layer(*self._incoming.unpack(x), *target)
-        return found if self._outgoing.is_single else self._outgoing.pack(found)
+        samples = current().samples
+        found = self.layer(*self._incoming.of(samples).unpack(x), *target, **keywords_for(self.layer))
+        return found if self._outgoing.is_single else self._outgoing.of(samples).pack(found)
 
 
 def bundled(layer: nn.Module, incoming: Bundle, outgoing: Bundle) -> nn.Module:
@@ -156,7 +173,7 @@ def trace_bundles(layers: Sequence[Made], inputs: Sequence[Tensor], target: Tens
             ) from error
         bundles.append(bundle_of(found, f"layer {index}"))
         parts = tuple(found) if isinstance(found, tuple | list) else (found,)
-    return bundles
+    return [replace(bundle, samples=len(inputs[0]) if inputs[0].dim() else None) for bundle in bundles]
 
 
 def _on_meta(made: Made, parts: tuple[Tensor, ...]) -> Any:

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from optpipe_compiler import ir
-from optpipe_compiler.errors import RunFailed
+from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch import deliveries
 from runtime_torch.cuda import Cuda, pinned
 from runtime_torch.execution import StageExecution
 from runtime_torch.lanes import ThreadLanes, Work
 from runtime_torch.messages import Mailbox
+from runtime_torch.microbatch import Microbatch, enter
 from runtime_torch.pinned import PinnedPool
 from runtime_torch.streams import StreamCarrier, StreamLanes
 from runtime_torch.timeline import OpTime, Timeline
@@ -91,7 +92,7 @@ class _Due:
 class Replay:
     """Runs one device's ops, step by step.
 
-    `stages`: this device's stages by number. `boundary(stage)`: shape and dtype of the output of `stage`.
+    `stages`: this device's stages by number. `boundary(stage, microbatch)`: shape and dtype of an output of `stage`.
     `message_bytes(stage)`: what that output counts in the meter, where its tensor is only a stand-in. `on_arrival`:
     called with a tensor from another device before the op that reads it starts. `on_weights`: called with the stage
     after each of its W. `on_failure`: see `Runner`. `backend`: of the streams that the transfers run on (CUDA has its
@@ -103,7 +104,7 @@ class Replay:
         schedule: ir.Schedule,
         device: int,
         stages: Mapping[int, StageOps],
-        boundary: Callable[[int], Boundary],
+        boundary: Callable[[int, int], Boundary],
         *,
         group: dist.ProcessGroup | None,
         on: torch.device,
@@ -124,6 +125,12 @@ class Replay:
         self._message_bytes = message_bytes
         self._on_arrival = on_arrival
         self._on_weights = on_weights
+        self._names = {
+            stage.stage: f"rank {device}: layer {stage.layers[1] - 1}"
+            for stage in schedule.stages
+            if stage.device == device
+        }
+        """What an output is said to come from."""
         self._mailbox = Mailbox(group, meter)
         self._timeline = Timeline(on)
         self._lanes = self._make_lanes(
@@ -148,7 +155,7 @@ class Replay:
         self._order = [_Due(op, op.id, ways[op.name]) for op in self.plan.compute]
         self._inputs: Sequence[Tensor] | None = None
         self._targets: Sequence[Tensor] | None = None
-        self._weights: Sequence[float] = ()
+        self._all: Sequence[Microbatch] = [Microbatch(1 / self._microbatches)] * self._microbatches
         self._seeds: dict[float, Tensor] = {}
         """The gradient of a microbatch's loss, by its weight."""
         self.losses: Tensor | None = None
@@ -194,40 +201,40 @@ class Replay:
         self,
         inputs: Sequence[Tensor] | None,
         targets: Sequence[Tensor] | None,
-        weights: Sequence[float] | None = None,
+        microbatches: Sequence[Microbatch] | None = None,
     ) -> list[OpTime]:
         """Run all ops once and return when each ran.
 
         `inputs` by microbatch where the first stage is, `targets` where the last is. What the backwards add to the
-        parameters is the gradient of the sum of the losses times `weights` (absent: of their mean).
+        parameters is the gradient of the sum of the losses times the weights of `microbatches` (absent: their mean).
         """
         self._inputs, self._targets = inputs, targets
-        self._weigh([1 / self._microbatches] * self._microbatches if weights is None else weights)
+        if microbatches is not None:
+            if [one.weight for one in microbatches] != [one.weight for one in self._all]:
+                self._seeds.clear()
+            self._all = microbatches
         self._timeline.begin()
         for stage in self.stages.values():
             stage.begin()
         self._lanes.begin()
         self._mailbox.begin()
-        for due in self._order:
-            try:
+        try:
+            for due in self._order:
                 due.run(due, due.op.stage, due.op.microbatch)
-            except BaseException as error:
-                error.add_note(f"optpipe: device {self.plan.device} failed in {due.id}")
-                self._lanes.abort(error)
-                raise
+        except BaseException as error:
+            error.add_note(f"optpipe: rank {self.plan.device} failed in {due.id}")
+            self._lanes.abort(error)
+            raise
+        finally:
+            enter(None)
         self._lanes.finish()
         self._mailbox.drain()
         self._inputs = self._targets = None
         return self._timeline.collect()
 
-    def _weigh(self, weights: Sequence[float]) -> None:
-        if weights != self._weights:
-            self._weights = weights
-            self._seeds.clear()
-
-    def _seed(self, microbatch: int, loss: Tensor) -> Tensor:
+    def _seed(self, number: int, loss: Tensor) -> Tensor:
         """The gradient of the step's loss by a microbatch's: its weight, in the dtype of the loss."""
-        weight = self._weights[microbatch]
+        weight = self._all[number].weight
         seed = self._seeds.get(weight)
         if seed is None or seed.dtype != loss.dtype:
             seed = self._seeds[weight] = torch.full_like(loss, weight)
@@ -243,7 +250,10 @@ class Replay:
             x = own = self._activations.pop((stage, microbatch))
         start = self._start(due, own)
         target = self._targets[microbatch] if self._targets is not None and stage == self.last_stage else None
+        enter(self._all[microbatch])
         out = self.stages[stage].forward(microbatch, x, target, self._recomputed.get((stage, microbatch), ()))
+        expected = None if stage == self.last_stage else self._boundary(stage, microbatch)
+        check_output(out, expected, self._names[stage], microbatch)
         if stage == self.last_stage:
             if self.losses is None or self.losses.dtype != out.dtype:
                 self.losses = torch.zeros(self._microbatches, dtype=out.dtype, device=out.device)
@@ -289,6 +299,7 @@ class Replay:
     def _recompute(self, due: _Due, stage: int, microbatch: int) -> None:
         assert isinstance(due.op, ir.Recompute)
         start = self._start(due)
+        enter(self._all[microbatch])
         self.stages[stage].recompute(microbatch, due.op.layers)
         self._end(due, start)
 
@@ -303,7 +314,7 @@ class Replay:
         self._lanes.start(due.id)
         activation = isinstance(due.op, ir.RecvActivation)
         border = stage - 1 if activation else stage
-        shape, dtype = self._boundary(border)
+        shape, dtype = self._boundary(border, microbatch)
         buffer = self._hold(torch.empty(shape, dtype=dtype, device=self._on), border)
         (self._activations if activation else self._gradients)[stage, microbatch] = buffer
         self._mailbox.recv(due.id, buffer, due.op.peer)
@@ -340,6 +351,21 @@ class Replay:
         nbytes = None if self._message_bytes is None else self._message_bytes(border)
         self._meter.hold(tensor.untyped_storage(), nbytes)
         return tensor
+
+
+def check_output(out: Tensor, expected: Boundary | None, name: str, microbatch: int) -> None:
+    """Raise BadInput where a layer returns another tensor than the next one counts on; None: than the loss."""
+    shape, dtype = expected or ((), out.dtype)
+    if out.shape != shape or out.dtype != dtype:
+        wanted = "the scalar loss" if expected is None else show(expected)
+        raise BadInput(
+            f"{name} returned {show((tuple(out.shape), out.dtype))} for microbatch {microbatch}, expected {wanted}"
+        )
+
+
+def show(found: Boundary) -> str:
+    """Say it in words."""
+    return f"{str(found[1]).removeprefix('torch.')} of shape {found[0]}"
 
 
 def _pageable(nbytes: int) -> Tensor:

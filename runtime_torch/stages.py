@@ -17,23 +17,19 @@ from runtime_torch.replicas import replicated
 
 if TYPE_CHECKING:
     from optpipe_compiler import ir
-    from runtime_torch.replay import Boundary
 
 
 class Stages(dict[int, StageExecution]):
     """The stages of one rank by number.
 
     `module` holds the layers by their number in the model: its parameters are the optimizer's, its state dict has the
-    same names under any placement. `boundary(layer)`: shape and dtype of what leaves a layer; None where unknown.
+    same names under any placement. `bundles`: what enters each layer and leaves the last; None where unknown.
     """
 
     def __init__(self, module: nn.ModuleDict, bundles: Sequence[Bundle] | None) -> None:
         super().__init__()
         self.module = module
-        self.inputs = None if bundles is None else bundles[0]
-        self.boundary: Callable[[int], Boundary] | None = (
-            None if bundles is None else lambda layer: bundles[layer + 1].boundary
-        )
+        self.bundles = bundles
 
 
 def build_stages(

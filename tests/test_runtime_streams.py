@@ -76,7 +76,14 @@ def steps(plan, meter, host_meter, backend, count=2):
         before = torch.zeros(boundaries[index - 1][0], dtype=dtype)
         stage.calibrate(x if stage.is_first else before, target, None if stage.is_last else torch.zeros(shape))
     replay = Replay(
-        plan, 0, stages, boundaries.__getitem__, group=None, on=torch.device("cpu"), meter=meter, backend=backend
+        plan,
+        0,
+        stages,
+        lambda stage, _: boundaries[stage],
+        group=None,
+        on=torch.device("cpu"),
+        meter=meter,
+        backend=backend,
     )
     found = []
     for number in range(count):

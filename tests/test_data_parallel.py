@@ -41,6 +41,18 @@ KINDS = {
     "mixed, floats between": (partial(fully_shard, mesh=data, mp_policy=mixed(output_dtype=torch.float32)), None, 0.05),
 }
 
+def nested(layer, root):
+    for part in layer.children():
+        fully_shard(part, mesh=data)
+    return fully_shard(layer, mesh=data) if root else layer
+
+KINDS |= {
+    "within a sharded layer": (partial(nested, root=True), None, 1e-6),
+    "only within": (partial(nested, root=False), None, 1e-6),
+    "never resharded": (partial(fully_shard, mesh=data, reshard_after_forward=False), None, 1e-6),
+    "replicate, mixed": (partial(replicate, mesh=data, mp_policy=mixed()), torch.bfloat16, 0.05),
+}
+
 def batch(replica):
     generator = torch.Generator().manual_seed(replica)
     tokens, target = torch.randint(16, (2, 2 * case.MICROBATCHES, case.LENGTH), generator=generator)
@@ -64,7 +76,8 @@ for kind, (prepare, floats, tolerance) in KINDS.items():
             with torch.profiler.profile() as profiler:
                 runner.step(*inputs, target=target)
             reductions = sum(event.name in ("gloo:all_reduce", "gloo:reduce_scatter") for event in profiler.events())
-            assert reductions == case.LAYERS, (kind, fused, reductions)
+            wanted_reductions = 6 if kind in ("within a sharded layer", "only within") else case.LAYERS
+            assert reductions == wanted_reductions, (kind, fused, reductions)
             for name, parameter in stages.module.named_parameters():
                 found = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
                 expected = steps * wanted[name.replace("module.", "")]

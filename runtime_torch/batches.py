@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from optpipe_compiler.errors import BadInput
-from runtime_torch.bundles import resized
+from runtime_torch.bundles import resized, show
 from runtime_torch.microbatch import cut
-from runtime_torch.replay import show
 from runtime_torch.stages import Stages
 
 if TYPE_CHECKING:

@@ -37,6 +37,9 @@ class Bundle:
     samples: int | None = field(default=None, compare=False)
     """How many samples the microbatch has, where that is known."""
 
+    def __str__(self) -> str:
+        return ", ".join(map(show, self.parts))
+
     @property
     def is_single(self) -> bool:
         """Whether one tensor crosses, as it is."""
@@ -118,6 +121,11 @@ class Bundle:
             yield end, nbytes
 
 
+def show(found: Boundary) -> str:
+    """Say it in words."""
+    return f"{str(found[1]).removeprefix('torch.')} of shape {found[0]}"
+
+
 def resized(shape: tuple[int, ...], announced: int, samples: int) -> tuple[int, ...]:
     """Return the shape with so many samples in its first dimension, where there were `announced`."""
     return (samples, *shape[1:]) if shape and shape[0] == announced else shape
@@ -134,21 +142,27 @@ def bundle_of(found: Any, what: str) -> Bundle:
 class BundledLayer(nn.Module):
     """A layer that takes or returns several tensors, as one that takes and returns one."""
 
-    def __init__(self, layer: nn.Module, incoming: Bundle, outgoing: Bundle) -> None:
+    def __init__(self, layer: nn.Module, incoming: Bundle, outgoing: Bundle, name: str) -> None:
         super().__init__()
         self.layer = layer
+        self._name = name
         self._incoming, self._outgoing = incoming, outgoing
 
     def forward(self, x: Tensor, *target: Tensor) -> Tensor:
         """Unpack, call, pack."""
         samples = current().samples
         found = self.layer(*self._incoming.of(samples).unpack(x), *target, **keywords_for(self.layer))
-        return found if self._outgoing.is_single else self._outgoing.of(samples).pack(found)
+        if self._outgoing.is_single:
+            return found  # type: ignore[no-any-return]
+        expected = self._outgoing.of(samples)
+        if (other := bundle_of(found, self._name)) != expected:
+            raise BadInput(f"{self._name} returned {other}, expected {expected}")
+        return expected.pack(found)
 
 
-def bundled(layer: nn.Module, incoming: Bundle, outgoing: Bundle) -> nn.Module:
-    """Return `layer` as one that takes one tensor (and the target) and returns one."""
-    return layer if incoming.is_single and outgoing.is_single else BundledLayer(layer, incoming, outgoing)
+def bundled(layer: nn.Module, incoming: Bundle, outgoing: Bundle, name: str = "a layer") -> nn.Module:
+    """Return `layer` (called `name` in errors) as one that takes one tensor (and the target) and returns one."""
+    return layer if incoming.is_single and outgoing.is_single else BundledLayer(layer, incoming, outgoing, name)
 
 
 def trace_bundles(layers: Sequence[Made], inputs: Sequence[Tensor], target: Tensor | None) -> list[Bundle]:
@@ -197,9 +211,6 @@ class _Pack(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, bundle: Bundle, *tensors: Tensor) -> Tensor:
-        found = bundle_of(tensors, "a layer")
-        if found != bundle:
-            raise BadInput(f"a layer returned {found.parts}, expected {bundle.parts} as for the first microbatch")
         ctx.bundle = bundle
         carrier = bundle.join(tensors)
         if not carrier.is_floating_point():

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from optpipe_compiler import ir
 from optpipe_compiler.errors import BadInput, RunFailed
+from runtime_torch.bundles import show
 from runtime_torch.execution import StageExecution
-from runtime_torch.replay import show
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -15,6 +15,7 @@ import torch
 from optpipe_compiler import ir
 from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch import deliveries
+from runtime_torch.bundles import show
 from runtime_torch.cuda import Cuda, pinned
 from runtime_torch.execution import StageExecution
 from runtime_torch.lanes import ThreadLanes, Work
@@ -361,11 +362,6 @@ def check_output(out: Tensor, expected: Boundary | None, name: str, microbatch: 
         raise BadInput(
             f"{name} returned {show((tuple(out.shape), out.dtype))} for microbatch {microbatch}, expected {wanted}"
         )
-
-
-def show(found: Boundary) -> str:
-    """Say it in words."""
-    return f"{str(found[1]).removeprefix('torch.')} of shape {found[0]}"
 
 
 def _pageable(nbytes: int) -> Tensor:

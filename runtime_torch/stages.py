@@ -89,7 +89,8 @@ def stages_between(
     for stage in mine:
         own = [built[index] for index in range(*stage.layers)]
         if bundles is not None:
-            own = [bundled(built[i], bundles[i], bundles[i + 1]) for i in range(*stage.layers)]
+            names = {index: f"rank {rank}: layer {index}" for index in range(*stage.layers)}
+            own = [bundled(built[i], bundles[i], bundles[i + 1], name) for i, name in names.items()]
         stages[stage.stage] = _execution(schedule, stage, own, device, meters)
     for part in sharded:
         part.reshard()

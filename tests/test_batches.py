@@ -78,6 +78,16 @@ def reference(functions, inputs, target, sizes, weights, keywords=None):
     return total, wanted
 
 
+class Longer(MAKERS[1]):
+    """Passes a longer mask on when told to."""
+
+    longer = False
+
+    def forward(self, x, positions, mask):
+        x, positions, mask = super().forward(x, positions, mask)
+        return x, positions, mask.repeat(1, 2) if self.longer else mask
+
+
 def assert_gradients(stages, wanted):
     found = dict(stages.module.named_parameters())
     assert found
@@ -178,6 +188,21 @@ def test_another_tensor_than_announced_is_refused_by_rank_and_layer_in_any_step(
     with pytest.raises(BadInput, match=message) as caught:
         getattr(runner, step)(x, target=target)
     assert step == "eval" or caught.value.__notes__ == ["optpipe: rank 0 failed in forward:0:0"]
+
+
+def test_of_several_tensors_each_is_held_against_what_was_announced(alone):
+    functions = makers(Longer, Longer)
+    schedule = plan((0, 0))
+    stages = runtime_torch.build_stages(schedule, functions, 0, "cpu", **announced())
+    runner = runtime_torch.Runner(schedule, stages)
+    inputs, target = batch(3)
+    runner.step(*inputs, target=target)
+    stages.module["2"].longer = True
+    message = (
+        r"rank 0: layer 2 returned float32 .*, bool of shape \(2, 10\), expected float32 .*, bool of shape \(2, 5\)"
+    )
+    with pytest.raises(BadInput, match=message):
+        runner.step(*inputs, target=target)
 
 
 RANK = """

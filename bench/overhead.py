@@ -150,10 +150,10 @@ def _layer(schedule: ir.Schedule, index: int) -> nn.Module:
     return (Last if index == len(schedule.stages) - 1 else nn.Linear)(1, 1)
 
 
-def measure(options: argparse.Namespace, method: str, rank: int) -> dict[str, float]:
-    """Take turns with both; return the us per op of each way."""
+def measure(options: argparse.Namespace, method: str, rank: int, is_public: bool) -> dict[str, float]:
+    """Take turns with both, ours on public names of torch alone where asked; return the us per op of each way."""
     torch.set_num_threads(1)
-    if options.public:
+    if is_public:
         engine.use_public_names()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=options.devices)
     schedule = order(method, options.devices, options.microbatches)
@@ -184,11 +184,12 @@ HEADER = """# The runtime's own host time
 Written by `python -m bench.overhead`; {machine}, torch {torch}.
 Microseconds of processor time per op (messages included) of a quiet step, on layers that do next to nothing: our replay
 and torch's stock schedule runtime on the same order, without memory ops. What autograd and the layer itself take is in
-both. torch does not split the first stage of a split schedule: its I is empty there and its W a whole backward; the
-replay runs both halves, and that is what the first rank of such schedules shows.
+both; "public" is the replay without autograd's private entry (runtime_torch/engine.py). torch does not split the first
+stage of a split schedule: its I is empty there and its W a whole backward; the replay runs both halves, and that is
+what the first rank of such schedules shows.
 
-| schedule | rank | torch | replay | ratio |
-|---|---|---|---|---|
+| schedule | rank | torch | replay | ratio | public | ratio |
+|---|---|---|---|---|---|---|
 """
 
 
@@ -199,7 +200,6 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=32)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--public", action="store_true", help="let the replay do without private names of torch")
     parser.add_argument("--profile", action="store_true", help="show where the time goes; the times are then too long")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
@@ -207,10 +207,15 @@ def main() -> None:
     rows = []
     for method in options.method or METHODS:
         for rank in range(options.devices):
-            with context.Pool(1) as pool:
-                us = pool.apply(measure, (options, method, rank))
-            ratio = us["replay"] / us["torch"]
-            rows.append(f"| {method} | {rank} | {us['torch']:.1f} | {us['replay']:.1f} | {ratio:.2f} |")
+            cells = []
+            for is_public in (False, True):
+                with context.Pool(1) as pool:
+                    us = pool.apply(measure, (options, method, rank, is_public))
+                cells += [us["replay"], us["replay"] / us["torch"], us["torch"]]
+            ours, ratio, stock_us, public, public_ratio, _ = cells
+            rows.append(
+                f"| {method} | {rank} | {stock_us:.1f} | {ours:.1f} | {ratio:.2f} | {public:.1f} | {public_ratio:.2f} |"
+            )
             print(rows[-1], flush=True)
     if options.output is not None:
         header = HEADER.format(machine=machine(), torch=torch.__version__)

@@ -61,6 +61,7 @@ class Batches:
         self._announced = self._inputs.samples if self._inputs else None
         """The samples of a whole microbatch; where nobody said, those of the first step."""
         self._sizes: list[int] = []
+        self._rows: dict[str, int] = {}
 
     def boundary(self, layer: int, microbatch: int) -> Boundary:
         """Return shape and dtype of what leaves a layer."""
@@ -83,7 +84,7 @@ class Batches:
         """Agree with the other ranks, and cut this rank's part; a step has as many microbatches as the schedule."""
         given = self._checked(inputs, target)
         (samples,) = self._told(self._ends[0], [len(given[0])] if given else [0])
-        self._sizes = self._even(int(samples), forward_only=forward_only)
+        self._sizes = self._sized(int(samples), forward_only=forward_only)
         return Batch(
             self._carried(given) if given else None,
             self._split(target, "the target") if target is not None and self._has_last else None,
@@ -128,7 +129,7 @@ class Batches:
         told: list[float] = message.tolist()
         return told
 
-    def _even(self, samples: int, *, forward_only: bool) -> list[int]:
+    def _sized(self, samples: int, *, forward_only: bool) -> list[int]:
         """Return the samples of each microbatch, as many as can be."""
         count = self._count
         if forward_only and self._announced is not None:
@@ -163,12 +164,13 @@ class Batches:
         return torch.split(torch.cat(carriers), [carrier.numel() for carrier in carriers])
 
     def _split(self, tensor: Tensor, name: str) -> Sequence[Tensor]:
-        """Cut along the first dimension, which may have several rows for each sample."""
-        rows, rest = divmod(len(tensor), sum(self._sizes))
-        if rest or not rows:
+        """Cut along the first dimension, which has as many rows for each sample as in the first batch."""
+        samples = sum(self._sizes)
+        rows = self._rows.setdefault(name, max(1, len(tensor) // samples))
+        if len(tensor) != rows * samples:
             raise BadInput(
-                f"{name} has the shape {tuple(tensor.shape)}, expected a first dimension that is a multiple of the "
-                f"batch's {sum(self._sizes)} samples"
+                f"{name} has the shape {tuple(tensor.shape)}, expected {rows * samples} in its first dimension for the "
+                f"batch's {samples} samples"
             )
         return torch.split(tensor, [rows * size for size in self._sizes])
 

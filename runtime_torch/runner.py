@@ -123,11 +123,7 @@ class Runner:
         for part in self._parts():
             part.gather()
         if not self._ready:
-            with entered(batch.microbatches[0]):
-                prepare(
-                    self.schedule, self._stages, self._batches.boundary, batch.inputs, batch.targets, self._tolerance
-                )
-            self._ready = True
+            self._prepare(batch)
         result = self._steps.step(batch.inputs, batch.targets, batch.microbatches, losses)
         for part in self._parts():
             part.reduce()

@@ -158,10 +158,7 @@ class Batches:
     def _carried(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the first stage's input by microbatch, as one tensor each."""
         parts = [self._split(tensor, f"input {index}") for index, tensor in enumerate(given)]
-        if self._inputs is None or self._inputs.is_single:
-            return parts[0]
-        carriers = [self._inputs.of(size).join(one) for size, *one in zip(self._sizes, *parts, strict=True)]
-        return torch.split(torch.cat(carriers), [carrier.numel() for carrier in carriers])
+        return parts[0] if self._inputs is None else self._inputs.carry_batch(parts)
 
     def _split(self, tensor: Tensor, name: str) -> Sequence[Tensor]:
         """Cut along the first dimension, which has as many rows for each sample as in the first batch."""

@@ -75,13 +75,12 @@ class Bundle:
         only = tensors[0] if self.is_single else None
         return self.join(tensors) if only is None else only
 
-    def carry_batch(self, tensors: Sequence[Tensor], microbatches: int) -> Tensor:
-        """Return whole batches as one tensor, with the microbatches along its first dimension."""
+    def carry_batch(self, tensors: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+        """Return the microbatches of several tensors as one tensor for each microbatch."""
         if self.is_single:
             return tensors[0]
-        return torch.stack(
-            [self.join(part) for part in zip(*(t.tensor_split(microbatches) for t in tensors), strict=True)]
-        )
+        carriers = [self.of(len(parts[0])).join(parts) for parts in zip(*tensors, strict=True)]
+        return torch.split(torch.cat(carriers), [carrier.numel() for carrier in carriers])
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the carrier of `tensors`; differentiable."""

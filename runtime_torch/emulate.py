@@ -124,7 +124,7 @@ class _Alone:
         self._stages = stages_between(schedule, layers, rank, device, bundles)
         microbatches = schedule.setup.microbatches
         inputs, target = models.batches(model, data)(torch.Generator().manual_seed(seed), microbatches)
-        self._inputs = bundles[0].carry_batch(inputs, microbatches).to(device).tensor_split(microbatches)
+        self._inputs = bundles[0].carry_batch([one.to(device).tensor_split(microbatches) for one in inputs])
         self._targets = target.to(device).tensor_split(microbatches)
         boundaries = [bundle.boundary for bundle in bundles[1:]]
         prepare(

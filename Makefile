@@ -2,14 +2,17 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+# An environment of its own for each torch that the runtime is tested with: make test-torch TORCH=torch==2.11.0
+TORCH_VENV := .venv-$(subst =,,$(TORCH))
+RUNTIME_TESTS := $(shell grep -lE 'importorskip\("torch"\)' tests/*.py)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := demo
 
-.PHONY: help demo test check format lint type golden schemas bench estimates clean
+.PHONY: help demo test test-torch check format lint type golden schemas bench estimates clean
 
 help: ## Show this help
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -24,6 +27,12 @@ demo: $(READY) ## Profile this machine, plan under two caps, verify and train on
 
 test: $(READY) ## Run all tests
 	$(BIN)/python -m pytest
+
+test-torch: ## Run the runtime's tests with another torch: make test-torch TORCH=torch==2.11.0
+	$(PYTHON) -m venv $(TORCH_VENV)
+	$(TORCH_VENV)/bin/pip install --quiet --upgrade pip
+	$(TORCH_VENV)/bin/pip install --quiet "$(TORCH)" --editable ".[runtime,dev]"
+	$(TORCH_VENV)/bin/python -m pytest $(RUNTIME_TESTS)
 
 check: lint type ## Lint and types
 
@@ -51,4 +60,4 @@ estimates: $(READY) ## Compare estimated profiles with published measurements (d
 	$(BIN)/python -m bench.estimates
 
 clean: ## Remove the environment and the demo's files
-	rm -rf $(VENV) $(DEMO)
+	rm -rf $(VENV) .venv-* $(DEMO)

@@ -22,13 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.report import machine, publish
 from optpipe_compiler.driver import Options, compile_schedule
 from optpipe_compiler.uniform import UniformOptions, uniform_profile
-from runtime_torch.adapter import _actions, quiet
+from runtime_torch import engine
+from runtime_torch.microbatch import Microbatch
 from runtime_torch.named import NamedStage
 from runtime_torch.runner import Steps
 
@@ -37,6 +38,16 @@ if TYPE_CHECKING:
 
     from optpipe_compiler import ir
 
+TYPES = {
+    "forward": "FORWARD",
+    "backward": "FULL_BACKWARD",
+    "backward_input": "BACKWARD_INPUT",
+    "backward_weight": "BACKWARD_WEIGHT",
+    "send_activation": "SEND_F",
+    "recv_activation": "RECV_F",
+    "send_gradient": "SEND_B",
+    "recv_gradient": "RECV_B",
+}
 METHODS = ("1f1b", "interleaved-1f1b", "zb-h1", "zbv")
 WARM_UP = 5
 
@@ -75,10 +86,9 @@ def order(method: str, devices: int, microbatches: int) -> ir.Schedule:
 def replayed(schedule: ir.Schedule, rank: int) -> Callable[[Tensor, Tensor], object]:
     """Return a step of ours; a stage is one layer, however many the schedule counts."""
     x, on, last = torch.ones(1, 1), torch.device("cpu"), len(schedule.stages) - 1
-    stages, modules = {}, {}
+    stages = {}
     for index in _stages_of(schedule, rank):
-        modules[index] = _layer(schedule, index)
-        stage = NamedStage([modules[index]], index, is_first=index == 0, is_last=index == last, device=on)
+        stage = NamedStage([_layer(schedule, index)], index, is_first=index == 0, is_last=index == last, device=on)
         stage.stage = index
         stage.calibrate(x, x if index == last else None, None if index == last else x)
         stages[index] = stage
@@ -88,14 +98,15 @@ def replayed(schedule: ir.Schedule, rank: int) -> Callable[[Tensor, Tensor], obj
     steps = Steps(
         schedule,
         stages,
-        modules,
-        lambda _: ((1, 1), torch.float32),
+        lambda *_: ((1, 1), torch.float32),
         group=None,
         on=on,
         meter=first.meter,
         host_meter=first.host_meter,
     )
-    return steps.step
+    count = schedule.setup.microbatches
+    whole = [Microbatch(1 / count)] * count
+    return lambda inputs, target: steps.step(inputs.split(1), target.split(1), whole)
 
 
 def stock(schedule: ir.Schedule, rank: int) -> Callable[[Tensor, Tensor], object]:
@@ -115,7 +126,7 @@ def stock(schedule: ir.Schedule, rank: int) -> Callable[[Tensor, Tensor], object
         for index in mine
     ]
     runtime: Any = _PipelineScheduleRuntime(stages, microbatches, loss_fn=loss)  # type: ignore[no-untyped-call]
-    actions = {device.device: _actions(device, microbatches) for device in schedule.devices}
+    actions = {device.device: _actions(device) for device in schedule.devices}
     runtime._prepare_schedule_with_comms(actions, format="compute_comms")
 
     def step(inputs: Tensor, target: Tensor) -> None:
@@ -126,6 +137,11 @@ def stock(schedule: ir.Schedule, rank: int) -> Callable[[Tensor, Tensor], object
     return step
 
 
+def _actions(device: ir.Device) -> list[_Action]:
+    types = {op: getattr(_ComputationType, name) for op, name in TYPES.items()}
+    return [_Action(op.stage, types[op.name], op.microbatch) for op in device.compute]
+
+
 def _stages_of(schedule: ir.Schedule, rank: int) -> list[int]:
     return [stage.stage for stage in schedule.stages if stage.device == rank]
 
@@ -134,10 +150,11 @@ def _layer(schedule: ir.Schedule, index: int) -> nn.Module:
     return (Last if index == len(schedule.stages) - 1 else nn.Linear)(1, 1)
 
 
-def measure(options: argparse.Namespace, method: str, rank: int) -> dict[str, float]:
-    """Take turns with both; return the us per op of each way."""
+def measure(options: argparse.Namespace, method: str, rank: int, is_public: bool) -> dict[str, float]:
+    """Take turns with both, ours on public names of torch alone where asked; return the us per op of each way."""
     torch.set_num_threads(1)
-    quiet()
+    if is_public:
+        engine.use_public_names()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=options.devices)
     schedule = order(method, options.devices, options.microbatches)
     ways = {"replay": replayed(schedule, rank), "torch": stock(schedule, rank)}
@@ -167,11 +184,12 @@ HEADER = """# The runtime's own host time
 Written by `python -m bench.overhead`; {machine}, torch {torch}.
 Microseconds of processor time per op (messages included) of a quiet step, on layers that do next to nothing: our replay
 and torch's stock schedule runtime on the same order, without memory ops. What autograd and the layer itself take is in
-both. torch does not split the first stage of a split schedule: its I is empty there and its W a whole backward; the
-replay runs both halves, and that is what the first rank of such schedules shows.
+both; "public" is the replay without autograd's private entry (runtime_torch/engine.py). torch does not split the first
+stage of a split schedule: its I is empty there and its W a whole backward; the replay runs both halves, and that is
+what the first rank of such schedules shows.
 
-| schedule | rank | torch | replay | ratio |
-|---|---|---|---|---|
+| schedule | rank | torch | replay | ratio | public | ratio |
+|---|---|---|---|---|---|---|
 """
 
 
@@ -189,10 +207,15 @@ def main() -> None:
     rows = []
     for method in options.method or METHODS:
         for rank in range(options.devices):
-            with context.Pool(1) as pool:
-                us = pool.apply(measure, (options, method, rank))
-            ratio = us["replay"] / us["torch"]
-            rows.append(f"| {method} | {rank} | {us['torch']:.1f} | {us['replay']:.1f} | {ratio:.2f} |")
+            cells = []
+            for is_public in (False, True):
+                with context.Pool(1) as pool:
+                    us = pool.apply(measure, (options, method, rank, is_public))
+                cells += [us["replay"], us["replay"] / us["torch"], us["torch"]]
+            ours, ratio, stock_us, public, public_ratio, _ = cells
+            rows.append(
+                f"| {method} | {rank} | {stock_us:.1f} | {ours:.1f} | {ratio:.2f} | {public:.1f} | {public_ratio:.2f} |"
+            )
             print(rows[-1], flush=True)
     if options.output is not None:
         header = HEADER.format(machine=machine(), torch=torch.__version__)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from optpipe_compiler.errors import BadInput
+from runtime_torch.microbatch import current, keywords_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,6 +34,11 @@ class Bundle:
     """The shapes and dtypes of the tensors that cross a border, for one microbatch."""
 
     parts: tuple[Boundary, ...]
+    samples: int | None = field(default=None, compare=False)
+    """How many samples the microbatch has, where that is known."""
+
+    def __str__(self) -> str:
+        return ", ".join(map(show, self.parts))
 
     @property
     def is_single(self) -> bool:
@@ -54,20 +60,27 @@ class Bundle:
 
     def with_floats(self, dtype: torch.dtype) -> Bundle:
         """Return the same bundle with all floats in `dtype`."""
-        return Bundle(tuple((shape, dtype if one.is_floating_point else one) for shape, one in self.parts))
+        return replace(self, parts=tuple((shape, dtype if one.is_floating_point else one) for shape, one in self.parts))
+
+    def of(self, samples: int | None) -> Bundle:
+        """Return the same for a microbatch of so many samples: they are the first dimension of the parts that had as
+        many there."""
+        if samples is None or self.samples is None or samples == self.samples:
+            return self
+        parts = [(resized(shape, self.samples, samples), dtype) for shape, dtype in self.parts]
+        return Bundle(tuple(parts), samples)
 
     def carry(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Return the tensor that crosses, without a gradient: the only one, or a carrier of all."""
         only = tensors[0] if self.is_single else None
         return self.join(tensors) if only is None else only
 
-    def carry_batch(self, tensors: Sequence[Tensor], microbatches: int) -> Tensor:
-        """Return whole batches as one tensor, with the microbatches along its first dimension."""
+    def carry_batch(self, tensors: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+        """Return the microbatches of several tensors as one tensor for each microbatch."""
         if self.is_single:
             return tensors[0]
-        return torch.stack(
-            [self.join(part) for part in zip(*(t.tensor_split(microbatches) for t in tensors), strict=True)]
-        )
+        carriers = [self.of(len(parts[0])).join(parts) for parts in zip(*tensors, strict=True)]
+        return torch.split(torch.cat(carriers), [carrier.numel() for carrier in carriers])
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the carrier of `tensors`; differentiable."""
@@ -107,6 +120,16 @@ class Bundle:
             yield end, nbytes
 
 
+def show(found: Boundary) -> str:
+    """Say it in words."""
+    return f"{str(found[1]).removeprefix('torch.')} of shape {found[0]}"
+
+
+def resized(shape: tuple[int, ...], announced: int, samples: int) -> tuple[int, ...]:
+    """Return the shape with so many samples in its first dimension, where there were `announced`."""
+    return (samples, *shape[1:]) if shape and shape[0] == announced else shape
+
+
 def bundle_of(found: Any, what: str) -> Bundle:
     """Return the bundle of what a layer returned: a tensor, or a tuple of tensors."""
     tensors = found if isinstance(found, tuple | list) else (found,)
@@ -118,20 +141,27 @@ def bundle_of(found: Any, what: str) -> Bundle:
 class BundledLayer(nn.Module):
     """A layer that takes or returns several tensors, as one that takes and returns one."""
 
-    def __init__(self, layer: nn.Module, incoming: Bundle, outgoing: Bundle) -> None:
+    def __init__(self, layer: nn.Module, incoming: Bundle, outgoing: Bundle, name: str) -> None:
         super().__init__()
         self.layer = layer
+        self._name = name
         self._incoming, self._outgoing = incoming, outgoing
 
     def forward(self, x: Tensor, *target: Tensor) -> Tensor:
         """Unpack, call, pack."""
-        found = self.layer(*self._incoming.unpack(x), *target)
-        return found if self._outgoing.is_single else self._outgoing.pack(found)
+        samples = current().samples
+        found = self.layer(*self._incoming.of(samples).unpack(x), *target, **keywords_for(self.layer))
+        if self._outgoing.is_single:
+            return found  # type: ignore[no-any-return]
+        expected = self._outgoing.of(samples)
+        if (other := bundle_of(found, self._name)) != expected:
+            raise BadInput(f"{self._name} returned {other}, expected {expected}")
+        return expected.pack(found)
 
 
-def bundled(layer: nn.Module, incoming: Bundle, outgoing: Bundle) -> nn.Module:
-    """Return `layer` as one that takes one tensor (and the target) and returns one."""
-    return layer if incoming.is_single and outgoing.is_single else BundledLayer(layer, incoming, outgoing)
+def bundled(layer: nn.Module, incoming: Bundle, outgoing: Bundle, name: str = "a layer") -> nn.Module:
+    """Return `layer` (called `name` in errors) as one that takes one tensor (and the target) and returns one."""
+    return layer if incoming.is_single and outgoing.is_single else BundledLayer(layer, incoming, outgoing, name)
 
 
 def trace_bundles(layers: Sequence[Made], inputs: Sequence[Tensor], target: Tensor | None) -> list[Bundle]:
@@ -156,7 +186,7 @@ def trace_bundles(layers: Sequence[Made], inputs: Sequence[Tensor], target: Tens
             ) from error
         bundles.append(bundle_of(found, f"layer {index}"))
         parts = tuple(found) if isinstance(found, tuple | list) else (found,)
-    return bundles
+    return [replace(bundle, samples=len(inputs[0]) if inputs[0].dim() else None) for bundle in bundles]
 
 
 def _on_meta(made: Made, parts: tuple[Tensor, ...]) -> Any:
@@ -180,9 +210,6 @@ class _Pack(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, bundle: Bundle, *tensors: Tensor) -> Tensor:
-        found = bundle_of(tensors, "a layer")
-        if found != bundle:
-            raise BadInput(f"a layer returned {found.parts}, expected {bundle.parts} as for the first microbatch")
         ctx.bundle = bundle
         carrier = bundle.join(tensors)
         if not carrier.is_floating_point():

@@ -10,10 +10,11 @@ import torch.distributed as dist
 
 from optpipe_compiler import ir
 from optpipe_compiler.errors import BadInput, RunFailed
+from runtime_torch.bundles import show
 from runtime_torch.execution import StageExecution
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -38,25 +39,23 @@ def agree(schedule: ir.Schedule, group: dist.ProcessGroup | None) -> bool:
 def prepare(
     schedule: ir.Schedule,
     stages: Mapping[int, StageExecution],
-    boundary: Callable[[int], Boundary],
-    inputs: Tensor | None,
-    target: Tensor | None,
+    boundary: Callable[[int, int], Boundary],
+    inputs: Sequence[Tensor] | None,
+    targets: Sequence[Tensor] | None,
     bytes_tolerance: float | None,
 ) -> None:
     """On a throw-away microbatch: hold the stages against their profile, and let those with split backwards learn what
-    their weight gradients read. `inputs` and `target` are whole batches."""
-    microbatches = schedule.setup.microbatches
+    their weight gradients read. `inputs` and `targets` are a step's, by microbatch; the first is as large as any."""
     split = {op.stage for device in schedule.devices for op in device.compute if isinstance(op, ir.BackwardInput)}
 
     def zeros(layer: int, stage: StageExecution) -> Tensor:
-        shape, dtype = boundary(layer)
+        shape, dtype = boundary(layer, 0)
         return torch.zeros(shape, dtype=dtype, device=stage.device)
 
     for index, stage in sorted(stages.items()):
-        x = inputs.tensor_split(microbatches)[0] if stage.is_first and inputs is not None else None
-        x = zeros(stage.first_layer - 1, stage) if x is None else x
-        wanted = target.tensor_split(microbatches)[0] if stage.is_last and target is not None else None
-        expected = None if stage.is_last else boundary(stage.end_layer - 1)
+        x = inputs[0] if stage.is_first and inputs is not None else zeros(stage.first_layer - 1, stage)
+        wanted = targets[0] if stage.is_last and targets is not None else None
+        expected = None if stage.is_last else boundary(stage.end_layer - 1, 0)
         conform(schedule.stages[index], stage, x, wanted, expected, bytes_tolerance)
         if index in split:
             stage.calibrate(x, wanted, None if stage.is_last else zeros(stage.end_layer - 1, stage))
@@ -83,16 +82,12 @@ def conform(
         out = trial.forward(0, x, target)
     found = tuple(out.shape), out.dtype
     if expected is not None and found != expected:
-        raise BadInput(f"{name} returns {_show(found)}, expected {_show(expected)}")
+        raise BadInput(f"{name} returns {show(found)}, expected {show(expected)}")
     if expected is None and out.dim():
-        raise BadInput(f"{name} returns {_show(found)}, expected the scalar loss")
+        raise BadInput(f"{name} returns {show(found)}, expected the scalar loss")
     saved, planned_bytes = trial.saved_bytes(0), sum(planned.saved_bytes)
     if bytes_tolerance is not None and saved > planned_bytes * (1 + bytes_tolerance) + _SLACK_BYTES:
         raise BadInput(
             f"{name} saves {saved} bytes per microbatch for its backward, its profile says {planned_bytes}: more than "
             f"{bytes_tolerance:.0%} above; profile this model again and compile"
         )
-
-
-def _show(found: Boundary) -> str:
-    return f"{str(found[1]).removeprefix('torch.')} of shape {found[0]}"

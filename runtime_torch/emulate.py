@@ -124,9 +124,12 @@ class _Alone:
         self._stages = stages_between(schedule, layers, rank, device, bundles)
         microbatches = schedule.setup.microbatches
         inputs, target = models.batches(model, data)(torch.Generator().manual_seed(seed), microbatches)
-        self._inputs, self._target = bundles[0].carry_batch(inputs, microbatches).to(device), target.to(device)
+        self._inputs = bundles[0].carry_batch([one.to(device).tensor_split(microbatches) for one in inputs])
+        self._targets = target.to(device).tensor_split(microbatches)
         boundaries = [bundle.boundary for bundle in bundles[1:]]
-        prepare(schedule, self._stages, boundaries.__getitem__, self._inputs, self._target, BYTES_TOLERANCE)
+        prepare(
+            schedule, self._stages, lambda layer, _: boundaries[layer], self._inputs, self._targets, BYTES_TOLERANCE
+        )
         first = next(iter(self._stages.values()))
         self._meter, self._host_meter = first.meter, first.host_meter
         carriers = [bundle.boundary for bundle in bundles[1:] if not bundle.is_single]
@@ -136,7 +139,7 @@ class _Alone:
             schedule,
             rank,
             self._stages,
-            lambda stage: boundaries[schedule.stages[stage].layers[1] - 1],
+            lambda stage, _: boundaries[schedule.stages[stage].layers[1] - 1],
             group=cast("Any", self._peers),
             on=device,
             meter=self._meter,
@@ -150,19 +153,10 @@ class _Alone:
 
     def step(self) -> list[Ran]:
         """Run the device's ops once; return when each ran, from the start of the step, by end."""
-        microbatches = self._schedule.setup.microbatches
         self._meter.reset_peak()
         self._host_meter.reset_peak()
-        self._replay.begin(self._inputs.tensor_split(microbatches), self._target.tensor_split(microbatches))
-        self._peers.begin()
+        ops = self._replay.step(self._inputs, self._targets)
         start = self._peers.start_ns
-        try:
-            for op in self._schedule.devices[self._rank].compute:
-                self._replay.run(op.name, op.stage, op.microbatch)
-        except BaseException as error:
-            self._replay.abort(error)
-            raise
-        ops = self._replay.finish()
         self._stages.module.zero_grad(set_to_none=False)
         self._peaks.append((self._meter.peak_bytes, self._host_meter.peak_bytes))
         losses = self._replay.losses

@@ -1,7 +1,7 @@
-"""Private functions of torch itself; those of its pipelining engine are in adapter.py. Both are for `job.TORCH`.
+"""Calls of torch that have a faster, private way: taken where this torch has it, and never needed.
 
-Autograd's engine is called without the checks around it, which cost more host time than many a kernel's launch: the
-callers here know what they pass, edges with gradients of their shape and dtype.
+Autograd's engine is then called without the checks around it, which cost more host time than many a kernel's launch:
+the callers here know what they pass, edges with gradients of their shape and dtype. docs/OVERHEAD.md has both ways.
 """
 
 from __future__ import annotations
@@ -9,20 +9,57 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd import graph
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor, UntypedStorage
     from torch.autograd.graph import GradientEdge
+
+    RunBackward = Callable[..., tuple[Tensor | None, ...]]
+
+
+def _private(owner: Any, *path: str) -> Any:
+    """What is at `path`; None where this torch does not have it."""
+    for name in path:
+        owner = getattr(owner, name, None)
+    return owner
+
+
+def _probed(run_backward: RunBackward | None) -> RunBackward | None:
+    """The function, where it does on three numbers what the callers below count on; else None."""
+    if run_backward is None:
+        return None
+    leaf = torch.ones((), requires_grad=True)
+    edge, seed = graph.get_gradient_edge(leaf * 2), torch.ones(())
+    try:
+        found = run_backward((edge,), (seed,), True, False, (leaf,), True, accumulate_grad=False)
+        run_backward((edge,), (seed,), False, False, (), True, accumulate_grad=True)
+    except (TypeError, RuntimeError):
+        return None
+    return run_backward if leaf.grad is not None and found[0] == leaf.grad == 2 else None
+
+
+_run_backward: RunBackward | None = _probed(_private(graph, "_engine_run_backward"))
+_profiler_enabled: Callable[[], bool] | None = _private(torch, "_C", "_autograd", "_profiler_enabled")
+_use_count: Callable[[int], int] | None = _private(torch, "_C", "_storage_Use_Count")
+
+
+def use_public_names() -> None:
+    """Do without the private names from now on."""
+    global _run_backward, _profiler_enabled, _use_count
+    _run_backward = _profiler_enabled = _use_count = None
 
 
 def accumulate(
     edges: Sequence[GradientEdge], gradients: Sequence[Tensor], into: Sequence[Tensor | GradientEdge] = ()
 ) -> None:
     """Run backward from `edges` and free their graph; add to `.grad` of the leaves, or of those in `into` alone."""
-    _engine_run_backward(tuple(edges), tuple(gradients), False, False, tuple(into), True, accumulate_grad=True)
+    if _run_backward is None:
+        torch.autograd.backward(tuple(edges), tuple(gradients), inputs=tuple(into) or None)  # type: ignore[arg-type]
+    else:
+        _run_backward(tuple(edges), tuple(gradients), False, False, tuple(into), True, accumulate_grad=True)
 
 
 def capture(
@@ -30,17 +67,22 @@ def capture(
 ) -> tuple[Tensor | None, ...]:
     """Run backward from `edges` and return the gradients of `of`, None where there is no way to it; with `retain` the
     graph stays for another backward."""
-    return _engine_run_backward(tuple(edges), tuple(gradients), retain, False, tuple(of), True, accumulate_grad=False)
-
-
-_C: Any = torch._C
+    if _run_backward is None:
+        return torch.autograd.grad(
+            tuple(edges),
+            tuple(of),  # type: ignore[arg-type]
+            tuple(gradients),
+            retain_graph=retain,
+            allow_unused=True,
+        )
+    return _run_backward(tuple(edges), tuple(gradients), retain, False, tuple(of), True, accumulate_grad=False)
 
 
 def is_profiled() -> bool:
-    """Whether a profiler listens to this thread."""
-    return bool(_C._autograd._profiler_enabled())
+    """Whether a profiler listens to this thread, or may do so."""
+    return _profiler_enabled is None or _profiler_enabled()
 
 
-def references(storage: UntypedStorage) -> int:
-    """Return how many objects keep the storage alive, `storage` itself included."""
-    return int(_C._storage_Use_Count(storage._cdata))
+def references(storage: UntypedStorage) -> int | None:
+    """Return how many objects keep the storage alive, `storage` itself included; None where that cannot be told."""
+    return None if _use_count is None else _use_count(storage._cdata)

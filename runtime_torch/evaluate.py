@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from runtime_torch.microbatch import entered, keywords_for
+from runtime_torch.replay import check_output
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
     from optpipe_compiler import ir
+    from runtime_torch.batches import Batch
     from runtime_torch.execution import StageExecution
     from runtime_torch.replay import Boundary
 
@@ -20,32 +24,32 @@ if TYPE_CHECKING:
 def forward_only(
     schedule: ir.Schedule,
     stages: Mapping[int, StageExecution],
-    boundary: Callable[[int], Boundary],
+    boundary: Callable[[int, int], Boundary],
     group: dist.ProcessGroup | None,
-    inputs: Tensor | None,
-    target: Tensor | None,
-) -> float | None:
-    """Return the mean loss of all microbatches where the last stage is; `inputs` where the first is.
+    batch: Batch,
+) -> list[Tensor]:
+    """Return the losses of all microbatches where the last stage is, nothing elsewhere.
 
     All ranks take (microbatch, stage) in the same order, which cannot deadlock.
     """
-    last = len(schedule.stages) - 1
-    microbatches = schedule.setup.microbatches
     losses: list[Tensor] = []
     sent: list[tuple[dist.Work | None, Tensor]] = []
-    for microbatch in range(microbatches):
+    for number, microbatch in enumerate(batch.microbatches):
         x: Tensor | None = None
         for index, stage in sorted(stages.items()):
             if index == 0:
-                assert inputs is not None
-                x = inputs.tensor_split(microbatches)[microbatch]
+                assert batch.inputs is not None
+                x = batch.inputs[number]
             elif index - 1 not in stages:
-                shape, dtype = boundary(stage.first_layer - 1)
+                shape, dtype = boundary(stage.first_layer - 1, number)
                 x = torch.empty(shape, dtype=dtype, device=stage.device)
                 dist.recv(x, group=group, group_src=schedule.stages[index - 1].device)
             assert x is not None
-            x = _call(stage, x, None if target is None else target.tensor_split(microbatches)[microbatch])
-            if index == last:
+            with entered(microbatch):
+                x = _call(stage, x, batch.targets[number] if batch.targets is not None else None)
+            rank, layer = schedule.stages[index].device, stage.end_layer - 1
+            check_output(x, None if stage.is_last else boundary(layer, number), f"rank {rank}: layer {layer}", number)
+            if stage.is_last:
                 losses.append(x)
             elif index + 1 not in stages:
                 x = x.contiguous()
@@ -54,14 +58,15 @@ def forward_only(
             _delivered(*sent.pop(0))
     for message in sent:
         _delivered(*message)
-    return torch.stack(losses).mean().item() if losses else None
+    return losses
 
 
 def _call(stage: StageExecution, x: Tensor, target: Tensor | None) -> Tensor:
     *rest, end = stage.layers
     for layer in rest:
-        x = layer(x)
-    return end(x, target) if stage.is_last else end(x)  # type: ignore[no-any-return]
+        x = layer(x, **keywords_for(layer))
+    found: Tensor = end(x, *((target,) if stage.is_last else ()), **keywords_for(end))
+    return found
 
 
 def _delivered(work: dist.Work | None, _tensor: Tensor) -> None:

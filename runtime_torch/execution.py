@@ -17,6 +17,7 @@ from optpipe_compiler.errors import RunFailed
 from runtime_torch import engine, split
 from runtime_torch.carrier import Carrier, DirectCarrier
 from runtime_torch.meter import Meter
+from runtime_torch.microbatch import keywords_for
 from runtime_torch.store import SavedTensorStore
 
 if TYPE_CHECKING:
@@ -251,8 +252,8 @@ class StageExecution:
     def _call(self, index: int, x: Tensor, target: Tensor | None) -> Tensor:
         layer = self.layers[index - self.first_layer]
         if self.is_last and index + 1 == self.end_layer:
-            return layer(x, None if target is None else _compact(target))  # type: ignore[no-any-return]
-        return layer(x)  # type: ignore[no-any-return]
+            return layer(x, None if target is None else _compact(target), **keywords_for(layer))  # type: ignore[no-any-return]
+        return layer(x, **keywords_for(layer))  # type: ignore[no-any-return]
 
     def _keep_input(self, run: _Pass, layers: Layers, x: Tensor) -> None:
         """Keep the input of a range that is recomputed."""
@@ -261,10 +262,10 @@ class StageExecution:
         run.store.meter.hold(checkpoint.tensor.untyped_storage())
 
     def _root(self, run: _Pass, gradient: Tensor | None) -> Tensor:
-        """The gradient of the output; of the loss by itself on the last stage."""
+        """The gradient of the output; on the last stage, where none is given, of the loss by itself."""
         if run.checkpoints:
             raise RunFailed(f"a backward started before the recompute of layers {next(iter(run.checkpoints))}")
-        root = self._one if self.is_last else gradient
+        root = self._one if self.is_last and gradient is None else gradient
         if root is None:
             raise RunFailed(f"stage of layers {self.first_layer} to {self.end_layer - 1}: no gradient of its output")
         return root

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from optpipe_compiler.errors import MissingDependency
 
-TORCH = "2.13"
-"""The supported range: private parts of its pipelining engine are used."""
+TORCH = ((2, 11), (2, 16))
+"""From the first of these versions to below the second: those that the tests were run with (`make test-torch`)."""
 
 Event = dict[str, Any]
 """{"event": "started" | "check" | "step" | "trace", ...}; steps count from 0."""
@@ -70,7 +72,10 @@ def shares_of_cores(ranks: int) -> list[list[int]]:
     return [cores[rank * each : (rank + 1) * each] for rank in range(ranks)]
 
 
-def check_torch(version: str) -> None:
-    """Raise MissingDependency where torch is outside the supported range."""
-    if not version.startswith(f"{TORCH}."):
-        raise MissingDependency(f"optpipe run needs torch {TORCH}, found {version}: pip install 'torch=={TORCH}.*'")
+def check_torch(version: str | None = None) -> None:
+    """Raise MissingDependency where torch (absent: the installed one) is outside the supported range."""
+    version = importlib.metadata.version("torch") if version is None else version
+    first, end = TORCH
+    if not first <= tuple(int(number) for number in re.findall(r"\d+", version)[:2]) < end:
+        wanted = f">={first[0]}.{first[1]},<{end[0]}.{end[1]}"
+        raise MissingDependency(f"optpipe run needs torch {wanted}, found {version}: pip install 'torch{wanted}'")

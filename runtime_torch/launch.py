@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import multiprocessing
 import os
 import signal
@@ -54,7 +53,7 @@ def run(
     fails ends the run within seconds: RunFailed names it. `timeout_s`: how long a rank
     waits for another's message before it gives up.
     """
-    check_torch(importlib.metadata.version("torch"))
+    check_torch()
     training = schedule.model is not None
     job = Job(
         schedule_text=ir.to_text(schedule),
@@ -77,8 +76,6 @@ def run(
 def _join(job: Job, place: Place, tell: Callable[[Event], None]) -> RunReport | None:
     """Be one rank of a group that torchrun started."""
     from runtime_torch import session
-
-    session.settle()
 
     def give_up(error: BaseException) -> None:
         sys.stderr.write(f"optpipe: {_expected(error, place.rank)}\n")
@@ -224,7 +221,6 @@ def _child(job: Job, place: Place, pipe: Connection, cores: list[int]) -> None:
             os.sched_setaffinity(0, cores)
         from runtime_torch import session
 
-        session.settle()
         report = session.work(job, place, say, fail)
         say({"event": "finished", "report": report})
     except BaseException as error:

@@ -65,6 +65,11 @@ class Mailbox:
         self._channels: dict[int, torch.cuda.Stream] = {}
         """On CUDA, by peer: a pair's messages are delivered in their order, those of two pairs in any."""
 
+    def begin(self) -> None:
+        """A step begins now."""
+        if isinstance(self._group, Peers):
+            self._group.begin()
+
     def send(self, op_id: str, tensor: Tensor, peer: int) -> None:
         """Issue a send of `tensor` (contiguous) to device `peer`."""
         if isinstance(self._group, Peers):

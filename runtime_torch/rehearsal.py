@@ -149,7 +149,7 @@ class RehearsedStage:
     def _input_gradient(self, gradient: Tensor | None) -> Tensor | None:
         if self.stage.stage == 0:
             return None
-        passed = 0.0 if gradient is None else gradient[0].item()
+        passed = 0.0 if gradient is None or self._is_last else gradient[0].item()
         return self._message(passed + 1, self._cost.send_gradient_ns)
 
     def _message(self, passed: float, travel_ns: int) -> Tensor:

@@ -1,7 +1,7 @@
 """One device's share of a schedule: its ops in order, with their waits, tensors handed from op to op.
 
-The engine (adapter.py) calls `run` for each op of the compute lane; the transfer lanes run beside it. Order and waits
-of the schedule are followed to the letter, its times are ignored.
+`step` walks the compute lane; the transfer lanes run beside it. Order and waits of the schedule are followed to the
+letter, its times are ignored.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from optpipe_compiler import ir
-from optpipe_compiler.errors import RunFailed
+from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch import deliveries
+from runtime_torch.bundles import show
 from runtime_torch.cuda import Cuda, pinned
 from runtime_torch.execution import StageExecution
 from runtime_torch.lanes import ThreadLanes, Work
 from runtime_torch.messages import Mailbox
+from runtime_torch.microbatch import Microbatch, enter
 from runtime_torch.pinned import PinnedPool
 from runtime_torch.streams import StreamCarrier, StreamLanes
 from runtime_torch.timeline import OpTime, Timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch.distributed as dist
     from torch import Tensor
@@ -85,17 +87,17 @@ class _Due:
 
     op: ir.Op
     id: str
-    key: tuple[str, int, int]
     run: Callable[[_Due, int, int], None]
 
 
 class Replay:
     """Runs one device's ops, step by step.
 
-    `stages`: this device's stages by number. `boundary(stage)`: shape and dtype of the output of `stage`.
+    `stages`: this device's stages by number. `boundary(stage, microbatch)`: shape and dtype of an output of `stage`.
     `message_bytes(stage)`: what that output counts in the meter, where its tensor is only a stand-in. `on_arrival`:
-    called with a tensor from another device before the op that reads it starts. `on_failure`: see `Runner`.
-    `backend`: of the streams that the transfers run on (CUDA has its own); None: in threads.
+    called with a tensor from another device before the op that reads it starts. `on_weights`: called with the stage
+    after each of its W. `on_failure`: see `Runner`. `backend`: of the streams that the transfers run on (CUDA has its
+    own); None: in threads.
     """
 
     def __init__(
@@ -103,13 +105,14 @@ class Replay:
         schedule: ir.Schedule,
         device: int,
         stages: Mapping[int, StageOps],
-        boundary: Callable[[int], Boundary],
+        boundary: Callable[[int, int], Boundary],
         *,
         group: dist.ProcessGroup | None,
         on: torch.device,
         meter: Meter,
         message_bytes: Callable[[int], int] | None = None,
         on_arrival: Callable[[Tensor], None] | None = None,
+        on_weights: Callable[[int], None] | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
         backend: Backend | None = None,
     ) -> None:
@@ -122,6 +125,13 @@ class Replay:
         self._meter = meter
         self._message_bytes = message_bytes
         self._on_arrival = on_arrival
+        self._on_weights = on_weights
+        self._names = {
+            stage.stage: f"rank {device}: layer {stage.layers[1] - 1}"
+            for stage in schedule.stages
+            if stage.device == device
+        }
+        """What an output is said to come from."""
         self._mailbox = Mailbox(group, meter)
         self._timeline = Timeline(on)
         self._lanes = self._make_lanes(
@@ -143,10 +153,12 @@ class Replay:
             "recv_activation": self._recv,
             "recv_gradient": self._recv,
         }
-        self._order = [_Due(op, op.id, (op.name, op.stage, op.microbatch), ways[op.name]) for op in self.plan.compute]
-        self._remaining: Iterator[_Due] = iter(())
+        self._order = [_Due(op, op.id, ways[op.name]) for op in self.plan.compute]
         self._inputs: Sequence[Tensor] | None = None
         self._targets: Sequence[Tensor] | None = None
+        self._all: Sequence[Microbatch] = [Microbatch(1 / self._microbatches)] * self._microbatches
+        self._seeds: dict[float, Tensor] = {}
+        """The gradient of a microbatch's loss, by its weight."""
         self.losses: Tensor | None = None
         """This step's, by microbatch, where the last stage is; in one buffer for all steps, so that none adds to it."""
         self._activations: dict[tuple[int, int], Tensor] = {}
@@ -186,38 +198,48 @@ class Replay:
 
     # -- a step
 
-    def begin(self, inputs: Sequence[Tensor] | None, targets: Sequence[Tensor] | None) -> None:
-        """Start a step; `inputs` by microbatch where the first stage is, `targets` where the last is."""
-        self._timeline.begin()
-        self._remaining = iter(self._order)
+    def step(
+        self,
+        inputs: Sequence[Tensor] | None,
+        targets: Sequence[Tensor] | None,
+        microbatches: Sequence[Microbatch] | None = None,
+    ) -> list[OpTime]:
+        """Run all ops once and return when each ran.
+
+        `inputs` by microbatch where the first stage is, `targets` where the last is. What the backwards add to the
+        parameters is the gradient of the sum of the losses times the weights of `microbatches` (absent: their mean).
+        """
         self._inputs, self._targets = inputs, targets
+        if microbatches is not None:
+            if [one.weight for one in microbatches] != [one.weight for one in self._all]:
+                self._seeds.clear()
+            self._all = microbatches
+        self._timeline.begin()
         for stage in self.stages.values():
             stage.begin()
         self._lanes.begin()
-
-    def run(self, kind: str, stage: int, microbatch: int) -> None:
-        """Run the next op of the compute lane, of which the caller says what it takes it for."""
-        due = next(self._remaining, None)
-        if due is None or due.key != (kind, stage, microbatch):
-            raise RunFailed(
-                f"device {self.plan.device}: the engine runs {kind}:{stage}:{microbatch} "
-                f"where the schedule says {due.id if due else 'nothing'}"
-            )
-        due.run(due, stage, microbatch)
-
-    def finish(self) -> list[OpTime]:
-        """End a step: all transfers and messages over, nothing left behind; return when each op ran."""
+        self._mailbox.begin()
+        try:
+            for due in self._order:
+                due.run(due, due.op.stage, due.op.microbatch)
+        except BaseException as error:
+            error.add_note(f"optpipe: rank {self.plan.device} failed in {due.id}")
+            self._lanes.abort(error)
+            raise
+        finally:
+            enter(None)
         self._lanes.finish()
         self._mailbox.drain()
         self._inputs = self._targets = None
-        left = next(self._remaining, None)
-        if left is not None:
-            raise RunFailed(f"device {self.plan.device}: the engine left out {left.id}")
         return self._timeline.collect()
 
-    def abort(self, error: BaseException) -> None:
-        """The compute lane failed: let the transfer lanes end."""
-        self._lanes.abort(error)
+    def _seed(self, number: int, loss: Tensor) -> Tensor:
+        """The gradient of the step's loss by a microbatch's: its weight, in the dtype of the loss."""
+        weight = self._all[number].weight
+        seed = self._seeds.get(weight)
+        if seed is None or seed.dtype != loss.dtype:
+            seed = self._seeds[weight] = torch.full_like(loss, weight)
+        return seed
 
     # -- ops of the compute lane
 
@@ -229,11 +251,15 @@ class Replay:
             x = own = self._activations.pop((stage, microbatch))
         start = self._start(due, own)
         target = self._targets[microbatch] if self._targets is not None and stage == self.last_stage else None
+        enter(self._all[microbatch])
         out = self.stages[stage].forward(microbatch, x, target, self._recomputed.get((stage, microbatch), ()))
+        expected = None if stage == self.last_stage else self._boundary(stage, microbatch)
+        check_output(out, expected, self._names[stage], microbatch)
         if stage == self.last_stage:
             if self.losses is None or self.losses.dtype != out.dtype:
                 self.losses = torch.zeros(self._microbatches, dtype=out.dtype, device=out.device)
             self.losses[microbatch].copy_(out)
+            self._gradients[stage, microbatch] = self._seed(microbatch, out)
         else:
             out = self._keep(out, stage)
         if own is not None:
@@ -246,7 +272,7 @@ class Replay:
         self._end(due, start)
 
     def _backward(self, due: _Due, stage: int, microbatch: int) -> None:
-        gradient = None if stage == self.last_stage else self._gradients.pop((stage, microbatch))
+        gradient = self._gradients.pop((stage, microbatch))
         start = self._start(due, gradient)
         execution = self.stages[stage]
         fused = isinstance(due.op, ir.Backward)
@@ -255,7 +281,7 @@ class Replay:
             if found is None:
                 raise RunFailed(f"{due.id}: the stage's output does not depend on its input")
             found = self._keep(found, stage - 1)
-        if gradient is not None:
+        if stage != self.last_stage:
             self._meter.release(gradient.untyped_storage())
         del gradient
         if found is not None and stage - 1 in self.stages:
@@ -267,11 +293,14 @@ class Replay:
     def _backward_weight(self, due: _Due, stage: int, microbatch: int) -> None:
         start = self._start(due)
         self.stages[stage].backward_weight(microbatch)
+        if self._on_weights is not None:
+            self._on_weights(stage)
         self._end(due, start)
 
     def _recompute(self, due: _Due, stage: int, microbatch: int) -> None:
         assert isinstance(due.op, ir.Recompute)
         start = self._start(due)
+        enter(self._all[microbatch])
         self.stages[stage].recompute(microbatch, due.op.layers)
         self._end(due, start)
 
@@ -286,7 +315,7 @@ class Replay:
         self._lanes.start(due.id)
         activation = isinstance(due.op, ir.RecvActivation)
         border = stage - 1 if activation else stage
-        shape, dtype = self._boundary(border)
+        shape, dtype = self._boundary(border, microbatch)
         buffer = self._hold(torch.empty(shape, dtype=dtype, device=self._on), border)
         (self._activations if activation else self._gradients)[stage, microbatch] = buffer
         self._mailbox.recv(due.id, buffer, due.op.peer)
@@ -323,6 +352,16 @@ class Replay:
         nbytes = None if self._message_bytes is None else self._message_bytes(border)
         self._meter.hold(tensor.untyped_storage(), nbytes)
         return tensor
+
+
+def check_output(out: Tensor, expected: Boundary | None, name: str, microbatch: int) -> None:
+    """Raise BadInput where a layer returns another tensor than the next one counts on; None: than the loss."""
+    shape, dtype = expected or ((), out.dtype)
+    if out.shape != shape or out.dtype != dtype:
+        wanted = "the scalar loss" if expected is None else show(expected)
+        raise BadInput(
+            f"{name} returned {show((tuple(out.shape), out.dtype))} for microbatch {microbatch}, expected {wanted}"
+        )
 
 
 def _pageable(nbytes: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Layers in DistributedDataParallel: their gradients are averaged once per step, not by each microbatch's backward."""
+"""Layers in data parallelism: their gradients are reduced once per step, not by each microbatch's backward."""
 
 from __future__ import annotations
 
@@ -6,15 +6,96 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
-    from torch.nn.parallel import DistributedDataParallel
+    from torch import Tensor, nn
+
+
+def replicated(layer: nn.Module) -> list[Shards | Replicas]:
+    """The outermost parts of a layer that `fully_shard` or `replicate` was applied to, or that are wrapped in DDP."""
+    if isinstance(layer, DistributedDataParallel):
+        return [Replicas(layer)]
+    if isinstance(layer, FSDPModule):
+        return [Shards(layer)]
+    return [part for child in layer.children() for part in replicated(child)]
+
+
+class Shards:
+    """A module of FSDP2 (`fully_shard` or `replicate`), with those inside of it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        self._device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+        self._is_sharded = any(
+            isinstance(parameter, DTensor) and any(place.is_shard() for place in parameter.placements)
+            for parameter in module.parameters()
+        )
+
+    def unshard(self) -> None:
+        """Make the parameters whole."""
+        for part in self._parts:
+            part.unshard()
+
+    def reshard(self) -> None:
+        """Free the whole parameters."""
+        for part in self._parts:
+            part.reshard()
+
+    def gather(self) -> None:
+        """Make the parameters whole for a step, and let its backwards accumulate whole gradients."""
+        self._set(reduces=False)
+        if self._is_sharded:
+            self._parts[0].set_reshard_after_forward(False)
+        self.unshard()
+
+    def collect(self) -> None:
+        """After a backward that FSDP did not see: take its gradients over, in the dtype that they are reduced in."""
+        self._pass_through()
+
+    def reduce(self) -> None:
+        """End a step: average its gradients over the replicas, add them to the parameters' and free the whole ones."""
+        self._set(reduces=True)
+        self._pass_through()
+
+    def _set(self, *, reduces: bool) -> None:
+        outermost = self._parts[0]
+        outermost.set_requires_gradient_sync(reduces)
+        outermost.set_reshard_after_backward(reduces)
+        outermost.set_is_last_backward(reduces)
+
+    def _pass_through(self) -> None:
+        """Run a backward that computes nothing: at its end FSDP looks after the gradients that are there already."""
+        own = self._module.__dict__.get("forward")
+        self._module.forward = _identity
+        try:
+            with torch.enable_grad():
+                self._module(torch.zeros((), device=self._device, requires_grad=True)).backward()
+        finally:
+            del self._module.forward
+            if own is not None:
+                self._module.forward = own
+
+
+def _identity(x: Tensor) -> Tensor:
+    return x.clone()
 
 
 class Replicas:
-    """One such layer, with the methods of FSDP2's modules that a runner calls."""
+    """A module in DistributedDataParallel."""
 
     def __init__(self, module: DistributedDataParallel) -> None:
+        hooked = getattr(module, "_comm_hooks", ())  # there is no public way to ask
+        if hooked or module.static_graph or module.mixed_precision is not None:
+            raise BadInput(
+                "a layer is wrapped in DistributedDataParallel with a communication hook, static_graph or "
+                "mixed_precision, expected none of them: gradients are averaged once per step"
+            )
         self._module = module
 
     def unshard(self) -> None:
@@ -23,16 +104,20 @@ class Replicas:
     def reshard(self) -> None:
         """And keeps them."""
 
-    def hold_back(self) -> None:
+    def gather(self) -> None:
         """Let forwards and backwards be local, as in `no_sync`, from now on: also those outside of a runner's steps."""
         self._module.require_backward_grad_sync = False
         self._module.require_forward_param_sync = False
+
+    def collect(self) -> None:
+        """Gradients are where they belong."""
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Average the gradients, zero where this replica did not use a parameter; buffers are the first replica's.
 
-        A parameter that no replica used has no gradient, as in DDP.
+        What earlier steps left is the same on all replicas, so the average leaves it as it is. A parameter that no
+        replica used has no gradient, as in DDP.
         """
         group = self._module.process_group
         trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]

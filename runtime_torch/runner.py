@@ -7,27 +7,32 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from optpipe_compiler.errors import BadInput, RunFailed
-from runtime_torch.adapter import Engine, gather, reduce_and_shard, sharded_modules
+from runtime_torch.batches import Batches, weighted
 from runtime_torch.conform import BYTES_TOLERANCE, agree, prepare
 from runtime_torch.evaluate import forward_only
+from runtime_torch.microbatch import entered
 from runtime_torch.replay import Boundary, Replay, StageOps
-from runtime_torch.stages import Stages
+from runtime_torch.replicas import replicated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from torch import Tensor
+
     from optpipe_compiler import ir
+    from runtime_torch.batches import Batch
     from runtime_torch.execution import StageExecution
     from runtime_torch.meter import Meter
+    from runtime_torch.microbatch import Keywords, Microbatch
+    from runtime_torch.replicas import Replicas, Shards
     from runtime_torch.timeline import OpTime
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One step on this rank. `loss` (mean over the microbatches) only where the last stage is."""
+    """One step on this rank. `loss` only where the last stage is."""
 
     loss: float | None
     start_ns: int
@@ -70,30 +75,28 @@ class Runner:
         bytes_tolerance: float | None = BYTES_TOLERANCE,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
-        known = boundary or (stages.boundary if isinstance(stages, Stages) else None)
-        if known is None:
-            raise BadInput("the shapes between layers are not known: give build_stages(inputs=...) or boundary=")
         first = next(iter(stages.values()))
+        self._batches = Batches(schedule, stages, boundary, group)
         self.schedule = schedule
-        self._boundary: Callable[[int], Boundary] = known
         self._stages = stages
-        self._bundle = stages.inputs if isinstance(stages, Stages) else None
         self._group = group
-        self._bytes_tolerance = bytes_tolerance
+        self._tolerance = bytes_tolerance
         self._ready = False
         self._steps = Steps(
             schedule,
             stages,
-            {index: nn.ModuleList(stage.layers) for index, stage in stages.items()},
-            lambda stage: known(schedule.stages[stage].layers[1] - 1),
+            lambda stage, microbatch: self._batches.boundary(schedule.stages[stage].layers[1] - 1, microbatch),
             group=group,
             on=first.device,
             meter=first.meter,
             host_meter=first.host_meter,
+            on_weights=self._collect,
             on_failure=on_failure,
         )
         agree(schedule, group)
-        self._sharded = [m for stage in stages.values() for layer in stage.layers for m in sharded_modules(layer)]
+        self._replicated = {
+            index: [part for layer in stage.layers for part in replicated(layer)] for index, stage in stages.items()
+        }
 
     @property
     def promised_activation_bytes(self) -> int:
@@ -101,74 +104,76 @@ class Runner:
         return self._steps.promised_activation_bytes
 
     def step(
-        self, *inputs: Tensor | None, target: Tensor | None = None, losses: list[Tensor] | None = None
+        self,
+        *inputs: Tensor | None,
+        target: Tensor | None = None,
+        weights: Sequence[float] | Tensor | None = None,
+        keywords: Sequence[Keywords] | None = None,
+        losses: list[Tensor] | None = None,
     ) -> StepResult:
-        """Run all microbatches once and accumulate the mean gradient into the parameters.
+        """Run all microbatches once and add the gradient of the step's loss to that of the parameters.
 
         `inputs` and `target` are whole batches, cut along their first dimension; they may be None or absent on ranks
-        without the first or the last stage. `losses` is filled with each microbatch's loss where the last stage is.
+        without the first or the last stage. A batch may be smaller than the microbatches that were announced, not
+        larger. The step's loss is the sum of the microbatches' losses times `weights`, which count where the last stage
+        is; absent: the mean over the samples. `keywords`: by microbatch, keyword arguments (no tensors) for this rank's
+        layers that name them. `losses` is filled with each microbatch's loss where the last stage is.
         """
-        whole = self._whole(inputs, target)
-        for module in self._sharded:
-            gather(module)
+        batch = self._batches.divide(inputs, target, weights, keywords)
+        for part in self._parts():
+            part.gather()
         if not self._ready:
-            prepare(self.schedule, self._stages, self._boundary, whole, target, self._bytes_tolerance)
-            self._ready = True
-        result = self._steps.step(whole, target, losses)
-        for module in self._sharded:
-            reduce_and_shard(module)
+            self._prepare(batch)
+        result = self._steps.step(batch.inputs, batch.targets, batch.microbatches, losses)
+        for part in self._parts():
+            part.reduce()
         return result
 
     @torch.no_grad()
-    def eval(self, *inputs: Tensor | None, target: Tensor | None = None) -> float | None:
-        """Run all microbatches forward only; return their mean loss where the last stage is, else None.
+    def eval(
+        self,
+        *inputs: Tensor | None,
+        target: Tensor | None = None,
+        keywords: Sequence[Keywords] | None = None,
+        losses: list[Tensor] | None = None,
+    ) -> float | None:
+        """Run a batch of any number of samples forward only, in as many microbatches as that takes; return the mean
+        loss over the samples where the last stage is, else None.
 
-        Whether layers are in training mode is the caller's business.
+        Whether layers are in training mode is the caller's business. `keywords` and `losses` are as in `step`.
         """
-        whole = self._whole(inputs, target)
-        for module in self._sharded:
-            gather(module)
-        loss = forward_only(self.schedule, self._stages, self._boundary, self._group, whole, target)
-        for module in self._sharded:
-            module.reshard()
-        return loss
+        batch = self._batches.divide(inputs, target, None, keywords, forward_only=True)
+        for part in self._parts():
+            part.gather()
+        found = forward_only(self.schedule, self._stages, self._batches.boundary, self._group, batch)
+        for part in self._parts():
+            part.reshard()
+        if losses is not None:
+            losses[:] = found
+        return weighted(found, batch.microbatches) if found else None
 
-    def _whole(self, inputs: Sequence[Tensor | None], target: Tensor | None) -> Tensor | None:
-        """Check the batch, and return the first stage's input as one tensor with the microbatches along its first
-        dimension."""
-        microbatches = self.schedule.setup.microbatches
-        given = [tensor for tensor in inputs if tensor is not None]
-        if 0 in self._stages and not given:
-            raise BadInput("step() needs inputs on the rank of the first stage")
-        if len(self.schedule.stages) - 1 in self._stages and target is None:
-            raise BadInput("step() needs a target on the rank of the last stage")
-        for tensor in (*given, *(() if target is None else (target,))):
-            if tensor.dim() == 0 or tensor.shape[0] % microbatches:
-                raise BadInput(
-                    f"a batch has the shape {tuple(tensor.shape)}, expected a first dimension that is a multiple of "
-                    f"the {microbatches} microbatches"
-                )
-        if 0 not in self._stages:
-            return None
-        bundle = self._bundle
-        if bundle is None or bundle.is_single:
-            if len(given) > 1:
-                raise BadInput(f"step() got {len(given)} inputs, expected one (build_stages was given one)")
-            return given[0]
-        if len(given) != len(bundle.parts):
-            raise BadInput(f"step() got {len(given)} inputs, expected {len(bundle.parts)} as build_stages was given")
-        return bundle.carry_batch(given, microbatches)
+    def _prepare(self, batch: Batch) -> None:
+        shapes = self._batches.boundary
+        with entered(batch.microbatches[0]):
+            prepare(self.schedule, self._stages, shapes, batch.inputs, batch.targets, self._tolerance)
+        self._ready = True
+
+    def _parts(self) -> list[Shards | Replicas]:
+        return [part for parts in self._replicated.values() for part in parts]
+
+    def _collect(self, stage: int) -> None:
+        for part in self._replicated[stage]:
+            part.collect()
 
 
 class Steps:
-    """The engine and the replay of one rank, over real stages or rehearsed ones."""
+    """The replay of one rank, over real stages or rehearsed ones."""
 
     def __init__(
         self,
         schedule: ir.Schedule,
         stages: Mapping[int, StageOps],
-        modules: dict[int, nn.Module],
-        boundary: Callable[[int], Boundary],
+        boundary: Callable[[int, int], Boundary],
         *,
         group: dist.ProcessGroup | None,
         on: torch.device,
@@ -176,6 +181,7 @@ class Steps:
         host_meter: Meter,
         message_bytes: Callable[[int], int] | None = None,
         on_arrival: Callable[[Tensor], None] | None = None,
+        on_weights: Callable[[int], None] | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
         rank, world = dist.get_rank(group), dist.get_world_size(group)
@@ -197,11 +203,9 @@ class Steps:
             meter=meter,
             message_bytes=message_bytes,
             on_arrival=on_arrival,
+            on_weights=on_weights,
             on_failure=on_failure,
         )
-        self._engine = Engine(schedule, self._replay, modules, on, group)
-        self._has_first = 0 in stages
-        self._has_last = len(schedule.stages) - 1 in stages
         self._static_bytes = sum(stage.static_bytes for stage in schedule.stages if stage.device == rank)
 
     @property
@@ -209,27 +213,21 @@ class Steps:
         """The device's promised peak without static and reserve bytes."""
         return self.plan.peak_bytes - self._static_bytes - self._schedule.setup.reserve_bytes
 
-    def step(self, inputs: Tensor | None, target: Tensor | None, losses: list[Tensor] | None = None) -> StepResult:
-        """Run all microbatches once; `inputs` where the first stage is, `target` where the last is."""
-        microbatches = self._schedule.setup.microbatches
-        mine = inputs if self._has_first else None
-        wanted = target if self._has_last else None
+    def step(
+        self,
+        inputs: Sequence[Tensor] | None,
+        targets: Sequence[Tensor] | None,
+        microbatches: Sequence[Microbatch],
+        losses: list[Tensor] | None = None,
+    ) -> StepResult:
+        """Run all microbatches once; `inputs` by microbatch where the first stage is, `targets` where the last is."""
         self._meter.reset_peak()
         self._host_meter.reset_peak()
-        self._replay.begin(
-            None if mine is None else mine.tensor_split(microbatches),
-            None if wanted is None else wanted.tensor_split(microbatches),
-        )
-        try:
-            self._engine.step()
-        except BaseException as error:
-            self._replay.abort(error)
-            raise
-        ops = self._replay.finish()
+        ops = self._replay.step(inputs, targets, microbatches)
         found = self._replay.losses
         if losses is not None:
             losses[:] = [] if found is None else found.clone().unbind()
-        return self._result(ops, None if found is None else found.mean().item())
+        return self._result(ops, None if found is None else weighted(found.unbind(), microbatches))
 
     def _result(self, ops: list[OpTime], loss: float | None) -> StepResult:
         return StepResult(

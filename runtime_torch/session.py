@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from optpipe_compiler import ir
 from optpipe_compiler.errors import BadInput, RunFailed
-from runtime_torch import adapter, models, rehearsal
+from runtime_torch import models, rehearsal
 from runtime_torch.check import check
 from runtime_torch.conform import agree
 from runtime_torch.job import gpu_count, ranks_here
 from runtime_torch.meter import Meter
+from runtime_torch.microbatch import Microbatch
 from runtime_torch.report import KindTime, RankReport, RunReport, StepRecord, forecast_durations
 from runtime_torch.runner import Runner, StepResult, Steps
 from runtime_torch.stages import stages_between
@@ -28,6 +28,8 @@ from runtime_torch.worker import settle_on_cpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch import nn
 
     from runtime_torch.job import Event, Job, Place
     from runtime_torch.report import CheckReport
@@ -301,8 +303,7 @@ class _Rehearsal(_Session):
         self._steps = Steps(
             schedule,
             {i: rehearsal.RehearsedStage(schedule, i, self.time_scale, paces, meter, host_meter) for i in mine},
-            {i: nn.Identity() for i in mine},
-            lambda _: rehearsal.BOUNDARY,
+            lambda *_: rehearsal.BOUNDARY,
             group=None,
             on=self.device,
             meter=meter,
@@ -314,15 +315,10 @@ class _Rehearsal(_Session):
 
     def step(self) -> StepResult:
         """One rehearsed step."""
-        batch = torch.zeros(self.schedule.setup.microbatches, 2, dtype=torch.float64)
-        return self._steps.step(batch, batch)
+        count = self.schedule.setup.microbatches
+        batch = torch.zeros(count, 2, dtype=torch.float64).unbind()
+        return self._steps.step(batch, batch, [Microbatch(1 / count)] * count)
 
     def promised_bytes(self) -> int:
         """As the schedule says."""
         return self._steps.promised_activation_bytes
-
-
-def settle() -> None:
-    """Make this process a good worker: the supported torch, no logging of whole plans."""
-    adapter.probe()
-    adapter.quiet()

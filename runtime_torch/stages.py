@@ -9,31 +9,27 @@ import torch
 from torch import Tensor, nn
 
 from optpipe_compiler.errors import BadInput
-from runtime_torch.adapter import sharded_modules
 from runtime_torch.bundles import Bundle, Made, bundled, trace_bundles
 from runtime_torch.execution import StageExecution
 from runtime_torch.meter import Meter
 from runtime_torch.named import NamedStage
+from runtime_torch.replicas import replicated
 
 if TYPE_CHECKING:
     from optpipe_compiler import ir
-    from runtime_torch.replay import Boundary
 
 
 class Stages(dict[int, StageExecution]):
     """The stages of one rank by number.
 
     `module` holds the layers by their number in the model: its parameters are the optimizer's, its state dict has the
-    same names under any placement. `boundary(layer)`: shape and dtype of what leaves a layer; None where unknown.
+    same names under any placement. `bundles`: what enters each layer and leaves the last; None where unknown.
     """
 
     def __init__(self, module: nn.ModuleDict, bundles: Sequence[Bundle] | None) -> None:
         super().__init__()
         self.module = module
-        self.inputs = None if bundles is None else bundles[0]
-        self.boundary: Callable[[int], Boundary] | None = (
-            None if bundles is None else lambda layer: bundles[layer + 1].boundary
-        )
+        self.bundles = bundles
 
 
 def build_stages(
@@ -86,17 +82,18 @@ def stages_between(
     refuse_tied(schedule, {**known, **built})
     built = {index: prepare(layer.to(device)) for index, layer in built.items()}
     stages = Stages(nn.ModuleDict({str(index): layer for index, layer in built.items()}), bundles)
-    sharded = [module for layer in built.values() for module in sharded_modules(layer)]
-    for module in sharded:  # a stage must know the whole parameters, to tell them from activations
-        module.unshard()
+    sharded = [part for layer in built.values() for part in replicated(layer)]
+    for part in sharded:  # a stage must know the whole parameters, to tell them from activations
+        part.unshard()
     meters = Meter(), Meter()
     for stage in mine:
         own = [built[index] for index in range(*stage.layers)]
         if bundles is not None:
-            own = [bundled(built[i], bundles[i], bundles[i + 1]) for i in range(*stage.layers)]
+            names = {index: f"rank {rank}: layer {index}" for index in range(*stage.layers)}
+            own = [bundled(built[i], bundles[i], bundles[i + 1], name) for i, name in names.items()]
         stages[stage.stage] = _execution(schedule, stage, own, device, meters)
-    for module in sharded:
-        module.reshard()
+    for part in sharded:
+        part.reshard()
     return stages
 
 

@@ -41,6 +41,18 @@ KINDS = {
     "mixed, floats between": (partial(fully_shard, mesh=data, mp_policy=mixed(output_dtype=torch.float32)), None, 0.05),
 }
 
+def nested(layer, root):
+    for part in layer.children():
+        fully_shard(part, mesh=data)
+    return fully_shard(layer, mesh=data) if root else layer
+
+KINDS |= {
+    "within a sharded layer": (partial(nested, root=True), None, 1e-6),
+    "only within": (partial(nested, root=False), None, 1e-6),
+    "never resharded": (partial(fully_shard, mesh=data, reshard_after_forward=False), None, 1e-6),
+    "replicate, mixed": (partial(replicate, mesh=data, mp_policy=mixed()), torch.bfloat16, 0.05),
+}
+
 def batch(replica):
     generator = torch.Generator().manual_seed(replica)
     tokens, target = torch.randint(16, (2, 2 * case.MICROBATCHES, case.LENGTH), generator=generator)
@@ -60,24 +72,24 @@ for kind, (prepare, floats, tolerance) in KINDS.items():
         )
         runner = runtime_torch.Runner(schedule, stages, group=mesh.get_group("pipeline"))
         inputs, target = batch(dist.get_rank())
-        for _ in range(2):
+        for steps in range(1, 4):  # gradients add up
             with torch.profiler.profile() as profiler:
                 runner.step(*inputs, target=target)
             reductions = sum(event.name in ("gloo:all_reduce", "gloo:reduce_scatter") for event in profiler.events())
-            assert reductions == case.LAYERS, (kind, fused, reductions)
+            wanted_reductions = 6 if kind in ("within a sharded layer", "only within") else case.LAYERS
+            assert reductions == wanted_reductions, (kind, fused, reductions)
             for name, parameter in stages.module.named_parameters():
                 found = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-                expected = wanted[name.replace("module.", "")]
+                expected = steps * wanted[name.replace("module.", "")]
                 difference = (found - expected).abs().max() / expected.abs().max()
                 assert difference < tolerance, (kind, fused, name, difference)
-            stages.module.zero_grad()
         assert runner.eval(*inputs, target=target) > 0
 dist.destroy_process_group()
 """
 
 
 @pytest.mark.runtime
-def test_replicas_reduce_the_mean_gradients_once_per_step():
+def test_replicas_reduce_the_mean_gradients_once_per_step_and_steps_add_up():
     for rank in start_ranks(REPLICAS, KINETO_LOG_LEVEL="99"):
         _, errors = rank.communicate(timeout=120)
         assert rank.returncode == 0, errors

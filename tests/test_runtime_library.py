@@ -24,6 +24,7 @@ from optpipe_compiler import ir
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.profile import P2P, Layer, Link, Machine, Profile
 from optpipe_compiler.view.report.trace import measured
+from runtime_torch import engine
 
 HIDDEN, LENGTH, LAYERS, MICROBATCHES = 8, 5, 4, 2
 
@@ -130,10 +131,10 @@ def microbatch():
     return {"inputs": [part[:2] for part in inputs], "target": target[:2]}
 
 
-def assert_equal_gradients(module):
+def assert_equal_gradients(module, steps=1):
     wanted = dict(reference()[1].named_parameters())
     for name, parameter in module.named_parameters():
-        torch.testing.assert_close(parameter.grad, wanted[name].grad, msg=name)
+        torch.testing.assert_close(parameter.grad, steps * wanted[name].grad, msg=name)
 
 
 RANGES = {
@@ -153,6 +154,35 @@ def test_layers_may_pass_several_tensors_of_any_dtype_along(alone, fused, ranges
     result = runtime_torch.Runner(schedule, stages).step(*inputs, target=target, losses=losses)
     assert result.loss == pytest.approx(reference()[0])
     assert len(losses) == MICROBATCHES
+    assert_equal_gradients(stages.module)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+def test_the_gradients_of_steps_without_an_optimizer_between_them_add_up(alone, fused):
+    inputs, target = batch()
+    schedule = plan((0, 0), fused=fused)
+    stages = runtime_torch.build_stages(schedule, builders(), 0, "cpu", **microbatch())
+    runner = runtime_torch.Runner(schedule, stages)
+    for step in range(3):
+        runner.step(*inputs, target=target)
+        assert_equal_gradients(stages.module, step + 1)
+
+
+@pytest.fixture
+def public_only(monkeypatch):
+    """torch without its private names."""
+    for name in ("_run_backward", "_profiler_enabled", "_use_count"):
+        monkeypatch.setattr(engine, name, getattr(engine, name))
+    engine.use_public_names()
+
+
+@pytest.mark.parametrize("ranges", RANGES.values(), ids=RANGES)
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+def test_no_private_name_of_torch_is_needed(alone, public_only, fused, ranges):
+    inputs, target = batch()
+    schedule = plan((0, 0), fused=fused, ranges=ranges)
+    stages = runtime_torch.build_stages(schedule, builders(), 0, "cpu", **microbatch())
+    runtime_torch.Runner(schedule, stages).step(*inputs, target=target)
     assert_equal_gradients(stages.module)
 
 
@@ -287,8 +317,22 @@ def test_batches_that_cannot_be_cut_or_are_missing_are_refused(alone):
     schedule = plan((0, 0))
     stages = runtime_torch.build_stages(schedule, builders(), 0, "cpu", **microbatch())
     runner = runtime_torch.Runner(schedule, stages)
-    with pytest.raises(BadInput, match="multiple of the 2 microbatches"):
+    with pytest.raises(BadInput, match=r"the target has the shape \(4, 5\), expected 3 in its first dimension for the"):
         runner.step(*(part[:3] for part in inputs), target=target)
+    with pytest.raises(BadInput, match="has 1 samples, expected at least one for each of 2 microbatches"):
+        runner.step(*(part[:1] for part in inputs), target=target[:1])
+    with pytest.raises(BadInput, match="has 8 samples in 2 microbatches, expected at most 2 in each"):
+        runner.step(*(torch.cat([part, part]) for part in inputs), target=torch.cat([target, target]))
+    with pytest.raises(BadInput, match=r"input 1 of step.. is float32 of shape .4, 5., expected bool of shape .2, 5."):
+        runner.step(inputs[0], inputs[1].float(), target=target)
+    with pytest.raises(BadInput, match="got 3 weights, expected one for each of 2 microbatches"):
+        runner.step(*inputs, target=target, weights=[1.0, 0.0, 0.0])
+    with pytest.raises(BadInput, match="got keywords for 1 microbatches, expected 2"):
+        runner.step(*inputs, target=target, keywords=[{}])
+    with pytest.raises(BadInput, match="the keyword argument scale is a tensor"):
+        runner.step(*inputs, target=target, keywords=[{"scale": torch.ones(1)}, {}])
+    with pytest.raises(BadInput, match=r"the target has the shape \(4, 5\), expected 2 in its first dimension for the"):
+        runner.step(*(part[:2] for part in inputs), target=target)
     with pytest.raises(BadInput, match="got 1 inputs, expected 2"):
         runner.step(inputs[0], target=target)
     with pytest.raises(BadInput, match="needs a target"):

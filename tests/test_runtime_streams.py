@@ -12,7 +12,7 @@ from small_schedules import Shape  # noqa: E402
 from stream_device import LateDevice, PoisoningMeter  # noqa: E402
 
 from optpipe_compiler.errors import RunFailed  # noqa: E402
-from runtime_torch import models  # noqa: E402
+from runtime_torch import engine, models  # noqa: E402
 from runtime_torch.execution import StageExecution  # noqa: E402
 from runtime_torch.lanes import Work  # noqa: E402
 from runtime_torch.meter import Meter  # noqa: E402
@@ -76,7 +76,14 @@ def steps(plan, meter, host_meter, backend, count=2):
         before = torch.zeros(boundaries[index - 1][0], dtype=dtype)
         stage.calibrate(x if stage.is_first else before, target, None if stage.is_last else torch.zeros(shape))
     replay = Replay(
-        plan, 0, stages, boundaries.__getitem__, group=None, on=torch.device("cpu"), meter=meter, backend=backend
+        plan,
+        0,
+        stages,
+        lambda stage, _: boundaries[stage],
+        group=None,
+        on=torch.device("cpu"),
+        meter=meter,
+        backend=backend,
     )
     found = []
     for number in range(count):
@@ -85,10 +92,7 @@ def steps(plan, meter, host_meter, backend, count=2):
         cut = [[part.clone() for part in batch.tensor_split(plan.setup.microbatches)] for batch in (inputs, targets)]
         if isinstance(meter, PoisoningMeter):
             meter.spared = {part.data_ptr() for parts in cut for part in parts}
-        replay.begin(cut[0], cut[1])
-        for op in plan.devices[0].compute:
-            replay.run(op.name, op.stage, op.microbatch)
-        replay.finish()
+        replay.step(cut[0], cut[1])
         found.append(
             [p.grad.clone() for stage in stages.values() for layer in stage.layers for p in layer.parameters()]
         )
@@ -109,6 +113,12 @@ def test_streams_at_any_pace_and_poisoned_memory_give_the_gradients_of_threads(s
     assert 0 < host.peak_bytes <= plan.devices[0].host_bytes
     assert (meter.current_bytes, host.current_bytes) == (0, 0)
     assert any(kind == "copy" for kind, *_ in device.log)
+
+
+@pytest.mark.parametrize("eager", [None, "d2h", "h2d"])
+def test_the_promise_holds_where_torch_does_not_say_who_else_holds_a_storage(monkeypatch, eager):
+    monkeypatch.setattr(engine, "_use_count", None)
+    test_streams_at_any_pace_and_poisoned_memory_give_the_gradients_of_threads(0, True, eager)
 
 
 def test_a_device_without_transfers_has_no_events():

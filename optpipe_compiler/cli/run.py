@@ -99,10 +99,10 @@ def _alone(
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from optpipe_compiler.view.emulated import render
     from runtime_torch.emulate import emulate
-    from runtime_torch.session import settle
+    from runtime_torch.job import check_torch
     from runtime_torch.text import read
 
-    settle()
+    check_torch()
     scale = 1.0 if time_scale is None else time_scale
     report = emulate(schedule, rank, data=read(paths), time_scale=scale, on_event=take, **options)
     if as_json:

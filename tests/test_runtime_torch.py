@@ -1,41 +1,48 @@
-"""The one file that touches private torch names says what it needs; deliveries follow from order and waits."""
+"""Which torch the replay takes, and that it needs no private name; deliveries follow from order and waits."""
 
 from __future__ import annotations
 
+import re
 from random import Random
 
 import pytest
 
 pytest.importorskip("torch")
 from small_schedules import Shape, build, changed, random_shape
+from torch.autograd import graph
 
 from optpipe_compiler import ir
 from optpipe_compiler.errors import MissingDependency, RunFailed
 from optpipe_compiler.verify import causality
 from optpipe_compiler.verify.plan import Plan
-from runtime_torch import adapter, deliveries
+from runtime_torch import deliveries, engine
+from runtime_torch.job import check_torch
 
 
-@pytest.mark.parametrize("version", ["2.12.1", "2.14.0", "2.1.30", "3.0"])
+@pytest.mark.parametrize("version", ["2.10.0", "2.16.0", "2.1.30", "3.0", "2.16.0a0+git1"])
 def test_torch_outside_the_supported_range_is_refused_in_one_sentence(version):
-    with pytest.raises(MissingDependency, match=rf"optpipe run needs torch 2\.13, found {version}: pip install"):
-        adapter.probe(version)
+    message = rf"optpipe run needs torch >=2\.11,<2\.16, found {re.escape(version)}: pip install 'torch>=2.11,<2.16'"
+    with pytest.raises(MissingDependency, match=message):
+        check_torch(version)
 
 
-def test_the_installed_torch_is_as_the_adapter_knows_it():
-    adapter.probe()
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.15.1.post2", None])
+def test_supported_versions_are_accepted(version):
+    check_torch(version)
 
 
-def test_a_changed_engine_is_refused_by_the_name_that_changed(monkeypatch):
-    monkeypatch.setitem(adapter._SIGNATURES, "forward_one_chunk", ("chunk",))
-    with pytest.raises(RunFailed, match=r"PipelineStage\.forward_one_chunk takes"):
-        adapter.probe()
+def changed_arguments(edges, gradients, keep_graph=False):
+    return ()
 
 
-def test_a_missing_action_is_refused(monkeypatch):
-    monkeypatch.setitem(adapter._TYPES, "recompute", "NO_SUCH_ACTION")
-    with pytest.raises(RunFailed, match="no action NO_SUCH_ACTION"):
-        adapter.probe()
+def gradients_off_by_one(*arguments, **options):
+    return tuple(gradient + 1 for gradient in graph._engine_run_backward(*arguments, **options))
+
+
+@pytest.mark.parametrize("found", [None, changed_arguments, gradients_off_by_one])
+def test_a_private_way_into_autograd_that_is_gone_or_has_changed_is_not_taken(found):
+    assert engine._probed(found) is None
+    assert engine._probed(graph._engine_run_backward) is graph._engine_run_backward
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -1,0 +1,112 @@
+"""What is known of the microbatch that layers are called for: its samples, its weight, its keyword arguments."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from optpipe_compiler.errors import BadInput
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import nn
+
+Keywords = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """One microbatch of a step. `samples`: None as long as all microbatches are as announced."""
+
+    weight: float = 1.0
+    """What its loss counts in the step's."""
+    samples: int | None = None
+    keywords: Keywords = field(default_factory=dict)
+
+
+_OUTSIDE = Microbatch()
+_current = _OUTSIDE
+_accepted: WeakKeyDictionary[nn.Module, frozenset[str] | None] = WeakKeyDictionary()
+
+
+def current() -> Microbatch:
+    """The microbatch that is computed now; outside of steps one that counts fully."""
+    return _current
+
+
+def enter(microbatch: Microbatch | None) -> None:
+    """Layers are called for this one from now on; None: for none."""
+    global _current
+    _current = microbatch or _OUTSIDE
+
+
+@contextmanager
+def entered(microbatch: Microbatch) -> Iterator[None]:
+    """Within: layers are called for this one."""
+    enter(microbatch)
+    try:
+        yield
+    finally:
+        enter(None)
+
+
+def cut(sizes: Sequence[int], weights: Sequence[float], keywords: Sequence[Keywords] | None) -> list[Microbatch]:
+    """Return microbatches of these sizes, with these weights and keyword arguments."""
+    if keywords is not None and len(keywords) != len(sizes):
+        raise BadInput(f"step() got keywords for {len(keywords)} microbatches, expected {len(sizes)}")
+    for name, value in (item for one in keywords or () for item in one.items()):
+        if isinstance(value, Tensor):
+            raise BadInput(f"the keyword argument {name} is a tensor, expected another value: tensors are inputs")
+    given: Sequence[Keywords] = [{}] * len(sizes) if keywords is None else keywords
+    return [Microbatch(*one) for one in zip(weights, sizes, given, strict=True)]
+
+
+def keywords_for(layer: nn.Module) -> dict[str, Any]:
+    """The keyword arguments of the current microbatch that the layer's `forward` names, all if it takes any."""
+    given = _current.keywords
+    if not given:
+        return {}
+    if layer not in _accepted:
+        _accepted[layer] = _parameters(layer)
+    names = _accepted[layer]
+    return {name: value for name, value in given.items() if names is None or name in names}
+
+
+def _parameters(layer: nn.Module) -> frozenset[str] | None:
+    inner = layer.module if isinstance(layer, DistributedDataParallel) else layer
+    parameters = inspect.signature(inner.forward).parameters.values()
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return None
+    return frozenset(one.name for one in parameters if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD))
+
+
+def add_loss(x: Tensor, loss: Tensor) -> Tensor:
+    """Return `x`, with which `loss` becomes a part of the microbatch's loss, as if the last layer had added its sum.
+
+    For losses that arise within the model, such as those that balance the experts of a mixture: call it in any layer
+    with a tensor that the layer returns. The loss counts in gradients, not in the loss that a step returns.
+    """
+    added: Tensor = _AddLoss.apply(x, loss, _current.weight)  # type: ignore[no-untyped-call]
+    return added
+
+
+class _AddLoss(torch.autograd.Function):
+    """Passes `x` and its gradient; the loss gets the weight of its microbatch as its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, weight: float) -> Tensor:
+        ctx.shape, ctx.dtype, ctx.weight = loss.shape, loss.dtype, weight
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, gradient.new_full(ctx.shape, ctx.weight, dtype=ctx.dtype), None

@@ -128,7 +128,7 @@ def parameter_bytes(model: Model) -> list[int]:
             sizes = {name: layer for name, layer in zip(dict.fromkeys(layer_names(model)), made, strict=True)}
             layers = [sizes[name] for name in layer_names(model)]
         else:
-            layers = [one if isinstance(one, nn.Module) else one() for one in _user(model).layers]
+            layers = [user_model.sketched(model, index, one) for index, one in enumerate(_user(model).layers)]
     return [sum(p.numel() for p in layer.parameters()) * dtype.itemsize for layer in layers]
 
 

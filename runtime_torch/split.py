@@ -5,11 +5,14 @@ the way to the input with parameters beside it (for a linear layer, the node tha
 starts from the captured gradients. What has only vectors beside it (norms, scales) is not cut: its gradients are sums
 over what the first half has at hand anyway, and cost less to keep than the activation and the gradient that another
 look would need. So matrices keep their input and their output's gradient until the second half, and nothing else stays.
+
+All of it is read off the graph of the one microbatch: a routed layer has another one for each.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING
 
 from torch.autograd.graph import GradientEdge
@@ -53,6 +56,13 @@ class SecondHalf:
     groups: list[Group] = field(default_factory=list)
     vectors: list[GradientEdge] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
+    finished: list[Node] = field(default_factory=list)
+    """The nodes of the first half that the second does not run again."""
+
+    def take_finished(self) -> Iterator[object]:
+        """Yield what stands for the saved tensors that nobody reads any more, and forget their nodes."""
+        while self.finished:
+            yield from _saved_by(self.finished.pop())
 
     def tensors(self) -> Iterator[Tensor]:
         """All gradients that are held until the second half."""
@@ -66,13 +76,15 @@ class SecondHalf:
         self.groups.clear()
         self.vectors.clear()
         self.gradients.clear()
+        self.finished.clear()
 
 
 def backward_input(output: GradientEdge, gradient: Tensor, start: GradientEdge) -> tuple[Tensor | None, SecondHalf]:
     """Return the gradient at `start` and what `backward_weight` needs; the graph is retained."""
     rest = SecondHalf()
     vectors: list[GradientEdge] = []
-    for group in find_groups(output.node, start.node):
+    walk = _Walk(output.node, start.node)
+    for group in walk.groups():
         if all(_is_plain_vector(leaf.variable) for leaf in group.leaves):  # type: ignore[attr-defined]
             vectors += _edges(group.leaves)
         else:
@@ -87,7 +99,21 @@ def backward_input(output: GradientEdge, gradient: Tensor, start: GradientEdge) 
         if its_gradient is not None:
             rest.vectors.append(vector)
             rest.gradients.append(its_gradient)
+    later = {node for group in rest.groups for node in walk.nodes_of(group)}
+    rest.finished = [node for node in walk.leads_to if node not in later and node is not start.node]
     return found, rest
+
+
+def _saved_by(node: Node) -> Iterator[object]:
+    """Yield what the pack hook returned for each tensor that a node saved."""
+    for name in _saved_fields(type(node)):
+        found = getattr(node, name)
+        yield from (one.data for one in (found if isinstance(found, tuple | list) else (found,)))
+
+
+@cache
+def _saved_fields(kind: type[Node]) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def _edges(leaves: Sequence[Node]) -> list[GradientEdge]:
@@ -106,9 +132,9 @@ def _capture(group: Group, node: Node):  # type: ignore[no-untyped-def]  # torch
     return hook
 
 
-def backward_weight(rest: SecondHalf, *, accumulate: bool = True) -> None:
-    """Run the second half, group by group; `accumulate` into `.grad`, or throw the gradients away (calibration)."""
-    if accumulate and rest.vectors:
+def backward_weight(rest: SecondHalf) -> None:
+    """Run the second half, group by group, and accumulate into `.grad`."""
+    if rest.vectors:
         engine.accumulate(rest.vectors, rest.gradients)
     while rest.groups:
         group = rest.groups.pop()
@@ -117,22 +143,17 @@ def backward_weight(rest: SecondHalf, *, accumulate: bool = True) -> None:
             continue
         handles = _clamps(group)
         try:
-            weight_gradients(edges, gradients, group.leaves, accumulate=accumulate)
+            engine.accumulate(edges, gradients, _edges(group.leaves))
         finally:
             for handle in handles:
                 handle.remove()
 
 
-def weight_gradients(
-    edges: Sequence[GradientEdge], gradients: Sequence[Tensor], leaves: Sequence[Node], *, accumulate: bool
-) -> None:
-    """Backward from `edges` to the parameters of `leaves` only."""
-    if not leaves:
-        return
-    if accumulate:
-        engine.accumulate(edges, gradients, _edges(leaves))
-    else:
-        engine.capture(edges, gradients, _edges(leaves), retain=False)
+def backward_whole(start: GradientEdge, gradient: Tensor) -> None:
+    """Accumulate the gradients of all parameters under `start`."""
+    leaves = [leaf for group in find_groups(start.node, None) for leaf in group.leaves]
+    if leaves:
+        engine.accumulate([start], [gradient], _edges(leaves))
 
 
 def _clamps(group: Group):  # type: ignore[no-untyped-def]
@@ -151,36 +172,81 @@ def find_groups(root: Node, target: Node | None) -> list[Group]:
 
     Where `target` cannot be reached, `root` itself is the only cut. Parameters with a common cut share a group.
     """
-    beside: dict[Node, list[Node] | None] = {} if target is None else {target: None}
-    """By node: the parameters under it; None on the way to the target."""
-    cuts: dict[Node, list[Node]] = {}
-    children: dict[Node, list[Node]] = {}
-    stack = [root]
-    while stack:
-        node = stack[-1]
-        if node in beside:
-            stack.pop()
-            continue
-        if node not in children:
-            children[node] = [child for child, _ in node.next_functions if child is not None]
-            missing = [child for child in children[node] if child not in beside]
-            if missing:
-                stack += missing
+    return _Walk(root, target).groups()
+
+
+class _Walk:
+    """The graph under `root`, and in it the ways to `target`."""
+
+    def __init__(self, root: Node, target: Node | None) -> None:
+        self.leads_to: dict[Node, list[Node] | None] = {} if target is None else {target: None}
+        """By node, what it leads to before the node itself: the parameters under it; None on the way to the target."""
+        self.cuts: dict[Node, list[Node]] = {}
+        """By cut: the parameters beside the way."""
+        self._walk(root)
+        if found := self.leads_to[root]:
+            self.cuts[root] = found
+
+    def _walk(self, root: Node) -> None:
+        children: dict[Node, list[Node]] = {}
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            if node in self.leads_to:
+                stack.pop()
                 continue
-        stack.pop()
-        under = [beside[child] for child in children[node]]
+            if node not in children:
+                children[node] = _children(node)
+                missing = [child for child in children[node] if child not in self.leads_to]
+                if missing:
+                    stack += missing
+                    continue
+            stack.pop()
+            self._add(node, [self.leads_to[child] for child in children[node]])
+
+    def _add(self, node: Node, under: list[list[Node] | None]) -> None:
         found = list(dict.fromkeys(leaf for leaves in under if leaves is not None for leaf in leaves))
         if not under and hasattr(node, "variable"):
-            beside[node] = [node]
+            self.leads_to[node] = [node]
         elif None not in under:
-            beside[node] = found
+            self.leads_to[node] = found
         else:
-            beside[node] = None
+            self.leads_to[node] = None
             if found:
-                cuts[node] = found
-    if found_all := beside[root]:
-        cuts[root] = found_all
-    return _merge(cuts)
+                self.cuts[node] = found
+
+    def groups(self) -> list[Group]:
+        """Return the cuts, those with a common parameter together."""
+        return _merge(self.cuts)
+
+    def nodes_of(self, group: Group) -> set[Node]:
+        """Return the nodes on all ways from a cut of the group to one of its parameters, which W runs."""
+        leaves = set(group.leaves)
+        leading = self._between(group.cuts) if len(group.cuts) > 1 else set()
+        found = set(group.cuts)
+        stack = list(group.cuts)
+        while stack:
+            for child in _children(stack.pop()):
+                if child not in found and (child in leading or not leaves.isdisjoint(self.leads_to[child] or ())):
+                    found.add(child)
+                    stack.append(child)
+        return found
+
+    def _between(self, cuts: list[Node]) -> set[Node]:
+        """Return the nodes on the way to the target that lead to one of the cuts, up to the last one."""
+        found: set[Node] = set()
+        missing = set(cuts)
+        for node, leaves in self.leads_to.items():
+            if node in missing or (leaves is None and not found.isdisjoint(_children(node))):
+                found.add(node)
+                missing.discard(node)
+            if not missing:
+                break
+        return found
+
+
+def _children(node: Node) -> list[Node]:
+    return [child for child, _ in node.next_functions if child is not None]
 
 
 def _merge(cuts: dict[Node, list[Node]]) -> list[Group]:

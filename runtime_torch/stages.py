@@ -50,8 +50,8 @@ def build_stages(
     """Return the stages of `rank`, made of `layers`; of a mapping by layer number, only the rank's own are needed.
 
     Entries may be functions without arguments: only the rank's own layers are then built. `inputs` and `target` are
-    one microbatch (values do not matter) from which the shapes between the layers are found; without them `Runner`
-    needs its `boundary`. The last layer is called with the target behind its inputs and returns the mean loss. Layers
+    one microbatch from which the shapes between the layers are found (values matter only to layers that branch on
+    them); without them `Runner` needs its `boundary`. The last layer is called with the target behind its inputs and returns the mean loss. Layers
     may take and return several tensors. `prepare` is applied to each of the rank's layers on its device, for example
     `fully_shard`, or wraps them in `DistributedDataParallel`: gradients are then averaged once at the end of a step.
     `float_dtype` is that of the floats between layers where it is not what the layers alone return, for example under

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from optpipe_compiler.errors import BadInput
-from runtime_torch.bundles import Bundle, Made, trace_bundles
+from runtime_torch.bundles import Bundle, Made, needs_data, trace_bundles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -68,6 +68,17 @@ def made(model: Model, index: int, one: Made) -> nn.Module:
         return one()
 
 
+def sketched(model: Model, index: int, one: Made) -> nn.Module:
+    """Return a layer on the meta device, or as it is where it is there already or cannot be made without data."""
+    try:
+        with torch.device("meta"):
+            return made(model, index, one)
+    except (RuntimeError, TypeError) as error:
+        if not needs_data(error):
+            raise
+        return made(model, index, one)
+
+
 def draw(model: Model, user: UserModel, dtype: torch.dtype, generator: torch.Generator, samples: int) -> Batch:
     """Draw a batch of the user's own data; floats become `dtype`, as the layers' parameters do."""
     assert user.batch is not None
@@ -94,7 +105,7 @@ def draw(model: Model, user: UserModel, dtype: torch.dtype, generator: torch.Gen
 def bundles(model: Model, user: UserModel, dtype: torch.dtype) -> list[Bundle]:
     """Return what enters each layer, and what leaves the last, for one microbatch.
 
-    The layers are called on torch's meta device, without data; data of the user's own is drawn for its shapes.
+    The layers are called on torch's meta device, or, where they need data, one after another on what is drawn.
     """
     inputs, target = _sample(model, user, dtype)
     makers = [partial(_converted, model, index, one, dtype) for index, one in enumerate(user.layers)]
@@ -122,8 +133,7 @@ def kinds(model: Model, user: UserModel, borders: Sequence[Bundle]) -> list[str]
     found = []
     last = len(user.layers) - 1
     for index, one in enumerate(user.layers):
-        with torch.device("meta"):
-            layer = made(model, index, one)
+        layer = sketched(model, index, one)
         sizes = tuple((tuple(p.shape), p.requires_grad) for p in layer.parameters())
         kind = (index if index in (0, last) else None, repr(layer), sizes, borders[index], borders[index + 1])
         if kind not in names:
@@ -148,9 +158,8 @@ def _sample(model: Model, user: UserModel, dtype: torch.dtype) -> Batch:
 
 
 def _converted(model: Model, index: int, one: Made, dtype: torch.dtype) -> nn.Module:
-    """A copy on the meta device for layers that are there already: nothing of theirs may change."""
-    layer = copy.deepcopy(one).to("meta") if isinstance(one, nn.Module) else made(model, index, one)
-    return layer.to(dtype)
+    """A copy of layers that are there already: nothing of theirs may change."""
+    return (copy.deepcopy(one) if isinstance(one, nn.Module) else made(model, index, one)).to(dtype)
 
 
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:

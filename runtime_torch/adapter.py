@@ -141,8 +141,10 @@ class _Stage(PipelineStage):
             parameter.to_accumulated_grad_if_needed()
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Make means of the sums over the microbatches, of those in another dtype, too."""
-        super().scale_grads(grad_scale_factor)
+        """Nothing yet: a parameter may be shared with a stage that is not done."""
+
+    def scale_accumulated(self, grad_scale_factor: int) -> None:
+        """Make means of the sums over the microbatches, of those in another dtype than the parameters'."""
         for parameter in _fsdp_parameters(self._sharded):
             if parameter.unsharded_accumulated_grad is not None:
                 parameter.unsharded_accumulated_grad.div_(grad_scale_factor)
@@ -185,6 +187,7 @@ class Engine:
         probe()
         count = len(schedule.stages)
         stages = [_Stage(replay, modules[index], index, count, device, group) for index in sorted(modules)]
+        self._stages, self._microbatches = stages, schedule.setup.microbatches
         self._runtime = _PipelineScheduleRuntime(  # type: ignore[no-untyped-call]
             stages, schedule.setup.microbatches, loss_fn=_the_output_is_the_loss, scale_grads=True
         )
@@ -199,7 +202,17 @@ class Engine:
         """Run one step."""
         self._runtime.fwd_recv_ops.clear()
         self._runtime.bwd_recv_ops.clear()
+        before = {p: p.grad for stage in self._stages for p in stage.submod.parameters()}
+        for parameter in before:
+            parameter.grad = None
         self._runtime.step(return_outputs=False)
+        for parameter, gradient in before.items():
+            if parameter.grad is not None:
+                parameter.grad.div_(self._microbatches)
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+        for stage in self._stages:
+            stage.scale_accumulated(self._microbatches)
 
 
 def _call(replay: Replay, kind: str, sharded: dict[int, _Stage]) -> Callable[..., None]:

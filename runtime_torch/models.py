@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.profile import Model
     from runtime_torch.replay import Boundary
+    from runtime_torch.ties import Names
     from runtime_torch.user_model import Batch, UserModel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -101,6 +102,11 @@ def each(model: Model, indices: range | None = None) -> Iterator[nn.Module]:
     makers = OWN[model.builder](model)
     for index in range(len(makers)) if indices is None else indices:
         yield _seeded(model.seed, index, makers[index]).to(dtype)
+
+
+def ties(model: Model) -> list[Names]:
+    """Return the parameters that layers share, by their names in the state dict; models of our own share none."""
+    return [] if model.builder in OWN else _user(model).all_ties()
 
 
 def layer_count(model: Model) -> int:

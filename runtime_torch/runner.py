@@ -93,6 +93,9 @@ class Runner:
             on_failure=on_failure,
         )
         agree(schedule, group)
+        self._ties = stages.ties if isinstance(stages, Stages) else None
+        if self._ties is not None:
+            self._ties.join(group)
         self._sharded = [m for stage in stages.values() for layer in stage.layers for m in sharded_modules(layer)]
 
     @property
@@ -109,6 +112,8 @@ class Runner:
         without the first or the last stage. `losses` is filled with each microbatch's loss where the last stage is.
         """
         whole = self._whole(inputs, target)
+        if self._ties is not None:
+            self._ties.begin()
         for module in self._sharded:
             gather(module)
         if not self._ready:
@@ -117,6 +122,8 @@ class Runner:
         result = self._steps.step(whole, target, losses)
         for module in self._sharded:
             reduce_and_shard(module)
+        if self._ties is not None:
+            self._ties.finish(self._group)
         return result
 
     @torch.no_grad()

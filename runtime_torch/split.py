@@ -15,12 +15,14 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING
 
+import torch
 from torch.autograd.graph import GradientEdge
 
 from runtime_torch import engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from collections.abc import Set as AbstractSet
 
     from torch import Tensor
     from torch.autograd.graph import Node
@@ -37,16 +39,32 @@ class Group:
     """The accumulators of the parameters."""
     cuts: list[Node]
     captured: dict[Node, Captured] = field(default_factory=dict)
+    sides: dict[Node, list[int]] = field(default_factory=dict)
+    """Where the way from a cut leads to these parameters, too (shared ones): the edges of each cut beside that way."""
 
     def roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
         """Where the second half starts, and with which gradients."""
-        pairs = [
-            (GradientEdge(node, index), gradient)
-            for node in self.cuts
-            for index, gradient in enumerate(self.captured.get(node, ()))
-            if gradient is not None
-        ]
+        pairs = list(self._beside() if self.sides else self._at_cuts())
         return [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
+
+    def _at_cuts(self) -> Iterator[tuple[GradientEdge, Tensor]]:
+        for node in self.cuts:
+            for index, gradient in enumerate(self.captured.get(node, ())):
+                if gradient is not None:
+                    yield GradientEdge(node, index), gradient
+
+    @torch.no_grad()
+    def _beside(self) -> Iterator[tuple[GradientEdge, Tensor]]:
+        """Run the cuts alone: autograd's engine, started at one, would take the way once more."""
+        for node, captured in self.captured.items():
+            found = node(*captured) if callable(node) else node.apply(*captured)  # type: ignore[attr-defined]
+            gradients = found if isinstance(found, tuple) else (found,)
+            for side in self.sides[node]:
+                child, index = node.next_functions[side]
+                gradient = gradients[side]
+                if child is not None and gradient is not None:
+                    expected = child._input_metadata[index]
+                    yield GradientEdge(child, index), gradient.sum_to_size(expected.shape).to(expected.dtype)
 
 
 @dataclass(slots=True)
@@ -84,8 +102,9 @@ def backward_input(output: GradientEdge, gradient: Tensor, start: GradientEdge) 
     rest = SecondHalf()
     vectors: list[GradientEdge] = []
     walk = _Walk(output.node, start.node)
-    for group in walk.groups():
-        if all(_is_plain_vector(leaf.variable) for leaf in group.leaves):  # type: ignore[attr-defined]
+    below = set(_Walk(start.node, None).parameters())
+    for group in walk.groups(below):
+        if below.isdisjoint(group.leaves) and all(_is_plain_vector(leaf.variable) for leaf in group.leaves):  # type: ignore[attr-defined]
             vectors += _edges(group.leaves)
         else:
             rest.groups.append(group)
@@ -139,32 +158,15 @@ def backward_weight(rest: SecondHalf) -> None:
     while rest.groups:
         group = rest.groups.pop()
         edges, gradients = group.roots()
-        if not edges:
-            continue
-        handles = _clamps(group)
-        try:
+        if edges:
             engine.accumulate(edges, gradients, _edges(group.leaves))
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def backward_whole(start: GradientEdge, gradient: Tensor) -> None:
     """Accumulate the gradients of all parameters under `start`."""
-    leaves = [leaf for group in find_groups(start.node, None) for leaf in group.leaves]
+    leaves = _Walk(start.node, None).parameters()
     if leaves:
         engine.accumulate([start], [gradient], _edges(leaves))
-
-
-def _clamps(group: Group):  # type: ignore[no-untyped-def]
-    """Hooks that keep a cut's captured gradient when another cut of its group feeds it again."""
-    if len(group.cuts) < 2:
-        return []
-
-    def clamp(captured: Captured):  # type: ignore[no-untyped-def]
-        return lambda _: captured
-
-    return [node.register_prehook(clamp(captured)) for node, captured in group.captured.items()]
 
 
 def find_groups(root: Node, target: Node | None) -> list[Group]:
@@ -215,34 +217,52 @@ class _Walk:
             if found:
                 self.cuts[node] = found
 
-    def groups(self) -> list[Group]:
-        """Return the cuts, those with a common parameter together."""
-        return _merge(self.cuts)
+    def parameters(self) -> list[Node]:
+        """Return the accumulators under the root, where there is no target."""
+        return next(reversed(self.leads_to.values())) or []
+
+    def groups(self, below: AbstractSet[Node] = frozenset()) -> list[Group]:
+        """Return the cuts, those with a common parameter together; `below` are parameters under the target."""
+        groups = _merge(self.cuts)
+        for group in groups:
+            if not below.isdisjoint(group.leaves) or self._meet_again(group.cuts):
+                group.sides = {
+                    cut: [i for i, (child, _) in enumerate(cut.next_functions) if self._leads_aside(child)]
+                    for cut in group.cuts
+                }
+        return groups
+
+    def _leads_aside(self, node: Node | None) -> bool:
+        return node is not None and bool(self.leads_to[node])
 
     def nodes_of(self, group: Group) -> set[Node]:
-        """Return the nodes on all ways from a cut of the group to one of its parameters, which W runs."""
+        """Return the nodes that W runs: the cuts of the group, and what is on a way from there to its parameters."""
         leaves = set(group.leaves)
-        leading = self._between(group.cuts) if len(group.cuts) > 1 else set()
         found = set(group.cuts)
         stack = list(group.cuts)
         while stack:
             for child in _children(stack.pop()):
-                if child not in found and (child in leading or not leaves.isdisjoint(self.leads_to[child] or ())):
+                if child not in found and not leaves.isdisjoint(self.leads_to[child] or ()):
                     found.add(child)
                     stack.append(child)
         return found
 
-    def _between(self, cuts: list[Node]) -> set[Node]:
-        """Return the nodes on the way to the target that lead to one of the cuts, up to the last one."""
-        found: set[Node] = set()
+    def _meet_again(self, cuts: list[Node]) -> bool:
+        """Whether one of the cuts is on another one's way to the target."""
+        leading: set[Node] = set()
         missing = set(cuts)
-        for node, leaves in self.leads_to.items():
-            if node in missing or (leaves is None and not found.isdisjoint(_children(node))):
-                found.add(node)
+        for node, leaves in self.leads_to.items():  # children first
+            if len(missing) == len(cuts) and node not in missing:
+                continue
+            follows = leaves is None and not leading.isdisjoint(_children(node))
+            if node in missing and follows:
+                return True
+            if node in missing or follows:
+                leading.add(node)
                 missing.discard(node)
             if not missing:
                 break
-        return found
+        return False
 
 
 def _children(node: Node) -> list[Node]:

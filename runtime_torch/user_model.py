@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from optpipe_compiler.errors import BadInput
 from runtime_torch.bundles import Bundle, Made, needs_data, trace_bundles
+from runtime_torch.ties import merged, shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from optpipe_compiler.profile import Model
+    from runtime_torch.ties import Names
 
 Batch = tuple[tuple[Tensor, ...], Tensor]
 """Inputs and target of several samples, which are numbered along the first dimension of every tensor."""
@@ -25,15 +27,21 @@ Batch = tuple[tuple[Tensor, ...], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class UserModel:
-    """What the function returns: a list of layers, or `(layers, batch)`.
+    """What the function returns: a list of layers, `(layers, batch)`, or `(layers, batch, ties)`.
 
     `batch(generator, samples)` returns `(inputs, target)`: a tensor or a tuple of tensors, and a tensor, on the CPU and
     with `samples` entries along each first dimension. It depends on `generator` alone: every rank draws the same.
-    None: windows of text.
+    None: windows of text. `ties` name the parameters that layers share: `[("0.weight", "9.weight")]`.
     """
 
     layers: list[Made]
     batch: Callable[[torch.Generator, int], Any] | None = None
+    ties: Sequence[Sequence[str]] = ()
+
+    def all_ties(self) -> list[Names]:
+        """Those that are named, and those of layers that are there already."""
+        there = {str(index): one for index, one in enumerate(self.layers) if isinstance(one, nn.Module)}
+        return merged([*self.ties, *shared(there)])
 
 
 def load(model: Model, own: Iterable[str]) -> UserModel:
@@ -49,14 +57,21 @@ def load(model: Model, own: Iterable[str]) -> UserModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(model.seed)
         found = function(**model.config)
-    layers, batch = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    several = isinstance(found, tuple) and len(found) in (2, 3)
+    layers, batch, ties = (*found, ())[:3] if several else (found, None, ())
     if not isinstance(layers, list | nn.ModuleList) or not all(callable(layer) for layer in layers):
-        raise _refused(model, f"returned {_type(found)}, expected a list of layers, or (layers, batch)")
+        raise _refused(model, f"returned {_type(found)}, expected a list of layers, or (layers, batch[, ties])")
     if not layers:
         raise _refused(model, "returned no layers")
-    if found is not layers and not callable(batch):
+    if several and not callable(batch) and not (batch is None and ties):
         raise _refused(model, f"returned (layers, {_type(batch)}), expected a function as second: batch(generator, n)")
-    return UserModel(list(layers), batch)
+    if not isinstance(ties, list | tuple) or not all(_is_tie(tie) for tie in ties):
+        raise _refused(model, f"returned the ties {ties!r}, expected lists of two names or more such as 0.weight")
+    return UserModel(list(layers), batch, ties)
+
+
+def _is_tie(tie: object) -> bool:
+    return isinstance(tie, list | tuple) and len(tie) > 1 and all(isinstance(name, str) for name in tie)
 
 
 def made(model: Model, index: int, one: Made) -> nn.Module:

@@ -124,6 +124,7 @@ assert len(copies) == 2 and torch.equal(*copies)
 counted = [None, None]
 dist.all_gather_object(counted, sum(p.numel() for p in stages.unique_parameters()))
 assert sum(counted) == sum(p.numel() for p in layers.parameters())
+dist.barrier()
 dist.destroy_process_group()
 """
 
@@ -179,6 +180,7 @@ for prepare in (DDP, partial(fully_shard, mesh=mesh["data"])):
         for parameter in tied:
             found = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
             torch.testing.assert_close(found, times * wanted)
+dist.barrier()
 dist.destroy_process_group()
 """
 

@@ -100,12 +100,12 @@ class Bundle:
         for tensor, (end, nbytes) in zip(tensors, self._extents(), strict=True):
             if tensor is not None:
                 start = end - _aligned(nbytes)
-                bits[start : start + nbytes].copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
+                bits[start : start + nbytes].copy_(_bits(tensor))
         return carrier
 
     def cut(self, carrier: Tensor) -> tuple[Tensor, ...]:
         """Return the parts as views of the carrier."""
-        bits = carrier.reshape(-1).view(torch.uint8)
+        bits = _bits(carrier)
         return tuple(
             bits[end - _aligned(nbytes) :][:nbytes].view(dtype).view(shape)
             for (shape, dtype), (end, nbytes) in zip(self.parts, self._extents(), strict=True)
@@ -165,19 +165,40 @@ def bundled(layer: nn.Module, incoming: Bundle, outgoing: Bundle, name: str = "a
 
 
 def trace_bundles(layers: Sequence[Made], inputs: Sequence[Tensor], target: Tensor | None) -> list[Bundle]:
-    """Return what enters each layer, and what leaves the last, for one microbatch; nothing is allocated or computed.
+    """Return what enters each layer, and what leaves the last, for one microbatch.
 
-    `layers` may be made by functions without arguments; they are then built on torch's meta device.
+    Layers run on torch's meta device, where nothing is allocated or computed. Where one of them needs data (control
+    flow that depends on values, as a router's), all run on `inputs` instead, one after another, each made for its turn
+    if it is a function.
     """
+    try:
+        return _trace(layers, [tensor.to("meta") for tensor in inputs], target, _on_meta)
+    except BadInput as error:
+        if error.__cause__ is None or not needs_data(error.__cause__):
+            raise
+    return _trace(layers, inputs, target, _on_data)
+
+
+def needs_data(error: BaseException) -> bool:
+    """Whether what failed on the meta device may work on data."""
+    return isinstance(error, NotImplementedError) or "meta" in str(error)
+
+
+def _trace(
+    layers: Sequence[Made],
+    inputs: Sequence[Tensor],
+    target: Tensor | None,
+    call: Callable[[Made, tuple[Tensor, ...]], Any],
+) -> list[Bundle]:
     bundles = [bundle_of(tuple(inputs), "the input")]
-    parts = tuple(tensor.to("meta") for tensor in inputs)
+    parts = tuple(inputs)
     for index, made in enumerate(layers):
         last = index == len(layers) - 1
         if last and target is not None:
-            parts += (target.to("meta"),)
+            parts += (target.to(parts[0].device),)
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                found = _on_meta(made, parts)
+                found = call(made, parts)
         except (RuntimeError, TypeError, NotImplementedError) as error:
             given = f"what layer {index - 1} returns" if index else "the input"
             raise BadInput(
@@ -197,8 +218,21 @@ def _on_meta(made: Made, parts: tuple[Tensor, ...]) -> Any:
         return made().to("meta")(*parts)
 
 
+def _on_data(made: Made, parts: tuple[Tensor, ...]) -> Any:
+    """Call a layer where it lies; its buffers stay as they are."""
+    layer = made if isinstance(made, nn.Module) else made()
+    device = next((tensor.device for tensor in (*layer.parameters(), *layer.buffers())), parts[0].device)
+    own = {name: buffer.clone() for name, buffer in layer.named_buffers()}
+    return torch.func.functional_call(layer, own, tuple(part.to(device) for part in parts))
+
+
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return all bytes, as a view where they are contiguous; of one element, whatever its stride is said to be."""
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _aligned(nbytes: int) -> int:

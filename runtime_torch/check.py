@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from runtime_torch import models
 from runtime_torch.report import CheckReport
+from runtime_torch.ties import share
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,6 +67,7 @@ def check(
 def unpipelined(model: Model, inputs: Sequence[Tensor], target: Tensor, microbatches: int) -> tuple[float, Gradients]:
     """Mean loss and mean gradients of the whole model over the microbatches, one after another."""
     layers = models.build(model)
+    share(models.ties(model), {str(index): layer for index, layer in enumerate(layers)})
     for layer in layers:
         layer.to(target.device).eval()
     losses = []

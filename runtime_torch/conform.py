@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from optpipe_compiler import ir
 from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch.bundles import show
 from runtime_torch.execution import StageExecution
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from optpipe_compiler import ir
     from runtime_torch.replay import Boundary
 
 BYTES_TOLERANCE = 0.05
@@ -44,9 +44,10 @@ def prepare(
     targets: Sequence[Tensor] | None,
     bytes_tolerance: float | None,
 ) -> None:
-    """On a throw-away microbatch: hold the stages against their profile, and let those with split backwards learn what
-    their weight gradients read. `inputs` and `targets` are a step's, by microbatch; the first is as large as any."""
-    split = {op.stage for device in schedule.devices for op in device.compute if isinstance(op, ir.BackwardInput)}
+    """Hold the stages against their profile, on a throw-away microbatch.
+
+    `inputs` and `targets` are a step's, by microbatch; the first is as large as any.
+    """
 
     def zeros(layer: int, stage: StageExecution) -> Tensor:
         shape, dtype = boundary(layer, 0)
@@ -57,8 +58,6 @@ def prepare(
         wanted = targets[0] if stage.is_last and targets is not None else None
         expected = None if stage.is_last else boundary(stage.end_layer - 1, 0)
         conform(schedule.stages[index], stage, x, wanted, expected, bytes_tolerance)
-        if index in split:
-            stage.calibrate(x, wanted, None if stage.is_last else zeros(stage.end_layer - 1, stage))
 
 
 def conform(

@@ -121,7 +121,7 @@ class _Alone:
         layers = {i: layer for own in mine for i, layer in zip(own, models.build(model, own), strict=True)}
         self._schedule, self._rank, self._device, self._scale = schedule, rank, device, time_scale
         bundles = models.bundles(model)
-        self._stages = stages_between(schedule, layers, rank, device, bundles)
+        self._stages = stages_between(schedule, layers, rank, device, bundles, ties=models.ties(model))
         microbatches = schedule.setup.microbatches
         inputs, target = models.batches(model, data)(torch.Generator().manual_seed(seed), microbatches)
         self._inputs = bundles[0].carry_batch([one.to(device).tensor_split(microbatches) for one in inputs])

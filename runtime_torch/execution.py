@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch import Tensor, UntypedStorage, nn
-    from torch.autograd.graph import Node
 
 Layers = tuple[int, int]
 """Layers `[first, end)`, numbered over the whole model."""
@@ -99,7 +98,6 @@ class StageExecution:
         self._constants: frozenset[int] = frozenset()
         """The addresses of what the stage owns."""
         self._passes: dict[int, _Pass] = {}
-        self._needed: frozenset[int] | None = None
         self._stub: Tensor | None = None
         """A tensor of the input's shape without its memory."""
         self._one: Tensor | None = None
@@ -126,7 +124,7 @@ class StageExecution:
 
         `recomputed` ranges keep only their input; `recompute` must be called for each before a backward.
         """
-        run = self._new_pass(self.meter)
+        run = _Pass(SavedTensorStore(self.device, self.meter, self.carrier, self._constants))
         self._passes[microbatch] = run
         return self._forward(run, x, target, recomputed)
 
@@ -149,7 +147,7 @@ class StageExecution:
         """W: accumulate the weights' gradients."""
         run = self._passes.pop(microbatch)
         try:
-            self._backward_weight(run, accumulate=True)
+            self._backward_weight(run)
         finally:
             self._release(run)
 
@@ -173,21 +171,6 @@ class StageExecution:
         """H2D: bring what `layers` offloaded back to the device, then free it on the host."""
         self._passes[microbatch].store.reload(*layers)
 
-    def calibrate(self, x: Tensor, target: Tensor | None = None, gradient: Tensor | None = None) -> None:
-        """Learn what W reads, on a throw-away microbatch of the right shapes; later I's free all else at their end.
-
-        Leaves gradients, random state and meters as they were.
-        """
-        self.begin()
-        run = self._new_pass(Meter())
-        with _restored(_surroundings(self.device), self.device):
-            self._forward(run, x, target, ())
-            self._backward_input(run, gradient)
-            run.store.reads = set()
-            self._backward_weight(run, accumulate=False)
-        self._needed = frozenset(run.store.reads)
-        self._release(run)
-
     # -- asking
 
     def saved_bytes(self, microbatch: int, layers: Layers | None = None) -> int:
@@ -210,9 +193,6 @@ class StageExecution:
         return list(self._passes)
 
     # -- how
-
-    def _new_pass(self, meter: Meter) -> _Pass:
-        return _Pass(SavedTensorStore(self.device, meter, self.carrier, self._constants))
 
     def _forward(self, run: _Pass, x: Tensor, target: Tensor | None, recomputed: Sequence[Layers]) -> Tensor:
         x = _compact(x)
@@ -259,7 +239,7 @@ class StageExecution:
         """Keep the input of a range that is recomputed."""
         checkpoint = _Checkpoint(_compact(x.detach()), x.requires_grad, _surroundings(self.device))
         run.checkpoints[layers] = checkpoint
-        run.store.meter.hold(checkpoint.tensor.untyped_storage())
+        self.meter.hold(checkpoint.tensor.untyped_storage())
 
     def _root(self, run: _Pass, gradient: Tensor | None) -> Tensor:
         """The gradient of the output; on the last stage, where none is given, of the loss by itself."""
@@ -280,8 +260,7 @@ class StageExecution:
         if run.entry is not None:
             run.entry_gradient = found
         self._hold_captured(run)
-        if self._needed is not None:
-            run.store.keep_only(self._needed)
+        run.store.finish(run.rest.take_finished())
         return None if self.is_first else found
 
     def _hold_captured(self, run: _Pass) -> None:
@@ -291,26 +270,21 @@ class StageExecution:
             tensors.append(run.entry_gradient)
         run.captured = [tensor.untyped_storage() for tensor in tensors]
         for storage in run.captured:
-            run.store.meter.hold(storage)
+            self.meter.hold(storage)
 
-    def _backward_weight(self, run: _Pass, *, accumulate: bool) -> None:
+    def _backward_weight(self, run: _Pass) -> None:
         if run.rest is not None:
-            split.backward_weight(run.rest, accumulate=accumulate)
+            split.backward_weight(run.rest)
         if run.entry is not None and run.entry_gradient is not None:
-            split.weight_gradients([run.entry], [run.entry_gradient], self._entry_leaves(run), accumulate=accumulate)
-
-    def _entry_leaves(self, run: _Pass) -> list[Node]:
-        """The accumulators of the parameters before the entry."""
-        assert run.entry is not None
-        return [leaf for group in split.find_groups(run.entry.node, None) for leaf in group.leaves]
+            split.backward_whole(run.entry, run.entry_gradient)
 
     def _release(self, run: _Pass) -> None:
         """Forget all that a pass still holds."""
         for checkpoint in run.checkpoints.values():
-            run.store.meter.release(checkpoint.tensor.untyped_storage())
+            self.meter.release(checkpoint.tensor.untyped_storage())
         run.checkpoints.clear()
         for storage in run.captured:
-            run.store.meter.release(storage)
+            self.meter.release(storage)
         run.captured.clear()
         if run.rest is not None:
             run.rest.clear()

@@ -116,7 +116,7 @@ class Benches:
         return self._gradients[bundle]
 
     def stage(self, first: int, end: int) -> Bench:
-        """Return the stage of layers [first, end), calibrated as the runtime does it, with gradient buffers."""
+        """Return the stage of layers [first, end), with gradient buffers."""
         is_last = end == self.head + 1
         built = [layer.to(self.device) for layer in models.build(self.model, range(first, end))]
         layers = [self._bundled(index, layer) for index, layer in enumerate(built, first)]
@@ -124,9 +124,7 @@ class Benches:
         for layer in stage.layers:
             for parameter in layer.parameters():
                 parameter.grad = torch.zeros_like(parameter)
-        bench = Bench(stage, self.entering(first), self.target if is_last else None, self.gradient(end - 1))
-        stage.calibrate(bench.x, bench.target, bench.gradient)
-        return bench
+        return Bench(stage, self.entering(first), self.target if is_last else None, self.gradient(end - 1))
 
 
 def _cut_from_a_batch(microbatch: Tensor) -> Tensor:
@@ -138,7 +136,6 @@ def bookkeeping_bench(device: torch.device) -> Bench:
     """Return a stage whose layer does next to nothing: what its ops take is the overhead of an op."""
     x = torch.ones(1, 1, device=device)
     stage = StageExecution([nn.Linear(1, 1, device=device)], 1, is_first=False, is_last=False, device=device)
-    stage.calibrate(x, None, x)
     return Bench(stage, x, None, x)
 
 

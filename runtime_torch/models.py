@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.profile import Model
     from runtime_torch.replay import Boundary
+    from runtime_torch.ties import Names
     from runtime_torch.user_model import Batch, UserModel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -103,6 +104,11 @@ def each(model: Model, indices: range | None = None) -> Iterator[nn.Module]:
         yield _seeded(model.seed, index, makers[index]).to(dtype)
 
 
+def ties(model: Model) -> list[Names]:
+    """Return the parameters that layers share, by their names in the state dict; models of our own share none."""
+    return [] if model.builder in OWN else _user(model).all_ties()
+
+
 def layer_count(model: Model) -> int:
     """Return how many layers the model has."""
     return len(OWN[model.builder](model) if model.builder in OWN else _user(model).layers)
@@ -128,7 +134,7 @@ def parameter_bytes(model: Model) -> list[int]:
             sizes = {name: layer for name, layer in zip(dict.fromkeys(layer_names(model)), made, strict=True)}
             layers = [sizes[name] for name in layer_names(model)]
         else:
-            layers = [one if isinstance(one, nn.Module) else one() for one in _user(model).layers]
+            layers = [user_model.sketched(model, index, one) for index, one in enumerate(_user(model).layers)]
     return [sum(p.numel() for p in layer.parameters()) * dtype.itemsize for layer in layers]
 
 

@@ -15,6 +15,7 @@ from runtime_torch.evaluate import forward_only
 from runtime_torch.microbatch import entered
 from runtime_torch.replay import Boundary, Replay, StageOps
 from runtime_torch.replicas import replicated
+from runtime_torch.stages import Stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -94,6 +95,9 @@ class Runner:
             on_failure=on_failure,
         )
         agree(schedule, group)
+        self._ties = stages.ties if isinstance(stages, Stages) else None
+        if self._ties is not None:
+            self._ties.join(group)
         self._replicated = {
             index: [part for layer in stage.layers for part in replicated(layer)] for index, stage in stages.items()
         }
@@ -120,6 +124,8 @@ class Runner:
         layers that name them. `losses` is filled with each microbatch's loss where the last stage is.
         """
         batch = self._batches.divide(inputs, target, weights, keywords)
+        if self._ties is not None:
+            self._ties.begin()
         for part in self._parts():
             part.gather()
         if not self._ready:
@@ -127,6 +133,8 @@ class Runner:
         result = self._steps.step(batch.inputs, batch.targets, batch.microbatches, losses)
         for part in self._parts():
             part.reduce()
+        if self._ties is not None:
+            self._ties.finish(self._group)
         return result
 
     @torch.no_grad()

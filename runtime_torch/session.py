@@ -258,10 +258,12 @@ class _Training(_Session):
         layers: dict[int, nn.Module] = {}
         for first, end in mine:
             layers.update(zip(range(first, end), models.build(model, range(first, end)), strict=True))
-        self._stages = stages_between(self.schedule, layers, self.rank, self.device, models.bundles(model))
+        self._stages = stages_between(
+            self.schedule, layers, self.rank, self.device, models.bundles(model), ties=models.ties(model)
+        )
         self._runner = Runner(self.schedule, self._stages, on_failure=self.on_failure)
         self._draw = models.batches(model, self.job.data)
-        parameters = [p for layer in layers.values() for p in layer.parameters()]
+        parameters = list(self._stages.module.parameters())
         self._optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE) if parameters else None
         self._generator = torch.Generator().manual_seed(self.job.seed)
 

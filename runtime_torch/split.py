@@ -5,19 +5,24 @@ the way to the input with parameters beside it (for a linear layer, the node tha
 starts from the captured gradients. What has only vectors beside it (norms, scales) is not cut: its gradients are sums
 over what the first half has at hand anyway, and cost less to keep than the activation and the gradient that another
 look would need. So matrices keep their input and their output's gradient until the second half, and nothing else stays.
+
+All of it is read off the graph of the one microbatch: a routed layer has another one for each.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING
 
+import torch
 from torch.autograd.graph import GradientEdge
 
 from runtime_torch import engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from collections.abc import Set as AbstractSet
 
     from torch import Tensor
     from torch.autograd.graph import Node
@@ -34,16 +39,32 @@ class Group:
     """The accumulators of the parameters."""
     cuts: list[Node]
     captured: dict[Node, Captured] = field(default_factory=dict)
+    sides: dict[Node, list[int]] = field(default_factory=dict)
+    """Where the way from a cut leads to these parameters, too (shared ones): the edges of each cut beside that way."""
 
     def roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
         """Where the second half starts, and with which gradients."""
-        pairs = [
-            (GradientEdge(node, index), gradient)
-            for node in self.cuts
-            for index, gradient in enumerate(self.captured.get(node, ()))
-            if gradient is not None
-        ]
+        pairs = list(self._beside() if self.sides else self._at_cuts())
         return [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
+
+    def _at_cuts(self) -> Iterator[tuple[GradientEdge, Tensor]]:
+        for node in self.cuts:
+            for index, gradient in enumerate(self.captured.get(node, ())):
+                if gradient is not None:
+                    yield GradientEdge(node, index), gradient
+
+    @torch.no_grad()
+    def _beside(self) -> Iterator[tuple[GradientEdge, Tensor]]:
+        """Run the cuts alone: autograd's engine, started at one, would take the way once more."""
+        for node, captured in self.captured.items():
+            found = node(*captured) if callable(node) else node.apply(*captured)  # type: ignore[attr-defined]
+            gradients = found if isinstance(found, tuple) else (found,)
+            for side in self.sides[node]:
+                child, index = node.next_functions[side]
+                gradient = gradients[side]
+                if child is not None and gradient is not None:
+                    expected = child._input_metadata[index]
+                    yield GradientEdge(child, index), gradient.sum_to_size(expected.shape).to(expected.dtype)
 
 
 @dataclass(slots=True)
@@ -53,6 +74,13 @@ class SecondHalf:
     groups: list[Group] = field(default_factory=list)
     vectors: list[GradientEdge] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
+    finished: list[Node] = field(default_factory=list)
+    """The nodes of the first half that the second does not run again."""
+
+    def take_finished(self) -> Iterator[object]:
+        """Yield what stands for the saved tensors that nobody reads any more, and forget their nodes."""
+        while self.finished:
+            yield from _saved_by(self.finished.pop())
 
     def tensors(self) -> Iterator[Tensor]:
         """All gradients that are held until the second half."""
@@ -66,14 +94,17 @@ class SecondHalf:
         self.groups.clear()
         self.vectors.clear()
         self.gradients.clear()
+        self.finished.clear()
 
 
 def backward_input(output: GradientEdge, gradient: Tensor, start: GradientEdge) -> tuple[Tensor | None, SecondHalf]:
     """Return the gradient at `start` and what `backward_weight` needs; the graph is retained."""
     rest = SecondHalf()
     vectors: list[GradientEdge] = []
-    for group in find_groups(output.node, start.node):
-        if all(_is_plain_vector(leaf.variable) for leaf in group.leaves):  # type: ignore[attr-defined]
+    walk = _Walk(output.node, start.node)
+    below = set(_Walk(start.node, None).parameters())
+    for group in walk.groups(below):
+        if below.isdisjoint(group.leaves) and all(_is_plain_vector(leaf.variable) for leaf in group.leaves):  # type: ignore[attr-defined]
             vectors += _edges(group.leaves)
         else:
             rest.groups.append(group)
@@ -87,7 +118,21 @@ def backward_input(output: GradientEdge, gradient: Tensor, start: GradientEdge) 
         if its_gradient is not None:
             rest.vectors.append(vector)
             rest.gradients.append(its_gradient)
+    later = {node for group in rest.groups for node in walk.nodes_of(group)}
+    rest.finished = [node for node in walk.leads_to if node not in later and node is not start.node]
     return found, rest
+
+
+def _saved_by(node: Node) -> Iterator[object]:
+    """Yield what the pack hook returned for each tensor that a node saved."""
+    for name in _saved_fields(type(node)):
+        found = getattr(node, name)
+        yield from (one.data for one in (found if isinstance(found, tuple | list) else (found,)))
+
+
+@cache
+def _saved_fields(kind: type[Node]) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def _edges(leaves: Sequence[Node]) -> list[GradientEdge]:
@@ -106,44 +151,22 @@ def _capture(group: Group, node: Node):  # type: ignore[no-untyped-def]  # torch
     return hook
 
 
-def backward_weight(rest: SecondHalf, *, accumulate: bool = True) -> None:
-    """Run the second half, group by group; `accumulate` into `.grad`, or throw the gradients away (calibration)."""
-    if accumulate and rest.vectors:
+def backward_weight(rest: SecondHalf) -> None:
+    """Run the second half, group by group, and accumulate into `.grad`."""
+    if rest.vectors:
         engine.accumulate(rest.vectors, rest.gradients)
     while rest.groups:
         group = rest.groups.pop()
         edges, gradients = group.roots()
-        if not edges:
-            continue
-        handles = _clamps(group)
-        try:
-            weight_gradients(edges, gradients, group.leaves, accumulate=accumulate)
-        finally:
-            for handle in handles:
-                handle.remove()
+        if edges:
+            engine.accumulate(edges, gradients, _edges(group.leaves))
 
 
-def weight_gradients(
-    edges: Sequence[GradientEdge], gradients: Sequence[Tensor], leaves: Sequence[Node], *, accumulate: bool
-) -> None:
-    """Backward from `edges` to the parameters of `leaves` only."""
-    if not leaves:
-        return
-    if accumulate:
-        engine.accumulate(edges, gradients, _edges(leaves))
-    else:
-        engine.capture(edges, gradients, _edges(leaves), retain=False)
-
-
-def _clamps(group: Group):  # type: ignore[no-untyped-def]
-    """Hooks that keep a cut's captured gradient when another cut of its group feeds it again."""
-    if len(group.cuts) < 2:
-        return []
-
-    def clamp(captured: Captured):  # type: ignore[no-untyped-def]
-        return lambda _: captured
-
-    return [node.register_prehook(clamp(captured)) for node, captured in group.captured.items()]
+def backward_whole(start: GradientEdge, gradient: Tensor) -> None:
+    """Accumulate the gradients of all parameters under `start`."""
+    leaves = _Walk(start.node, None).parameters()
+    if leaves:
+        engine.accumulate([start], [gradient], _edges(leaves))
 
 
 def find_groups(root: Node, target: Node | None) -> list[Group]:
@@ -151,36 +174,99 @@ def find_groups(root: Node, target: Node | None) -> list[Group]:
 
     Where `target` cannot be reached, `root` itself is the only cut. Parameters with a common cut share a group.
     """
-    beside: dict[Node, list[Node] | None] = {} if target is None else {target: None}
-    """By node: the parameters under it; None on the way to the target."""
-    cuts: dict[Node, list[Node]] = {}
-    children: dict[Node, list[Node]] = {}
-    stack = [root]
-    while stack:
-        node = stack[-1]
-        if node in beside:
-            stack.pop()
-            continue
-        if node not in children:
-            children[node] = [child for child, _ in node.next_functions if child is not None]
-            missing = [child for child in children[node] if child not in beside]
-            if missing:
-                stack += missing
+    return _Walk(root, target).groups()
+
+
+class _Walk:
+    """The graph under `root`, and in it the ways to `target`."""
+
+    def __init__(self, root: Node, target: Node | None) -> None:
+        self.leads_to: dict[Node, list[Node] | None] = {} if target is None else {target: None}
+        """By node, what it leads to before the node itself: the parameters under it; None on the way to the target."""
+        self.cuts: dict[Node, list[Node]] = {}
+        """By cut: the parameters beside the way."""
+        self._walk(root)
+        if found := self.leads_to[root]:
+            self.cuts[root] = found
+
+    def _walk(self, root: Node) -> None:
+        children: dict[Node, list[Node]] = {}
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            if node in self.leads_to:
+                stack.pop()
                 continue
-        stack.pop()
-        under = [beside[child] for child in children[node]]
+            if node not in children:
+                children[node] = _children(node)
+                missing = [child for child in children[node] if child not in self.leads_to]
+                if missing:
+                    stack += missing
+                    continue
+            stack.pop()
+            self._add(node, [self.leads_to[child] for child in children[node]])
+
+    def _add(self, node: Node, under: list[list[Node] | None]) -> None:
         found = list(dict.fromkeys(leaf for leaves in under if leaves is not None for leaf in leaves))
         if not under and hasattr(node, "variable"):
-            beside[node] = [node]
+            self.leads_to[node] = [node]
         elif None not in under:
-            beside[node] = found
+            self.leads_to[node] = found
         else:
-            beside[node] = None
+            self.leads_to[node] = None
             if found:
-                cuts[node] = found
-    if found_all := beside[root]:
-        cuts[root] = found_all
-    return _merge(cuts)
+                self.cuts[node] = found
+
+    def parameters(self) -> list[Node]:
+        """Return the accumulators under the root, where there is no target."""
+        return next(reversed(self.leads_to.values())) or []
+
+    def groups(self, below: AbstractSet[Node] = frozenset()) -> list[Group]:
+        """Return the cuts, those with a common parameter together; `below` are parameters under the target."""
+        groups = _merge(self.cuts)
+        for group in groups:
+            if not below.isdisjoint(group.leaves) or self._meet_again(group.cuts):
+                group.sides = {
+                    cut: [i for i, (child, _) in enumerate(cut.next_functions) if self._leads_aside(child)]
+                    for cut in group.cuts
+                }
+        return groups
+
+    def _leads_aside(self, node: Node | None) -> bool:
+        return node is not None and bool(self.leads_to[node])
+
+    def nodes_of(self, group: Group) -> set[Node]:
+        """Return the nodes that W runs: the cuts of the group, and what is on a way from there to its parameters."""
+        leaves = set(group.leaves)
+        found = set(group.cuts)
+        stack = list(group.cuts)
+        while stack:
+            for child in _children(stack.pop()):
+                if child not in found and not leaves.isdisjoint(self.leads_to[child] or ()):
+                    found.add(child)
+                    stack.append(child)
+        return found
+
+    def _meet_again(self, cuts: list[Node]) -> bool:
+        """Whether one of the cuts is on another one's way to the target."""
+        leading: set[Node] = set()
+        missing = set(cuts)
+        for node, leaves in self.leads_to.items():  # children first
+            if len(missing) == len(cuts) and node not in missing:
+                continue
+            follows = leaves is None and not leading.isdisjoint(_children(node))
+            if node in missing and follows:
+                return True
+            if node in missing or follows:
+                leading.add(node)
+                missing.discard(node)
+            if not missing:
+                break
+        return False
+
+
+def _children(node: Node) -> list[Node]:
+    return [child for child, _ in node.next_functions if child is not None]
 
 
 def _merge(cuts: dict[Node, list[Node]]) -> list[Group]:

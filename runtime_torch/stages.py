@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from runtime_torch.execution import StageExecution
 from runtime_torch.meter import Meter
 from runtime_torch.named import NamedStage
 from runtime_torch.replicas import replicated
+from runtime_torch.ties import Ties, shared
 
 if TYPE_CHECKING:
     from optpipe_compiler import ir
@@ -26,10 +27,16 @@ class Stages(dict[int, StageExecution]):
     same names under any placement. `bundles`: what enters each layer and leaves the last; None where unknown.
     """
 
-    def __init__(self, module: nn.ModuleDict, bundles: Sequence[Bundle] | None) -> None:
+    def __init__(self, module: nn.ModuleDict, bundles: Sequence[Bundle] | None, ties: Ties) -> None:
         super().__init__()
         self.module = module
+        self.ties = ties
         self.bundles = bundles
+
+    def unique_parameters(self) -> list[nn.Parameter]:
+        """The parameters of `module` without copies of tied ones that another layer counts: for a norm over ranks."""
+        repeated = self.ties.repeated()
+        return [parameter for parameter in self.module.parameters() if parameter not in repeated]
 
 
 def build_stages(
@@ -42,16 +49,20 @@ def build_stages(
     target: Tensor | None = None,
     float_dtype: torch.dtype | None = None,
     prepare: Callable[[nn.Module], nn.Module] = lambda layer: layer,
+    ties: Iterable[Sequence[str]] = (),
 ) -> Stages:
     """Return the stages of `rank`, made of `layers`; of a mapping by layer number, only the rank's own are needed.
 
     Entries may be functions without arguments: only the rank's own layers are then built. `inputs` and `target` are
-    one microbatch (values do not matter) from which the shapes between the layers are found; without them `Runner`
-    needs its `boundary`. The last layer is called with the target behind its inputs and returns the mean loss. Layers
-    may take and return several tensors. `prepare` is applied to each of the rank's layers on its device, for example
-    `fully_shard`, or wraps them in `DistributedDataParallel`: gradients are then averaged once at the end of a step.
-    `float_dtype` is that of the floats between layers where it is not what the layers alone return, for example under
-    a `MixedPrecisionPolicy`.
+    one microbatch from which the shapes between the layers are found (values matter only to layers that branch on
+    them); without them `Runner` needs its `boundary`. The last layer is called with the target behind its inputs and
+    returns the mean loss. Layers may take and return several tensors. `prepare` is applied to each of the rank's layers
+    on its device, for example `fully_shard`, or wraps them in `DistributedDataParallel`: gradients are then averaged
+    once at the end of a step. `float_dtype` is that of the floats between layers where it is not what the layers alone
+    return, for example under a `MixedPrecisionPolicy`.
+
+    `ties` name the parameters that layers share, on all ranks alike: `[("0.tokens.weight", "9.logits.weight")]`. They
+    are found where all layers are given as modules; what functions make on other ranks nobody can see.
     """
     _count(schedule, layers)
     bundles = None
@@ -61,7 +72,7 @@ def build_stages(
         bundles = trace_bundles(layers, inputs, target)
         if float_dtype is not None:
             bundles[1:-1] = [bundle.with_floats(float_dtype) for bundle in bundles[1:-1]]
-    return stages_between(schedule, layers, rank, device, bundles, prepare)
+    return stages_between(schedule, layers, rank, device, bundles, prepare, ties)
 
 
 def stages_between(
@@ -71,6 +82,7 @@ def stages_between(
     device: torch.device | str,
     bundles: Sequence[Bundle] | None,
     prepare: Callable[[nn.Module], nn.Module] = lambda layer: layer,
+    ties: Iterable[Sequence[str]] = (),
 ) -> Stages:
     """Return what `build_stages` does, where `bundles` (what enters each layer, and leaves the last) are known."""
     mine = [stage for stage in schedule.stages if stage.device == rank]
@@ -78,32 +90,42 @@ def stages_between(
         raise BadInput(f"rank {rank} has no stage: the schedule is for {schedule.setup.devices} devices")
     built = {index: _built(layers[index], index) for stage in mine for index in range(*stage.layers)}
     whole = enumerate(layers) if isinstance(layers, Sequence) else layers.items()
-    known = {index: made for index, made in whole if isinstance(made, nn.Module)}
-    refuse_tied(schedule, {**known, **built})
+    known = {str(index): made for index, made in whole if isinstance(made, nn.Module)}
+    own = {str(index): layer for index, layer in built.items()}
+    owner = {str(index): stage.device for stage in schedule.stages for index in range(*stage.layers)}
+    tied = Ties([*ties, *shared(known | own)], owner, own, rank)
+    tied.separate()
     built = {index: prepare(layer.to(device)) for index, layer in built.items()}
-    stages = Stages(nn.ModuleDict({str(index): layer for index, layer in built.items()}), bundles)
+    stages = Stages(nn.ModuleDict({str(index): layer for index, layer in built.items()}), bundles, tied)
+    tied.unite(lambda layer: bool(replicated(layer)), dict(stages.module.items()))
     sharded = [part for layer in built.values() for part in replicated(layer)]
     for part in sharded:  # a stage must know the whole parameters, to tell them from activations
         part.unshard()
     meters = Meter(), Meter()
     for stage in mine:
-        own = [built[index] for index in range(*stage.layers)]
+        run = [built[index] for index in range(*stage.layers)]
         if bundles is not None:
             names = {index: f"rank {rank}: layer {index}" for index in range(*stage.layers)}
-            own = [bundled(built[i], bundles[i], bundles[i + 1], name) for i, name in names.items()]
-        stages[stage.stage] = _execution(schedule, stage, own, device, meters)
+            run = [bundled(built[i], bundles[i], bundles[i + 1], name) for i, name in names.items()]
+        stages[stage.stage] = _execution(schedule, stage, run, device, meters)
     for part in sharded:
         part.reshard()
     return stages
 
 
 def wrap_stages(
-    schedule: ir.Schedule, modules: Mapping[int, nn.Module], rank: int, device: torch.device | str
+    schedule: ir.Schedule,
+    modules: Mapping[int, nn.Module],
+    rank: int,
+    device: torch.device | str,
+    *,
+    ties: Iterable[Sequence[str]] = (),
 ) -> Stages:
     """Return the stages of `rank` from whole stage modules by stage number.
 
     Offload and recompute then move a stage as a whole: a schedule that names part of its layers is refused. `Runner`
-    needs its `boundary`, which is asked for the last layer of each stage.
+    needs its `boundary`, which is asked for the last layer of each stage. `ties` name parameters as in
+    `("stage0.tokens.weight", "stage3.logits.weight")`.
     """
     mine = [stage for stage in schedule.stages if stage.device == rank]
     if set(modules) != {stage.stage for stage in mine}:
@@ -113,27 +135,15 @@ def wrap_stages(
         whole = schedule.stages[op.stage].layers
         if tuple(getattr(op, "layers", whole)) != tuple(whole):
             raise BadInput(f"stage {op.stage} is one module, but the schedule has {op.id}: build it from its layers")
-    stages = Stages(nn.ModuleDict({f"stage{index}": modules[index].to(device) for index in modules}), None)
+    own = {f"stage{index}": module for index, module in modules.items()}
+    tied = Ties([*ties, *shared(own)], {f"stage{stage.stage}": stage.device for stage in schedule.stages}, own, rank)
+    stages = Stages(nn.ModuleDict({name: module.to(device) for name, module in own.items()}), None, tied)
+    tied.unite(lambda module: bool(replicated(module)), dict(stages.module.items()))
     meters = Meter(), Meter()
     for stage in mine:
         nothing = [nn.Identity() for _ in range(stage.layers[1] - stage.layers[0] - 1)]
         stages[stage.stage] = _execution(schedule, stage, [*nothing, modules[stage.stage]], device, meters)
     return stages
-
-
-def refuse_tied(schedule: ir.Schedule, layers: Mapping[int, nn.Module]) -> None:
-    """Raise BadInput where two stages share a parameter."""
-    stage_of = {index: stage.stage for stage in schedule.stages for index in range(*stage.layers)}
-    owner: dict[int, tuple[int, str]] = {}
-    for index, layer in layers.items():
-        for name, parameter in layer.named_parameters():
-            first, other = owner.setdefault(id(parameter), (index, name))
-            if stage_of[first] != stage_of[index]:
-                raise BadInput(
-                    f"layers {first} and {index} share a parameter ({other} and {name}), but are in stages "
-                    f"{stage_of[first]} and {stage_of[index]}: tied weights across stages are not supported, "
-                    "give each layer its own"
-                )
 
 
 def _count(schedule: ir.Schedule, layers: Sequence[Any] | Mapping[int, Any]) -> None:

@@ -41,10 +41,9 @@ class Unit:
 class Slot:
     """One saved tensor: a geometry on a unit's storage."""
 
-    __slots__ = ("geometry", "index", "layer", "tensor", "unit")
+    __slots__ = ("geometry", "layer", "tensor", "unit")
 
-    def __init__(self, index: int, layer: int, unit: Unit, tensor: Tensor) -> None:
-        self.index = index
+    def __init__(self, layer: int, unit: Unit, tensor: Tensor) -> None:
         self.layer = layer
         self.unit = unit
         self.tensor: Tensor | None = tensor
@@ -79,8 +78,6 @@ class SavedTensorStore:
         """The layer whose forward runs now."""
         self.autocast = False
         """Whether autocast runs and keeps its copies of the weights: they are then no more stored than the weights."""
-        self.reads: set[int] | None = None
-        """While not None: collects the indices of the slots that a backward reads."""
         self.meter = meter
         self._carrier = carrier
         self._constants = constants
@@ -136,7 +133,7 @@ class SavedTensorStore:
             self._by_address[address] = unit
             self._units.append(unit)
             self.meter.hold(storage)
-        slot = Slot(len(self._slots), self.layer, unit, tensor.detach())
+        slot = Slot(self.layer, unit, tensor.detach())
         unit.slots.append(slot)
         self._slots.append(slot)
         return slot
@@ -144,8 +141,6 @@ class SavedTensorStore:
     def _unpack(self, handle: Slot | Tensor) -> Tensor:
         if not isinstance(handle, Slot):
             return handle
-        if self.reads is not None:
-            self.reads.add(handle.index)
         if handle.tensor is None:
             storage = handle.unit.storage
             if storage is None:
@@ -188,10 +183,11 @@ class SavedTensorStore:
         for unit, storage in zip(units, self._carrier.bring(parcels), strict=True):
             unit.storage = storage
 
-    def keep_only(self, needed: Collection[int]) -> None:
-        """Free every unit of which no slot is in `needed` (indices of slots)."""
+    def finish(self, handles: Iterable[object]) -> None:
+        """Free every unit of which all slots are among `handles`: nobody reads them any more."""
+        finished = {handle for handle in handles if isinstance(handle, Slot)}
         for unit in self._live():
-            if not any(slot.index in needed for slot in unit.slots):
+            if finished.issuperset(unit.slots):
                 self.meter.release(self._detach(unit, for_good=True))
 
     def clear(self) -> None:

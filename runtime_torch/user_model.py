@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from optpipe_compiler.errors import BadInput
-from runtime_torch.bundles import Bundle, Made, trace_bundles
+from runtime_torch.bundles import Bundle, Made, needs_data, trace_bundles
+from runtime_torch.ties import merged, shared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from optpipe_compiler.profile import Model
+    from runtime_torch.ties import Names
 
 Batch = tuple[tuple[Tensor, ...], Tensor]
 """Inputs and target of several samples, which are numbered along the first dimension of every tensor."""
@@ -25,15 +27,21 @@ Batch = tuple[tuple[Tensor, ...], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class UserModel:
-    """What the function returns: a list of layers, or `(layers, batch)`.
+    """What the function returns: a list of layers, `(layers, batch)`, or `(layers, batch, ties)`.
 
     `batch(generator, samples)` returns `(inputs, target)`: a tensor or a tuple of tensors, and a tensor, on the CPU and
     with `samples` entries along each first dimension. It depends on `generator` alone: every rank draws the same.
-    None: windows of text.
+    None: windows of text. `ties` name the parameters that layers share: `[("0.weight", "9.weight")]`.
     """
 
     layers: list[Made]
     batch: Callable[[torch.Generator, int], Any] | None = None
+    ties: Sequence[Sequence[str]] = ()
+
+    def all_ties(self) -> list[Names]:
+        """Those that are named, and those of layers that are there already."""
+        there = {str(index): one for index, one in enumerate(self.layers) if isinstance(one, nn.Module)}
+        return merged([*self.ties, *shared(there)])
 
 
 def load(model: Model, own: Iterable[str]) -> UserModel:
@@ -49,14 +57,21 @@ def load(model: Model, own: Iterable[str]) -> UserModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(model.seed)
         found = function(**model.config)
-    layers, batch = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+    several = isinstance(found, tuple) and len(found) in (2, 3)
+    layers, batch, ties = (*found, ())[:3] if several else (found, None, ())
     if not isinstance(layers, list | nn.ModuleList) or not all(callable(layer) for layer in layers):
-        raise _refused(model, f"returned {_type(found)}, expected a list of layers, or (layers, batch)")
+        raise _refused(model, f"returned {_type(found)}, expected a list of layers, or (layers, batch[, ties])")
     if not layers:
         raise _refused(model, "returned no layers")
-    if found is not layers and not callable(batch):
+    if several and not callable(batch) and not (batch is None and ties):
         raise _refused(model, f"returned (layers, {_type(batch)}), expected a function as second: batch(generator, n)")
-    return UserModel(list(layers), batch)
+    if not isinstance(ties, list | tuple) or not all(_is_tie(tie) for tie in ties):
+        raise _refused(model, f"returned the ties {ties!r}, expected lists of two names or more such as 0.weight")
+    return UserModel(list(layers), batch, ties)
+
+
+def _is_tie(tie: object) -> bool:
+    return isinstance(tie, list | tuple) and len(tie) > 1 and all(isinstance(name, str) for name in tie)
 
 
 def made(model: Model, index: int, one: Made) -> nn.Module:
@@ -66,6 +81,17 @@ def made(model: Model, index: int, one: Made) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(model.seed * 1_000_003 + index)
         return one()
+
+
+def sketched(model: Model, index: int, one: Made) -> nn.Module:
+    """Return a layer on the meta device, or as it is where it is there already or cannot be made without data."""
+    try:
+        with torch.device("meta"):
+            return made(model, index, one)
+    except (RuntimeError, TypeError) as error:
+        if not needs_data(error):
+            raise
+        return made(model, index, one)
 
 
 def draw(model: Model, user: UserModel, dtype: torch.dtype, generator: torch.Generator, samples: int) -> Batch:
@@ -94,7 +120,7 @@ def draw(model: Model, user: UserModel, dtype: torch.dtype, generator: torch.Gen
 def bundles(model: Model, user: UserModel, dtype: torch.dtype) -> list[Bundle]:
     """Return what enters each layer, and what leaves the last, for one microbatch.
 
-    The layers are called on torch's meta device, without data; data of the user's own is drawn for its shapes.
+    The layers are called on torch's meta device, or, where they need data, one after another on what is drawn.
     """
     inputs, target = _sample(model, user, dtype)
     makers = [partial(_converted, model, index, one, dtype) for index, one in enumerate(user.layers)]
@@ -122,8 +148,7 @@ def kinds(model: Model, user: UserModel, borders: Sequence[Bundle]) -> list[str]
     found = []
     last = len(user.layers) - 1
     for index, one in enumerate(user.layers):
-        with torch.device("meta"):
-            layer = made(model, index, one)
+        layer = sketched(model, index, one)
         sizes = tuple((tuple(p.shape), p.requires_grad) for p in layer.parameters())
         kind = (index if index in (0, last) else None, repr(layer), sizes, borders[index], borders[index + 1])
         if kind not in names:
@@ -148,9 +173,8 @@ def _sample(model: Model, user: UserModel, dtype: torch.dtype) -> Batch:
 
 
 def _converted(model: Model, index: int, one: Made, dtype: torch.dtype) -> nn.Module:
-    """A copy on the meta device for layers that are there already: nothing of theirs may change."""
-    layer = copy.deepcopy(one).to("meta") if isinstance(one, nn.Module) else made(model, index, one)
-    return layer.to(dtype)
+    """A copy of layers that are there already: nothing of theirs may change."""
+    return (copy.deepcopy(one) if isinstance(one, nn.Module) else made(model, index, one)).to(dtype)
 
 
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:

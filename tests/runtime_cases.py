@@ -42,7 +42,6 @@ def tiny_profile(model: Model = MODEL, devices: int = 2, ms: int = 1) -> Profile
         x = inputs if index == 0 else _random(*models.boundary(model, index - 1))
         wanted = target if stage.is_last else None
         gradient = None if stage.is_last else _random(*models.boundary(model, index))
-        stage.calibrate(x, wanted, gradient)
         stage.forward(0, x, wanted)
         saved = stage.saved_bytes(0)
         stage.backward_input(0, gradient)

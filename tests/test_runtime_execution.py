@@ -99,16 +99,6 @@ def stages(layers, cuts, meter=None, host=None):
     ]
 
 
-def calibrate(parts):
-    x, target = batch(9)
-    for part in parts:
-        part.calibrate(
-            x if part.is_first else torch.randn(ROWS, LENGTH, WIDTH),
-            target if part.is_last else None,
-            None if part.is_last else torch.randn(ROWS, LENGTH, WIDTH),
-        )
-
-
 def replay(parts, x, target, *, fused=True, recomputed=(), offloaded=()):
     """One microbatch through all stages, with the given ranges recomputed or offloaded; return the loss."""
     torch.manual_seed(5)
@@ -152,7 +142,6 @@ def test_every_way_gives_the_gradients_of_plain_autograd_bit_by_bit(cuts, way, f
     loss, gradients = plain(layers, x, target)
     meter, host = Meter(), Meter()
     parts = stages(layers, cuts, meter, host)
-    calibrate(parts)
     assert replay(parts, x, target, fused=fused, **WAYS[way]).item() == loss.item()
     found = [p.grad for layer in layers for p in layer.parameters()]
     for mine, theirs in zip(found, gradients, strict=True):
@@ -165,7 +154,6 @@ def test_every_way_gives_the_gradients_of_plain_autograd_bit_by_bit(cuts, way, f
 def test_gradients_add_up_over_microbatches_and_mixed_backwards():
     layers = model()
     parts = stages(layers, (2,))
-    calibrate(parts)
     total = None
     for seed, fused in ((1, True), (2, False), (3, True)):
         x, target = batch(seed)
@@ -180,7 +168,6 @@ def test_gradients_add_up_over_microbatches_and_mixed_backwards():
 def test_a_recompute_runs_each_forward_exactly_once_more(fused):
     layers, (x, target) = model(), batch()
     parts = stages(layers, (3,))
-    calibrate(parts)
     for block in layers[1:4]:
         block.runs = 0
     replay(parts, x, target, fused=fused, recomputed=[(1, 2), (3, 4)])
@@ -225,7 +212,6 @@ class CountingCarrier(DirectCarrier):
 def test_an_offload_moves_each_saved_storage_exactly_once_and_no_parameter_or_buffer(fused):
     layers, (x, target) = model(), batch()
     part = stages(layers, ())[0]
-    part.calibrate(x, target)
     part.carrier = carrier = CountingCarrier(part)
     part.forward(0, x, target)
     saved = {storage.data_ptr() for storage in part._passes[0].store.storages()}
@@ -273,8 +259,6 @@ def test_non_contiguous_saved_tensors_come_back_as_they_were(way):
 def test_dropout_under_autocast_gives_the_gradients_of_keeping_bit_by_bit(way, fused):
     layers, (x, target) = model(dropout=0.4), batch()
     parts = stages(layers, (3,))
-    with torch.autocast("cpu", torch.bfloat16):
-        calibrate(parts)
 
     def gradients(**ways):
         for layer in layers:
@@ -300,7 +284,6 @@ def test_between_input_and_weight_gradient_only_what_the_weight_gradient_reads_s
     mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
     part = StageExecution([mlp], 0, is_first=False, is_last=False, device="cpu")
     x, gradient = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
-    part.calibrate(x, None, gradient)
     part.forward(0, x)
     assert part.saved_bytes(0) == x.nbytes + 4 * x.nbytes + 4 * x.nbytes  # x, the GELU's input, its output
     part.backward_input(0, gradient)
@@ -326,7 +309,6 @@ class RMSNorm(nn.Module):
 def test_norms_keep_nothing_but_their_own_gradients_for_the_weight_gradient(norm):
     part = StageExecution([nn.Sequential(norm(), nn.Tanh())], 0, is_first=False, is_last=False, device="cpu")
     x, gradient = torch.randn(64, WIDTH), torch.randn(64, WIDTH)
-    part.calibrate(x, None, gradient)
     part.forward(0, x)
     part.backward_input(0, gradient)
     parameters = list(part.layers[0].parameters())
@@ -344,7 +326,6 @@ def test_norms_keep_nothing_but_their_own_gradients_for_the_weight_gradient(norm
 def test_a_transformer_block_keeps_the_inputs_and_output_gradients_of_its_linear_layers_and_nothing_else():
     x, gradient = torch.randn(ROWS, LENGTH, WIDTH), torch.randn(ROWS, LENGTH, WIDTH)
     part = StageExecution([Block()], 1, is_first=False, is_last=False, device="cpu")
-    part.calibrate(x, None, gradient)
     part.forward(0, x)
     part.backward_input(0, gradient)
     inputs, outputs = 1 + 1 + 1 + 4, 3 + 1 + 4 + 1  # of qkv, out, up, down, in boundaries
@@ -360,7 +341,6 @@ def test_a_parameter_with_a_hook_of_its_own_sees_its_gradient_once():
     expected = [p.grad.clone() for p in norm.parameters()]
     norm.zero_grad()
     part = StageExecution([norm], 0, is_first=False, is_last=False, device="cpu")
-    part.calibrate(x, None, gradient)
     part.forward(0, x)
     part.backward_input(0, gradient)
     part.backward_weight(0)
@@ -383,7 +363,6 @@ def test_a_module_of_any_other_kind_splits_too():
     expected = [p.grad.clone() for p in layer.parameters()]
     layer.zero_grad()
     part = StageExecution([layer], 0, is_first=False, is_last=False, device="cpu")
-    part.calibrate(x, None, gradient)
     part.forward(0, x, recomputed=[(0, 1)])
     part.recompute(0, (0, 1))
     part.backward_input(0, gradient)
@@ -408,7 +387,6 @@ def test_a_first_layer_with_many_branches_that_meet_again_splits_in_no_time():
     deep, (x, _) = Deep(), batch()
     part = StageExecution([deep], 0, is_first=True, is_last=False, device="cpu")
     gradient = torch.randn(ROWS, LENGTH, WIDTH)
-    part.calibrate(x, None, gradient)
     part.forward(0, x)
     part.backward_input(0, gradient)
     part.backward_weight(0)
@@ -427,20 +405,6 @@ def test_the_first_stage_splits_at_its_first_output_with_a_gradient():
     assert first.captured_bytes(0) > 0
     first.backward_weight(0)
     assert all(p.grad is not None for layer in layers[:3] for p in layer.parameters())
-
-
-def test_calibration_touches_neither_gradients_nor_random_state_nor_meter():
-    layers = model(dropout=0.5)
-    parts = stages(layers, (2,))
-    x, target = batch()
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    inputs = torch.ones(ROWS, LENGTH, WIDTH)
-    parts[0].calibrate(x, None, inputs)
-    parts[1].calibrate(inputs, target)
-    assert torch.equal(before, torch.get_rng_state())
-    assert all(p.grad is None for layer in layers for p in layer.parameters())
-    assert (parts[0].meter.current_bytes, parts[0].meter.peak_bytes) == (0, 0)
 
 
 def test_memory_is_really_free_when_the_meter_says_so():
@@ -500,7 +464,6 @@ def test_an_address_used_again_after_a_drop_is_another_storage():
 def test_nothing_of_a_microbatch_is_left_after_its_backward_even_without_the_garbage_collector(fused):
     layers, (x, target) = model(), batch()
     part = stages(layers, ())[0]
-    part.calibrate(x, target)
     gc.collect()
     gc.disable()
     try:
@@ -612,7 +575,6 @@ def test_a_parameter_used_twice_in_a_stage_gets_its_whole_gradient():
     expected = [p.grad.clone() for p in shared.parameters()]
     shared.zero_grad()
     part = StageExecution([shared, nn.Tanh(), shared], 0, is_first=False, is_last=False, device="cpu")
-    part.calibrate(x, None, gradient)
     part.forward(0, x)
     part.backward_input(0, gradient)
     part.backward_weight(0)

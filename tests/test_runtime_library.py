@@ -258,14 +258,6 @@ def test_a_stage_module_cannot_serve_a_schedule_that_names_part_of_its_layers():
         runtime_torch.wrap_stages(schedule, {0: nn.Identity(), 1: nn.Identity()}, 0, "cpu")
 
 
-def test_weights_tied_across_stages_are_refused_by_name():
-    layers = [make() for make in builders()]
-    layers[3].logits.weight = layers[0].tokens.weight
-    message = "layers 0 and 3 share a parameter .tokens.weight and logits.weight., but are in stages 0 and 1"
-    with pytest.raises(BadInput, match=message):
-        runtime_torch.build_stages(plan((0, 1)), layers, 0, "cpu")
-
-
 def test_another_number_of_layers_is_refused():
     with pytest.raises(BadInput, match="the model has 3 layers, the schedule is for 4"):
         runtime_torch.build_stages(plan((0, 1)), builders()[:3], 0, "cpu")

@@ -48,6 +48,29 @@ def layers(width: int = 48) -> list[nn.Module]:
     ]
 
 
+# -- tied weights
+
+
+class Words256(nn.Embedding):
+    """Bytes to vectors."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(256, width)
+
+
+def tied_modules(width: int = 16) -> list[nn.Module]:
+    """Return layers of which the first and the last have the same matrix."""
+    layers = [Words256(width), *(Mixer(width, 2 * width) for _ in range(4)), Scorer(width)]
+    layers[-1].out.weight = layers[0].weight
+    return layers
+
+
+def tied_functions(width: int = 16) -> tuple[list[Callable[[], nn.Module]], None, list[tuple[str, str]]]:
+    """Return what makes such layers, no data of their own, and the tie."""
+    makers = [partial(Words256, width), *[partial(Mixer, width, 2 * width)] * 4, partial(Scorer, width)]
+    return makers, None, [("0.weight", "5.out.weight")]
+
+
 # -- images
 
 

@@ -1,0 +1,259 @@
+"""Tied weights: parameters that several layers share, on whichever ranks these layers are.
+
+A tie is a list of names as the state dict has them: `("0.tokens.weight", "9.logits.weight")`. Layers of one rank share
+the parameter itself. Layers of different ranks, and layers that FSDP2 or DDP looks after, have a copy each: copies
+start equal, and at the end of a step all of them get the sum of the gradients that this step added to any of them, so
+that equal optimizers keep them equal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from optpipe_compiler.errors import BadInput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+Names = tuple[str, ...]
+"""The names of one tied parameter."""
+
+
+def shared(layers: Mapping[str, nn.Module]) -> list[Names]:
+    """Return the ties of layers that have the same parameter already; one name for each layer."""
+    found: dict[nn.Parameter, list[str]] = {}
+    for prefix, layer in layers.items():
+        for name, parameter in layer.named_parameters():
+            found.setdefault(parameter, []).append(f"{prefix}.{name}")
+    return [tuple(names) for names in found.values() if len(names) > 1]
+
+
+def merged(ties: Iterable[Sequence[str]]) -> list[Names]:
+    """Return the ties with those that have a name in common joined; every tie in the order of the model."""
+    groups: list[set[str]] = []
+    for tie in ties:
+        names = set(tie)
+        joined = [group for group in groups if group & names]
+        groups = [group for group in groups if not group & names]
+        groups.append(names.union(*joined))
+    in_order = [tuple(sorted(group, key=_in_model_order)) for group in groups]
+    return sorted(in_order, key=lambda tie: _in_model_order(tie[0]))
+
+
+def _in_model_order(name: str) -> tuple[int, str]:
+    prefix, _, rest = name.partition(".")
+    return int("".join(filter(str.isdigit, prefix)) or 0), rest
+
+
+def share(ties: Iterable[Sequence[str]], layers: Mapping[str, nn.Module]) -> None:
+    """Let layers of one process share their tied parameters: all get that of the first."""
+    for tie in merged(ties):
+        first, *others = (_Place.of(name, layers) for name in tie)
+        for other in others:
+            other.put(first.parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a layer has a parameter: the same before and after FSDP2 or DDP took the layer over."""
+
+    layer: str
+    spots: list[tuple[nn.Module, str]]
+    """The modules that have it, and under which name."""
+
+    @classmethod
+    def of(cls, name: str, layers: Mapping[str, nn.Module]) -> _Place:
+        """Find it by its name in the state dict; BadInput where there is none."""
+        prefix, _, path = name.partition(".")
+        known = dict(layers[prefix].named_parameters(remove_duplicate=False)) if prefix in layers else {}
+        if path not in known:
+            instead = ", ".join(f"{prefix}.{one}" for one in known) if prefix in layers else f"a layer of {[*layers]}"
+            raise BadInput(f"a tie names {name!r}, which is no parameter, expected {instead or 'none of this layer'}")
+        own = [
+            (module, attribute)
+            for module in layers[prefix].modules()
+            for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+            if parameter is known[path]
+        ]
+        return cls(prefix, own)
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """As it is now."""
+        module, attribute = self.spots[0]
+        found: nn.Parameter = getattr(module, attribute)
+        return found
+
+    def put(self, parameter: nn.Parameter) -> None:
+        """Let the layer have this one."""
+        for module, attribute in self.spots:
+            setattr(module, attribute, parameter)
+
+
+@dataclass(slots=True)
+class _Tie:
+    """One tied parameter, as a rank has it."""
+
+    names: Names
+    owners: list[int]
+    """The ranks that have it, in ascending order."""
+    first: int
+    """The rank of its first name."""
+    places: list[_Place]
+    """On this rank."""
+    before: dict[nn.Parameter, Tensor | None] = field(default_factory=dict)
+    """While a step runs: the gradients of the steps before it."""
+
+    def parameters(self) -> list[nn.Parameter]:
+        """This rank's copies."""
+        return list(dict.fromkeys(place.parameter for place in self.places))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it is one parameter of this rank, to which autograd itself adds everything."""
+        return len(self.owners) == 1 and len(self.parameters()) == 1
+
+
+class Ties:
+    """The tied parameters that this rank has a part in.
+
+    `owner` says for each layer (or stage module) by its name in the state dict which rank has it, `layers` are this
+    rank's own before `prepare`.
+    """
+
+    def __init__(
+        self, declared: Iterable[Sequence[str]], owner: Mapping[str, int], layers: Mapping[str, nn.Module], rank: int
+    ) -> None:
+        self._rank = rank
+        self._ties: list[_Tie] = []
+        for names in merged(declared):
+            for name in names:
+                if _layer(name) not in owner:
+                    raise BadInput(f"a tie names {name!r}, expected a layer among {', '.join(owner)}")
+            ranks = [owner[_layer(name)] for name in names]
+            mine = [_Place.of(name, layers) for name, one in zip(names, ranks, strict=True) if one == rank]
+            self._ties.append(_Tie(names, sorted(set(ranks)), ranks[0], mine))
+
+    def separate(self) -> None:
+        """Give each layer a parameter of its own, before FSDP2 or DDP may look after them."""
+        for tie in self._ties:
+            for place in tie.places[1:]:
+                place.put(nn.Parameter(tie.places[0].parameter.detach().clone(), place.parameter.requires_grad))
+
+    def unite(self, is_replicated: Callable[[nn.Module], bool], layers: Mapping[str, nn.Module]) -> None:
+        """Let layers share the parameter again where nothing else looks after them."""
+        for tie in self._ties:
+            free = [place for place in tie.places if not is_replicated(layers[place.layer])]
+            for place in free[1:]:
+                place.put(free[0].parameter)
+
+    def join(self, group: dist.ProcessGroup | None) -> None:
+        """Hold the ties of all ranks against each other, and let all copies start as the first in model order.
+
+        Raises BadInput on all ranks alike.
+        """
+        across = [tie for tie in self._ties if len(tie.owners) > 1]
+        mine = [(tie.names, [_kind(parameter) for parameter in tie.parameters()]) for tie in across]
+        found: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, mine, group=group)
+        for rank, ties in enumerate(found):
+            theirs, first = ([names for names, _ in one] for one in (ties, found[0]))
+            if theirs != first:
+                raise BadInput(f"rank {rank} was built with the ties {_show(theirs)}, rank 0 with {_show(first)}")
+        for tie, *ranks in zip(across, *found, strict=True):
+            kinds = dict.fromkeys(kind for _, own in ranks for kind in own)
+            if len(kinds) > 1:
+                raise BadInput(f"{_show([tie.names])}: tied, but {' and '.join(kinds)}")
+        with torch.no_grad():
+            for tie in self._ties:
+                self._start_equal(tie, group)
+
+    def _start_equal(self, tie: _Tie, group: dist.ProcessGroup | None) -> None:
+        copies = [_local(parameter) for parameter in tie.parameters()]
+        if not copies:
+            return
+        value = copies[0]
+        if len(tie.owners) > 1:
+            value = self._exchanged(tie, value.contiguous(), group)[tie.owners.index(tie.first)]
+        for one in copies:
+            one.copy_(value)
+
+    def repeated(self) -> set[nn.Parameter]:
+        """This rank's copies of parameters that come first elsewhere, or in another layer of this rank."""
+        return {one for tie in self._ties for one in tie.parameters()[tie.first == self._rank :]}
+
+    def begin(self) -> None:
+        """A step begins: put aside what earlier steps left."""
+        for tie in self._shared_out():
+            tie.before = {parameter: parameter.grad for parameter in tie.parameters()}
+            for parameter in tie.before:
+                parameter.grad = None
+
+    @torch.no_grad()
+    def finish(self, group: dist.ProcessGroup | None) -> None:
+        """A step is over: add up what it added to all copies, and give the sum to each."""
+        for tie in self._shared_out():
+            copies = tie.parameters()
+            own = [_local(parameter.grad) for parameter in copies if parameter.grad is not None]
+            total = reduce(torch.add, own) if own else torch.zeros_like(_local(copies[0]))
+            if len(tie.owners) > 1:
+                total = reduce(torch.add, self._exchanged(tie, total.contiguous(), group))
+            for parameter, before in zip(copies, tie.before.values(), strict=True):
+                _add(parameter, before, total)
+            tie.before.clear()
+
+    def _shared_out(self) -> Iterator[_Tie]:
+        """The ties of several copies that are trained."""
+        for tie in self._ties:
+            if tie.places and not tie.is_whole and tie.places[0].parameter.requires_grad:
+                yield tie
+
+    def _exchanged(self, tie: _Tie, mine: Tensor, group: dist.ProcessGroup | None) -> list[Tensor]:
+        """Send `mine` to the other owners; return everybody's, in the order of the ranks."""
+        found = {rank: mine if rank == self._rank else torch.empty_like(mine) for rank in tie.owners}
+        messages = []
+        for rank, tensor in found.items():
+            if rank != self._rank:
+                messages.append(dist.P2POp(dist.isend, mine, group=group, group_peer=rank))
+                messages.append(dist.P2POp(dist.irecv, tensor, group=group, group_peer=rank))
+        for message in dist.batch_isend_irecv(messages):
+            message.wait()
+        return list(found.values())
+
+
+def _add(parameter: nn.Parameter, before: Tensor | None, total: Tensor) -> None:
+    """Make the parameter's gradient that of the earlier steps and `total`, which stays as it is."""
+    now = parameter.grad
+    if now is None:
+        now = parameter.grad = torch.zeros_like(parameter)
+    _local(now).copy_(total)
+    if before is not None:
+        parameter.grad = before.add_(now)
+
+
+def _layer(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's shard."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _kind(parameter: nn.Parameter) -> str:
+    """What copies have in common."""
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    shard = f" in shards of {tuple(_local(parameter).shape)}" if isinstance(parameter, DTensor) else ""
+    frozen = "" if parameter.requires_grad else ", frozen"
+    return f"{dtype} of shape {tuple(parameter.shape)}{shard}{frozen}"
+
+
+def _show(ties: Iterable[Names]) -> str:
+    return "; ".join(" = ".join(names) for names in ties) or "none"

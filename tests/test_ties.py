@@ -1,0 +1,260 @@
+"""Tied weights: shared on one device, copies with one gradient on several, equal from the first step to the last."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+import test_runtime_library as case
+import torch
+from test_runtime_library import alone, start_ranks  # noqa: F401 - a fixture
+from torch import nn
+
+import runtime_torch
+from optpipe_compiler import ir
+from optpipe_compiler.driver import Options, compile_schedule
+from optpipe_compiler.errors import BadInput
+from optpipe_compiler.profile import Model
+from runtime_torch import run, ties
+from runtime_torch.measure import MeasureOptions, measure
+
+TIE = ("0.tokens.weight", "3.logits.weight")
+PLACEMENTS = {"linear": (0, 1), "v": (0, 1, 1, 0), "loop": (0, 1, 0, 1), "one device": (0, 0)}
+
+
+def draw(step, replica=0):
+    """All microbatches of a step."""
+    generator = torch.Generator().manual_seed(10 * step + replica)
+    tokens, target = torch.randint(16, (2, 2 * case.MICROBATCHES, case.LENGTH), generator=generator)
+    return (tokens, torch.rand(2 * case.MICROBATCHES, case.LENGTH, generator=generator) < 0.7), target
+
+
+def whole():
+    """The model without a pipeline, by layer."""
+    layers = nn.ModuleDict({str(index): make() for index, make in enumerate(case.builders())})
+    layers["3"].logits.weight = layers["0"].tokens.weight
+    return layers
+
+
+def backward(layers, step, replicas=1):
+    """Accumulate the mean gradients of a step."""
+    for replica in range(replicas):
+        inputs, target = draw(step, replica)
+        for microbatch in range(case.MICROBATCHES):
+            parts = tuple(part.tensor_split(case.MICROBATCHES)[microbatch] for part in inputs)
+            for index in range(case.LAYERS - 1):
+                parts = layers[str(index)](*parts)
+            loss = layers["3"](*parts, target.tensor_split(case.MICROBATCHES)[microbatch])
+            (loss / case.MICROBATCHES / replicas).backward()
+
+
+def assert_tied_gradients(module, layers):
+    """Those of the tied parameter, under either name."""
+    for name in TIE:
+        try:
+            parameter = module.get_parameter(name)
+        except AttributeError:
+            continue
+        torch.testing.assert_close(parameter.grad, layers.get_parameter(TIE[0]).grad, msg=name)
+
+
+@pytest.mark.parametrize("ranges", case.RANGES.values(), ids=case.RANGES)
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+@pytest.mark.parametrize("placement", [(0,), (0, 0)], ids=["one stage", "two stages"])
+def test_layers_of_one_device_share_the_parameter(alone, placement, fused, ranges):  # noqa: F811
+    ranges = ranges if len(placement) == 2 else lambda stage, microbatch: []
+    schedule = case.plan(placement, fused=fused, ranges=ranges)
+    stages = runtime_torch.build_stages(schedule, case.builders(), 0, "cpu", **case.microbatch(), ties=[TIE])
+    assert stages.module["0"].tokens.weight is stages.module["3"].logits.weight
+    layers, (inputs, target) = whole(), draw(0)
+    runtime_torch.Runner(schedule, stages).step(*inputs, target=target)
+    backward(layers, 0)
+    wanted = dict(layers.named_parameters())
+    found = dict(stages.module.named_parameters())
+    assert set(found) == set(wanted)
+    for name, parameter in found.items():
+        torch.testing.assert_close(parameter.grad, wanted[name].grad, msg=name)
+
+
+def test_layers_that_are_given_as_modules_are_seen_to_share(alone):  # noqa: F811
+    layers = [make() for make in case.builders()]
+    layers[3].logits.weight = layers[0].tokens.weight
+    schedule = case.plan((0, 0))
+    stages = runtime_torch.build_stages(schedule, layers, 0, "cpu", **case.microbatch())
+    assert stages.module["0"].tokens.weight is stages.module["3"].logits.weight
+    assert len(list(stages.module.parameters())) == len(list(whole().parameters()))
+    apart = runtime_torch.build_stages(schedule, case.builders(), 0, "cpu", **case.microbatch())
+    assert apart.module["0"].tokens.weight is not apart.module["3"].logits.weight
+
+
+RANK = """
+import sys
+sys.path[:0] = sys.argv[3:]
+import torch, torch.distributed as dist
+import runtime_torch, test_ties as case
+from test_runtime_library import builders, microbatch
+
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+schedule, rank = runtime_torch.load_schedule(sys.argv[1]), dist.get_rank()
+if sys.argv[2] == "functions":
+    stages = runtime_torch.build_stages(schedule, builders(), rank, "cpu", **microbatch(), ties=[case.TIE])
+else:
+    stages = runtime_torch.build_stages(schedule, list(case.whole().values()), rank, "cpu", **microbatch())
+runner = runtime_torch.Runner(schedule, stages)
+layers = case.whole()
+optimizers = [torch.optim.AdamW(module.parameters(), 1e-2) for module in (stages.module, layers)]
+for step in range(6):
+    inputs, target = case.draw(step)
+    runner.step(*inputs, target=target)
+    case.backward(layers, step)
+    case.assert_tied_gradients(stages.module, layers)
+    if step % 3 == 2:  # accumulated over three steps
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step == 2)
+mine = [p for n, p in stages.module.named_parameters(remove_duplicate=False) if n in case.TIE]
+found = [None, None]
+dist.all_gather_object(found, mine)
+copies = [copy for copies in found for copy in copies]
+assert len(copies) == 2 and torch.equal(*copies)
+counted = [None, None]
+dist.all_gather_object(counted, sum(p.numel() for p in stages.unique_parameters()))
+assert sum(counted) == sum(p.numel() for p in layers.parameters())
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.runtime
+@pytest.mark.parametrize("way", ["functions", "modules"])
+@pytest.mark.parametrize("placement", ["linear", "v", "loop"])
+def test_copies_on_two_devices_start_equal_and_stay_equal(tmp_path, placement, way):
+    path = tmp_path / "schedule.json"
+    path.write_text(ir.to_text(case.plan(PLACEMENTS[placement], fused=way == "modules")))
+    for rank in start_ranks(RANK, str(path), way):
+        _, errors = rank.communicate(timeout=60)
+        assert rank.returncode == 0, errors
+
+
+REPLICAS = """
+import sys
+sys.path[:0] = sys.argv[2:]
+from functools import partial
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+import runtime_torch, test_ties as case
+from test_runtime_library import builders, microbatch
+
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+schedule = runtime_torch.load_schedule(sys.argv[1])
+devices = schedule.setup.devices
+mesh = init_device_mesh("cpu", (2, devices), mesh_dim_names=("data", "pipeline"))
+DDP = partial(DistributedDataParallel, process_group=mesh.get_group("data"))
+layers = case.whole()
+case.backward(layers, 0, replicas=2)
+wanted = layers.get_parameter(case.TIE[0]).grad
+for prepare in (DDP, partial(fully_shard, mesh=mesh["data"])):
+    stages = runtime_torch.build_stages(
+        schedule,
+        builders(),
+        mesh.get_local_rank("pipeline"),
+        "cpu",
+        prepare=prepare,
+        ties=[case.TIE],
+        **microbatch(),
+    )
+    runner = runtime_torch.Runner(schedule, stages, group=mesh.get_group("pipeline"))
+    inputs, target = case.draw(0, mesh.get_local_rank("data"))
+    for times in (1, 2):
+        runner.step(*inputs, target=target)
+        tied = [p for n, p in stages.module.named_parameters() if n.replace("module.", "") in case.TIE]
+        assert len(tied) == 2 // devices
+        for parameter in tied:
+            found = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+            torch.testing.assert_close(found, times * wanted)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.runtime
+@pytest.mark.parametrize("placement", ["one device", "linear"])
+def test_copies_in_ddp_and_fsdp_get_the_mean_over_all_replicas(tmp_path, placement):
+    path = tmp_path / "schedule.json"
+    path.write_text(ir.to_text(case.plan(PLACEMENTS[placement], fused=False)))
+    for rank in start_ranks(REPLICAS, str(path), world=4 if placement == "linear" else 2):
+        _, errors = rank.communicate(timeout=120)
+        assert rank.returncode == 0, errors
+
+
+REFUSED = """
+import json, sys
+sys.path[:0] = sys.argv[3:]
+import torch.distributed as dist
+import runtime_torch
+from test_runtime_library import builders, microbatch
+
+dist.init_process_group("gloo")
+schedule, rank = runtime_torch.load_schedule(sys.argv[1]), dist.get_rank()
+ties = json.loads(sys.argv[2])[rank]
+stages = runtime_torch.build_stages(schedule, builders(), rank, "cpu", ties=ties, **microbatch())
+runtime_torch.Runner(schedule, stages)
+"""
+
+
+@pytest.mark.runtime
+@pytest.mark.parametrize(
+    ("declared", "sentence"),
+    [
+        ([[TIE], []], "rank 1 was built with the ties none, rank 0 with 0.tokens.weight = 3.logits.weight"),
+        (
+            [[("0.tokens.weight", "3.logits.bias")]] * 2,
+            "0.tokens.weight = 3.logits.bias: tied, but float32 of shape (16, 8) and float32 of shape (16,)",
+        ),
+    ],
+    ids=["declared on one rank", "other shapes"],
+)
+def test_ties_that_do_not_fit_are_refused_on_all_ranks(tmp_path, declared, sentence):
+    path = tmp_path / "schedule.json"
+    path.write_text(ir.to_text(case.plan((0, 1))))
+    for rank in start_ranks(REFUSED, str(path), json.dumps(declared)):
+        _, errors = rank.communicate(timeout=60)
+        assert f"BadInput: {sentence}" in errors
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("0.words", "a tie names '0.words', which is no parameter, expected 0.tokens.weight"),
+        ("7.weight", "a tie names '7.weight', expected a layer among 0, 1, 2, 3"),
+    ],
+)
+def test_a_tie_of_something_else_is_refused(name, sentence):
+    with pytest.raises(BadInput, match=f"^{sentence}$"):
+        runtime_torch.build_stages(case.plan((0, 1)), case.builders(), 0, "cpu", ties=[(name, TIE[1])])
+
+
+def test_ties_with_a_name_in_common_are_one():
+    assert ties.merged([("9.a", "0.a"), ("4.b", "10.b"), ("2.a", "9.a")]) == [("0.a", "2.a", "9.a"), ("4.b", "10.b")]
+
+
+@pytest.mark.runtime
+@pytest.mark.parametrize("builder", ["tied_modules", "tied_functions"])
+@pytest.mark.parametrize("method", ["zb-h1", "zbv"])
+def test_a_tied_model_is_measured_planned_checked_and_trained(builder, method):
+    model = Model(builder=f"tests.user_layers:{builder}", config={}, microbatch_size=2, sequence_length=16)
+    profile = measure(MeasureOptions(devices=2, samples=2, of=model), lambda *_: None)
+    schedule = compile_schedule(profile, Options(mem_bytes=10**9, microbatches=4, method=method)).schedule
+    report = run(schedule, steps=2, check=True, data_paths=[Path(__file__)])
+    assert report.check is not None
+    assert report.check.ok, report.check
+    for rank in report.ranks:
+        assert rank.peak_activation_bytes <= rank.promised_activation_bytes

@@ -29,6 +29,8 @@ class Job:
     timeout_s: float
     pinned: bool = False
     trace: bool = False
+    allowed: str | None = None
+    """The function that the command line names; the schedule may have it called wherever it lies."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
+from optpipe_compiler.child import as_environment
 from optpipe_compiler.errors import NotFound
 
 if TYPE_CHECKING:
@@ -27,8 +28,7 @@ def answers(
     closing the iterator, all processes end, and whatever they have started.
     """
     before = set(multiprocessing.active_children())
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max(1, min(jobs, len(questions))), context, initializer=_leave_ctrl_c_to_parent) as pool:
+    with _pool(max(1, min(jobs, len(questions)))) as pool:
         try:
             yield from _in_turn(pool, function, questions, jobs)
         except BrokenProcessPool as error:
@@ -37,6 +37,12 @@ def answers(
             for process in set(multiprocessing.active_children()) - before:
                 process.terminate()
             raise
+
+
+def _pool(processes: int) -> ProcessPoolExecutor:
+    context = multiprocessing.get_context("spawn")
+    with as_environment():  # its queues start Python's resource tracker
+        return ProcessPoolExecutor(processes, context, initializer=_leave_ctrl_c_to_parent)
 
 
 def _in_turn(
@@ -48,7 +54,8 @@ def _in_turn(
     while waiting or running:
         while waiting and len(running) < jobs:
             question = waiting.pop()
-            running[pool.submit(_answer, function, question)] = question
+            with as_environment():  # a process is started where all others are busy
+                running[pool.submit(_answer, function, question)] = question
         for done in wait(running, return_when=FIRST_COMPLETED).done:
             yield running.pop(done), done.result()
 

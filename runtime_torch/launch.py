@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from optpipe_compiler import ir
 from optpipe_compiler.child import as_environment
 from optpipe_compiler.errors import BadInput, MissingDependency, OptPipeError, RunFailed
+from optpipe_compiler.units import printable
 from runtime_torch import text, user_functions
 from runtime_torch.job import Event, Job, Place, check_torch, place_from_environment, shares_of_cores
 
@@ -89,7 +90,7 @@ def _join(job: Job, place: Place, tell: Callable[[Event], None]) -> RunReport | 
     session.settle()
 
     def give_up(error: BaseException) -> None:
-        sys.stderr.write(f"optpipe: {_expected(error, place.rank)}\n")
+        sys.stderr.write(f"optpipe: {printable(str(_expected(error, place.rank)))}\n")
         os._exit(RunFailed.exit_code)
 
     try:

@@ -8,6 +8,7 @@ import sys
 import click
 
 from optpipe_compiler import __version__
+from optpipe_compiler.cli.common import say
 from optpipe_compiler.cli.compare import compare
 from optpipe_compiler.cli.compile import bounds, compile_command
 from optpipe_compiler.cli.diff import diff
@@ -38,13 +39,13 @@ def main() -> None:
         code = cli(standalone_mode=False)
         sys.stdout.flush()
     except OptPipeError as error:
-        click.echo(f"optpipe: {error}", err=True)
+        say(f"optpipe: {error}", err=True)
         code = error.exit_code
     except click.exceptions.Abort:
-        click.echo("optpipe: interrupted", err=True)
+        say("optpipe: interrupted", err=True)
         code = INTERRUPTED
     except KeyboardInterrupt:
-        click.echo("optpipe: interrupted", err=True)
+        say("optpipe: interrupted", err=True)
         code = INTERRUPTED
     except click.ClickException as error:
         error.show()

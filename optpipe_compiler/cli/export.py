@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from optpipe_compiler.cli.common import SCHEDULE, console
+from optpipe_compiler.cli.common import SCHEDULE, console, say
 from optpipe_compiler.errors import BadInput, Rejected
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _write(path: Path, content: str | bytes) -> None:
     from optpipe_compiler.files import write_atomically
 
     write_atomically(path, content)
-    click.echo(f"wrote {path}", err=not path.is_file())
+    say(f"wrote {path}", err=not path.is_file())
 
 
 def _say_peaks(schedule: Schedule, *, stderr: bool) -> None:
@@ -145,4 +145,4 @@ def _say_peaks(schedule: Schedule, *, stderr: bool) -> None:
         table.add_row(*map(str, row))
     console(stderr=stderr).print(table)
     if max(found) > cap:
-        click.echo("optpipe: without its waits and memory ops the schedule does not fit the cap", err=True)
+        say("optpipe: without its waits and memory ops the schedule does not fit the cap", err=True)

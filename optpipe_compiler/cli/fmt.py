@@ -9,6 +9,7 @@ from typing import Any
 import click
 import msgspec
 
+from optpipe_compiler.cli.common import say
 from optpipe_compiler.errors import BadInput, Rejected
 
 
@@ -30,7 +31,7 @@ def fmt(paths: tuple[Path, ...], check: bool) -> None:
         raise Rejected(f"not in canonical form: {', '.join(map(str, others))}")
     for path in others:
         write_atomically(path, wanted[path])
-        click.echo(f"rewrote {path}")
+        say(f"rewrote {path}")
 
 
 def canonical_text(text: str, name: str) -> str:

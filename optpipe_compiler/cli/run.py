@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
-from optpipe_compiler.cli.common import SCHEDULE, console
+from optpipe_compiler.cli.common import SCHEDULE, console, say_json
 from optpipe_compiler.errors import BadInput, MissingDependency, Rejected
 
 
@@ -89,7 +88,7 @@ def run(
     if report is None:  # a rank of a group that torchrun started: rank 0 prints
         return
     if as_json:
-        click.echo(msgspec.json.encode(report))
+        say_json(report)
     else:
         console().print(render(report))
     if report.check is not None and not report.check.ok:
@@ -119,7 +118,7 @@ def _alone(
     scale = 1.0 if time_scale is None else time_scale
     report = emulate(schedule, rank, data=read(paths), time_scale=scale, on_event=take, **options)
     if as_json:
-        click.echo(msgspec.json.encode(report))
+        say_json(report)
     else:
         console().print(render(report))
 

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-import msgspec
 
-from optpipe_compiler.cli.common import SCHEDULE, console
+from optpipe_compiler.cli.common import SCHEDULE, console, say, say_json
 from optpipe_compiler.errors import Rejected
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ def verify(schedule_paths: tuple[Path, ...], profile_path: Path | None, as_json:
     found = {path: judge(schedule, profile) for path, schedule in schedules.items()}
     if as_json:
         verdicts = [{"schedule": str(path), "violations": violations} for path, violations in found.items()]
-        click.echo(msgspec.json.encode(verdicts[0] if len(verdicts) == 1 else {"schedules": verdicts}))
+        say_json(verdicts[0] if len(verdicts) == 1 else {"schedules": verdicts})
     else:
         for path, violations in found.items():
             _print(path, schedules[path], violations)
@@ -52,7 +51,7 @@ def _print(path: Path, schedule: Schedule, violations: list[Violation]) -> None:
         console().print(render(violations, schedule))
     else:
         peak = max(device.peak_bytes for device in schedule.devices)
-        click.echo(f"{path}: holds. No execution exceeds {peak} bytes on any device.")
+        say(f"{path}: holds. No execution exceeds {peak} bytes on any device.")
 
 
 def _count(path: Path, violations: list[Violation]) -> str:

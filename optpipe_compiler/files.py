@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,9 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 T = TypeVar("T", bound=Record)
 
+MOST_NESTED = 100
+"""Levels of lists and objects in a file; ours have 7."""
+
 
 def read_text(path: Path) -> str:
     """Return the UTF-8 text of `path`; raise BadInput when it cannot be read."""
@@ -30,16 +34,71 @@ def read_text(path: Path) -> str:
         raise BadInput(f"{path}: is not UTF-8 text (byte {error.start})") from error
 
 
+def parse_json(text: str, name: str) -> Any:
+    """Return the value of a JSON text; raise BadInput for what is no JSON, nested too deeply, or has a key twice.
+
+    RFC 8259 leaves open which of two equal keys counts, so two readers of one file could see different schedules.
+    """
+    try:
+        raw = msgspec.json.decode(text)
+        if _depth(raw) > MOST_NESTED:
+            raise RecursionError
+    except msgspec.DecodeError as error:
+        raise BadInput(f"{name}: is not complete JSON: {error}") from error
+    except RecursionError as error:
+        raise BadInput(f"{name}: is nested too deeply, expected at most {MOST_NESTED} levels") from error
+    try:
+        json.loads(text, object_pairs_hook=_refuse_repeated)
+    except _Repeated as repeated:
+        where = _find(json.loads(text, object_pairs_hook=_mark_repeated), "$")
+        raise BadInput(f"{name}: {where}.{repeated} stands there twice, expected once") from repeated
+    return raw
+
+
+def _depth(value: Any) -> int:
+    """Return how many lists and objects stand in one another, `MOST_NESTED` + 1 for more than that."""
+    level, depth = [value], 0
+    while level and depth <= MOST_NESTED:
+        lists = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [item for items in lists for item in items if isinstance(item, dict | list)]
+        depth += bool(lists)
+    return depth
+
+
+class _Repeated(Exception):
+    """An object has the key that is the text of this error twice."""
+
+
+_REPEATED = object()
+"""Stands for an object that has a key twice."""
+
+
+def _refuse_repeated(pairs: list[tuple[str, Any]]) -> None:
+    if len(dict(pairs)) < len(pairs):
+        raise _Repeated(Counter(key for key, _ in pairs).most_common(1)[0][0])
+
+
+def _mark_repeated(pairs: list[tuple[str, Any]]) -> object:
+    found = dict(pairs)
+    return found if len(found) == len(pairs) else _REPEATED
+
+
+def _find(value: Any, path: str) -> str | None:
+    """Return the path of the first `_REPEATED` in `value`."""
+    if value is _REPEATED:
+        return path
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    steps = ((item, f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}") for key, item in inside)
+    return next((found for item, step in steps if (found := _find(item, step)) is not None), None)
+
+
 def decode(text: str, kind: type[T], name: str, *, format: str, version: int, revision: int) -> T:
     """Decode `text` as a `kind`; raise BadInput naming file, JSON path, value and expectation.
 
     A newer `version` is always refused. A newer `revision` of the same version may add fields, which are ignored;
     at a known revision an unknown field is an error.
     """
-    try:
-        raw = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
-        raise BadInput(f"{name}: is not complete JSON: {error}") from error
+    raw = parse_json(text, name)
     if not isinstance(raw, dict):
         raise BadInput(f"{name}: $ is {_short(raw)}, expected an object")
     if raw.get("format") != format:

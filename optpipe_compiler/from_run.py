@@ -99,7 +99,7 @@ def read_run(path: Path) -> Run:
     """Read a trace of `optpipe run --trace`; raise BadInput if it is none, or of a rehearsal."""
     try:
         trace = msgspec.json.decode(read_text(path), type=_Trace)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise BadInput(f"{path}: is no trace of optpipe run --trace: {error}") from error
     if not trace.about.real:
         raise BadInput(f"{path}: is of a rehearsal, which takes the times of its forecast; expected a run with a model")

@@ -112,6 +112,33 @@ def test_a_truncated_file_is_refused_wherever_it_ends():
         assert refusal(text[:end]).startswith("small.json: is not complete JSON: ")
 
 
+REPEATED = {
+    "$.name": ('"name": "small"', '"name": "small", "name": "small"'),
+    "$.format": ('"format"', '"format": "optpipe-schedule", "format"'),
+    "$.layers[1].count": ('"saved_bytes": 1}]', '"count": 1, "saved_bytes": 1, "count": 2}]'),
+    "$.machine.links[0].d2h_bytes_per_s": ('"links": [{', '"links": [{"d2h_bytes_per_s": 1, '),
+    "$.machine.x[1].y": ('"devices": 2', '"devices": 2, "x": [null, {"y": [1], "y": {}}]'),
+}
+
+
+@pytest.mark.parametrize("path", REPEATED)
+def test_a_key_that_stands_twice_in_an_object_is_refused_by_its_path(path):
+    old, new = REPEATED[path]
+    assert json.dumps(SMALL).count(old) == 1
+    text = json.dumps(SMALL).replace(old, new)
+    assert refusal(text) == f"small.json: {path} stands there twice, expected once"
+
+
+@pytest.mark.parametrize("levels", [101, 900, 100_000])
+@pytest.mark.parametrize("pair", [("[", "]"), ('{"a": ', "}")])
+def test_a_file_that_is_nested_too_deeply_is_refused(levels, pair):
+    inner = pair[0] * levels + "1" + pair[1] * levels
+    sentence = "small.json: is nested too deeply, expected at most 100 levels"
+    assert refusal(inner) == sentence
+    assert refusal(json.dumps(SMALL).replace('"small"', inner)) == sentence
+    assert "levels" not in refusal(pair[0] * 99 + "1" + pair[1] * 99)
+
+
 def test_a_schedule_with_an_edited_contract_is_refused_by_its_digest():
     text = ir.to_text(quick(uniform(), 10**9).schedule)
     edited = text.replace('"cap_bytes": 1000000000', '"cap_bytes": 2000000000')

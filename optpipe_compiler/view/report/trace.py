@@ -64,7 +64,7 @@ def measured(paths: Sequence[Path], schedule: Schedule) -> dict[str, Range]:
 def _read(path: Path) -> Trace:
     try:
         return msgspec.json.decode(read_text(path), type=Trace)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise BadInput(f"{path}: is no Chrome trace: {error}") from error
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from optpipe_compiler import cli, driver, ir, planning, profile
@@ -287,10 +288,31 @@ def test_what_is_compiled_verifies_and_shows(run):
     outcome = run("verify", "a.json", "--profile", "profile.json")
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out.startswith("a.json: holds. No execution exceeds ")
-    assert json.loads(run("verify", "a.json", "--json").out) == {"schedule": "a.json", "violations": []}
+    assert outcome.out.splitlines()[-1] == (
+        "Taken from the file, not proved: the bound, the outcome, the published schedules' times, the provenance."
+    )
+    alone = json.loads(run("verify", "a.json", "--json").out)
+    beside = json.loads(run("verify", "a.json", "--profile", "profile.json", "--json").out)
+    assert alone["schedule"] == "a.json"
+    assert alone["violations"] == beside["violations"] == []
+    claimed = ["$.forecast.lower_bound_ns", "$.forecast.outcome", "$.forecast.baselines", "$.provenance"]
+    assert beside["not_proved"] == claimed
+    assert alone["not_proved"] == [*claimed, "$.stages", "$.forecast.stages", "$.forecast.links"]
+    assert run("verify", "a.json").out.splitlines()[-1].endswith("all sizes, times, bandwidths.")
     shown = run("show", "a.json")
     assert (shown.code, shown.err) == (0, "")
     assert "F forward" in shown.out
+
+
+def test_a_false_claim_to_be_optimal_passes_and_is_named_as_not_proved(run):
+    record = quick(uniform(2, 1), 2 * GB, method="1f1b").schedule
+    assert record.forecast.outcome == "feasible"
+    claim = {"lower_bound_ns": record.forecast.makespan_ns, "outcome": "optimal"}
+    forecast = msgspec.structs.replace(record.forecast, objective="makespan", **claim)
+    Path("claim.json").write_text(ir.to_text(msgspec.structs.replace(record, forecast=forecast)))
+    verdict = json.loads(run("verify", "claim.json", "--json").out)
+    assert verdict["violations"] == []
+    assert {"$.forecast.lower_bound_ns", "$.forecast.outcome"} <= set(verdict["not_proved"])
 
 
 def test_a_schedule_that_breaks_its_promise_ends_verify_with_exit_code_1_and_is_not_run(run):

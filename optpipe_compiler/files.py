@@ -20,14 +20,21 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 T = TypeVar("T", bound=Record)
 
+LARGEST_FILE = 100 * 10**6
+"""Bytes; of traces, which other tools write, `LARGEST_TRACE`."""
+LARGEST_TRACE = 2 * 10**9
 MOST_NESTED = 100
 """Levels of lists and objects in a file; ours have 7."""
 
 
-def read_text(path: Path) -> str:
-    """Return the UTF-8 text of `path`; raise BadInput when it cannot be read."""
+def read_text(path: Path, most_bytes: int = LARGEST_FILE) -> str:
+    """Return the UTF-8 text of `path`; raise BadInput when it cannot be read, or is too large."""
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(most_bytes + 1)
+        if len(content) > most_bytes:
+            raise BadInput(f"{path}: is too large, expected at most {most_bytes // 10**6} MB")
+        return content.decode("utf-8")
     except OSError as error:
         raise BadInput(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

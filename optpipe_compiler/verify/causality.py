@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from optpipe_compiler import ir
+from optpipe_compiler.errors import BadInput
 from optpipe_compiler.verify.structure import messages_by_pair
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ Chain = tuple[int, str] | tuple[int, int]
 Clocks = npt.NDArray[np.int32]
 BLOCK = 2**25
 """So many numbers of clocks are held at a time."""
+MOST_CLOCKS = 2 * 10**9
+"""Events times chains, which bounds the time that clocks take; docs/IR.md states it."""
 
 
 class Events:
@@ -97,6 +100,9 @@ class Causality:
         for number, chain in enumerate(events.chains.values()):
             self.chain_of[chain] = number
             self.position[chain] = range(1, len(chain) + 1)
+        if len(order) * len(events.chains) > MOST_CLOCKS:
+            product = f"{len(order)} events on {len(events.chains)} lanes and channels"
+            raise BadInput(f"the schedule has {product}, expected a product of at most {MOST_CLOCKS}")
         self._order = order
         self._width = max(1, BLOCK // max(1, len(order)))
         self._kept: tuple[int, Clocks] | None = None
@@ -107,8 +113,9 @@ class Causality:
         for first, block in self._blocks():
             for (events, chains), clocks in zip(wanted, found, strict=True):
                 columns = [k for k, chain in enumerate(chains) if first <= chain < first + block.shape[1]]
-                inside = [chains[k] - first for k in columns]
-                clocks[:, columns] = block[np.ix_(np.asarray(events, np.int64), np.asarray(inside, np.int64))]
+                if columns:
+                    inside = np.array([chains[k] - first for k in columns])
+                    clocks[:, columns] = block[np.ix_(np.array(events), inside)]
         return found
 
     def implied(self, later: Sequence[int], earlier: Sequence[int]) -> npt.NDArray[np.bool_]:

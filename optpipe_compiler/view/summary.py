@@ -162,7 +162,7 @@ def _devices(analysis: Analysis) -> Table:
     whole = max(1, analysis.end_ns - analysis.begin_ns)
     for number, device in enumerate(schedule.devices):
         mine = [stage for stage in schedule.stages if stage.device == device.device]
-        idle = sum(gap.length_ns for gap in analysis.gaps if gap.device == number) / whole
+        idle = analysis.idle_ns(number) / whole
         table.add_row(
             str(device.device),
             f"{idle:.1%}",

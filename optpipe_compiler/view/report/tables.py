@@ -139,9 +139,7 @@ def _devices(found: Analysis) -> str:
     rows = []
     for device in schedule.devices:
         mine = [stage for stage in schedule.stages if stage.device == device.device]
-        idle = sum(gap.length_ns for gap in found.gaps if gap.device == device.device) / max(
-            1, found.end_ns - found.begin_ns
-        )
+        idle = found.idle_ns(device.device) / max(1, found.end_ns - found.begin_ns)
         layers = ", ".join(
             f"{first}-{end - 1}" if end > first + 1 else f"{first}" for first, end in (s.layers for s in mine)
         )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import secrets
+import stat
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -212,36 +214,42 @@ def _spreads(value: Any) -> bool:
     return isinstance(value, dict) and any(isinstance(item, dict) or _spreads(item) for item in value.values())
 
 
+def is_special(path: Path) -> bool:
+    """Whether a path is no place for a file, but a device, a pipe, or a name for something open such as /dev/stdout."""
+    return str(path).startswith(("/dev/", "/proc/")) or (path.exists() and not path.is_file() and not path.is_dir())
+
+
 def check_writable(path: Path) -> None:
     """Raise BadInput if `path` cannot be written, before time is spent on what belongs there."""
-    if path.is_dir():
+    target = Path(os.path.realpath(path))
+    if target.is_dir():
         raise BadInput(f"{path}: cannot be written: Is a directory")
-    if not path.parent.is_dir():
+    if not is_special(path) and not target.parent.is_dir():
         raise BadInput(f"{path}: cannot be written: No such file or directory")
-    if not os.access(path if path.exists() and not path.is_file() else path.parent, os.W_OK):
+    if not os.access(path if is_special(path) else target.parent, os.W_OK):
         raise BadInput(f"{path}: cannot be written: Permission denied")
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write `content` to a temporary name beside `path` and rename it, so that an interrupted write loses nothing.
 
-    What is no file (/dev/stdout, a pipe) is written to, not replaced.
+    A link is followed: what it leads to is replaced. What is special (/dev/stdout, a pipe) is written to, not replaced.
+    A new file has the permissions that the umask leaves, one that was there keeps its own.
     """
     data = content.encode() if isinstance(content, str) else content
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".optpipe-{secrets.token_hex(8)}")
     try:
-        if path.exists() and not path.is_file():
+        if is_special(path):
             path.write_bytes(data)
             return
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be written: {error.strerror}") from error
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
+        with os.fdopen(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), "wb") as file:
             file.write(data)
-        temporary.chmod(0o644)
-        temporary.replace(path)
+        if target.exists():
+            temporary.chmod(stat.S_IMODE(target.stat().st_mode))
+        temporary.replace(target)
     except OSError as error:
         raise BadInput(f"{path}: cannot be written: {error.strerror}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)

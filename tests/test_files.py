@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,37 @@ def test_a_write_into_a_missing_directory_or_over_a_directory_is_refused(tmp_pat
     with pytest.raises(BadInput, match=r"folder: cannot be written: Is a directory$"):
         write_atomically(tmp_path / "folder", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_a_new_file_has_the_permissions_that_the_umask_leaves_and_an_old_one_keeps_its_own(tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        write_atomically(tmp_path / "new.json", "text")
+        (tmp_path / "old.json").touch()
+        (tmp_path / "old.json").chmod(0o640)
+        write_atomically(tmp_path / "old.json", "text")
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("new.json", "old.json")]
+    assert modes == [0o666 & ~mask, 0o640]
+
+
+def test_a_link_is_followed_and_stays(tmp_path):
+    for folder in ("real", "links"):
+        (tmp_path / folder).mkdir()
+    for name in ("there.json", "to-be.json"):
+        (tmp_path / "links" / name).symlink_to(f"../real/{name}")
+        check_writable(tmp_path / "links" / name) if name == "to-be.json" else (tmp_path / "real" / name).touch()
+        write_atomically(tmp_path / "links" / name, "text")
+        assert (tmp_path / "links" / name).is_symlink()
+        assert (tmp_path / "real" / name).read_text() == "text"
+    (tmp_path / "links" / "nowhere").symlink_to("../missing/file")
+    with pytest.raises(BadInput, match=r"nowhere: cannot be written: No such file or directory$"):
+        write_atomically(tmp_path / "links" / "nowhere", "text")
+    (tmp_path / "links" / "itself").symlink_to("itself")
+    with pytest.raises(BadInput, match=r"itself: cannot be written: "):
+        write_atomically(tmp_path / "links" / "itself", "text")
 
 
 def test_a_pipe_is_written_to_and_not_replaced(tmp_path):

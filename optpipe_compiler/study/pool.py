@@ -7,6 +7,7 @@ import os
 import signal
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from optpipe_compiler.child import as_environment
@@ -45,6 +46,21 @@ def _pool(processes: int) -> ProcessPoolExecutor:
         return ProcessPoolExecutor(processes, context, initializer=_leave_ctrl_c_to_parent)
 
 
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Deliver signals only when a process has been started as a whole: the pool would wait for one that it lost."""
+    caught: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.signal(number, lambda number, frame: caught.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for late in caught:
+            os.kill(os.getpid(), late)
+
+
 def _in_turn(
     pool: ProcessPoolExecutor, function: Callable[[Question], Answer], questions: Sequence[Question], jobs: int
 ) -> Iterator[tuple[Question, Answer]]:
@@ -54,7 +70,7 @@ def _in_turn(
     while waiting or running:
         while waiting and len(running) < jobs:
             question = waiting.pop()
-            with as_environment():  # a process is started where all others are busy
+            with as_environment(), _undisturbed():  # a process is started where all others are busy
                 running[pool.submit(_answer, function, question)] = question
         for done in wait(running, return_when=FIRST_COMPLETED).done:
             yield running.pop(done), done.result()

@@ -8,11 +8,36 @@ import subprocess
 import sys
 import tempfile
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import queue
+    from collections.abc import Iterator
+
+
+def environment() -> dict[str, str]:
+    """Return the environment for a Python process that finds the modules that this one finds, in the same order.
+
+    Left to itself it would look for modules in the current folder first: `python -m` and `python -c` do.
+    """
+    folders = [folder for folder in sys.path if folder and os.pathsep not in folder]
+    return os.environ | {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(folders)}
+
+
+@contextmanager
+def as_environment() -> Iterator[None]:
+    """Have multiprocessing start its processes in `environment()`."""
+    before = {name: os.environ.get(name) for name in ("PYTHONSAFEPATH", "PYTHONPATH")}
+    os.environ.update(environment())
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 class Child:
@@ -28,7 +53,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=environment(),
         )
         threading.Thread(target=self._read, daemon=True).start()
 

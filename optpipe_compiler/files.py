@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import secrets
+import stat
+from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,15 +22,83 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 T = TypeVar("T", bound=Record)
 
+LARGEST_FILE = 100 * 10**6
+"""Bytes; of traces, which other tools write, `LARGEST_TRACE`."""
+LARGEST_TRACE = 2 * 10**9
+MOST_NESTED = 100
+"""Levels of lists and objects in a file; ours have 7."""
 
-def read_text(path: Path) -> str:
-    """Return the UTF-8 text of `path`; raise BadInput when it cannot be read."""
+
+def read_text(path: Path, most_bytes: int = LARGEST_FILE) -> str:
+    """Return the UTF-8 text of `path`; raise BadInput when it cannot be read, or is too large."""
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(most_bytes + 1)
+        if len(content) > most_bytes:
+            raise BadInput(f"{path}: is too large, expected at most {most_bytes // 10**6} MB")
+        return content.decode("utf-8")
     except OSError as error:
         raise BadInput(f"{path}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise BadInput(f"{path}: is not UTF-8 text (byte {error.start})") from error
+
+
+def parse_json(text: str, name: str) -> Any:
+    """Return the value of a JSON text; raise BadInput for what is no JSON, nested too deeply, or has a key twice.
+
+    RFC 8259 leaves open which of two equal keys counts, so two readers of one file could see different schedules.
+    """
+    try:
+        raw = msgspec.json.decode(text)
+        if _depth(raw) > MOST_NESTED:
+            raise RecursionError
+    except msgspec.DecodeError as error:
+        raise BadInput(f"{name}: is not complete JSON: {error}") from error
+    except RecursionError as error:
+        raise BadInput(f"{name}: is nested too deeply, expected at most {MOST_NESTED} levels") from error
+    try:
+        json.loads(text, object_pairs_hook=_refuse_repeated)
+    except _Repeated as repeated:
+        where = _find(json.loads(text, object_pairs_hook=_mark_repeated), "$")
+        raise BadInput(f"{name}: {where}.{repeated} stands there twice, expected once") from repeated
+    return raw
+
+
+def _depth(value: Any) -> int:
+    """Return how many lists and objects stand in one another, `MOST_NESTED` + 1 for more than that."""
+    level, depth = [value], 0
+    while level and depth <= MOST_NESTED:
+        lists = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [item for items in lists for item in items if isinstance(item, dict | list)]
+        depth += bool(lists)
+    return depth
+
+
+class _Repeated(Exception):
+    """An object has the key that is the text of this error twice."""
+
+
+_REPEATED = object()
+"""Stands for an object that has a key twice."""
+
+
+def _refuse_repeated(pairs: list[tuple[str, Any]]) -> None:
+    if len(dict(pairs)) < len(pairs):
+        raise _Repeated(Counter(key for key, _ in pairs).most_common(1)[0][0])
+
+
+def _mark_repeated(pairs: list[tuple[str, Any]]) -> object:
+    found = dict(pairs)
+    return found if len(found) == len(pairs) else _REPEATED
+
+
+def _find(value: Any, path: str) -> str | None:
+    """Return the path of the first `_REPEATED` in `value`."""
+    if value is _REPEATED:
+        return path
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    steps = ((item, f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}") for key, item in inside)
+    return next((found for item, step in steps if (found := _find(item, step)) is not None), None)
 
 
 def decode(text: str, kind: type[T], name: str, *, format: str, version: int, revision: int) -> T:
@@ -36,10 +107,7 @@ def decode(text: str, kind: type[T], name: str, *, format: str, version: int, re
     A newer `version` is always refused. A newer `revision` of the same version may add fields, which are ignored;
     at a known revision an unknown field is an error.
     """
-    try:
-        raw = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
-        raise BadInput(f"{name}: is not complete JSON: {error}") from error
+    raw = parse_json(text, name)
     if not isinstance(raw, dict):
         raise BadInput(f"{name}: $ is {_short(raw)}, expected an object")
     if raw.get("format") != format:
@@ -146,36 +214,42 @@ def _spreads(value: Any) -> bool:
     return isinstance(value, dict) and any(isinstance(item, dict) or _spreads(item) for item in value.values())
 
 
+def is_special(path: Path) -> bool:
+    """Whether a path is no place for a file, but a device, a pipe, or a name for something open such as /dev/stdout."""
+    return str(path).startswith(("/dev/", "/proc/")) or (path.exists() and not path.is_file() and not path.is_dir())
+
+
 def check_writable(path: Path) -> None:
     """Raise BadInput if `path` cannot be written, before time is spent on what belongs there."""
-    if path.is_dir():
+    target = Path(os.path.realpath(path))
+    if target.is_dir():
         raise BadInput(f"{path}: cannot be written: Is a directory")
-    if not path.parent.is_dir():
+    if not is_special(path) and not target.parent.is_dir():
         raise BadInput(f"{path}: cannot be written: No such file or directory")
-    if not os.access(path if path.exists() and not path.is_file() else path.parent, os.W_OK):
+    if not os.access(path if is_special(path) else target.parent, os.W_OK):
         raise BadInput(f"{path}: cannot be written: Permission denied")
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write `content` to a temporary name beside `path` and rename it, so that an interrupted write loses nothing.
 
-    What is no file (/dev/stdout, a pipe) is written to, not replaced.
+    A link is followed: what it leads to is replaced. What is special (/dev/stdout, a pipe) is written to, not replaced.
+    A new file has the permissions that the umask leaves, one that was there keeps its own.
     """
     data = content.encode() if isinstance(content, str) else content
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".optpipe-{secrets.token_hex(8)}")
     try:
-        if path.exists() and not path.is_file():
+        if is_special(path):
             path.write_bytes(data)
             return
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise BadInput(f"{path}: cannot be written: {error.strerror}") from error
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
+        with os.fdopen(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), "wb") as file:
             file.write(data)
-        temporary.chmod(0o644)
-        temporary.replace(path)
+        if target.exists():
+            temporary.chmod(stat.S_IMODE(target.stat().st_mode))
+        temporary.replace(target)
     except OSError as error:
         raise BadInput(f"{path}: cannot be written: {error.strerror}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.files import read_text
+from optpipe_compiler.files import LARGEST_TRACE, read_text
 from optpipe_compiler.profile import Layer, Link, Profile, Quantity, value_of
 
 if TYPE_CHECKING:
@@ -98,8 +98,8 @@ class FromRun:
 def read_run(path: Path) -> Run:
     """Read a trace of `optpipe run --trace`; raise BadInput if it is none, or of a rehearsal."""
     try:
-        trace = msgspec.json.decode(read_text(path), type=_Trace)
-    except msgspec.DecodeError as error:
+        trace = msgspec.json.decode(read_text(path, LARGEST_TRACE), type=_Trace)
+    except (msgspec.DecodeError, RecursionError) as error:
         raise BadInput(f"{path}: is no trace of optpipe run --trace: {error}") from error
     if not trace.about.real:
         raise BadInput(f"{path}: is of a rehearsal, which takes the times of its forecast; expected a run with a model")

@@ -10,11 +10,14 @@ import msgspec
 
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.files import Record, canonical, decode, read_text
-from optpipe_compiler.profile import Count, Model, Positive
+from optpipe_compiler.profile import MOST_LAYERS, Count, Model, Positive
 
 FORMAT = "optpipe-schedule"
 VERSION = 1
 REVISION = 0
+
+MOST_DEVICES = 1024
+"""In a schedule; docs/IR.md states the limits."""
 
 Range = tuple[Count, Count]
 """Layers `[first, end)` in model order."""
@@ -276,6 +279,7 @@ def load(path: Path | str) -> Schedule:
 def parse(text: str, name: str) -> Schedule:
     """Decode the text of a schedule; `name` stands for the file in messages."""
     schedule = decode(text, Schedule, name, format=FORMAT, version=VERSION, revision=REVISION)
+    _check_sizes(schedule, name)
     expected = contract_digest(schedule)
     if schedule.digest != expected:
         raise BadInput(
@@ -283,3 +287,14 @@ def parse(text: str, name: str) -> Schedule:
             "compile it again"
         )
     return schedule
+
+
+def _check_sizes(schedule: Schedule, name: str) -> None:
+    """Refuse what is beyond the limits of docs/IR.md, before time is spent on it."""
+    for found, most, what in (
+        (max(schedule.setup.devices, len(schedule.devices)), MOST_DEVICES, "devices"),
+        (sum(len(stage.saved_bytes) for stage in schedule.stages), MOST_LAYERS, "layers in $.stages"),
+        (len(schedule.stages), MOST_LAYERS, "stages"),
+    ):
+        if found > most:
+            raise BadInput(f"{name}: has {found} {what}, expected at most {most}")

@@ -1,4 +1,4 @@
-"""Sizes and times as people write them, and back: GB is 10^9 bytes, GiB is 2^30."""
+"""Sizes, times and strings as people write and see them, and back: GB is 10^9 bytes, GiB is 2^30."""
 
 from __future__ import annotations
 
@@ -63,3 +63,18 @@ def show_ns(time: int) -> str:
         if time >= factor:
             return f"{time / factor:.4g} {name}" if time < 1000 * factor else f"{time / factor:,.0f} {name}"
     return f"{time} ns"
+
+
+def printable(text: str, keep: str = "") -> str:
+    """Return `text` with its control, bidirectional and other invisible characters, but `keep`, as JSON escapes.
+
+    So nothing that a file says moves a terminal's cursor, ends a line, or turns the order of letters around.
+    """
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() or letter in keep else _escaped(letter) for letter in text)
+
+
+def _escaped(letter: str) -> str:
+    units = letter.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from optpipe_compiler.errors import MissingDependency
+from optpipe_compiler.errors import BadInput, MissingDependency
 
 TORCH = ((2, 11), (2, 16))
 """From the first of these versions to below the second: those that the tests were run with (`make test-torch`)."""
@@ -31,6 +31,8 @@ class Job:
     timeout_s: float
     pinned: bool = False
     trace: bool = False
+    allowed: str | None = None
+    """The function that the command line names; the schedule may have it called wherever it lies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +49,23 @@ def place_from_environment() -> Place | None:
     """This process's place in a group started by torchrun; None where there is none."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return Place(rank, world, "env://", int(os.environ.get("LOCAL_RANK", rank)))
+    world = _number("WORLD_SIZE", 1, None)
+    rank = _number("RANK", 0, world - 1)
+    return Place(rank, world, "env://", _number("LOCAL_RANK", 0, world - 1, default=rank))
+
+
+def _number(name: str, least: int, most: int | None, default: int = 0) -> int:
+    """Return a whole number from the environment; raise BadInput naming the variable."""
+    value = os.environ.get(name, str(default))
+    if not value.isdecimal() or not least <= int(value) <= (int(value) if most is None else most):
+        expected = f"a number of at least {least}" if most is None else f"a number from {least} to {most}"
+        raise BadInput(f"the environment's {name} is {value!r}, expected {expected}")
+    return int(value)
 
 
 def ranks_here(world: int) -> int:
     """How many of a group's ranks stand on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    return _number("LOCAL_WORLD_SIZE", 1, None, default=world)
 
 
 def gpu_count() -> int:

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from optpipe_compiler import ir
+from optpipe_compiler.child import as_environment
 from optpipe_compiler.errors import BadInput, MissingDependency, OptPipeError, RunFailed
-from runtime_torch import text
+from optpipe_compiler.units import printable
+from runtime_torch import text, user_functions
 from runtime_torch.job import Event, Job, Place, check_torch, place_from_environment, shares_of_cores
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ def run(
     on_event: Callable[[Event], None] | None = None,
     timeout_s: float = 600.0,
     trace: bool = False,
+    model: str | None = None,
 ) -> RunReport | None:
     """Replay `schedule`: train its model for `steps` on the bytes of `data_paths` (default: a text that ships with
     optpipe), or rehearse it if it has none. Under torchrun, ranks other than 0 return None.
@@ -51,10 +54,15 @@ def run(
     `on_event` is called with {"event": "started" | "check" | "step", ...} as things happen (under torchrun on rank 0
     only); with `trace`, at the end, with {"event": "trace", "text": a Chrome trace of all ranks}. A rank that dies or
     fails ends the run within seconds: RunFailed names it. `timeout_s`: how long a rank
-    waits for another's message before it gives up.
+    waits for another's message before it gives up. `model`: the schedule's own `package.module:function`, which then
+    is called wherever it lies; otherwise only functions of the project in the current folder are (user_functions.py).
     """
     check_torch()
     training = schedule.model is not None
+    if model is not None:
+        user_functions.allow(model)
+    if schedule.model is not None:
+        user_functions.refuse_foreign(schedule.model.builder)
     job = Job(
         schedule_text=ir.to_text(schedule),
         training=training,
@@ -65,6 +73,7 @@ def run(
         seed=seed,
         timeout_s=timeout_s,
         trace=trace,
+        allowed=model,
     )
     tell = on_event or (lambda _: None)
     place = place_from_environment()
@@ -78,7 +87,7 @@ def _join(job: Job, place: Place, tell: Callable[[Event], None]) -> RunReport | 
     from runtime_torch import session
 
     def give_up(error: BaseException) -> None:
-        sys.stderr.write(f"optpipe: {_expected(error, place.rank)}\n")
+        sys.stderr.write(f"optpipe: {printable(str(_expected(error, place.rank)))}\n")
         os._exit(RunFailed.exit_code)
 
     try:
@@ -129,7 +138,8 @@ class _Family:
                 name=f"optpipe-rank-{rank}",
                 daemon=True,
             )
-            child.start()
+            with as_environment():
+                child.start()
             there.close()
             self._children.append(child)
             self._pipes.append(here)
@@ -219,6 +229,8 @@ def _child(job: Job, place: Place, pipe: Connection, cores: list[int]) -> None:
     try:
         if cores:
             os.sched_setaffinity(0, cores)
+        if job.allowed is not None:
+            user_functions.allow(job.allowed)
         from runtime_torch import session
 
         report = session.work(job, place, say, fail)

@@ -18,10 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from optpipe_compiler import errors
+from optpipe_compiler.child import as_environment
 from optpipe_compiler.errors import BadInput, MissingDependency, OptPipeError, RunFailed
 from optpipe_compiler.profile import Model
 from runtime_torch.job import gpu_count, place_from_environment, ranks_here, shares_of_cores
 from runtime_torch.measure_profile import assemble
+from runtime_torch.user_functions import allow
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -100,6 +102,8 @@ def measure_in_group(options: MeasureOptions, on_progress: Callable[[str, float]
     _need_torch()
     from runtime_torch.measure_child import Place, find_in_group
 
+    allow(options.model().builder)
+
     group = place_from_environment()
     assert group is not None
     if options.devices not in (None, group.world):
@@ -154,7 +158,8 @@ def _run_children(options: MeasureOptions, layout: Layout, on_progress: Callable
                 pipes.append(here)
                 arguments = (rank, layout, options, str(Path(folder) / "store"), there)
                 processes.append(context.Process(target=_child, args=arguments, daemon=True))
-                processes[-1].start()
+                with as_environment():
+                    processes[-1].start()
                 there.close()
             return _collect(pipes, processes, options.timeout_s, on_progress)
         finally:
@@ -221,6 +226,7 @@ def _child(rank: int, layout: Layout, options: MeasureOptions, store: str, pipe:
             pipe.send(("progress", (what, part)))
 
     gpu = rank if layout.on_gpus else None
+    allow(options.model().builder)
     try:
         place = Place(rank=rank, processes=layout.processes, cores=layout.cores[rank], meet=f"file://{store}", gpu=gpu)
         pipe.send(("findings", find(place, options.model(), options.samples, say)))

@@ -248,4 +248,4 @@ def _seeded(seed: int, index: int, make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _user(model: Model) -> UserModel:
-    return user_model.load(model, OWN)
+    return user_model.load(model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,9 +13,10 @@ from torch import Tensor, nn
 from optpipe_compiler.errors import BadInput
 from runtime_torch.bundles import Bundle, Made, needs_data, trace_bundles
 from runtime_torch.ties import merged, shared
+from runtime_torch.user_functions import import_function
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from optpipe_compiler.profile import Model
     from runtime_torch.ties import Names
@@ -44,16 +44,9 @@ class UserModel:
         return merged([*self.ties, *shared(there)])
 
 
-def load(model: Model, own: Iterable[str]) -> UserModel:
-    """Import the function and call it with the model's config under its seed; `own` are the package's builders."""
-    module_name, _, function_name = model.builder.partition(":")
-    try:
-        function: Any = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise BadInput(
-            f"$.model.builder is {model.builder!r}, expected {' or '.join(map(repr, own))}, or an importable "
-            f"package.module:function: {error}"
-        ) from error
+def load(model: Model) -> UserModel:
+    """Import the function, which must be the user's own, and call it with the model's config under its seed."""
+    function = import_function(model.builder)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(model.seed)
         found = function(**model.config)

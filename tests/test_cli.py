@@ -9,10 +9,12 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from optpipe_compiler import cli, driver, ir, planning, profile
@@ -287,10 +289,31 @@ def test_what_is_compiled_verifies_and_shows(run):
     outcome = run("verify", "a.json", "--profile", "profile.json")
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out.startswith("a.json: holds. No execution exceeds ")
-    assert json.loads(run("verify", "a.json", "--json").out) == {"schedule": "a.json", "violations": []}
+    assert outcome.out.splitlines()[-1] == (
+        "Taken from the file, not proved: the bound, the outcome, the published schedules' times, the provenance."
+    )
+    alone = json.loads(run("verify", "a.json", "--json").out)
+    beside = json.loads(run("verify", "a.json", "--profile", "profile.json", "--json").out)
+    assert alone["schedule"] == "a.json"
+    assert alone["violations"] == beside["violations"] == []
+    claimed = ["$.forecast.lower_bound_ns", "$.forecast.outcome", "$.forecast.baselines", "$.provenance"]
+    assert beside["not_proved"] == claimed
+    assert alone["not_proved"] == [*claimed, "$.stages", "$.forecast.stages", "$.forecast.links"]
+    assert run("verify", "a.json").out.splitlines()[-1].endswith("all sizes, times, bandwidths.")
     shown = run("show", "a.json")
     assert (shown.code, shown.err) == (0, "")
     assert "F forward" in shown.out
+
+
+def test_a_false_claim_to_be_optimal_passes_and_is_named_as_not_proved(run):
+    record = quick(uniform(2, 1), 2 * GB, method="1f1b").schedule
+    assert record.forecast.outcome == "feasible"
+    claim = {"lower_bound_ns": record.forecast.makespan_ns, "outcome": "optimal"}
+    forecast = msgspec.structs.replace(record.forecast, objective="makespan", **claim)
+    Path("claim.json").write_text(ir.to_text(msgspec.structs.replace(record, forecast=forecast)))
+    verdict = json.loads(run("verify", "claim.json", "--json").out)
+    assert verdict["violations"] == []
+    assert {"$.forecast.lower_bound_ns", "$.forecast.outcome"} <= set(verdict["not_proved"])
 
 
 def test_a_schedule_that_breaks_its_promise_ends_verify_with_exit_code_1_and_is_not_run(run):
@@ -494,3 +517,68 @@ def read_all(terminal: int) -> str:
         parts.append(part)
     os.close(terminal)
     return b"".join(parts).decode()
+
+
+# -- outputs that cannot be written, and signals -------------------------------------------------------------------
+
+
+def shell(line: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command line with `optpipe` in it."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    line = line.replace("optpipe", f"{sys.executable} -m optpipe_compiler.cli")
+    return subprocess.run(["bash", "-c", line], cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+
+
+ANSWERS = ("verify s.json", "verify s.json --json", "show s.json", "diff s.json t.json", "bounds --mem 2GB", "--help")
+
+
+@pytest.mark.parametrize("command", ANSWERS)
+def test_an_output_that_is_full_or_closed_ends_with_2_and_never_with_1(run, tmp_path, command):
+    for name in ("s.json", "t.json"):
+        Path(name).write_text(ir.to_text(quick(uniform(2, 1), 2 * GB, method="1f1b").schedule))
+    full = shell(f"optpipe {command} > /dev/full", tmp_path)
+    assert full.returncode == 2
+    assert full.stderr == "optpipe: the output cannot be written: No space left on device\n"
+    closed = shell(f"optpipe {command} >&-", tmp_path)
+    assert closed.returncode == 2
+    assert closed.stderr.startswith("optpipe: the output is closed")
+    for nobody in ("2> /dev/full", "2>&-"):
+        assert shell(f"optpipe {command} {nobody}", tmp_path).returncode == 0
+        assert shell(f"optpipe {command} > /dev/full {nobody}", tmp_path).returncode == 2
+        assert shell(f"optpipe verify missing.json {nobody}", tmp_path).returncode == 2
+
+
+def test_a_file_that_is_full_is_bad_output(run):
+    Path("s.json").write_text(ir.to_text(quick(uniform(2, 1), 2 * GB, method="1f1b").schedule))
+    sentence = refused(run("export", "s.json", "--to", "svg", "-o", "/dev/full"), 2)
+    assert sentence == "/dev/full: cannot be written: No space left on device"
+
+
+def test_a_defect_ends_with_70_and_not_with_1(run, monkeypatch):
+    def fail(*_: object) -> None:
+        raise KeyError("a defect")
+
+    monkeypatch.setattr(ir, "load", fail)
+    outcome = run("verify", "s.json")
+    assert outcome.code == 70
+    assert outcome.err.startswith("Traceback")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("command", ["compile --mem 1.1GB", "sweep --mem 1GB:2GB:9 -j 2"])
+def test_a_command_that_is_terminated_leaves_no_process_and_no_temporary_file(run, tmp_path, number, command):
+    Path("profile.json").write_text(canonical(uniform(3, 2)))
+    process = start(*command.split(), "--microbatches", "6", "--time-limit", "60", folder=tmp_path)
+    until = time.monotonic() + 30
+    while not (started := children(process.pid)) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert started
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert errors.splitlines()[-1] == "optpipe: terminated"
+    until = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in started) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in started)
+    assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,33 @@ def test_a_truncated_file_is_refused_wherever_it_ends():
         assert refusal(text[:end]).startswith("small.json: is not complete JSON: ")
 
 
+REPEATED = {
+    "$.name": ('"name": "small"', '"name": "small", "name": "small"'),
+    "$.format": ('"format"', '"format": "optpipe-schedule", "format"'),
+    "$.layers[1].count": ('"saved_bytes": 1}]', '"count": 1, "saved_bytes": 1, "count": 2}]'),
+    "$.machine.links[0].d2h_bytes_per_s": ('"links": [{', '"links": [{"d2h_bytes_per_s": 1, '),
+    "$.machine.x[1].y": ('"devices": 2', '"devices": 2, "x": [null, {"y": [1], "y": {}}]'),
+}
+
+
+@pytest.mark.parametrize("path", REPEATED)
+def test_a_key_that_stands_twice_in_an_object_is_refused_by_its_path(path):
+    old, new = REPEATED[path]
+    assert json.dumps(SMALL).count(old) == 1
+    text = json.dumps(SMALL).replace(old, new)
+    assert refusal(text) == f"small.json: {path} stands there twice, expected once"
+
+
+@pytest.mark.parametrize("levels", [101, 900, 100_000])
+@pytest.mark.parametrize("pair", [("[", "]"), ('{"a": ', "}")])
+def test_a_file_that_is_nested_too_deeply_is_refused(levels, pair):
+    inner = pair[0] * levels + "1" + pair[1] * levels
+    sentence = "small.json: is nested too deeply, expected at most 100 levels"
+    assert refusal(inner) == sentence
+    assert refusal(json.dumps(SMALL).replace('"small"', inner)) == sentence
+    assert "levels" not in refusal(pair[0] * 99 + "1" + pair[1] * 99)
+
+
 def test_a_schedule_with_an_edited_contract_is_refused_by_its_digest():
     text = ir.to_text(quick(uniform(), 10**9).schedule)
     edited = text.replace('"cap_bytes": 1000000000', '"cap_bytes": 2000000000')
@@ -194,6 +222,37 @@ def test_a_write_into_a_missing_directory_or_over_a_directory_is_refused(tmp_pat
     with pytest.raises(BadInput, match=r"folder: cannot be written: Is a directory$"):
         write_atomically(tmp_path / "folder", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_a_new_file_has_the_permissions_that_the_umask_leaves_and_an_old_one_keeps_its_own(tmp_path, mask):
+    before = os.umask(mask)
+    try:
+        write_atomically(tmp_path / "new.json", "text")
+        (tmp_path / "old.json").touch()
+        (tmp_path / "old.json").chmod(0o640)
+        write_atomically(tmp_path / "old.json", "text")
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("new.json", "old.json")]
+    assert modes == [0o666 & ~mask, 0o640]
+
+
+def test_a_link_is_followed_and_stays(tmp_path):
+    for folder in ("real", "links"):
+        (tmp_path / folder).mkdir()
+    for name in ("there.json", "to-be.json"):
+        (tmp_path / "links" / name).symlink_to(f"../real/{name}")
+        check_writable(tmp_path / "links" / name) if name == "to-be.json" else (tmp_path / "real" / name).touch()
+        write_atomically(tmp_path / "links" / name, "text")
+        assert (tmp_path / "links" / name).is_symlink()
+        assert (tmp_path / "real" / name).read_text() == "text"
+    (tmp_path / "links" / "nowhere").symlink_to("../missing/file")
+    with pytest.raises(BadInput, match=r"nowhere: cannot be written: No such file or directory$"):
+        write_atomically(tmp_path / "links" / "nowhere", "text")
+    (tmp_path / "links" / "itself").symlink_to("itself")
+    with pytest.raises(BadInput, match=r"itself: cannot be written: "):
+        write_atomically(tmp_path / "links" / "itself", "text")
 
 
 def test_a_pipe_is_written_to_and_not_replaced(tmp_path):

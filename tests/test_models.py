@@ -17,7 +17,7 @@ from torch import nn  # noqa: E402
 from optpipe_compiler.errors import BadInput  # noqa: E402
 from optpipe_compiler.presets.models import Architecture  # noqa: E402
 from optpipe_compiler.profile import Model  # noqa: E402
-from runtime_torch import models, text  # noqa: E402
+from runtime_torch import models, text, user_functions  # noqa: E402
 
 SMALL = Model(
     builder="gpt",
@@ -160,6 +160,8 @@ def user_model(monkeypatch: pytest.MonkeyPatch) -> Model:
     module.layers = user_layers  # type: ignore[attr-defined]
     module.nothing = lambda: None  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "optpipe_test_user", module)
+    for name in ("layers", "nothing", "missing"):
+        user_functions.allow(f"optpipe_test_user:{name}")
     return msgspec.structs.replace(SMALL, builder="optpipe_test_user:layers", config={"width": 12})
 
 
@@ -180,6 +182,7 @@ def test_layers_that_torch_prints_alike_are_of_one_kind_but_for_the_first_and_th
     module = ModuleType("optpipe_test_kinds")
     module.layers = layers  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "optpipe_test_kinds", module)
+    user_functions.allow("optpipe_test_kinds:layers")
     model = msgspec.structs.replace(SMALL, builder="optpipe_test_kinds:layers", config={"count": 5})
     linear = ["Linear", "Linear", "Linear", "Linear-2", "Linear"]
     assert models.layer_names(model) == ["Embedding", *linear, "Linear", "Scorer"]

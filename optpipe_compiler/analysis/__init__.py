@@ -45,6 +45,18 @@ class Analysis:
     def _lanes(self) -> dict[tuple[int, str], list[Item]]:
         return {key: list(lane) for key, lane in groupby(self.items, key=attrgetter("device", "lane"))}
 
+    @cached_property
+    def _gaps_of(self) -> dict[int, list[Gap]]:
+        return {device: list(gaps) for device, gaps in groupby(self.gaps, key=attrgetter("device"))}
+
+    def gaps_of(self, device: int) -> list[Gap]:
+        """Return the gaps of one compute lane in order."""
+        return self._gaps_of.get(device, [])
+
+    def idle_ns(self, device: int) -> int:
+        """Return how long one compute lane idles."""
+        return sum(gap.length_ns for gap in self.gaps_of(device))
+
     @property
     def bubble_ns(self) -> int:
         """Compute-idle time of all devices together."""

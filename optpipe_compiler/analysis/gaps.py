@@ -27,6 +27,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from optpipe_compiler import ir
 from optpipe_compiler.analysis.lines import Cause, Lines
 
@@ -57,6 +59,8 @@ class Gap:
 
 
 Blame = tuple[Cause, str, int | None]
+LONGEST = 2**62
+"""ns; waits beyond are all alike."""
 
 
 def find_gaps(timeline: Timeline, curves: list[Curve], host: Curve, begin_ns: int, end_ns: int) -> list[Gap]:
@@ -69,12 +73,24 @@ def find_gaps(timeline: Timeline, curves: list[Curve], host: Curve, begin_ns: in
     return [gap for device, lane in enumerate(lanes) for gap in search.of_lane(device, lane, begin_ns, end_ns)]
 
 
+AT_THE_END = (Cause.MEMORY, Cause.TRANSFER, Cause.SLACK)
+"""What a gap after the last forward may be blamed on."""
+
+
 class _Search:
     """Walks from gaps to what is to blame."""
 
     def __init__(self, timeline: Timeline, lines: Lines) -> None:
         self.items = timeline.items
-        self.lines = lines
+        self.lines = [lines.of(item) for item in timeline.items]
+        waits = [-1 if line is None else line.wait_ns for line in self.lines]
+        late = [
+            wait if line is not None and line.cause in AT_THE_END else -1
+            for line, wait in zip(self.lines, waits, strict=True)
+        ]
+        predecessors = [item.predecessor for item in timeline.items]
+        self.any = _Ancestors(predecessors, waits)
+        self.at_the_end = _Ancestors(predecessors, late)
 
     def of_lane(self, device: int, lane: list[Item], begin_ns: int, end_ns: int) -> Iterator[Gap]:
         """Yield the gaps of one compute lane."""
@@ -94,16 +110,32 @@ class _Search:
 
     def blame(self, item: Item, length_ns: int, last_forward: int | None) -> Blame:
         """Return cause, resource and item for a gap of that length before `item`."""
-        while True:
-            if last_forward is not None and item.begin_ns <= last_forward:
-                return Cause.DRAIN, "", None
-            line = self.lines.of(item)
-            if (
-                line is not None
-                and line.wait_ns >= length_ns
-                and (last_forward is None or line.cause in (Cause.MEMORY, Cause.TRANSFER, Cause.SLACK))
-            ):
-                return line.cause, line.resource, item.index
-            if item.predecessor is None:
-                return (Cause.FILL if last_forward is None else Cause.DRAIN), "", None
-            item = self.items[item.predecessor]
+        walk = self.any if last_forward is None else self.at_the_end
+        found = walk.first(item.index, length_ns)
+        line = None if found is None else self.lines[found]
+        if found is None or line is None or (last_forward is not None and self.items[found].begin_ns <= last_forward):
+            return (Cause.FILL if last_forward is None else Cause.DRAIN), "", None
+        return line.cause, line.resource, found
+
+
+class _Ancestors:
+    """Finds, among an op, its critical predecessor, that one's and so on, the first that stood in line for so long.
+
+    Row j holds for each op where 2^j steps lead, and the longest wait of the ops passed on the way.
+    """
+
+    def __init__(self, predecessors: list[int | None], waits: list[int]) -> None:
+        nobody = len(waits)
+        self.after = [np.array([*(nobody if one is None else one for one in predecessors), nobody])]
+        self.longest = [np.array([*(min(wait, LONGEST) for wait in waits), -1])]
+        while 1 << len(self.after) <= nobody:
+            step, longest = self.after[-1], self.longest[-1]
+            self.after.append(step[step])
+            self.longest.append(np.maximum(longest, longest[step]))
+
+    def first(self, item: int, wait_ns: int) -> int | None:
+        """Return the first from `item` on that stood in line for at least `wait_ns`; None where none did."""
+        for after, longest in zip(reversed(self.after), reversed(self.longest), strict=True):
+            if longest[item] < min(wait_ns, LONGEST):
+                item = int(after[item])
+        return item if self.longest[0][item] >= min(wait_ns, LONGEST) else None

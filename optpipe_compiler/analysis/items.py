@@ -13,6 +13,8 @@ from enum import Enum
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from optpipe_compiler import ir
 from optpipe_compiler.analysis.memory import Table
 from optpipe_compiler.errors import BadInput
@@ -104,7 +106,11 @@ class Timeline:
 
     def __init__(self, schedule: ir.Schedule) -> None:
         self.schedule = schedule
-        self.lanes = {(d, lane): _timed(schedule, d, lane) for d in range(len(schedule.devices)) for lane in LANES}
+        given: dict[tuple[int, ir.Lane], list[ir.Times]] = defaultdict(list)
+        for times in schedule.forecast.times:
+            given[times.device, times.lane].append(times)
+        everywhere = [(device, lane) for device in range(len(schedule.devices)) for lane in LANES]
+        self.lanes = {(d, lane): _timed(schedule, d, lane, given[d, lane]) for d, lane in everywhere}
         self.ops = {timed.id: timed for lane in self.lanes.values() for timed in lane}
         self.table = Table(schedule)
         self.link_of = {device: n for n, link in enumerate(schedule.forecast.links) for device in link.devices}
@@ -122,7 +128,8 @@ class Timeline:
         self.inputs = {timed.id: self._inputs(timed) for timed in working}
         several = len(schedule.stages) > len({stage.device for stage in schedule.stages})
         critical = {timed.id: self._critical(timed) for timed in working}
-        self.items = [self._item(timed, several, *self._turn(timed, critical)) for timed in working]
+        found = self._acyclic({timed.id: self._turn(timed, critical) for timed in working})
+        self.items = [self._item(timed, several, *found[timed.id]) for timed in working]
         self.messages = list(self._messages())
 
     def _walk_lanes(self) -> None:
@@ -177,6 +184,17 @@ class Timeline:
             if found.end_ns == timed.begin_ns and producer is not None and producer.id != timed.id:
                 return reason, self.number[producer.id]
         return Reason.SLACK, None
+
+    def _acyclic(self, critical: dict[str, tuple[Reason, int | None]]) -> dict[str, tuple[Reason, int | None]]:
+        """Let ops wait for nothing whose walk back never ends: ops that take no time and wait for each other."""
+        nobody = len(critical)
+        reached = np.array([*(nobody if one is None else one for _, one in critical.values()), nobody])
+        for _ in range(nobody.bit_length()):  # twice as far each time
+            reached = reached[reached]
+        ends = (reached == nobody).tolist()
+        return {
+            name: one if ends[index] else (Reason.SLACK, None) for index, (name, one) in enumerate(critical.items())
+        }
 
     def _turn(self, timed: Timed, critical: dict[str, tuple[Reason, int | None]]) -> tuple[Reason, int | None]:
         """Return why an op starts; where nothing has just ended for it, why the op starts whose turn was before."""
@@ -278,9 +296,8 @@ class Timeline:
                     )
 
 
-def _timed(schedule: ir.Schedule, device: int, lane: ir.Lane) -> list[Timed]:
+def _timed(schedule: ir.Schedule, device: int, lane: ir.Lane, found: Sequence[ir.Times]) -> list[Timed]:
     ops: Sequence[ir.Op] = getattr(schedule.devices[device], lane)
-    found = [times for times in schedule.forecast.times if (times.device, times.lane) == (device, lane)]
     starts, ends = (found[0].start_ns, found[0].end_ns) if found else ([], [])
     at = f"the {lane} lane of device {device}"
     if len(found) > 1 or not len(starts) == len(ends) == len(ops):

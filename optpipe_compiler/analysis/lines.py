@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from dataclasses import dataclass
 from enum import Enum
@@ -127,9 +127,7 @@ class _Busy:
 
     def idle(self, begin: int, end: int) -> tuple[int, int]:
         """Return how long it idles within [begin, end), where an op begins, and the end of the last such time."""
-        first, last = bisect_right(self.ends, begin), bisect_right(self.begins, end)
-        while last and self.begins[last - 1] >= end:
-            last -= 1
+        first, last = bisect_right(self.ends, begin), bisect_left(self.begins, end)
         inside = self.busy[last] - self.busy[first] if last > first else 0
         if last > first and self.begins[first] < begin:
             inside -= begin - self.begins[first]
@@ -142,16 +140,19 @@ class _Levels:
 
     def __init__(self, curve: Curve) -> None:
         self.times = np.array([time for time, _ in curve])
-        self.held = np.array([held for _, held in curve])
+        self.highest_of = [np.array([held for _, held in curve])]
+        """Row j: the most of 2^j steps of the curve, from each step on."""
+        while 1 << len(self.highest_of) <= len(curve):
+            last, half = self.highest_of[-1], 1 << (len(self.highest_of) - 1)
+            self.highest_of.append(np.maximum(last[:-half], last[half:]))
 
     def before(self, time: int) -> int:
         """Return what is held just before `time`."""
-        return int(self.held[max(0, int(np.searchsorted(self.times, time)) - 1)])
+        return int(self.highest_of[0][max(0, int(np.searchsorted(self.times, time)) - 1)])
 
     def highest(self, begin: int, end: int) -> int:
         """Return the most that is held within [begin, end)."""
-        first, last = (
-            max(0, int(np.searchsorted(self.times, begin, "right")) - 1),
-            int(np.searchsorted(self.times, end)),
-        )
-        return int(self.held[first : max(last, first + 1)].max())
+        first = max(0, int(np.searchsorted(self.times, begin, "right")) - 1)
+        last = max(int(np.searchsorted(self.times, end)), first + 1)
+        row = (last - first).bit_length() - 1
+        return int(max(self.highest_of[row][first], self.highest_of[row][last - (1 << row)]))

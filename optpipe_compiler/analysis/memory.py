@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import groupby
+from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,13 @@ class Table:
     def __init__(self, schedule: ir.Schedule) -> None:
         self.stages = schedule.stages
         self.entries = [_entries(stage) for stage in schedule.stages]
+        self.saved_before = [[0, *accumulate(stage.saved_bytes)] for stage in schedule.stages]
+        self.static_bytes: dict[int, int] = defaultdict(int)
+        """Of all stages of a device."""
+        for stage in schedule.stages:
+            self.static_bytes[stage.device] += stage.static_bytes
+        self.forward_of: dict[tuple[int, ir.Range], int] = {}
+        """The most transient bytes of a forward of some layers of a stage, as far as they were asked for."""
         self.dropped: dict[tuple[int, int], int] = defaultdict(int)
         """What the recomputed ranges of a stage and microbatch give up after their forward."""
         for device in schedule.devices:
@@ -41,8 +48,7 @@ class Table:
             return entry
         assert isinstance(op, ir.SavedOp)
         if isinstance(op, ir.Recompute):
-            stage = self.stages[op.stage]
-            extra = max(_of(stage, stage.forward_transient_bytes, op), default=0)
+            extra = self._forward_of(op)
             return self._recomputed(op) + extra, -extra
         return (0, -self.copied(op)) if isinstance(op, ir.Offload) else (self.copied(op), 0)
 
@@ -53,16 +59,23 @@ class Table:
         return (0, -self.copied(op)) if isinstance(op, ir.Reload) else (0, 0)
 
     def copied(self, op: ir.SavedOp) -> int:
-        """Return what was saved for the layers of `op`."""
-        return sum(_of(self.stages[op.stage], self.stages[op.stage].saved_bytes, op))
+        """Return what was saved for the layers of `op`, those of other stages left out."""
+        before = self.saved_before[op.stage]
+        first, end = (min(max(0, layer - self.stages[op.stage].layers[0]), len(before) - 1) for layer in op.layers)
+        return max(0, before[end] - before[first])
 
     def _recomputed(self, op: ir.Recompute) -> int:
-        return self.copied(op) - sum(_of(self.stages[op.stage], self.stages[op.stage].checkpoint_bytes, op)[:1])
+        at = max(0, op.layers[0] - self.stages[op.stage].layers[0])
+        inside = self.stages[op.stage].checkpoint_bytes[at : at + 1] if op.layers[0] < op.layers[1] else []
+        return self.copied(op) - sum(inside)
 
-
-def _of(stage: ir.Stage, numbers: list[int], op: ir.SavedOp) -> list[int]:
-    first, end = op.layers
-    return numbers[max(0, first - stage.layers[0]) : max(0, end - stage.layers[0])]
+    def _forward_of(self, op: ir.Recompute) -> int:
+        key = op.stage, op.layers
+        if key not in self.forward_of:
+            stage = self.stages[op.stage]
+            first, end = (max(0, layer - stage.layers[0]) for layer in op.layers)
+            self.forward_of[key] = max(stage.forward_transient_bytes[first:end], default=0)
+        return self.forward_of[key]
 
 
 def _entries(stage: ir.Stage) -> dict[type[ir.Op], tuple[int, int]]:
@@ -91,10 +104,9 @@ def _entries(stage: ir.Stage) -> dict[type[ir.Op], tuple[int, int]]:
 def device_curve(timeline: Timeline, device: int) -> Curve:
     """Return what `device` holds, always-there bytes included."""
     schedule, table = timeline.schedule, timeline.table
-    static = sum(stage.static_bytes for stage in schedule.stages if stage.device == device)
     ops = [timed for lane in ("compute", "d2h", "h2d") for timed in timeline.lanes[device, lane]]
     changes = ((timed, *table.on_device(timed.op)) for timed in ops)
-    return _curve(timeline.begin_ns, schedule.setup.reserve_bytes + static, changes)
+    return _curve(timeline.begin_ns, schedule.setup.reserve_bytes + table.static_bytes[device], changes)
 
 
 def host_curve(timeline: Timeline) -> Curve:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import signal
 import sys
+import traceback
+from contextlib import suppress
+from typing import NoReturn
 
 import click
 
 from optpipe_compiler import __version__
+from optpipe_compiler.cli.common import say
 from optpipe_compiler.cli.compare import compare
 from optpipe_compiler.cli.compile import bounds, compile_command
 from optpipe_compiler.cli.diff import diff
@@ -20,44 +26,89 @@ from optpipe_compiler.cli.run import run
 from optpipe_compiler.cli.show import show
 from optpipe_compiler.cli.sweep import sweep
 from optpipe_compiler.cli.verify import verify
-from optpipe_compiler.errors import INTERRUPTED, OptPipeError
+from optpipe_compiler.errors import INTERRUPTED, BadInput, OptPipeError
 
 CLOSED_PIPE = 141
 """What a shell reports of any program whose reader went away: 128 + SIGPIPE."""
 
 EXIT_CODES = """
-Exit codes: 0 done, 1 rejected (verify, run --check, fmt --check, diff --exit-code), 2 bad input, 3 no schedule fits,
-4 none found in time, 5 a replay failed, 6 a package is missing, 130 interrupted, 141 the reader of the output went
-away.
+Exit codes: 0 done, 1 rejected (verify, run --check, fmt --check, diff --exit-code), 2 bad input, or an output that
+cannot be written, 3 no schedule fits, 4 none found in time, 5 a replay failed, 6 a package is missing, 70 a defect of
+optpipe, 130 interrupted, 141 the reader of the output went away, 143 terminated.
 """
+
+
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+"""Errors of an output that is full or closed, whichever command writes to it."""
+
+
+class Terminated(BaseException):
+    """SIGTERM or SIGHUP: what was started is ended, what is temporary removed, and no result returned."""
 
 
 def main() -> None:
     """Run the command line; every expected failure is one sentence on stderr and its exit code."""
+    if sys.stderr is None:  # closed by the caller; the next file to be opened must not take its number
+        sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _terminate)
+    code = _run()
+    sys.exit(code)
+
+
+def _run() -> int:
+    """Run the command line and return its exit code."""
     try:
+        if sys.stdout is None:
+            raise BadInput("the output is closed, expected one that can be written to, such as /dev/null")
         code = cli(standalone_mode=False)
         sys.stdout.flush()
+        return code if isinstance(code, int) else 0
     except OptPipeError as error:
-        click.echo(f"optpipe: {error}", err=True)
-        code = error.exit_code
-    except click.exceptions.Abort:
-        click.echo("optpipe: interrupted", err=True)
-        code = INTERRUPTED
-    except KeyboardInterrupt:
-        click.echo("optpipe: interrupted", err=True)
-        code = INTERRUPTED
+        return _fail(str(error), error.exit_code)
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        return _fail("interrupted", INTERRUPTED)
     except click.ClickException as error:
-        error.show()
-        code = error.exit_code
+        with suppress(OSError):
+            error.show()
+        return error.exit_code
+    except Terminated as end:
+        return _fail("terminated", 128 + int(str(end)))
     except (
         BrokenPipeError,
         SystemExit,
-    ) as end:  # who read stdout has seen enough (`show | head`); click exits by itself then
+    ) as end:  # who reads has seen enough (`show | head`); click exits by itself then
         if isinstance(end, SystemExit) and not end.code:  # a shell has asked for completions
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = CLOSED_PIPE
-    sys.exit(code if isinstance(code, int) else 0)
+        return _drop_output(CLOSED_PIPE)
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            traceback.print_exc()
+            return OptPipeError.exit_code
+        return _fail(f"the output cannot be written: {error.strerror}", _drop_output(BadInput.exit_code))
+    except Exception:
+        with suppress(OSError):
+            traceback.print_exc()
+        return OptPipeError.exit_code
+
+
+def _fail(sentence: str, code: int) -> int:
+    """Say why on stderr, if that can be written to, and return the exit code."""
+    with suppress(OSError):
+        say(f"optpipe: {sentence}", err=True)
+    return code
+
+
+def _drop_output(code: int) -> int:
+    """Send nowhere what is still to be written to stdout, so that Python does not fail over it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)
+    raise Terminated(str(number))
 
 
 @click.group(epilog=EXIT_CODES)

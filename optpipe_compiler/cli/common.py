@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from optpipe_compiler.units import parse_bytes
+from optpipe_compiler.units import parse_bytes, printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from collections.abc import Iterable
+
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
 
 PROFILE, SCHEDULE = Path("profile.json"), Path("schedule.json")
 
@@ -37,14 +40,33 @@ jobs_option = click.option(
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return the terminal, or the pipe, that a command prints to; a closed pipe is left to `main`."""
+    """Return the terminal, or the pipe, that a command prints to; a closed pipe is left to `main`.
+
+    Strings are text: no markup is read in them, and characters that could act on a terminal are shown as escapes.
+    """
     from rich.console import Console
 
     class Output(Console):
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError
 
-    return Output(stderr=stderr, highlight=False)
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+            for part in super().render(renderable, options):
+                yield part if part.control else part._replace(text=printable(part.text, keep="\n"))
+
+    return Output(stderr=stderr, highlight=False, markup=False, emoji=False)
+
+
+def say(line: str, *, err: bool = False) -> None:
+    """Print one line, whatever the names in it hold."""
+    click.echo(printable(line), err=err)
+
+
+def say_json(answer: Any) -> None:
+    """Print one JSON object; what a terminal could act on is escaped, which means the same in JSON."""
+    import msgspec
+
+    click.echo(printable(msgspec.json.encode(answer).decode()))
 
 
 def write(path: Path, record: Any) -> None:

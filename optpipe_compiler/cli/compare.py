@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from optpipe_compiler.cli.common import PROFILE, SCHEDULE, console, jobs_option
+from optpipe_compiler.cli.common import PROFILE, SCHEDULE, console, jobs_option, say_json
 
 if TYPE_CHECKING:
     from optpipe_compiler.study.comparison import Absent, Comparison
@@ -48,7 +48,7 @@ def compare(
     more, absent = _published(schedules[0].setup, names, profile_path, jobs) if names else ([], [])
     comparison = side_by_side(rows + more, absent)
     if as_json:
-        click.echo(msgspec.json.encode(_report(comparison)))
+        say_json(_report(comparison))
     else:
         out = console()
         out.print(render(comparison, out.width))

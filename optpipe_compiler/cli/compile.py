@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
-from optpipe_compiler.cli.common import PROFILE, SCHEDULE, Size, console
+from optpipe_compiler.cli.common import PROFILE, SCHEDULE, Size, console, say, say_json
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.units import parse_bytes
 
@@ -57,14 +56,15 @@ def compile_command(
         result = driver.compile_schedule(costs, chosen, line.update)
     write_atomically(output, ir.to_text(result.schedule))
     for note in result.notes:
-        click.echo(f"optpipe: {note}", err=True)
+        say(f"optpipe: {note}", err=True)
     if as_json:
-        click.echo(msgspec.json.encode(_report(result)))
+        say_json(_report(result))
         return
     console().print(render(result.schedule))
     if result.interrupted:
-        click.echo("interrupted: this is the best schedule so far", err=True)
-    click.echo(f"\nwrote {output} in {result.wall_s:.1f} s")
+        say("interrupted: this is the best schedule so far", err=True)
+    click.echo()
+    say(f"wrote {output} in {result.wall_s:.1f} s")
 
 
 def _list_methods() -> None:

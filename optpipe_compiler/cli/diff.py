@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from optpipe_compiler.cli.common import console
+from optpipe_compiler.cli.common import console, say_json
 
 
 @click.command()
@@ -30,7 +30,7 @@ def diff(context: click.Context, old_path: Path, new_path: Path, exit_code: bool
     difference = compare(ir.load(old_path), ir.load(new_path))
     if as_json:
         report = {"old": str(old_path), "new": str(new_path), "verdict": verdict(difference)}
-        click.echo(msgspec.json.encode(report | msgspec.to_builtins(difference)))
+        say_json(report | msgspec.to_builtins(difference))
     else:
         console().print(render(difference, str(old_path), str(new_path)), end="", soft_wrap=True)
     if exit_code and not difference.same_contract:

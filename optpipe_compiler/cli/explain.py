@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-import msgspec
 
-from optpipe_compiler.cli.common import PROFILE, SCHEDULE, console, jobs_option
+from optpipe_compiler.cli.common import PROFILE, SCHEDULE, console, jobs_option, say_json
 from optpipe_compiler.errors import Rejected
 
 
@@ -38,6 +37,6 @@ def explain(schedule_path: Path, profile_path: Path, time_limit: float, jobs: in
     with ChangesBar(console(stderr=True), len(study.listed(schedule, instance))) as bar:
         explanation = study.explain(schedule, instance, jobs, bar.update)
     if as_json:
-        click.echo(msgspec.json.encode(explanation))
+        say_json(explanation)
     else:
         console().print(render(explanation))

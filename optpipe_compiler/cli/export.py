@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from optpipe_compiler.cli.common import SCHEDULE, console
+from optpipe_compiler.cli.common import SCHEDULE, console, say
 from optpipe_compiler.errors import BadInput, Rejected
 
 if TYPE_CHECKING:
@@ -85,9 +85,10 @@ def _write_torchtitan(path: Path, schedule: Schedule, profile_path: Path | None)
 
 def _write_csv(path: Path, schedule: Schedule) -> None:
     from optpipe_compiler.export import torch_csv
+    from optpipe_compiler.files import is_special
 
     _write(path, torch_csv.render(schedule))
-    _say_peaks(schedule, stderr=not path.is_file())
+    _say_peaks(schedule, stderr=is_special(path))
 
 
 def _default(schedule_path: Path, kind: str) -> Path:
@@ -119,10 +120,10 @@ def _refuse_loss(schedule: Schedule, path: Path, drop_memory_ops: bool) -> None:
 
 
 def _write(path: Path, content: str | bytes) -> None:
-    from optpipe_compiler.files import write_atomically
+    from optpipe_compiler.files import is_special, write_atomically
 
     write_atomically(path, content)
-    click.echo(f"wrote {path}", err=not path.is_file())
+    say(f"wrote {path}", err=is_special(path))
 
 
 def _say_peaks(schedule: Schedule, *, stderr: bool) -> None:
@@ -145,4 +146,4 @@ def _say_peaks(schedule: Schedule, *, stderr: bool) -> None:
         table.add_row(*map(str, row))
     console(stderr=stderr).print(table)
     if max(found) > cap:
-        click.echo("optpipe: without its waits and memory ops the schedule does not fit the cap", err=True)
+        say("optpipe: without its waits and memory ops the schedule does not fit the cap", err=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
+from optpipe_compiler.cli.common import say
 from optpipe_compiler.errors import BadInput, Rejected
 
 
@@ -30,18 +30,15 @@ def fmt(paths: tuple[Path, ...], check: bool) -> None:
         raise Rejected(f"not in canonical form: {', '.join(map(str, others))}")
     for path in others:
         write_atomically(path, wanted[path])
-        click.echo(f"rewrote {path}")
+        say(f"rewrote {path}")
 
 
 def canonical_text(text: str, name: str) -> str:
     """Return the canonical text of a schedule or profile; raise BadInput for what is neither or not understood."""
     from optpipe_compiler import ir, profile
-    from optpipe_compiler.files import canonical
+    from optpipe_compiler.files import canonical, parse_json
 
-    try:
-        raw = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
-        raise BadInput(f"{name}: is not complete JSON: {error}") from error
+    raw = parse_json(text, name)
     kind = raw.get("format") if isinstance(raw, dict) else None
     record: Any
     if kind == ir.FORMAT:

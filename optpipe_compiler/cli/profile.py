@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from optpipe_compiler.cli.common import PROFILE, console, write
+from optpipe_compiler.cli.common import PROFILE, console, say, write
 from optpipe_compiler.cli.estimate import ESTIMATED, chosen, dtype_option, estimate_options, refuse
 from optpipe_compiler.errors import BadInput
 
@@ -251,4 +251,4 @@ def uniform(output: Path, embedding_ms: str | None, head_ms: str | None, duplex_
     )
     write(output, record)
     layers = len(record.expanded_layers())
-    click.echo(f"{output}: {record.machine.devices} devices, {layers} layers, all numbers manual")
+    say(f"{output}: {record.machine.devices} devices, {layers} layers, all numbers manual")

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from optpipe_compiler.cli.common import SCHEDULE
+from optpipe_compiler.cli.common import SCHEDULE, say
 from optpipe_compiler.errors import BadInput
 
 
@@ -42,7 +42,7 @@ def report(schedule_path: Path, output: Path, profile_path: Path | None, traces:
     ran = measured(traces, schedule) if traces else None
     published = _published(schedule, schedule_path, profile_path) if profile_path else None
     write_atomically(output, render(schedule, published, ran))
-    click.echo(f"wrote {output}")
+    say(f"wrote {output}")
 
 
 def _published(schedule: Any, schedule_path: Path, profile_path: Path) -> Any:

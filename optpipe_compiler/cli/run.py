@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
-from optpipe_compiler.cli.common import SCHEDULE, console
+from optpipe_compiler.cli.common import SCHEDULE, console, say_json
 from optpipe_compiler.errors import BadInput, MissingDependency, Rejected
 
 
@@ -32,8 +31,20 @@ from optpipe_compiler.errors import BadInput, MissingDependency, Rejected
     is_flag=True,
     help="Replay one device alone; its neighbours' messages arrive at their forecast times.",
 )
+@click.option(
+    "--model",
+    metavar="FUNCTION",
+    help="The schedule's package.module:function; needed where it lies outside of the current folder.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def run(schedule_path: Path, as_json: bool, data: tuple[Path, ...], trace_path: Path | None, **options: Any) -> None:
+def run(
+    schedule_path: Path,
+    as_json: bool,
+    data: tuple[Path, ...],
+    trace_path: Path | None,
+    model: str | None,
+    **options: Any,
+) -> None:
     """Replay a schedule: one process per device, real messages, real gradients.
 
     A schedule of a measured profile trains its model; one of a hand-written profile is rehearsed with emulated layers.
@@ -56,6 +67,7 @@ def run(schedule_path: Path, as_json: bool, data: tuple[Path, ...], trace_path: 
     if emulated and options["check"]:
         raise BadInput("--check needs all ranks, expected no --emulate-peers")
     schedule = ir.load(schedule_path)
+    _may_build(schedule, schedule_path, model)
     _judged(schedule, schedule_path)
     if trace_path is not None:
         check_writable(trace_path)
@@ -72,11 +84,11 @@ def run(schedule_path: Path, as_json: bool, data: tuple[Path, ...], trace_path: 
         if emulated:
             _alone(schedule, rank, paths, take, as_json=as_json, **options)
             return
-        report = replay(schedule, data_paths=paths, on_event=take, **options)
+        report = replay(schedule, data_paths=paths, on_event=take, model=model, **options)
     if report is None:  # a rank of a group that torchrun started: rank 0 prints
         return
     if as_json:
-        click.echo(msgspec.json.encode(report))
+        say_json(report)
     else:
         console().print(render(report))
     if report.check is not None and not report.check.ok:
@@ -106,9 +118,22 @@ def _alone(
     scale = 1.0 if time_scale is None else time_scale
     report = emulate(schedule, rank, data=read(paths), time_scale=scale, on_event=take, **options)
     if as_json:
-        click.echo(msgspec.json.encode(report))
+        say_json(report)
     else:
         console().print(render(report))
+
+
+def _may_build(schedule: Any, path: Path, model: str | None) -> None:
+    """Refuse to call a function that the file names, unless it is the project's or `--model` names it, too."""
+    from runtime_torch.user_functions import allow, refuse_foreign
+
+    builder = None if schedule.model is None else schedule.model.builder
+    if model is not None:
+        if model != builder:
+            raise BadInput(f"--model is {model}, expected the schedule's own: {path}: $.model.builder is {builder!r}")
+        allow(model)
+    if builder is not None:
+        refuse_foreign(builder, f"{path}: ")
 
 
 def _judged(schedule: Any, path: Path) -> None:

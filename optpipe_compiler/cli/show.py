@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from optpipe_compiler.cli.common import SCHEDULE, console
+from optpipe_compiler.cli.common import SCHEDULE, console, say
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.units import parse_ns, show_ns
 
@@ -45,7 +45,7 @@ def show(
         if devices or begin or end or width:
             raise BadInput("--svg draws the whole schedule, expected it without --device, --from, --to and --width")
         write_atomically(svg, picture.render(schedule))
-        click.echo(f"wrote {svg}")
+        say(f"wrote {svg}")
         return
     analysis = analyse(schedule)
     out = console()

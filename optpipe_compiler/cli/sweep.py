@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from optpipe_compiler.cli.common import PROFILE, Size, console, jobs_option
+from optpipe_compiler.cli.common import PROFILE, Size, console, jobs_option, say, say_json
 from optpipe_compiler.cli.estimate import ESTIMATED, chosen, dtype_option, estimate_options, refuse
 from optpipe_compiler.errors import BadInput
 
@@ -88,13 +88,14 @@ def sweep(
     if svg is not None:
         write_atomically(svg, frontier_svg.render(found))
     if as_json:
-        click.echo(msgspec.json.encode(_report(found, left, tolerance)))
+        say_json(_report(found, left, tolerance))
     else:
         _show(found, tolerance)
-        click.echo("\nwrote " + " and ".join(str(path) for path in (output, svg) if path is not None))
+        click.echo()
+        say("wrote " + " and ".join(str(path) for path in (output, svg) if path is not None))
     if left:
         points = "1 point is" if left == 1 else f"{left} points are"
-        click.echo(f"interrupted: {points} left; the same command continues", err=True)
+        say(f"interrupted: {points} left; the same command continues", err=True)
 
 
 def _costs(profile_path: Path | None, given: dict[str, Any]) -> Costs:
@@ -179,7 +180,7 @@ def _show(found: Sweep, tolerance: float) -> None:
         *view.notes(found),
     ]
     for sentence in sentences:
-        out.print(sentence, markup=False)
+        out.print(sentence)
 
 
 def _report(found: Sweep, left: int, tolerance: float) -> dict[str, Any]:

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-import msgspec
 
-from optpipe_compiler.cli.common import SCHEDULE, console
+from optpipe_compiler.cli.common import SCHEDULE, console, say, say_json
 from optpipe_compiler.errors import Rejected
 
 if TYPE_CHECKING:
@@ -23,23 +22,31 @@ if TYPE_CHECKING:
 def verify(schedule_paths: tuple[Path, ...], profile_path: Path | None, as_json: bool) -> None:
     """Check schedules from their files alone: complete, ordered, free of deadlock, and never above their caps.
 
-    Without a name it is schedule.json. Needs neither ortools nor torch.
+    Without a name it is schedule.json. The answer names what no file can prove, such as that a plan is optimal.
+    Needs neither ortools nor torch.
 
     Example: optpipe verify schedule.json --profile profile.json
     """
     from optpipe_compiler import ir
     from optpipe_compiler import profile as profiles
+    from optpipe_compiler.verify import not_proved
     from optpipe_compiler.verify import verify as judge
 
     schedules = {path: ir.load(path) for path in schedule_paths or (SCHEDULE,)}
     profile = profiles.load(profile_path) if profile_path else None
     found = {path: judge(schedule, profile) for path, schedule in schedules.items()}
+    claimed = not_proved(profile)
     if as_json:
-        verdicts = [{"schedule": str(path), "violations": violations} for path, violations in found.items()]
-        click.echo(msgspec.json.encode(verdicts[0] if len(verdicts) == 1 else {"schedules": verdicts}))
+        verdicts = [
+            {"schedule": str(path), "violations": violations, "not_proved": list(claimed)}
+            for path, violations in found.items()
+        ]
+        say_json(verdicts[0] if len(verdicts) == 1 else {"schedules": verdicts})
     else:
         for path, violations in found.items():
             _print(path, schedules[path], violations)
+        if not all(found.values()):
+            say(f"Taken from the file, not proved: {', '.join(claimed.values())}.")
     rejected = [_count(path, violations) for path, violations in found.items() if violations]
     if rejected:
         raise Rejected(", ".join(rejected))
@@ -52,7 +59,7 @@ def _print(path: Path, schedule: Schedule, violations: list[Violation]) -> None:
         console().print(render(violations, schedule))
     else:
         peak = max(device.peak_bytes for device in schedule.devices)
-        click.echo(f"{path}: holds. No execution exceeds {peak} bytes on any device.")
+        say(f"{path}: holds. No execution exceeds {peak} bytes on any device.")
 
 
 def _count(path: Path, violations: list[Violation]) -> str:

@@ -145,7 +145,7 @@ def _counters(schedule: ir.Schedule) -> Iterator[Event]:
 def _counter(process: int, name: str, curve: Curve, cap: int | None) -> Iterator[Event]:
     for time, held in curve:
         yield {"ph": "C", "name": name, "pid": process, "ts": time / 1000, "args": {"bytes": held}}
-    if cap is not None:
+    if cap is not None and curve:
         for time, _ in (curve[0], curve[-1]):
             yield {"ph": "C", "name": f"{name} cap", "pid": process, "ts": time / 1000, "args": {"bytes": cap}}
 

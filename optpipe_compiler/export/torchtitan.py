@@ -8,10 +8,10 @@ two stages per device for `ZBVZeroBubble`. Its models have the modules `tok_embe
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.errors import BadInput
+from optpipe_compiler.units import printable
 
 if TYPE_CHECKING:
     from optpipe_compiler.ir import Schedule
@@ -56,10 +56,10 @@ def render(schedule: Schedule, profile: Profile | None, csv: str, module: str) -
     embedding, head = _ends(schedule, profile)
     model = schedule.model
     return TEMPLATE.format(
-        digest=schedule.digest,
-        compiler=schedule.provenance.compiler,
-        csv=json.dumps(csv),
-        module=module,
+        digest=_in_docstring(schedule.digest),
+        compiler=_in_docstring(schedule.provenance.compiler),
+        csv=repr(csv),
+        module=_in_docstring(module),
         devices=schedule.setup.devices,
         stages=len(schedule.stages),
         microbatches=schedule.setup.microbatches,
@@ -69,6 +69,11 @@ def render(schedule: Schedule, profile: Profile | None, csv: str, module: str) -
         ends=_about_the_ends(embedding, head, known=profile is not None or model is not None),
         modules="\n".join(f"    {_quoted(names)}," for names in module_names(schedule, embedding, head)),
     )
+
+
+def _in_docstring(text: str) -> str:
+    """Return what stands for `text` between the quotes of a docstring, and cannot end it."""
+    return printable(text.replace("\\", "\\\\").replace('"', '\\"'))
 
 
 def schedule_class(schedule: Schedule) -> str:

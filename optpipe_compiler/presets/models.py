@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.files import read_text
+from optpipe_compiler.files import parse_json, read_text
 
 PRESETS = Path(__file__).parent / "models"
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
@@ -60,11 +60,7 @@ def load(name: str) -> Architecture:
     path = PRESETS / f"{name}.json" if name in presets() else Path(name)
     if path.suffix != ".json" and not path.is_file():
         raise BadInput(f"--model is {name!r}, expected one of {', '.join(presets())}, or a config.json")
-    text = read_text(path)
-    try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise BadInput(f"{path}: is not complete JSON: {error}") from error
+    config = parse_json(read_text(path), str(path))
     if not isinstance(config, dict):
         raise BadInput(f"{path}: $ is {type(config).__name__}, expected an object")
     return _Reader(config, str(path)).architecture()

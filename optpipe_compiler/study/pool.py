@@ -7,8 +7,10 @@ import os
 import signal
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
+from optpipe_compiler.child import as_environment
 from optpipe_compiler.errors import NotFound
 
 if TYPE_CHECKING:
@@ -27,8 +29,7 @@ def answers(
     closing the iterator, all processes end, and whatever they have started.
     """
     before = set(multiprocessing.active_children())
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max(1, min(jobs, len(questions))), context, initializer=_leave_ctrl_c_to_parent) as pool:
+    with _pool(max(1, min(jobs, len(questions)))) as pool:
         try:
             yield from _in_turn(pool, function, questions, jobs)
         except BrokenProcessPool as error:
@@ -37,6 +38,27 @@ def answers(
             for process in set(multiprocessing.active_children()) - before:
                 process.terminate()
             raise
+
+
+def _pool(processes: int) -> ProcessPoolExecutor:
+    context = multiprocessing.get_context("spawn")
+    with as_environment():  # its queues start Python's resource tracker
+        return ProcessPoolExecutor(processes, context, initializer=_leave_ctrl_c_to_parent)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Deliver signals only when a process has been started as a whole: the pool would wait for one that it lost."""
+    caught: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.signal(number, lambda number, frame: caught.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for late in caught:
+            os.kill(os.getpid(), late)
 
 
 def _in_turn(
@@ -48,7 +70,8 @@ def _in_turn(
     while waiting or running:
         while waiting and len(running) < jobs:
             question = waiting.pop()
-            running[pool.submit(_answer, function, question)] = question
+            with as_environment(), _undisturbed():  # a process is started where all others are busy
+                running[pool.submit(_answer, function, question)] = question
         for done in wait(running, return_when=FIRST_COMPLETED).done:
             yield running.pop(done), done.result()
 

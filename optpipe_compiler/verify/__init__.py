@@ -23,7 +23,29 @@ if TYPE_CHECKING:
     from optpipe_compiler import ir
     from optpipe_compiler.profile import Profile
 
-__all__ = ["Violation", "verify"]
+__all__ = ["Violation", "not_proved", "verify"]
+
+CLAIMED = {
+    "$.forecast.lower_bound_ns": "the bound",
+    "$.forecast.outcome": "the outcome",
+    "$.forecast.baselines": "the published schedules' times",
+    "$.provenance": "the provenance",
+}
+"""What no rule can prove from the files: by JSON path, and in words."""
+CLAIMED_WITHOUT_PROFILE = {
+    "$.stages": "all sizes",
+    "$.forecast.stages": "times",
+    "$.forecast.links": "bandwidths",
+}
+"""What is compared with the profile, and is but the file's word without it."""
+
+
+def not_proved(profile: Profile | None = None) -> dict[str, str]:
+    """Return what `verify` takes from the file without proving it: JSON paths, and the words for people.
+
+    That bound and outcome agree is checked; that no faster schedule exists is not.
+    """
+    return CLAIMED if profile is not None else CLAIMED | CLAIMED_WITHOUT_PROFILE
 
 
 def verify(schedule: ir.Schedule, profile: Profile | None = None) -> list[Violation]:

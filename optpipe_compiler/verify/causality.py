@@ -11,18 +11,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from optpipe_compiler import ir
+from optpipe_compiler.errors import BadInput
 from optpipe_compiler.verify.structure import messages_by_pair
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from optpipe_compiler.verify.plan import Lane, Message, Plan
     from optpipe_compiler.verify.report import Violation
 
 Chain = tuple[int, str] | tuple[int, int]
 """A device's lane, or the channel of a pair (lower device first)."""
+Clocks = npt.NDArray[np.int32]
+BLOCK = 2**25
+"""So many numbers of clocks are held at a time."""
+MOST_CLOCKS = 2 * 10**9
+"""Events times chains, which bounds the time that clocks take; docs/IR.md states it."""
 
 
 class Events:
@@ -53,6 +60,8 @@ class Events:
 
     def _add_lane(self, plan: Plan, device: int, lane: Lane) -> None:
         """Law 1: an op starts after the previous op of its lane has completed, or was issued."""
+        if not plan.lanes[device, lane]:
+            return
         chain = self.chains[device, lane] = []
         for place in plan.lanes[device, lane]:
             self.start[place.id] = self._add(chain, place.id)
@@ -77,26 +86,72 @@ def _gates(plan: Plan, op: ir.Op) -> list[str]:
 
 
 class Causality:
-    """The clocks of all events: `clock[e, k]` events of chain k are in the least closed set that holds event e."""
+    """The clocks of all events: how many events of a chain are in the least closed set that holds an event.
+
+    A clock has a number per event and chain; so as not to hold them all, the chains are taken in blocks.
+    """
 
     def __init__(self, events: Events, order: list[int]) -> None:
         self.events = events
         self.number = {chain: number for number, chain in enumerate(events.chains)}
-        self.clock = np.zeros((len(order), len(events.chains)), np.int32)
-        self._chain_of = np.zeros(len(order), np.int32)
+        self.chain_of = np.zeros(len(order), np.int32)
+        self.position = np.zeros(len(order), np.int32)
+        """Of an event on its chain, from 1; also its own chain's entry in its clock."""
         for number, chain in enumerate(events.chains.values()):
-            self._chain_of[chain] = number
-        chain_of = self._chain_of.tolist()
-        for event in order:
-            row = self.clock[event]
-            for before in events.before[event]:
-                np.maximum(row, self.clock[before], out=row)
-            row[chain_of[event]] += 1
+            self.chain_of[chain] = number
+            self.position[chain] = range(1, len(chain) + 1)
+        if len(order) * len(events.chains) > MOST_CLOCKS:
+            product = f"{len(order)} events on {len(events.chains)} lanes and channels"
+            raise BadInput(f"the schedule has {product}, expected a product of at most {MOST_CLOCKS}")
+        self._order = order
+        self._width = max(1, BLOCK // max(1, len(order)))
+        self._kept: tuple[int, Clocks] | None = None
+
+    def clocks(self, wanted: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Clocks]:
+        """Return, for each (events, chains), the clocks of these events on these chains, a row per event."""
+        found = [np.zeros((len(events), len(chains)), np.int32) for events, chains in wanted]
+        for first, block in self._blocks():
+            for (events, chains), clocks in zip(wanted, found, strict=True):
+                columns = [k for k, chain in enumerate(chains) if first <= chain < first + block.shape[1]]
+                if columns:
+                    inside = np.array([chains[k] - first for k in columns])
+                    clocks[:, columns] = block[np.ix_(np.array(events), inside)]
+        return found
+
+    def implied(self, later: Sequence[int], earlier: Sequence[int]) -> npt.NDArray[np.bool_]:
+        """Return for each pair whether event `later` cannot happen without `earlier`."""
+        events, others = np.asarray(later, np.int64), np.asarray(earlier, np.int64)
+        chains, found = self.chain_of[others], np.zeros(len(others), np.bool_)
+        for first, block in self._blocks():
+            inside = np.flatnonzero((chains >= first) & (chains < first + block.shape[1]))
+            reached = block[events[inside], chains[inside] - first]
+            found[inside] = reached >= self.position[others[inside]]
+        return found
 
     def implies(self, later: int, earlier: int) -> bool:
         """Whether event `later` cannot happen without `earlier`."""
-        chain = self._chain_of[earlier]
-        return bool(self.clock[later, chain] >= self.clock[earlier, chain])
+        return bool(self.implied([later], [earlier])[0])
+
+    def _blocks(self) -> Iterator[tuple[int, Clocks]]:
+        """Yield the clocks on some chains after others, with the first of these chains; the last are kept."""
+        for first in range(0, len(self.events.chains), self._width):
+            if self._kept is None or self._kept[0] != first:
+                self._kept = None
+                self._kept = first, self._block(first)
+            yield self._kept
+
+    def _block(self, first: int) -> Clocks:
+        width = min(self._width, len(self.events.chains) - first)
+        clock = np.zeros((len(self._order), width), np.int32)
+        chain_of, position = self.chain_of.tolist(), self.position.tolist()
+        before_of = self.events.before
+        for event in self._order:
+            row = clock[event]
+            for before in before_of[event]:
+                np.maximum(row, clock[before], out=row)
+            if first <= chain_of[event] < first + width:
+                row[chain_of[event] - first] = position[event]
+        return clock
 
 
 def execution_order(plan: Plan, events: Events) -> list[int] | Violation:
@@ -132,11 +187,17 @@ def data(plan: Plan, causality: Causality) -> Iterator[Violation]:
     """Every op starts after the ops whose results it reads have completed, in every execution."""
     events = causality.events
     reads_back = _reads_back(plan)
-    for place in plan.places:
-        for source in [*_sources(plan, place.op), *reads_back.get(place.id, [])]:
-            if source in events.done and not causality.implies(events.start[place.id], events.done[source]):
-                message = f"{place.id} on device {place.device} can start before {source} has completed"
-                yield place.breaks("data", message, source)
+    pairs = [
+        (place, source)
+        for place in plan.places
+        for source in [*_sources(plan, place.op), *reads_back.get(place.id, [])]
+        if source in events.done
+    ]
+    later, earlier = [events.start[place.id] for place, _ in pairs], [events.done[source] for _, source in pairs]
+    for (place, source), implied in zip(pairs, causality.implied(later, earlier).tolist(), strict=True):
+        if not implied:
+            message = f"{place.id} on device {place.device} can start before {source} has completed"
+            yield place.breaks("data", message, source)
 
 
 def _sources(plan: Plan, op: ir.Op) -> list[str]:

@@ -12,37 +12,43 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from optpipe_compiler import ir
+from optpipe_compiler.verify.pairs import best_pair
 from optpipe_compiler.verify.report import Violation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from optpipe_compiler.verify.causality import Causality
+    from optpipe_compiler.verify.causality import Causality, Chain, Clocks
     from optpipe_compiler.verify.plan import Lane, Plan
 
 Numbers = npt.NDArray[Any]
+Weights = dict[tuple[int, int], int]
+"""By device and event."""
 
 
 class Table:
     """The memory table of docs/IR.md: bytes that an op adds when it starts and when it has completed."""
 
     def __init__(self, plan: Plan) -> None:
-        self.stages = plan.stages
-        self.recomputed: dict[tuple[int, int], list[ir.Range]] = defaultdict(list)
+        self.stages = [_Sizes(stage) for stage in plan.stages]
+        self.dropped: dict[tuple[int, int], int] = defaultdict(int)
+        """What the recomputed ranges of a stage and microbatch give up after their forward."""
         for place in plan.places:
             if isinstance(place.op, ir.Recompute):
-                self.recomputed[place.op.stage, place.op.microbatch].append(place.op.layers)
+                key = place.op.stage, place.op.microbatch
+                self.dropped[key] += self.stages[place.op.stage].given_up(place.op.layers)
 
     def on_device(self, op: ir.Op) -> tuple[int, int]:
         """Return the bytes on the device that `op` adds at its start and at its end (frees are negative)."""
-        stage = self.stages[op.stage]
-        saved, residue, captured = map(sum, (stage.saved_bytes, stage.residue_bytes, stage.captured_bytes))
+        sizes = self.stages[op.stage]
+        stage = sizes.stage
         match op:
             case ir.RecvActivation():
                 return stage.input_bytes, 0
@@ -53,49 +59,65 @@ class Table:
             case ir.SendGradient():
                 return 0, -stage.input_bytes
             case ir.Forward():
-                transient = max(stage.forward_transient_bytes)
-                dropped = sum(self.dropped(stage, layers) for layers in self.recomputed[op.stage, op.microbatch])
-                return saved + stage.output_bytes + transient, -transient - stage.input_bytes - dropped
+                dropped = self.dropped.get((op.stage, op.microbatch), 0)
+                taken = sizes.all_saved + stage.output_bytes + sizes.forward
+                return taken, -sizes.forward - stage.input_bytes - dropped
             case ir.Offload():
-                return 0, -_saved(stage, op.layers)
+                return 0, -sizes.saved(op.layers)
             case ir.Reload():
-                return _saved(stage, op.layers), 0
+                return sizes.saved(op.layers), 0
             case ir.Recompute():
-                transient = max(_of(stage, stage.forward_transient_bytes, op.layers))
-                return self.dropped(stage, op.layers) + transient, -transient
+                transient = sizes.forward_of(op.layers)
+                return sizes.given_up(op.layers) + transient, -transient
             case ir.BackwardInput():
-                transient = max(stage.backward_input_transient_bytes)
-                freed = saved + captured - residue
-                return stage.input_bytes + captured + transient, -transient - stage.output_bytes - freed
+                freed = sizes.all_saved + sizes.captured - sizes.residue
+                taken = stage.input_bytes + sizes.captured + sizes.backward_input
+                return taken, -sizes.backward_input - stage.output_bytes - freed
             case ir.BackwardWeight():
-                transient = max(stage.backward_weight_transient_bytes)
-                return transient, -transient - residue
+                return sizes.backward_weight, -sizes.backward_weight - sizes.residue
             case ir.Backward():
-                transient = max(stage.backward_transient_bytes)
-                return stage.input_bytes + transient, -transient - stage.output_bytes - saved
+                return stage.input_bytes + sizes.backward, -sizes.backward - stage.output_bytes - sizes.all_saved
         raise AssertionError(f"an op without an entry in the memory table: {op.name}")
 
     def on_host(self, op: ir.Op) -> tuple[int, int]:
         """Return the bytes on the host that `op` adds at its start and at its end."""
         match op:
             case ir.Offload():
-                return _saved(self.stages[op.stage], op.layers), 0
+                return self.stages[op.stage].saved(op.layers), 0
             case ir.Reload():
-                return 0, -_saved(self.stages[op.stage], op.layers)
+                return 0, -self.stages[op.stage].saved(op.layers)
         return 0, 0
 
-    def dropped(self, stage: ir.Stage, layers: ir.Range) -> int:
+
+class _Sizes:
+    """A stage's bytes, summed over its layers once."""
+
+    def __init__(self, stage: ir.Stage) -> None:
+        self.stage = stage
+        self.first = stage.layers[0]
+        self.saved_before = [0, *accumulate(stage.saved_bytes)]
+        self.all_saved = self.saved_before[-1]
+        self.residue, self.captured = sum(stage.residue_bytes), sum(stage.captured_bytes)
+        self.forward = max(stage.forward_transient_bytes)
+        self.backward_input = max(stage.backward_input_transient_bytes)
+        self.backward_weight = max(stage.backward_weight_transient_bytes)
+        self.backward = max(stage.backward_transient_bytes)
+        self._forward_of: dict[ir.Range, int] = {}
+
+    def saved(self, layers: ir.Range) -> int:
+        """Return the saved bytes of some of the layers."""
+        return self.saved_before[layers[1] - self.first] - self.saved_before[layers[0] - self.first]
+
+    def given_up(self, layers: ir.Range) -> int:
         """Return what a recomputed range gives up after its forward: saved bytes less its checkpoint."""
-        return _saved(stage, layers) - stage.checkpoint_bytes[layers[0] - stage.layers[0]]
+        return self.saved(layers) - self.stage.checkpoint_bytes[layers[0] - self.first]
 
-
-def _of(stage: ir.Stage, numbers: list[int], layers: ir.Range) -> list[int]:
-    offset = stage.layers[0]
-    return numbers[layers[0] - offset : layers[1] - offset]
-
-
-def _saved(stage: ir.Stage, layers: ir.Range) -> int:
-    return sum(_of(stage, stage.saved_bytes, layers))
+    def forward_of(self, layers: ir.Range) -> int:
+        """Return the most transient bytes of a forward of some of the layers."""
+        if layers not in self._forward_of:
+            inside = slice(layers[0] - self.first, layers[1] - self.first)
+            self._forward_of[layers] = max(self.stage.forward_transient_bytes[inside])
+        return self._forward_of[layers]
 
 
 @dataclass(frozen=True)
@@ -111,18 +133,49 @@ class Memory:
 
     def __init__(self, plan: Plan, causality: Causality) -> None:
         self.plan = plan
-        self.causality = causality
         self.events = causality.events
+        self._number = causality.number
+        self._always = [plan.schedule.setup.reserve_bytes] * len(plan.schedule.devices)
+        for stage in plan.stages:
+            self._always[stage.device] += stage.static_bytes
         table = Table(plan)
-        self.device: dict[tuple[int, int], int] = defaultdict(int)
-        self.host: dict[tuple[int, int], int] = defaultdict(int)
+        device: Weights = defaultdict(int)
+        host: Weights = defaultdict(int)
         for place in plan.places:
-            for weights, (start, end) in (
-                (self.device, table.on_device(place.op)),
-                (self.host, table.on_host(place.op)),
-            ):
+            for weights, (start, end) in ((device, table.on_device(place.op)), (host, table.on_host(place.op))):
                 weights[place.device, self.events.start[place.id]] += start
                 weights[place.device, self.events.done[place.id]] += end
+        chains_of: dict[int, list[Chain]] = defaultdict(list)
+        for chain in self.events.chains:
+            for end_of_chain in {chain[0], *(chain[1:] if isinstance(chain[1], int) else ())}:
+                chains_of[end_of_chain].append(chain)
+        count = range(len(self._always))
+        self._device = [self._sums(causality, number, chains_of[number], device) for number in count]
+        self._host = [self._sums(causality, number, chains_of[number], host) for number in count]
+        self._clocks = self._rows(causality)
+
+    def _sums(self, causality: Causality, device: int, chains: list[Chain], weights: Weights) -> dict[int, Numbers]:
+        """Return, per chain that `device` is on, the sum of its first n events for every n; the lanes come first."""
+        added = [[weights.get((device, event), 0) for event in self.events.chains[chain]] for chain in chains]
+        exact = sum(abs(one) for ones in added for one in ones) < 2**62
+        return {
+            causality.number[chain]: np.cumsum(np.array([0, *ones], np.int64 if exact else object))
+            for chain, ones in zip(chains, added, strict=True)
+            if any(ones) or isinstance(chain[1], str)
+        }
+
+    def _rows(self, causality: Causality) -> dict[tuple[int, Lane], Clocks]:
+        """Return the clocks of the starts of each lane, on the chains whose sums are asked for, under a row of zeros,
+        which stands for no start at all."""
+        lanes = [(key, places) for key, places in self.plan.lanes.items() if places]
+        sums = {"compute": self._device, "d2h": self._host, "h2d": self._device}
+        wanted = [
+            ([self.events.start[place.id] for place in places], list(sums[lane][device]))
+            for (device, lane), places in lanes
+        ]
+        found = causality.clocks(wanted)
+        none = [np.zeros((1, clocks.shape[1]), np.int32) for clocks in found]
+        return {key: np.concatenate(pair) for (key, _), *pair in zip(lanes, none, found, strict=True)}
 
     def worst_on_device(self, device: int) -> Worst:
         """Return the maximum over all closed sets of what they hold on `device`, always-there bytes included.
@@ -130,68 +183,54 @@ class Memory:
         Memory is taken by starts on two lanes, so a maximum is the least set with some last start on each of them. Two
         starts of which one implies the other make no set that one of them does not make alone.
         """
-        compute, reloads = self._starts(device, "compute"), self._starts(device, "h2d")
-        sums = self._sums(device, self.device)
-        clocks, others = self._rows(compute, sums), self._rows(reloads, sums)
-        alone = _held(sums, clocks), _held(sums, others)
-        rows = [int(np.argmax(held)) for held in alone]
-        best, where = max((int(alone[0][rows[0]]), (rows[0], 0)), (int(alone[1][rows[1]]), (0, rows[1])))
-        for number, (first, end) in enumerate(self._neither(device, compute, reloads), 1):
-            if first < end:
-                held = _held(sums, np.maximum(clocks[first:end], others[number]))
+        lanes: tuple[Lane, Lane] = ("compute", "h2d")
+        sums = list(self._device[device].values())
+        compute, reloads = (self._clocks.get((device, lane)) for lane in lanes)
+        best = 0
+        ops: tuple[str, ...] = ()
+        for lane, clocks in zip(lanes, (compute, reloads), strict=True):
+            if clocks is not None:
+                held = _held(sums, clocks)
                 index = int(np.argmax(held))
                 if held[index] > best:
-                    best, where = int(held[index]), (first + index, number)
-        pair = [starts[at - 1] for starts, at in zip((compute, reloads), where, strict=True) if at]
-        return Worst(self._always(device) + best, tuple(self.events.op_of[event] for event in pair))
-
-    def _neither(self, device: int, compute: list[int], reloads: list[int]) -> list[tuple[int, int]]:
-        """Return, for each reload, which rows `[first, end)` of the compute lane's starts it does not imply and that
-        do not imply it; both change only one way along their lanes."""
-        lanes = [self.causality.number[device, lane] for lane in ("compute", "h2d")]
-        clock = self.causality.clock
-        first = np.searchsorted(clock[compute, lanes[0]], clock[reloads, lanes[0]], side="right")
-        end = np.searchsorted(clock[compute, lanes[1]], clock[reloads, lanes[1]], side="left")
-        return [(int(low) + 1, int(high) + 1) for low, high in zip(first, end, strict=True)]
+                    best, ops = int(held[index]), self._ops(device, (lane, index))
+        if compute is not None and reloads is not None:
+            chains = list(self._device[device])
+            on_compute, on_reloads = (chains.index(self._number[device, lane]) for lane in lanes)
+            low, high = _neither(compute, reloads, on_compute, on_reloads)
+            pair = best_pair(sums, compute, reloads, low, high)
+            if pair is not None and pair.held > best:
+                best, ops = pair.held, self._ops(device, ("compute", pair.first), ("h2d", pair.other))
+        return Worst(self._always[device] + best, ops)
 
     def worst_on_host(self, device: int) -> Worst:
         """Return the maximum over all closed sets of what the offloads of `device` hold on the host."""
-        starts = self._starts(device, "d2h")
-        sums = self._sums(device, self.host)
-        held = _held(sums, self._rows(starts, sums))
+        clocks = self._clocks.get((device, "d2h"))
+        if clocks is None:
+            return Worst(0, ())
+        held = _held(list(self._host[device].values()), clocks)
         index = int(np.argmax(held))
-        return Worst(int(held[index]), (self.events.op_of[starts[index - 1]],) if index else ())
+        return Worst(int(held[index]), self._ops(device, ("d2h", index)))
 
-    def _always(self, device: int) -> int:
-        static = sum(stage.static_bytes for stage in self.plan.stages if stage.device == device)
-        return self.plan.schedule.setup.reserve_bytes + static
-
-    def _starts(self, device: int, lane: Lane) -> list[int]:
-        return [self.events.start[place.id] for place in self.plan.lanes[device, lane]]
-
-    def _rows(self, starts: list[int], sums: dict[int, Numbers]) -> npt.NDArray[np.int32]:
-        """Return the clocks of `starts` under a row of zeros, which stands for no start at all; a column per sum."""
-        none = np.zeros((1, len(sums)), np.int32)
-        return np.concatenate([none, self.causality.clock[np.ix_(starts, list(sums))]])
-
-    def _sums(self, device: int, weights: dict[tuple[int, int], int]) -> dict[int, Numbers]:
-        """Return, per chain with a weight on `device`, the sum of its first n events for every n."""
-        sums: dict[int, Numbers] = {}
-        for chain, events in self.events.chains.items():
-            if device in chain:
-                added = [weights.get((device, event), 0) for event in events]
-                if any(added):
-                    kind = np.int64 if sum(map(abs, added)) < 2**56 else object
-                    sums[self.causality.number[chain]] = np.cumsum([0, *added], dtype=kind)
-        return sums
+    def _ops(self, device: int, *rows: tuple[Lane, int]) -> tuple[str, ...]:
+        """Return the ops that start in these rows; the first row of a lane is no start."""
+        return tuple(self.plan.lanes[device, lane][row - 1].id for lane, row in rows if row)
 
 
-def _held(sums: dict[int, Numbers], clocks: npt.NDArray[np.int32]) -> Numbers:
+def _held(sums: Sequence[Numbers], clocks: Clocks) -> Numbers:
     """Return what the closed sets with these clocks hold, one number per row."""
     held: Numbers = np.zeros(len(clocks), np.int64)
-    for column, sums_of_chain in enumerate(sums.values()):
+    for column, sums_of_chain in enumerate(sums):
         held = held + sums_of_chain[clocks[:, column]]
     return held
+
+
+def _neither(compute: Clocks, reloads: Clocks, on_compute: int, on_reloads: int) -> tuple[Numbers, Numbers]:
+    """Return, for each start of the h2d lane, which rows `[low, high)` of the compute lane it does not imply and that
+    do not imply it; both change only one way along their lanes. The last two are the columns of the lanes."""
+    low = np.searchsorted(compute[:, on_compute], reloads[:, on_compute], side="right")
+    high = np.searchsorted(compute[:, on_reloads], reloads[:, on_reloads], side="left")
+    return low, high
 
 
 def memory(plan: Plan, causality: Causality) -> Iterator[Violation]:

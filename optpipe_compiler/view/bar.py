@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.progress import Progress
+from rich.progress import Progress, TextColumn
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -12,6 +12,11 @@ if TYPE_CHECKING:
 
     from rich.console import Console
     from rich.progress import ProgressColumn
+
+
+def description_column() -> TextColumn:
+    """Return the column that shows a task's description as it is, without reading markup in it."""
+    return TextColumn("{task.description}", markup=False)
 
 
 class Bar:

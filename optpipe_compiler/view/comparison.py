@@ -9,8 +9,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from optpipe_compiler.units import short_bytes, show_bytes, show_ns
-from optpipe_compiler.view.bar import Bar
+from optpipe_compiler.units import printable, short_bytes, show_bytes, show_ns
+from optpipe_compiler.view.bar import Bar, description_column
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -34,7 +34,7 @@ class MethodsBar(Bar):
 
     def __init__(self, console: Console, methods: int) -> None:
         columns = (TextColumn("published schedules"), BarColumn(), MofNCompleteColumn())
-        super().__init__(console, *columns, TextColumn("{task.description}"), description="", total=methods)
+        super().__init__(console, *columns, description_column(), description="", total=methods)
 
     def update(self, name: str) -> None:
         """Count one more."""
@@ -47,8 +47,8 @@ def render(comparison: Comparison, width: int) -> RenderableType:
     parts.append(_table(comparison, width))
     parts.append(Text(LEGEND, style="dim"))
     for row in comparison.rows:
-        parts += [Text(f"{row.name}: {row.remark}", style="dim")] if row.remark else []
-        parts += [] if row.safe else [Text(f"{row.name}: verify finds {_violations(row)}", style="bold red")]
+        parts += [Text(printable(f"{row.name}: {row.remark}"), style="dim")] if row.remark else []
+        parts += [] if row.safe else [Text(printable(f"{row.name}: verify finds {_violations(row)}"), style="bold red")]
     if comparison.best is None:
         parts.append(Text("none is safe, so none is best", style="bold red"))
     if comparison.absent:
@@ -118,6 +118,7 @@ def _room(columns: dict[str, list[str]], width: int) -> int:
 
 def _short(name: str, room: int) -> str:
     """Keep the end of a long path, which tells it from others."""
+    name = printable(name)
     return name if len(name) <= room else "…" + name[len(name) - room + 1 :]
 
 

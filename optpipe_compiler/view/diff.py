@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from optpipe_compiler.units import short_bytes, show_ns
+from optpipe_compiler.units import printable, short_bytes, show_ns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -33,7 +33,7 @@ NAMES = {
 
 def render(difference: Difference, old: str, new: str) -> Text:
     """Return all that changed from the file named `old` to the one named `new`."""
-    text = Text(f"{old} -> {new}: ")
+    text = Text(printable(f"{old} -> {new}: "))
     text.append(f"{verdict(difference)}\n", style="bold")
     sections = {
         "setup": _changes(difference.setup),
@@ -52,7 +52,7 @@ def render(difference: Difference, old: str, new: str) -> Text:
         for index, line in enumerate(lines):
             if index == 0:
                 text.append(f"\n{title}\n", style="bold")
-            text.append(f"  {line}\n")
+            text.append(f"  {printable(line)}\n")
     if not difference.comparable:
         text.append("\nThe stages or their devices are others, so ops are not compared one by one.\n", style="dim")
     return text

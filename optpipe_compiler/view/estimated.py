@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optpipe_compiler.profile import value_of
-from optpipe_compiler.units import short_bytes, show_ns
+from optpipe_compiler.units import printable, short_bytes, show_ns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -31,14 +31,14 @@ def render(profile: Profile, path: str, assumed: Iterable[str]) -> RenderableTyp
         times = (layer.forward_ns, layer.backward_input_ns, layer.backward_weight_ns, layer.backward_ns)
         sizes = (layer.saved_bytes, layer.residue_bytes, layer.output_bytes, layer.static_bytes)
         table.add_row(
-            layer.name if layer.count == 1 else f"{layer.name} x {layer.count}",
+            printable(layer.name if layer.count == 1 else f"{layer.name} x {layer.count}"),
             *("-" if cost is None else f"{value_of(cost) / 1e6:.2f}" for cost in times),
             *("-" if cost is None else f"{value_of(cost) / 1e6:.1f}" for cost in sizes),
         )
     points = Table.grid(padding=(0, 1))
     for line in assumed:
-        points.add_row("-", line)
-    end = Text(f"all numbers are estimated (docs/ESTIMATES.md)\nwrote {path}")
+        points.add_row("-", printable(line))
+    end = Text(f"all numbers are estimated (docs/ESTIMATES.md)\nwrote {printable(path)}")
     return Group(table, Text(""), Text(_machine(profile)), points, end)
 
 

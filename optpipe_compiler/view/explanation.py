@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optpipe_compiler.units import show_ns
-from optpipe_compiler.view.bar import Bar
+from optpipe_compiler.view.bar import Bar, description_column
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ class ChangesBar(Bar):
 
     def __init__(self, console: Console, total: int) -> None:
         columns = (TextColumn("what if"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        super().__init__(console, *columns, TextColumn("{task.description}"), description="", total=total)
+        super().__init__(console, *columns, description_column(), description="", total=total)
 
     def update(self, change: Change) -> None:
         """Count one more."""

@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from optpipe_compiler.units import show_ns
+from optpipe_compiler.units import printable, show_ns
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -25,14 +25,14 @@ def render(found: FromRun, path: str) -> RenderableType:
     for change in found.changes:
         value = change.measured.value
         table.add_row(
-            change.what,
+            printable(change.what),
             _show(change, change.base),
             _show(change, value),
             _show(change, change.measured.spread),
             str(change.measured.samples),
             f"{value / change.base:.2f} x" if change.base else "",
         )
-    return Group(table, Text(f"\nwrote {path}; all else is as before; ± is the interquartile range", "dim"))
+    return Group(table, Text(f"\nwrote {printable(path)}; all else is as before; ± is the interquartile range", "dim"))
 
 
 def _show(change: Change, value: int) -> str:

@@ -8,7 +8,7 @@ from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.units import short_bytes, show_ns
+from optpipe_compiler.units import printable, short_bytes, show_ns
 from optpipe_compiler.view.sweep import BEYOND, line, rate, unit
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _line(group: Sequence[Point], number: int, x: Axis, y: Axis, tokens: int | N
 
 def _mark(number: int, x: float, y: float, colour: str, tip: str) -> str:
     """Return a circle, square, triangle or diamond."""
-    form, inner = number % 4, f"<title>{escape(tip)}</title>"
+    form, inner = number % 4, f"<title>{escape(printable(tip))}</title>"
     style = f'fill="{colour}" stroke="white"'
     if form == 0:
         return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{MARK}" {style}>{inner}</circle>'
@@ -141,7 +141,8 @@ def _mark(number: int, x: float, y: float, colour: str, tip: str) -> str:
 
 def _cross(x: float, y: float, colour: str, tip: str) -> str:
     path = f"M{x - 4:.1f} {y - 4:.1f}l8 8m0 -8l-8 8"
-    return f'<path d="{path}" stroke="{colour}" stroke-width="2" fill="none"><title>{escape(tip)}</title></path>'
+    inner = f"<title>{escape(printable(tip))}</title>"
+    return f'<path d="{path}" stroke="{colour}" stroke-width="2" fill="none">{inner}</path>'
 
 
 def _labels(groups: Sequence[Sequence[Point]], y: Axis, tokens: int | None, width: int) -> Iterator[str]:
@@ -159,7 +160,7 @@ def _labels(groups: Sequence[Sequence[Point]], y: Axis, tokens: int | None, widt
         below = min(max(value, below + LABEL), max(room, below + LABEL))
         colour = COLOURS[number % len(COLOURS)]
         yield _mark(number, WIDTH - RIGHT + 16, below, colour, text)
-        yield f'<text x="{WIDTH - RIGHT + 26}" y="{below + 4:.1f}" fill="#333">{escape(text)}</text>'
+        yield f'<text x="{WIDTH - RIGHT + 26}" y="{below + 4:.1f}" fill="#333">{escape(printable(text))}</text>'
     note = "dashed: proven bound"
     if any(not point.makespan_ns for group in groups for point in group):
         note += "; cross: nothing fits, or none was found in time"

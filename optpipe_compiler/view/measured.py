@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rich.console import Group
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from optpipe_compiler.profile import Quantity, value_of
-from optpipe_compiler.units import short_bytes, show_bytes, show_ns
-from optpipe_compiler.view.bar import Bar
+from optpipe_compiler.units import printable, short_bytes, show_bytes, show_ns
+from optpipe_compiler.view.bar import Bar, description_column
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -23,7 +23,7 @@ class MeasureBar(Bar):
     """What is being measured and how much is done; away from a terminal a line per thing that is measured."""
 
     def __init__(self, console: Console) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        columns = (description_column(), BarColumn(), TimeElapsedColumn())
         super().__init__(console, *columns, description="starting", total=1.0)
         self.last = ""
 
@@ -43,7 +43,7 @@ def render(profile: Profile, path: str) -> RenderableType:
     for layer in profile.layers:
         name = layer.name if layer.count == 1 else f"{layer.name} x {layer.count}"
         table.add_row(
-            name,
+            printable(name),
             *(
                 _time(cost)
                 for cost in (
@@ -56,7 +56,9 @@ def render(profile: Profile, path: str) -> RenderableType:
             ),
             *(_size(cost) for cost in (layer.saved_bytes, layer.residue_bytes, layer.static_bytes)),
         )
-    return Group(table, _machine(profile), Text(f"wrote {path}; ± is the interquartile range of the samples"))
+    return Group(
+        table, _machine(profile), Text(f"wrote {printable(path)}; ± is the interquartile range of the samples")
+    )
 
 
 def _time(cost: Cost | None) -> str:
@@ -72,7 +74,7 @@ def _size(cost: Cost | None) -> str:
 
 def _machine(profile: Profile) -> Text:
     machine = profile.machine
-    lines = [f"{machine.devices} devices ({machine.kind}); {_time(machine.op_overhead_ns)} overhead per op"]
+    lines = [f"{machine.devices} devices ({printable(machine.kind)}); {_time(machine.op_overhead_ns)} overhead per op"]
     if machine.memory_bytes is not None:
         lines.append(f"memory per device {show_bytes(value_of(machine.memory_bytes))}")
     for p2p in machine.p2p:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from optpipe_compiler.errors import BadInput
 from optpipe_compiler.view.font import ADVANCE, HEIGHT, dots
 from optpipe_compiler.view.svg import COLOURS, NAMES, caption
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     Pixels = npt.NDArray[np.uint8]
 
 WIDTH, LEFT, RIGHT, LANE, THIN, GAP, TOP = 2400, 160, 24, 56, 14, 24, 72
+MOST_DEVICES = 256
 DOT = 2
 """Pixels per dot of the font."""
 EMPTY, INK, WHITE = (243, 243, 243), (34, 34, 34), (255, 255, 255)
@@ -33,6 +35,8 @@ def render(schedule: Schedule) -> bytes:
 
 def draw(schedule: Schedule) -> Pixels:
     """Return the picture, height x width x RGB."""
+    if len(schedule.devices) > MOST_DEVICES:
+        raise BadInput(f"a png has room for {MOST_DEVICES} devices, not for {len(schedule.devices)}; expected --to svg")
     heights = [LANE + (2 * THIN + 8 if device.d2h else 0) + GAP for device in schedule.devices]
     picture = np.full((TOP + sum(heights) + 60, WIDTH, 3), 255, np.uint8)
     _legend(picture, schedule)

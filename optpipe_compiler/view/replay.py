@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from optpipe_compiler.units import short_bytes, show_ns
-from optpipe_compiler.view.bar import Bar
+from optpipe_compiler.view.bar import Bar, description_column
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -22,7 +22,12 @@ class ReplayBar(Bar):
     """Steps done and the latest loss; away from a terminal a line per step."""
 
     def __init__(self, console: Console, schedule: Schedule, steps: int) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (
+            description_column(),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
         starting = f"starting {schedule.setup.devices} processes"
         super().__init__(console, *columns, description=starting, total=steps)
         self.rehearsal = schedule.model is None

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optpipe_compiler.analysis import Cause, analyse
-from optpipe_compiler.units import short_bytes, show_bytes, show_ns
+from optpipe_compiler.units import printable, short_bytes, show_bytes, show_ns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -78,10 +78,11 @@ def _headline(schedule: Schedule) -> Table:
     forecast, setup = schedule.forecast, schedule.setup
     table = Table.grid(padding=(0, 2))
     time = Text(show_ns(forecast.makespan_ns), style="bold")
-    time.append(f" per step by {forecast.method}", style="not bold")
+    time.append(f" per step by {printable(forecast.method)}", style="not bold")
     if forecast.objective != "makespan":
         time.append(f"; {forecast.objective} {show_ns(reached(schedule))}", style="not bold")
-    bound = f"{show_ns(forecast.lower_bound_ns)}, {BOUNDS.get(forecast.bound, forecast.bound)} ({forecast.bound})"
+    argument = printable(forecast.bound)
+    bound = f"{show_ns(forecast.lower_bound_ns)}, {BOUNDS.get(argument, argument)} ({argument})"
     size = f"{setup.devices} devices, {len(schedule.stages)} stages, {setup.microbatches} microbatches"
     counted = (("backward_weight", "split"), ("backward", "fused backwards"), ("offload", "offloads"))
     ops = ", ".join(f"{count(schedule, name)} {word}" for name, word in (*counted, ("recompute", "recomputes")))
@@ -146,7 +147,7 @@ def _comparison(schedule: Schedule) -> RenderableType:
     for makespan, baseline, name in shown:
         ratio = makespan / max(1, schedule.forecast.makespan_ns) - 1
         peak = "-" if baseline.peak_bytes is None else short_bytes(baseline.peak_bytes)
-        table.add_row(name, show_ns(makespan), peak, "yes" if baseline.fits else "no", f"{ratio:+.1%} time")
+        table.add_row(printable(name), show_ns(makespan), peak, "yes" if baseline.fits else "no", f"{ratio:+.1%} time")
     count = len(schedule.forecast.baselines)
     note = f"{fitting} of {count} published schedules fit, {len(known) - fitting} do not, "
     return Group(table, Text(note + f"{count - len(known)} undefined here or not tried", style="dim"))
@@ -161,7 +162,7 @@ def _devices(analysis: Analysis) -> Table:
     whole = max(1, analysis.end_ns - analysis.begin_ns)
     for number, device in enumerate(schedule.devices):
         mine = [stage for stage in schedule.stages if stage.device == device.device]
-        idle = sum(gap.length_ns for gap in analysis.gaps if gap.device == number) / whole
+        idle = analysis.idle_ns(number) / whole
         table.add_row(
             str(device.device),
             f"{idle:.1%}",

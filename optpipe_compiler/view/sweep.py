@@ -6,13 +6,12 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich.console import Group
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from optpipe_compiler.units import short_bytes, show_ns
-from optpipe_compiler.view.bar import Bar
+from optpipe_compiler.units import printable, short_bytes, show_ns
+from optpipe_compiler.view.bar import Bar, description_column
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -30,15 +29,15 @@ class SweepBar(Bar):
 
     def __init__(self, console: Console, done: int, total: int) -> None:
         columns = (TextColumn("points"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        super().__init__(console, *columns, TextColumn("{task.description}"), description="", total=total)
+        super().__init__(console, *columns, description_column(), description="", total=total)
         self.bar.update(self.task, completed=done)
 
     def update(self, point: Point) -> None:
         """Count one more."""
         said = {"infeasible": "nothing fits", "beyond memory": BEYOND}.get(point.outcome, point.outcome)
         text = f"{place(point)}: {said if point.makespan_ns is None else show_ns(point.makespan_ns)}"
-        self.bar.update(self.task, advance=1, description=escape(text))
-        self.say(escape(text))
+        self.bar.update(self.task, advance=1, description=text)
+        self.say(text)
 
 
 def place(point: Point) -> str:
@@ -67,7 +66,7 @@ def table(sweep: Sweep) -> RenderableType:
     parts: list[RenderableType] = []
     for gpu, points in groupby(sweep.points, key=lambda point: point.gpu):
         if gpu is not None:
-            parts.append(Text("\n" * bool(parts) + gpu, style="bold"))
+            parts.append(Text("\n" * bool(parts) + printable(gpu), style="bold"))
         parts.append(_table(list(points), sweep.tokens_per_microbatch))
     return Group(*parts)
 
@@ -150,16 +149,16 @@ def device_sentences(found: Sequence[BestDevices], tokens: int | None) -> Iterat
 def gpu_sentences(found: Sequence[BestGpu], tokens: int | None) -> Iterator[str]:
     """Yield which GPU has the most throughput, together and per device."""
     for one in found:
-        others = ", ".join(f"{rate(each, tokens)} with {gpu}" for gpu, each in one.others)
+        others = ", ".join(f"{rate(each, tokens)} with {printable(gpu)}" for gpu, each in one.others)
         yield (
-            f"{one.gpu} has the most throughput{' per device' if one.per_device else ''}: "
+            f"{printable(one.gpu)} has the most throughput{' per device' if one.per_device else ''}: "
             f"{rate(one.throughput, tokens)} {unit(tokens)} ({_devices(one.devices)}, {one.microbatches} microbatches, "
             f"{short_bytes(one.mem_bytes)}), against {others}."
         )
 
 
 def _devices(number: int, gpu: str | None = None) -> str:
-    return f"{number} device{'s' if number > 1 else ''}" + (f" of {gpu}" if gpu is not None else "")
+    return f"{number} device{'s' if number > 1 else ''}" + (f" of {printable(gpu)}" if gpu is not None else "")
 
 
 def percent(share: float) -> str:
@@ -176,4 +175,4 @@ def notes(sweep: Sweep) -> Iterator[str]:
             "too, and faster than what was found for that cap in time."
         )
     if sweep.profile_digest is None:
-        yield f"All costs of {sweep.profile} are estimated from data sheets, none is measured."
+        yield f"All costs of {printable(sweep.profile)} are estimated from data sheets, none is measured."

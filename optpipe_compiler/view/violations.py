@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 AROUND = 3
 """How many ops are shown on either side of an op."""
 MARK = "bold red"
+MOST = 50
+"""Violations that are shown."""
 
 LETTERS = {
     "forward": "F",
@@ -51,11 +53,13 @@ def render(violations: Sequence[Violation], schedule: ir.Schedule) -> Renderable
     count = f"{len(violations)} violation{'s' if len(violations) > 1 else ''}"
     spots = _spots(schedule)
     parts: list[RenderableType] = [Text(count, style="bold")]
-    for number, violation in enumerate(violations, start=1):
+    for number, violation in enumerate(violations[:MOST], start=1):
         parts.append(Text.assemble(f"{number}. ", (violation.rule, MARK), f": {violation.message}"))
         grid = _grid(violation, schedule, spots)
         if grid is not None:
             parts.append(grid)
+    if len(violations) > MOST:
+        parts.append(Text(f"and {len(violations) - MOST} more, which --json lists", style="bold"))
     return Group(*parts)
 
 
@@ -99,7 +103,8 @@ def _grid(violation: Violation, schedule: ir.Schedule, spots: dict[str, Spot]) -
 
 def _window(ops: Sequence[ir.Op], marked: list[int]) -> Text:
     """Return the ops around the marked ones, `[2F0]` for a marked one, `..` where some are left out."""
-    shown = [i for i in range(len(ops)) if any(abs(i - mark) <= AROUND for mark in marked)]
+    near = {i for mark in marked for i in range(mark - AROUND, mark + AROUND + 1)}
+    shown = sorted(i for i in near if 0 <= i < len(ops))
     text = Text()
     for before, index in zip([-1, *shown], shown, strict=False):
         if index > before + 1:

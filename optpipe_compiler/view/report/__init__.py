@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from html import escape
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.analysis import analyse
-from optpipe_compiler.units import show_ns
+from optpipe_compiler.units import printable, show_ns
 from optpipe_compiler.view.report import tables
 from optpipe_compiler.view.report.payload import CAUSES, REASONS, chart, encode
 
@@ -30,10 +29,9 @@ def best_published(schedule: Schedule) -> str | None:
 def render(schedule: Schedule, published: Schedule | None = None, measured: dict[str, Range] | None = None) -> str:
     """Return the page; `published` is drawn above the schedule, `measured` (op id to times) below its lanes."""
     found, best = analyse(schedule), best_published(schedule)
-    charts = [chart(found, f"this schedule ({schedule.forecast.method}): {_length(schedule)}", measured)]
+    charts = [chart(found, _title("this schedule", schedule), measured)]
     if published is not None:
-        title = f"best published ({published.forecast.method}): {_length(published)}"
-        charts.insert(0, chart(analyse(published), title, None))
+        charts.insert(0, chart(analyse(published), _title("best published", published), None))
     page = {
         "charts": charts,
         "lines": _lines(schedule, best, measured),
@@ -42,9 +40,11 @@ def render(schedule: Schedule, published: Schedule | None = None, measured: dict
     }
     setup = schedule.setup
     parts = {
-        "title": escape(f"{schedule.provenance.profile}: {setup.devices} devices, {setup.microbatches} microbatches"),
-        "subtitle": escape(f"{len(schedule.stages)} stages, planned by {schedule.forecast.method}"),
-        "summary": escape(tables.summary(schedule)),
+        "title": tables.plain(
+            f"{schedule.provenance.profile}: {setup.devices} devices, {setup.microbatches} microbatches"
+        ),
+        "subtitle": tables.plain(f"{len(schedule.stages)} stages, planned by {schedule.forecast.method}"),
+        "summary": tables.plain(tables.summary(schedule)),
         "figures": tables.figures(schedule, best),
         "tables": tables.tables(found, best, _note(schedule, best, published), measured),
         "data": encode(page),
@@ -54,8 +54,10 @@ def render(schedule: Schedule, published: Schedule | None = None, measured: dict
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _part("page.html"))
 
 
-def _length(schedule: Schedule) -> str:
-    return f"{show_ns(schedule.forecast.makespan_ns)}, idle {schedule.forecast.bubble_fraction:.1%}"
+def _title(what: str, schedule: Schedule) -> str:
+    forecast = schedule.forecast
+    idle = f"idle {forecast.bubble_fraction:.1%}"
+    return f"{what} ({printable(forecast.method)}): {show_ns(forecast.makespan_ns)}, {idle}"
 
 
 def _note(schedule: Schedule, best: str | None, published: Schedule | None) -> str:
@@ -79,7 +81,10 @@ def _lines(schedule: Schedule, best: str | None, measured: dict[str, Range] | No
         lines.append((max(end for _, end in measured.values()), "measured", True))
     if forecast.objective == "makespan":
         lines.append((forecast.lower_bound_ns, f"proven bound, {forecast.bound}", True))
-    return [{"at": at, "label": f"{label}: {show_ns(at)}", "dashed": dashed} for at, label, dashed in sorted(lines)]
+    return [
+        {"at": at, "label": f"{printable(label)}: {show_ns(at)}", "dashed": dashed}
+        for at, label, dashed in sorted(lines)
+    ]
 
 
 def _part(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -48,19 +49,19 @@ def encode(value: object) -> str:
 def chart(found: Analysis, title: str, measured: dict[str, Range] | None) -> Columns:
     """Return everything the page draws of one schedule."""
     schedule, setup = found.schedule, found.schedule.setup
-    begin = found.begin_ns
-    caps = [setup.cap_bytes] * setup.devices
+    begin, devices = found.begin_ns, len(schedule.devices)
+    caps = [setup.cap_bytes] * devices
     return {
         "title": title,
         "makespan_ns": found.end_ns - begin,
-        "devices": setup.devices,
+        "devices": devices,
         "stages": [stage.layers for stage in schedule.stages],
         "nth": _turns(schedule),
-        "several": len(schedule.stages) > setup.devices,
+        "several": len(schedule.stages) > devices,
         "measured": measured is not None,
         "lanes": [
             _lane(device, lane, items, begin, measured)
-            for device in range(setup.devices)
+            for device in range(devices)
             for lane in LANES
             for items in [found.lane(device, lane)]
         ],
@@ -68,7 +69,7 @@ def chart(found: Analysis, title: str, measured: dict[str, Range] | None) -> Col
         "cause": [-1 if item.predecessor is None else item.predecessor for item in found.items],
         "layers": {item.index: item.op.layers for item in found.items if isinstance(item.op, ir.SavedOp)},
         "waits": _waits(found),
-        "gaps": [_gaps(device, found.gaps, begin) for device in range(setup.devices)],
+        "gaps": [_gaps(found.gaps_of(device), begin) for device in range(devices)],
         "memory": [_curve(curve, cap, begin) for curve, cap in zip(found.memory, caps, strict=True)],
         "host": _curve(found.host, setup.host_cap_bytes, begin) if len(found.host) > 1 else None,
     }
@@ -76,8 +77,12 @@ def chart(found: Analysis, title: str, measured: dict[str, Range] | None) -> Col
 
 def _turns(schedule: ir.Schedule) -> list[int]:
     """Return for each stage how many stages of its device come before it."""
-    devices = [stage.device for stage in schedule.stages]
-    return [devices[:number].count(device) for number, device in enumerate(devices)]
+    before: Counter[int] = Counter()
+    turns = []
+    for stage in schedule.stages:
+        turns.append(before[stage.device])
+        before[stage.device] += 1
+    return turns
 
 
 def _lane(device: int, lane: str, items: Sequence[Item], begin: int, measured: dict[str, Range] | None) -> Columns:
@@ -104,8 +109,7 @@ def _curve(curve: Curve, cap: int | None, begin: int) -> Columns:
     return {"time": [time - begin for time, _ in curve], "bytes": [held for _, held in curve], "cap": cap}
 
 
-def _gaps(device: int, gaps: Sequence[Gap], begin: int) -> Columns:
-    mine = [gap for gap in gaps if gap.device == device]
+def _gaps(mine: Sequence[Gap], begin: int) -> Columns:
     return {
         "begin": [gap.begin_ns - begin for gap in mine],
         "end": [gap.end_ns - begin for gap in mine],

@@ -6,7 +6,7 @@ from collections import Counter
 from html import escape
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.units import short_bytes, show_ns
+from optpipe_compiler.units import printable, short_bytes, show_ns
 from optpipe_compiler.view.summary import count
 from optpipe_compiler.view.summary import gap as gap_of
 
@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from optpipe_compiler.analysis import Analysis
     from optpipe_compiler.ir import Baseline, Schedule
     from optpipe_compiler.view.report.trace import Range
+
+
+def plain(text: str) -> str:
+    """Return text as HTML, with characters that could reorder or hide others as escapes."""
+    return escape(printable(text))
 
 
 def figures(schedule: Schedule, best: str | None) -> str:
@@ -41,7 +46,7 @@ def figures(schedule: Schedule, best: str | None) -> str:
         makespan = forecast.baselines[best].makespan_ns or 0
         rows.append(("best published", show_ns(makespan), f"{best}, {_against(makespan, schedule)}"))
     return "\n".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)} <small>{escape(note)}</small></dd></div>"
+        f"<div><dt>{plain(name)}</dt><dd>{plain(value)} <small>{plain(note)}</small></dd></div>"
         for name, value, note in rows
     )
 
@@ -134,9 +139,7 @@ def _devices(found: Analysis) -> str:
     rows = []
     for device in schedule.devices:
         mine = [stage for stage in schedule.stages if stage.device == device.device]
-        idle = sum(gap.length_ns for gap in found.gaps if gap.device == device.device) / max(
-            1, found.end_ns - found.begin_ns
-        )
+        idle = found.idle_ns(device.device) / max(1, found.end_ns - found.begin_ns)
         layers = ", ".join(
             f"{first}-{end - 1}" if end > first + 1 else f"{first}" for first, end in (s.layers for s in mine)
         )
@@ -155,20 +158,20 @@ def _promises(schedule: Schedule) -> str:
         "Promised peaks hold for every execution that order and waits allow; the curves show the forecast one.",
         f"Profile {schedule.provenance.profile}, {schedule.provenance.compiler}, {schedule.digest[:19]}.",
     ]
-    items = "".join(f"<li>{escape(line)}</li>" for line in lines)
+    items = "".join(f"<li>{plain(line)}</li>" for line in lines)
     return f"<details><summary>What is promised</summary><ul>{items}</ul></details>"
 
 
 def _block(
     title: str, columns: Sequence[str], rows: Iterable[tuple[str, list[str]]], note: str, *, opened: bool = False
 ) -> str:
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in columns)
+    head = "".join(f'<th scope="col">{plain(name)}</th>' for name in columns)
     body = "\n".join(
-        f'<tr class="{kind}">' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>" for kind, cells in rows
+        f'<tr class="{kind}">' + "".join(f"<td>{plain(cell)}</td>" for cell in cells) + "</tr>" for kind, cells in rows
     )
-    below = f'<p class="note">{escape(note)}</p>' if note else ""
+    below = f'<p class="note">{plain(note)}</p>' if note else ""
     return (
-        f"<details{' open' if opened else ''}><summary>{escape(title)}</summary>"
+        f"<details{' open' if opened else ''}><summary>{plain(title)}</summary>"
         f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>{below}</details>"
     )
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.files import read_text
+from optpipe_compiler.files import LARGEST_TRACE, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -63,8 +63,8 @@ def measured(paths: Sequence[Path], schedule: Schedule) -> dict[str, Range]:
 
 def _read(path: Path) -> Trace:
     try:
-        return msgspec.json.decode(read_text(path), type=Trace)
-    except msgspec.DecodeError as error:
+        return msgspec.json.decode(read_text(path, LARGEST_TRACE), type=Trace)
+    except (msgspec.DecodeError, RecursionError) as error:
         raise BadInput(f"{path}: is no Chrome trace: {error}") from error
 
 

@@ -1,0 +1,106 @@
+"""The judge's search over pairs of starts, and its clocks in blocks, against the plain way to do the same."""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+import numpy as np
+import pytest
+from small_schedules import Shape, build, random_shape
+
+from optpipe_compiler.verify import causality, memory, pairs
+from optpipe_compiler.verify.pairs import best_pair
+from optpipe_compiler.verify.plan import Plan
+
+BIG = 2**70
+"""No sum of such numbers fits 64 bits."""
+
+
+def random_case(rng: Random, *, most: int, chains: int):
+    """Sums per chain, clocks that grow along two lanes, and windows."""
+    lengths = [rng.randint(1, 6) for _ in range(chains)]
+    kind = object if most > 2**40 else np.int64
+    sums = [np.cumsum(np.array([0, *(rng.randint(-most, most) for _ in range(n))], kind)) for n in lengths]
+    rows, others = rng.randint(1, 30), rng.randint(1, 12)
+
+    def lane(count: int):
+        return np.array([sorted(rng.randint(0, n) for _ in range(count)) for n in lengths], np.int32).T
+
+    low = np.array([rng.randint(0, rows) for _ in range(others)])
+    high = np.array([rng.randint(0, rows) for _ in range(others)])
+    return sums, lane(rows), lane(others), low, high
+
+
+def naive(sums, clocks, others, low, high):
+    """Try every pair, in Python's integers."""
+    found = [
+        sum(int(column[max(clocks[c][k], others[h][k])]) for k, column in enumerate(sums))
+        for h in range(len(others))
+        for c in range(low[h], high[h])
+    ]
+    return max(found, default=None)
+
+
+@pytest.mark.parametrize("most", [3, 100, BIG])
+@pytest.mark.parametrize("way", ["segments", "too many sets", "too many chains"])
+def test_the_best_pair_is_that_of_all_pairs(monkeypatch, most, way):
+    monkeypatch.setattr(pairs, "MOST_SETS", 0 if way == "too many sets" else 1000)
+    monkeypatch.setattr(pairs, "MOST_CHAINS", 0 if way == "too many chains" else 62)
+    rng = Random(7)
+    for _ in range(300):
+        case = random_case(rng, most=most, chains=rng.randint(1, 6))
+        found, expected = best_pair(*case), naive(*case)
+        assert (None if found is None else found.held) == expected
+        if found is not None:
+            sums, clocks, others, low, high = case
+            assert low[found.other] <= found.first < high[found.other]
+            reached = np.maximum(clocks[found.first], others[found.other])
+            assert sum(int(column[n]) for column, n in zip(sums, reached, strict=True)) == expected
+
+
+def judged(schedule):
+    plan = Plan(schedule)
+    events = causality.Events(plan)
+    return plan, causality.Causality(events, causality.execution_order(plan, events))
+
+
+@pytest.mark.parametrize("block", [1, 50, 1000])
+def test_clocks_in_blocks_are_those_of_all_chains_together(monkeypatch, block):
+    rng = Random(3)
+    for seed in range(3):
+        schedule = build(random_shape(rng, placements=[(0, 1, 0), (0, 1, 1, 0), (0, 1, 2)], microbatches=2), seed)
+        plan, whole = judged(schedule)
+        monkeypatch.setattr(causality, "BLOCK", block)
+        _, parts = judged(schedule)
+        monkeypatch.undo()
+        events, chains = range(len(whole.position)), range(len(whole.number))
+        assert np.array_equal(*(clocks.clocks([(events, chains)])[0] for clocks in (whole, parts)))
+        later, earlier = zip(*((a, b) for a in events for b in events), strict=True)
+        assert np.array_equal(whole.implied(later, earlier), parts.implied(later, earlier))
+        for device in range(len(schedule.devices)):
+            worst = [memory.Memory(plan, clocks).worst_on_device(device).held for clocks in (whole, parts)]
+            assert worst[0] == worst[1]
+
+
+FACTOR = 2**61
+
+
+def multiplied(record):
+    """The record with all its bytes multiplied."""
+    changes = {}
+    for name in record.__struct_fields__:
+        value = getattr(record, name)
+        if name.endswith("_bytes") and value is not None:
+            changes[name] = [one * FACTOR for one in value] if isinstance(value, list) else value * FACTOR
+    return msgspec.structs.replace(record, **changes)
+
+
+def test_sums_beyond_64_bits_are_exact():
+    schedule = build(Shape((0, 1, 0), microbatches=3, ranges=lambda stage, _: [("offload", 2 * stage, 2 * stage + 1)]))
+    stages = [multiplied(stage) for stage in schedule.stages]
+    larger = msgspec.structs.replace(schedule, stages=stages, setup=multiplied(schedule.setup))
+    small, large = (memory.Memory(*judged(one)) for one in (schedule, larger))
+    for device in range(2):
+        assert large.worst_on_device(device).held == FACTOR * small.worst_on_device(device).held > 2**64
+        assert large.worst_on_host(device).held == FACTOR * small.worst_on_host(device).held

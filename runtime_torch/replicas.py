@@ -31,6 +31,7 @@ class Shards:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        self.reshard()  # a step that failed leaves whole parameters
         self._device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         self._is_sharded = any(
             isinstance(parameter, DTensor) and any(place.is_shard() for place in parameter.placements)

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 Made = nn.Module | Callable[[], nn.Module]
 """A layer, or a function without arguments that makes it."""
 
+Flow = Tensor | tuple[Tensor, ...]
+"""What passes from layer to layer within a stage."""
+
 _ALIGNMENT = 16
 """Bytes; every part starts at a multiple, so that it can be viewed as any dtype."""
 
@@ -116,22 +119,30 @@ def bundle_of(found: Any, what: str) -> Bundle:
 
 
 class BundledLayer(nn.Module):
-    """A layer that takes or returns several tensors, as one that takes and returns one."""
+    """A layer that takes or returns several tensors, on a border of a stage as one.
 
-    def __init__(self, layer: nn.Module, incoming: Bundle, outgoing: Bundle) -> None:
+    Within a stage tensors pass from layer to layer as they are: what a layer only passes on is saved once for all.
+    """
+
+    def __init__(self, layer: nn.Module, incoming: Bundle, outgoing: Bundle, *, packs: bool) -> None:
         super().__init__()
         self.layer = layer
-        self._incoming, self._outgoing = incoming, outgoing
+        self._incoming, self._outgoing, self._packs = incoming, outgoing, packs
 
-    def forward(self, x: Tensor, *target: Tensor) -> Tensor:
+    def forward(self, x: Flow, *target: Tensor) -> Flow:
         """Unpack, call, pack."""
-        found = self.layer(*self._incoming.unpack(x), *target)
-        return found if self._outgoing.is_single else self._outgoing.pack(found)
+        found = self.layer(*(x if isinstance(x, tuple) else self._incoming.unpack(x)), *target)
+        if self._outgoing.is_single:
+            return found  # type: ignore[no-any-return]
+        return self._outgoing.pack(found) if self._packs else tuple(found)
 
 
-def bundled(layer: nn.Module, incoming: Bundle, outgoing: Bundle) -> nn.Module:
-    """Return `layer` as one that takes one tensor (and the target) and returns one."""
-    return layer if incoming.is_single and outgoing.is_single else BundledLayer(layer, incoming, outgoing)
+def bundled(layer: nn.Module, incoming: Bundle, outgoing: Bundle, *, packs: bool = True) -> nn.Module:
+    """Return `layer` as one that takes what its stage has, one tensor or a tuple, and the target; where it `packs`, it
+    returns one tensor."""
+    if incoming.is_single and outgoing.is_single:
+        return layer
+    return BundledLayer(layer, incoming, outgoing, packs=packs)
 
 
 def trace_bundles(layers: Sequence[Made], inputs: Sequence[Tensor], target: Tensor | None) -> list[Bundle]:

@@ -109,7 +109,8 @@ def stages_between(
     for stage in mine:
         run = [built[index] for index in range(*stage.layers)]
         if bundles is not None:
-            run = [bundled(built[i], bundles[i], bundles[i + 1]) for i in range(*stage.layers)]
+            end = stage.layers[1]
+            run = [bundled(built[i], *bundles[i : i + 2], packs=i + 1 == end) for i in range(*stage.layers)]
         stages[stage.stage] = _execution(schedule, stage, run, device, meters)
     for module in sharded:
         module.reshard()

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.profile import value_of
+from optpipe_compiler.profile import in_one_stage, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -213,7 +213,7 @@ def fused_ns(layer: Layer) -> int:
 
 
 def _stage(layers: list[Layer], layout: Layout, index: int, machine: Machine, offloaded: float) -> Stage:
-    mine = layers[layout.cuts[index] : layout.cuts[index + 1]]
+    mine = in_one_stage(layers[layout.cuts[index] : layout.cuts[index + 1]])
     device = layout.device_of[index]
     before, after = index > 0, index + 1 < layout.stages
     incoming = value_of(layers[layout.cuts[index] - 1].output_bytes) if before else 0

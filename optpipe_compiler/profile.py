@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
+from msgspec import structs
 
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.files import Record, canonical, decode, read_text
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
 FORMAT = "optpipe-profile"
@@ -50,7 +53,8 @@ class Layer(Record, frozen=True, kw_only=True):
     weight gradient still reads, output gradients included) between backward_input and backward_weight.
     `checkpoint_bytes` is what a recomputation that starts at this layer must keep (its input). `output_bytes` cross to
     the next layer, and as a gradient back. Transient bytes exist only while the op runs, beside what it reads, saves
-    and sends. `static_bytes`: weights, gradients, optimizer state.
+    and sends. `static_bytes`: weights, gradients, optimizer state. `shared_bytes` is the part of `saved_bytes` that the
+    equal layer right before it saves, too, such as masks that layers pass on: within a stage it is there once.
     """
 
     name: str
@@ -65,6 +69,7 @@ class Layer(Record, frozen=True, kw_only=True):
     saved_bytes: Cost
     residue_bytes: Cost | None = None
     """`saved_bytes` when absent."""
+    shared_bytes: Cost = 0
     captured_bytes: Cost = 0
     """The part of the residue that backward_input adds: output gradients held for backward_weight."""
     checkpoint_bytes: Cost = 0
@@ -149,6 +154,25 @@ class Profile(Record, frozen=True, kw_only=True, omit_defaults=False):
         return [layer for layer in self.layers for _ in range(layer.count)]
 
 
+def in_one_stage(layers: Sequence[Layer]) -> list[Layer]:
+    """Return the layers of a stage as they are there: what one shares with the one before it is counted once.
+
+    Where a recompute starts it needs all of its input, so no layer saves less than that.
+    """
+    found = list(layers[:1])
+    for before, layer in itertools.pairwise(layers):
+        found.append(_after_its_equal(layer) if before.name == layer.name else layer)
+    return found
+
+
+def _after_its_equal(layer: Layer) -> Layer:
+    if not value_of(layer.shared_bytes):
+        return layer
+    saved = max(value_of(layer.saved_bytes) - value_of(layer.shared_bytes), value_of(layer.checkpoint_bytes))
+    residue = value_of(layer.saved_bytes if layer.residue_bytes is None else layer.residue_bytes)
+    return structs.replace(layer, saved_bytes=saved, residue_bytes=min(residue, saved + value_of(layer.captured_bytes)))
+
+
 def load(path: Path) -> Profile:
     """Read and cross-check a profile; raise BadInput with file, JSON path, value and expectation."""
     return parse(read_text(path), str(path))
@@ -185,6 +209,10 @@ def _check_layers(profile: Profile, name: str) -> None:
         if kept > saved:
             raise BadInput(
                 f"{name}: $.layers[{index}].checkpoint_bytes is {kept}, expected at most saved_bytes ({saved})"
+            )
+        if (shared := value_of(layer.shared_bytes)) > saved:
+            raise BadInput(
+                f"{name}: $.layers[{index}].shared_bytes is {shared}, expected at most saved_bytes ({saved})"
             )
         captured = value_of(layer.captured_bytes)
         residue = saved if layer.residue_bytes is None else value_of(layer.residue_bytes)

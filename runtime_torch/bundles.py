@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 Made = nn.Module | Callable[[], nn.Module]
 """A layer, or a function without arguments that makes it."""
 
+Flow = Tensor | tuple[Tensor, ...]
+"""What passes from layer to layer within a stage."""
+
 _ALIGNMENT = 16
 """Bytes; every part starts at a multiple, so that it can be viewed as any dtype."""
 
@@ -139,29 +142,41 @@ def bundle_of(found: Any, what: str) -> Bundle:
 
 
 class BundledLayer(nn.Module):
-    """A layer that takes or returns several tensors, as one that takes and returns one."""
+    """A layer that takes or returns several tensors, on a border of a stage as one.
 
-    def __init__(self, layer: nn.Module, incoming: Bundle, outgoing: Bundle, name: str) -> None:
+    Within a stage tensors pass from layer to layer as they are: what a layer only passes on is saved once for all.
+    `name` is the layer's in errors.
+    """
+
+    def __init__(self, layer: nn.Module, incoming: Bundle, outgoing: Bundle, name: str, *, packs: bool) -> None:
         super().__init__()
         self.layer = layer
         self._name = name
-        self._incoming, self._outgoing = incoming, outgoing
+        self._incoming, self._outgoing, self._packs = incoming, outgoing, packs
 
-    def forward(self, x: Tensor, *target: Tensor) -> Tensor:
+    def forward(self, x: Flow, *target: Tensor) -> Flow:
         """Unpack, call, pack."""
         samples = current().samples
-        found = self.layer(*self._incoming.of(samples).unpack(x), *target, **keywords_for(self.layer))
+        parts = x if isinstance(x, tuple) else self._incoming.of(samples).unpack(x)
+        found = self.layer(*parts, *target, **keywords_for(self.layer))
         if self._outgoing.is_single:
             return found  # type: ignore[no-any-return]
+        if not self._packs:
+            return tuple(found)
         expected = self._outgoing.of(samples)
         if (other := bundle_of(found, self._name)) != expected:
             raise BadInput(f"{self._name} returned {other}, expected {expected}")
         return expected.pack(found)
 
 
-def bundled(layer: nn.Module, incoming: Bundle, outgoing: Bundle, name: str = "a layer") -> nn.Module:
-    """Return `layer` (called `name` in errors) as one that takes one tensor (and the target) and returns one."""
-    return layer if incoming.is_single and outgoing.is_single else BundledLayer(layer, incoming, outgoing, name)
+def bundled(
+    layer: nn.Module, incoming: Bundle, outgoing: Bundle, name: str = "a layer", *, packs: bool = True
+) -> nn.Module:
+    """Return `layer` as one that takes what its stage has, one tensor or a tuple, and the target; where it `packs`, it
+    returns one tensor."""
+    if incoming.is_single and outgoing.is_single:
+        return layer
+    return BundledLayer(layer, incoming, outgoing, name, packs=packs)
 
 
 def trace_bundles(layers: Sequence[Made], inputs: Sequence[Tensor], target: Tensor | None) -> list[Bundle]:

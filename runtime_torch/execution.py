@@ -1,7 +1,8 @@
 """One stage's model work on its saved-tensor stores: forward, the backwards, recompute, offload and reload.
 
-Independent of torch.distributed: the profiler measures on the very path that the replay runs. Layers take one tensor
-and return one tensor; the model's last layer is called `layer(x, target)` and returns the scalar mean loss.
+Independent of torch.distributed: the profiler measures on the very path that the replay runs. Stages take one tensor
+and return one tensor, within them layers may pass tuples on; the model's last layer is called `layer(x, target)` and
+returns the scalar mean loss.
 """
 
 from __future__ import annotations
@@ -11,19 +12,23 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from optpipe_compiler.errors import RunFailed
 from runtime_torch import engine, split
+from runtime_torch.bundles import bundle_of
 from runtime_torch.carrier import Carrier, DirectCarrier
 from runtime_torch.meter import Meter
 from runtime_torch.microbatch import keywords_for
 from runtime_torch.store import SavedTensorStore
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from torch import Tensor, UntypedStorage, nn
+    from torch import UntypedStorage, nn
+
+    from runtime_torch.bundles import Flow
 
 Layers = tuple[int, int]
 """Layers `[first, end)`, numbered over the whole model."""
@@ -45,9 +50,14 @@ class _Surroundings:
 class _Checkpoint:
     """The input of a range that is recomputed, and the surroundings of its first forward."""
 
-    tensor: Tensor
-    needs_gradient: bool
+    x: Flow
+    """Detached; which of it needs a gradient is said beside it."""
+    needs_gradient: list[bool]
     surroundings: _Surroundings
+
+    def storages(self) -> list[UntypedStorage]:
+        """Of all tensors."""
+        return [part.untyped_storage() for part in parts_of(self.x)]
 
 
 @dataclass(slots=True)
@@ -61,6 +71,8 @@ class _Pass:
     """The input, where it has a gradient; its data is a stub once the forward is over."""
     entry: GradientEdge | None = None
     """First stage: the first output with a gradient (the embedding's); the halves of a split backward meet there."""
+    entry_layer: int | None = None
+    """The layer whose output that is."""
     output: GradientEdge | None = None
     checkpoints: dict[Layers, _Checkpoint] = field(default_factory=dict)
     rest: split.SecondHalf | None = None
@@ -155,13 +167,17 @@ class StageExecution:
         """R: run the forward of `layers` once more and put what it saves back into the original graph's slots."""
         run = self._passes[microbatch]
         checkpoint = run.checkpoints.pop(layers)
-        x = checkpoint.tensor.detach().requires_grad_(checkpoint.needs_gradient)
+        needs = iter(checkpoint.needs_gradient)
+        x = _each(checkpoint.x, lambda part: part.detach().requires_grad_(next(needs)))
         with _restored(checkpoint.surroundings, self.device), run.store.refilling(*layers):
             if run.store.autocast:
-                x = x.view_as(x)
+                x = _each(x, _as_view)
             for index in range(*layers):
                 x = self._call(index, x, run.target)
-        self.meter.release(checkpoint.tensor.untyped_storage())
+                if index == run.entry_layer and index + 1 < layers[1]:
+                    _, x = _through_one(x)
+        for storage in checkpoint.storages():
+            self.meter.release(storage)
 
     def offload(self, microbatch: int, layers: Layers) -> None:
         """D2H: copy what `layers` saved to the host, each storage once, then free it on the device."""
@@ -185,7 +201,7 @@ class StageExecution:
 
     def checkpoint_bytes(self, microbatch: int) -> int:
         """Bytes of the inputs that are kept for recomputes still to come."""
-        kept = [c.tensor.untyped_storage() for c in self._passes[microbatch].checkpoints.values()]
+        kept = [storage for one in self._passes[microbatch].checkpoints.values() for storage in one.storages()]
         return sum({s.data_ptr(): s.nbytes() for s in kept}.values())
 
     def in_flight(self) -> list[int]:
@@ -204,17 +220,28 @@ class StageExecution:
                 x = x.view_as(x)
         ends = {end: (first, end) for first, end in recomputed}
         starts = {first: (first, end) for first, end in recomputed}
+        flow: Flow = x
+        del x
         with run.store.saving():
             for index in range(self.first_layer, self.end_layer):
                 if index in starts:
-                    self._keep_input(run, starts[index], x)
+                    flow = self._keep_input(run, starts[index], flow)
                 run.store.layer = index
-                x = self._call(index, x, run.target)
+                flow = self._call(index, flow, run.target)
                 if index + 1 in ends:
-                    run.store.drop(*ends[index + 1])
-                if self.is_first and run.entry is None and x.requires_grad:
-                    run.entry = get_gradient_edge(x)
-        return self._hand_over(run, x)
+                    run.store.drop(*ends[index + 1], parts_of(run.checkpoints[ends[index + 1]].x))
+                if self.is_first and run.entry is None:
+                    flow = self._enter(run, index, flow)
+        assert isinstance(flow, Tensor)
+        return self._hand_over(run, flow)
+
+    def _enter(self, run: _Pass, index: int, x: Flow) -> Flow:
+        """Where the first stage's first output with a gradient is, let all of it pass one node."""
+        if not any(part.requires_grad for part in parts_of(x)):
+            return x
+        carrier, x = _through_one(x)
+        run.entry, run.entry_layer = get_gradient_edge(carrier), index
+        return x
 
     def _hand_over(self, run: _Pass, x: Tensor) -> Tensor:
         """Keep the way back into the graph, not the data of the output or the input."""
@@ -229,17 +256,28 @@ class StageExecution:
             run.leaf.data = self._stub
         return output
 
-    def _call(self, index: int, x: Tensor, target: Tensor | None) -> Tensor:
+    def _call(self, index: int, x: Flow, target: Tensor | None) -> Flow:
         layer = self.layers[index - self.first_layer]
         if self.is_last and index + 1 == self.end_layer:
             return layer(x, None if target is None else _compact(target), **keywords_for(layer))  # type: ignore[no-any-return]
         return layer(x, **keywords_for(layer))  # type: ignore[no-any-return]
 
-    def _keep_input(self, run: _Pass, layers: Layers, x: Tensor) -> None:
-        """Keep the input of a range that is recomputed."""
-        checkpoint = _Checkpoint(_compact(x.detach()), x.requires_grad, _surroundings(self.device))
+    def _keep_input(self, run: _Pass, layers: Layers, x: Flow) -> Flow:
+        """Keep the input of a range that is recomputed; return what the range gets.
+
+        A part of a larger storage that an earlier layer saves may leave the device with it, so the range keeps a copy;
+        where nobody saves it yet, the copy takes its place.
+        """
+        x = _each(x, lambda part: part if run.store.owns(part) else _compact(part))
+        checkpoint = _Checkpoint(
+            _each(x, lambda part: _compact(part.detach())),
+            [part.requires_grad for part in parts_of(x)],
+            _surroundings(self.device),
+        )
         run.checkpoints[layers] = checkpoint
-        self.meter.hold(checkpoint.tensor.untyped_storage())
+        for storage in checkpoint.storages():
+            self.meter.hold(storage)
+        return x
 
     def _root(self, run: _Pass, gradient: Tensor | None) -> Tensor:
         """The gradient of the output; on the last stage, where none is given, of the loss by itself."""
@@ -281,7 +319,8 @@ class StageExecution:
     def _release(self, run: _Pass) -> None:
         """Forget all that a pass still holds."""
         for checkpoint in run.checkpoints.values():
-            self.meter.release(checkpoint.tensor.untyped_storage())
+            for storage in checkpoint.storages():
+                self.meter.release(storage)
         run.checkpoints.clear()
         for storage in run.captured:
             self.meter.release(storage)
@@ -289,6 +328,28 @@ class StageExecution:
         if run.rest is not None:
             run.rest.clear()
         run.store.clear()
+
+
+def parts_of(x: Flow) -> tuple[Tensor, ...]:
+    """Return the tensors that pass from one layer to the next."""
+    return x if isinstance(x, tuple) else (x,)
+
+
+def _through_one(x: Flow) -> tuple[Tensor, Flow]:
+    """Return a tensor that carries `x`, and `x` as parts of it."""
+    if isinstance(x, Tensor):
+        return x, x
+    bundle = bundle_of(x, "a layer")
+    carrier = bundle.pack(x)
+    return carrier, bundle.unpack(carrier)
+
+
+def _each(x: Flow, change: Callable[[Tensor], Tensor]) -> Flow:
+    return tuple(map(change, x)) if isinstance(x, tuple) else change(x)
+
+
+def _as_view(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor)
 
 
 def _compact(tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import os
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +17,14 @@ from optpipe_compiler.units import show_bytes
 from runtime_torch import models, text
 from runtime_torch.measure_copies import time_copies
 from runtime_torch.measure_gauge import CpuGauge
-from runtime_torch.measure_layers import Benches, bookkeeping_bench, layer_bytes, time_ops, transient_bytes
+from runtime_torch.measure_layers import (
+    Benches,
+    bookkeeping_bench,
+    layer_bytes,
+    shared_bytes,
+    time_ops,
+    transient_bytes,
+)
 from runtime_torch.measure_profile import Findings, LayerBytes, Messages, Times
 from runtime_torch.worker import settle_on_cpu
 
@@ -174,6 +182,9 @@ def measure_sizes(gauge: Gauge, benches: Benches, names: list[str], room: int) -
     stage has one, but for the whole of a model of two layers.
     """
     sizes = {name: layer_bytes(benches, names.index(name)) for name in dict.fromkeys(names)}
+    for index, (name, following) in enumerate(pairwise(names)):
+        if name == following and benches.passes_several(index) and 2 * sizes[name].static <= room:
+            sizes[name].shared = sizes[name].shared or shared_bytes(benches, index)
     for name in sizes:
         index = names.index(name)
         sizes[name].transient = transient_bytes(gauge, benches, index, index + 1, [sizes[name]])

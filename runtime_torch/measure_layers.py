@@ -86,8 +86,12 @@ class Benches:
                 layer.to("cpu")  # one at a time on a GPU
         return dict.fromkeys(self._names, x) | entering
 
-    def _bundled(self, index: int, layer: nn.Module) -> nn.Module:
-        return bundled(layer, self._bundles[index], self._bundles[index + 1])
+    def _bundled(self, index: int, layer: nn.Module, *, packs: bool = True) -> nn.Module:
+        return bundled(layer, self._bundles[index], self._bundles[index + 1], packs=packs)
+
+    def passes_several(self, index: int) -> bool:
+        """Return whether several tensors leave a layer."""
+        return not self._bundles[index + 1].is_single
 
     @property
     def message_bytes(self) -> int:
@@ -119,7 +123,7 @@ class Benches:
         """Return the stage of layers [first, end), with gradient buffers."""
         is_last = end == self.head + 1
         built = [layer.to(self.device) for layer in models.build(self.model, range(first, end))]
-        layers = [self._bundled(index, layer) for index, layer in enumerate(built, first)]
+        layers = [self._bundled(index, layer, packs=index + 1 == end) for index, layer in enumerate(built, first)]
         stage = StageExecution(layers, first, is_first=first == 0, is_last=is_last, device=self.device)
         for layer in stage.layers:
             for parameter in layer.parameters():
@@ -228,6 +232,17 @@ def layer_bytes(benches: Benches, index: int) -> LayerBytes:
     )
 
 
+def shared_bytes(benches: Benches, first: int) -> int:
+    """Return what two equal layers in a row, from layer `first` on, save less than each of them alone: what both get
+    handed on is there once."""
+    saved = []
+    for count in (1, 2):
+        bench = benches.stage(first, first + count)
+        bench.forward(0)
+        saved.append(bench.stage.saved_bytes(0))
+    return max(0, 2 * saved[0] - saved[1])
+
+
 def transient_bytes(
     gauge: Gauge, benches: Benches, first: int, end: int, layers: Sequence[LayerBytes]
 ) -> dict[str, int]:
@@ -238,7 +253,8 @@ def transient_bytes(
     """
     bench = benches.stage(first, end)
     incoming = 0 if bench.stage.is_first else bench.x.nbytes
-    saved, captured = sum(layer.saved for layer in layers), sum(layer.captured for layer in layers)
+    captured = sum(layer.captured for layer in layers)
+    saved = sum(layer.saved_after(before) for before, layer in zip((None, *layers[:-1]), layers, strict=True))
     peak = gauge.peaks(
         {
             "forward": lambda: bench.forward(0),

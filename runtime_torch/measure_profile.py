@@ -32,8 +32,14 @@ class LayerBytes:
     checkpoint: int
     output: int
     static: int
+    shared: int = 0
+    """Of what is saved, that which the equal layer right before it saves, too."""
     transient: dict[str, int] = field(default_factory=dict)
     """By op: forward, backward_input, backward_weight, backward."""
+
+    def saved_after(self, before: LayerBytes | None) -> int:
+        """What it saves behind another layer of its stage, as `optpipe_compiler.profile.in_one_stage` has it."""
+        return max(self.saved - self.shared, self.checkpoint) if before is self else self.saved
 
 
 @dataclass
@@ -147,6 +153,7 @@ def _layer(name: str, count: int, times: Times, sizes: LayerBytes, overhead_ns: 
         recompute_ns=net("recompute"),
         saved_bytes=_once(sizes.saved),
         residue_bytes=_once(sizes.residue),
+        shared_bytes=_once(sizes.shared) if sizes.shared else 0,
         captured_bytes=_once(sizes.captured),
         checkpoint_bytes=_once(sizes.checkpoint),
         output_bytes=_once(sizes.output),

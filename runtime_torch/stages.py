@@ -105,8 +105,9 @@ def stages_between(
     for stage in mine:
         run = [built[index] for index in range(*stage.layers)]
         if bundles is not None:
-            names = {index: f"rank {rank}: layer {index}" for index in range(*stage.layers)}
-            run = [bundled(built[i], bundles[i], bundles[i + 1], name) for i, name in names.items()]
+            first, end = stage.layers
+            names = {index: f"rank {rank}: layer {index}" for index in range(first, end)}
+            run = [bundled(built[i], bundles[i], bundles[i + 1], name, packs=i + 1 == end) for i, name in names.items()]
         stages[stage.stage] = _execution(schedule, stage, run, device, meters)
     for part in sharded:
         part.reshard()

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from optpipe_compiler.errors import RunFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator, Sequence
 
     from torch import Tensor, UntypedStorage
 
@@ -49,6 +49,11 @@ class Slot:
         self.tensor: Tensor | None = tensor
         self.geometry: Geometry | None = None
         """Known once the unit has been taken away."""
+
+    def take_away(self) -> None:
+        """Keep the geometry alone."""
+        self.shape()
+        self.tensor = None
 
     def shape(self) -> Geometry:
         """The slot's geometry, on the device or not."""
@@ -134,6 +139,8 @@ class SavedTensorStore:
             self._units.append(unit)
             self.meter.hold(storage)
         slot = Slot(self.layer, unit, tensor.detach())
+        if unit.storage is None:  # dropped, but alive as the input of a recompute
+            slot.take_away()
         unit.slots.append(slot)
         self._slots.append(slot)
         return slot
@@ -152,7 +159,7 @@ class SavedTensorStore:
 
     def _refill(self, slot: Slot | None, tensor: Tensor, first: int, end: int) -> None:
         storage = tensor.untyped_storage()
-        if slot is None or slot.shape() != _geometry(tensor) or slot.unit.nbytes != storage.nbytes():
+        if slot is None or not _matches(slot, tensor, whole=first <= slot.unit.layer < end):
             raise RunFailed(f"recompute of layers {first} to {end - 1} did not save what their forward saved")
         if slot.unit.storage is None and first <= slot.unit.layer < end:
             self.meter.hold(storage)
@@ -160,10 +167,21 @@ class SavedTensorStore:
 
     # -- moving
 
-    def drop(self, first: int, end: int) -> None:
-        """Free what layers [first, end) saved; a recompute brings it back."""
+    def drop(self, first: int, end: int, kept: Sequence[Tensor] = ()) -> None:
+        """Free what layers [first, end) saved; a recompute from `kept` brings it back.
+
+        What later layers save of `kept` is not theirs: it stays that of the layer that saved it first.
+        """
+        alive = {tensor.untyped_storage().data_ptr() for tensor in kept}
         for unit in self._live(first, end):
-            self.meter.release(self._detach(unit))
+            storage = self._detach(unit)
+            if storage.data_ptr() in alive:
+                self._by_address[storage.data_ptr()] = unit
+            self.meter.release(storage)
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether a layer has saved the tensor's storage already."""
+        return tensor.untyped_storage().data_ptr() in self._by_address
 
     def offload(self, first: int, end: int) -> None:
         """Copy what layers [first, end) saved to the host, each storage once, then free it on the device."""
@@ -233,6 +251,15 @@ class SavedTensorStore:
             slot.tensor = None
         unit.storage = None
         return storage
+
+
+def _matches(slot: Slot, tensor: Tensor, *, whole: bool) -> bool:
+    """Whether a second forward saved what the slot is for, on an equal storage if it is to take the place of the
+    `whole` unit."""
+    expected, found = slot.shape(), _geometry(tensor)
+    if whole:
+        return expected == found and slot.unit.nbytes == tensor.untyped_storage().nbytes()
+    return (expected[0], expected[2]) == (found[0], found[2])
 
 
 def _identity(tensor: Tensor) -> Tensor:

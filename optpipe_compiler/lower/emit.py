@@ -16,7 +16,7 @@ from optpipe_compiler.problem import (
     residue_bytes,
     static_bytes,
 )
-from optpipe_compiler.profile import value_of
+from optpipe_compiler.profile import in_one_stage, value_of
 from optpipe_compiler.schedule import Kind, Schedule, Task
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _stages(profile: Profile, layout: Layout) -> list[ir.Stage]:
 
 def _stage(layers: list[Layer], layout: Layout, index: int) -> ir.Stage:
     begin, end = layout.cuts[index], layout.cuts[index + 1]
-    mine = layers[begin:end]
+    mine = in_one_stage(layers[begin:end])
 
     def each(name: str) -> list[int]:
         return [value_of(getattr(layer, name)) for layer in mine]

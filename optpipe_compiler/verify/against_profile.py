@@ -49,11 +49,26 @@ def stage_bytes(plan: Plan, expanded: list[Layer]) -> Iterator[Violation]:
         first, end = stage.layers
         mine = expanded[first:end]
         expected: dict[str, object] = {field: [_bytes(layer, field) for layer in mine] for field in PER_LAYER}
+        saved = [_saved(layer, mine[n - 1] if n else None) for n, layer in enumerate(mine)]
+        expected["saved_bytes"] = saved
+        expected["residue_bytes"] = [
+            min(_bytes(layer, "residue_bytes"), here + value_of(layer.captured_bytes))
+            for layer, here in zip(mine, saved, strict=True)
+        ]
         expected["static_bytes"] = sum(value_of(layer.static_bytes) for layer in mine)
         expected["input_bytes"] = value_of(expanded[first - 1].output_bytes) if first else 0
         expected["output_bytes"] = value_of(expanded[end - 1].output_bytes) if end < len(expanded) else 0
         for field, figure in expected.items():
             yield from _differs("profile-bytes", stage.stage, field, getattr(stage, field), figure)
+
+
+def _saved(layer: Layer, before: Layer | None) -> int:
+    """What a layer saves in its stage: without what the equal layer before it has saved, but never less than its
+    input."""
+    saved, shared = value_of(layer.saved_bytes), value_of(layer.shared_bytes)
+    if before is None or before.name != layer.name or not shared:
+        return saved
+    return max(saved - shared, value_of(layer.checkpoint_bytes))
 
 
 def _bytes(layer: Layer, field: str) -> int:

@@ -161,12 +161,10 @@ class BundledLayer(nn.Module):
         found = self.layer(*parts, *target, **keywords_for(self.layer))
         if self._outgoing.is_single:
             return found  # type: ignore[no-any-return]
-        if not self._packs:
-            return tuple(found)
         expected = self._outgoing.of(samples)
         if (other := bundle_of(found, self._name)) != expected:
             raise BadInput(f"{self._name} returned {other}, expected {expected}")
-        return expected.pack(found)
+        return expected.pack(found) if self._packs else tuple(found)
 
 
 def bundled(

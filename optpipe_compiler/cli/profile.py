@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 MEASURED = {"layers": 8, "hidden": 256, "heads": 4, "seq": 128, "microbatch_size": 4}
 """What is measured when nothing is said."""
+FROM_RUN = Path("measured.json")
+"""Where the profile of a run goes when nothing is said: beside the one that the run was planned with."""
 
 
 @click.group(invoke_without_command=True)
@@ -51,9 +53,11 @@ MEASURED = {"layers": 8, "hidden": 256, "heads": 4, "seq": 128, "microbatch_size
 )
 @click.option("--list-gpus", is_flag=True, help="Print the known GPUs.")
 @click.option("--list-models", is_flag=True, help="Print the known models.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=PROFILE, show_default=True)
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help="[default: profile.json; from a run: measured.json]"
+)
 @click.pass_context
-def profile(context: click.Context, /, output: Path, list_gpus: bool, list_models: bool, **options: Any) -> None:
+def profile(context: click.Context, /, output: Path | None, list_gpus: bool, list_models: bool, **options: Any) -> None:
     """Write a cost profile: measured on this machine (a small GPT, or `--model`), derived from a model's configuration
     and a GPU's data sheet (`--model` and `--gpu`), or made from a few numbers (`optpipe profile uniform`).
 
@@ -62,6 +66,7 @@ def profile(context: click.Context, /, output: Path, list_gpus: bool, list_model
     if context.invoked_subcommand is not None:
         return
     given = {name: value for name, value in options.items() if value is not None}
+    output = output or (FROM_RUN if "from_run" in given else PROFILE)
     if list_gpus or list_models:
         _list(gpus=list_gpus, models=list_models)
     elif "from_run" in given:

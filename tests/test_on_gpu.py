@@ -111,7 +111,7 @@ def test_pinned_memory_is_copied_both_ways_and_can_be_had_again():
 
 @on_gpu
 def test_copies_on_streams_are_timed_as_often_as_asked(gauge):
-    copies = time_copies(gauge, Benches(SMALL.model(), text.default_text(), gauge.device), 1, 8)
+    copies = time_copies(gauge, Benches(SMALL.model(), text.default_text(), gauge.device), 1, 8, bool)
     assert [len(t) for t in (copies.d2h, copies.h2d, copies.duplex_d2h, copies.duplex_h2d)] == [8] * 4
     assert all(ns > 0 for t in (copies.latency, copies.d2h, copies.h2d) for ns in t)
 

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from optpipe_compiler.profile import Cost, Layer, Profile
 
 BOUND = 0.5
-"""The interquartile range, as a part of the median, from which on a number is noise; on an idle machine that of a block's
-ops is at most 0.18 (docs/REPEAT.md)."""
+"""The interquartile range, as a part of the median, above which a number is noise; on an idle machine that of a
+block's ops is at most 0.18 (docs/REPEAT.md)."""
 MATTERS = 0.01
 """The part of a microbatch's compute time by which a time must be uncertain to be named."""
 OPS_PER_STAGE = 3

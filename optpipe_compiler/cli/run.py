@@ -46,7 +46,7 @@ def run(schedule_path: Path, as_json: bool, data: tuple[Path, ...], trace_path: 
         raise MissingDependency("run needs torch: pip install 'optpipe[runtime]'")
     from optpipe_compiler import ir
     from optpipe_compiler.files import check_writable, write_atomically
-    from optpipe_compiler.view.replay import ReplayBar, render
+    from optpipe_compiler.view.replay import ReplayBar, note, render
     from runtime_torch.launch import run as replay
     from runtime_torch.text import default_path
 
@@ -79,6 +79,8 @@ def run(schedule_path: Path, as_json: bool, data: tuple[Path, ...], trace_path: 
         click.echo(msgspec.json.encode(report))
     else:
         console().print(render(report))
+    if (slow := note(report, schedule_path, trace_path)) is not None:
+        click.echo(f"optpipe: {slow}", err=True)
     if report.check is not None and not report.check.ok:
         raise Rejected("run --check: loss or gradients differ from the unpipelined model")
 

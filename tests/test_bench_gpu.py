@@ -137,6 +137,13 @@ def test_tests_run_under_both_allocators_on_one_gpu(tmp_path, monkeypatch):
     assert {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} | one in environments
 
 
+def test_all_tests_for_gpus_are_run():
+    marked = {
+        path.name for path in Path(__file__).parent.glob("test_*.py") if "pytest.mark." + "gpu" in path.read_text()
+    }
+    assert marked == set(parts.MARKED)
+
+
 def test_failing_tests_are_named_with_what_pytest_says(tmp_path):
     at = bench(tmp_path, Scripted(broken=["pytest"]))
     assert parts.tests(at) == dict.fromkeys(parts.ALLOCATORS, "printed before")
@@ -149,11 +156,11 @@ def test_the_model_fills_its_share_of_the_gpu_by_an_estimate_of_what_a_block_sav
     (tmp_path / "profile.json").write_text(json.dumps({"layers": [], "machine": {}}))
     commands = Scripted()
     found = parts.profile(bench(tmp_path, commands, ON_GPUS, machine={"gpus": [{"memory_bytes": 150 * 10**9}]}))
-    assert found["microbatch_size"] == 7
+    assert found["microbatch_size"] == 6
     (_, measured) = [words for words, _ in commands.ran]
     assert [measured[measured.index(option) + 1] for option in ("--device", "--microbatch-size", "--dtype")] == [
         "cuda",
-        "7",
+        "6",
         "bf16",
     ]
     assert samples(10**9, 10**12, 8) == 1

@@ -178,7 +178,7 @@ def _checks(found: Found) -> Iterator[str]:
             f"{run['num_offloads']} / {run['num_recomputes']}",
             "equal" if run["check"]["ok"] else "DIFFERENT",
             f"{run['check']['worst_difference']:.1e}",
-            f"{run['makespan_ns'] / run['forecast_makespan_ns']:.2f}",
+            f"{run['makespan_ns'] / run['forecast_makespan_ns']:.2f}" if found["one_at_a_time"] else "-",
         ]
         for kind, run in found["plans"].items()
     ]

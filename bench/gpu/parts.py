@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.gpu.commands import OPTPIPE, Failed
 from bench.gpu.plans import KINDS, tight, unconstrained
-from bench.gpu.sizes import ESTIMATED_ON, samples
+from bench.gpu.sizes import ESTIMATED_ON, SMALL_PLAN_S, samples
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,6 +67,8 @@ def machine(bench: Bench) -> Found:
 
 # -- tests
 
+MARKED = ("test_on_gpu.py", "test_run_emulated.py")
+"""The files of tests that are marked gpu: the others need not even be imported."""
 ALLOCATORS = {"plain": {}, "expandable segments": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}}
 
 
@@ -89,7 +91,9 @@ def _tests(bench: Bench, settings: dict[str, str]) -> str:
     if importlib.util.find_spec("pytest") is None:
         raise Failed("not run: pytest is not installed")
     one = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]} if bench.gpus else {}
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-rs", str(ROOT / "tests")]
+    workers = ["-n", "4"] if importlib.util.find_spec("xdist") else []
+    files = [ROOT / "tests" / name for name in MARKED]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", *workers, *files]
     return _last_line(bench.commands.run(command, bench.limit_s("tests"), one | settings))
 
 
@@ -144,10 +148,10 @@ def _costs(path: Path) -> Found:
 
 def plans(bench: Bench) -> Found:
     """Compile the four plans of the large model."""
-    return _compiled(bench, "profile", bench.sizes.microbatches)
+    return _compiled(bench, "profile", bench.sizes.microbatches, bench.sizes.plan_s)
 
 
-def _compiled(bench: Bench, profile: str, microbatches: int) -> Found:
+def _compiled(bench: Bench, profile: str, microbatches: int, seconds: float) -> Found:
     """Return by kind what `compile` says of each plan, which lies beside the profile; all but the first at once."""
     path = bench.work / f"{profile}.json"
     if not path.exists():
@@ -155,7 +159,7 @@ def _compiled(bench: Bench, profile: str, microbatches: int) -> Found:
 
     def compiled(kind: str, *options: str) -> Found:
         command = [*OPTPIPE, "compile", path, "--microbatches", str(microbatches), *options, "--json"]
-        limit = ["--time-limit", str(bench.sizes.plan_s), "-o", plan_path(bench, profile, kind)]
+        limit = ["--time-limit", str(seconds), "-o", plan_path(bench, profile, kind)]
         found = json.loads(bench.commands.run([*command, *limit], bench.limit_s("plans")))
         return {key: value for key, value in found.items() if key != "baselines"}
 
@@ -182,16 +186,22 @@ def plan_path(bench: Bench, profile: str, kind: str) -> Path:
 
 
 def check(bench: Bench) -> Found:
-    """`run --check` of a small model, planned for as many devices as there are GPUs; on one GPU for one device."""
+    """`run --check` of a small model, planned for as many devices as there are GPUs; on one GPU for one device.
+
+    Plans that share one GPU run at the same time, as only their gradients count; on several GPUs steps are timed, too.
+    """
     devices = len(bench.gpus) if bench.gpus else bench.sizes.devices
     size = bench.sizes.small.microbatch_size
     assert size is not None
     _profile(bench, bench.sizes.small, size, devices, bench.work / "check.json")
-    found: Found = {"devices": devices, "plans": {}}
-    for kind, plan in _compiled(bench, "check", 2 * devices + 2).items():
-        report = bench.attempt(lambda kind=kind: _checked(bench, kind))
-        if report is not None:
-            counts = {name: plan[name] for name in ("num_offloads", "num_recomputes", "stages")}
+    plans = _compiled(bench, "check", 2 * devices + 2, min(bench.sizes.plan_s, SMALL_PLAN_S))
+    alone = len(bench.gpus) > 1
+    with ThreadPoolExecutor(1 if alone else len(plans)) as pool:
+        runs = {kind: pool.submit(_checked, bench, kind) for kind in plans}
+    found: Found = {"devices": devices, "one_at_a_time": alone, "plans": {}}
+    for kind, future in runs.items():
+        if (report := bench.attempt(future.result)) is not None:
+            counts = {name: plans[kind][name] for name in ("num_offloads", "num_recomputes", "stages")}
             found["plans"][kind] = counts | report
     if len(bench.gpus) == 1:
         found["not_run"] = "several ranks: NCCL refuses two ranks on one GPU, and gloo sends no tensors of a GPU"
@@ -204,8 +214,8 @@ def _checked(bench: Bench, kind: str) -> Found:
     report = json.loads(
         bench.commands.run([*OPTPIPE, "run", plan_path(bench, "check", kind), *steps], bench.limit_s("check"))
     )
-    names = ("backend", "forecast_makespan_ns", "check", "ranks")
     spans = sorted(step["makespan_ns"] for step in report["steps"][1:])
+    names = ("backend", "forecast_makespan_ns", "check", "ranks")
     return {"makespan_ns": spans[len(spans) // 2], **{name: report[name] for name in names}}
 
 

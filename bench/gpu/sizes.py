@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-FILL = 0.35
+SMALL_PLAN_S = 2.0
+"""For which a plan of the small model is searched."""
+FILL = 0.3
 """Of a GPU's memory, which the activations of 1F1B's first device shall take."""
 ESTIMATED_ON = "h100-sxm"
 """A known GPU for the estimate that tells how many bytes a layer saves; they do not depend on it."""
@@ -56,7 +58,7 @@ class Sizes:
     steps: int
     """Of every run; the first is not timed."""
     plan_s: float
-    """For which a plan is searched."""
+    """For which a plan of the large model is searched."""
     limits_s: dict[str, float] = field(default_factory=dict)
     """By part: what one of its commands may take."""
 
@@ -68,7 +70,7 @@ ON_GPUS = Sizes(
     devices=4,
     microbatches=8,
     steps=4,
-    plan_s=10,
+    plan_s=6,
     limits_s={"machine": 60, "tests": 120, "profile": 180, "plans": 40, "check": 60, "emulate": 120, "trace": 60},
 )
 DRY = Sizes(

@@ -8,15 +8,16 @@ import sys
 import time
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("torch")
-from bench.gpu import __main__ as command
-from bench.gpu import parts, plans
-from bench.gpu.commands import Commands, Failed
-from bench.gpu.page import page, unexpected
-from bench.gpu.sizes import DRY, ON_GPUS, samples
+torch = pytest.importorskip("torch")
+from bench.gpu import __main__ as command  # noqa: E402
+from bench.gpu import emulated, facts, parts, plans, traced  # noqa: E402
+from bench.gpu.commands import Commands, Failed  # noqa: E402
+from bench.gpu.page import page, unexpected  # noqa: E402
+from bench.gpu.sizes import DRY, ON_GPUS, samples  # noqa: E402
 
 SCRIPT = Path(__file__).parents[1] / "bench" / "gpu.sh"
 REPORT = {
@@ -215,6 +216,80 @@ def test_devices_before_one_that_fails_are_kept(tmp_path):
     assert "roomy, device 0: the host took 11 bytes at most, 10 promised" in at.failures
     text = page({"command": "", "when": "", "parts": {"emulate": {"found": found, "failures": at.failures}}})
     assert "| roomy | 0 | 0.0 | 0.0 | 2.000 | 96.0% | 100.0% | 90.0% | 95.0% | 110.0% | step, memory |" in text
+
+
+def test_the_page_of_a_gpu_names_it_and_says_what_has_not_run():
+    machine = {
+        "gpus": [{"name": "Fake GPU", "memory_bytes": 80 * 2**30}],
+        "cores": 16,
+        "processor": "CPU",
+        "memory_bytes": 128 * 2**30,
+        "packages": {"torch": "2.11.0", "ortools": None},
+        "python": "3.12",
+        "cuda": "13.0",
+        "nccl": "2.28",
+        "nvidia_smi": "name, driver_version",
+        "topology": None,
+    }
+    checked = {"ok": False, "worst_difference": 0.5}
+    run = {
+        "num_offloads": 3,
+        "num_recomputes": 0,
+        "backend": "nccl",
+        "makespan_ns": 3,
+        "forecast_makespan_ns": 2,
+        "check": checked,
+    }
+    check = {"devices": 1, "one_at_a_time": False, "plans": {"offload": run}, "not_run": "several ranks"}
+    trace = {"plan": "offload", "device": 0, "ranges": 5, "ranges_found": 5}
+    times = {"kernels_ns": 9_000_000, "d2h_ns": 1_000_000, "h2d_ns": 2_000_000, "d2d_ns": 0}
+    found = {"machine": machine, "check": check, "trace": trace | times}
+    text = page({"command": "", "when": "", "parts": {k: {"found": v, "failures": []} for k, v in found.items()}})
+    assert "Fake GPU (80 GiB); 16 cores (CPU), 128 GiB;" in text
+    assert "torch 2.11.0, ortools absent; CUDA 13.0, NCCL 2.28." in text
+    assert "```\nname, driver_version\n```" in text
+    assert "| offload | nccl | 3 / 0 | DIFFERENT | 5.0e-01 | - |\n\nNot run: several ranks." in text
+    assert "kernels 9.0 ms, copies out 1.0 ms, copies in 2.0 ms, on the device 0.0 ms." in text
+
+
+# -- what the processes on a GPU do, on stand-ins for torch.cuda
+
+
+def test_ranges_that_the_profiler_shows_on_the_gpu_are_no_kernels():
+    cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    events = [
+        SimpleNamespace(name=name, device_type=kind, time_range=SimpleNamespace(elapsed_us=lambda us=us: us))
+        for name, kind, us in [
+            ("forward 0 m0", cuda, 100.0),
+            ("gemm", cuda, 50.0),
+            ("gemm", cpu, 70.0),
+            ("Memcpy DtoH (Device -> Pinned)", cuda, 3.0),
+            ("Memcpy HtoD (Pinned -> Device)", cuda, 4.5),
+            ("Memset (Device)", cuda, 1.0),
+        ]
+    ]
+    found = traced._device_times(events, {"forward 0 m0"})
+    assert found == {"kernels_ns": 50_000, "d2h_ns": 3000, "h2d_ns": 4500, "d2d_ns": 0}
+    assert traced._device_times(events[2:3], set()) == {}
+
+
+def test_the_allocators_rounding_is_what_it_took_beyond_what_was_asked(monkeypatch):
+    assert emulated._allocator() == {}
+    stats = {"allocated_bytes.all.peak": 700, "requested_bytes.all.peak": 690, "reserved_bytes.all.peak": 1000}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: stats)
+    assert emulated._allocator() == {"reserved_peak_bytes": 1000, "rounding_bytes": 10}
+
+
+def test_facts_name_every_gpu_that_torch_sees(monkeypatch):
+    gpu = SimpleNamespace(name="Fake GPU", total_memory=80, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 3))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    found = facts.facts()
+    assert found["gpus"] == [{"name": "Fake GPU", "memory_bytes": 80, "capability": "9.0"}] * 2
+    assert (found["nccl"], found["environment"]["CUDA_VISIBLE_DEVICES"]) == ("2.28.3", "0,1")
 
 
 # -- commands

@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def emulated(schedule: Schedule, rank: int, steps: int) -> dict[str, Any]:
-    """Return the report of one device, with what the caching allocator had to reserve for it in all."""
+    """Return the report of one device; on a GPU with what its allocator needed beyond what was asked for."""
     import torch
 
     from runtime_torch.emulate import emulate
@@ -44,8 +44,18 @@ def emulated(schedule: Schedule, rank: int, steps: int) -> dict[str, Any]:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     report = asdict(emulate(schedule, rank, steps=steps, data=default_text(), on_event=lambda event: None))
-    reserved = torch.cuda.max_memory_reserved() if torch.cuda.is_available() else None
-    return report | {"reserved_peak_bytes": reserved, "promised_peak_bytes": schedule.devices[rank].peak_bytes}
+    return report | _allocator() | {"promised_peak_bytes": schedule.devices[rank].peak_bytes}
+
+
+def _allocator() -> dict[str, int]:
+    """Return what the caching allocator had reserved, and what its rounding added at the peak of the watched step."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    stats = torch.cuda.memory_stats()
+    allocated, requested = (stats[f"{kind}_bytes.all.peak"] for kind in ("allocated", "requested"))
+    return {"reserved_peak_bytes": stats["reserved_bytes.all.peak"], "rounding_bytes": allocated - requested}
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import time
 import zipfile
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def run(chosen: Options) -> dict[str, Any]:
         if not chosen.parts or name in chosen.parts or name == "machine":
             begin, bench.failures = time.monotonic(), []
             print(f"{name} ...", flush=True)
-            result = bench.attempt(lambda part=part: part(bench))
+            result = bench.attempt(partial(part, bench))
             took = time.monotonic() - begin
             found["parts"][name] = {"found": result, "failures": bench.failures, "seconds": round(took, 1)}
             for failure in bench.failures:

@@ -38,7 +38,7 @@ class Commands:
         """Seconds of the budget that are left."""
         return self._deadline - time.monotonic()
 
-    def run(self, command: Sequence[str | Path], limit_s: float, environment: Mapping[str, str] | None = None) -> str:
+    def run(self, command: Sequence[object], limit_s: float, environment: Mapping[str, str] | None = None) -> str:
         """Return what the command prints on its standard output; raise Failed where it does not end well in time."""
         words = [str(word) for word in command]
         limit = min(limit_s, self.left_s)

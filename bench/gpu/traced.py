@@ -58,9 +58,7 @@ def traced(schedule: Schedule, rank: int, output: Path) -> dict[str, Any]:
 
 def _device_times(events: Sequence[Any], ranges: Collection[str]) -> dict[str, int]:
     """Return what kernels and copies took on the GPU, which also shows every range; nothing on a CPU."""
-    from torch.autograd import DeviceType
-
-    work = [event for event in events if event.device_type == DeviceType.CUDA and event.name not in ranges]
+    work = [event for event in events if event.device_type.name == "CUDA" and event.name not in ranges]
 
     def total(kind: str) -> int:
         return round(sum(1000 * event.time_range.elapsed_us() for event in work if kind in event.name))

@@ -107,6 +107,24 @@ def test_a_failure_is_listed_and_the_parts_after_it_run(tmp_path, monkeypatch, c
     assert "- profile: x is broken" in (tmp_path / "gpu.md").read_text()
 
 
+def test_a_part_that_cannot_read_an_answer_fails_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "PARTS", {"machine": lambda bench: {}, "a": lambda bench: {}["b"], "c": lambda _: {}})
+    found = command.run(command.Options([], True, tmp_path, tmp_path / "w", 10))["parts"]
+    assert found["a"]["failures"] == ["KeyError: 'b'"]
+    assert found["c"]["failures"] == []
+
+
+def test_a_profile_or_plan_that_fails_leaves_no_older_one_behind(tmp_path):
+    for name in ("profile", *(f"profile-{kind}" for kind in plans.KINDS)):
+        (tmp_path / f"{name}.json").write_text("{}")
+    at = bench(tmp_path, Scripted(broken=["compile", "profile"]))
+    with pytest.raises(Failed, match="compile is broken"):
+        parts.plans(at)
+    with pytest.raises(Failed, match="profile is broken"):
+        parts.profile(at)
+    assert {path.name for path in tmp_path.iterdir()} == {"profile.config.json"}
+
+
 def test_what_other_parts_found_before_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "PARTS", {"machine": lambda bench: {}, "a": lambda bench: {"new": 1}})
     (tmp_path / "gpu.json").write_text(json.dumps({"parts": {"b": {"found": {"old": 1}, "failures": []}}}))
@@ -154,8 +172,14 @@ def test_failing_tests_are_named_with_what_pytest_says(tmp_path):
 def test_the_model_fills_its_share_of_the_gpu_by_an_estimate_of_what_a_block_saves(tmp_path):
     estimate = {"layers": [{"saved_bytes": 1}, {"count": 8, "saved_bytes": {"value": 900_000_000}}, {"saved_bytes": 5}]}
     (tmp_path / "estimate.json").write_text(json.dumps(estimate))
-    (tmp_path / "profile.json").write_text(json.dumps({"layers": [], "machine": {}}))
-    commands = Scripted()
+    written = json.dumps({"layers": [], "machine": {}})
+
+    class Writing(Scripted):
+        def run(self, command, limit_s, environment=None):
+            (tmp_path / "profile.json").write_text(written)
+            return super().run(command, limit_s, environment)
+
+    commands = Writing()
     found = parts.profile(bench(tmp_path, commands, ON_GPUS, machine={"gpus": [{"memory_bytes": 150 * 10**9}]}))
     assert found["microbatch_size"] == 6
     (_, measured) = [words for words, _ in commands.ran]

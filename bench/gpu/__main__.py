@@ -14,14 +14,16 @@ import time
 import zipfile
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from bench.gpu.commands import Commands
+from bench.gpu.commands import Commands, Failed
 from bench.gpu.page import page
 from bench.gpu.parts import PARTS, ROOT, Bench
 from bench.gpu.sizes import DRY, ON_GPUS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 LARGEST_BYTES = 16 * 2**20
 """Of a file in the output folder."""
@@ -72,7 +74,7 @@ def run(chosen: Options) -> dict[str, Any]:
         if not chosen.parts or name in chosen.parts or name == "machine":
             begin, bench.failures = time.monotonic(), []
             print(f"{name} ...", flush=True)
-            result = bench.attempt(partial(part, bench))
+            result = _attempt(part, bench)
             took = time.monotonic() - begin
             found["parts"][name] = {"found": result, "failures": bench.failures, "seconds": round(took, 1)}
             for failure in bench.failures:
@@ -80,6 +82,17 @@ def run(chosen: Options) -> dict[str, Any]:
             print(f"  {took:.1f} s", flush=True)
             _write(chosen, found)
     return found
+
+
+def _attempt(part: Callable[[Bench], dict[str, Any]], bench: Bench) -> dict[str, Any] | None:
+    """Return what a part finds; what it raises, also where it cannot read an answer, is its failure, not the run's."""
+    try:
+        return part(bench)
+    except Failed as error:
+        bench.failures.append(str(error))
+    except Exception as error:
+        bench.failures.append(f"{type(error).__name__}: {error}")
+    return None
 
 
 def _known(path: Path) -> dict[str, Any]:

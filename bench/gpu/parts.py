@@ -114,7 +114,8 @@ def profile(bench: Bench) -> Found:
 
 
 def _profile(bench: Bench, model: Model, size: int, devices: int, path: Path) -> None:
-    """Write the measured profile of a model."""
+    """Write the measured profile of a model, or leave none."""
+    path.unlink(missing_ok=True)
     config = path.with_suffix(".config.json")
     config.write_text(json.dumps(model.config), encoding="utf-8")
     sizes = ["--seq", str(model.sequence), "--microbatch-size", str(size), "--dtype", model.dtype]
@@ -163,7 +164,8 @@ def _compiled(bench: Bench, profile: str, microbatches: int, seconds: float) -> 
         found = json.loads(bench.commands.run([*command, *limit], bench.limit_s("plans")))
         return {key: value for key, value in found.items() if key != "baselines"}
 
-    plan_path(bench, profile, "roomy").unlink(missing_ok=True)
+    for kind in KINDS:
+        plan_path(bench, profile, kind).unlink(missing_ok=True)
     roomy = unconstrained(compiled, plan_path(bench, profile, "roomy"))
     found: Found = {"roomy": roomy.report}
     others = [kind for kind in KINDS if kind != "roomy"]
@@ -172,7 +174,7 @@ def _compiled(bench: Bench, profile: str, microbatches: int, seconds: float) -> 
     for kind, future in runs.items():
         if (report := bench.attempt(future.result)) is not None:
             found[kind] = report
-        else:
+        else:  # the plan of a cap that is met without its means
             plan_path(bench, profile, kind).unlink(missing_ok=True)
     return found
 

@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := demo
 
-.PHONY: help demo test test-torch check format lint type golden schemas bench estimates clean
+.PHONY: help demo test test-torch check format lint type golden schemas bench estimates gpu clean
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -58,6 +58,9 @@ bench: $(READY) ## Measure the planner on all cases (hours; see bench/planner.py
 
 estimates: $(READY) ## Compare estimated profiles with published measurements (docs/ESTIMATES.md)
 	$(BIN)/python -m bench.estimates
+
+gpu: ## Show all that this machine's GPUs can, with the torch that python3 has (docs/GPU.md)
+	sh bench/gpu.sh
 
 clean: ## Remove the environment and the demo's files
 	rm -rf $(VENV) .venv-* $(DEMO)

@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING
 from bench.report import machine, publish
 from optpipe_compiler.driver import Options, compile_schedule, link_share
 from optpipe_compiler.lower.emit import lift
+from optpipe_compiler.noise import noisy
 from optpipe_compiler.placement import Layout
 from optpipe_compiler.presets.models import Architecture
 from optpipe_compiler.problem import Caps, Freedom, build
 from optpipe_compiler.profile import Model
 from optpipe_compiler.simulate import retime
+from optpipe_compiler.view.measured import noise_lines
 from runtime_torch import run
 from runtime_torch.measure import MeasureOptions, measure
 from runtime_torch.text import default_path
@@ -116,7 +118,10 @@ def rounds_of(model: Model, options: argparse.Namespace) -> dict[str, tuple[ir.S
 
     def measured() -> Profile:
         wanted = MeasureOptions(devices=DEVICES, of=model, samples=options.samples)
-        return measure(wanted, lambda what, part: None)
+        profile = measure(wanted, lambda what, part: None)
+        for line in noise_lines(noisy(profile)):
+            print(line, file=sys.stderr)
+        return profile
 
     before = measured()
     found: dict[str, tuple[ir.Schedule, list[Round]]] = {

@@ -118,7 +118,7 @@ class _Alone:
         torch.manual_seed(seed)
         model = schedule.model
         mine = [range(*stage.layers) for stage in schedule.stages if stage.device == rank]
-        layers = {i: layer for own in mine for i, layer in zip(own, models.build(model, own), strict=True)}
+        layers = {i: layer for own in mine for i, layer in zip(own, models.build(model, own, device), strict=True)}
         self._schedule, self._rank, self._device, self._scale = schedule, rank, device, time_scale
         bundles = models.bundles(model)
         self._stages = stages_between(schedule, layers, rank, device, bundles, ties=models.ties(model))

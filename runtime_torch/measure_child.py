@@ -26,6 +26,7 @@ from runtime_torch.measure_layers import (
     transient_bytes,
 )
 from runtime_torch.measure_profile import Findings, LayerBytes, Messages, Times
+from runtime_torch.measure_spread import steadiest
 from runtime_torch.worker import settle_on_cpu
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.profile import Model
     from runtime_torch.measure_gauge import Gauge
+    from runtime_torch.measure_layers import Bench
 
 GROUP_TIMEOUT = timedelta(seconds=120)
 MOST_EQUAL = 4
@@ -119,18 +121,16 @@ def _find(gauge: Gauge, place: Place, model: Model, samples: int, say: Callable[
         messages = time_messages(gauge, place.rank, peer, benches.message_bytes, 5 * samples)
     dist.barrier()
     say("bookkeeping", 0.2)
-    overhead: Times = {}
-    for _ in time_ops(gauge, [bookkeeping_bench(gauge.device)], 5 * samples, overhead, lead=True):
-        pass
+    overhead = _overhead(gauge, samples)
     equal = {name: max(1, min(MOST_EQUAL, room // max(1, size.static))) for name, size in sizes.items()}
     times = _time_kinds(gauge, benches, names, equal, samples, say)
     dist.barrier()
     say("host copies of all processes at once", 0.85)
     block = names.index(common(names))
-    copies = time_copies(gauge, benches, block, 2 * samples)
+    copies = time_copies(gauge, benches, block, 2 * samples, _any_process)
     is_first = _is_first_on_its_link(gauge, place)
     say("host copies alone", 0.93)
-    copies_alone = time_copies(gauge, benches, block, 2 * samples) if is_first else None
+    copies_alone = time_copies(gauge, benches, block, 2 * samples, bool) if is_first else None
     dist.barrier()
     say("done", 1.0)
     del benches
@@ -204,6 +204,26 @@ def _telling_stages(count: int) -> list[tuple[int, int]]:
     return sorted((first, end) for first, end in stages if first >= 0 and end <= count)
 
 
+def _overhead(gauge: Gauge, samples: int) -> Times:
+    """Time ops that do next to nothing."""
+    bench = bookkeeping_bench(gauge.device)
+
+    def take(turn: int) -> Times:
+        times: Times = {}
+        for _ in time_ops(gauge, [bench], 5 * samples, times, lead=True):
+            pass
+        return times
+
+    return steadiest(take, _any_process)
+
+
+def _any_process(mine: bool) -> bool:
+    """Whether any of the measuring processes says yes; all of them call this."""
+    flag = torch.tensor(int(mine))
+    dist.all_reduce(flag, dist.ReduceOp.MAX)
+    return bool(flag)
+
+
 def _time_kinds(
     gauge: Gauge,
     benches: Benches,
@@ -222,10 +242,26 @@ def _time_kinds(
         stages = [benches.stage(index, index + 1) for index in own]
         dist.barrier()
         wanted = samples if name == main else 2 * samples
-        for progress in time_ops(gauge, stages, wanted, times.setdefault(name, {})):
-            say(f"times of the {name}", done + part * progress)
+        times[name] = _time_kind(gauge, stages, wanted, _telling(say, f"times of the {name}", done, part))
         done += part
     return times
+
+
+def _time_kind(gauge: Gauge, stages: list[Bench], samples: int, tell: Callable[[int, float], None]) -> Times:
+    """Time equal layers; `tell` which turn it is, and how much of it is done."""
+
+    def take(turn: int) -> Times:
+        times: Times = {}
+        for progress in time_ops(gauge, stages, samples, times):
+            tell(turn, progress)
+        return times
+
+    return steadiest(take, _any_process)
+
+
+def _telling(say: Callable[[str, float], None], what: str, done: float, part: float) -> Callable[[int, float], None]:
+    """Return what tells of turns that are `part` of everything; those after the first add nothing to what is done."""
+    return lambda turn, progress: say(what + ", again" * (turn > 0), done + part * (progress if turn == 0 else 1.0))
 
 
 # -- messages
@@ -233,22 +269,31 @@ def _time_kinds(
 
 def time_messages(gauge: Gauge, rank: int, peer: int, nbytes: int, samples: int) -> Messages:
     """Time messages between two processes, one way, by halves of round trips, while other pairs do the same."""
-    messages = Messages(SMALL_MESSAGE, nbytes)
     small, large = (torch.zeros(size, dtype=torch.uint8, device=gauge.device) for size in (SMALL_MESSAGE, nbytes))
-    few: list[int] = []
-    many: list[int] = []
-    for _ in range(5 + samples):
-        gauge.lead()
-        _round_trip(gauge, rank, peer, small)  # both begin the next one at the same time
-        # in turn, so that what else runs on the machine touches both alike
-        with gauge.timed(few):
-            _round_trip(gauge, rank, peer, small)
-        with gauge.timed(many):
-            _round_trip(gauge, rank, peer, large)
-        gauge.settle()
-    messages.small.extend(ns // 2 for ns in few[5:])
-    messages.large.extend(ns // 2 for ns in many[5:])
-    return messages
+
+    def take(turn: int) -> Times:
+        few: list[int] = []
+        many: list[int] = []
+        for _ in range(5 + samples):
+            gauge.lead()
+            _round_trip(gauge, rank, peer, small)  # both begin the next one at the same time
+            # in turn, so that what else runs on the machine touches both alike
+            with gauge.timed(few):
+                _round_trip(gauge, rank, peer, small)
+            with gauge.timed(many):
+                _round_trip(gauge, rank, peer, large)
+            gauge.settle()
+        return {"small": [ns // 2 for ns in few[5:]], "large": [ns // 2 for ns in many[5:]]}
+
+    return Messages(SMALL_MESSAGE, nbytes, **steadiest(take, lambda mine: _either(peer, mine)))
+
+
+def _either(peer: int, mine: bool) -> bool:
+    """Whether this process or its peer says yes; both of them call this."""
+    flag, other = torch.tensor([int(mine)]), torch.zeros(1, dtype=torch.int64)
+    for work in (dist.isend(flag, peer), dist.irecv(other, peer)):
+        _wait(work)
+    return bool(flag) or bool(other)
 
 
 def _round_trip(gauge: Gauge, rank: int, peer: int, data: torch.Tensor) -> None:

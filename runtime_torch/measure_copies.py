@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from optpipe_compiler import ir
 from runtime_torch.lanes import Work
 from runtime_torch.measure_layers import bookkeeping_bench
 from runtime_torch.measure_profile import Copies
+from runtime_torch.measure_spread import steadiest
 from runtime_torch.pinned import PinnedPool
 from runtime_torch.streams import StreamCarrier, StreamLanes
 from runtime_torch.timeline import Timeline
@@ -24,26 +26,37 @@ if TYPE_CHECKING:
     from runtime_torch.lanes import Lanes
     from runtime_torch.measure_gauge import Gauge
     from runtime_torch.measure_layers import Bench, Benches
+    from runtime_torch.measure_profile import Times
     from runtime_torch.streams import Backend
 
 MICROBATCHES = 4
 """In flight while host copies are timed; even."""
+LEAST, MOST_S = 2, 6.0
+"""Runs of all microbatches that are timed in any case, and seconds after which there are no more."""
 
 
-def time_copies(gauge: Gauge, benches: Benches, layer: int, samples: int) -> Copies:
-    """Time offloads and reloads of what `layer` saved: alone, then one while the other runs."""
-    latency: list[int] = []
-    with _copier(gauge, bookkeeping_bench(gauge.device)) as copier:
-        _alone(copier, samples, latency, latency)
-    del copier
+def time_copies(gauge: Gauge, benches: Benches, layer: int, samples: int, agree: Callable[[bool], bool]) -> Copies:
+    """Time offloads and reloads of what `layer` saved: alone, then one while the other runs; `agree` as `steadiest`."""
+    latency = _time_latency(gauge, samples, agree)
     gc.collect()  # lanes and carrier know each other: only now their memory is free, and no page is pinned twice
-    with _copier(gauge, benches.stage(layer, layer + 1)) as copier:
-        copies = Copies(copier.nbytes, latency)
-        _alone(copier, samples, copies.d2h, copies.h2d)
-        _duplex(copier, samples, copies.duplex_d2h, copies.duplex_h2d)
-    del copier
+    copies = _time_layer(gauge, benches.stage(layer, layer + 1), samples, agree)
+    copies.latency = latency
     gc.collect()
     return copies
+
+
+def _time_latency(gauge: Gauge, samples: int, agree: Callable[[bool], bool]) -> list[int]:
+    """Time copies of next to no bytes."""
+    with _copier(gauge, bookkeeping_bench(gauge.device)) as copier:
+        return [ns for times in steadiest(lambda turn: _alone(copier, samples), agree).values() for ns in times]
+
+
+def _time_layer(gauge: Gauge, bench: Bench, samples: int, agree: Callable[[bool], bool]) -> Copies:
+    """Time copies of what a layer saved; their latency is left empty."""
+    with _copier(gauge, bench) as copier:
+        alone = steadiest(lambda turn: _alone(copier, samples), agree)
+        duplex = steadiest(lambda turn: _duplex(copier, samples), agree)
+        return Copies(copier.nbytes, **alone, duplex_d2h=duplex["d2h"], duplex_h2d=duplex["h2d"])
 
 
 def stream_lanes(
@@ -109,24 +122,31 @@ class _Copier:
         self._timeline.add(op.id, "d2h" if there else "h2d", start, self._timeline.now())
 
 
-def _alone(copier: _Copier, samples: int, d2h: list[int], h2d: list[int]) -> None:
+def _alone(copier: _Copier, samples: int) -> Times:
     """Offload several microbatches, then reload them, so that none is still warm in the caches."""
     everyone = range(MICROBATCHES)
-    _repeat(copier, copier.lanes(everyone, everyone, at_once=False), samples, d2h, h2d)
+    return _repeat(copier, copier.lanes(everyone, everyone, at_once=False), samples)
 
 
-def _duplex(copier: _Copier, samples: int, d2h: list[int], h2d: list[int]) -> None:
+def _duplex(copier: _Copier, samples: int) -> Times:
     """Offload each microbatch while the one half-way round is reloaded."""
     half = MICROBATCHES // 2
     later = range(half, MICROBATCHES)
     copier.run(copier.lanes(later, (), at_once=False))
-    _repeat(copier, copier.lanes(range(MICROBATCHES), [*later, *range(half)], at_once=True), samples, d2h, h2d)
+    found = _repeat(copier, copier.lanes(range(MICROBATCHES), [*later, *range(half)], at_once=True), samples)
     copier.run(copier.lanes((), later, at_once=False))
+    return found
 
 
-def _repeat(copier: _Copier, lanes: Lanes, samples: int, d2h: list[int], h2d: list[int]) -> None:
-    for index in range(1 + max(1, samples // MICROBATCHES)):
+def _repeat(copier: _Copier, lanes: Lanes, samples: int) -> Times:
+    """Run the lanes until there are so many samples of each direction, or time is up; the first run is not counted."""
+    found: Times = {"d2h": [], "h2d": []}
+    copier.run(lanes)
+    begin = time.monotonic()
+    for index in range(max(1, samples // MICROBATCHES)):
+        if index >= LEAST and time.monotonic() - begin > MOST_S:
+            break
         out, back = copier.run(lanes)
-        if index > 0:
-            d2h.extend(out)
-            h2d.extend(back)
+        found["d2h"] += out
+        found["h2d"] += back
+    return found

@@ -88,6 +88,7 @@ class CudaGauge:
 
     def peaks(self, ops: Mapping[str, Callable[[], object]]) -> dict[str, int]:
         """By the caching allocator's own count, which includes its rounding."""
+        gc.collect()  # stages that know their lanes: a GPU may not have room for those measured before, too
         found = {}
         for name, op in ops.items():
             torch.cuda.reset_peak_memory_stats(self.device)

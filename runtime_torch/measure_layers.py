@@ -57,7 +57,7 @@ class Benches:
 
     def __init__(self, model: Model, data: bytes, device: torch.device | str = "cpu") -> None:
         self.model = model
-        self.device = device
+        self.device = torch.device(device)
         self._bundles = models.bundles(model)
         self.head = len(self._bundles) - 2
         inputs, target = models.batches(model, data)(torch.Generator().manual_seed(model.seed), 1)
@@ -79,7 +79,7 @@ class Benches:
         entering: dict[str, Tensor] = {}
         own = self.model.builder in models.OWN
         x = self.inputs
-        for index, layer in enumerate(models.each(self.model, range(1) if own else None)):
+        for index, layer in enumerate(models.each(self.model, range(1) if own else None, self.device)):
             entering.setdefault(self._names[index], x)
             if index < self.head:
                 x = self._bundled(index, layer.to(self.device))(x)
@@ -122,7 +122,7 @@ class Benches:
     def stage(self, first: int, end: int) -> Bench:
         """Return the stage of layers [first, end), with gradient buffers."""
         is_last = end == self.head + 1
-        built = [layer.to(self.device) for layer in models.build(self.model, range(first, end))]
+        built = [layer.to(self.device) for layer in models.build(self.model, range(first, end), self.device)]
         layers = [self._bundled(index, layer, packs=index + 1 == end) for index, layer in enumerate(built, first)]
         stage = StageExecution(layers, first, is_first=first == 0, is_last=is_last, device=self.device)
         for layer in stage.layers:

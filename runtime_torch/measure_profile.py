@@ -97,7 +97,7 @@ def assemble(model: Model, devices: int, findings: Sequence[Findings], per_host:
     others, too, and called estimated where it says something about them together: links and messages.
     """
     first, here = findings[0], per_host or devices
-    overhead = quantity(t for found in findings for samples in found.overhead.values() for t in samples)
+    overhead = _overhead(findings)
     layers: list[Layer] = []
     for name, run in groupby(first.names):
         times = {op: [t for found in findings for t in found.times[name][op]] for op in first.times[name]}
@@ -119,6 +119,14 @@ def assemble(model: Model, devices: int, findings: Sequence[Findings], per_host:
         ),
         layers=layers,
     )
+
+
+def _overhead(findings: Sequence[Findings]) -> Quantity:
+    """Return what an op takes that does next to nothing; the spread is that of the op that varies most, as the
+    kinds of ops differ from each other without being noise."""
+    kinds = [quantity(t for found in findings for t in found.overhead[op]) for op in findings[0].overhead]
+    every = quantity(t for found in findings for samples in found.overhead.values() for t in samples)
+    return structs.replace(every, spread=max(kind.spread for kind in kinds))
 
 
 def _memory(findings: Sequence[Findings], per_host: int) -> tuple[int, Cost]:
@@ -191,11 +199,15 @@ def _messages(findings: Sequence[Findings], link: Link) -> list[P2P]:
 
 
 def _p2p(messages: Sequence[Messages]) -> P2P:
-    """Put the line through the median times of the two sizes; where noise lets it fall, all time is bandwidth's."""
+    """Put the line through the median times of the two sizes.
+
+    Where the larger one's spread is more than what its bytes add, latency and bandwidth cannot be told apart, and all
+    time is bandwidth's: messages of a model have the larger size, for which either is right.
+    """
     few = quantity(t for found in messages for t in found.small)
     many = quantity(t for found in messages for t in found.large)
     sizes = messages[0]
-    if many.value <= few.value:
+    if many.value - few.value <= many.spread:
         return P2P(bytes_per_s=bandwidth(many, sizes.large_bytes, 0))
     speed = bandwidth(many, sizes.large_bytes - sizes.small_bytes, few.value)
     latency = max(0, few.value - round(sizes.small_bytes * 1e9 / speed.value))
@@ -305,8 +317,12 @@ def quantity(samples: Iterable[int]) -> Quantity:
 
 
 def bandwidth(time: Quantity, nbytes: int, latency_ns: int) -> Quantity:
-    """Return bytes per second of `nbytes` in `time` ns beyond the latency, with the relative spread of that time."""
-    net = max(1, time.value - latency_ns)
+    """Return bytes per second of `nbytes` in `time` ns beyond the latency, with the relative spread of that time.
+
+    Where the spread is more than that time, the latency is left out: what it leaves is noise.
+    """
+    net = time.value - latency_ns
+    net = max(1, time.value if net <= time.spread else net)
     speed = max(1, round(nbytes * 1e9 / net))
     return Quantity(value=speed, source="measured", samples=time.samples, spread=round(speed * time.spread / net))
 

@@ -117,6 +117,15 @@ class RunReport:
             for name, times in found.items()
         }
 
+    @property
+    def compute_ratio(self) -> float | None:
+        """All compute ops, measured / forecast; None of a rehearsal, and of a first step alone, which warms up."""
+        times = [time for name, time in self.kinds.items() if name not in ("offload", "reload")]
+        forecast = sum(time.forecast_ns for time in times)
+        if self.mode == "rehearsal" or len(self.steps) < 2 or not forecast:
+            return None
+        return sum(time.measured_ns for time in times) / forecast
+
 
 def forecast_durations(schedule: ir.Schedule, device: int) -> dict[str, int]:
     """The forecast duration in ns of every op of a device that takes time on a lane."""

@@ -22,26 +22,27 @@ TEXT = Path(__file__)
 
 
 def tiny_profile(model: Model = MODEL, devices: int = 2, ms: int = 1) -> Profile:
-    """Costs of the tiny model: made-up times of `ms` milliseconds, measured bytes."""
+    """Costs of the tiny model: made-up times of `ms` milliseconds, bytes measured where a device alone runs."""
     import torch
 
     from runtime_torch import models
     from runtime_torch.execution import StageExecution
 
     count = models.layer_count(model)
-    inputs, target = models.batch(model, bytes(range(256)), torch.Generator().manual_seed(0), 1)
+    on = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    inputs, target = (x.to(on) for x in models.batch(model, bytes(range(256)), torch.Generator().manual_seed(0), 1))
     layers = []
     for index in range(count):
         stage = StageExecution(
-            models.build(model, range(index, index + 1)),
+            [layer.to(on) for layer in models.build(model, range(index, index + 1))],
             index,
             is_first=index == 0,
             is_last=index == count - 1,
-            device="cpu",
+            device=on,
         )
-        x = inputs if index == 0 else _random(*models.boundary(model, index - 1))
+        x = inputs if index == 0 else _random(*models.boundary(model, index - 1)).to(on)
         wanted = target if stage.is_last else None
-        gradient = None if stage.is_last else _random(*models.boundary(model, index))
+        gradient = None if stage.is_last else _random(*models.boundary(model, index)).to(on)
         stage.forward(0, x, wanted)
         saved = stage.saved_bytes(0)
         stage.backward_input(0, gradient)

@@ -119,6 +119,32 @@ def test_the_command_writes_a_profile_and_never_over_its_base(tmp_path):
 
 
 @pytest.mark.runtime
+def test_the_readmes_sequence_runs_with_its_defaults_in_an_empty_folder(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    small = "--devices 2 --layers 2 --hidden 32 --heads 2 --seq 16 --microbatch-size 2"
+    for command in (
+        f"profile {small}",
+        "compile --time-limit 1",
+        "run --trace run.json --steps 2",
+        "profile --from-run run.json",
+        "compile measured.json --time-limit 1",
+        "run schedule.json --steps 1",
+    ):
+        done = CliRunner().invoke(cli, command.split(), catch_exceptions=False)
+        assert done.exit_code == 0, (command, done.output)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "profile.json",
+        "schedule.json",
+        "run.json",
+        "measured.json",
+    }
+    base, measured = load_profile(tmp_path / "profile.json"), load_profile(tmp_path / "measured.json")
+    assert measured.digest() != base.digest()
+    assert measured.model == base.model
+
+
+@pytest.mark.runtime
 def test_the_trace_of_a_real_run_is_read(tmp_path):
     pytest.importorskip("torch")
     import msgspec

@@ -452,7 +452,8 @@ def test_a_model_whose_layers_do_not_fit_is_refused_before_any_is_made():
 
 @pytest.mark.runtime
 def test_under_torchrun_the_ranks_are_the_devices_and_every_pair_of_neighbours_is_measured(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "-m", "optpipe_compiler.cli"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    command += ["-m", "optpipe_compiler.cli"]
     sizes = ["--layers", "2", "--hidden", "32", "--heads", "2", "--seq", "16", "--microbatch-size", "2"]
     root = str(Path(__file__).parents[1])
     ended = subprocess.run(

@@ -61,7 +61,7 @@ def benches() -> measure_layers.Benches:
 
 @pytest.mark.parametrize("gauge", [CpuGauge(), LateGauge()], ids=["threads", "streams"])
 def test_copies_are_timed_as_often_as_asked_on_either_kind_of_lanes(gauge, benches):
-    copies = time_copies(gauge, benches, 1, 8)
+    copies = time_copies(gauge, benches, 1, 8, bool)
     bench = benches.stage(1, 2)
     bench.forward(0)
     assert copies.nbytes == bench.stage.saved_bytes(0)
@@ -77,7 +77,7 @@ def test_copies_on_streams_use_no_more_than_their_slab_and_spoil_no_gradient(ben
     bench, other = benches.stage(1, 2), benches.stage(1, 2)
     copier = _Copier(gauge, bench)
     for timed in (_alone, _duplex):
-        timed(copier, 8, [], [])
+        timed(copier, 8)
     assert gauge.slabs == [MICROBATCHES * copier.nbytes]
     other.forward(0)
     expected = other.stage.backward(0, other.gradient)
@@ -87,7 +87,7 @@ def test_copies_on_streams_use_no_more_than_their_slab_and_spoil_no_gradient(ben
 
 def test_an_offload_runs_while_another_microbatch_is_reloaded(benches):
     gauge = LateGauge()
-    _duplex(_Copier(gauge, benches.stage(1, 2)), 4, [], [])
+    _duplex(_Copier(gauge, benches.stage(1, 2)), 4)
     waits = [entry[1:] for entry in gauge.backend.log if entry[0] == "wait"]
     assert ("d2h", "h2d") in waits
     assert ("h2d", "d2h") in waits

@@ -51,6 +51,13 @@ def test_a_rank_that_builds_only_its_layers_gets_the_same_weights():
     assert models.build(SMALL, range(2, 2)) == []
 
 
+def test_layers_are_made_where_they_are_wanted_with_the_same_shapes():
+    here, there = models.build(SMALL), models.build(SMALL, None, torch.device("meta"))
+    assert {parameter.device.type for parameter in weights(there)} == {"meta"}
+    assert [p.shape for p in weights(there)] == [p.shape for p in weights(here)]
+    assert equal(weights(models.build(SMALL, None, torch.device("cpu"))), weights(here))
+
+
 def test_layers_and_seeds_differ():
     first, second = models.build(SMALL, range(1, 3))
     assert not torch.equal(first.up.weight, second.up.weight)

@@ -16,6 +16,8 @@ from optpipe_compiler.cli import cli
 from optpipe_compiler.errors import BadInput
 from runtime_torch.emulate import Transfers, emulate, transfers
 
+pytestmark = pytest.mark.gpu
+
 
 def ranges(stage, microbatch):
     return [("offload", 2 * stage, 2 * stage + 1), ("recompute", 2 * stage + 1, 2 * stage + 2)]

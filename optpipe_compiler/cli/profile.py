@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
+import msgspec
 
 from optpipe_compiler.cli.common import PROFILE, console, say, write
 from optpipe_compiler.cli.estimate import ESTIMATED, chosen, dtype_option, estimate_options, refuse
@@ -14,10 +15,15 @@ from optpipe_compiler.errors import BadInput
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rich.console import RenderableType
+
+    from optpipe_compiler.profile import Profile
     from runtime_torch.measure import MeasureOptions
 
 MEASURED = {"layers": 8, "hidden": 256, "heads": 4, "seq": 128, "microbatch_size": 4}
 """What is measured when nothing is said."""
+FROM_RUN = Path("measured.json")
+"""Where the profile of a run goes when nothing is said: beside the one that the run was planned with."""
 
 
 @click.group(invoke_without_command=True)
@@ -51,9 +57,14 @@ MEASURED = {"layers": 8, "hidden": 256, "heads": 4, "seq": 128, "microbatch_size
 )
 @click.option("--list-gpus", is_flag=True, help="Print the known GPUs.")
 @click.option("--list-models", is_flag=True, help="Print the known models.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=PROFILE, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), help="[default: profile.json; from a run: measured.json]"
+)
 @click.pass_context
-def profile(context: click.Context, /, output: Path, list_gpus: bool, list_models: bool, **options: Any) -> None:
+def profile(
+    context: click.Context, /, output: Path | None, list_gpus: bool, list_models: bool, as_json: bool, **options: Any
+) -> None:
     """Write a cost profile: measured on this machine (a small GPT, or `--model`), derived from a model's configuration
     and a GPU's data sheet (`--model` and `--gpu`), or made from a few numbers (`optpipe profile uniform`).
 
@@ -62,17 +73,34 @@ def profile(context: click.Context, /, output: Path, list_gpus: bool, list_model
     if context.invoked_subcommand is not None:
         return
     given = {name: value for name, value in options.items() if value is not None}
+    output = output or (FROM_RUN if "from_run" in given else PROFILE)
     if list_gpus or list_models:
         _list(gpus=list_gpus, models=list_models)
     elif "from_run" in given:
-        _from_run(output, given)
+        _from_run(output, given, as_json=as_json)
     elif "model" in given and "gpu" in given:
-        _estimate(output, given)
+        _estimate(output, given, as_json=as_json)
     elif "model" in given:
-        _measure_model(output, given)
+        _measure_model(output, given, as_json=as_json)
     else:
         refuse(given, {"device", "devices", *MEASURED}, "needs --model")
-        _measure(output, **{"device": None, "devices": None, **MEASURED, **given})
+        _measure(output, as_json=as_json, **{"device": None, "devices": None, **MEASURED, **given})
+
+
+def _finish(record: Profile, output: Path, shown: Callable[[], RenderableType], *, as_json: bool) -> None:
+    """Write the profile; say which of its numbers are noise, and what it holds."""
+    from optpipe_compiler.noise import noisy
+    from optpipe_compiler.view.measured import noise_lines
+
+    write(output, record)
+    found = noisy(record)
+    for line in noise_lines(found):
+        click.echo(f"optpipe: {line}", err=True)
+    if as_json:
+        about = {"profile": str(output), "name": record.name, "digest": record.digest(), "noisy": found}
+        click.echo(msgspec.json.encode(about))
+    else:
+        console().print(shown())
 
 
 def _list(*, gpus: bool, models: bool) -> None:
@@ -86,7 +114,7 @@ def _list(*, gpus: bool, models: bool) -> None:
         console().print(model_table({name: model_presets.load(name) for name in model_presets.presets()}))
 
 
-def _estimate(output: Path, given: dict[str, Any]) -> None:
+def _estimate(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
     from optpipe_compiler.files import check_writable
     from optpipe_compiler.presets import gpus, models
     from optpipe_compiler.view.estimated import render
@@ -98,11 +126,10 @@ def _estimate(output: Path, given: dict[str, Any]) -> None:
     options = chosen(given, models.load(given["model"]), gpus.load(given.get("gpu", "")))
     check_writable(output)
     record = estimate(options)
-    write(output, record)
-    console().print(render(record, str(output), assumptions(options)))
+    _finish(record, output, lambda: render(record, str(output), assumptions(options)), as_json=as_json)
 
 
-def _from_run(output: Path, given: dict[str, Any]) -> None:
+def _from_run(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
     from optpipe_compiler import profile as profiles
     from optpipe_compiler.files import check_writable
     from optpipe_compiler.from_run import profile_from_run, read_run
@@ -115,11 +142,10 @@ def _from_run(output: Path, given: dict[str, Any]) -> None:
     check_writable(output)
     base = profiles.load(base_path)
     found = profile_from_run(base, str(base_path), read_run(given["from_run"]))
-    write(output, found.profile)
-    console().print(render(found, str(output)))
+    _finish(found.profile, output, lambda: render(found, str(output)), as_json=as_json)
 
 
-def _measure_model(output: Path, given: dict[str, Any]) -> None:
+def _measure_model(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
     """Measure a known architecture, or a user's layers, on this machine."""
     from optpipe_compiler.profile import Model
     from runtime_torch.measure import MeasureOptions
@@ -136,7 +162,8 @@ def _measure_model(output: Path, given: dict[str, Any]) -> None:
     )
     if model.dtype not in ("fp32", "bf16"):
         raise BadInput(f"--dtype is {model.dtype}, expected fp32 or bf16 where there is no --gpu")
-    _run_measure(output, MeasureOptions(device=given.get("device"), devices=given.get("devices"), of=model))
+    options = MeasureOptions(device=given.get("device"), devices=given.get("devices"), of=model)
+    _run_measure(output, options, as_json=as_json)
 
 
 def _built(name: str, layers: int | None) -> tuple[str, dict[str, Any]]:
@@ -162,6 +189,8 @@ def _measure(
     heads: int,
     seq: int,
     microbatch_size: int,
+    *,
+    as_json: bool,
 ) -> None:
     from runtime_torch.measure import MeasureOptions
 
@@ -176,10 +205,11 @@ def _measure(
             sequence_length=seq,
             microbatch_size=microbatch_size,
         ),
+        as_json=as_json,
     )
 
 
-def _run_measure(output: Path, options: MeasureOptions) -> None:
+def _run_measure(output: Path, options: MeasureOptions, *, as_json: bool) -> None:
     from optpipe_compiler.files import check_writable
     from optpipe_compiler.view.measured import MeasureBar, render
     from runtime_torch.job import place_from_environment
@@ -193,8 +223,8 @@ def _run_measure(output: Path, options: MeasureOptions) -> None:
     with MeasureBar(console(stderr=True)) as bar:
         measured = (measure if place is None else measure_in_group)(options, bar.update)
     assert measured is not None
-    write(output, measured)
-    console().print(render(measured, str(output)))
+    record = measured
+    _finish(record, output, lambda: render(record, str(output)), as_json=as_json)
 
 
 def _uniform_option(name: str, default: Any, help: str) -> Callable[[Any], Any]:

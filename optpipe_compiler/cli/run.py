@@ -57,7 +57,7 @@ def run(
         raise MissingDependency("run needs torch: pip install 'optpipe[runtime]'")
     from optpipe_compiler import ir
     from optpipe_compiler.files import check_writable, write_atomically
-    from optpipe_compiler.view.replay import ReplayBar, render
+    from optpipe_compiler.view.replay import ReplayBar, note, render
     from runtime_torch.launch import run as replay
     from runtime_torch.text import default_path
 
@@ -91,6 +91,8 @@ def run(
         say_json(report)
     else:
         console().print(render(report))
+    if (slow := note(report, schedule_path, trace_path)) is not None:
+        click.echo(f"optpipe: {slow}", err=True)
     if report.check is not None and not report.check.ok:
         raise Rejected("run --check: loss or gradients differ from the unpipelined model")
 

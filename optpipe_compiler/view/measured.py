@@ -14,8 +14,11 @@ from optpipe_compiler.units import printable, short_bytes, show_bytes, show_ns
 from optpipe_compiler.view.bar import Bar, description_column
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console, RenderableType
 
+    from optpipe_compiler.noise import Noisy
     from optpipe_compiler.profile import Cost, Link, Profile
 
 
@@ -59,6 +62,20 @@ def render(profile: Profile, path: str) -> RenderableType:
     return Group(
         table, _machine(profile), Text(f"wrote {printable(path)}; ± is the interquartile range of the samples")
     )
+
+
+def noise_lines(found: Sequence[Noisy]) -> list[str]:
+    """Say which numbers are noise, each with its spread; nothing where there are none."""
+    if not found:
+        return []
+    lines = [f"  {one.name}: {_shown(one)} ± {_shown(one, one.spread)}" for one in found]
+    head = "not to be trusted, because their spread is more than half of what they say:"
+    return [head, *lines, "profile again when nothing else runs on the machine"]
+
+
+def _shown(one: Noisy, value: int | None = None) -> str:
+    value = one.value if value is None else value
+    return show_ns(value) if one.unit == "ns" else f"{value / 1e9:.3g} GB/s"
 
 
 def _time(cost: Cost | None) -> str:

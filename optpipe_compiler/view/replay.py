@@ -13,6 +13,8 @@ from optpipe_compiler.units import short_bytes, show_ns
 from optpipe_compiler.view.bar import Bar, description_column
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from rich.console import Console, RenderableType
 
     from optpipe_compiler.ir import Schedule
@@ -41,6 +43,23 @@ class ReplayBar(Bar):
         text = "rehearsing" if self.rehearsal else f"loss {event['loss']:.4f}"
         self.bar.update(self.task, completed=step, description=text)
         self.say(f"step {step}: {text}")
+
+
+SLOW = 1.15
+"""Compute ops that take more than this times their forecast do not have the costs of their profile; on CPUs, runs right
+after their profile stay below it where nothing is offloaded (docs/FORECAST.md)."""
+
+
+def note(report: Any, schedule: Path, trace: Path | None) -> str | None:
+    """Say that the profile does not hold, where compute ops are slower than it says, and how to get one that does."""
+    ratio = report.compute_ratio
+    if ratio is None or ratio <= SLOW:
+        return None
+    again = f"optpipe run {schedule} --trace run.json, then " if trace is None else ""
+    return (
+        f"compute ops took {ratio:.2f} x what the profile says; for costs as in this run: "
+        f"{again}optpipe profile --from-run {trace or 'run.json'}"
+    )
 
 
 def render(report: Any) -> RenderableType:

@@ -1,0 +1,202 @@
+"""What was found as one Markdown page, in the form of docs/GPU.md's "Recorded"."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from bench.gpu.parts import broken_promises
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+Found = dict[str, Any]
+STEP_WITHIN = 0.05
+HIDDEN_AT_LEAST = 0.95
+USED_AT_LEAST = 0.90
+"""What docs/GPU.md expects."""
+
+
+def page(found: Found) -> str:
+    """Return the page; parts that have not run are left out."""
+    lines = ["# What a GPU machine shows", "", f"Written by `{found['command']}` on {found['when']}.", ""]
+    writers = {
+        "machine": _machine,
+        "profile": _profile,
+        "plans": _plans,
+        "emulate": _emulations,
+        "check": _checks,
+        "tests": _tests,
+        "trace": _trace,
+    }
+    for part, write in writers.items():
+        if found["parts"].get(part, {}).get("found"):
+            lines += [f"## {part.capitalize()}", "", *write(found["parts"][part]["found"]), ""]
+    lines += ["## Failures", "", *_failures(found), ""]
+    return "\n".join(lines)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    return ["| " + " | ".join(map(str, row)) + " |" for row in (head, ["---"] * len(head), *rows)]
+
+
+def _failures(found: Found) -> Iterator[str]:
+    every = [f"- {part}: {one}" for part, about in found["parts"].items() for one in about["failures"]]
+    yield from every or ["None."]
+
+
+def _machine(machine: Found) -> Iterator[str]:
+    gpus = ", ".join(f"{gpu['name']} ({gpu['memory_bytes'] / 2**30:.0f} GiB)" for gpu in machine["gpus"]) or "no GPU"
+    yield f"{gpus}; {machine['cores']} cores ({machine['processor']}), {machine['memory_bytes'] / 2**30:.0f} GiB;"
+    versions = ", ".join(f"{name} {version or 'absent'}" for name, version in machine["packages"].items())
+    yield f"Python {machine['python']}, {versions}; CUDA {machine['cuda']}, NCCL {machine['nccl']}."
+    for name in ("nvidia_smi", "topology"):
+        if machine[name]:
+            yield from ("", "```", machine[name], "```")
+
+
+def _profile(profile: Found) -> Iterator[str]:
+    yield (
+        f"{profile['model_type']}, {profile['num_hidden_layers']} blocks of {profile['hidden_size']}, "
+        f"{profile['dtype']}, {profile['microbatch_size']} x {profile['sequence']} tokens per microbatch. "
+        "Medians, with the interquartile range of the samples."
+    )
+    yield ""
+    ops = ("forward", "backward_input", "backward_weight", "backward", "recompute")
+    rows = [
+        [layer["name"], *(_measured(layer.get(f"{op}_ns"), 1e6) for op in ops), _measured(layer["saved_bytes"], 1e9)]
+        for layer in profile["layers"]
+    ]
+    yield from table(["layer, ms", *ops, "saved, GB"], rows)
+    yield ""
+    machine = profile["machine"]
+    yield f"Overhead of an op {_measured(machine['op_overhead_ns'], 1e3)} µs."
+    for link in machine["links"][:1]:
+        speeds = [f"{way} {_measured(link.get(f'{way}_bytes_per_s'), 1e9)}" for way in COPIES]
+        yield f"Host link in GB/s: {', '.join(speeds)}; latency {_measured(link['latency_ns'], 1e3)} µs."
+
+
+COPIES = ("d2h", "h2d", "duplex_d2h", "duplex_h2d")
+
+
+def _measured(cost: Any, unit: float) -> str:
+    if not isinstance(cost, dict):
+        return "-" if cost is None else f"{cost / unit:.3g}"
+    spread = f" ±{cost['spread'] / max(1, cost['value']):.0%}" if cost.get("spread") else ""
+    return f"{cost['value'] / unit:.3g}{spread}"
+
+
+def _plans(plans: Found) -> Iterator[str]:
+    rows = [
+        [
+            kind,
+            plan["method"],
+            plan["stages"],
+            f"{plan['cap_bytes'] / 1e9:.1f}",
+            f"{max(plan['peak_bytes']) / 1e9:.1f}",
+            plan["num_offloads"],
+            plan["num_recomputes"],
+            f"{plan['makespan_ns'] / 1e6:.1f}",
+            plan["digest"].removeprefix("sha256:")[:12],
+        ]
+        for kind, plan in plans.items()
+    ]
+    head = ["plan", "by", "stages", "cap, GB", "peak, GB", "offloads", "recomputes", "forecast, ms", "digest"]
+    yield from table(head, rows)
+
+
+def _emulations(plans: Found) -> Iterator[str]:
+    yield "Every device alone, its neighbours emulated; medians of the steps after the first."
+    yield ""
+    rows = [[kind, *_emulation(report)] for kind, reports in plans.items() for report in reports]
+    head = [
+        "plan",
+        "device",
+        "step, ms",
+        "forecast",
+        "ratio",
+        "hidden",
+        "planned",
+        "store",
+        "allocator",
+        "host",
+        "as expected",
+    ]
+    yield from table(head, rows)
+    yield ""
+    yield (
+        f"`ratio`: measured over forecast, within {STEP_WITHIN:.0%} of 1. `hidden`: of the copies' time, behind "
+        f"compute, at least {HIDDEN_AT_LEAST:.0%} of what is `planned`. `store`, `allocator`: activations at most, by "
+        "the runtime's count and by torch's allocator, over the promise; the latter between "
+        f"{USED_AT_LEAST:.0%} and 100%. `host`: offloaded bytes at most, over the promise."
+    )
+
+
+def _emulation(report: Found) -> list[str]:
+    measured, planned = (_hidden(report[name]) for name in ("transfers", "forecast_transfers"))
+    promised = report["promised_activation_bytes"]
+    return [
+        str(report["rank"]),
+        f"{report['span_ns'] / 1e6:.1f}",
+        f"{report['forecast_span_ns'] / 1e6:.1f}",
+        f"{report['span_ns'] / report['forecast_span_ns']:.3f}",
+        "-" if measured is None else f"{measured:.1%}",
+        "-" if planned is None else f"{planned:.1%}",
+        f"{report['peak_activation_bytes'] / promised:.1%}",
+        f"{report['allocator_peak_bytes'] / promised:.1%}",
+        f"{report['peak_host_bytes'] / report['promised_host_bytes']:.1%}" if report["promised_host_bytes"] else "-",
+        ", ".join(unexpected(report)) or "yes",
+    ]
+
+
+def _hidden(transfers: Found) -> float | None:
+    """Return the share of the copies' time that compute hides; None without copies."""
+    total = transfers["hidden_ns"] + transfers["exposed_ns"]
+    return transfers["hidden_ns"] / total if total else None
+
+
+def unexpected(report: Found) -> list[str]:
+    """Name the figures of one device that are not as docs/GPU.md expects."""
+    measured, planned = (_hidden(report[name]) for name in ("transfers", "forecast_transfers"))
+    found = []
+    if abs(report["span_ns"] / report["forecast_span_ns"] - 1) > STEP_WITHIN:
+        found.append("step")
+    if measured is not None and planned is not None and measured < HIDDEN_AT_LEAST * planned:
+        found.append("hidden")
+    if broken_promises(report) or report["allocator_peak_bytes"] < USED_AT_LEAST * report["promised_activation_bytes"]:
+        found.append("memory")
+    return found
+
+
+def _checks(found: Found) -> Iterator[str]:
+    yield f"Gradients against the unpipelined model, {found['devices']} devices, fp32."
+    yield ""
+    rows = [
+        [
+            kind,
+            run["backend"],
+            f"{run['num_offloads']} / {run['num_recomputes']}",
+            "equal" if run["check"]["ok"] else "DIFFERENT",
+            f"{run['check']['worst_difference']:.1e}",
+            f"{run['makespan_ns'] / run['forecast_makespan_ns']:.2f}" if found["one_at_a_time"] else "-",
+        ]
+        for kind, run in found["plans"].items()
+    ]
+    yield from table(["plan", "backend", "offloads / recomputes", "gradients", "worst", "step over forecast"], rows)
+    if "not_run" in found:
+        yield from ("", f"Not run: {found['not_run']}.")
+
+
+def _tests(found: Found) -> Iterator[str]:
+    for name, line in found.items():
+        yield f"- `pytest -m gpu`, {name}: {line}"
+
+
+def _trace(found: Found) -> Iterator[str]:
+    yield (
+        f"Torch's profiler, one step of device {found['device']} of the plan `{found['plan']}`: "
+        f"{found['ranges_found']} of {found['ranges']} ops have a range of their name."
+    )
+    if "kernels_ns" in found:
+        times = {"kernels": "kernels_ns", "copies out": "d2h_ns", "copies in": "h2d_ns", "on the device": "d2d_ns"}
+        yield ", ".join(f"{name} {found[key] / 1e6:.1f} ms" for name, key in times.items()) + "."

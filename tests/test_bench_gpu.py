@@ -1,0 +1,387 @@
+"""`sh bench/gpu.sh`: a dry run is complete, and a failure is named and does not stop what comes after it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from bench.gpu import __main__ as command  # noqa: E402
+from bench.gpu import emulated, facts, parts, plans, traced  # noqa: E402
+from bench.gpu.commands import Commands, Failed  # noqa: E402
+from bench.gpu.page import page, unexpected  # noqa: E402
+from bench.gpu.sizes import DRY, ON_GPUS, samples  # noqa: E402
+
+SCRIPT = Path(__file__).parents[1] / "bench" / "gpu.sh"
+REPORT = {
+    "rank": 0,
+    "span_ns": 104,
+    "forecast_span_ns": 100,
+    "transfers": {"hidden_ns": 96, "exposed_ns": 4},
+    "forecast_transfers": {"hidden_ns": 100, "exposed_ns": 0},
+    "peak_activation_bytes": 900,
+    "promised_activation_bytes": 1000,
+    "allocator_peak_bytes": 950,
+    "peak_host_bytes": 10,
+    "promised_host_bytes": 10,
+}
+
+
+@pytest.mark.runtime
+def test_a_dry_run_finds_everything_that_a_run_on_gpus_does(tmp_path):
+    out = tmp_path / "out"
+    some = ["profile", "plans", "check", "emulate", "trace"]  # without the tests, of which this is one
+    done = subprocess.run(
+        ["sh", SCRIPT, "--dry-run", "--out", out, "--work", tmp_path / "work", *some],
+        env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable, "PYTHONPATH": ":".join(filter(None, sys.path))},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((out / "gpu.json").read_text())["parts"]
+    assert list(found) == ["machine", *some]
+    assert not any(part["failures"] for part in found.values())
+    assert found["machine"]["found"]["packages"]["torch"]
+    compiled = found["plans"]["found"]
+    assert compiled["offload"]["num_offloads"] > 0
+    assert compiled["recompute"]["num_recomputes"] > 0
+    assert compiled["split"]["method"] == "zb-h1"
+    emulated = found["emulate"]["found"]
+    assert list(emulated) == list(plans.KINDS)
+    assert all([report["rank"] for report in reports] == [0, 1] for reports in emulated.values())
+    assert all(run["check"]["ok"] for run in found["check"]["found"]["plans"].values())
+    assert found["trace"]["found"]["ranges_found"] == found["trace"]["found"]["ranges"] > 0
+    text = (out / "gpu.md").read_text()
+    assert all(f"| {kind} | 1 | " in text for kind in plans.KINDS)
+    assert {path.name for path in out.iterdir()} == {
+        "gpu.json",
+        "gpu.md",
+        "gpu.log",
+        "files.zip",
+        "torch-trace.json.gz",
+    }
+    assert "profile-offload.json" in zipfile.ZipFile(out / "files.zip").namelist()
+
+
+class Scripted(Commands):
+    """Answers commands instead of running them; those that contain a word of `broken` fail."""
+
+    def __init__(self, answers=None, broken=()):
+        self.answers, self.broken, self.ran = answers or {}, broken, []
+
+    def run(self, command, limit_s, environment=None):
+        words = list(map(str, command))
+        self.ran.append((words, environment))
+        for word in self.broken:
+            if word in words:
+                raise Failed(f"{word} is broken", "printed before\n")
+        return next((answer for word, answer in self.answers.items() if word in words), "{}")
+
+
+def test_a_failure_is_listed_and_the_parts_after_it_run(tmp_path, monkeypatch, capsys):
+    def breaks(bench):
+        raise Failed("x is broken")
+
+    def half(bench):
+        bench.failures.append("y is broken")
+        return {"plain": "1 passed"}
+
+    monkeypatch.setattr(command, "PARTS", {"machine": lambda bench: {}, "profile": breaks, "tests": half})
+    monkeypatch.setattr(sys, "argv", ["gpu.sh", "--dry-run", "--out", str(tmp_path), "--work", str(tmp_path / "w")])
+    with pytest.raises(SystemExit) as ended:
+        command.main()
+    assert ended.value.code == 1
+    assert capsys.readouterr().out.endswith("2 failed\n- profile: x is broken\n- tests: y is broken\n")
+    found = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    assert found["profile"]["found"] is None
+    assert found["tests"]["found"] == {"plain": "1 passed"}
+    assert "- profile: x is broken" in (tmp_path / "gpu.md").read_text()
+
+
+def test_a_part_that_cannot_read_an_answer_fails_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "PARTS", {"machine": lambda bench: {}, "a": lambda bench: {}["b"], "c": lambda _: {}})
+    found = command.run(command.Options([], True, tmp_path, tmp_path / "w", 10))["parts"]
+    assert found["a"]["failures"] == ["KeyError: 'b'"]
+    assert found["c"]["failures"] == []
+
+
+def test_a_profile_or_plan_that_fails_leaves_no_older_one_behind(tmp_path):
+    for name in ("profile", *(f"profile-{kind}" for kind in plans.KINDS)):
+        (tmp_path / f"{name}.json").write_text("{}")
+    at = bench(tmp_path, Scripted(broken=["compile", "profile"]))
+    with pytest.raises(Failed, match="compile is broken"):
+        parts.plans(at)
+    with pytest.raises(Failed, match="profile is broken"):
+        parts.profile(at)
+    assert {path.name for path in tmp_path.iterdir()} == {"profile.config.json"}
+
+
+def test_what_other_parts_found_before_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "PARTS", {"machine": lambda bench: {}, "a": lambda bench: {"new": 1}})
+    (tmp_path / "gpu.json").write_text(json.dumps({"parts": {"b": {"found": {"old": 1}, "failures": []}}}))
+    found = command.run(command.Options(["a"], True, tmp_path, tmp_path / "w", 10))
+    kept = {name: part["found"] for name, part in found["parts"].items()}
+    assert kept == {"b": {"old": 1}, "machine": {}, "a": {"new": 1}}
+
+
+def test_a_part_that_is_not_known_is_refused(capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.options(["emulates"])
+    assert ended.value.code == 2
+    assert "PART is emulates, expected one of machine, tests, profile, plans" in capsys.readouterr().err
+
+
+def bench(tmp_path, commands, sizes=DRY, **more):
+    return parts.Bench(sizes, commands, tmp_path, tmp_path, **more)
+
+
+def test_tests_run_under_both_allocators_on_one_gpu(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    commands = Scripted({"pytest": "..\n==== 2 passed in 1 s ====\n"})
+    found = parts.tests(bench(tmp_path, commands, machine={"gpus": [{}, {}]}))
+    assert found == {"plain": "2 passed in 1 s", "expandable segments": "2 passed in 1 s"}
+    environments = [environment for _, environment in commands.ran]
+    one = {"CUDA_VISIBLE_DEVICES": "0"}
+    assert sorted(map(len, environments)) == [1, 2]
+    assert all(environment.items() >= one.items() for environment in environments)
+    assert {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} | one in environments
+
+
+def test_all_tests_for_gpus_are_run():
+    marked = {
+        path.name for path in Path(__file__).parent.glob("test_*.py") if "pytest.mark." + "gpu" in path.read_text()
+    }
+    assert marked == set(parts.MARKED)
+
+
+def test_failing_tests_are_named_with_what_pytest_says(tmp_path):
+    at = bench(tmp_path, Scripted(broken=["pytest"]))
+    assert parts.tests(at) == dict.fromkeys(parts.ALLOCATORS, "printed before")
+    assert at.failures == [f"tests, {name}: pytest is broken; printed before" for name in parts.ALLOCATORS]
+
+
+def test_the_model_fills_its_share_of_the_gpu_by_an_estimate_of_what_a_block_saves(tmp_path):
+    estimate = {"layers": [{"saved_bytes": 1}, {"count": 8, "saved_bytes": {"value": 900_000_000}}, {"saved_bytes": 5}]}
+    (tmp_path / "estimate.json").write_text(json.dumps(estimate))
+    written = json.dumps({"layers": [], "machine": {}})
+
+    class Writing(Scripted):
+        def run(self, command, limit_s, environment=None):
+            (tmp_path / "profile.json").write_text(written)
+            return super().run(command, limit_s, environment)
+
+    commands = Writing()
+    found = parts.profile(bench(tmp_path, commands, ON_GPUS, machine={"gpus": [{"memory_bytes": 150 * 10**9}]}))
+    assert found["microbatch_size"] == 6
+    (_, measured) = [words for words, _ in commands.ran]
+    assert [measured[measured.index(option) + 1] for option in ("--device", "--microbatch-size", "--dtype")] == [
+        "cuda",
+        "6",
+        "bf16",
+    ]
+    assert samples(10**9, 10**12, 8) == 1
+
+
+def test_without_a_gpu_nothing_is_measured_for_one(tmp_path):
+    at = bench(tmp_path, Scripted({"bench.gpu.facts": '{"gpus": []}'}), ON_GPUS)
+    parts.machine(at)
+    assert at.failures == ["torch sees no GPU (--dry-run does the same on a CPU)"]
+    with pytest.raises(Failed, match="torch sees no GPU"):
+        parts.profile(at)
+
+
+def test_a_tight_plan_is_looked_for_where_its_means_are_needed():
+    tried = []
+
+    def compiled(kind, _, cap, *options):
+        tried.append(int(cap))
+        if int(cap) < 400:
+            raise Failed("nothing fits")
+        return {"num_offloads": int(int(cap) < 450)}
+
+    roomy = plans.Roomy({"peak_bytes": [900, 1100]}, base_bytes=100)
+    assert plans.tight(compiled, "offload", roomy) == {"num_offloads": 1}
+    assert tried == [600, 350, 475, 412]
+    with pytest.raises(Failed, match=r"^recompute: no such plan between 0\.98 and 1\.00 .*; nothing fits$"):
+        plans.tight(lambda *_: compiled("", "", "0"), "recompute", roomy)
+
+
+def test_figures_that_are_not_as_expected_are_named_and_broken_promises_are_failures():
+    assert unexpected(REPORT) == []
+    assert unexpected(REPORT | {"span_ns": 106}) == ["step"]
+    assert unexpected(REPORT | {"transfers": {"hidden_ns": 94, "exposed_ns": 6}}) == ["hidden"]
+    assert unexpected(REPORT | {"allocator_peak_bytes": 899}) == ["memory"]
+    assert parts.broken_promises(REPORT | {"allocator_peak_bytes": 999}) == []
+    above = REPORT | {"peak_activation_bytes": 1001, "allocator_peak_bytes": 1002, "peak_host_bytes": 11}
+    assert parts.broken_promises(above) == [
+        "activations took 1001 bytes at most, 1000 promised",
+        "the allocator took 1002 bytes at most, 1000 promised",
+        "the host took 11 bytes at most, 10 promised",
+    ]
+
+
+def test_devices_before_one_that_fails_are_kept(tmp_path):
+    for kind in ("roomy", "split"):
+        (tmp_path / f"profile-{kind}.json").write_text("{}")
+    commands = Scripted({"bench.gpu.emulated": json.dumps(REPORT | {"span_ns": 200, "peak_host_bytes": 11}) + "\n"})
+    at = bench(tmp_path, commands)
+    found = parts.emulate(at)
+    assert [kind for kind, reports in found.items() if reports] == ["roomy", "split"]
+    assert at.failures.count("offload: not run, there is no plan") == 1
+    assert "roomy, device 0: the host took 11 bytes at most, 10 promised" in at.failures
+    text = page({"command": "", "when": "", "parts": {"emulate": {"found": found, "failures": at.failures}}})
+    assert "| roomy | 0 | 0.0 | 0.0 | 2.000 | 96.0% | 100.0% | 90.0% | 95.0% | 110.0% | step, memory |" in text
+
+
+def test_the_page_of_a_gpu_names_it_and_says_what_has_not_run():
+    machine = {
+        "gpus": [{"name": "Fake GPU", "memory_bytes": 80 * 2**30}],
+        "cores": 16,
+        "processor": "CPU",
+        "memory_bytes": 128 * 2**30,
+        "packages": {"torch": "2.11.0", "ortools": None},
+        "python": "3.12",
+        "cuda": "13.0",
+        "nccl": "2.28",
+        "nvidia_smi": "name, driver_version",
+        "topology": None,
+    }
+    checked = {"ok": False, "worst_difference": 0.5}
+    run = {
+        "num_offloads": 3,
+        "num_recomputes": 0,
+        "backend": "nccl",
+        "makespan_ns": 3,
+        "forecast_makespan_ns": 2,
+        "check": checked,
+    }
+    check = {"devices": 1, "one_at_a_time": False, "plans": {"offload": run}, "not_run": "several ranks"}
+    trace = {"plan": "offload", "device": 0, "ranges": 5, "ranges_found": 5}
+    times = {"kernels_ns": 9_000_000, "d2h_ns": 1_000_000, "h2d_ns": 2_000_000, "d2d_ns": 0}
+    found = {"machine": machine, "check": check, "trace": trace | times}
+    text = page({"command": "", "when": "", "parts": {k: {"found": v, "failures": []} for k, v in found.items()}})
+    assert "Fake GPU (80 GiB); 16 cores (CPU), 128 GiB;" in text
+    assert "torch 2.11.0, ortools absent; CUDA 13.0, NCCL 2.28." in text
+    assert "```\nname, driver_version\n```" in text
+    assert "| offload | nccl | 3 / 0 | DIFFERENT | 5.0e-01 | - |\n\nNot run: several ranks." in text
+    assert "kernels 9.0 ms, copies out 1.0 ms, copies in 2.0 ms, on the device 0.0 ms." in text
+
+
+# -- what the processes on a GPU do, on stand-ins for torch.cuda
+
+
+def test_ranges_that_the_profiler_shows_on_the_gpu_are_no_kernels():
+    cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
+    events = [
+        SimpleNamespace(name=name, device_type=kind, time_range=SimpleNamespace(elapsed_us=lambda us=us: us))
+        for name, kind, us in [
+            ("forward 0 m0", cuda, 100.0),
+            ("gemm", cuda, 50.0),
+            ("gemm", cpu, 70.0),
+            ("Memcpy DtoH (Device -> Pinned)", cuda, 3.0),
+            ("Memcpy HtoD (Pinned -> Device)", cuda, 4.5),
+            ("Memset (Device)", cuda, 1.0),
+        ]
+    ]
+    found = traced._device_times(events, {"forward 0 m0"})
+    assert found == {"kernels_ns": 50_000, "d2h_ns": 3000, "h2d_ns": 4500, "d2d_ns": 0}
+    assert traced._device_times(events[2:3], set()) == {}
+
+
+def test_the_allocators_rounding_is_what_it_took_beyond_what_was_asked(monkeypatch):
+    assert emulated._allocator() == {}
+    stats = {"allocated_bytes.all.peak": 700, "requested_bytes.all.peak": 690, "reserved_bytes.all.peak": 1000}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: stats)
+    assert emulated._allocator() == {"reserved_peak_bytes": 1000, "rounding_bytes": 10}
+
+
+def test_facts_name_every_gpu_that_torch_sees(monkeypatch):
+    gpu = SimpleNamespace(name="Fake GPU", total_memory=80, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 3))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    found = facts.facts()
+    assert found["gpus"] == [{"name": "Fake GPU", "memory_bytes": 80, "capability": "9.0"}] * 2
+    assert (found["nccl"], found["environment"]["CUDA_VISIBLE_DEVICES"]) == ("2.28.3", "0,1")
+
+
+# -- commands
+
+
+def test_a_command_that_is_late_is_ended_with_all_that_it_started(tmp_path):
+    commands = Commands(tmp_path / "log", 100)
+    mark = tmp_path / "alive"
+    script = f"echo begun; (sleep 1.5; touch {mark}) & wait"
+    with pytest.raises(Failed, match=r"^sh -c .*: ended after 0 s, its limit$") as failed:
+        commands.run(["sh", "-c", script], 0.4)
+    assert failed.value.printed == "begun\n"
+    time.sleep(1.5)
+    assert not mark.exists()
+    assert "begun" in (tmp_path / "log").read_text()
+
+
+def test_a_command_that_fails_says_so_with_its_last_line(tmp_path):
+    commands = Commands(tmp_path / "log", 100)
+    with pytest.raises(Failed, match=r"^python -c .*: exit code 3: no such thing$"):
+        commands.run([sys.executable, "-c", "import sys; print('no such thing', file=sys.stderr); sys.exit(3)"], 60)
+    assert commands.run([sys.executable, "-c", "import os; print(os.environ['A'])"], 60, {"A": "b"}) == "b\n"
+
+
+def test_nothing_starts_when_the_budget_is_spent(tmp_path):
+    with pytest.raises(Failed, match=r"^true: not started, no time is left$"):
+        Commands(tmp_path / "log", 0).run(["true"], 60)
+
+
+# -- the script
+
+
+def wheel(folder, name, version):
+    """A package of one empty module."""
+    about = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{name}/__init__.py", "")
+        archive.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{about}/RECORD", "")
+
+
+def test_wheels_go_into_an_environment_of_their_own_beside_what_the_interpreter_has(tmp_path):
+    """The interpreter is of an environment, as on machines where torch is in one; its packages stay as they are."""
+    if subprocess.run([sys._base_executable, "-c", "import msgspec"], capture_output=True, check=False).returncode == 0:
+        pytest.skip("the system has the package that is to be missing")
+    machine, environment, wheels = tmp_path / "machine", tmp_path / "environment", tmp_path / "wheels"
+    subprocess.run([sys.executable, "-m", "venv", machine], check=True, timeout=100)
+    wheels.mkdir()
+    python = str(machine / "bin" / "python")
+    for name, version in (("msgspec", "99.1"), ("rich", "99.1")):
+        wheel(wheels, name, version)
+    subprocess.run(
+        [python, "-m", "pip", "install", "-q", "--no-index", "--find-links", wheels, "rich"], check=True, timeout=100
+    )
+    wheel(wheels, "rich", "99.2")
+    done = subprocess.run(
+        ["sh", SCRIPT, "--help"],
+        env={"PATH": "/usr/bin:/bin", "PYTHON": python, "WHEELS": str(wheels), "VENV": str(environment)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "usage: bench/gpu.sh" in done.stdout
+    assert "bench/gpu.sh: ortools>=" in done.stderr
+    assert "msgspec" not in done.stderr
+    asked = "from importlib.metadata import version; print(version('msgspec'), version('rich'))"
+    for where, expected in ((environment / "bin" / "python", "99.1 99.1"), (Path(python), None)):
+        told = subprocess.run([where, "-c", asked], capture_output=True, text=True, timeout=60, check=False)
+        assert (told.stdout.strip() or None) == expected

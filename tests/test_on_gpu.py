@@ -1,0 +1,129 @@
+"""What a GPU alone can show: real streams, pinned memory, events, the caching allocator, NCCL with one rank.
+
+`pytest -m gpu` runs these on a GPU; elsewhere those that a CPU can also run do so, and the others are left out.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from runtime_cases import TEXT  # noqa: E402
+from test_runtime_streams import one_device  # noqa: E402
+
+from optpipe_compiler.driver import Options, compile_schedule  # noqa: E402
+from optpipe_compiler.files import canonical  # noqa: E402
+from optpipe_compiler.profile import parse, value_of  # noqa: E402
+from runtime_torch import run, text  # noqa: E402
+from runtime_torch.cuda import pinned  # noqa: E402
+from runtime_torch.emulate import emulate  # noqa: E402
+from runtime_torch.job import gpu_count  # noqa: E402
+from runtime_torch.measure import MeasureOptions, measure  # noqa: E402
+from runtime_torch.measure_copies import time_copies  # noqa: E402
+from runtime_torch.measure_cuda import CudaGauge  # noqa: E402
+from runtime_torch.measure_layers import Benches  # noqa: E402
+
+pytestmark = [pytest.mark.gpu, pytest.mark.runtime]
+on_gpu = pytest.mark.skipif(gpu_count() == 0, reason="needs a GPU, and -m gpu")
+SMALL = MeasureOptions(
+    devices=2, device="cuda", layers=2, hidden=256, heads=4, sequence_length=128, microbatch_size=4, samples=8
+)
+
+
+@pytest.fixture
+def gauge():
+    return CudaGauge(0)
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_device_alone_has_the_gradients_of_the_unpipelined_model_within_its_promise(seed, split):
+    plan = one_device(seed, split=split)
+    assert plan.devices[0].d2h
+    report = run(plan, steps=3, data_paths=[TEXT], check=True)
+    assert report.check.ok, report.check
+    assert report.backend == ("nccl" if gpu_count() else "gloo")
+    (rank,) = report.ranks
+    assert 0 < rank.peak_activation_bytes <= rank.promised_activation_bytes
+    assert 0 < rank.peak_host_bytes <= rank.promised_host_bytes
+    assert len(report.losses) == 3
+
+
+@on_gpu
+def test_the_allocator_has_the_segments_that_the_environment_asks_for():
+    kept = torch.empty(2**20, dtype=torch.uint8, device="cuda")
+    (segment,) = (s for s in torch.cuda.memory_snapshot() if 0 <= kept.data_ptr() - s["address"] < s["total_size"])
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", "")
+    assert segment["is_expandable"] == ("expandable_segments:True" in settings)
+
+
+@on_gpu
+def test_an_op_takes_the_time_between_its_events_and_more_work_takes_longer(gauge):
+    few, many = [], []
+    square = torch.ones(2048, 2048, device=gauge.device)
+    for _ in range(5):
+        gauge.lead()
+        for into, products in ((few, 2), (many, 40)):
+            with gauge.timed(into):
+                for _ in range(products):
+                    torch.mm(square, square)
+    assert few == []
+    gauge.settle()
+    assert len(few) == len(many) == 5
+    assert 0 < sorted(few)[2] < sorted(many)[2]
+
+
+@on_gpu
+def test_the_peak_of_an_op_is_what_the_allocator_rises_by(gauge):
+    def op():
+        torch.empty(2**22, dtype=torch.uint8, device=gauge.device)
+        return torch.empty(2**21, dtype=torch.uint8, device=gauge.device)
+
+    assert gauge.peaks({"op": op, "nothing": lambda: None}) == {"op": 2**22, "nothing": 0}
+
+
+@on_gpu
+def test_memory_is_the_whole_gpu_and_what_is_taken_without_tensors(gauge):
+    total, taken = gauge.memory()
+    assert total == torch.cuda.mem_get_info(0)[1]
+    assert 0 < taken < total
+    assert 0 < gauge.room_bytes(1) < total
+
+
+@on_gpu
+def test_pinned_memory_is_copied_both_ways_and_can_be_had_again():
+    for _ in range(2):  # the same pages may come back: they can only be registered anew where they were given up
+        slab, values = pinned(3 * 2**20), torch.randint(256, (3 * 2**20,), dtype=torch.uint8)
+        assert slab.is_pinned()
+        slab.copy_(values)
+        there = torch.empty_like(slab, device="cuda").copy_(slab, non_blocking=True)
+        torch.cuda.synchronize()
+        slab.zero_()
+        slab.copy_(there, non_blocking=True)
+        torch.cuda.synchronize()
+        assert torch.equal(slab, values)
+        del slab
+        gc.collect()
+
+
+@on_gpu
+def test_copies_on_streams_are_timed_as_often_as_asked(gauge):
+    copies = time_copies(gauge, Benches(SMALL.model(), text.default_text(), gauge.device), 1, 8, bool)
+    assert [len(t) for t in (copies.d2h, copies.h2d, copies.duplex_d2h, copies.duplex_h2d)] == [8] * 4
+    assert all(ns > 0 for t in (copies.latency, copies.d2h, copies.h2d) for ns in t)
+
+
+@on_gpu
+def test_a_measured_gpu_runs_its_plan_under_its_promise():
+    profile = measure(SMALL, lambda what, part: None)
+    assert parse(canonical(profile), "p.json") == profile
+    assert profile.name.endswith("-cuda")
+    assert profile.machine.kind == torch.cuda.get_device_name(0)
+    assert value_of(profile.machine.memory_bytes) == torch.cuda.mem_get_info(0)[1]
+    plan = compile_schedule(profile, Options(mem_bytes=10**10, microbatches=4, time_limit_s=1)).schedule
+    for rank in range(2):
+        report = emulate(plan, rank, steps=2, data=text.default_text(), on_event=lambda event: None)
+        assert 0 < report.peak_activation_bytes <= report.promised_activation_bytes

@@ -53,7 +53,9 @@ def load(model: Model) -> UserModel:
     several = isinstance(found, tuple) and len(found) in (2, 3)
     layers, batch, ties = (*found, ())[:3] if several else (found, None, ())
     if not isinstance(layers, list | nn.ModuleList) or not all(callable(layer) for layer in layers):
-        raise _refused(model, f"returned {_type(found)}, expected a list of layers, or (layers, batch[, ties])")
+        raise _refused(
+            model, f"returned {_type(found)}, expected a list of layers, (layers, batch) or (layers, batch, ties)"
+        )
     if not layers:
         raise _refused(model, "returned no layers")
     if several and not callable(batch) and not (batch is None and ties):

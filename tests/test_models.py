@@ -335,7 +335,8 @@ class PerSample(nn.Module):
 
 
 DATA = {
-    "a tuple that is none": ((1, 2, 3), "returned a tuple of 3, expected a list of layers, or (layers, batch)"),
+    "a tuple that is none": ((1, 2, 3), "returned a tuple of 3, expected a list of layers, (layers, batch) or (layers"),
+    "no ties": ((GOOD, None, ["0.weight"]), "returned the ties ['0.weight'], expected lists of two names or more"),
     "no layers": ([], "returned no layers"),
     "no function": ((GOOD, None), "returned (layers, NoneType), expected a function as second: batch(generator, n)"),
     "no target": ((GOOD, tokens), "batch(generator, 2) returned Tensor, expected (inputs, target)"),

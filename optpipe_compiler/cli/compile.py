@@ -25,7 +25,7 @@ from optpipe_compiler.units import parse_bytes
 @click.option("--no-recompute", is_flag=True)
 @click.option("--no-split", is_flag=True, help="Only fused backwards.")
 @click.option(
-    "--time-limit", type=float, metavar="SECONDS", help="[default: 60 up to 8 devices, 180 up to 32, 300 above]"
+    "--time-limit", type=float, metavar="SECONDS", help="[default: 60 up to 8 devices, 180 up to 32, 270 above]"
 )
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--reproducible", is_flag=True, help="Same bytes on every run and machine; one search thread.")

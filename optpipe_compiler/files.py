@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -219,9 +220,17 @@ def is_special(path: Path) -> bool:
     return str(path).startswith(("/dev/", "/proc/")) or (path.exists() and not path.is_file() and not path.is_dir())
 
 
+def _target(path: Path) -> Path:
+    """Return what a path leads to, links followed."""
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
+        raise BadInput(f"{path}: cannot be written: {os.strerror(errno.ELOOP)}")
+    return target
+
+
 def check_writable(path: Path) -> None:
     """Raise BadInput if `path` cannot be written, before time is spent on what belongs there."""
-    target = Path(os.path.realpath(path))
+    target = _target(path)
     if target.is_dir():
         raise BadInput(f"{path}: cannot be written: Is a directory")
     if not is_special(path) and not target.parent.is_dir():
@@ -237,7 +246,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     A new file has the permissions that the umask leaves, one that was there keeps its own.
     """
     data = content.encode() if isinstance(content, str) else content
-    target = Path(os.path.realpath(path))
+    target = _target(path)
     temporary = target.with_name(f".optpipe-{secrets.token_hex(8)}")
     try:
         if is_special(path):

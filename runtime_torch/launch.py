@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 GRACE_S = 1.0
 """After the first failure: how long to listen for others, to find the one that started it."""
+START_S = 120.0
+"""How long the ranks may take to import torch and to meet, even if `timeout_s` is less."""
 END_S = 2.0
 """How long a process may take to end when told to, before it is killed."""
 
@@ -53,8 +55,8 @@ def run(
 
     `on_event` is called with {"event": "started" | "check" | "step", ...} as things happen (under torchrun on rank 0
     only); with `trace`, at the end, with {"event": "trace", "text": a Chrome trace of all ranks}. A rank that dies or
-    fails ends the run within seconds: RunFailed names it. `timeout_s`: how long a rank
-    waits for another's message before it gives up. `model`: the schedule's own `package.module:function`, which then
+    fails ends the run within seconds: RunFailed names it. `timeout_s`: how long a rank waits for another's message
+    before it gives up, and the run for a next step. `model`: the schedule's own `package.module:function`, which then
     is called wherever it lies; otherwise only functions of the project in the current folder are (user_functions.py).
     """
     check_torch()
@@ -84,7 +86,11 @@ def run(
 
 def _join(job: Job, place: Place, tell: Callable[[Event], None]) -> RunReport | None:
     """Be one rank of a group that torchrun started."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or it writes stack traces beside the sentence
     from runtime_torch import session
+
+    for number in (signal.SIGTERM, signal.SIGHUP):  # a rank in the middle of a message could not run a handler
+        signal.signal(number, signal.SIG_DFL)
 
     def give_up(error: BaseException) -> None:
         sys.stderr.write(f"optpipe: {printable(str(_expected(error, place.rank)))}\n")
@@ -107,6 +113,7 @@ class _Family:
         self._tell = tell
         self._children: list[BaseProcess] = []
         self._pipes: list[Connection] = []
+        self._begun = False
         self._finished: dict[int, RunReport] = {}
         self._failed: dict[int, tuple[OptPipeError, bool]] = {}
         """By rank: what happened, and whether it may be but the echo of another rank's end."""
@@ -117,9 +124,12 @@ class _Family:
             try:
                 self._start(Path(folder))
                 while len(self._finished) < len(self._jobs):
-                    self._listen(None)
+                    allowed = self._jobs[0].timeout_s
+                    heard = self._listen(GRACE_S + (allowed if self._begun else max(allowed, START_S)))
                     if self._failed:
                         self._raise_failure()
+                    if not heard:
+                        raise self._silence()
                 for child in self._children:
                     child.join(END_S)
                 return self._finished[0]
@@ -144,15 +154,16 @@ class _Family:
             self._children.append(child)
             self._pipes.append(here)
 
-    def _listen(self, seconds: float | None) -> None:
-        """Take in what children say, and who has ended, until something was heard or `seconds` have passed."""
+    def _listen(self, seconds: float) -> bool:
+        """Take in what children say, and who has ended; return whether anything was heard within `seconds`."""
         pipes = {pipe: rank for rank, pipe in enumerate(self._pipes) if not pipe.closed}
         ends = {
             child.sentinel: rank
             for rank, child in enumerate(self._children)
             if rank not in self._finished and rank not in self._failed
         }
-        for ready in wait([*pipes, *ends], seconds):
+        heard = wait([*pipes, *ends], seconds)
+        for ready in heard:
             if isinstance(ready, Connection):
                 self._hear(pipes[ready])
         for sentinel, rank in ends.items():
@@ -162,6 +173,7 @@ class _Family:
                     self._children[rank].join(END_S)
                     reason = _exit(self._children[rank].exitcode)
                     self._failed[rank] = (RunFailed(f"rank {rank} died: {reason}"), False)
+        return bool(heard)
 
     def _drain(self, rank: int) -> None:
         while not self._pipes[rank].closed and self._pipes[rank].poll():
@@ -178,6 +190,7 @@ class _Family:
         elif event["event"] == "failed":
             self._failed.setdefault(rank, (event["error"], event["echo"]))
         else:
+            self._begun = True
             self._tell(event)
 
     def _raise_failure(self) -> None:
@@ -185,8 +198,20 @@ class _Family:
         until = time.monotonic() + GRACE_S
         while all(echo for _, echo in self._failed.values()) and (left := until - time.monotonic()) > 0:
             self._listen(left)
-        error, _ = min(self._failed.values(), key=lambda failure: failure[1])
-        raise error
+        error, echo = min(self._failed.values(), key=lambda failure: failure[1])
+        raise self._silence() if echo and self._stopped() else error
+
+    def _silence(self) -> RunFailed:
+        """Return what to say when nobody has got on for as long as a rank may wait."""
+        waited = f"for {self._jobs[0].timeout_s:g} s (--timeout)"
+        if stopped := self._stopped():
+            names = ", ".join(map(str, stopped))
+            return RunFailed(f"rank {names} is stopped (SIGSTOP), and the run has waited for it {waited}")
+        return RunFailed(f"no rank has finished a step {waited}")
+
+    def _stopped(self) -> list[int]:
+        """Return the ranks whose processes are stopped, where the system tells."""
+        return [rank for rank, child in enumerate(self._children) if _state(child.pid) in ("T", "t")]
 
     def _end(self) -> None:
         for child in self._children:
@@ -288,6 +313,14 @@ def _is_out_of_host_memory(error: BaseException) -> bool:
         isinstance(error, RuntimeError)
         and ("DefaultCPUAllocator" in text or "cudaHostAlloc" in text or "cudaHostRegister" in text)
     )
+
+
+def _state(pid: int | None) -> str:
+    """Return the letter of a process's state, as `ps` has it; nothing where there is no /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 def _exit(code: int | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from datetime import timedelta
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from optpipe_compiler import ir
 from optpipe_compiler.errors import BadInput, RunFailed
@@ -39,6 +42,8 @@ if TYPE_CHECKING:
     Failed = Callable[[BaseException], None]
 
 LEARNING_RATE = 3e-4
+MEET_S = 60.0
+"""How long the ranks may take to find each other once they have started: another program may hold their port."""
 
 
 def work(job: Job, place: Place, on_event: Tell, on_failure: Failed) -> RunReport:
@@ -59,7 +64,7 @@ def work(job: Job, place: Place, on_event: Tell, on_failure: Failed) -> RunRepor
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,
-        init_method=place.meet,
+        store=_meet(place, job.timeout_s, on_failure),
         rank=place.rank,
         world_size=place.world,
         timeout=timedelta(seconds=job.timeout_s),
@@ -77,6 +82,27 @@ def work(job: Job, place: Place, on_event: Tell, on_failure: Failed) -> RunRepor
         return replace(report, backend=backend, pinned=job.pinned)
     finally:
         dist.destroy_process_group()
+
+
+def _meet(place: Place, timeout_s: float, on_failure: Failed) -> Store:
+    """Return the store through which the ranks find each other; raise RunFailed, or tell it, where they do not in time.
+
+    torch waits without an end for a program that holds the port and says nothing, so a timer ends this rank then.
+    """
+    allowed = min(MEET_S, timeout_s)
+    late = RunFailed(f"rank {place.rank} did not meet the other ranks within {allowed:g} s: is their port taken?")
+    timer = threading.Timer(allowed + 1, on_failure, (late,))
+    timer.daemon = True
+    timer.start()
+    try:
+        store, _, _ = next(rendezvous(place.meet, place.rank, place.world, timeout=timedelta(seconds=allowed)))
+    except (RuntimeError, ValueError) as error:
+        what = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise RunFailed(f"rank {place.rank} did not meet the other ranks: {what}") from error
+    finally:
+        timer.cancel()
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return PrefixStore("optpipe", store)
 
 
 def _nobody(_: Event) -> None:

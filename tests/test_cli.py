@@ -420,6 +420,12 @@ def test_the_help_of_every_command_shows_an_example_of_itself(run, command):
     assert f"Example: optpipe {' '.join(command)} " in " ".join(outcome.out.split())
 
 
+def test_the_help_of_compile_names_the_time_limits_of_the_planner(run):
+    (few, first), (more, second), (_, last) = driver.TIME_LIMITS
+    limits = f"[default: {first:g} up to {few} devices, {second:g} up to {more}, {last:g} above]"
+    assert limits in " ".join(run("compile", "--help").out.split())
+
+
 def test_the_version_is_printed(run):
     assert re.fullmatch(r"optpipe, version \d+\.\d+\.\d+\n", run("--version").out)
 

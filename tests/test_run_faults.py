@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -18,7 +23,8 @@ from test_runtime_library import start_ranks
 from optpipe_compiler import ir
 from optpipe_compiler.cli import cli
 from optpipe_compiler.errors import BadInput, RunFailed
-from runtime_torch import run
+from runtime_torch import launch, run
+from runtime_torch.job import Job
 
 pytestmark = pytest.mark.runtime
 
@@ -113,3 +119,93 @@ def test_under_torchrun_a_wrong_world_size_is_told_by_every_rank(tmp_path):
         assert rank.returncode == RunFailed.exit_code
         wanted = f"rank {number}: the schedule is for 2 devices, but 3 ranks were started"
         assert errors.splitlines()[-1] == wanted
+
+
+def test_a_stopped_rank_ends_the_run_by_its_timeout_and_is_named():
+    plan = schedule(Shape((0, 1), microbatches=4), model=None)
+
+    def stop(event):
+        if event["event"] == "step" and event["step"] == 1:
+            os.kill(family._children[1].pid, signal.SIGSTOP)
+
+    family = launch._Family([Job(ir.to_text(plan), False, 10_000, b"", False, 1.0, 0, 3.0)] * 2, stop)
+    with pytest.raises(RunFailed, match=r"^rank 1 is stopped \(SIGSTOP\), and the run has waited for it for 3 s"):
+        family.run()
+    assert not any(child.is_alive() for child in family._children)
+
+
+def test_a_run_that_is_terminated_leaves_no_process_and_no_temporary_folder(tmp_path):
+    (tmp_path / "temporary").mkdir()
+    (tmp_path / "schedule.json").write_text(ir.to_text(schedule(Shape((0, 1), microbatches=4), model=None)))
+    root = Path(__file__).parent.parent
+    process = subprocess.Popen(
+        [sys.executable, "-m", "optpipe_compiler.cli", "run", "--steps", "100000"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(tmp_path / "temporary")},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert next(line for line in process.stderr if line.startswith("step 2"))
+    process.terminate()
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert errors.splitlines()[-1] == "optpipe: terminated"
+    assert [path.name for path in (tmp_path / "temporary").iterdir() if path.name.startswith("optpipe")] == []
+    until = time.monotonic() + 10
+    while (left := _naming(str(tmp_path))) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert left == []
+
+
+def _naming(folder):
+    """The processes whose current folder it is."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if str((entry / "cwd").readlink()) == folder:
+                found.append(int(entry.name))
+    return found
+
+
+def test_a_taken_port_ends_every_rank_with_one_sentence(tmp_path):
+    (tmp_path / "schedule.json").write_text(ir.to_text(schedule(Shape((0, 1), microbatches=4), model=None)))
+    root = Path(__file__).parent.parent
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "optpipe_compiler.cli", "run", "--timeout", "3"],
+                cwd=tmp_path,
+                env={**os.environ, **group, "RANK": str(rank), "PYTHONPATH": str(root)},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        for number, rank in enumerate(ranks):
+            _, errors = rank.communicate(timeout=120)
+            assert rank.returncode == RunFailed.exit_code
+            assert errors.startswith(f"optpipe: rank {number} did not meet the other ranks")
+            assert len(errors.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("RANK", "x", "a number from 0 to 1"),
+        ("RANK", "2", "a number from 0 to 1"),
+        ("RANK", "-1", "a number from 0 to 1"),
+        ("WORLD_SIZE", "", "a number of at least 1"),
+        ("WORLD_SIZE", "0", "a number of at least 1"),
+        ("LOCAL_RANK", "1.5", "a number from 0 to 1"),
+    ],
+)
+def test_a_place_in_the_environment_that_is_none_is_bad_input(monkeypatch, name, value, expected):
+    for variable, number in ({"RANK": "0", "WORLD_SIZE": "2"} | {name: value}).items():
+        monkeypatch.setenv(variable, number)
+    with pytest.raises(BadInput) as refused:
+        run(schedule(Shape((0, 1), microbatches=4)), steps=1, data_paths=[TEXT])
+    assert str(refused.value) == f"the environment's {name} is {value!r}, expected {expected}"

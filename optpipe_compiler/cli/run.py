@@ -18,6 +18,15 @@ from optpipe_compiler.errors import BadInput, MissingDependency, Rejected
 @click.option("--data", type=click.Path(path_type=Path), multiple=True, help="Text files to train on.")
 @click.option("--check", is_flag=True, help="Compare loss and gradients with the unpipelined model first.")
 @click.option("--time-scale", type=float, help="Rehearsals, emulated peers: how much slower than forecast.")
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long a rank may wait for another, and the run for a step.",
+)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option(
     "--trace",
@@ -106,6 +115,7 @@ def _alone(
     as_json: bool,
     time_scale: float | None,
     check: bool,
+    timeout_s: float,
     **options: Any,
 ) -> None:
     """Replay one device with emulated neighbours."""

@@ -36,7 +36,7 @@ def numbers(record: ir.Schedule, rule: str = "numbers") -> Iterator[Violation]:
 
 
 def too_large(value: Any, path: str, rule: str) -> Iterator[Violation]:
-    """Yield a violation with its JSON path for every integer beyond 2^53 in `value`."""
+    """Yield a violation with its JSON path for every integer of 2^63 and more in `value`."""
     if isinstance(value, int):
         if value > LARGEST:
             yield Violation(rule, f"{path} is a number of {value.bit_length()} bits, expected below 2^63")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from optpipe_compiler.errors import BadInput
+from optpipe_compiler.errors import BadInput, RunFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -110,10 +110,19 @@ class _Tie:
     """On this rank."""
     before: dict[nn.Parameter, Tensor | None] = field(default_factory=dict)
     """While a step runs: the gradients of the steps before it."""
+    joined: list[type] = field(default_factory=list)
+    """The kinds of this rank's copies between steps: whole ones, or shards of FSDP2."""
 
     def parameters(self) -> list[nn.Parameter]:
         """This rank's copies."""
         return list(dict.fromkeys(place.parameter for place in self.places))
+
+    def between_steps(self) -> list[nn.Parameter]:
+        """This rank's copies, which FSDP2 must have sharded again after the last step."""
+        copies = self.parameters()
+        if [type(parameter.data) for parameter in copies] != self.joined:
+            raise RunFailed(f"{_show([self.names])}: FSDP2 left tied parameters whole, expected shards between steps")
+        return copies
 
     @property
     def is_whole(self) -> bool:
@@ -173,6 +182,7 @@ class Ties:
                 raise BadInput(f"{_show([tie.names])}: tied, but {' and '.join(kinds)}")
         with torch.no_grad():
             for tie in self._ties:
+                tie.joined = [type(parameter.data) for parameter in tie.parameters()]
                 self._start_equal(tie, group)
 
     def _start_equal(self, tie: _Tie, group: dist.ProcessGroup | None) -> None:
@@ -192,7 +202,7 @@ class Ties:
     def begin(self) -> None:
         """A step begins: put aside what earlier steps left."""
         for tie in self._shared_out():
-            tie.before = {parameter: parameter.grad for parameter in tie.parameters()}
+            tie.before = {parameter: parameter.grad for parameter in tie.between_steps()}
             for parameter in tie.before:
                 parameter.grad = None
 
@@ -200,7 +210,7 @@ class Ties:
     def finish(self, group: dist.ProcessGroup | None) -> None:
         """A step is over: add up what it added to all copies, and give the sum to each."""
         for tie in self._shared_out():
-            copies = tie.parameters()
+            copies = tie.between_steps()
             own = [_local(parameter.grad) for parameter in copies if parameter.grad is not None]
             total = reduce(torch.add, own) if own else torch.zeros_like(_local(copies[0]))
             if len(tie.owners) > 1:

@@ -50,10 +50,14 @@ def main() -> None:
     """Run the command line; every expected failure is one sentence on stderr and its exit code."""
     if sys.stderr is None:  # closed by the caller; the next file to be opened must not take its number
         sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _terminate)
-    code = _run()
+    ending = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
+    for number in ending:
+        signal.signal(number, _terminate)
+    try:
+        code = _run()
+    finally:
+        for number in ending:  # who calls this as a function gets its process back as it was
+            signal.signal(number, signal.SIG_DFL)
     sys.exit(code)
 
 

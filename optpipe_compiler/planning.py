@@ -41,7 +41,7 @@ EXACT_SHARE = 0.7
 """Share of the time that is left for the full models of all placements, where they are small enough."""
 WINDOWS = (2, 4, 6, 9, 14, 21)
 """Widths of windows, in multiples of that work."""
-LOWER_S_PER_TASK = 2.8e-4
+LOWER_S_PER_TASK = 1.5e-4
 """Seconds that lowering and verifying the result take per task, roughly."""
 SPARE_S_PER_TASK = 1.4e-4
 """Seconds that it takes per task to see what can stay, roughly."""

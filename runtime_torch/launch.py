@@ -233,7 +233,7 @@ def _context(*, training: bool) -> BaseContext:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     optimizer = ["torch._dynamo"] if training else []  # what torch.optim imports when it is first used
-    context.set_forkserver_preload(["torch.distributed.pipelining", *optimizer, "runtime_torch.session"])
+    context.set_forkserver_preload([*optimizer, "runtime_torch.session"])
     return context
 
 

@@ -102,6 +102,8 @@ def test_kept_bytes_add_up_and_transient_bytes_do_not():
         "backward_input_extra": 8 + message,
         "backward_weight_extra": 9,
         "backward_extra": 7 + message,
+        "incoming": 0,
+        "outgoing": message,
     }
 
 

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import platform
+import subprocess
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ COSTS: dict[str, dict[str, object]] = {
     },
 }
 COSTS["6.2B-head"] = COSTS["6.2B"] | {"head_ms": (12.66, 9.38, 13.38)}
+COSTS["6.2B-head-parts"] = COSTS["6.2B-head"] | {"head_parts": 8}
 COSTS["unit-slow-links"] = COSTS["unit"] | {"d2h_ms": 3.0, "h2d_ms": 3.0}
 COSTS["unit-no-links"] = COSTS["unit"]
 """Run without offloads."""
@@ -55,6 +57,7 @@ SIZES = {
     "unit": ((4, 16), (8, 32), (8, 64)),
     "6.2B": ((4, 16), (8, 16), (8, 32), (8, 64)),
     "6.2B-head": ((8, 32),),
+    "6.2B-head-parts": ((8, 32),),
     "unit-slow-links": ((8, 32),),
     "unit-no-links": ((8, 32),),
 }
@@ -124,8 +127,15 @@ def measure(case: Case, time_limit_s: float | None) -> dict[str, object]:
         "within_1_percent_s": next(at for at, value in improved if value <= 1.01 * final),
         "wall_s": wall,
         "time_limit_s": result.options.time_limit_s,
+        "commit": commit(),
         "on_equal_cuts_ms": on_equal_cuts(case, profile) if case.costs.endswith("head") else None,
     }
+
+
+def commit() -> str:
+    """Return the commit that is measured, with a + where files differ from it."""
+    described = ["git", "describe", "--always", "--abbrev=8", "--dirty=+"]
+    return subprocess.run(described, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def on_equal_cuts(case: Case, profile: Profile) -> float | None:
@@ -158,13 +168,13 @@ def report(results: dict[str, dict[str, object]]) -> str:
         f"{os.cpu_count()} cores, Python {platform.python_version()}.",
         "Caps are in whole-device activations. `idle` is 1 - work of all devices / (P x makespan). `published` is the",
         "best published schedule under the same cap in this run, `independent` that of an independent simulator (see",
-        "bench/published.py). Each case says the time limit it was run with; the default is 60 s up to 8",
-        "devices, 180 s up to 32, 270 s above.",
+        "bench/published.py). Each case says the time limit and the commit it was run with; the default is 60 s up to 8",
+        "devices, 180 s up to 32, 270 s above. Cases of commits before the compiled machine are still to be run again.",
         "How far estimated profiles are from published measurements is in [ESTIMATES.md](ESTIMATES.md).",
         "",
         "| case | makespan ms | idle | bound ms | gap | method | published ms (idle) | independent ms | first s | "
-        "to 1% s | limit s | wall s |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "to 1% s | limit s | wall s | commit |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for case in cases():
         row = results.get(case.name)
@@ -180,7 +190,7 @@ def report(results: dict[str, dict[str, object]]) -> str:
             f"| {case.name} | {row['makespan_ms']:.5g} | {row['idle']:.1%} | "
             f"{row['bound_ms']:.5g} | {row['gap']:.1%} | "
             f"{row['method']} | {reached} | {independent} | {row['first_s']:.1f} | {row['within_1_percent_s']:.1f} | "
-            f"{row['time_limit_s']:g} | {row['wall_s']:.0f} |"
+            f"{row['time_limit_s']:g} | {row['wall_s']:.0f} | {row.get('commit', 'a40807b8 or earlier')} |"
         )
     return "\n".join([*lines, "", *summary(results)]) + "\n"
 

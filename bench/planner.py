@@ -168,8 +168,8 @@ def report(results: dict[str, dict[str, object]]) -> str:
         f"{os.cpu_count()} cores, Python {platform.python_version()}.",
         "Caps are in whole-device activations. `idle` is 1 - work of all devices / (P x makespan). `published` is the",
         "best published schedule under the same cap in this run, `independent` that of an independent simulator (see",
-        "bench/published.py). Each case says the time limit and the commit it was run with; the default is 60 s up to 8",
-        "devices, 180 s up to 32, 270 s above. Cases of commits before the compiled machine are still to be run again.",
+        "bench/published.py). Each case says the time limit and the commit it was run with; the default is 60 s up to",
+        "8 devices, 180 s up to 32, 270 s above. Cases of older commits are from before the compiled machine.",
         "How far estimated profiles are from published measurements is in [ESTIMATES.md](ESTIMATES.md).",
         "",
         "| case | makespan ms | idle | bound ms | gap | method | published ms (idle) | independent ms | first s | "

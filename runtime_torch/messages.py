@@ -59,33 +59,40 @@ class Mailbox:
     """
 
     def __init__(self, group: dist.ProcessGroup | Peers | None, meter: Meter) -> None:
-        self._group = dist.group.WORLD if group is None else group
+        self._given = group
         self._meter = meter
         self._messages: dict[str, _Message] = {}
         self._channels: dict[int, torch.cuda.Stream] = {}
         """On CUDA, by peer: a pair's messages are delivered in their order, those of two pairs in any."""
 
+    @property
+    def _group(self) -> dist.ProcessGroup | Peers:
+        """The default group is not kept: it could not end before Python does, whose end its threads may then abort."""
+        group = dist.group.WORLD if self._given is None else self._given
+        assert group is not None
+        return group
+
     def begin(self) -> None:
         """A step begins now."""
-        if isinstance(self._group, Peers):
-            self._group.begin()
+        if isinstance(self._given, Peers):
+            self._given.begin()
 
     def send(self, op_id: str, tensor: Tensor, peer: int) -> None:
         """Issue a send of `tensor` (contiguous) to device `peer`."""
-        if isinstance(self._group, Peers):
-            work: Work = self._group.isend(op_id, tensor)
+        group = self._group
+        if isinstance(group, Peers):
+            work: Work = group.isend(op_id, tensor)
         else:
-            assert self._group is not None
-            work = self._held_by_nobody(self._group.send([tensor], peer, 0), tensor, peer)
+            work = self._held_by_nobody(group.send([tensor], peer, 0), tensor, peer)
         self._messages[op_id] = _Message(tensor, work, sent=True)
 
     def recv(self, op_id: str, buffer: Tensor, peer: int) -> None:
         """Issue a receive into `buffer` from device `peer`."""
-        if isinstance(self._group, Peers):
-            work: Work = self._group.irecv(op_id, buffer)
+        group = self._group
+        if isinstance(group, Peers):
+            work: Work = group.irecv(op_id, buffer)
         else:
-            assert self._group is not None
-            work = self._held_by_nobody(self._group.recv([buffer], peer, 0), buffer, peer)
+            work = self._held_by_nobody(group.recv([buffer], peer, 0), buffer, peer)
         self._messages[op_id] = _Message(buffer, work, sent=False)
 
     def _held_by_nobody(self, work: dist.Work, tensor: Tensor, peer: int) -> Work:

@@ -354,8 +354,15 @@ dist.destroy_process_group()
 """
 
 
+END = """
+import os
+sys.stdout.flush()
+os._exit(0)  # torch's threads may abort a Python that shuts down while they hand over what they have sent
+"""
+
+
 def start_ranks(code, *arguments, world=2, each=lambda rank: (), **environment):
-    """Start a script once per rank with torchrun's environment."""
+    """Start a script, which imports sys, once per rank with torchrun's environment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -363,7 +370,7 @@ def start_ranks(code, *arguments, world=2, each=lambda rank: (), **environment):
     common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [
         subprocess.Popen(
-            [sys.executable, "-c", code, *arguments, *each(rank), str(here), str(here.parent)],
+            [sys.executable, "-c", code + END, *arguments, *each(rank), str(here), str(here.parent)],
             env={**os.environ, **common, "GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank), **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

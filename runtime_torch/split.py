@@ -124,9 +124,12 @@ def backward_input(output: GradientEdge, gradient: Tensor, start: GradientEdge) 
 
 
 def _saved_by(node: Node) -> Iterator[object]:
-    """Yield what the pack hook returned for each tensor that a node saved."""
+    """Yield what the pack hook returned for each tensor that a node saved and has not freed."""
     for name in _saved_fields(type(node)):
-        found = getattr(node, name)
+        try:
+            found = getattr(node, name)
+        except RuntimeError:  # all of it is freed already
+            return
         yield from (one.data for one in (found if isinstance(found, tuple | list) else (found,)))
 
 

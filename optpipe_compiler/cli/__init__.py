@@ -8,7 +8,7 @@ import signal
 import sys
 import traceback
 from contextlib import suppress
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 import click
 
@@ -58,6 +58,7 @@ def main() -> None:
     finally:
         for number in ending:  # who calls this as a function gets its process back as it was
             signal.signal(number, signal.SIG_DFL)
+        _flush_errors()
     sys.exit(code)
 
 
@@ -106,8 +107,20 @@ def _fail(sentence: str, code: int) -> int:
 
 def _drop_output(code: int) -> int:
     """Send nowhere what is still to be written to stdout, so that Python does not fail over it at its end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _drop(sys.stdout)
     return code
+
+
+def _drop(stream: TextIO) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _flush_errors() -> None:
+    """Where stderr cannot be written to, forget what it still holds: Python would end with 120 over it."""
+    try:
+        sys.stderr.flush()
+    except OSError:
+        _drop(sys.stderr)
 
 
 def _terminate(number: int, frame: object) -> NoReturn:

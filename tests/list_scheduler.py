@@ -207,6 +207,8 @@ class Run:
                 if self._is_sent(task):
                     device.leaving += self._message(task)
                 key = task.stage, task.microbatch
+                if task.kind is F:
+                    self.modes[key] = self._mode(key)
                 if task.kind is F and self.modes[key] is Mode.OFFLOAD:
                     device.leaving += stage.moved
                     device.free_host -= stage.moved
@@ -299,20 +301,23 @@ class Run:
         device = self.devices[d]
         return self.problem.budget[d] - device.held - max(device.mail, self.guide.reserve[d])
 
+    def _mode(self, key: Key) -> Mode:
+        """What becomes of an activation whose forward begins now: it is kept where the host has no room for it."""
+        mode, stage = self.modes[key], self._stage(key[0])
+        is_full = self._device(key[0]).free_host < stage.moved
+        return Mode.KEEP if mode is Mode.OFFLOAD and is_full else mode
+
     def _is_granted(self, d: int, task: Task) -> bool:
         kind, s, m = task
         stage, key = self._stage(s), (s, m)
         taken = op_memory(stage, kind, False)[0]
-        has_no_room = self.devices[d].free_host < stage.moved
-        if kind is F and self.modes[key] is Mode.OFFLOAD and taken <= self._free(d) and has_no_room:
-            self.modes[key] = Mode.KEEP
         if kind is W:
             return taken <= self._free(d) or taken == 0
         if kind in (I, B, R) and taken == 0:
             return True
         if kind is F:
-            given = op_memory(stage, F, self.modes[key] is Mode.RECOMPUTE)[1]
-            given += stage.moved if self.modes[key] is Mode.OFFLOAD else 0
+            given = op_memory(stage, F, self._mode(key) is Mode.RECOMPUTE)[1]
+            given += stage.moved if self._mode(key) is Mode.OFFLOAD else 0
             given += self._message(task) if self._is_sent(task) else 0
         elif kind is H:
             given = 0

@@ -24,7 +24,7 @@ from tests.plans import check, serial
 from tests.strategies import problems
 
 RANDOM = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-MANY = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+MANY = settings(max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def guide(one: Problem, mode: Mode = Mode.KEEP, *, split: bool = True, depth: int = 1) -> Guide:

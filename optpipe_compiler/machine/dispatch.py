@@ -243,6 +243,7 @@ def _start_next(x: Machine, now: int, d: int, is_span: bool, cutoff: int) -> boo
     device[D_KIND], device[D_STAGE], device[D_MICROBATCH] = kind, s, m
     device[D_START], device[D_END] = now, now + stage[LENGTH + kind]
     if kind == F:
+        act[A_MODE] = _mode(x, d, s, m)
         stage[BEGUN_F] += 1
         device[D_OPENING] -= 1
         device[D_LEAVING] += _sent(x, s, F)
@@ -295,13 +296,18 @@ def _choose(x: Machine, now: int, d: int) -> tuple[int, int, int]:
 
 @compiled
 def _may_run(x: Machine, d: int, s: int, m: int) -> bool:
-    """Whether the forward of (s, m) is safe; its activation is kept where the host has no room for it."""
-    act, stage = x.acts[s, m], x.stages[s]
-    if act[A_MODE] == OFFLOAD and x.devices[d, D_HOST] < stage[MOVED]:
-        act[A_MODE] = KEEP
-    given = stage[GIVEN + (7 if act[A_MODE] == RECOMPUTE else 0) + F] + _sent(x, s, F)
-    given += stage[MOVED] if act[A_MODE] == OFFLOAD else 0
+    """Whether the forward of (s, m) is safe."""
+    stage, mode = x.stages[s], _mode(x, d, s, m)
+    given = stage[GIVEN + (7 if mode == RECOMPUTE else 0) + F] + _sent(x, s, F)
+    given += stage[MOVED] if mode == OFFLOAD else 0
     return is_safe(x, d, stage[TAKEN + F], given, F, s, m)
+
+
+@compiled
+def _mode(x: Machine, d: int, s: int, m: int) -> int:
+    """Return what becomes of an activation whose forward begins now: it is kept where the host has no room for it."""
+    mode = x.acts[s, m, A_MODE]
+    return KEEP if mode == OFFLOAD and x.devices[d, D_HOST] < x.stages[s, MOVED] else int(mode)
 
 
 @compiled

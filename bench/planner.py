@@ -133,9 +133,13 @@ def measure(case: Case, time_limit_s: float | None) -> dict[str, object]:
 
 
 def commit() -> str:
-    """Return the commit that is measured, with a + where files differ from it."""
-    described = ["git", "describe", "--always", "--abbrev=8", "--dirty=+"]
-    return subprocess.run(described, capture_output=True, text=True, check=True).stdout.strip()
+    """Return the commit that is measured, with a + where the compiler's files differ from it."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "optpipe_compiler")
+    return git("rev-parse", "--short=8", "HEAD") + ("+" if changed else "")
 
 
 def on_equal_cuts(case: Case, profile: Profile) -> float | None:

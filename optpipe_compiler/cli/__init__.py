@@ -59,7 +59,19 @@ def main() -> None:
         for number in ending:  # who calls this as a function gets its process back as it was
             signal.signal(number, signal.SIG_DFL)
         _flush_errors()
+    if "TORCHELASTIC_RUN_ID" in os.environ and "torch.distributed" in sys.modules:
+        _end_rank(code)
     sys.exit(code)
+
+
+def _end_rank(code: int) -> NoReturn:
+    """End a rank of torchrun without shutting Python down.
+
+    Threads of gloo that still let go of what was sent take Python's lock, and a Python that shuts down ends them in a
+    way that aborts the process.
+    """
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def _run() -> int:

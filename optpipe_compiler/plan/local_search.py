@@ -38,6 +38,8 @@ OPS_PER_S = 3_000_000
 CORES = 2
 WHOLE = 4096
 """Stages x microbatches up to which instances are not shortened if they have at most 4 microbatches per device."""
+JOIN_S = 1.0
+"""Seconds to wait for threads that were told to stop; a first compilation, which cannot be stopped, goes on beside."""
 NEVER = 1 << 62
 
 
@@ -114,7 +116,7 @@ class LocalSearch:
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join()
+        self._thread.join(JOIN_S)
 
     @property
     def is_running(self) -> bool:

@@ -51,7 +51,7 @@ golden: $(READY) ## Rewrite golden files after a deliberate change of output
 	$(BIN)/python -m pytest tests/test_golden.py --update-golden
 
 schemas: $(READY) ## Write schemas/ from the records
-	$(BIN)/python -m optpipe_compiler.schema schemas
+	$(BIN)/python -m optpipe_compiler.documents.schema schemas
 
 bench: $(READY) ## Measure the planner on all cases (hours; see bench/planner.py)
 	$(BIN)/python -m bench.planner

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.report import machine, publish
+from optpipe_compiler.documents.profile import Model
 from optpipe_compiler.driver import Options, compile_schedule, link_share
 from optpipe_compiler.lower.emit import lift
 from optpipe_compiler.noise import noisy
 from optpipe_compiler.placement import Layout
 from optpipe_compiler.presets.models import Architecture
 from optpipe_compiler.problem import Caps, Freedom, build
-from optpipe_compiler.profile import Model
 from optpipe_compiler.simulate import retime
 from optpipe_compiler.view.measured import noise_lines
 from runtime_torch import run
@@ -30,8 +30,8 @@ from runtime_torch.measure import MeasureOptions, measure
 from runtime_torch.text import default_path
 
 if TYPE_CHECKING:
-    from optpipe_compiler import ir
-    from optpipe_compiler.profile import Profile
+    from optpipe_compiler.documents import ir
+    from optpipe_compiler.documents.profile import Profile
 
 DEVICES, MICROBATCHES = 2, 8
 ROOMY = 10**12

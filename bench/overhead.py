@@ -36,7 +36,7 @@ from runtime_torch.runner import Steps
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from optpipe_compiler import ir
+    from optpipe_compiler.documents import ir
 
 TYPES = {
     "forward": "FORWARD",

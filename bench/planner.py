@@ -29,7 +29,7 @@ from optpipe_compiler.simulate import peaks
 from optpipe_compiler.uniform import UniformOptions, uniform_profile
 
 if TYPE_CHECKING:
-    from optpipe_compiler.profile import Profile
+    from optpipe_compiler.documents.profile import Profile
 
 REFERENCE_NAMES = {"unit": "unit", "6.2B": "gpt"}
 GB = 10**9

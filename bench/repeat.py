@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.report import machine, publish
-from optpipe_compiler.profile import Profile, Quantity
+from optpipe_compiler.documents.profile import Profile, Quantity
 from runtime_torch.measure import MeasureOptions, measure
 
 if TYPE_CHECKING:

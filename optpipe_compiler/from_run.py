@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from optpipe_compiler.documents.files import LARGEST_TRACE, read_text
+from optpipe_compiler.documents.profile import Layer, Link, Profile, Quantity, value_of
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.files import LARGEST_TRACE, read_text
-from optpipe_compiler.profile import Layer, Link, Profile, Quantity, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

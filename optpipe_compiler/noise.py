@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from optpipe_compiler.profile import Quantity, value_of
+from optpipe_compiler.documents.profile import Quantity, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from optpipe_compiler.profile import Cost, Layer, Profile
+    from optpipe_compiler.documents.profile import Cost, Layer, Profile
 
 BOUND = 0.5
 """The interquartile range, as a part of the median, above which a number is noise; on an idle machine that of a

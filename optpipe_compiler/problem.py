@@ -11,13 +11,13 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.profile import in_one_stage, value_of
+from optpipe_compiler.documents.profile import in_one_stage, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from optpipe_compiler.documents.profile import Cost, Layer, Link, Machine, Profile
     from optpipe_compiler.placement import Layout
-    from optpipe_compiler.profile import Cost, Layer, Link, Machine, Profile
 
 NS_PER_S = 10**9
 

@@ -9,8 +9,8 @@ from typing import Literal
 
 from msgspec import structs
 
+from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile, value_of
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.profile import P2P, Layer, Link, Machine, Profile, value_of
 
 NS_PER_MS = 1_000_000
 NS_PER_S = 1_000_000_000

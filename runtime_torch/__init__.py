@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from optpipe_compiler.errors import MissingDependency
 
 if TYPE_CHECKING:
-    from optpipe_compiler.ir import load as load_schedule
+    from optpipe_compiler.documents.ir import load as load_schedule
     from runtime_torch.launch import run
     from runtime_torch.microbatch import add_loss
     from runtime_torch.report import RunReport
@@ -29,7 +29,7 @@ _HOMES = {
     "StepResult": ("runtime_torch.runner", "StepResult"),
     "add_loss": ("runtime_torch.microbatch", "add_loss"),
     "build_stages": ("runtime_torch.stages", "build_stages"),
-    "load_schedule": ("optpipe_compiler.ir", "load"),
+    "load_schedule": ("optpipe_compiler.documents.ir", "load"),
     "run": ("runtime_torch.launch", "run"),
     "wrap_stages": ("runtime_torch.stages", "wrap_stages"),
 }

@@ -17,7 +17,7 @@ from runtime_torch.stages import Stages
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from optpipe_compiler import ir
+    from optpipe_compiler.documents import ir
     from runtime_torch.execution import StageExecution
     from runtime_torch.microbatch import Keywords, Microbatch
     from runtime_torch.replay import Boundary

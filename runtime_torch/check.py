@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from optpipe_compiler import ir
-    from optpipe_compiler.profile import Model
+    from optpipe_compiler.documents import ir
+    from optpipe_compiler.documents.profile import Model
     from runtime_torch.runner import Runner
     from runtime_torch.stages import Stages
 

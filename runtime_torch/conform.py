@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from optpipe_compiler import ir
+    from optpipe_compiler.documents import ir
     from runtime_torch.replay import Boundary
 
 BYTES_TOLERANCE = 0.05

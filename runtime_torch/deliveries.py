@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from optpipe_compiler import ir
+from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import RunFailed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from optpipe_compiler.ir import Schedule
+    from optpipe_compiler.documents.ir import Schedule
 
 Node = tuple[str, str]
 """("start" | "end", op id), or ("delivered", the send's id)."""

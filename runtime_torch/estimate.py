@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal
 
 from msgspec import structs
 
+from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile, Quantity
 from optpipe_compiler.errors import BadInput, MissingDependency
-from optpipe_compiler.profile import P2P, Layer, Link, Machine, Profile, Quantity
 
 if TYPE_CHECKING:
     from optpipe_compiler.presets.gpus import Gpu

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from optpipe_compiler import ir
+    from optpipe_compiler.documents import ir
     from runtime_torch.batches import Batch
     from runtime_torch.execution import StageExecution
     from runtime_torch.replay import Boundary

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from optpipe_compiler.ir import Op
+    from optpipe_compiler.documents.ir import Op
 
 
 class Lanes(Protocol):

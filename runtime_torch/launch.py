@@ -15,10 +15,10 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from optpipe_compiler import ir
 from optpipe_compiler.child import as_environment
+from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.units import printable
 from optpipe_compiler.errors import BadInput, MissingDependency, OptPipeError, RunFailed
-from optpipe_compiler.units import printable
 from runtime_torch import text, user_functions
 from runtime_torch.job import Event, Job, Place, check_torch, place_from_environment, shares_of_cores
 

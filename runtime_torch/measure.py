@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from optpipe_compiler import errors
 from optpipe_compiler.child import as_environment
+from optpipe_compiler.documents.profile import Model
 from optpipe_compiler.errors import BadInput, MissingDependency, OptPipeError, RunFailed
-from optpipe_compiler.profile import Model
 from runtime_torch.job import gpu_count, place_from_environment, ranks_here, shares_of_cores
 from runtime_torch.measure_profile import assemble
 from runtime_torch.user_functions import allow
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
 
-    from optpipe_compiler.profile import Profile
+    from optpipe_compiler.documents.profile import Profile
     from runtime_torch.measure_profile import Findings
 
 

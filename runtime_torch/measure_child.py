@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from optpipe_compiler.documents.units import show_bytes
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.units import show_bytes
 from runtime_torch import models, text
 from runtime_torch.measure_copies import time_copies
 from runtime_torch.measure_gauge import CpuGauge
@@ -32,7 +32,7 @@ from runtime_torch.worker import settle_on_cpu
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from optpipe_compiler.profile import Model
+    from optpipe_compiler.documents.profile import Model
     from runtime_torch.measure_gauge import Gauge
     from runtime_torch.measure_layers import Bench
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from optpipe_compiler import ir
+from optpipe_compiler.documents import ir
 from runtime_torch.lanes import Work
 from runtime_torch.measure_layers import bookkeeping_bench
 from runtime_torch.measure_profile import Copies

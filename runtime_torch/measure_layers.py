@@ -18,7 +18,7 @@ from runtime_torch.measure_profile import LayerBytes, Times
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from optpipe_compiler.profile import Model
+    from optpipe_compiler.documents.profile import Model
     from runtime_torch.bundles import Bundle
     from runtime_torch.measure_gauge import Gauge
 

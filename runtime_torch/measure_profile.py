@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from optpipe_compiler.profile import P2P, Layer, Link, Machine, Model, Profile, Quantity, value_of
+from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Model, Profile, Quantity, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from optpipe_compiler.profile import Cost
+    from optpipe_compiler.documents.profile import Cost
 
 Times = dict[str, list[int]]
 """Samples in ns by op: forward, backward_input, backward_weight, backward, recompute."""
@@ -38,7 +38,7 @@ class LayerBytes:
     """By op: forward, backward_input, backward_weight, backward."""
 
     def saved_after(self, before: LayerBytes | None) -> int:
-        """What it saves behind another layer of its stage, as `optpipe_compiler.profile.in_one_stage` has it."""
+        """What it saves behind another layer of its stage, as `documents.profile.in_one_stage` has it."""
         return max(self.saved - self.shared, self.checkpoint) if before is self else self.saved
 
 

@@ -19,7 +19,7 @@ from runtime_torch.bundles import Bundle
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from optpipe_compiler.profile import Model
+    from optpipe_compiler.documents.profile import Model
     from runtime_torch.replay import Boundary
     from runtime_torch.ties import Names
     from runtime_torch.user_model import Batch, UserModel

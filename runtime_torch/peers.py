@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from optpipe_compiler import ir
+from optpipe_compiler.documents import ir
 from optpipe_compiler.export.memory import timed_ops
 
 if TYPE_CHECKING:

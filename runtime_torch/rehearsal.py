@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from optpipe_compiler import ir
+    from optpipe_compiler.documents import ir
     from runtime_torch.execution import Layers
     from runtime_torch.meter import Meter
 

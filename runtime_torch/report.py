@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from optpipe_compiler import ir
+    from optpipe_compiler.documents import ir
 
 
 @dataclass(frozen=True, slots=True)

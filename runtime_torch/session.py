@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from optpipe_compiler import ir
+from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch import models, rehearsal
 from runtime_torch.check import check

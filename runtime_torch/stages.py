@@ -17,7 +17,7 @@ from runtime_torch.replicas import replicated
 from runtime_torch.ties import Ties, shared
 
 if TYPE_CHECKING:
-    from optpipe_compiler import ir
+    from optpipe_compiler.documents import ir
 
 
 class Stages(dict[int, StageExecution]):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, UntypedStorage
 
-    from optpipe_compiler.ir import Op
+    from optpipe_compiler.documents.ir import Op
     from runtime_torch.lanes import Work
     from runtime_torch.meter import Meter
     from runtime_torch.pinned import PinnedPool

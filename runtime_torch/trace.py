@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from optpipe_compiler import ir
+from optpipe_compiler.documents import ir
 from optpipe_compiler.export.memory import timed_ops
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from runtime_torch.user_functions import import_function
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from optpipe_compiler.profile import Model
+    from optpipe_compiler.documents.profile import Model
     from runtime_torch.ties import Names
 
 Batch = tuple[tuple[Tensor, ...], Tensor]

@@ -12,7 +12,7 @@ def gpt(kind: str, **config):
     """Layers of the tiny GPT, with the named disturbance switched on in this process."""
     from runtime_cases import MODEL
 
-    from optpipe_compiler.profile import Model
+    from optpipe_compiler.documents.profile import Model
     from runtime_torch import models
 
     DISTURBANCES[kind]()

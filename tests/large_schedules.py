@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from optpipe_compiler import ir
+from optpipe_compiler.documents import ir
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

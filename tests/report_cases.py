@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from optpipe_compiler import ir
+from optpipe_compiler.documents import ir
 from tests.instances import quick, uniform
 
 GB = 10**9

@@ -8,8 +8,8 @@ from random import Random
 import msgspec
 from small_schedules import Builder, Shape
 
-from optpipe_compiler import ir
-from optpipe_compiler.profile import P2P, Layer, Link, Machine, Model, Profile
+from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Model, Profile
 
 MODEL = Model(
     builder="gpt",

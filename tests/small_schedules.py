@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from optpipe_compiler import ir
-from optpipe_compiler.profile import P2P, Layer, Link, Machine, Profile
+from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile
 
 if TYPE_CHECKING:
     from collections.abc import Callable

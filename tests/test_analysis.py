@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, reject, settings
 from hypothesis import strategies as st
 
-from optpipe_compiler import ir
 from optpipe_compiler.analysis import Analysis, Cause, Item, Reason, analyse
+from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import BadInput, Infeasible, NotFound
 from optpipe_compiler.heuristics import PLACEMENTS, PUBLISHED, NotDefined
 from optpipe_compiler.heuristics import published as publish
@@ -24,7 +24,7 @@ from tests.instances import profiles, quick, uniform
 from tests.plans import serial
 
 if TYPE_CHECKING:
-    from optpipe_compiler.profile import Profile
+    from optpipe_compiler.documents.profile import Profile
 
 GB = 10**9
 SHARED = {"shared_links": "pairs", "d2h_ms": 1.5, "h2d_ms": 1.5, "activation_gb": 1.0}

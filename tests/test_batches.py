@@ -12,7 +12,7 @@ from test_runtime_library import HIDDEN, LENGTH, MAKERS, MICROBATCHES, RANGES, a
 from torch import nn
 
 import runtime_torch
-from optpipe_compiler import ir
+from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import BadInput
 
 __all__ = ["alone"]

@@ -10,10 +10,10 @@ import pytest
 from msgspec import structs
 from rich.console import Console
 
-from optpipe_compiler import ir
-from optpipe_compiler.files import canonical
+from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.files import canonical
+from optpipe_compiler.documents.profile import Model
 from optpipe_compiler.heuristics import PUBLISHED
-from optpipe_compiler.profile import Model
 from optpipe_compiler.study import comparison as study
 from optpipe_compiler.study.comparison import Absent, Wanted, compare, published_row
 from optpipe_compiler.study.facts import Facts, facts

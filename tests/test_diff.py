@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_schedules import Shape, build, changed, random_shape
 
-from optpipe_compiler import ir
 from optpipe_compiler.diff import compare
 from optpipe_compiler.diff.ops import longest_rise
 from optpipe_compiler.diff.records import Change, Moved, Regrouped, Waits
+from optpipe_compiler.documents import ir
 from optpipe_compiler.view.diff import render, verdict
 from tests import test_cli
 

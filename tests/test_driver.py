@@ -14,11 +14,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from optpipe_compiler import candidates, child, driver, ir, planning
+from optpipe_compiler import candidates, child, driver, planning
+from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.profile import Layer, Machine, Profile
 from optpipe_compiler.driver import Options, Progress, Result, compile_schedule, layouts, settled
 from optpipe_compiler.errors import BadInput, Infeasible
 from optpipe_compiler.heuristics import PUBLISHED
-from optpipe_compiler.profile import Layer, Machine, Profile
 from optpipe_compiler.solver import search
 from optpipe_compiler.solver.worker import Event
 from optpipe_compiler.verify import verify

@@ -7,8 +7,8 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from optpipe_compiler import profile as profiles
 from optpipe_compiler.cli import cli
+from optpipe_compiler.documents import profile as profiles
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.presets import gpus, models
 

@@ -77,7 +77,7 @@ def test_the_training_script_resumes_to_equal_losses_and_shards_to_the_same(envi
     from runtime_cases import schedule
     from small_schedules import Shape
 
-    from optpipe_compiler import ir
+    from optpipe_compiler.documents import ir
 
     plan = schedule(Shape((0, 1), microbatches=4, ranges=lambda stage, _: [("offload", 2 * stage, 2 * stage + 1)]))
     (tmp_path / "schedule.json").write_text(ir.to_text(plan))

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from optpipe_compiler import driver, ir
-from optpipe_compiler.files import canonical
-from optpipe_compiler.profile import Layer, value_of
+from optpipe_compiler import driver
+from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.files import canonical
+from optpipe_compiler.documents.profile import Layer, value_of
 from optpipe_compiler.study import explain as study
 from optpipe_compiler.study.changes import changes
 from optpipe_compiler.study.explain import instance_of, listed, summed_up

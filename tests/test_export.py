@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from optpipe_compiler import ir
+from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.files import canonical
+from optpipe_compiler.documents.units import short_bytes
 from optpipe_compiler.export import torch_csv
-from optpipe_compiler.files import canonical
-from optpipe_compiler.units import short_bytes
 from optpipe_compiler.verify.peaks import peaks
 from tests import test_cli
 from tests.instances import quick, uniform

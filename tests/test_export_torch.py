@@ -20,7 +20,7 @@ from optpipe_compiler.verify.peaks import peaks
 from tests.instances import quick, uniform
 
 if TYPE_CHECKING:
-    from optpipe_compiler import ir
+    from optpipe_compiler.documents import ir
 
 ROOT = Path(__file__).parent.parent
 LINEAR, LOOP, V = (0, 1), (0, 1, 0, 1), (0, 1, 1, 0)

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from small_schedules import Shape, build
 
-from optpipe_compiler import ir
+from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.profile import Model
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.export.torchtitan import render, schedule_class
-from optpipe_compiler.profile import Model
 from tests.instances import quick, uniform
 
 ENDS = {"embedding_ms": (0.1, 0.0, 0.1), "head_ms": (0.1, 0.1, 0.1)}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from small_schedules import Shape, build, random_shape
 
-from optpipe_compiler import ir
+from optpipe_compiler.documents import ir
 from optpipe_compiler.export.chrome_trace import LANES, LETTERS, render
 from optpipe_compiler.export.memory import device_curve, host_curve, on_device, timed_ops
 from optpipe_compiler.verify.memory import Table

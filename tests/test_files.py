@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from optpipe_compiler import ir, profile
+from optpipe_compiler.documents import ir, profile
+from optpipe_compiler.documents.files import Record, canonical, check_writable, decode, read_text, write_atomically
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.files import Record, canonical, check_writable, decode, read_text, write_atomically
 from tests.instances import quick, uniform
 
 SMALL: dict[str, Any] = {

@@ -9,8 +9,8 @@ from random import Random
 import pytest
 from small_schedules import build, random_shape
 
-from optpipe_compiler import ir, profile
-from optpipe_compiler.files import canonical
+from optpipe_compiler.documents import ir, profile
+from optpipe_compiler.documents.files import canonical
 from tests import test_cli
 from tests.instances import uniform
 

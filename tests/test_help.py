@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import click
 import pytest
 
-from optpipe_compiler import ir
 from optpipe_compiler.cli import cli
-from optpipe_compiler.files import canonical
+from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.files import canonical
 from tests import test_cli
 from tests.instances import quick, uniform
 

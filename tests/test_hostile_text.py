@@ -11,12 +11,12 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from optpipe_compiler import ir
 from optpipe_compiler.cli import cli, main
+from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.files import canonical
+from optpipe_compiler.documents.profile import Model
+from optpipe_compiler.documents.units import printable
 from optpipe_compiler.export import torchtitan
-from optpipe_compiler.files import canonical
-from optpipe_compiler.profile import Model
-from optpipe_compiler.units import printable
 from tests.instances import quick, uniform
 
 HOSTILE = (

@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 from large_schedules import serial
 
-from optpipe_compiler import files, ir
 from optpipe_compiler.analysis import analyse
 from optpipe_compiler.cli import cli
+from optpipe_compiler.documents import files, ir
 from optpipe_compiler.errors import BadInput, Rejected
 from optpipe_compiler.verify import causality, verify
 

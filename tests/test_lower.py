@@ -7,12 +7,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from optpipe_compiler import ir
+from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile
 from optpipe_compiler.errors import Infeasible
 from optpipe_compiler.lower import Certificate, lift, lower
 from optpipe_compiler.placement import Layout, layout
 from optpipe_compiler.problem import Caps, Freedom, build
-from optpipe_compiler.profile import P2P, Layer, Link, Machine, Profile
 from optpipe_compiler.schedule import Mode
 from optpipe_compiler.verify import verify
 from tests.instances import profiles, quick, uniform

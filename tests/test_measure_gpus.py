@@ -15,8 +15,8 @@ torch = pytest.importorskip("torch")
 from rich.console import Console  # noqa: E402
 from stream_device import LateDevice, PoisoningMeter, Stream  # noqa: E402
 
-from optpipe_compiler.files import canonical  # noqa: E402
-from optpipe_compiler.profile import parse, value_of  # noqa: E402
+from optpipe_compiler.documents.files import canonical  # noqa: E402
+from optpipe_compiler.documents.profile import parse, value_of  # noqa: E402
 from optpipe_compiler.view.measured import render  # noqa: E402
 from runtime_torch import measure_cuda, measure_layers, text  # noqa: E402
 from runtime_torch.measure_copies import MICROBATCHES, _alone, _Copier, _duplex, stream_lanes, time_copies  # noqa: E402

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile, Quantity
 from optpipe_compiler.placement import Layout, layout
 from optpipe_compiler.problem import (
     DURATIONS,
@@ -23,7 +24,6 @@ from optpipe_compiler.problem import (
     message_ns,
     transfer_ns,
 )
-from optpipe_compiler.profile import P2P, Layer, Link, Machine, Profile, Quantity
 from optpipe_compiler.schedule import Schedule, duration
 from optpipe_compiler.simulate import predecessors
 from tests.instances import problem, uniform

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from optpipe_compiler import profile
+from optpipe_compiler.documents import profile
+from optpipe_compiler.documents.files import canonical
+from optpipe_compiler.documents.profile import Quantity, value_of
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.files import canonical
-from optpipe_compiler.profile import Quantity, value_of
 from optpipe_compiler.verify import verify
 from tests.instances import quick, uniform
 

@@ -14,8 +14,8 @@ from html import unescape
 
 import pytest
 
-from optpipe_compiler import ir
 from optpipe_compiler.analysis import analyse
+from optpipe_compiler.documents import ir
 from optpipe_compiler.view.report import render
 from tests.instances import quick, uniform
 from tests.report_cases import GB, planned, published
@@ -291,7 +291,7 @@ def test_many_ops_are_merged_where_they_are_narrower_than_a_pixel(look):
 
 
 def test_a_page_without_any_time_opens(look):
-    from optpipe_compiler.profile import Layer, Machine, Profile
+    from optpipe_compiler.documents.profile import Layer, Machine, Profile
 
     layer = Layer(name="free", count=2, forward_ns=0, backward_input_ns=0, backward_weight_ns=0, saved_bytes=1)
     costs = Profile(name="free", machine=Machine(devices=2), layers=[layer])

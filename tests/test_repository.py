@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 from small_schedules import Shape, build, changed
 
-from optpipe_compiler import errors, ir
+from optpipe_compiler import errors
+from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.errors import INTERRUPTED, OptPipeError
-from optpipe_compiler.files import canonical
 from tests.instances import quick, uniform
 
 ROOT = Path(__file__).parent.parent

@@ -20,8 +20,8 @@ from runtime_cases import TEXT, promise_exactly, schedule
 from small_schedules import Shape
 from test_runtime_library import start_ranks
 
-from optpipe_compiler import ir
 from optpipe_compiler.cli import cli
+from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch import launch, run
 from runtime_torch.job import Job
@@ -82,7 +82,7 @@ JOINED = """
 import sys
 sys.path[:0] = sys.argv[2:]
 from pathlib import Path
-from optpipe_compiler import ir
+from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import OptPipeError
 from runtime_torch import run
 def tell(event):

@@ -11,8 +11,8 @@ from click.testing import CliRunner
 from runtime_cases import schedule
 from small_schedules import Shape
 
-from optpipe_compiler import ir
 from optpipe_compiler.cli import cli
+from optpipe_compiler.documents import ir
 from optpipe_compiler.view.report.trace import measured
 from runtime_torch.trace import chrome_trace
 

@@ -20,9 +20,9 @@ from small_schedules import Builder, Shape
 from torch import nn
 
 import runtime_torch
-from optpipe_compiler import ir
+from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.profile import P2P, Layer, Link, Machine, Profile
 from optpipe_compiler.view.report.trace import measured
 from runtime_torch import engine
 

@@ -19,7 +19,7 @@ pytest.importorskip("torch")
 from runtime_cases import MODEL, TEXT, promise_exactly, schedule
 from small_schedules import Shape, random_shape
 
-from optpipe_compiler import ir
+from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch import launch, run
 from runtime_torch.job import Job
@@ -186,7 +186,7 @@ def test_an_interrupt_of_the_parent_ends_every_rank():
 ORPHANED = """
 import os, signal, sys
 from pathlib import Path
-from optpipe_compiler import ir
+from optpipe_compiler.documents import ir
 from runtime_torch import launch
 def tell(event):
     if event["event"] == "step":
@@ -252,7 +252,7 @@ def test_a_wrong_world_size_is_refused(monkeypatch):
 JOINED = """
 import sys
 from pathlib import Path
-from optpipe_compiler import ir
+from optpipe_compiler.documents import ir
 from runtime_torch import run
 report = run(ir.load(Path(sys.argv[1])), steps=2, data_paths=[Path(sys.argv[2])], check=True)
 sys.stdout.write("none" if report is None else f"{report.check.ok} {len(report.losses)}")

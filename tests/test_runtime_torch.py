@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 from small_schedules import Shape, build, changed, random_shape
 from torch.autograd import graph
 
-from optpipe_compiler import ir
+from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import MissingDependency, RunFailed
 from optpipe_compiler.verify import causality
 from optpipe_compiler.verify.plan import Plan

@@ -9,10 +9,10 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from optpipe_compiler import ir, profile
+from optpipe_compiler.documents import ir, profile
+from optpipe_compiler.documents.files import canonical
+from optpipe_compiler.documents.schema import FILES, schema, to_text
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.files import canonical
-from optpipe_compiler.schema import FILES, schema, to_text
 from tests.instances import quick, uniform
 
 SCHEMAS = Path(__file__).parent.parent / "schemas"

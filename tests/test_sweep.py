@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.files import canonical
 from optpipe_compiler.study import sweep as study
 from optpipe_compiler.study.frontier import (
     BestDevices,

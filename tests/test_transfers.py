@@ -13,7 +13,7 @@ from tests.instances import problem, quick, uniform
 from tests.machines import dispatched
 
 if TYPE_CHECKING:
-    from optpipe_compiler import ir
+    from optpipe_compiler.documents import ir
 
 
 @pytest.fixture(scope="module")

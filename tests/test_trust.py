@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from optpipe_compiler import ir
+from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import BadInput
 from runtime_torch import user_functions
 from runtime_torch.user_functions import import_function, refuse_foreign

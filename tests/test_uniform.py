@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from optpipe_compiler.documents.files import canonical
+from optpipe_compiler.documents.profile import Layer, Profile, Quantity, parse, value_of
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.files import canonical
-from optpipe_compiler.profile import Layer, Profile, Quantity, parse, value_of
 from optpipe_compiler.uniform import UniformOptions, parse_ratio, parse_triple, uniform_profile
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from optpipe_compiler.documents.units import FACTORS, parse_bytes, parse_ns, short_bytes, show_bytes, show_ns
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.units import FACTORS, parse_bytes, parse_ns, short_bytes, show_bytes, show_ns
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ import msgspec
 import pytest
 from small_schedules import Shape, build, build_with_profile, changed
 
-from optpipe_compiler.profile import P2P, Link, Model, Quantity
+from optpipe_compiler.documents.profile import P2P, Link, Model, Quantity
 from optpipe_compiler.verify import Violation, causality, memory, verify
 from optpipe_compiler.verify.plan import Plan
 
 if TYPE_CHECKING:
-    from optpipe_compiler import ir
+    from optpipe_compiler.documents import ir
 
 ROOT = Path(__file__).parents[1]
 Change = Callable[[Any], None]

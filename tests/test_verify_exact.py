@@ -9,7 +9,7 @@ import pytest
 from brute_force import Machine
 from small_schedules import build, random_shape
 
-from optpipe_compiler import ir
+from optpipe_compiler.documents import ir
 from optpipe_compiler.verify import verify
 
 RULES = {"device": ("device-memory", "peak_bytes"), "host": ("host-memory", "host_bytes")}

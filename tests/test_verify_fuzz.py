@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 from small_schedules import build_with_profile, random_shape
 
-from optpipe_compiler import ir
+from optpipe_compiler.documents import ir
 from optpipe_compiler.verify import Violation, verify
 from optpipe_compiler.view.violations import render
 
 if TYPE_CHECKING:
-    from optpipe_compiler.profile import Profile
+    from optpipe_compiler.documents.profile import Profile
 
 NUMBERS = [0, 1, 2, 3, 7, 100, 2**31, 2**53, 2**62, 2**63 - 1, 2**63, 10**30]
 KINDS = ["forward", "backward", "backward_input", "backward_weight", "recompute", "send_activation", "recv_gradient"]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from optpipe_compiler import ir
 from optpipe_compiler.cli import cli
+from optpipe_compiler.documents import ir
 from optpipe_compiler.view.replay import SLOW, note
 from runtime_torch.report import KindTime, RankReport, RunReport, StepRecord
 from tests.instances import quick, uniform

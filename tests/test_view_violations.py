@@ -12,7 +12,7 @@ from optpipe_compiler.verify import Violation, verify
 from optpipe_compiler.view.violations import label, render
 
 if TYPE_CHECKING:
-    from optpipe_compiler import ir
+    from optpipe_compiler.documents import ir
 
 SHAPE = Shape(microbatches=3, ranges=lambda stage, microbatch: [("offload", 2 * stage, 2 * stage + 1)])
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from optpipe_compiler.ir import Schedule
+    from optpipe_compiler.documents.ir import Schedule
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("schedule", type=Path)
     parser.add_argument("--steps", type=int, required=True)
     options = parser.parse_args()
-    from optpipe_compiler import ir
+    from optpipe_compiler.documents import ir
 
     schedule = ir.load(options.schedule)
     for rank in range(schedule.setup.devices):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from optpipe_compiler.ir import Schedule
+    from optpipe_compiler.documents.ir import Schedule
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("rank", type=int)
     parser.add_argument("output", type=Path)
     options = parser.parse_args()
-    from optpipe_compiler import ir
+    from optpipe_compiler.documents import ir
 
     print(json.dumps(traced(ir.load(options.schedule), options.rank, options.output)))
 

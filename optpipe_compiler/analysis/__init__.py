@@ -18,7 +18,7 @@ from optpipe_compiler.analysis.lines import Cause
 from optpipe_compiler.analysis.memory import Curve, device_curve, host_curve
 
 if TYPE_CHECKING:
-    from optpipe_compiler.ir import Schedule
+    from optpipe_compiler.documents.ir import Schedule
 
 __all__ = ["Analysis", "Cause", "Curve", "Gap", "Item", "Message", "Reason", "analyse"]
 

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from optpipe_compiler import ir
 from optpipe_compiler.analysis.lines import Cause, Lines
+from optpipe_compiler.documents import ir
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from optpipe_compiler import ir
 from optpipe_compiler.analysis.memory import Table
+from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from optpipe_compiler import ir
 from optpipe_compiler.analysis.items import Reason
+from optpipe_compiler.documents import ir
 
 if TYPE_CHECKING:
     from optpipe_compiler.analysis.items import Item, Timeline

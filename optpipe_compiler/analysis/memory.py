@@ -7,7 +7,7 @@ from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from optpipe_compiler import ir
+from optpipe_compiler.documents import ir
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

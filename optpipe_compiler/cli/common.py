@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from optpipe_compiler.units import parse_bytes, printable
+from optpipe_compiler.documents.units import parse_bytes, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -71,6 +71,6 @@ def say_json(answer: Any) -> None:
 
 def write(path: Path, record: Any) -> None:
     """Write a record as the canonical JSON of its file, at once or not at all."""
-    from optpipe_compiler.files import canonical, write_atomically
+    from optpipe_compiler.documents.files import canonical, write_atomically
 
     write_atomically(path, canonical(record))

@@ -35,7 +35,7 @@ def compare(
 
     Example: optpipe compare schedule.json --methods 1f1b,zb-h1,gis-h --profile profile.json
     """
-    from optpipe_compiler import ir
+    from optpipe_compiler.documents import ir
     from optpipe_compiler.study.comparison import chosen_methods
     from optpipe_compiler.study.comparison import compare as side_by_side
     from optpipe_compiler.study.facts import facts
@@ -55,7 +55,7 @@ def compare(
 
 
 def _published(setup: Any, names: list[str], profile_path: Path, jobs: int) -> tuple[list[Facts], list[Absent]]:
-    from optpipe_compiler import profile as profiles
+    from optpipe_compiler.documents import profile as profiles
     from optpipe_compiler.study.comparison import Absent, published_rows
     from optpipe_compiler.view.comparison import MethodsBar
 

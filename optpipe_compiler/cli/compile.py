@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from optpipe_compiler.cli.common import PROFILE, SCHEDULE, Size, console, say, say_json
+from optpipe_compiler.documents.units import parse_bytes
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.units import parse_bytes
 
 
 @click.command(name="compile")
@@ -40,9 +40,10 @@ def compile_command(
 
     Example: optpipe compile profile.json --mem 40GB --microbatches 16 -o schedule.json
     """
-    from optpipe_compiler import driver, ir
-    from optpipe_compiler import profile as profiles
-    from optpipe_compiler.files import check_writable, write_atomically
+    from optpipe_compiler import driver
+    from optpipe_compiler.documents import ir
+    from optpipe_compiler.documents import profile as profiles
+    from optpipe_compiler.documents.files import check_writable, write_atomically
     from optpipe_compiler.view.progress import ProgressLine
     from optpipe_compiler.view.summary import render
 
@@ -97,8 +98,8 @@ def bounds(profile_path: Path, mems: str, **options: Any) -> None:
     from rich.table import Table
 
     from optpipe_compiler import driver
-    from optpipe_compiler import profile as profiles
-    from optpipe_compiler.units import show_bytes, show_ns
+    from optpipe_compiler.documents import profile as profiles
+    from optpipe_compiler.documents.units import show_bytes, show_ns
 
     costs = profiles.load(profile_path)
     table = Table("cap", f"{options['objective']} at least", "because of", box=None, pad_edge=False)
@@ -110,7 +111,7 @@ def bounds(profile_path: Path, mems: str, **options: Any) -> None:
 
 
 def _cap(mem: int | None, costs: Any) -> int:
-    from optpipe_compiler.profile import value_of
+    from optpipe_compiler.documents.profile import value_of
 
     if mem is not None:
         return mem

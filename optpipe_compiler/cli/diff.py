@@ -23,8 +23,8 @@ def diff(context: click.Context, old_path: Path, new_path: Path, exit_code: bool
 
     Example: optpipe diff old.json schedule.json
     """
-    from optpipe_compiler import ir
     from optpipe_compiler.diff import compare
+    from optpipe_compiler.documents import ir
     from optpipe_compiler.view.diff import render, verdict
 
     difference = compare(ir.load(old_path), ir.load(new_path))

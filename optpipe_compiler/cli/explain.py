@@ -22,8 +22,8 @@ def explain(schedule_path: Path, profile_path: Path, time_limit: float, jobs: in
     Each change is planned again within the time limit, and bounded: what is found can be had, what the bound excludes
     cannot. Example: optpipe explain schedule.json --profile profile.json --time-limit 5
     """
-    from optpipe_compiler import ir
-    from optpipe_compiler import profile as profiles
+    from optpipe_compiler.documents import ir
+    from optpipe_compiler.documents import profile as profiles
     from optpipe_compiler.study import explain as study
     from optpipe_compiler.verify import verify
     from optpipe_compiler.view.explanation import ChangesBar, render

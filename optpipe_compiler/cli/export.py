@@ -12,7 +12,7 @@ from optpipe_compiler.cli.common import SCHEDULE, console, say
 from optpipe_compiler.errors import BadInput, Rejected
 
 if TYPE_CHECKING:
-    from optpipe_compiler.ir import Schedule
+    from optpipe_compiler.documents.ir import Schedule
 
 ENDINGS = {
     "chrome-trace": ".trace.json",
@@ -44,8 +44,8 @@ def export(
 
     Example: optpipe export schedule.json --to chrome-trace
     """
-    from optpipe_compiler import ir
-    from optpipe_compiler.files import check_writable
+    from optpipe_compiler.documents import ir
+    from optpipe_compiler.documents.files import check_writable
 
     path = output or _default(schedule_path, kind)
     check_writable(path)
@@ -71,7 +71,7 @@ def _picture(schedule: Schedule, kind: str) -> str | bytes:
 
 
 def _write_torchtitan(path: Path, schedule: Schedule, profile_path: Path | None) -> None:
-    from optpipe_compiler import profile as profiles
+    from optpipe_compiler.documents import profile as profiles
     from optpipe_compiler.export import torchtitan
 
     if path.suffix != ".py":
@@ -84,8 +84,8 @@ def _write_torchtitan(path: Path, schedule: Schedule, profile_path: Path | None)
 
 
 def _write_csv(path: Path, schedule: Schedule) -> None:
+    from optpipe_compiler.documents.files import is_special
     from optpipe_compiler.export import torch_csv
-    from optpipe_compiler.files import is_special
 
     _write(path, torch_csv.render(schedule))
     _say_peaks(schedule, stderr=is_special(path))
@@ -120,7 +120,7 @@ def _refuse_loss(schedule: Schedule, path: Path, drop_memory_ops: bool) -> None:
 
 
 def _write(path: Path, content: str | bytes) -> None:
-    from optpipe_compiler.files import is_special, write_atomically
+    from optpipe_compiler.documents.files import is_special, write_atomically
 
     write_atomically(path, content)
     say(f"wrote {path}", err=is_special(path))
@@ -130,8 +130,8 @@ def _say_peaks(schedule: Schedule, *, stderr: bool) -> None:
     """Say what every device can hold when torch runs the order without waits and memory ops."""
     from rich.table import Table
 
+    from optpipe_compiler.documents.units import short_bytes
     from optpipe_compiler.export.torch_csv import as_torch_runs_it
-    from optpipe_compiler.units import short_bytes
     from optpipe_compiler.verify.peaks import peaks
 
     cap = schedule.setup.cap_bytes

@@ -22,7 +22,7 @@ def fmt(paths: tuple[Path, ...], check: bool) -> None:
 
     Example: optpipe fmt schedule.json profile.json
     """
-    from optpipe_compiler.files import read_text, write_atomically
+    from optpipe_compiler.documents.files import read_text, write_atomically
 
     wanted = {path: canonical_text(read_text(path), str(path)) for path in paths}
     others = [path for path, text in wanted.items() if path.read_bytes() != text.encode()]
@@ -35,8 +35,8 @@ def fmt(paths: tuple[Path, ...], check: bool) -> None:
 
 def canonical_text(text: str, name: str) -> str:
     """Return the canonical text of a schedule or profile; raise BadInput for what is neither or not understood."""
-    from optpipe_compiler import ir, profile
-    from optpipe_compiler.files import canonical, parse_json
+    from optpipe_compiler.documents import ir, profile
+    from optpipe_compiler.documents.files import canonical, parse_json
 
     raw = parse_json(text, name)
     kind = raw.get("format") if isinstance(raw, dict) else None

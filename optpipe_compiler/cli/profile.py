@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from optpipe_compiler.profile import Profile
+    from optpipe_compiler.documents.profile import Profile
     from runtime_torch.measure import MeasureOptions
 
 MEASURED = {"layers": 8, "hidden": 256, "heads": 4, "seq": 128, "microbatch_size": 4}
@@ -115,7 +115,7 @@ def _list(*, gpus: bool, models: bool) -> None:
 
 
 def _estimate(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
-    from optpipe_compiler.files import check_writable
+    from optpipe_compiler.documents.files import check_writable
     from optpipe_compiler.presets import gpus, models
     from optpipe_compiler.view.estimated import render
     from runtime_torch.estimate import assumptions, estimate
@@ -130,8 +130,8 @@ def _estimate(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
 
 
 def _from_run(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
-    from optpipe_compiler import profile as profiles
-    from optpipe_compiler.files import check_writable
+    from optpipe_compiler.documents import profile as profiles
+    from optpipe_compiler.documents.files import check_writable
     from optpipe_compiler.from_run import profile_from_run, read_run
     from optpipe_compiler.view.from_run import render
 
@@ -147,7 +147,7 @@ def _from_run(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
 
 def _measure_model(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
     """Measure a known architecture, or a user's layers, on this machine."""
-    from optpipe_compiler.profile import Model
+    from optpipe_compiler.documents.profile import Model
     from runtime_torch.measure import MeasureOptions
 
     refuse(given, set(given) - {"hidden", "heads"}, "the model itself says; expected no --model")
@@ -210,7 +210,7 @@ def _measure(
 
 
 def _run_measure(output: Path, options: MeasureOptions, *, as_json: bool) -> None:
-    from optpipe_compiler.files import check_writable
+    from optpipe_compiler.documents.files import check_writable
     from optpipe_compiler.view.measured import MeasureBar, render
     from runtime_torch.job import place_from_environment
     from runtime_torch.measure import measure, measure_in_group

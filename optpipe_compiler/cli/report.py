@@ -32,8 +32,8 @@ def report(schedule_path: Path, output: Path, profile_path: Path | None, traces:
 
     Example: optpipe report schedule.json --profile profile.json -o report.html
     """
-    from optpipe_compiler import ir
-    from optpipe_compiler.files import check_writable, write_atomically
+    from optpipe_compiler.documents import ir
+    from optpipe_compiler.documents.files import check_writable, write_atomically
     from optpipe_compiler.view.report import render
     from optpipe_compiler.view.report.trace import measured
 
@@ -48,7 +48,7 @@ def report(schedule_path: Path, output: Path, profile_path: Path | None, traces:
 def _published(schedule: Any, schedule_path: Path, profile_path: Path) -> Any:
     """Return the best published schedule of the same instance, or None if it is the schedule itself."""
     from optpipe_compiler import driver
-    from optpipe_compiler import profile as profiles
+    from optpipe_compiler.documents import profile as profiles
     from optpipe_compiler.view.report import best_published
 
     costs, came_from = profiles.load(profile_path), schedule.provenance

@@ -64,8 +64,8 @@ def run(
 
     if importlib.util.find_spec("torch") is None:
         raise MissingDependency("run needs torch: pip install 'optpipe[runtime]'")
-    from optpipe_compiler import ir
-    from optpipe_compiler.files import check_writable, write_atomically
+    from optpipe_compiler.documents import ir
+    from optpipe_compiler.documents.files import check_writable, write_atomically
     from optpipe_compiler.view.replay import ReplayBar, note, render
     from runtime_torch.launch import run as replay
     from runtime_torch.text import default_path

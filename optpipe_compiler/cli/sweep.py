@@ -60,7 +60,7 @@ def sweep(
     Example: optpipe sweep profile.json --mem 10GB:80GB:8 --microbatches 16,32 --svg sweep.svg
     """
     from optpipe_compiler import driver
-    from optpipe_compiler.files import check_writable, write_atomically
+    from optpipe_compiler.documents.files import check_writable, write_atomically
     from optpipe_compiler.study import sweep as study
     from optpipe_compiler.view import frontier_svg
 
@@ -100,7 +100,7 @@ def sweep(
 
 def _costs(profile_path: Path | None, given: dict[str, Any]) -> Costs:
     """Return the costs of the profile, or of the model on each GPU."""
-    from optpipe_compiler import profile as profiles
+    from optpipe_compiler.documents import profile as profiles
     from optpipe_compiler.study.sweep import Costs
 
     if profile_path is not None and given:

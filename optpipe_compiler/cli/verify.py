@@ -11,7 +11,7 @@ from optpipe_compiler.cli.common import SCHEDULE, console, say, say_json
 from optpipe_compiler.errors import Rejected
 
 if TYPE_CHECKING:
-    from optpipe_compiler.ir import Schedule
+    from optpipe_compiler.documents.ir import Schedule
     from optpipe_compiler.verify import Violation
 
 
@@ -27,8 +27,8 @@ def verify(schedule_paths: tuple[Path, ...], profile_path: Path | None, as_json:
 
     Example: optpipe verify schedule.json --profile profile.json
     """
-    from optpipe_compiler import ir
-    from optpipe_compiler import profile as profiles
+    from optpipe_compiler.documents import ir
+    from optpipe_compiler.documents import profile as profiles
     from optpipe_compiler.verify import not_proved
     from optpipe_compiler.verify import verify as judge
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from optpipe_compiler import ir
 from optpipe_compiler.diff import ops
 from optpipe_compiler.diff.records import Change, Difference
+from optpipe_compiler.documents import ir
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -7,8 +7,8 @@ from collections import Counter, defaultdict
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from optpipe_compiler import ir
 from optpipe_compiler.diff.records import Moved, Regrouped, Waits
+from optpipe_compiler.documents import ir
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from optpipe_compiler.ir import Range
+    from optpipe_compiler.documents.ir import Range
 
 Value = int | float | str | None
 

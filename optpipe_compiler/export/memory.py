@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from optpipe_compiler import ir
+from optpipe_compiler.documents import ir
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

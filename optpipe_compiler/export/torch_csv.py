@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from optpipe_compiler import ir
+from optpipe_compiler.documents import ir
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from optpipe_compiler.documents.units import printable
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.units import printable
 
 if TYPE_CHECKING:
-    from optpipe_compiler.ir import Schedule
-    from optpipe_compiler.profile import Profile
+    from optpipe_compiler.documents.ir import Schedule
+    from optpipe_compiler.documents.profile import Profile
 
 FIRST, LAST = "tok_embeddings", ("norm", "lm_head")
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from optpipe_compiler import ir
+    from optpipe_compiler.documents import ir
     from optpipe_compiler.schedule import Schedule
 
 Chain = tuple[str, int, int]

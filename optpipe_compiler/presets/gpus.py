@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from optpipe_compiler.documents.files import Record, decode, read_text
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.files import Record, decode, read_text
 
 FORMAT = "optpipe-gpus"
 VERSION = 1

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from optpipe_compiler.documents.files import parse_json, read_text
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.files import parse_json, read_text
 
 PRESETS = Path(__file__).parent / "models"
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")

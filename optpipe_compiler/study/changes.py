@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import structs
 
-from optpipe_compiler.profile import value_of
-from optpipe_compiler.units import short_bytes
+from optpipe_compiler.documents.profile import value_of
+from optpipe_compiler.documents.units import short_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from optpipe_compiler.profile import Cost, Layer, Profile
+    from optpipe_compiler.documents.profile import Cost, Layer, Profile
     from optpipe_compiler.study.planned import Instance
 
 MORE_MEMORY = (10, 25, 50, 100)

@@ -6,17 +6,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from optpipe_compiler import driver
+from optpipe_compiler.documents.units import LARGEST, short_bytes, show_ns
 from optpipe_compiler.errors import BadInput, Infeasible, NotFound
 from optpipe_compiler.heuristics import PLACEMENTS, PUBLISHED
 from optpipe_compiler.study.facts import Facts, facts
 from optpipe_compiler.study.pool import answers
-from optpipe_compiler.units import LARGEST, short_bytes, show_ns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from optpipe_compiler import ir
-    from optpipe_compiler.profile import Profile
+    from optpipe_compiler.documents import ir
+    from optpipe_compiler.documents.profile import Profile
 
 PLAN_S = 5.0
 """Time limit of a published schedule, which is written down rather than searched."""

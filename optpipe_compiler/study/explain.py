@@ -18,8 +18,8 @@ from optpipe_compiler.study.pool import answers
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from optpipe_compiler import ir
-    from optpipe_compiler.profile import Profile
+    from optpipe_compiler.documents import ir
+    from optpipe_compiler.documents.profile import Profile
     from optpipe_compiler.study.changes import Effect, Family
 
 

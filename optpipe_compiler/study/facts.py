@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from optpipe_compiler.verify import verify
 
 if TYPE_CHECKING:
-    from optpipe_compiler import ir
+    from optpipe_compiler.documents import ir
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from optpipe_compiler.files import Record
-from optpipe_compiler.profile import Count, Positive
+from optpipe_compiler.documents.files import Record
+from optpipe_compiler.documents.profile import Count, Positive
 from optpipe_compiler.study.planned import Outcome
 
 if TYPE_CHECKING:

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from optpipe_compiler import driver
+from optpipe_compiler.documents.profile import value_of
+from optpipe_compiler.documents.units import short_bytes
 from optpipe_compiler.errors import Infeasible, NotFound
-from optpipe_compiler.profile import value_of
-from optpipe_compiler.units import short_bytes
 
 if TYPE_CHECKING:
-    from optpipe_compiler.profile import Profile
+    from optpipe_compiler.documents.profile import Profile
 
 Outcome = Literal["optimal", "feasible", "infeasible", "not found", "beyond memory"]
 """`infeasible`: proven that nothing fits. `beyond memory`: not planned, the GPU has less memory than the cap."""

@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from optpipe_compiler import driver
+from optpipe_compiler.documents.files import Record, canonical, decode, read_text, write_atomically
+from optpipe_compiler.documents.units import parse_bytes
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.files import Record, canonical, decode, read_text, write_atomically
 from optpipe_compiler.study.frontier import Point, frontier
 from optpipe_compiler.study.planned import Instance, plan
 from optpipe_compiler.study.pool import answers
-from optpipe_compiler.units import parse_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from optpipe_compiler.documents.profile import Profile
     from optpipe_compiler.driver import Options
-    from optpipe_compiler.profile import Profile
     from optpipe_compiler.study.planned import Planned
 
 FORMAT = "optpipe-sweep"

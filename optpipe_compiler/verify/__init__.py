@@ -20,8 +20,8 @@ from optpipe_compiler.verify.report import Violation
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from optpipe_compiler import ir
-    from optpipe_compiler.profile import Profile
+    from optpipe_compiler.documents import ir
+    from optpipe_compiler.documents.profile import Profile
 
 __all__ = ["Violation", "not_proved", "verify"]
 

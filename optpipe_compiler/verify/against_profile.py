@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from optpipe_compiler.profile import Layer, Link, Machine, Profile, value_of
+from optpipe_compiler.documents.profile import Layer, Link, Machine, Profile, value_of
 from optpipe_compiler.verify.forecast import transfer_ns
 from optpipe_compiler.verify.report import Violation
 from optpipe_compiler.verify.tables import PER_LAYER, too_large
@@ -14,8 +14,8 @@ from optpipe_compiler.verify.tables import PER_LAYER, too_large
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from optpipe_compiler import ir
-    from optpipe_compiler.profile import Cost
+    from optpipe_compiler.documents import ir
+    from optpipe_compiler.documents.profile import Cost
     from optpipe_compiler.verify.plan import Plan
 
 

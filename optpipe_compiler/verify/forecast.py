@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from math import isfinite
 from typing import TYPE_CHECKING
 
-from optpipe_compiler import ir
+from optpipe_compiler.documents import ir
 from optpipe_compiler.verify.plan import LANES, Place, Plan, message_of
 from optpipe_compiler.verify.report import Violation
 

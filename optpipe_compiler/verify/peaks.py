@@ -9,7 +9,7 @@ from optpipe_compiler.verify.memory import Memory
 from optpipe_compiler.verify.plan import Plan
 
 if TYPE_CHECKING:
-    from optpipe_compiler import ir
+    from optpipe_compiler.documents import ir
 
 
 def peaks(schedule: ir.Schedule) -> list[int]:

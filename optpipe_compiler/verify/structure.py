@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from optpipe_compiler import ir
+from optpipe_compiler.documents import ir
 from optpipe_compiler.verify.plan import Message, Place, Plan, message_of
 from optpipe_compiler.verify.report import Violation
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from optpipe_compiler.units import printable, short_bytes, show_ns
+from optpipe_compiler.documents.units import printable, short_bytes, show_ns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

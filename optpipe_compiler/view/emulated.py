@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from optpipe_compiler.units import short_bytes, show_ns
+from optpipe_compiler.documents.units import short_bytes, show_ns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

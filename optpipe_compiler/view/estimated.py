@@ -8,17 +8,17 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from optpipe_compiler.profile import value_of
-from optpipe_compiler.units import printable, short_bytes, show_ns
+from optpipe_compiler.documents.profile import value_of
+from optpipe_compiler.documents.units import printable, short_bytes, show_ns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from rich.console import RenderableType
 
+    from optpipe_compiler.documents.profile import Profile
     from optpipe_compiler.presets.gpus import Gpu
     from optpipe_compiler.presets.models import Architecture
-    from optpipe_compiler.profile import Profile
 
 
 def render(profile: Profile, path: str, assumed: Iterable[str]) -> RenderableType:

@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from optpipe_compiler.units import printable, show_ns
+from optpipe_compiler.documents.units import printable, show_ns
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

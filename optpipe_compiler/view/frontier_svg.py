@@ -8,7 +8,7 @@ from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.units import printable, short_bytes, show_ns
+from optpipe_compiler.documents.units import printable, short_bytes, show_ns
 from optpipe_compiler.view.sweep import BEYOND, line, rate, unit
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.text import Text
 
-from optpipe_compiler.units import short_bytes
+from optpipe_compiler.documents.units import short_bytes
 from optpipe_compiler.view.axis import Axis
 from optpipe_compiler.view.svg import COLOURS, NAMES
 

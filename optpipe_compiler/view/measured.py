@@ -9,8 +9,8 @@ from rich.progress import BarColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from optpipe_compiler.profile import Quantity, value_of
-from optpipe_compiler.units import printable, short_bytes, show_bytes, show_ns
+from optpipe_compiler.documents.profile import Quantity, value_of
+from optpipe_compiler.documents.units import printable, short_bytes, show_bytes, show_ns
 from optpipe_compiler.view.bar import Bar, description_column
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console, RenderableType
 
+    from optpipe_compiler.documents.profile import Cost, Link, Profile
     from optpipe_compiler.noise import Noisy
-    from optpipe_compiler.profile import Cost, Link, Profile
 
 
 class MeasureBar(Bar):

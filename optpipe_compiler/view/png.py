@@ -15,7 +15,7 @@ from optpipe_compiler.view.svg import COLOURS, NAMES, caption
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from optpipe_compiler.ir import Device, Schedule
+    from optpipe_compiler.documents.ir import Device, Schedule
 
     Pixels = npt.NDArray[np.uint8]
 

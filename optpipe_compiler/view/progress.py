@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.units import show_ns
+from optpipe_compiler.documents.units import show_ns
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from optpipe_compiler.units import short_bytes, show_ns
+from optpipe_compiler.documents.units import short_bytes, show_ns
 from optpipe_compiler.view.bar import Bar, description_column
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console, RenderableType
 
-    from optpipe_compiler.ir import Schedule
+    from optpipe_compiler.documents.ir import Schedule
 
 
 class ReplayBar(Bar):

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optpipe_compiler.analysis import Cause, analyse
-from optpipe_compiler.units import printable, short_bytes, show_bytes, show_ns
+from optpipe_compiler.documents.units import printable, short_bytes, show_bytes, show_ns
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from optpipe_compiler.analysis import Analysis
-    from optpipe_compiler.ir import Device, Op, Schedule
+    from optpipe_compiler.documents.ir import Device, Op, Schedule
 
 SHOWN = 6
 """Published schedules that the summary lists; the file has all."""

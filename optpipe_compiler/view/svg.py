@@ -5,12 +5,12 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.units import short_bytes, show_ns
+from optpipe_compiler.documents.units import short_bytes, show_ns
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from optpipe_compiler.ir import Device, Schedule
+    from optpipe_compiler.documents.ir import Device, Schedule
 
 COLOURS = {
     "forward": ("F", "#4477aa"),

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.table import Table
 from rich.text import Text
 
-from optpipe_compiler.units import printable, short_bytes, show_ns
+from optpipe_compiler.documents.units import printable, short_bytes, show_ns
 from optpipe_compiler.view.bar import Bar, description_column
 
 if TYPE_CHECKING:

@@ -7,12 +7,12 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.analysis import analyse
-from optpipe_compiler.units import printable, show_ns
+from optpipe_compiler.documents.units import printable, show_ns
 from optpipe_compiler.view.report import tables
 from optpipe_compiler.view.report.payload import CAUSES, REASONS, chart, encode
 
 if TYPE_CHECKING:
-    from optpipe_compiler.ir import Schedule
+    from optpipe_compiler.documents.ir import Schedule
     from optpipe_compiler.view.report.trace import Range
 
 SCRIPTS = ("model.js", "rows.js", "draw.js", "marks.js", "card.js", "point.js")

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from optpipe_compiler import ir
 from optpipe_compiler.analysis import Cause, Reason
 from optpipe_compiler.analysis.items import LANES, LETTERS
+from optpipe_compiler.documents import ir
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

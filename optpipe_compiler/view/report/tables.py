@@ -6,7 +6,7 @@ from collections import Counter
 from html import escape
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.units import printable, short_bytes, show_ns
+from optpipe_compiler.documents.units import printable, short_bytes, show_ns
 from optpipe_compiler.view.summary import count
 from optpipe_compiler.view.summary import gap as gap_of
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from optpipe_compiler.analysis import Analysis
-    from optpipe_compiler.ir import Baseline, Schedule
+    from optpipe_compiler.documents.ir import Baseline, Schedule
     from optpipe_compiler.view.report.trace import Range
 
 

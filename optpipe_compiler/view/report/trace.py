@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from optpipe_compiler.documents.files import LARGEST_TRACE, read_text
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.files import LARGEST_TRACE, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from optpipe_compiler.ir import Op, Schedule
+    from optpipe_compiler.documents.ir import Op, Schedule
 
 Range = tuple[int, int]
 """Begin and end in ns."""

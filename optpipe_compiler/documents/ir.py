@@ -8,9 +8,9 @@ from typing import Literal
 
 import msgspec
 
+from optpipe_compiler.documents.files import Record, canonical, decode, read_text
+from optpipe_compiler.documents.profile import MOST_LAYERS, Count, Model, Positive
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.files import Record, canonical, decode, read_text
-from optpipe_compiler.profile import MOST_LAYERS, Count, Model, Positive
 
 FORMAT = "optpipe-schedule"
 VERSION = 1

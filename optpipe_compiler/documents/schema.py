@@ -1,4 +1,4 @@
-"""JSON Schema of the two files, generated from the records; `python -m optpipe_compiler.schema DIR` writes them."""
+"""JSON Schema of the two files, from the records. `python -m optpipe_compiler.documents.schema DIR` writes them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from optpipe_compiler.files import write_atomically
-from optpipe_compiler.ir import Schedule
-from optpipe_compiler.profile import Profile
+from optpipe_compiler.documents.files import write_atomically
+from optpipe_compiler.documents.ir import Schedule
+from optpipe_compiler.documents.profile import Profile
 
 FILES = {"profile.schema.json": Profile, "schedule.schema.json": Schedule}
 

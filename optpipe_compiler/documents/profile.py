@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import msgspec
 from msgspec import structs
 
+from optpipe_compiler.documents.files import Record, canonical, decode, read_text
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.files import Record, canonical, decode, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,10 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from optpipe_compiler.costs import gpus
+from optpipe_compiler.costs.models import Architecture
 from optpipe_compiler.documents.files import write_atomically
 from optpipe_compiler.documents.profile import Profile, value_of
-from optpipe_compiler.presets import gpus
-from optpipe_compiler.presets.models import Architecture
 from runtime_torch import estimate_time
 from runtime_torch.estimate import BYTES_PER_PARAMETER, RESERVE_BYTES, EstimateOptions, count_layers, estimate
 

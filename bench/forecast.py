@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.report import machine, publish
+from optpipe_compiler.costs.models import Architecture
+from optpipe_compiler.costs.noise import noisy
 from optpipe_compiler.documents.profile import Model
 from optpipe_compiler.driver import Options, compile_schedule, link_share
 from optpipe_compiler.lower.emit import lift
-from optpipe_compiler.noise import noisy
 from optpipe_compiler.placement import Layout
-from optpipe_compiler.presets.models import Architecture
 from optpipe_compiler.problem import Caps, Freedom, build
 from optpipe_compiler.simulate import retime
 from optpipe_compiler.view.measured import noise_lines

@@ -16,12 +16,12 @@ import time
 from typing import TYPE_CHECKING
 
 from bench.planner import COSTS, GB
+from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.driver import Options, instances, settled
 from optpipe_compiler.machine.policy import policy, setting, value
 from optpipe_compiler.machine.state import A_BACKWARD, A_FORWARD, A_MODE, A_WEIGHT, FUSED, NEVER, OPS, machine
 from optpipe_compiler.plan.wishes import treatments, wish
 from optpipe_compiler.schedule import Mode
-from optpipe_compiler.uniform import UniformOptions, uniform_profile
 from tests.list_scheduler import Guide, Run
 
 if TYPE_CHECKING:

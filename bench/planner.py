@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING
 
 import optpipe_compiler
 from bench.published import REFERENCE
+from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.driver import SEVERAL, Options, Progress, compile_schedule
 from optpipe_compiler.heuristics import PLACEMENTS, PUBLISHED, NotDefined, published
 from optpipe_compiler.placement import Layout, stage_devices
 from optpipe_compiler.problem import Caps, Freedom, build
 from optpipe_compiler.simulate import peaks
-from optpipe_compiler.uniform import UniformOptions, uniform_profile
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents.profile import Profile

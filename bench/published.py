@@ -17,11 +17,11 @@ import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from optpipe_compiler.costs.uniform import NS_PER_MS, UniformOptions, uniform_profile
 from optpipe_compiler.heuristics import PLACEMENTS, NotDefined, published
 from optpipe_compiler.placement import layout
 from optpipe_compiler.problem import Caps, Freedom, Problem, build
 from optpipe_compiler.simulate import Stuck, peaks, retime
-from optpipe_compiler.uniform import NS_PER_MS, UniformOptions, uniform_profile
 
 if TYPE_CHECKING:
     from optpipe_compiler.schedule import Schedule

@@ -16,8 +16,8 @@ from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profil
 from optpipe_compiler.errors import BadInput, MissingDependency
 
 if TYPE_CHECKING:
-    from optpipe_compiler.presets.gpus import Gpu
-    from optpipe_compiler.presets.models import Architecture
+    from optpipe_compiler.costs.gpus import Gpu
+    from optpipe_compiler.costs.models import Architecture
     from runtime_torch.estimate_count import Counted
 
 RESERVE_BYTES = 2_000_000_000

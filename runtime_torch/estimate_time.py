@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from optpipe_compiler.presets.gpus import Gpu
+    from optpipe_compiler.costs.gpus import Gpu
     from runtime_torch.estimate_work import Kernel, Work
 
 SHARES = {"matmul": 0.93, "attention_forward": 0.70, "attention_backward": 0.58}

@@ -26,7 +26,7 @@ from runtime_torch.layer_kernels import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from optpipe_compiler.presets.models import Architecture
+    from optpipe_compiler.costs.models import Architecture
 
 ROTARY_BASE = 10_000.0
 

@@ -6,7 +6,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.noise import BOUND
+from optpipe_compiler.costs.noise import BOUND
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

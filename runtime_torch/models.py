@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
 
+from optpipe_compiler.costs.models import Architecture
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.presets.models import Architecture
 from runtime_torch import user_model
 from runtime_torch.bundles import Bundle
 
@@ -208,7 +208,7 @@ def _gpt(model: Model) -> list[Callable[[], nn.Module]]:
 
 
 def _transformer(model: Model) -> list[Callable[[], nn.Module]]:
-    """Return what makes each layer of a known architecture (presets/models.py), whose fields are the model's config."""
+    """Return what makes each layer of a known architecture (costs/models.py), whose fields are the model's config."""
     from runtime_torch.layers import makers
 
     try:

@@ -10,10 +10,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from bench import estimates  # noqa: E402
+from optpipe_compiler.costs import gpus, models  # noqa: E402
 from optpipe_compiler.documents.files import canonical  # noqa: E402
 from optpipe_compiler.documents.profile import Quantity, parse, value_of  # noqa: E402
 from optpipe_compiler.errors import BadInput, MissingDependency  # noqa: E402
-from optpipe_compiler.presets import gpus, models  # noqa: E402
 from optpipe_compiler.verify import verify  # noqa: E402
 from runtime_torch import estimate as estimating  # noqa: E402
 from runtime_torch import estimate_time  # noqa: E402

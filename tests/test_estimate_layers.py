@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: E402, N812
 
-from optpipe_compiler.presets.models import Architecture  # noqa: E402
+from optpipe_compiler.costs.models import Architecture  # noqa: E402
 from runtime_torch import layer_kernels, layers  # noqa: E402
 
 MODEL = Architecture(kind="mixtral", layers=2, hidden=16, heads=4, kv_heads=2, head_dim=4, ffn=24, vocab=50)

@@ -8,9 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from optpipe_compiler.cli import cli
+from optpipe_compiler.costs import gpus, models
 from optpipe_compiler.documents import profile as profiles
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.presets import gpus, models
 
 LLAMA = {
     "model_type": "llama",

@@ -10,12 +10,12 @@ from click.testing import CliRunner
 from small_schedules import Builder, Shape
 
 from optpipe_compiler.cli import cli
+from optpipe_compiler.costs.from_run import profile_from_run, read_run
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.documents.profile import Layer, Link, Machine, Profile, Quantity, value_of
 from optpipe_compiler.documents.profile import load as load_profile
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.from_run import profile_from_run, read_run
 
 BASE = Profile(
     name="hand",

@@ -14,8 +14,8 @@ from msgspec import structs
 torch = pytest.importorskip("torch")
 
 from optpipe_compiler.cli import cli  # noqa: E402
+from optpipe_compiler.costs.noise import Noisy, noisy  # noqa: E402
 from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile, Quantity, value_of  # noqa: E402
-from optpipe_compiler.noise import Noisy, noisy  # noqa: E402
 from runtime_torch import measure_child, measure_copies, measure_spread  # noqa: E402
 from runtime_torch.measure_gauge import CpuGauge  # noqa: E402
 from runtime_torch.measure_layers import OPS, bookkeeping_bench  # noqa: E402

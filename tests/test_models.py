@@ -14,9 +14,9 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
+from optpipe_compiler.costs.models import Architecture  # noqa: E402
 from optpipe_compiler.documents.profile import Model  # noqa: E402
 from optpipe_compiler.errors import BadInput  # noqa: E402
-from optpipe_compiler.presets.models import Architecture  # noqa: E402
 from runtime_torch import models, text, user_functions  # noqa: E402
 
 SMALL = Model(

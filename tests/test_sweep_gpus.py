@@ -10,9 +10,9 @@ from xml.etree import ElementTree
 import pytest
 from msgspec import structs
 
+from optpipe_compiler.costs import gpus, models
 from optpipe_compiler.errors import MissingDependency
 from optpipe_compiler.placement import layout
-from optpipe_compiler.presets import gpus, models
 from optpipe_compiler.problem import Caps, Freedom, build
 from optpipe_compiler.study.frontier import BestGpu, answer, frontier
 from optpipe_compiler.view import frontier_svg

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from optpipe_compiler.costs.uniform import UniformOptions, parse_ratio, parse_triple, uniform_profile
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.documents.profile import Layer, Profile, Quantity, parse, value_of
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.uniform import UniformOptions, parse_ratio, parse_triple, uniform_profile
 
 
 def total(profile: Profile, field: str, device: int, layers: int) -> int:

@@ -12,8 +12,8 @@ from optpipe_compiler.errors import BadInput
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from optpipe_compiler.presets.gpus import Gpu
-    from optpipe_compiler.presets.models import Architecture
+    from optpipe_compiler.costs.gpus import Gpu
+    from optpipe_compiler.costs.models import Architecture
     from runtime_torch.estimate import EstimateOptions
 
 Command = TypeVar("Command", bound="Callable[..., Any]")

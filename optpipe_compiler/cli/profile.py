@@ -89,7 +89,7 @@ def profile(
 
 def _finish(record: Profile, output: Path, shown: Callable[[], RenderableType], *, as_json: bool) -> None:
     """Write the profile; say which of its numbers are noise, and what it holds."""
-    from optpipe_compiler.noise import noisy
+    from optpipe_compiler.costs.noise import noisy
     from optpipe_compiler.view.measured import noise_lines
 
     write(output, record)
@@ -104,8 +104,8 @@ def _finish(record: Profile, output: Path, shown: Callable[[], RenderableType], 
 
 
 def _list(*, gpus: bool, models: bool) -> None:
-    from optpipe_compiler.presets import gpus as gpu_presets
-    from optpipe_compiler.presets import models as model_presets
+    from optpipe_compiler.costs import gpus as gpu_presets
+    from optpipe_compiler.costs import models as model_presets
     from optpipe_compiler.view.estimated import gpu_table, model_table
 
     if gpus:
@@ -115,8 +115,8 @@ def _list(*, gpus: bool, models: bool) -> None:
 
 
 def _estimate(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
+    from optpipe_compiler.costs import gpus, models
     from optpipe_compiler.documents.files import check_writable
-    from optpipe_compiler.presets import gpus, models
     from optpipe_compiler.view.estimated import render
     from runtime_torch.estimate import assumptions, estimate
 
@@ -130,9 +130,9 @@ def _estimate(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
 
 
 def _from_run(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
+    from optpipe_compiler.costs.from_run import profile_from_run, read_run
     from optpipe_compiler.documents import profile as profiles
     from optpipe_compiler.documents.files import check_writable
-    from optpipe_compiler.from_run import profile_from_run, read_run
     from optpipe_compiler.view.from_run import render
 
     refuse(given, {"from_run", "base"}, "--from-run takes from the run; expected only --profile and -o")
@@ -170,7 +170,7 @@ def _built(name: str, layers: int | None) -> tuple[str, dict[str, Any]]:
     """Return what builds the model, and its configuration."""
     from dataclasses import asdict, replace
 
-    from optpipe_compiler.presets import models
+    from optpipe_compiler.costs import models
 
     if ":" in name and not Path(name).exists():
         if layers is not None:
@@ -269,7 +269,7 @@ def uniform(output: Path, embedding_ms: str | None, head_ms: str | None, duplex_
 
     Example: optpipe profile uniform --devices 8 --activation-gb 2 --d2h-ms 1.05 --h2d-ms 1.05 --shared-links pairs
     """
-    from optpipe_compiler.uniform import UniformOptions, parse_ratio, parse_triple, uniform_profile
+    from optpipe_compiler.costs.uniform import UniformOptions, parse_ratio, parse_triple, uniform_profile
 
     record = uniform_profile(
         UniformOptions(

@@ -118,7 +118,7 @@ def _estimated(given: dict[str, Any]) -> Costs:
     """Estimate for as many devices as there are layers; fewer of them cost the same, so one profile does for all."""
     from dataclasses import asdict
 
-    from optpipe_compiler.presets import gpus, models
+    from optpipe_compiler.costs import gpus, models
     from optpipe_compiler.study.sweep import Costs
     from runtime_torch.estimate import estimate
 

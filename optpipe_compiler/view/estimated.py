@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
+    from optpipe_compiler.costs.gpus import Gpu
+    from optpipe_compiler.costs.models import Architecture
     from optpipe_compiler.documents.profile import Profile
-    from optpipe_compiler.presets.gpus import Gpu
-    from optpipe_compiler.presets.models import Architecture
 
 
 def render(profile: Profile, path: str, assumed: Iterable[str]) -> RenderableType:

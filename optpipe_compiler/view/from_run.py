@@ -13,7 +13,7 @@ from optpipe_compiler.documents.units import printable, show_ns
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from optpipe_compiler.from_run import Change, FromRun
+    from optpipe_compiler.costs.from_run import Change, FromRun
 
 
 def render(found: FromRun, path: str) -> RenderableType:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console, RenderableType
 
+    from optpipe_compiler.costs.noise import Noisy
     from optpipe_compiler.documents.profile import Cost, Link, Profile
-    from optpipe_compiler.noise import Noisy
 
 
 class MeasureBar(Bar):

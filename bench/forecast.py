@@ -21,9 +21,9 @@ from optpipe_compiler.costs.noise import noisy
 from optpipe_compiler.documents.profile import Model
 from optpipe_compiler.driver import Options, compile_schedule, link_share
 from optpipe_compiler.lower.emit import lift
-from optpipe_compiler.placement import Layout
-from optpipe_compiler.problem import Caps, Freedom, build
-from optpipe_compiler.simulate import retime
+from optpipe_compiler.model.placement import Layout
+from optpipe_compiler.model.problem import Caps, Freedom, build
+from optpipe_compiler.model.simulate import retime
 from optpipe_compiler.view.measured import noise_lines
 from runtime_torch import run
 from runtime_torch.measure import MeasureOptions, measure

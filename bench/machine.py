@@ -20,15 +20,15 @@ from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.driver import Options, instances, settled
 from optpipe_compiler.machine.policy import policy, setting, value
 from optpipe_compiler.machine.state import A_BACKWARD, A_FORWARD, A_MODE, A_WEIGHT, FUSED, NEVER, OPS, machine
+from optpipe_compiler.model.schedule import Mode
 from optpipe_compiler.plan.wishes import treatments, wish
-from optpipe_compiler.schedule import Mode
 from tests.list_scheduler import Guide, Run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from optpipe_compiler.machine.state import Machine
-    from optpipe_compiler.problem import Problem
+    from optpipe_compiler.model.problem import Problem
 
 SIZES = ((8, 32, 4), (16, 64, 4), (32, 128, 4), (64, 512, 2))
 """Devices, microbatches, stages per device."""

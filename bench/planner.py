@@ -24,9 +24,9 @@ from bench.published import REFERENCE
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.driver import SEVERAL, Options, Progress, compile_schedule
 from optpipe_compiler.heuristics import PLACEMENTS, PUBLISHED, NotDefined, published
-from optpipe_compiler.placement import Layout, stage_devices
-from optpipe_compiler.problem import Caps, Freedom, build
-from optpipe_compiler.simulate import peaks
+from optpipe_compiler.model.placement import Layout, stage_devices
+from optpipe_compiler.model.problem import Caps, Freedom, build
+from optpipe_compiler.model.simulate import peaks
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents.profile import Profile

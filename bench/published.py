@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 
 from optpipe_compiler.costs.uniform import NS_PER_MS, UniformOptions, uniform_profile
 from optpipe_compiler.heuristics import PLACEMENTS, NotDefined, published
-from optpipe_compiler.placement import layout
-from optpipe_compiler.problem import Caps, Freedom, Problem, build
-from optpipe_compiler.simulate import Stuck, peaks, retime
+from optpipe_compiler.model.placement import layout
+from optpipe_compiler.model.problem import Caps, Freedom, Problem, build
+from optpipe_compiler.model.simulate import Stuck, peaks, retime
 
 if TYPE_CHECKING:
-    from optpipe_compiler.schedule import Schedule
+    from optpipe_compiler.model.schedule import Schedule
 
 LAYERS = {1: 4, 2: 4, 3: 12, 4: 4}
 """Layers per device by stages per device: four, or, where thirds are needed, twelve of a third the size."""

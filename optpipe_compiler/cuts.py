@@ -8,13 +8,13 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents.profile import value_of
-from optpipe_compiler.problem import fused_ns
+from optpipe_compiler.model.problem import fused_ns
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from optpipe_compiler.documents.profile import Layer, Profile
-    from optpipe_compiler.placement import Layout
+    from optpipe_compiler.model.placement import Layout
 
     Numbers = list[int]
 

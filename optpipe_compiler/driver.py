@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from optpipe_compiler import bounds
 from optpipe_compiler.cuts import others
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import value_of
@@ -17,18 +16,19 @@ from optpipe_compiler.documents.units import show_bytes
 from optpipe_compiler.errors import BadInput, Infeasible, NotFound
 from optpipe_compiler.heuristics import PUBLISHED
 from optpipe_compiler.lower import Certificate, lower, promised
-from optpipe_compiler.placement import Layout, layout
+from optpipe_compiler.model import bounds
+from optpipe_compiler.model.placement import Layout, layout
+from optpipe_compiler.model.problem import Caps, Freedom, build, fused_ns, static_bytes
+from optpipe_compiler.model.schedule import Schedule
+from optpipe_compiler.model.simulate import peaks
 from optpipe_compiler.planning import Attempt, Limits, Need, Planner, lowering_s
-from optpipe_compiler.problem import Caps, Freedom, build, fused_ns, static_bytes
-from optpipe_compiler.schedule import Schedule
-from optpipe_compiler.simulate import peaks
 from optpipe_compiler.verify import verify
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from optpipe_compiler.documents.profile import Profile
-    from optpipe_compiler.problem import Problem
+    from optpipe_compiler.model.problem import Problem
 
 SEVERAL: dict[str, tuple[int, ...]] = {"linear": (1,), "loop": (2, 3, 4), "v": (2, 4)}
 """Stages per device that are tried for each placement."""

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from optpipe_compiler.schedule import Kind, Schedule, Task
-from optpipe_compiler.simulate import memory_curve
+from optpipe_compiler.model.schedule import Kind, Schedule, Task
+from optpipe_compiler.model.simulate import memory_curve
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

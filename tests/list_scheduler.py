@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.machine.state import op_memory
-from optpipe_compiler.schedule import Kind, Mode, Task, duration
+from optpipe_compiler.model.schedule import Kind, Mode, Task, duration
 
 if TYPE_CHECKING:
-    from optpipe_compiler.problem import Problem, Stage
+    from optpipe_compiler.model.problem import Problem, Stage
 
 NEVER = 1 << 62
 F, I, W, B, R, D, H = Kind  # noqa: E741  (torch's letter)

@@ -19,15 +19,15 @@ from optpipe_compiler.machine.state import (
     Machine,
     machine,
 )
+from optpipe_compiler.model.schedule import Kind, Schedule, Task
+from optpipe_compiler.model.simulate import Stuck
 from optpipe_compiler.plan.wishes import names, treatments, wish
-from optpipe_compiler.schedule import Kind, Schedule, Task
-from optpipe_compiler.simulate import Stuck
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from optpipe_compiler.machine.policy import Policy
-    from optpipe_compiler.problem import Problem
+    from optpipe_compiler.model.problem import Problem
     from tests.list_scheduler import Guide
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from hypothesis import reject
 from ortools.sat.python import cp_model
 
-from optpipe_compiler.problem import DURATIONS
-from optpipe_compiler.schedule import Kind, Mode, Schedule, Task, duration, value
-from optpipe_compiler.simulate import peaks, predecessors, retime
+from optpipe_compiler.model.problem import DURATIONS
+from optpipe_compiler.model.schedule import Kind, Mode, Schedule, Task, duration, value
+from optpipe_compiler.model.simulate import peaks, predecessors, retime
 from optpipe_compiler.solver import constraints, hint, objective, variables
 from optpipe_compiler.solver.worker import Request, build, configure
 from tests.machines import dispatched
@@ -18,7 +18,7 @@ from tests.machines import dispatched
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from optpipe_compiler.problem import Problem
+    from optpipe_compiler.model.problem import Problem
     from optpipe_compiler.solver.variables import Activation
 
     Force = Callable[[dict[tuple[int, int], Activation]], list[cp_model.BoundedLinearExpression]]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from optpipe_compiler.problem import Freedom, Problem, Stage
+from optpipe_compiler.model.problem import Freedom, Problem, Stage
 from tests.instances import problem
 
 

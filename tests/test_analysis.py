@@ -16,10 +16,10 @@ from optpipe_compiler.errors import BadInput, Infeasible, NotFound
 from optpipe_compiler.heuristics import PLACEMENTS, PUBLISHED, NotDefined
 from optpipe_compiler.heuristics import published as publish
 from optpipe_compiler.lower import Certificate, lower, promised
-from optpipe_compiler.placement import layout
-from optpipe_compiler.problem import Caps, Freedom, build
-from optpipe_compiler.schedule import Mode
-from optpipe_compiler.simulate import Stuck, retime
+from optpipe_compiler.model.placement import layout
+from optpipe_compiler.model.problem import Caps, Freedom, build
+from optpipe_compiler.model.schedule import Mode
+from optpipe_compiler.model.simulate import Stuck, retime
 from tests.instances import profiles, quick, uniform
 from tests.plans import serial
 

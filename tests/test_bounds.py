@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
-from optpipe_compiler.bounds import best as best_bound
-from optpipe_compiler.bounds import device_work, fill_and_drain, head_and_work, memory_time, resources, round_trip
-from optpipe_compiler.problem import Freedom, Problem, coarsen
-from optpipe_compiler.schedule import value
+from optpipe_compiler.model.bounds import best as best_bound
+from optpipe_compiler.model.bounds import device_work, fill_and_drain, head_and_work, memory_time, resources, round_trip
+from optpipe_compiler.model.problem import Freedom, Problem, coarsen
+from optpipe_compiler.model.schedule import value
 from tests.instances import problem
 from tests.machines import dispatched
 from tests.plans import best, optimum

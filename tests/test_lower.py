@@ -11,9 +11,9 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile
 from optpipe_compiler.errors import Infeasible
 from optpipe_compiler.lower import Certificate, lift, lower
-from optpipe_compiler.placement import Layout, layout
-from optpipe_compiler.problem import Caps, Freedom, build
-from optpipe_compiler.schedule import Mode
+from optpipe_compiler.model.placement import Layout, layout
+from optpipe_compiler.model.problem import Caps, Freedom, build
+from optpipe_compiler.model.schedule import Mode
 from optpipe_compiler.verify import verify
 from tests.instances import profiles, quick, uniform
 from tests.list_scheduler import Guide

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile, Quantity
-from optpipe_compiler.placement import Layout, layout
-from optpipe_compiler.problem import (
+from optpipe_compiler.model.placement import Layout, layout
+from optpipe_compiler.model.problem import (
     DURATIONS,
     SIZES,
     Caps,
@@ -24,8 +24,8 @@ from optpipe_compiler.problem import (
     message_ns,
     transfer_ns,
 )
-from optpipe_compiler.schedule import Schedule, duration
-from optpipe_compiler.simulate import predecessors
+from optpipe_compiler.model.schedule import Schedule, duration
+from optpipe_compiler.model.simulate import predecessors
 from tests.instances import problem, uniform
 from tests.plans import serial
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from optpipe_compiler.schedule import Kind, Mode, Plan, Schedule, Task
-from optpipe_compiler.simulate import Stuck, memory_curve, peaks, retime, simulate
+from optpipe_compiler.model.schedule import Kind, Mode, Plan, Schedule, Task
+from optpipe_compiler.model.simulate import Stuck, memory_curve, peaks, retime, simulate
 from tests.instances import problem
 from tests.machines import dispatched
 from tests.plans import serial

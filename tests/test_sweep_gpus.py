@@ -12,8 +12,8 @@ from msgspec import structs
 
 from optpipe_compiler.costs import gpus, models
 from optpipe_compiler.errors import MissingDependency
-from optpipe_compiler.placement import layout
-from optpipe_compiler.problem import Caps, Freedom, build
+from optpipe_compiler.model.placement import layout
+from optpipe_compiler.model.problem import Caps, Freedom, build
 from optpipe_compiler.study.frontier import BestGpu, answer, frontier
 from optpipe_compiler.view import frontier_svg
 from optpipe_compiler.view.sweep import device_sentences, gpu_sentences, memory_sentences, microbatch_sentences

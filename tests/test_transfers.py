@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from optpipe_compiler.schedule import Kind
+from optpipe_compiler.model.schedule import Kind
 from optpipe_compiler.verify import verify
 from tests.instances import problem, quick, uniform
 from tests.machines import dispatched

@@ -29,13 +29,13 @@ from optpipe_compiler.heuristics.zb_h1 import zb_h1
 from optpipe_compiler.heuristics.zb_h2 import zb_h2
 from optpipe_compiler.heuristics.zb_memory_limited import zb_1p, zb_2p, zb_memory_limited
 from optpipe_compiler.heuristics.zbv import zbv
-from optpipe_compiler.schedule import Kind, Schedule
-from optpipe_compiler.simulate import Stuck, peaks, retime
+from optpipe_compiler.model.schedule import Kind, Schedule
+from optpipe_compiler.model.simulate import Stuck, peaks, retime
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from optpipe_compiler.problem import Problem
+    from optpipe_compiler.model.problem import Problem
 
 Placed = tuple[str, int]
 """A placement's name and its stages per device."""

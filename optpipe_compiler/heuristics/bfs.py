@@ -8,7 +8,7 @@ from optpipe_compiler.heuristics.common import Order, needs_loop
 from optpipe_compiler.heuristics.gpipe import all_forwards_first
 
 if TYPE_CHECKING:
-    from optpipe_compiler.problem import Problem
+    from optpipe_compiler.model.problem import Problem
 
 
 def bfs(problem: Problem) -> Order:

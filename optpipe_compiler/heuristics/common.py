@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.placement import stage_devices
-from optpipe_compiler.schedule import Kind, Task
+from optpipe_compiler.model.placement import stage_devices
+from optpipe_compiler.model.schedule import Kind, Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from optpipe_compiler.problem import Problem
+    from optpipe_compiler.model.problem import Problem
 
 Order = list[list[Task]]
 """The compute order of every device."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.heuristics.common import NotDefined, Order, needs_split, needs_v, numbered
-from optpipe_compiler.schedule import Kind
+from optpipe_compiler.model.schedule import Kind
 
 if TYPE_CHECKING:
-    from optpipe_compiler.problem import Problem
+    from optpipe_compiler.model.problem import Problem
 
 F, I, W, B = Kind.F, Kind.I, Kind.W, Kind.B  # noqa: E741  (torch's letter)
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 
 from optpipe_compiler.heuristics.common import handed_over_early, needs_loop
 from optpipe_compiler.heuristics.gis import half_group
-from optpipe_compiler.schedule import Kind, Task
+from optpipe_compiler.model.schedule import Kind, Task
 
 if TYPE_CHECKING:
     from optpipe_compiler.heuristics.common import Order
-    from optpipe_compiler.problem import Problem
+    from optpipe_compiler.model.problem import Problem
 
 
 def gis_h_uniform(problem: Problem) -> Order:

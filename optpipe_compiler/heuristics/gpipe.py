@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.heuristics.common import Order, needs_linear
-from optpipe_compiler.schedule import Kind, Task
+from optpipe_compiler.model.schedule import Kind, Task
 
 if TYPE_CHECKING:
-    from optpipe_compiler.problem import Problem
+    from optpipe_compiler.model.problem import Problem
 
 
 def gpipe(problem: Problem) -> Order:

@@ -12,12 +12,12 @@ import heapq
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.heuristics.common import Order, needs_waves
-from optpipe_compiler.schedule import Kind, Task
+from optpipe_compiler.model.schedule import Kind, Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from optpipe_compiler.problem import Problem
+    from optpipe_compiler.model.problem import Problem
 
 
 def hanayo(problem: Problem) -> Order:

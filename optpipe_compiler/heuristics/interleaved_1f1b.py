@@ -11,10 +11,10 @@ from optpipe_compiler.heuristics.common import (
     needs_loop,
     one_forward_one_backward,
 )
-from optpipe_compiler.schedule import Kind
+from optpipe_compiler.model.schedule import Kind
 
 if TYPE_CHECKING:
-    from optpipe_compiler.problem import Problem
+    from optpipe_compiler.model.problem import Problem
 
 
 def interleaved_1f1b(problem: Problem) -> Order:

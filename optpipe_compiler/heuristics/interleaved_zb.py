@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.heuristics.common import NotDefined, Order, grouped, needs_loop, needs_split
-from optpipe_compiler.schedule import Kind
+from optpipe_compiler.model.schedule import Kind
 
 if TYPE_CHECKING:
-    from optpipe_compiler.problem import Problem
-    from optpipe_compiler.schedule import Task
+    from optpipe_compiler.model.problem import Problem
+    from optpipe_compiler.model.schedule import Task
 
 
 def interleaved_zb(problem: Problem) -> Order:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.heuristics.common import Order, grouped, needs_linear, one_forward_one_backward
-from optpipe_compiler.schedule import Kind
+from optpipe_compiler.model.schedule import Kind
 
 if TYPE_CHECKING:
-    from optpipe_compiler.problem import Problem
+    from optpipe_compiler.model.problem import Problem
 
 
 def one_f_one_b(problem: Problem) -> Order:

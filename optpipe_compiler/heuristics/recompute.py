@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.heuristics.common import NotDefined
-from optpipe_compiler.schedule import Kind
+from optpipe_compiler.model.schedule import Kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from optpipe_compiler.heuristics.common import Order
-    from optpipe_compiler.problem import Problem
-    from optpipe_compiler.schedule import Task
+    from optpipe_compiler.model.problem import Problem
+    from optpipe_compiler.model.schedule import Task
 
 
 def recomputing(

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.schedule import Kind, Task, duration
-from optpipe_compiler.simulate import Stuck
+from optpipe_compiler.model.schedule import Kind, Task, duration
+from optpipe_compiler.model.simulate import Stuck
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from optpipe_compiler.problem import Problem
+    from optpipe_compiler.model.problem import Problem
 
 BACKWARDS = (Kind.I, Kind.B)
 

@@ -8,7 +8,7 @@ from optpipe_compiler.heuristics.common import Order, needs_split, needs_v
 from optpipe_compiler.heuristics.v_pattern import Block, repeated
 
 if TYPE_CHECKING:
-    from optpipe_compiler.problem import Problem
+    from optpipe_compiler.model.problem import Problem
 
 
 def v_half(problem: Problem) -> Order:

@@ -11,13 +11,13 @@ from collections import Counter, deque
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
-from optpipe_compiler.schedule import Kind, Task
+from optpipe_compiler.model.schedule import Kind, Task
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from optpipe_compiler.heuristics.common import Order
-    from optpipe_compiler.problem import Problem
+    from optpipe_compiler.model.problem import Problem
 
 PERIOD = 6
 Slots = dict[Task, int]

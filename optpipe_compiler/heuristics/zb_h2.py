@@ -8,7 +8,7 @@ from optpipe_compiler.heuristics.common import Order, needs_linear, needs_split
 from optpipe_compiler.heuristics.zb_h1 import handcrafted
 
 if TYPE_CHECKING:
-    from optpipe_compiler.problem import Problem
+    from optpipe_compiler.model.problem import Problem
 
 
 def zb_h2(problem: Problem) -> Order:

@@ -13,11 +13,11 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.heuristics.common import NotDefined, Order, needs_linear, needs_split
-from optpipe_compiler.schedule import Kind, Task, duration
-from optpipe_compiler.simulate import device_memory
+from optpipe_compiler.model.schedule import Kind, Task, duration
+from optpipe_compiler.model.simulate import device_memory
 
 if TYPE_CHECKING:
-    from optpipe_compiler.problem import Problem, Stage
+    from optpipe_compiler.model.problem import Problem, Stage
 
 F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741  (torch's letter)
 

@@ -10,7 +10,7 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import in_one_stage, value_of
 from optpipe_compiler.lower.graph import Graph, Node
 from optpipe_compiler.lower.waits import Waits, planned_peaks
-from optpipe_compiler.problem import (
+from optpipe_compiler.model.problem import (
     alone,
     duplex,
     host_links,
@@ -18,12 +18,12 @@ from optpipe_compiler.problem import (
     residue_bytes,
     static_bytes,
 )
-from optpipe_compiler.schedule import Kind, Schedule, Task
+from optpipe_compiler.model.schedule import Kind, Schedule, Task
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents.profile import Layer, Profile
-    from optpipe_compiler.placement import Layout
-    from optpipe_compiler.problem import Caps, Problem
+    from optpipe_compiler.model.placement import Layout
+    from optpipe_compiler.model.problem import Caps, Problem
 
 COMPUTE: dict[Kind, type[ir.Forward | ir.BackwardInput | ir.BackwardWeight | ir.Backward]] = {
     Kind.F: ir.Forward,

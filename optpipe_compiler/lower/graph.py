@@ -13,7 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.schedule import Kind, Task
+from optpipe_compiler.model.schedule import Kind, Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from optpipe_compiler.documents import ir
-    from optpipe_compiler.schedule import Schedule
+    from optpipe_compiler.model.schedule import Schedule
 
 Chain = tuple[str, int, int]
 """A sequence of events that happen in a fixed order: (lane, device, 0), or ("pair", device, device)."""

@@ -35,7 +35,7 @@ from optpipe_compiler.machine.state import (
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from optpipe_compiler.problem import Problem
+    from optpipe_compiler.model.problem import Problem
 
 PARTS, PARITIES = 3, 2
 TRIES = 4

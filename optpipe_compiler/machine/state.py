@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optpipe_compiler.machine.compiled import compiled
-from optpipe_compiler.schedule import Kind, Task, duration
+from optpipe_compiler.model.schedule import Kind, Task, duration
 
 if TYPE_CHECKING:
-    from optpipe_compiler.problem import Problem, Stage
+    from optpipe_compiler.model.problem import Problem, Stage
 
 NEVER = 1 << 62
 NONE = -1

@@ -15,9 +15,9 @@ from threading import Event, Thread
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.heuristics import NotDefined
+from optpipe_compiler.model.schedule import Kind, Schedule, Task
+from optpipe_compiler.model.simulate import Stuck
 from optpipe_compiler.plan.wishes import names, treatments, wish
-from optpipe_compiler.schedule import Kind, Schedule, Task
-from optpipe_compiler.simulate import Stuck
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from optpipe_compiler.heuristics import Placed
     from optpipe_compiler.machine.policy import Policy, Setting
     from optpipe_compiler.machine.state import Machine
-    from optpipe_compiler.problem import Problem
+    from optpipe_compiler.model.problem import Problem
 
 CLIMBERS = 8
 """Pairs of instance and wish that climb in the first round, at least two for each thread."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from optpipe_compiler.heuristics import PLACEMENTS, published
 from optpipe_compiler.heuristics.lockstep import lockstep
-from optpipe_compiler.schedule import Kind, Mode, Task
+from optpipe_compiler.model.schedule import Kind, Mode, Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from optpipe_compiler.heuristics import Placed
-    from optpipe_compiler.problem import Problem
+    from optpipe_compiler.model.problem import Problem
 
     Wish = NDArray[np.int64]
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from ortools.sat.python import cp_model
 
-    from optpipe_compiler.problem import Problem
+    from optpipe_compiler.model.problem import Problem
     from optpipe_compiler.solver.variables import Activation, Expr, Variables
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.schedule import Kind, Schedule, Task, value
+from optpipe_compiler.model.schedule import Kind, Schedule, Task, value
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ortools.sat.python import cp_model
 
-    from optpipe_compiler.problem import Problem
+    from optpipe_compiler.model.problem import Problem
     from optpipe_compiler.solver.variables import Variables
 
 

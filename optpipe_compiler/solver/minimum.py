@@ -8,11 +8,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.errors import MissingDependency
-from optpipe_compiler.problem import SIZES, coarsen
-from optpipe_compiler.schedule import Kind, Schedule, Task, duration
+from optpipe_compiler.model.problem import SIZES, coarsen
+from optpipe_compiler.model.schedule import Kind, Schedule, Task, duration
 
 if TYPE_CHECKING:
-    from optpipe_compiler.problem import Problem
+    from optpipe_compiler.model.problem import Problem
 
 UNLIMITED = 1 << 60
 

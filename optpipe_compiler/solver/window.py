@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.schedule import Kind, Schedule, Task, duration
+from optpipe_compiler.model.schedule import Kind, Schedule, Task, duration
 from optpipe_compiler.solver import constraints, hint
 from optpipe_compiler.solver.variables import Activation, Variables, create_activation
 

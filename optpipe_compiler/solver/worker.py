@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from ortools.sat.python import cp_model
 
-    from optpipe_compiler.problem import Problem
-    from optpipe_compiler.schedule import Schedule, Task
+    from optpipe_compiler.model.problem import Problem
+    from optpipe_compiler.model.schedule import Schedule, Task
     from optpipe_compiler.solver.window import Window
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from optpipe_compiler.documents.profile import Cost, Layer, Link, Machine, Profile
-    from optpipe_compiler.placement import Layout
+    from optpipe_compiler.model.placement import Layout
 
 NS_PER_S = 10**9
 

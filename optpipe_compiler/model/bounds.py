@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from optpipe_compiler.problem import Problem, Stage
+    from optpipe_compiler.model.problem import Problem, Stage
 
 
 @dataclass(frozen=True)

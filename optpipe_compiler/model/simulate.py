@@ -10,12 +10,12 @@ import heapq
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.schedule import Kind, Plan, Schedule, Task, duration
+from optpipe_compiler.model.schedule import Kind, Plan, Schedule, Task, duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from optpipe_compiler.problem import Problem
+    from optpipe_compiler.model.problem import Problem
 
 
 class Stuck(Exception):

@@ -23,10 +23,10 @@ import optpipe_compiler
 from bench.published import REFERENCE
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.driver import SEVERAL, Options, Progress, compile_schedule
-from optpipe_compiler.heuristics import PLACEMENTS, PUBLISHED, NotDefined, published
 from optpipe_compiler.model.placement import Layout, stage_devices
 from optpipe_compiler.model.problem import Caps, Freedom, build
 from optpipe_compiler.model.simulate import peaks
+from optpipe_compiler.published import PLACEMENTS, PUBLISHED, NotDefined, published
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents.profile import Profile

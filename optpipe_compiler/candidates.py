@@ -8,9 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.heuristics import PLACEMENTS, PUBLISHED, NotDefined, hurried, published, recipe
 from optpipe_compiler.model.schedule import Schedule
 from optpipe_compiler.model.simulate import Stuck, peaks, retime
+from optpipe_compiler.published import PLACEMENTS, PUBLISHED, NotDefined, hurried, published, recipe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

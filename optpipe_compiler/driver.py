@@ -14,7 +14,6 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.documents.units import show_bytes
 from optpipe_compiler.errors import BadInput, Infeasible, NotFound
-from optpipe_compiler.heuristics import PUBLISHED
 from optpipe_compiler.lower import Certificate, lower, promised
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.placement import Layout, layout
@@ -22,6 +21,7 @@ from optpipe_compiler.model.problem import Caps, Freedom, build, fused_ns, stati
 from optpipe_compiler.model.schedule import Schedule
 from optpipe_compiler.model.simulate import peaks
 from optpipe_compiler.planning import Attempt, Limits, Need, Planner, lowering_s
+from optpipe_compiler.published import PUBLISHED
 from optpipe_compiler.verify import verify
 
 if TYPE_CHECKING:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.heuristics import NotDefined
 from optpipe_compiler.machine.dispatch import DONE, play
 from optpipe_compiler.machine.policy import Setting, policy, setting, value
 from optpipe_compiler.machine.state import (
@@ -22,6 +21,7 @@ from optpipe_compiler.machine.state import (
 from optpipe_compiler.model.schedule import Kind, Schedule, Task
 from optpipe_compiler.model.simulate import Stuck
 from optpipe_compiler.plan.wishes import names, treatments, wish
+from optpipe_compiler.published import NotDefined
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

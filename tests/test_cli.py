@@ -21,7 +21,7 @@ from optpipe_compiler import cli, driver, planning
 from optpipe_compiler.documents import ir, profile
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.errors import BadInput, Infeasible, MissingDependency, NotFound, Rejected, RunFailed
-from optpipe_compiler.heuristics import PUBLISHED
+from optpipe_compiler.published import PUBLISHED
 from optpipe_compiler.verify import verify
 from tests.instances import quick, uniform
 from tests.processes import children

@@ -13,7 +13,7 @@ from rich.console import Console
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.documents.profile import Model
-from optpipe_compiler.heuristics import PUBLISHED
+from optpipe_compiler.published import PUBLISHED
 from optpipe_compiler.study import comparison as study
 from optpipe_compiler.study.comparison import Absent, Wanted, compare, published_row
 from optpipe_compiler.study.facts import Facts, facts

@@ -19,7 +19,7 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import Layer, Machine, Profile
 from optpipe_compiler.driver import Options, Progress, Result, compile_schedule, layouts, settled
 from optpipe_compiler.errors import BadInput, Infeasible
-from optpipe_compiler.heuristics import PUBLISHED
+from optpipe_compiler.published import PUBLISHED
 from optpipe_compiler.solver import search
 from optpipe_compiler.solver.worker import Event
 from optpipe_compiler.verify import verify

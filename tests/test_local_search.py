@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from optpipe_compiler.heuristics.lockstep import lockstep
 from optpipe_compiler.machine.policy import climb, copied, value
 from optpipe_compiler.machine.state import A_BACKWARD, A_FORWARD, A_WEIGHT, NEVER, machine
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.schedule import Schedule
 from optpipe_compiler.plan.local_search import Effort, Found, Instance, LocalSearch, Realiser, shortened
+from optpipe_compiler.published.lockstep import lockstep
 from tests.instances import problem
 from tests.machines import first_policies, starts
 from tests.plans import check

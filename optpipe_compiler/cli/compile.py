@@ -72,7 +72,7 @@ def _list_methods() -> None:
     """Print every published schedule with the placements that it is tried on."""
     from rich.table import Table
 
-    from optpipe_compiler.heuristics import PLACEMENTS
+    from optpipe_compiler.published import PLACEMENTS
 
     table = Table(box=None, pad_edge=False)
     table.add_column("method")

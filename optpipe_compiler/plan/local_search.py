@@ -14,18 +14,18 @@ from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.heuristics import NotDefined
 from optpipe_compiler.model.schedule import Kind, Schedule, Task
 from optpipe_compiler.model.simulate import Stuck
 from optpipe_compiler.plan.wishes import names, treatments, wish
+from optpipe_compiler.published import NotDefined
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from optpipe_compiler.heuristics import Placed
     from optpipe_compiler.machine.policy import Policy, Setting
     from optpipe_compiler.machine.state import Machine
     from optpipe_compiler.model.problem import Problem
+    from optpipe_compiler.published import Placed
 
 CLIMBERS = 8
 """Pairs of instance and wish that climb in the first round, at least two for each thread."""

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from optpipe_compiler.heuristics import PLACEMENTS, published
-from optpipe_compiler.heuristics.lockstep import lockstep
 from optpipe_compiler.model.schedule import Kind, Mode, Task
+from optpipe_compiler.published import PLACEMENTS, published
+from optpipe_compiler.published.lockstep import lockstep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from numpy.typing import NDArray
 
-    from optpipe_compiler.heuristics import Placed
     from optpipe_compiler.model.problem import Problem
+    from optpipe_compiler.published import Placed
 
     Wish = NDArray[np.int64]
 

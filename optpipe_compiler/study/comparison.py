@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from optpipe_compiler import driver
 from optpipe_compiler.documents.units import LARGEST, short_bytes, show_ns
 from optpipe_compiler.errors import BadInput, Infeasible, NotFound
-from optpipe_compiler.heuristics import PLACEMENTS, PUBLISHED
+from optpipe_compiler.published import PLACEMENTS, PUBLISHED
 from optpipe_compiler.study.facts import Facts, facts
 from optpipe_compiler.study.pool import answers
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from math import gcd
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.heuristics.common import handed_over_early, needs_loop
-from optpipe_compiler.heuristics.gis import half_group
 from optpipe_compiler.model.schedule import Kind, Task
+from optpipe_compiler.published.common import handed_over_early, needs_loop
+from optpipe_compiler.published.gis import half_group
 
 if TYPE_CHECKING:
-    from optpipe_compiler.heuristics.common import Order
     from optpipe_compiler.model.problem import Problem
+    from optpipe_compiler.published.common import Order
 
 
 def gis_h_uniform(problem: Problem) -> Order:

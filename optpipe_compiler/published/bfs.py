@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.heuristics.common import Order, needs_loop
-from optpipe_compiler.heuristics.gpipe import all_forwards_first
+from optpipe_compiler.published.common import Order, needs_loop
+from optpipe_compiler.published.gpipe import all_forwards_first
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem

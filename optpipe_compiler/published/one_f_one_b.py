@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.heuristics.common import Order, grouped, needs_linear, one_forward_one_backward
 from optpipe_compiler.model.schedule import Kind
+from optpipe_compiler.published.common import Order, grouped, needs_linear, one_forward_one_backward
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem

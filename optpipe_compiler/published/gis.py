@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.heuristics.common import (
+from optpipe_compiler.model.schedule import Kind
+from optpipe_compiler.published.common import (
     Order,
     grouped,
     handed_over_early,
     needs_loop,
     one_forward_one_backward,
 )
-from optpipe_compiler.model.schedule import Kind
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.heuristics.common import Order, needs_linear
 from optpipe_compiler.model.schedule import Kind, Task
+from optpipe_compiler.published.common import Order, needs_linear
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem

@@ -16,8 +16,8 @@ from optpipe_compiler.model.schedule import Kind, Task
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from optpipe_compiler.heuristics.common import Order
     from optpipe_compiler.model.problem import Problem
+    from optpipe_compiler.published.common import Order
 
 PERIOD = 6
 Slots = dict[Task, int]

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.heuristics.common import NotDefined, Recipe
-from optpipe_compiler.heuristics.gis_uniform import gis_h_uniform
-from optpipe_compiler.heuristics.recompute import lowest_stages
+from optpipe_compiler.published.common import NotDefined, Recipe
+from optpipe_compiler.published.gis_uniform import gis_h_uniform
+from optpipe_compiler.published.recompute import lowest_stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from optpipe_compiler.heuristics.common import Order
     from optpipe_compiler.model.problem import Problem
+    from optpipe_compiler.published.common import Order
 
 
 def po_f(problem: Problem) -> Recipe:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.heuristics.common import NotDefined, Order, needs_split, needs_v, numbered
 from optpipe_compiler.model.schedule import Kind
+from optpipe_compiler.published.common import NotDefined, Order, needs_split, needs_v, numbered
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem

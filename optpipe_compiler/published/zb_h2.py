@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.heuristics.common import Order, needs_linear, needs_split
-from optpipe_compiler.heuristics.zb_h1 import handcrafted
+from optpipe_compiler.published.common import Order, needs_linear, needs_split
+from optpipe_compiler.published.zb_h1 import handcrafted
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem

@@ -10,27 +10,27 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.heuristics.bfs import bfs
-from optpipe_compiler.heuristics.common import NotDefined, Order, Recipe
-from optpipe_compiler.heuristics.dualpipev import dualpipev
-from optpipe_compiler.heuristics.gis import gis, gis_h, gis_m
-from optpipe_compiler.heuristics.gis_uniform import gis_h_uniform
-from optpipe_compiler.heuristics.gpipe import gpipe
-from optpipe_compiler.heuristics.hanayo import hanayo
-from optpipe_compiler.heuristics.interleaved_1f1b import interleaved_1f1b
-from optpipe_compiler.heuristics.interleaved_zb import interleaved_zb
-from optpipe_compiler.heuristics.one_f_one_b import one_f_one_b
-from optpipe_compiler.heuristics.pipeoffload import offloading, po_f, po_h
-from optpipe_compiler.heuristics.recompute import recomputing
-from optpipe_compiler.heuristics.transfers import timed
-from optpipe_compiler.heuristics.v_half import v_half
-from optpipe_compiler.heuristics.v_min import v_min
-from optpipe_compiler.heuristics.zb_h1 import zb_h1
-from optpipe_compiler.heuristics.zb_h2 import zb_h2
-from optpipe_compiler.heuristics.zb_memory_limited import zb_1p, zb_2p, zb_memory_limited
-from optpipe_compiler.heuristics.zbv import zbv
 from optpipe_compiler.model.schedule import Kind, Schedule
 from optpipe_compiler.model.simulate import Stuck, peaks, retime
+from optpipe_compiler.published.bfs import bfs
+from optpipe_compiler.published.common import NotDefined, Order, Recipe
+from optpipe_compiler.published.dualpipev import dualpipev
+from optpipe_compiler.published.gis import gis, gis_h, gis_m
+from optpipe_compiler.published.gis_uniform import gis_h_uniform
+from optpipe_compiler.published.gpipe import gpipe
+from optpipe_compiler.published.hanayo import hanayo
+from optpipe_compiler.published.interleaved_1f1b import interleaved_1f1b
+from optpipe_compiler.published.interleaved_zb import interleaved_zb
+from optpipe_compiler.published.one_f_one_b import one_f_one_b
+from optpipe_compiler.published.pipeoffload import offloading, po_f, po_h
+from optpipe_compiler.published.recompute import recomputing
+from optpipe_compiler.published.transfers import timed
+from optpipe_compiler.published.v_half import v_half
+from optpipe_compiler.published.v_min import v_min
+from optpipe_compiler.published.zb_h1 import zb_h1
+from optpipe_compiler.published.zb_h2 import zb_h2
+from optpipe_compiler.published.zb_memory_limited import zb_1p, zb_2p, zb_memory_limited
+from optpipe_compiler.published.zbv import zbv
 
 if TYPE_CHECKING:
     from collections.abc import Callable

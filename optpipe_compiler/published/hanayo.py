@@ -11,8 +11,8 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.heuristics.common import Order, needs_waves
 from optpipe_compiler.model.schedule import Kind, Task
+from optpipe_compiler.published.common import Order, needs_waves
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

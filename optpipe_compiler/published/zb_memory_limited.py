@@ -12,9 +12,9 @@ from __future__ import annotations
 from itertools import product
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.heuristics.common import NotDefined, Order, needs_linear, needs_split
 from optpipe_compiler.model.schedule import Kind, Task, duration
 from optpipe_compiler.model.simulate import device_memory
+from optpipe_compiler.published.common import NotDefined, Order, needs_linear, needs_split
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem, Stage

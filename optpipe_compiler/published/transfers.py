@@ -10,14 +10,14 @@ from bisect import bisect_right
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.heuristics.timing import BACKWARDS, Lanes
 from optpipe_compiler.model.schedule import Kind, Task, duration
+from optpipe_compiler.published.timing import BACKWARDS, Lanes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from optpipe_compiler.heuristics.common import Order, Recipe
     from optpipe_compiler.model.problem import Problem
+    from optpipe_compiler.published.common import Order, Recipe
 
 ROUND_TRIPS = 3
 """An activation that stays no longer than so many transfers there and back is kept, as in the authors' generator."""

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.heuristics.common import NotDefined
 from optpipe_compiler.model.schedule import Kind
+from optpipe_compiler.published.common import NotDefined
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from optpipe_compiler.heuristics.common import Order
     from optpipe_compiler.model.problem import Problem
     from optpipe_compiler.model.schedule import Task
+    from optpipe_compiler.published.common import Order
 
 
 def recomputing(

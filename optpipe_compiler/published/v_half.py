@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.heuristics.common import Order, needs_split, needs_v
-from optpipe_compiler.heuristics.v_pattern import Block, repeated
+from optpipe_compiler.published.common import Order, needs_split, needs_v
+from optpipe_compiler.published.v_pattern import Block, repeated
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, reject, settings
 from hypothesis import strategies as st
 
-from optpipe_compiler.analysis import Analysis, Cause, Item, Reason, analyse
 from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import BadInput, Infeasible, NotFound
+from optpipe_compiler.forecast import Analysis, Cause, Item, Reason, analyse
 from optpipe_compiler.lower import Certificate, lower, promised
 from optpipe_compiler.model.placement import layout
 from optpipe_compiler.model.problem import Caps, Freedom, build

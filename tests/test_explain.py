@@ -248,7 +248,7 @@ def test_idle_shares_add_up_to_the_bubble(schedule):
 
 
 def test_every_cause_of_idle_time_has_words(schedule):
-    from optpipe_compiler.analysis import Cause
+    from optpipe_compiler.forecast import Cause
 
     for cause in Cause:
         one = study.Idle(0, 0.5, ((cause.value, "device 1", 0.5),))

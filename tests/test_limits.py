@@ -11,10 +11,10 @@ import pytest
 from click.testing import CliRunner
 from large_schedules import serial
 
-from optpipe_compiler.analysis import analyse
 from optpipe_compiler.cli import cli
 from optpipe_compiler.documents import files, ir
 from optpipe_compiler.errors import BadInput, Rejected
+from optpipe_compiler.forecast import analyse
 from optpipe_compiler.verify import causality, verify
 
 ROUND = [stage % 8 for stage in range(3000)]

@@ -13,12 +13,12 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from optpipe_compiler.analysis import Cause, Reason
 from optpipe_compiler.cli import cli
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.documents.profile import Layer, Machine, Profile
 from optpipe_compiler.errors import BadInput
+from optpipe_compiler.forecast import Cause, Reason
 from optpipe_compiler.view.report import best_published, render
 from optpipe_compiler.view.report.payload import REASONS
 from optpipe_compiler.view.report.trace import measured

@@ -14,8 +14,8 @@ from html import unescape
 
 import pytest
 
-from optpipe_compiler.analysis import analyse
 from optpipe_compiler.documents import ir
+from optpipe_compiler.forecast import analyse
 from optpipe_compiler.view.report import render
 from tests.instances import quick, uniform
 from tests.report_cases import GB, planned, published

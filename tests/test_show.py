@@ -13,8 +13,8 @@ import pytest
 from rich.console import Console
 
 from optpipe_compiler import cli
-from optpipe_compiler.analysis import Analysis, Cause, analyse
 from optpipe_compiler.documents import ir
+from optpipe_compiler.forecast import Analysis, Cause, analyse
 from optpipe_compiler.model import bounds
 from optpipe_compiler.view.axis import Axis
 from optpipe_compiler.view.gantt import LEFT, NARROWEST, RIGHT, render

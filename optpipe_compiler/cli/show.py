@@ -30,9 +30,9 @@ def show(
 
     Example: optpipe show schedule.json --device 0 --device 1 --from 2ms --to 12.5ms
     """
-    from optpipe_compiler.analysis import analyse
     from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.files import write_atomically
+    from optpipe_compiler.forecast import analyse
     from optpipe_compiler.view import svg as picture
     from optpipe_compiler.view.gantt import render
     from optpipe_compiler.view.summary import summary

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from optpipe_compiler import driver
-from optpipe_compiler.analysis import analyse
 from optpipe_compiler.errors import BadInput
+from optpipe_compiler.forecast import analyse
 from optpipe_compiler.study.changes import Change, changes
 from optpipe_compiler.study.planned import Instance, Planned, plan
 from optpipe_compiler.study.pool import answers

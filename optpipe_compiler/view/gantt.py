@@ -16,7 +16,7 @@ from optpipe_compiler.view.svg import COLOURS, NAMES
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from optpipe_compiler.analysis import Analysis, Curve, Item
+    from optpipe_compiler.forecast import Analysis, Curve, Item
 
 LEFT, RIGHT = 7, 5
 """Columns for labels on the left, for the peak on the right."""

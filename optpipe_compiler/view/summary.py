@@ -8,16 +8,16 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from optpipe_compiler.analysis import Cause, analyse
 from optpipe_compiler.documents.units import printable, short_bytes, show_bytes, show_ns
+from optpipe_compiler.forecast import Cause, analyse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import RenderableType
 
-    from optpipe_compiler.analysis import Analysis
     from optpipe_compiler.documents.ir import Device, Op, Schedule
+    from optpipe_compiler.forecast import Analysis
 
 SHOWN = 6
 """Published schedules that the summary lists; the file has all."""

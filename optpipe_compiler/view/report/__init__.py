@@ -6,8 +6,8 @@ import re
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.analysis import analyse
 from optpipe_compiler.documents.units import printable, show_ns
+from optpipe_compiler.forecast import analyse
 from optpipe_compiler.view.report import tables
 from optpipe_compiler.view.report.payload import CAUSES, REASONS, chart, encode
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from optpipe_compiler.analysis import Cause, Reason
-from optpipe_compiler.analysis.items import LANES, LETTERS
 from optpipe_compiler.documents import ir
+from optpipe_compiler.forecast import Cause, Reason
+from optpipe_compiler.forecast.items import LANES, LETTERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from optpipe_compiler.analysis import Analysis, Curve, Gap, Item
+    from optpipe_compiler.forecast import Analysis, Curve, Gap, Item
     from optpipe_compiler.view.report.trace import Range
 
 Columns = dict[str, Any]

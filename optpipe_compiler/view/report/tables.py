@@ -13,8 +13,8 @@ from optpipe_compiler.view.summary import gap as gap_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from optpipe_compiler.analysis import Analysis
     from optpipe_compiler.documents.ir import Baseline, Schedule
+    from optpipe_compiler.forecast import Analysis
     from optpipe_compiler.view.report.trace import Range
 
 

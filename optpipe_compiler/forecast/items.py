@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from optpipe_compiler.analysis.memory import Table
 from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import BadInput
+from optpipe_compiler.forecast.memory import Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

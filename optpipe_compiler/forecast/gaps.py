@@ -29,14 +29,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from optpipe_compiler.analysis.lines import Cause, Lines
 from optpipe_compiler.documents import ir
+from optpipe_compiler.forecast.lines import Cause, Lines
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from optpipe_compiler.analysis.items import Item, Timeline
-    from optpipe_compiler.analysis.memory import Curve
+    from optpipe_compiler.forecast.items import Item, Timeline
+    from optpipe_compiler.forecast.memory import Curve
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from optpipe_compiler.analysis.items import Reason
 from optpipe_compiler.documents import ir
+from optpipe_compiler.forecast.items import Reason
 
 if TYPE_CHECKING:
-    from optpipe_compiler.analysis.items import Item, Timeline
-    from optpipe_compiler.analysis.memory import Curve
+    from optpipe_compiler.forecast.items import Item, Timeline
+    from optpipe_compiler.forecast.memory import Curve
 
 Queue = tuple[str, int]
 """A serial resource: ("compute", device), or ("d2h" or "h2d", link)."""

@@ -12,7 +12,7 @@ from optpipe_compiler.documents import ir
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from optpipe_compiler.analysis.items import Timed, Timeline
+    from optpipe_compiler.forecast.items import Timed, Timeline
 
 Curve = list[tuple[int, int]]
 """Steps (ns, bytes held from then on), in order of time. Two steps at one time are a level that lasts no time."""

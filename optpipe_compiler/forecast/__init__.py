@@ -12,10 +12,10 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.analysis.gaps import Gap, find_gaps
-from optpipe_compiler.analysis.items import Item, Message, Reason, Timeline
-from optpipe_compiler.analysis.lines import Cause
-from optpipe_compiler.analysis.memory import Curve, device_curve, host_curve
+from optpipe_compiler.forecast.gaps import Gap, find_gaps
+from optpipe_compiler.forecast.items import Item, Message, Reason, Timeline
+from optpipe_compiler.forecast.lines import Cause
+from optpipe_compiler.forecast.memory import Curve, device_curve, host_curve
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents.ir import Schedule

@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from optpipe_compiler.cuts import others
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.documents.units import show_bytes
@@ -20,7 +19,8 @@ from optpipe_compiler.model.placement import Layout, layout
 from optpipe_compiler.model.problem import Caps, Freedom, build, fused_ns, static_bytes
 from optpipe_compiler.model.schedule import Schedule
 from optpipe_compiler.model.simulate import peaks
-from optpipe_compiler.planning import Attempt, Limits, Need, Planner, lowering_s
+from optpipe_compiler.plan.cuts import others
+from optpipe_compiler.plan.planning import Attempt, Limits, Need, Planner, lowering_s
 from optpipe_compiler.published import PUBLISHED
 from optpipe_compiler.verify import verify
 

@@ -17,10 +17,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from optpipe_compiler import cli, driver, planning
+from optpipe_compiler import cli, driver
 from optpipe_compiler.documents import ir, profile
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.errors import BadInput, Infeasible, MissingDependency, NotFound, Rejected, RunFailed
+from optpipe_compiler.plan import planning
 from optpipe_compiler.published import PUBLISHED
 from optpipe_compiler.verify import verify
 from tests.instances import quick, uniform

@@ -14,11 +14,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from optpipe_compiler import candidates, child, driver, planning
+from optpipe_compiler import child, driver
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import Layer, Machine, Profile
 from optpipe_compiler.driver import Options, Progress, Result, compile_schedule, layouts, settled
 from optpipe_compiler.errors import BadInput, Infeasible
+from optpipe_compiler.plan import candidates, planning
 from optpipe_compiler.published import PUBLISHED
 from optpipe_compiler.solver import search
 from optpipe_compiler.solver.worker import Event

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
-from optpipe_compiler.cuts import others, recut
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.model.placement import Layout, layout, stage_devices
 from optpipe_compiler.model.problem import fused_ns
+from optpipe_compiler.plan.cuts import others, recut
 from optpipe_compiler.solver.cuts import lightest
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.driver import Options, compile_schedule
 from optpipe_compiler.model.schedule import Kind, Mode, Schedule
 from optpipe_compiler.model.simulate import peaks
-from optpipe_compiler.spare import spared
+from optpipe_compiler.plan.spare import spared
 from optpipe_compiler.verify import verify
 from tests.instances import problem
 from tests.machines import dispatched

@@ -13,16 +13,16 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.candidates import Candidates
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.problem import coarsen
 from optpipe_compiler.model.schedule import Kind, Schedule, value
 from optpipe_compiler.model.simulate import Stuck, retime
+from optpipe_compiler.plan.candidates import Candidates
 from optpipe_compiler.plan.local_search import Effort, Found, Instance, LocalSearch, Realiser
+from optpipe_compiler.plan.spare import spared
 from optpipe_compiler.solver.search import Searcher
 from optpipe_compiler.solver.window import Window
 from optpipe_compiler.solver.worker import DETERMINISTIC_PER_S, Event, Request
-from optpipe_compiler.spare import spared
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

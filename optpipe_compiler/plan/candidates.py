@@ -15,7 +15,7 @@ from optpipe_compiler.published import PLACEMENTS, PUBLISHED, NotDefined, hurrie
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from optpipe_compiler.planning import Attempt, Need, Planner
+    from optpipe_compiler.plan.planning import Attempt, Need, Planner
 
 SHARE = 0.75
 """Share of the planning time after which published schedules are no longer tried, if there is one that fits."""

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.report import machine, publish
+from optpipe_compiler.compiler import Options, compile_schedule, link_share
 from optpipe_compiler.costs.models import Architecture
 from optpipe_compiler.costs.noise import noisy
 from optpipe_compiler.documents.profile import Model
-from optpipe_compiler.driver import Options, compile_schedule, link_share
 from optpipe_compiler.lower.emit import lift
 from optpipe_compiler.model.placement import Layout
 from optpipe_compiler.model.problem import Caps, Freedom, build

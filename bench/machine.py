@@ -16,8 +16,8 @@ import time
 from typing import TYPE_CHECKING
 
 from bench.planner import COSTS, GB
+from optpipe_compiler.compiler import Options, instances, settled
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
-from optpipe_compiler.driver import Options, instances, settled
 from optpipe_compiler.machine.policy import policy, setting, value
 from optpipe_compiler.machine.state import A_BACKWARD, A_FORWARD, A_MODE, A_WEIGHT, FUSED, NEVER, OPS, machine
 from optpipe_compiler.model.schedule import Mode

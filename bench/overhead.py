@@ -26,8 +26,8 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType, _P
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.report import machine, publish
+from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
-from optpipe_compiler.driver import Options, compile_schedule
 from runtime_torch import engine
 from runtime_torch.microbatch import Microbatch
 from runtime_torch.named import NamedStage

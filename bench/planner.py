@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 
 import optpipe_compiler
 from bench.published import REFERENCE
+from optpipe_compiler.compiler import SEVERAL, Options, Progress, compile_schedule
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
-from optpipe_compiler.driver import SEVERAL, Options, Progress, compile_schedule
 from optpipe_compiler.model.placement import Layout, stage_devices
 from optpipe_compiler.model.problem import Caps, Freedom, build
 from optpipe_compiler.model.simulate import peaks

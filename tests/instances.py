@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
+from optpipe_compiler.compiler import Options, Result, compile_schedule
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile
-from optpipe_compiler.driver import Options, Result, compile_schedule
 from optpipe_compiler.model.placement import stage_devices
 from optpipe_compiler.model.problem import Freedom, Problem, Stage
 

@@ -252,7 +252,7 @@ def test_compile_without_ortools_writes_the_best_heuristic_and_says_what_is_miss
 
 
 def test_the_judge_and_the_view_import_neither_ortools_nor_torch_nor_planning(folder):
-    planning = ["driver", "planning", "problem", "schedule", "simulate", "bounds", "lower", "solver", "heuristics"]
+    planning = ["compiler", "plan", "model", "machine", "lower", "solver", "published"]
     views = [module for module in within("optpipe_compiler.view") if "measured" not in module]
     code = f"""
 import importlib, sys

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from optpipe_compiler import cli, driver
+from optpipe_compiler import cli, compiler
 from optpipe_compiler.documents import ir, profile
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.errors import BadInput, Infeasible, MissingDependency, NotFound, Rejected, RunFailed
@@ -158,7 +158,7 @@ def test_every_failure_ends_with_its_own_exit_code(run, monkeypatch, error, code
     def fail(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr(driver, "compile_schedule", fail)
+    monkeypatch.setattr(compiler, "compile_schedule", fail)
     assert refused(run("compile", "--mem", "2GB"), code) == "no"
 
 
@@ -184,7 +184,7 @@ def test_the_help_of_every_exit_code_is_in_the_help(run):
 
 
 def test_a_path_that_cannot_be_written_is_refused_before_the_work(run, monkeypatch):
-    monkeypatch.setattr(driver, "compile_schedule", lambda *arguments: pytest.fail("the work was done"))
+    monkeypatch.setattr(compiler, "compile_schedule", lambda *arguments: pytest.fail("the work was done"))
     sentence = "no/s.json: cannot be written: No such file or directory"
     assert refused(run("compile", "--mem", "2GB", "-o", "no/s.json"), 2) == sentence
     assert refused(run("profile", "-o", "no/s.json"), 2) == sentence
@@ -369,20 +369,20 @@ def test_every_option_of_a_uniform_profile_reaches_it(run):
 
 
 def test_every_option_of_compile_reaches_the_planner(run, monkeypatch):
-    chosen: list[driver.Options] = []
+    chosen: list[compiler.Options] = []
 
-    def stop(costs: object, options: driver.Options, on_progress: object) -> None:
+    def stop(costs: object, options: compiler.Options, on_progress: object) -> None:
         chosen.append(options)
         raise NotFound("stop here")
 
-    monkeypatch.setattr(driver, "compile_schedule", stop)
+    monkeypatch.setattr(compiler, "compile_schedule", stop)
     run("compile", "--mem", "3GB")
-    assert chosen.pop() == driver.Options(mem_bytes=3 * GB)
+    assert chosen.pop() == compiler.Options(mem_bytes=3 * GB)
     arguments = "--mem 1GiB --microbatches 5 --devices 2 --host-mem 3MB --placement v --stages-per-device 2 --seed 9 "
     arguments += "--objective span --no-offload --no-recompute --no-split --time-limit 2.5 --reproducible"
     run("compile", *arguments.split())
     assert chosen == [
-        driver.Options(
+        compiler.Options(
             mem_bytes=2**30,
             microbatches=5,
             devices=2,
@@ -423,7 +423,7 @@ def test_the_help_of_every_command_shows_an_example_of_itself(run, command):
 
 
 def test_the_help_of_compile_names_the_time_limits_of_the_planner(run):
-    (few, first), (more, second), (_, last) = driver.TIME_LIMITS
+    (few, first), (more, second), (_, last) = compiler.TIME_LIMITS
     limits = f"[default: {first:g} up to {few} devices, {second:g} up to {more}, {last:g} above]"
     assert limits in " ".join(run("compile", "--help").out.split())
 
@@ -439,7 +439,7 @@ def test_an_interruption_before_there_is_anything_to_return_ends_with_exit_code_
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(driver, "compile_schedule", interrupt)
+    monkeypatch.setattr(compiler, "compile_schedule", interrupt)
     assert refused(run("compile", "--mem", "2GB"), 130) == "interrupted"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from optpipe_compiler import driver
+from optpipe_compiler import compiler
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.documents.profile import Layer, value_of
@@ -27,8 +27,8 @@ COSTS = uniform(2, 2, d2h_ms=0.5, h2d_ms=0.5)
 
 
 def instance(profile=COSTS, **options) -> Instance:
-    chosen = driver.Options(**({"mem_bytes": GB, "microbatches": 4, "time_limit_s": 0.0} | options))
-    return Instance(profile, driver.settled(profile, chosen))
+    chosen = compiler.Options(**({"mem_bytes": GB, "microbatches": 4, "time_limit_s": 0.0} | options))
+    return Instance(profile, compiler.settled(profile, chosen))
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
+from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.documents import ir, profile
 from optpipe_compiler.documents.files import canonical
-from optpipe_compiler.driver import Options, compile_schedule
 from optpipe_compiler.verify import verify
 from tests.instances import uniform
 

@@ -15,10 +15,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from optpipe_compiler.compiler import Options, compile_schedule  # noqa: E402
 from optpipe_compiler.costs.models import Architecture  # noqa: E402
 from optpipe_compiler.documents.files import canonical  # noqa: E402
 from optpipe_compiler.documents.profile import Model, Profile, Quantity, parse, value_of  # noqa: E402
-from optpipe_compiler.driver import Options, compile_schedule  # noqa: E402
 from optpipe_compiler.errors import BadInput, RunFailed  # noqa: E402
 from runtime_torch import (  # noqa: E402
     job,

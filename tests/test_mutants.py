@@ -16,9 +16,9 @@ import msgspec
 import pytest
 from small_schedules import Shape, changed, profile_for
 
+from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.documents import ir
-from optpipe_compiler.driver import Options, compile_schedule
 from optpipe_compiler.errors import BadInput, Infeasible
 from optpipe_compiler.verify import verify
 

@@ -14,9 +14,9 @@ torch = pytest.importorskip("torch")
 from runtime_cases import TEXT  # noqa: E402
 from test_runtime_streams import one_device  # noqa: E402
 
+from optpipe_compiler.compiler import Options, compile_schedule  # noqa: E402
 from optpipe_compiler.documents.files import canonical  # noqa: E402
 from optpipe_compiler.documents.profile import parse, value_of  # noqa: E402
-from optpipe_compiler.driver import Options, compile_schedule  # noqa: E402
 from runtime_torch import run, text  # noqa: E402
 from runtime_torch.cuda import pinned  # noqa: E402
 from runtime_torch.emulate import emulate  # noqa: E402

@@ -11,9 +11,9 @@ torch = pytest.importorskip("torch")
 import test_runtime_library as case  # noqa: E402
 import user_layers  # noqa: E402
 
+from optpipe_compiler.compiler import Options, compile_schedule  # noqa: E402
 from optpipe_compiler.documents.files import canonical  # noqa: E402
 from optpipe_compiler.documents.profile import Layer, Link, Machine, Model, Profile, in_one_stage, parse, value_of  # noqa: E402
-from optpipe_compiler.driver import Options, compile_schedule  # noqa: E402
 from optpipe_compiler.errors import BadInput  # noqa: E402
 from optpipe_compiler.verify import verify  # noqa: E402
 from runtime_torch import run  # noqa: E402

@@ -10,8 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 import routed_models  # noqa: E402
 
+from optpipe_compiler.compiler import Options, compile_schedule  # noqa: E402
 from optpipe_compiler.documents.profile import Model  # noqa: E402
-from optpipe_compiler.driver import Options, compile_schedule  # noqa: E402
 from runtime_torch import models, run, text  # noqa: E402
 from runtime_torch.bundles import Bundle, bundled, trace_bundles  # noqa: E402
 from runtime_torch.execution import StageExecution  # noqa: E402

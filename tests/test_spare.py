@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
+from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
-from optpipe_compiler.driver import Options, compile_schedule
 from optpipe_compiler.model.schedule import Kind, Mode, Schedule
 from optpipe_compiler.model.simulate import peaks
 from optpipe_compiler.plan.spare import spared

@@ -14,9 +14,9 @@ from test_runtime_library import alone, start_ranks  # noqa: F401 - a fixture
 from torch import nn
 
 import runtime_torch
+from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import Model
-from optpipe_compiler.driver import Options, compile_schedule
 from optpipe_compiler.errors import BadInput
 from runtime_torch import run, ties
 from runtime_torch.measure import MeasureOptions, measure

@@ -40,7 +40,7 @@ def compile_command(
 
     Example: optpipe compile profile.json --mem 40GB --microbatches 16 -o schedule.json
     """
-    from optpipe_compiler import driver
+    from optpipe_compiler import compiler
     from optpipe_compiler.documents import ir
     from optpipe_compiler.documents import profile as profiles
     from optpipe_compiler.documents.files import check_writable, write_atomically
@@ -52,9 +52,9 @@ def compile_command(
         return
     check_writable(output)
     costs = profiles.load(profile_path)
-    chosen = driver.Options(mem_bytes=_cap(mem, costs), **_renamed(options))
+    chosen = compiler.Options(mem_bytes=_cap(mem, costs), **_renamed(options))
     with ProgressLine(console(stderr=True)) as line:
-        result = driver.compile_schedule(costs, chosen, line.update)
+        result = compiler.compile_schedule(costs, chosen, line.update)
     write_atomically(output, ir.to_text(result.schedule))
     for note in result.notes:
         say(f"optpipe: {note}", err=True)
@@ -97,7 +97,7 @@ def bounds(profile_path: Path, mems: str, **options: Any) -> None:
     """
     from rich.table import Table
 
-    from optpipe_compiler import driver
+    from optpipe_compiler import compiler
     from optpipe_compiler.documents import profile as profiles
     from optpipe_compiler.documents.units import show_bytes, show_ns
 
@@ -105,7 +105,7 @@ def bounds(profile_path: Path, mems: str, **options: Any) -> None:
     table = Table("cap", f"{options['objective']} at least", "because of", box=None, pad_edge=False)
     for text in mems.split(","):
         cap = parse_bytes(text, "--mem")
-        reached, name = driver.lower_bound(costs, driver.Options(mem_bytes=cap, **options))
+        reached, name = compiler.lower_bound(costs, compiler.Options(mem_bytes=cap, **options))
         table.add_row(show_bytes(cap), show_ns(reached), name)
     console().print(table)
 
@@ -121,7 +121,7 @@ def _cap(mem: int | None, costs: Any) -> int:
 
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
-    """Turn the command line's names into those of driver.Options."""
+    """Turn the command line's names into those of compiler.Options."""
     for name in ("offload", "recompute", "split"):
         options[name] = not options.pop(f"no_{name}")
     options["host_mem_bytes"] = options.pop("host_mem")

@@ -47,7 +47,7 @@ def report(schedule_path: Path, output: Path, profile_path: Path | None, traces:
 
 def _published(schedule: Any, schedule_path: Path, profile_path: Path) -> Any:
     """Return the best published schedule of the same instance, or None if it is the schedule itself."""
-    from optpipe_compiler import driver
+    from optpipe_compiler import compiler
     from optpipe_compiler.documents import profile as profiles
     from optpipe_compiler.view.report import best_published
 
@@ -61,7 +61,7 @@ def _published(schedule: Any, schedule_path: Path, profile_path: Path) -> Any:
     if best is None or best == schedule.forecast.method:
         return None
     setup, chosen = schedule.setup, came_from.options
-    options = driver.Options(
+    options = compiler.Options(
         mem_bytes=setup.cap_bytes,
         host_mem_bytes=setup.host_cap_bytes,
         microbatches=setup.microbatches,
@@ -70,4 +70,4 @@ def _published(schedule: Any, schedule_path: Path, profile_path: Path) -> Any:
         method=best,
         **{name: chosen[name] for name in ("placement", "stages_per_device", "offload", "recompute", "split")},
     )
-    return driver.compile_schedule(costs, options).schedule
+    return compiler.compile_schedule(costs, options).schedule

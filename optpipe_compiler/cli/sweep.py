@@ -59,7 +59,7 @@ def sweep(
 
     Example: optpipe sweep profile.json --mem 10GB:80GB:8 --microbatches 16,32 --svg sweep.svg
     """
-    from optpipe_compiler import driver
+    from optpipe_compiler import compiler
     from optpipe_compiler.documents.files import check_writable, write_atomically
     from optpipe_compiler.study import sweep as study
     from optpipe_compiler.view import frontier_svg
@@ -74,7 +74,7 @@ def sweep(
     for path in filter(None, (output, svg)):
         check_writable(path)
     costs = _costs(profile_path, given)
-    common = driver.Options(
+    common = compiler.Options(
         mem_bytes=0,
         host_mem_bytes=options["host_mem"],
         time_limit_s=options["time_limit"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from optpipe_compiler import driver
+from optpipe_compiler import compiler
 from optpipe_compiler.documents.units import LARGEST, short_bytes, show_ns
 from optpipe_compiler.errors import BadInput, Infeasible, NotFound
 from optpipe_compiler.published import PLACEMENTS, PUBLISHED
@@ -124,7 +124,7 @@ def published_rows(
 def published_row(wanted: Wanted) -> Facts | Absent:
     """Write the published schedule down for the setup, in its best placement, and judge it."""
     placements = PLACEMENTS[wanted.name]
-    options = driver.Options(
+    options = compiler.Options(
         mem_bytes=wanted.setup.cap_bytes,
         microbatches=wanted.setup.microbatches,
         devices=wanted.setup.devices,
@@ -136,7 +136,7 @@ def published_row(wanted: Wanted) -> Facts | Absent:
         workers=1,
     )
     try:
-        schedule = driver.compile_schedule(wanted.profile, options).schedule
+        schedule = compiler.compile_schedule(wanted.profile, options).schedule
     except Infeasible:
         return Absent(wanted.name, _too_large(wanted, options))
     except (NotFound, BadInput) as error:
@@ -148,10 +148,10 @@ def published_row(wanted: Wanted) -> Facts | Absent:
     return facts(schedule, wanted.name, remark)
 
 
-def _too_large(wanted: Wanted, options: driver.Options) -> str:
+def _too_large(wanted: Wanted, options: compiler.Options) -> str:
     """Say what the schedule would need and take if there were no caps."""
     free = facts(
-        driver.compile_schedule(wanted.profile, replace(options, mem_bytes=LARGEST, host_mem_bytes=LARGEST)).schedule,
+        compiler.compile_schedule(wanted.profile, replace(options, mem_bytes=LARGEST, host_mem_bytes=LARGEST)).schedule,
         wanted.name,
     )
     if free.peak_bytes > options.mem_bytes:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from optpipe_compiler import driver
+from optpipe_compiler import compiler
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.forecast import analyse
 from optpipe_compiler.study.changes import Change, changes
@@ -86,10 +86,10 @@ def instance_of(schedule: ir.Schedule, profile: Profile, name: str, time_limit_s
         "workers": 1,
     }
     try:
-        chosen = msgspec.convert(options, driver.Options)
+        chosen = msgspec.convert(options, compiler.Options)
     except msgspec.ValidationError as error:
         raise BadInput(f"{name}: $.provenance.options are none of `compile`: {error}") from error
-    return Instance(profile, driver.settled(profile, chosen))
+    return Instance(profile, compiler.settled(profile, chosen))
 
 
 def explain(

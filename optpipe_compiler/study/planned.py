@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from optpipe_compiler import driver
+from optpipe_compiler import compiler
 from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.documents.units import short_bytes
 from optpipe_compiler.errors import Infeasible, NotFound
@@ -22,7 +22,7 @@ class Instance:
     """Costs and options; `gpu` is what the costs were estimated for, if they were."""
 
     profile: Profile
-    options: driver.Options
+    options: compiler.Options
     gpu: str | None = None
 
 
@@ -44,9 +44,9 @@ def plan(instance: Instance) -> Planned:
     if instance.gpu is not None and memory is not None and value_of(memory) < cap:
         reason = f"{instance.gpu} has {short_bytes(value_of(memory))}, less than the cap of {short_bytes(cap)}"
         return Planned("beyond memory", None, 0, reason=reason)
-    bound, _ = driver.lower_bound(instance.profile, instance.options)
+    bound, _ = compiler.lower_bound(instance.profile, instance.options)
     try:
-        schedule = driver.compile_schedule(instance.profile, instance.options).schedule
+        schedule = compiler.compile_schedule(instance.profile, instance.options).schedule
     except Infeasible as error:
         return Planned("infeasible", None, bound, reason=str(error))
     except NotFound as error:

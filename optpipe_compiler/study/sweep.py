@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from optpipe_compiler import driver
+from optpipe_compiler import compiler
 from optpipe_compiler.documents.files import Record, canonical, decode, read_text, write_atomically
 from optpipe_compiler.documents.units import parse_bytes
 from optpipe_compiler.errors import BadInput
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    from optpipe_compiler.compiler import Options
     from optpipe_compiler.documents.profile import Profile
-    from optpipe_compiler.driver import Options
     from optpipe_compiler.study.planned import Planned
 
 FORMAT = "optpipe-sweep"
@@ -152,7 +152,7 @@ def missing(sweep: Sweep, costs: Costs, common: Options, grid: Grid) -> list[Ins
             for microbatches, cap in product(grid.microbatches or (4 * devices,), grid.mem_bytes):
                 if (gpu, devices, microbatches, cap) not in done:
                     options = replace(common, devices=devices, microbatches=microbatches, mem_bytes=cap, workers=1)
-                    instances.append(Instance(profile, driver.settled(profile, options), gpu))
+                    instances.append(Instance(profile, compiler.settled(profile, options), gpu))
     return instances
 
 

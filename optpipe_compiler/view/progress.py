@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from optpipe_compiler.driver import Progress
+    from optpipe_compiler.compiler import Progress
 
 
 class ProgressLine:

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from optpipe_compiler import child, driver
+from optpipe_compiler import child, compiler
+from optpipe_compiler.compiler import Options, Progress, Result, compile_schedule, layouts, settled
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import Layer, Machine, Profile
-from optpipe_compiler.driver import Options, Progress, Result, compile_schedule, layouts, settled
 from optpipe_compiler.errors import BadInput, Infeasible
 from optpipe_compiler.plan import candidates, planning
 from optpipe_compiler.published import PUBLISHED
@@ -171,7 +171,7 @@ def test_every_placement_is_searched_that_options_allow_and_layers_permit(layers
 def test_the_options_used_are_in_the_file():
     result = quick(uniform(), 2 * GB, split=False, seed=3)
     recorded = result.schedule.provenance.options
-    assert recorded == driver._recorded(result.options)
+    assert recorded == compiler._recorded(result.options)
     assert (recorded["mem_bytes"], recorded["split"], recorded["seed"], recorded["devices"]) == (2 * GB, False, 3, 2)
 
 
@@ -369,7 +369,7 @@ def test_sizes_that_cannot_be_written_within_the_time_limit_are_refused_at_once(
 def test_under_a_short_limit_only_placements_of_few_enough_ops_are_planned():
     for limit, stages in ((2.0, {3}), (1000.0, {3, 6})):
         options = settled(OPEN, Options(OPEN_BYTES, microbatches=700, time_limit_s=limit))
-        assert {len(one.stages) for _, one in driver.in_time(driver.instances(OPEN, options), options)} == stages
+        assert {len(one.stages) for _, one in compiler.in_time(compiler.instances(OPEN, options), options)} == stages
 
 
 def test_without_search_no_process_is_started(monkeypatch):
@@ -478,16 +478,16 @@ def test_a_worse_solution_does_not_replace_a_better_one(monkeypatch):
 def test_where_the_link_is_too_slow_for_whole_activations_a_part_of_their_layers_is_offloaded():
     slow = uniform(2, 4, d2h_ms=3.0, h2d_ms=3.0, shared_links="pairs")
     options = Options(mem_bytes=1500 * 10**6, microbatches=6, placement="linear", recompute=False)
-    (_, whole), (_, part) = driver.instances(slow, driver.settled(slow, options))
+    (_, whole), (_, part) = compiler.instances(slow, compiler.settled(slow, options))
     assert [stage.staying_layers for stage in whole.stages] == [0, 0]
     assert [stage.staying_layers for stage in part.stages] == [2, 2]
-    assert driver.link_share(whole) == pytest.approx(3 / 6)
-    assert verify(driver.compile_schedule(slow, replace(options, time_limit_s=1.0)).schedule, slow) == []
+    assert compiler.link_share(whole) == pytest.approx(3 / 6)
+    assert verify(compiler.compile_schedule(slow, replace(options, time_limit_s=1.0)).schedule, slow) == []
 
 
 def test_a_link_that_is_fast_enough_moves_whole_activations_only():
     fast = uniform(2, 4, d2h_ms=0.5, h2d_ms=0.5)
-    assert len(driver.instances(fast, driver.settled(fast, Options(mem_bytes=10**9, placement="linear")))) == 1
+    assert len(compiler.instances(fast, compiler.settled(fast, Options(mem_bytes=10**9, placement="linear")))) == 1
 
 
 # -- reproducible -------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -140,7 +140,7 @@ class _Alone:
             rank,
             self._stages,
             lambda stage, _: boundaries[schedule.stages[stage].layers[1] - 1],
-            group=cast("Any", self._peers),
+            group=self._peers,
             on=device,
             meter=self._meter,
         )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from optpipe_compiler.errors import BadInput
-from runtime_torch.peers import Arrival, Peers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,7 +18,35 @@ if TYPE_CHECKING:
     from runtime_torch.meter import Meter
 
 
-class _Delivery:
+class Delivery(ABC):
+    """A message on its way."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when it was delivered; on CUDA the current stream may wait instead of the host."""
+
+    @abstractmethod
+    def is_delivered(self) -> bool:
+        """Whether it was delivered, without waiting."""
+
+
+class Transport(ABC):
+    """What carries messages in place of a process group, by the ids of their ops."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """A step begins now."""
+
+    @abstractmethod
+    def isend(self, op_id: str, tensor: Tensor) -> Delivery:
+        """Send `tensor`."""
+
+    @abstractmethod
+    def irecv(self, op_id: str, buffer: Tensor) -> Delivery:
+        """Receive into `buffer`."""
+
+
+class _OnCuda(Delivery):
     """The delivery of a message on CUDA, as an event of `channel`: the work itself would hold the buffer."""
 
     def __init__(self, work: dist.Work, channel: torch.cuda.Stream) -> None:
@@ -37,7 +65,7 @@ class _Delivery:
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
-Work = dist.Work | Arrival | _Delivery
+Work = dist.Work | Delivery
 
 
 class _Message:
@@ -52,13 +80,13 @@ class _Message:
 
 
 class Mailbox:
-    """Sends and receives over `group`, whose ranks are the schedule's devices; or to and from emulated peers.
+    """Sends and receives over `group`, whose ranks are the schedule's devices; or by a transport.
 
     A send's buffer has one hold in the meter when it comes here; it is released when the delivery is waited for.
     A receive's buffer is the receiver's. Neither is held here any longer than that.
     """
 
-    def __init__(self, group: dist.ProcessGroup | Peers | None, meter: Meter) -> None:
+    def __init__(self, group: dist.ProcessGroup | Transport | None, meter: Meter) -> None:
         self._given = group
         self._meter = meter
         self._messages: dict[str, _Message] = {}
@@ -66,7 +94,7 @@ class Mailbox:
         """On CUDA, by peer: a pair's messages are delivered in their order, those of two pairs in any."""
 
     @property
-    def _group(self) -> dist.ProcessGroup | Peers:
+    def _group(self) -> dist.ProcessGroup | Transport:
         """The default group is not kept: it could not end before Python does, whose end its threads may then abort."""
         group = dist.group.WORLD if self._given is None else self._given
         assert group is not None
@@ -74,13 +102,13 @@ class Mailbox:
 
     def begin(self) -> None:
         """A step begins now."""
-        if isinstance(self._given, Peers):
+        if isinstance(self._given, Transport):
             self._given.begin()
 
     def send(self, op_id: str, tensor: Tensor, peer: int) -> None:
         """Issue a send of `tensor` (contiguous) to device `peer`."""
         group = self._group
-        if isinstance(group, Peers):
+        if isinstance(group, Transport):
             work: Work = group.isend(op_id, tensor)
         else:
             work = self._held_by_nobody(group.send([tensor], peer, 0), tensor, peer)
@@ -89,7 +117,7 @@ class Mailbox:
     def recv(self, op_id: str, buffer: Tensor, peer: int) -> None:
         """Issue a receive into `buffer` from device `peer`."""
         group = self._group
-        if isinstance(group, Peers):
+        if isinstance(group, Transport):
             work: Work = group.irecv(op_id, buffer)
         else:
             work = self._held_by_nobody(group.recv([buffer], peer, 0), buffer, peer)
@@ -102,7 +130,7 @@ class Mailbox:
             raise BadInput("TORCH_NCCL_BLOCKING_WAIT is set, expected not: messages must not hold up the host")
         if peer not in self._channels:
             self._channels[peer] = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
-        return _Delivery(work, self._channels[peer])
+        return _OnCuda(work, self._channels[peer])
 
     def wait(self, op_id: str) -> None:
         """Return once the message is delivered; a sent buffer is then free. May be called from any thread.
@@ -131,7 +159,7 @@ class Mailbox:
         message = self._messages[op_id]
         if message.tensor is None or not message.sent or message.work is None:
             return True
-        return isinstance(message.work, _Delivery | Arrival) and message.work.is_delivered()
+        return isinstance(message.work, Delivery) and message.work.is_delivered()
 
     def drain(self) -> None:
         """Wait for everything that was issued, and forget it."""

@@ -9,6 +9,7 @@ import torch
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.export.memory import timed_ops
+from runtime_torch.messages import Delivery, Transport
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 _NS = 10**9
 
 
-class Arrival:
-    """A message on its way, with the parts of `dist.Work` that a mailbox uses."""
+class Arrival(Delivery):
+    """A message that arrives at a time known before."""
 
     def __init__(self, due_ns: int, after: torch.cuda.Event | None) -> None:
         self._due_ns = due_ns
@@ -40,7 +41,7 @@ class Arrival:
         return time.perf_counter_ns() >= self._due_ns and (self._after is None or bool(self._after.query()))  # type: ignore[no-untyped-call]
 
 
-class Peers:
+class Peers(Transport):
     """Stands for the process group of a single device: what is received is random, what is sent goes nowhere.
 
     `zeros`: shapes and dtypes of which zeros are received, because the bits of several tensors are not random floats.

@@ -19,7 +19,7 @@ from runtime_torch.bundles import show
 from runtime_torch.cuda import Cuda, pinned
 from runtime_torch.execution import StageExecution
 from runtime_torch.lanes import ThreadLanes, Work
-from runtime_torch.messages import Mailbox
+from runtime_torch.messages import Mailbox, Transport
 from runtime_torch.microbatch import Microbatch, enter
 from runtime_torch.pinned import PinnedPool
 from runtime_torch.streams import StreamCarrier, StreamLanes
@@ -107,7 +107,7 @@ class Replay:
         stages: Mapping[int, StageOps],
         boundary: Callable[[int, int], Boundary],
         *,
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup | Transport | None,
         on: torch.device,
         meter: Meter,
         message_bytes: Callable[[int], int] | None = None,

@@ -16,8 +16,8 @@ import torch
 from torch.distributed.pipelining import _backward as torchs
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from optpipe_torch.models.known import Block
 from runtime_torch.execution import StageExecution
-from runtime_torch.models import Block
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,8 +17,8 @@ from optpipe_compiler.costs import gpus
 from optpipe_compiler.costs.models import Architecture
 from optpipe_compiler.documents.files import write_atomically
 from optpipe_compiler.documents.profile import Profile, value_of
-from runtime_torch import estimate_time
-from runtime_torch.estimate import BYTES_PER_PARAMETER, RESERVE_BYTES, EstimateOptions, count_layers, estimate
+from optpipe_torch.estimates import time as estimate_time
+from optpipe_torch.estimates.estimate import BYTES_PER_PARAMETER, RESERVE_BYTES, EstimateOptions, count_layers, estimate
 
 OUTPUT = Path(__file__).parent.parent / "docs" / "ESTIMATES.md"
 A100 = gpus.load("a100-80gb")
@@ -313,9 +313,10 @@ Every cell is estimated / published (error).
 
 ## How numbers come about
 
-**Bytes and operations** are counted: the layers of `runtime_torch/layers.py` run on torch's meta device, forwards and
-backwards, split as the runtime splits them. Operations come from torch's own table (`torch.utils.flop_counter`; causal
-flash attention at half of full attention), kept bytes from what autograd saves, each storage once, without weights.
+**Bytes and operations** are counted: the layers of `optpipe_torch/models/layers.py` run on torch's meta device,
+forwards and backwards, split as the runtime splits them. Operations come from torch's own table
+(`torch.utils.flop_counter`; causal flash attention at half of full attention), kept bytes from what autograd saves,
+each storage once, without weights.
 
 **Times** are a roofline per kernel: the longer of operations / rate and bytes / bandwidth, at least {launch:.0f} us.
 

@@ -25,9 +25,9 @@ from optpipe_compiler.model.placement import Layout
 from optpipe_compiler.model.problem import Caps, Freedom, build
 from optpipe_compiler.model.simulate import retime
 from optpipe_compiler.view.measured import noise_lines
-from runtime_torch import run
-from runtime_torch.measure import MeasureOptions, measure
-from runtime_torch.text import default_path
+from optpipe_torch.launch.run import run
+from optpipe_torch.models.text import default_path
+from optpipe_torch.profiler.measure import MeasureOptions, measure
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents import ir

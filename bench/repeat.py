@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from bench.report import machine, publish
 from optpipe_compiler.documents.profile import Profile, Quantity
-from runtime_torch.measure import MeasureOptions, measure
+from optpipe_torch.profiler.measure import MeasureOptions, measure
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 import runtime_torch
-from runtime_torch import models, text
+from optpipe_torch.models import known as models
+from optpipe_torch.models import text
 
 
 def make_layer(model: object, index: int) -> torch.nn.Module:

@@ -27,7 +27,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import runtime_torch
-from runtime_torch import models, text
+from optpipe_torch.models import known as models
+from optpipe_torch.models import text
 
 
 def main() -> None:

@@ -1,8 +1,7 @@
 """Replay of a schedule file on torch.
 
 In a training loop: `load_schedule`, `build_stages` from layers (or `wrap_stages` around stage modules), `Runner(...)`,
-then `runner.step(inputs, target=target)`. `run` does all of it on this machine, as `optpipe run`. Importing this
-package alone does not import torch.
+then `runner.step(inputs, target=target)`. Importing this package alone does not import torch.
 """
 
 from __future__ import annotations
@@ -15,22 +14,18 @@ from optpipe_compiler.errors import MissingDependency
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents.ir import load as load_schedule
-    from runtime_torch.launch import run
     from runtime_torch.microbatch import add_loss
-    from runtime_torch.report import RunReport
     from runtime_torch.runner import Runner, StepResult
     from runtime_torch.stages import build_stages, wrap_stages
 
-__all__ = ["RunReport", "Runner", "StepResult", "add_loss", "build_stages", "load_schedule", "run", "wrap_stages"]
+__all__ = ["Runner", "StepResult", "add_loss", "build_stages", "load_schedule", "wrap_stages"]
 
 _HOMES = {
-    "RunReport": ("runtime_torch.report", "RunReport"),
     "Runner": ("runtime_torch.runner", "Runner"),
     "StepResult": ("runtime_torch.runner", "StepResult"),
     "add_loss": ("runtime_torch.microbatch", "add_loss"),
     "build_stages": ("runtime_torch.stages", "build_stages"),
     "load_schedule": ("optpipe_compiler.documents.ir", "load"),
-    "run": ("runtime_torch.launch", "run"),
     "wrap_stages": ("runtime_torch.stages", "wrap_stages"),
 }
 

@@ -13,7 +13,7 @@ def gpt(kind: str, **config):
     from runtime_cases import MODEL
 
     from optpipe_compiler.documents.profile import Model
-    from runtime_torch import models
+    from optpipe_torch.models import known as models
 
     DISTURBANCES[kind]()
     model = Model(builder="gpt", config=config, microbatch_size=2, sequence_length=8, seed=MODEL.seed)

@@ -25,7 +25,7 @@ def tiny_profile(model: Model = MODEL, devices: int = 2, ms: int = 1) -> Profile
     """Costs of the tiny model: made-up times of `ms` milliseconds, bytes measured where a device alone runs."""
     import torch
 
-    from runtime_torch import models
+    from optpipe_torch.models import known as models
     from runtime_torch.execution import StageExecution
 
     count = models.layer_count(model)

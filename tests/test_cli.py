@@ -164,12 +164,12 @@ def test_every_failure_ends_with_its_own_exit_code(run, monkeypatch, error, code
 
 def test_a_replay_that_fails_ends_with_exit_code_5(run, monkeypatch):
     pytest.importorskip("torch")
-    import runtime_torch.launch
+    import optpipe_torch.launch.run
 
     def fail(*arguments: object, **options: object) -> None:
         raise RunFailed("rank 1 died")
 
-    monkeypatch.setattr(runtime_torch.launch, "run", fail)
+    monkeypatch.setattr(optpipe_torch.launch.run, "run", fail)
     run("compile", "--mem", "2GB", *FAST)
     outcome = run("run", "schedule.json")
     assert outcome.code == 5

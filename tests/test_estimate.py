@@ -15,12 +15,12 @@ from optpipe_compiler.documents.files import canonical  # noqa: E402
 from optpipe_compiler.documents.profile import Quantity, parse, value_of  # noqa: E402
 from optpipe_compiler.errors import BadInput, MissingDependency  # noqa: E402
 from optpipe_compiler.verify import verify  # noqa: E402
-from runtime_torch import estimate as estimating  # noqa: E402
-from runtime_torch import estimate_time  # noqa: E402
-from runtime_torch.estimate import EstimateOptions, assumptions, count_layers, estimate  # noqa: E402
-from runtime_torch.estimate_count import count  # noqa: E402
-from runtime_torch.estimate_work import Kernel  # noqa: E402
-from runtime_torch.layers import Block, makers  # noqa: E402
+from optpipe_torch.estimates import estimate as estimating  # noqa: E402
+from optpipe_torch.estimates import time as estimate_time  # noqa: E402
+from optpipe_torch.estimates.count import count  # noqa: E402
+from optpipe_torch.estimates.estimate import EstimateOptions, assumptions, count_layers, estimate  # noqa: E402
+from optpipe_torch.estimates.work import Kernel  # noqa: E402
+from optpipe_torch.models.layers import Block, makers  # noqa: E402
 from tests.instances import quick  # noqa: E402
 from tests.test_measure import saved_by  # noqa: E402
 

@@ -11,7 +11,10 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402, N812
 
 from optpipe_compiler.costs.models import Architecture  # noqa: E402
-from runtime_torch import layer_kernels, layers  # noqa: E402
+from optpipe_torch.models import (  # noqa: E402
+    layer_kernels,
+    layers,
+)
 
 MODEL = Architecture(kind="mixtral", layers=2, hidden=16, heads=4, kv_heads=2, head_dim=4, ffn=24, vocab=50)
 

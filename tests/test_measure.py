@@ -20,20 +20,20 @@ from optpipe_compiler.costs.models import Architecture  # noqa: E402
 from optpipe_compiler.documents.files import canonical  # noqa: E402
 from optpipe_compiler.documents.profile import Model, Profile, Quantity, parse, value_of  # noqa: E402
 from optpipe_compiler.errors import BadInput, RunFailed  # noqa: E402
-from runtime_torch import (  # noqa: E402
+from optpipe_torch.emulate.alone import emulate  # noqa: E402
+from optpipe_torch.launch import (  # noqa: E402
     job,
-    measure_layers,
-    measure_profile,
-    models,
-    run,
     session,
-    text,
 )
-from runtime_torch.emulate import emulate  # noqa: E402
-from runtime_torch.measure import MeasureOptions, layout_of, measure, measure_in_group  # noqa: E402
-from runtime_torch.measure_child import measure_sizes  # noqa: E402
-from runtime_torch.measure_gauge import CpuGauge  # noqa: E402
-from runtime_torch.measure_profile import Copies, Findings, LayerBytes, Messages, assemble  # noqa: E402
+from optpipe_torch.launch.run import run  # noqa: E402
+from optpipe_torch.models import known as models  # noqa: E402
+from optpipe_torch.models import text  # noqa: E402
+from optpipe_torch.profiler import layers as measure_layers  # noqa: E402
+from optpipe_torch.profiler import records as measure_profile  # noqa: E402
+from optpipe_torch.profiler.child import measure_sizes  # noqa: E402
+from optpipe_torch.profiler.gauge import CpuGauge  # noqa: E402
+from optpipe_torch.profiler.measure import MeasureOptions, layout_of, measure, measure_in_group  # noqa: E402
+from optpipe_torch.profiler.records import Copies, Findings, LayerBytes, Messages, assemble  # noqa: E402
 
 TINY = MeasureOptions(devices=2, layers=2, hidden=32, heads=2, sequence_length=16, microbatch_size=2, samples=4)
 
@@ -288,7 +288,7 @@ def test_a_run_trains_on_gpus_where_each_rank_of_this_machine_can_have_one(monke
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
-    monkeypatch.setattr("runtime_torch.measure.gpu_count", lambda: 0)
+    monkeypatch.setattr("optpipe_torch.profiler.measure.gpu_count", lambda: 0)
     sentence = "--device is cuda, expected cpu: torch sees no GPU on this machine, at least 1 needed"
     with pytest.raises(BadInput, match=f"^{sentence}$"):
         measure(replace(TINY, device="cuda"), lambda *_: None)
@@ -297,7 +297,7 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch):
 def test_fewer_gpus_than_ranks_of_a_group_are_refused(monkeypatch):
     for name, value in (("RANK", "2"), ("WORLD_SIZE", "8"), ("LOCAL_WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("runtime_torch.measure.gpu_count", lambda: 3)
+    monkeypatch.setattr("optpipe_torch.profiler.measure.gpu_count", lambda: 3)
     with pytest.raises(BadInput, match="torch sees 3 GPUs on this machine, at least 4 needed"):
         measure_in_group(replace(TINY, devices=None, device="cuda"), lambda *_: None)
 

@@ -18,11 +18,13 @@ from stream_device import LateDevice, PoisoningMeter, Stream  # noqa: E402
 from optpipe_compiler.documents.files import canonical  # noqa: E402
 from optpipe_compiler.documents.profile import parse, value_of  # noqa: E402
 from optpipe_compiler.view.measured import render  # noqa: E402
-from runtime_torch import measure_cuda, measure_layers, text  # noqa: E402
-from runtime_torch.measure_copies import MICROBATCHES, _alone, _Copier, _duplex, stream_lanes, time_copies  # noqa: E402
-from runtime_torch.measure_cuda import CudaGauge  # noqa: E402
-from runtime_torch.measure_gauge import CpuGauge  # noqa: E402
-from runtime_torch.measure_profile import Copies, Messages, assemble  # noqa: E402
+from optpipe_torch.models import text  # noqa: E402
+from optpipe_torch.profiler import cuda as measure_cuda  # noqa: E402
+from optpipe_torch.profiler import layers as measure_layers  # noqa: E402
+from optpipe_torch.profiler.copies import MICROBATCHES, _alone, _Copier, _duplex, stream_lanes, time_copies  # noqa: E402
+from optpipe_torch.profiler.cuda import CudaGauge  # noqa: E402
+from optpipe_torch.profiler.gauge import CpuGauge  # noqa: E402
+from optpipe_torch.profiler.records import Copies, Messages, assemble  # noqa: E402
 from tests import test_cli  # noqa: E402
 from tests.test_measure import TINY, findings  # noqa: E402
 
@@ -224,7 +226,7 @@ def test_a_host_link_is_named_by_machine_and_root_port(fake, monkeypatch, tmp_pa
     ],
 )
 def test_a_device_that_cannot_be_measured_is_refused_in_one_sentence(run, monkeypatch, arguments, sentence):
-    monkeypatch.setattr("runtime_torch.measure.gpu_count", lambda: 0)
+    monkeypatch.setattr("optpipe_torch.profiler.measure.gpu_count", lambda: 0)
     assert test_cli.refused(run("profile", "--device", "cuda", *arguments), 2) == sentence
 
 

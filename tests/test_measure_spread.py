@@ -16,11 +16,13 @@ torch = pytest.importorskip("torch")
 from optpipe_compiler.cli import cli  # noqa: E402
 from optpipe_compiler.costs.noise import Noisy, noisy  # noqa: E402
 from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile, Quantity, value_of  # noqa: E402
-from runtime_torch import measure_child, measure_copies, measure_spread  # noqa: E402
-from runtime_torch.measure_gauge import CpuGauge  # noqa: E402
-from runtime_torch.measure_layers import OPS, bookkeeping_bench  # noqa: E402
-from runtime_torch.measure_profile import Messages, assemble  # noqa: E402
-from runtime_torch.measure_spread import MOST, relative_spread, steadiest  # noqa: E402
+from optpipe_torch.profiler import child as measure_child  # noqa: E402
+from optpipe_torch.profiler import copies as measure_copies  # noqa: E402
+from optpipe_torch.profiler import spread as measure_spread  # noqa: E402
+from optpipe_torch.profiler.gauge import CpuGauge  # noqa: E402
+from optpipe_torch.profiler.layers import OPS, bookkeeping_bench  # noqa: E402
+from optpipe_torch.profiler.records import Messages, assemble  # noqa: E402
+from optpipe_torch.profiler.spread import MOST, relative_spread, steadiest  # noqa: E402
 from tests.test_measure import TINY, findings  # noqa: E402
 
 QUIET, NOISY, LOUD = [100, 101, 102, 103], [100, 200, 300, 400], [100, 300, 800, 900]
@@ -247,7 +249,7 @@ def test_a_profile_of_given_numbers_has_no_noise():
 
 
 def test_the_command_says_what_is_not_to_be_trusted(monkeypatch, tmp_path):
-    monkeypatch.setattr("runtime_torch.measure.measure", lambda options, on_progress: PROFILE)
+    monkeypatch.setattr("optpipe_torch.profiler.measure.measure", lambda options, on_progress: PROFILE)
     path = str(tmp_path / "profile.json")
     shown = CliRunner().invoke(cli, ["profile", "-o", path], catch_exceptions=False)
     warned = [line for line in shown.stderr.splitlines() if line.startswith("optpipe:")]
@@ -267,6 +269,6 @@ def test_the_command_says_what_is_not_to_be_trusted(monkeypatch, tmp_path):
 
 def test_the_command_is_silent_about_a_quiet_profile(monkeypatch, tmp_path):
     quiet = assemble(TINY.model(), 2, [findings(), findings()])
-    monkeypatch.setattr("runtime_torch.measure.measure", lambda options, on_progress: quiet)
+    monkeypatch.setattr("optpipe_torch.profiler.measure.measure", lambda options, on_progress: quiet)
     shown = CliRunner().invoke(cli, ["profile", "-o", str(tmp_path / "profile.json")], catch_exceptions=False)
     assert "optpipe:" not in shown.stderr

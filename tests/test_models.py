@@ -17,7 +17,11 @@ from torch import nn  # noqa: E402
 from optpipe_compiler.costs.models import Architecture  # noqa: E402
 from optpipe_compiler.documents.profile import Model  # noqa: E402
 from optpipe_compiler.errors import BadInput  # noqa: E402
-from runtime_torch import models, text, user_functions  # noqa: E402
+from optpipe_torch.models import known as models  # noqa: E402
+from optpipe_torch.models import (  # noqa: E402
+    text,
+    user_functions,
+)
 
 SMALL = Model(
     builder="gpt",

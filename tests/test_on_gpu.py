@@ -17,14 +17,15 @@ from test_runtime_streams import one_device  # noqa: E402
 from optpipe_compiler.compiler import Options, compile_schedule  # noqa: E402
 from optpipe_compiler.documents.files import canonical  # noqa: E402
 from optpipe_compiler.documents.profile import parse, value_of  # noqa: E402
-from runtime_torch import run, text  # noqa: E402
+from optpipe_torch.emulate.alone import emulate  # noqa: E402
+from optpipe_torch.launch.job import gpu_count  # noqa: E402
+from optpipe_torch.launch.run import run  # noqa: E402
+from optpipe_torch.models import text  # noqa: E402
+from optpipe_torch.profiler.copies import time_copies  # noqa: E402
+from optpipe_torch.profiler.cuda import CudaGauge  # noqa: E402
+from optpipe_torch.profiler.layers import Benches  # noqa: E402
+from optpipe_torch.profiler.measure import MeasureOptions, measure  # noqa: E402
 from runtime_torch.cuda import pinned  # noqa: E402
-from runtime_torch.emulate import emulate  # noqa: E402
-from runtime_torch.job import gpu_count  # noqa: E402
-from runtime_torch.measure import MeasureOptions, measure  # noqa: E402
-from runtime_torch.measure_copies import time_copies  # noqa: E402
-from runtime_torch.measure_cuda import CudaGauge  # noqa: E402
-from runtime_torch.measure_layers import Benches  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.runtime]
 on_gpu = pytest.mark.skipif(gpu_count() == 0, reason="needs a GPU, and -m gpu")

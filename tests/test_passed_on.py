@@ -16,11 +16,11 @@ from optpipe_compiler.documents.files import canonical  # noqa: E402
 from optpipe_compiler.documents.profile import Layer, Link, Machine, Model, Profile, in_one_stage, parse, value_of  # noqa: E402
 from optpipe_compiler.errors import BadInput  # noqa: E402
 from optpipe_compiler.verify import verify  # noqa: E402
-from runtime_torch import run  # noqa: E402
+from optpipe_torch.emulate.alone import emulate  # noqa: E402
+from optpipe_torch.launch.run import run  # noqa: E402
+from optpipe_torch.profiler.measure import MeasureOptions, measure  # noqa: E402
 from runtime_torch.bundles import bundled, trace_bundles  # noqa: E402
-from runtime_torch.emulate import emulate  # noqa: E402
 from runtime_torch.execution import StageExecution  # noqa: E402
-from runtime_torch.measure import MeasureOptions, measure  # noqa: E402
 
 FIRST, COUNT = 1, 3
 """The layers of the stage: equal ones, of which each gets positions and a mask handed on."""

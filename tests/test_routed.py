@@ -12,10 +12,12 @@ import routed_models  # noqa: E402
 
 from optpipe_compiler.compiler import Options, compile_schedule  # noqa: E402
 from optpipe_compiler.documents.profile import Model  # noqa: E402
-from runtime_torch import models, run, text  # noqa: E402
+from optpipe_torch.launch.run import run  # noqa: E402
+from optpipe_torch.models import known as models  # noqa: E402
+from optpipe_torch.models import text  # noqa: E402
+from optpipe_torch.profiler.measure import MeasureOptions, measure  # noqa: E402
 from runtime_torch.bundles import Bundle, bundled, trace_bundles  # noqa: E402
 from runtime_torch.execution import StageExecution  # noqa: E402
-from runtime_torch.measure import MeasureOptions, measure  # noqa: E402
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"

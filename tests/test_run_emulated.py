@@ -14,7 +14,7 @@ from small_schedules import Shape
 from optpipe_compiler.cli import cli
 from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import BadInput
-from runtime_torch.emulate import Transfers, emulate, transfers
+from optpipe_torch.emulate.alone import Transfers, emulate, transfers
 
 pytestmark = pytest.mark.gpu
 

@@ -23,8 +23,9 @@ from test_runtime_library import start_ranks
 from optpipe_compiler.cli import cli
 from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import BadInput, RunFailed
-from runtime_torch import launch, run
-from runtime_torch.job import Job
+from optpipe_torch.launch import run as launch
+from optpipe_torch.launch.job import Job
+from optpipe_torch.launch.run import run
 
 pytestmark = pytest.mark.runtime
 
@@ -84,7 +85,7 @@ sys.path[:0] = sys.argv[2:]
 from pathlib import Path
 from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import OptPipeError
-from runtime_torch import run
+from optpipe_torch.launch.run import run
 def tell(event):
     if event["event"] == "step":
         print("step", flush=True)

@@ -14,7 +14,7 @@ from small_schedules import Shape
 from optpipe_compiler.cli import cli
 from optpipe_compiler.documents import ir
 from optpipe_compiler.view.report.trace import measured
-from runtime_torch.trace import chrome_trace
+from optpipe_torch.launch.trace import chrome_trace
 
 BOTH = Shape(
     (0, 1),

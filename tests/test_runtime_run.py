@@ -21,8 +21,9 @@ from small_schedules import Shape, random_shape
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import BadInput, RunFailed
-from runtime_torch import launch, run
-from runtime_torch.job import Job
+from optpipe_torch.launch import run as launch
+from optpipe_torch.launch.job import Job
+from optpipe_torch.launch.run import run
 
 pytestmark = pytest.mark.runtime
 
@@ -187,7 +188,7 @@ ORPHANED = """
 import os, signal, sys
 from pathlib import Path
 from optpipe_compiler.documents import ir
-from runtime_torch import launch
+from optpipe_torch.launch import run as launch
 def tell(event):
     if event["event"] == "step":
         sys.stdout.write(" ".join(str(child.pid) for child in family._children))
@@ -253,7 +254,7 @@ JOINED = """
 import sys
 from pathlib import Path
 from optpipe_compiler.documents import ir
-from runtime_torch import run
+from optpipe_torch.launch.run import run
 report = run(ir.load(Path(sys.argv[1])), steps=2, data_paths=[Path(sys.argv[2])], check=True)
 sys.stdout.write("none" if report is None else f"{report.check.ok} {len(report.losses)}")
 """

@@ -12,7 +12,8 @@ from small_schedules import Shape  # noqa: E402
 from stream_device import LateDevice, PoisoningMeter  # noqa: E402
 
 from optpipe_compiler.errors import RunFailed  # noqa: E402
-from runtime_torch import engine, models  # noqa: E402
+from optpipe_torch.models import known as models  # noqa: E402
+from runtime_torch import engine  # noqa: E402
 from runtime_torch.execution import StageExecution  # noqa: E402
 from runtime_torch.lanes import Work  # noqa: E402
 from runtime_torch.meter import Meter  # noqa: E402

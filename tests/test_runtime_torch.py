@@ -15,8 +15,8 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import MissingDependency, RunFailed
 from optpipe_compiler.verify import causality
 from optpipe_compiler.verify.plan import Plan
+from optpipe_torch.launch.job import check_torch
 from runtime_torch import deliveries, engine
-from runtime_torch.job import check_torch
 
 
 @pytest.mark.parametrize("version", ["2.10.0", "2.16.0", "2.1.30", "3.0", "2.16.0a0+git1"])

@@ -236,14 +236,14 @@ def test_more_devices_than_layers_are_refused(tiny, here, torch_):  # noqa: F811
 
 
 def test_without_torch_the_sentence_says_how_to_install_it(tiny, here, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("runtime_torch.estimate.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("optpipe_torch.estimates.estimate.importlib.util.find_spec", lambda name: None)
     sentence = refused(tiny("sweep", *BOTH, *MEM, *GRID), MissingDependency.exit_code)
     assert sentence == "counting a model's layers needs torch: pip install 'optpipe[runtime]'"
 
 
 @pytest.mark.parametrize(("links", "tp"), [("none", 1), ("pairs", 1), ("pairs", 2)])
 def test_costs_estimated_for_more_devices_are_those_for_fewer(links, tp, torch_):
-    from runtime_torch.estimate import EstimateOptions, estimate
+    from optpipe_torch.estimates.estimate import EstimateOptions, estimate
 
     model = replace(models.load("gpt2"), layers=20, heads=12)
     most = EstimateOptions(

@@ -18,8 +18,9 @@ from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import Model
 from optpipe_compiler.errors import BadInput
-from runtime_torch import run, ties
-from runtime_torch.measure import MeasureOptions, measure
+from optpipe_torch.launch.run import run
+from optpipe_torch.profiler.measure import MeasureOptions, measure
+from runtime_torch import ties
 
 TIE = ("0.tokens.weight", "3.logits.weight")
 PLACEMENTS = {"linear": (0, 1), "v": (0, 1, 1, 0), "loop": (0, 1, 0, 1), "one device": (0, 0)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from runtime_torch.topology import pci_address, root_port
+from optpipe_torch.profiler.topology import pci_address, root_port
 
 SWITCH = "pci0000:16/0000:16:02.0/0000:17:00.0"
 TREES = {

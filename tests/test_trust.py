@@ -12,8 +12,8 @@ import pytest
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import BadInput
-from runtime_torch import user_functions
-from runtime_torch.user_functions import import_function, refuse_foreign
+from optpipe_torch.models import user_functions
+from optpipe_torch.models.user_functions import import_function, refuse_foreign
 
 ROOT = Path(__file__).parent.parent
 MODEL = """
@@ -128,7 +128,7 @@ def test_in_a_folder_of_installed_packages_nothing_is_the_projects(project, monk
 
 
 def test_the_builders_that_need_no_permission_are_the_packages_own():
-    models = pytest.importorskip("runtime_torch.models")
+    models = pytest.importorskip("optpipe_torch.models.known")
     assert tuple(models.OWN) == user_functions.OWN
 
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from optpipe_compiler.cli import cli
 from optpipe_compiler.documents import ir
 from optpipe_compiler.view.replay import SLOW, note
-from runtime_torch.report import KindTime, RankReport, RunReport, StepRecord
+from optpipe_torch.launch.report import KindTime, RankReport, RunReport, StepRecord
 from tests.instances import quick, uniform
 
 
@@ -66,7 +66,7 @@ def test_the_command_says_it_on_stderr(tmp_path, monkeypatch, as_json):
     pytest.importorskip("torch")
     path = tmp_path / "schedule.json"
     path.write_text(ir.to_text(quick(uniform(2, 2), 10**12).schedule))
-    monkeypatch.setattr("runtime_torch.launch.run", lambda schedule, **options: report({"forward": (40, 30)}))
+    monkeypatch.setattr("optpipe_torch.launch.run.run", lambda schedule, **options: report({"forward": (40, 30)}))
     done = CliRunner().invoke(cli, ["run", str(path), *["--json"] * as_json], catch_exceptions=False)
     assert done.exit_code == 0
     assert f"optpipe: compute ops took 1.33 x what the profile says; for costs as in this run: optpipe run {path}" in (

@@ -36,8 +36,8 @@ def emulated(schedule: Schedule, rank: int, steps: int) -> dict[str, Any]:
     """Return the report of one device; on a GPU with what its allocator needed beyond what was asked for."""
     import torch
 
-    from runtime_torch.emulate import emulate
-    from runtime_torch.text import default_text
+    from optpipe_torch.emulate.alone import emulate
+    from optpipe_torch.models.text import default_text
 
     gc.collect()  # lanes and carriers of the device before this one know each other
     if torch.cuda.is_available():

@@ -36,8 +36,8 @@ def traced(schedule: Schedule, rank: int, output: Path) -> dict[str, Any]:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from runtime_torch.emulate import emulate
-    from runtime_torch.text import default_text
+    from optpipe_torch.emulate.alone import emulate
+    from optpipe_torch.models.text import default_text
 
     profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * torch.cuda.is_available())])
 

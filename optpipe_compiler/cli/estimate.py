@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.costs.gpus import Gpu
     from optpipe_compiler.costs.models import Architecture
-    from runtime_torch.estimate import EstimateOptions
+    from optpipe_torch.estimates.estimate import EstimateOptions
 
 Command = TypeVar("Command", bound="Callable[..., Any]")
 
@@ -56,7 +56,7 @@ def chosen(given: dict[str, Any], model: Architecture, gpu: Gpu) -> EstimateOpti
     """Return what to estimate from the options that were given."""
     from dataclasses import replace
 
-    from runtime_torch.estimate import EstimateOptions
+    from optpipe_torch.estimates.estimate import EstimateOptions
 
     values = {**ESTIMATED, **given}
     if "seq" not in given and model.positions:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from optpipe_compiler.documents.profile import Profile
-    from runtime_torch.measure import MeasureOptions
+    from optpipe_torch.profiler.measure import MeasureOptions
 
 MEASURED = {"layers": 8, "hidden": 256, "heads": 4, "seq": 128, "microbatch_size": 4}
 """What is measured when nothing is said."""
@@ -118,7 +118,7 @@ def _estimate(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
     from optpipe_compiler.costs import gpus, models
     from optpipe_compiler.documents.files import check_writable
     from optpipe_compiler.view.estimated import render
-    from runtime_torch.estimate import assumptions, estimate
+    from optpipe_torch.estimates.estimate import assumptions, estimate
 
     refuse(given, {"model", "gpu", "attention", "accumulation", *ESTIMATED}, "only measuring takes; expected no --gpu")
     if given.get("dtype") == "fp32":
@@ -148,7 +148,7 @@ def _from_run(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
 def _measure_model(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
     """Measure a known architecture, or a user's layers, on this machine."""
     from optpipe_compiler.documents.profile import Model
-    from runtime_torch.measure import MeasureOptions
+    from optpipe_torch.profiler.measure import MeasureOptions
 
     refuse(given, set(given) - {"hidden", "heads"}, "the model itself says; expected no --model")
     refuse(given, {"model", "device", "devices", "layers", "seq", "microbatch_size", "dtype"}, "needs --gpu")
@@ -192,7 +192,7 @@ def _measure(
     *,
     as_json: bool,
 ) -> None:
-    from runtime_torch.measure import MeasureOptions
+    from optpipe_torch.profiler.measure import MeasureOptions
 
     _run_measure(
         output,
@@ -212,8 +212,8 @@ def _measure(
 def _run_measure(output: Path, options: MeasureOptions, *, as_json: bool) -> None:
     from optpipe_compiler.documents.files import check_writable
     from optpipe_compiler.view.measured import MeasureBar, render
-    from runtime_torch.job import place_from_environment
-    from runtime_torch.measure import measure, measure_in_group
+    from optpipe_torch.launch.job import place_from_environment
+    from optpipe_torch.profiler.measure import measure, measure_in_group
 
     check_writable(output)
     place = place_from_environment()

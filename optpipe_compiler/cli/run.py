@@ -67,8 +67,8 @@ def run(
     from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.files import check_writable, write_atomically
     from optpipe_compiler.view.replay import ReplayBar, note, render
-    from runtime_torch.launch import run as replay
-    from runtime_torch.text import default_path
+    from optpipe_torch.launch.run import run as replay
+    from optpipe_torch.models.text import default_path
 
     emulated, rank = options.pop("emulate_peers"), options.pop("rank")
     if emulated != (rank is not None):
@@ -122,9 +122,9 @@ def _alone(
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces each start and stop
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from optpipe_compiler.view.emulated import render
-    from runtime_torch.emulate import emulate
-    from runtime_torch.job import check_torch
-    from runtime_torch.text import read
+    from optpipe_torch.emulate.alone import emulate
+    from optpipe_torch.launch.job import check_torch
+    from optpipe_torch.models.text import read
 
     check_torch()
     scale = 1.0 if time_scale is None else time_scale
@@ -137,7 +137,7 @@ def _alone(
 
 def _may_build(schedule: Any, path: Path, model: str | None) -> None:
     """Refuse to call a function that the file names, unless it is the project's or `--model` names it, too."""
-    from runtime_torch.user_functions import allow, refuse_foreign
+    from optpipe_torch.models.user_functions import allow, refuse_foreign
 
     builder = None if schedule.model is None else schedule.model.builder
     if model is not None:

@@ -120,7 +120,7 @@ def _estimated(given: dict[str, Any]) -> Costs:
 
     from optpipe_compiler.costs import gpus, models
     from optpipe_compiler.study.sweep import Costs
-    from runtime_torch.estimate import estimate
+    from optpipe_torch.estimates.estimate import estimate
 
     model = models.load(given["model"])
     wanted = [gpus.load(name.strip()) for name in given.get("gpu", "").split(",")]

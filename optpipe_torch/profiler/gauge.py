@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from optpipe_torch.profiler.records import available_memory
 from runtime_torch.lanes import ThreadLanes
-from runtime_torch.measure_profile import available_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

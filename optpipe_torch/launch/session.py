@@ -17,26 +17,27 @@ from torch.distributed.rendezvous import rendezvous
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import BadInput, RunFailed
-from runtime_torch import models, rehearsal
-from runtime_torch.check import check
+from optpipe_torch.launch import rehearsal
+from optpipe_torch.launch.check import check
+from optpipe_torch.launch.job import gpu_count, ranks_here
+from optpipe_torch.launch.report import KindTime, RankReport, RunReport, StepRecord, forecast_durations
+from optpipe_torch.launch.trace import chrome_trace
+from optpipe_torch.launch.worker import settle_on_cpu
+from optpipe_torch.models import known as models
 from runtime_torch.conform import agree
-from runtime_torch.job import gpu_count, ranks_here
 from runtime_torch.meter import Meter
 from runtime_torch.microbatch import Microbatch
-from runtime_torch.report import KindTime, RankReport, RunReport, StepRecord, forecast_durations
 from runtime_torch.runner import Runner, StepResult, Steps
 from runtime_torch.stages import stages_between
-from runtime_torch.trace import chrome_trace
-from runtime_torch.worker import settle_on_cpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
 
-    from runtime_torch.job import Event, Job, Place
-    from runtime_torch.report import CheckReport
-    from runtime_torch.user_model import Batch
+    from optpipe_torch.launch.job import Event, Job, Place
+    from optpipe_torch.launch.report import CheckReport
+    from optpipe_torch.models.user_model import Batch
 
     Tell = Callable[[Event], None]
     Failed = Callable[[BaseException], None]

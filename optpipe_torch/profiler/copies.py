@@ -9,10 +9,10 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents import ir
+from optpipe_torch.profiler.layers import bookkeeping_bench
+from optpipe_torch.profiler.records import Copies
+from optpipe_torch.profiler.spread import steadiest
 from runtime_torch.lanes import Work
-from runtime_torch.measure_layers import bookkeeping_bench
-from runtime_torch.measure_profile import Copies
-from runtime_torch.measure_spread import steadiest
 from runtime_torch.pinned import PinnedPool
 from runtime_torch.streams import StreamCarrier, StreamLanes
 from runtime_torch.timeline import Timeline
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from optpipe_torch.profiler.gauge import Gauge
+    from optpipe_torch.profiler.layers import Bench, Benches
+    from optpipe_torch.profiler.records import Times
     from runtime_torch.execution import StageExecution
     from runtime_torch.lanes import Lanes
-    from runtime_torch.measure_gauge import Gauge
-    from runtime_torch.measure_layers import Bench, Benches
-    from runtime_torch.measure_profile import Times
     from runtime_torch.streams import Backend
 
 MICROBATCHES = 4

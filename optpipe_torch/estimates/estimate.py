@@ -18,7 +18,7 @@ from optpipe_compiler.errors import BadInput, MissingDependency
 if TYPE_CHECKING:
     from optpipe_compiler.costs.gpus import Gpu
     from optpipe_compiler.costs.models import Architecture
-    from runtime_torch.estimate_count import Counted
+    from optpipe_torch.estimates.count import Counted
 
 RESERVE_BYTES = 2_000_000_000
 """Context, communication buffers, workspaces, fragmentation."""
@@ -106,9 +106,9 @@ def count_layers(options: EstimateOptions) -> dict[str, tuple[int, Counted]]:
         raise MissingDependency("counting a model's layers needs torch: pip install 'optpipe[runtime]'")
     import torch
 
-    from runtime_torch.estimate_count import count
-    from runtime_torch.layers import makers
-    from runtime_torch.models import DTYPES
+    from optpipe_torch.estimates.count import count
+    from optpipe_torch.models.known import DTYPES
+    from optpipe_torch.models.layers import makers
 
     dtype = {**DTYPES, "fp16": torch.float16}[options.dtype]
     batch, sequence, ranks = options.microbatch_size, options.sequence_length, options.tensor_parallel
@@ -137,7 +137,7 @@ def _cover(one: Counted, two: Counted) -> None:
 
 
 def _layer(name: str, number: int, counted: Counted, options: EstimateOptions) -> Layer:
-    from runtime_torch.estimate_time import work_ns
+    from optpipe_torch.estimates.time import work_ns
 
     sizes = counted.sizes
     times = {op: _estimated(work_ns(work, options.gpu, options.tensor_parallel)) for op, work in counted.work.items()}
@@ -180,7 +180,7 @@ def _machine(options: EstimateOptions) -> Machine:
 
 def _messages(options: EstimateOptions) -> list[P2P]:
     """Return the links between pairs: those of one node, and, where there are several nodes, the network."""
-    from runtime_torch.estimate_time import LINK_SHARE
+    from optpipe_torch.estimates.time import LINK_SHARE
 
     gpu, node = options.gpu, options.gpu.devices_per_node // options.tensor_parallel
     peer = P2P(latency_ns=_estimated(gpu.peer_latency_ns), bytes_per_s=_estimated(gpu.peer_bytes_per_s * LINK_SHARE))

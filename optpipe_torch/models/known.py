@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from optpipe_compiler.costs.models import Architecture
 from optpipe_compiler.errors import BadInput
-from runtime_torch import user_model
+from optpipe_torch.models import user_model
 from runtime_torch.bundles import Bundle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from optpipe_compiler.documents.profile import Model
+    from optpipe_torch.models.user_model import Batch, UserModel
     from runtime_torch.replay import Boundary
     from runtime_torch.ties import Names
-    from runtime_torch.user_model import Batch, UserModel
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BYTE_VALUES = 256
@@ -209,7 +209,7 @@ def _gpt(model: Model) -> list[Callable[[], nn.Module]]:
 
 def _transformer(model: Model) -> list[Callable[[], nn.Module]]:
     """Return what makes each layer of a known architecture (costs/models.py), whose fields are the model's config."""
-    from runtime_torch.layers import makers
+    from optpipe_torch.models.layers import makers
 
     try:
         architecture = msgspec.convert(model.config, Architecture)

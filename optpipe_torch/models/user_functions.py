@@ -160,7 +160,9 @@ def _is_project_source(file: Path) -> bool:
 
 def _folders_of_python_and_optpipe() -> list[Path]:
     import optpipe_compiler
+    import optpipe_torch
+    import runtime_torch
 
     python = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    own = [Path(file).parent for file in (optpipe_compiler.__file__, __file__)]
+    own = [Path(file).parent for file in (optpipe_compiler.__file__, optpipe_torch.__file__, runtime_torch.__file__)]
     return [folder.resolve() for folder in python + own]

@@ -11,7 +11,7 @@ from optpipe_compiler.costs.noise import BOUND
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from runtime_torch.measure_profile import Times
+    from optpipe_torch.profiler.records import Times
 
 MOST = 3
 """So often something is measured at most."""

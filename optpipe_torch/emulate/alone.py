@@ -16,21 +16,21 @@ import torch
 from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.export.memory import timed_ops
-from runtime_torch import models
-from runtime_torch.at_once import AtOnce
+from optpipe_torch.emulate.at_once import AtOnce
+from optpipe_torch.emulate.peers import Peers
+from optpipe_torch.launch.trace import Ran, chrome_trace
+from optpipe_torch.launch.worker import settle_on_cpu
+from optpipe_torch.models import known as models
+from optpipe_torch.profiler.gauge import CpuGauge
 from runtime_torch.conform import BYTES_TOLERANCE, prepare
-from runtime_torch.measure_gauge import CpuGauge
-from runtime_torch.peers import Peers
 from runtime_torch.replay import Replay
 from runtime_torch.stages import stages_between
-from runtime_torch.trace import Ran, chrome_trace
-from runtime_torch.worker import settle_on_cpu
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from runtime_torch.job import Event
-    from runtime_torch.measure_gauge import Gauge
+    from optpipe_torch.launch.job import Event
+    from optpipe_torch.profiler.gauge import Gauge
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class _Alone:
         """One more step, watched by the allocator; the peaks of those before it stay as they are."""
         peaks = list(self._peaks)
         if self._device.type == "cuda":
-            from runtime_torch.measure_cuda import CudaGauge
+            from optpipe_torch.profiler.cuda import CudaGauge
 
             gauge: Gauge = CudaGauge(self._device.index)
         else:

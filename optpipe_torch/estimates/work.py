@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from runtime_torch.layer_kernels import COLLECTIVES
+from optpipe_torch.models.layer_kernels import COLLECTIVES
 
 aten = torch.ops.aten
 FREE = {

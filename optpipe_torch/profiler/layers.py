@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from runtime_torch import models
+from optpipe_torch.models import known as models
+from optpipe_torch.profiler.records import LayerBytes, Times
 from runtime_torch.bundles import bundled
 from runtime_torch.execution import StageExecution
-from runtime_torch.measure_profile import LayerBytes, Times
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from optpipe_compiler.documents.profile import Model
+    from optpipe_torch.profiler.gauge import Gauge
     from runtime_torch.bundles import Bundle
-    from runtime_torch.measure_gauge import Gauge
 
 OPS = ("forward", "backward_input", "backward_weight", "backward", "recompute")
 WARM_UP = 2

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from runtime_torch.report import forecast_durations
+from optpipe_torch.launch.report import forecast_durations
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 SMALLEST = 1024
 """Bytes; less is no training text but a wrong file."""
 
-_HERE = Path(__file__).resolve().parent
+_HERE = Path(__file__).resolve().parent.parent
 _PLACES = (_HERE / "data" / "text.txt", _HERE.parent / "examples" / "text.txt")
 """In an installed wheel, and in a source checkout."""
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from optpipe_compiler.errors import BadInput
+from optpipe_torch.models.user_functions import import_function
 from runtime_torch.bundles import Bundle, Made, needs_data, trace_bundles
 from runtime_torch.ties import merged, shared
-from runtime_torch.user_functions import import_function
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

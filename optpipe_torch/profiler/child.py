@@ -14,10 +14,12 @@ import torch.distributed as dist
 
 from optpipe_compiler.documents.units import show_bytes
 from optpipe_compiler.errors import BadInput
-from runtime_torch import models, text
-from runtime_torch.measure_copies import time_copies
-from runtime_torch.measure_gauge import CpuGauge
-from runtime_torch.measure_layers import (
+from optpipe_torch.launch.worker import settle_on_cpu
+from optpipe_torch.models import known as models
+from optpipe_torch.models import text
+from optpipe_torch.profiler.copies import time_copies
+from optpipe_torch.profiler.gauge import CpuGauge
+from optpipe_torch.profiler.layers import (
     Benches,
     bookkeeping_bench,
     layer_bytes,
@@ -25,16 +27,15 @@ from runtime_torch.measure_layers import (
     time_ops,
     transient_bytes,
 )
-from runtime_torch.measure_profile import Findings, LayerBytes, Messages, Times
-from runtime_torch.measure_spread import steadiest
-from runtime_torch.worker import settle_on_cpu
+from optpipe_torch.profiler.records import Findings, LayerBytes, Messages, Times
+from optpipe_torch.profiler.spread import steadiest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from optpipe_compiler.documents.profile import Model
-    from runtime_torch.measure_gauge import Gauge
-    from runtime_torch.measure_layers import Bench
+    from optpipe_torch.profiler.gauge import Gauge
+    from optpipe_torch.profiler.layers import Bench
 
 GROUP_TIMEOUT = timedelta(seconds=120)
 MOST_EQUAL = 4
@@ -103,7 +104,7 @@ def _gauge(place: Place) -> Gauge:
     if place.gpu is None:
         settle_on_cpu()
         return CpuGauge()
-    from runtime_torch.measure_cuda import CudaGauge
+    from optpipe_torch.profiler.cuda import CudaGauge
 
     return CudaGauge(place.gpu)
 

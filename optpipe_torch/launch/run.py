@@ -19,15 +19,15 @@ from optpipe_compiler.child import as_environment
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.units import printable
 from optpipe_compiler.errors import BadInput, MissingDependency, OptPipeError, RunFailed
-from runtime_torch import text, user_functions
-from runtime_torch.job import Event, Job, Place, check_torch, place_from_environment, shares_of_cores
+from optpipe_torch.launch.job import Event, Job, Place, check_torch, place_from_environment, shares_of_cores
+from optpipe_torch.models import text, user_functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.context import BaseContext
     from multiprocessing.process import BaseProcess
 
-    from runtime_torch.report import RunReport
+    from optpipe_torch.launch.report import RunReport
 
 GRACE_S = 1.0
 """After the first failure: how long to listen for others, to find the one that started it."""
@@ -87,7 +87,7 @@ def run(
 def _join(job: Job, place: Place, tell: Callable[[Event], None]) -> RunReport | None:
     """Be one rank of a group that torchrun started."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or it writes stack traces beside the sentence
-    from runtime_torch import session
+    from optpipe_torch.launch import session
 
     for number in (signal.SIGTERM, signal.SIGHUP):  # a rank in the middle of a message could not run a handler
         signal.signal(number, signal.SIG_DFL)
@@ -233,7 +233,7 @@ def _context(*, training: bool) -> BaseContext:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     optimizer = ["torch._dynamo"] if training else []  # what torch.optim imports when it is first used
-    context.set_forkserver_preload([*optimizer, "runtime_torch.session"])
+    context.set_forkserver_preload([*optimizer, "optpipe_torch.launch.session"])
     return context
 
 
@@ -256,7 +256,7 @@ def _child(job: Job, place: Place, pipe: Connection, cores: list[int]) -> None:
             os.sched_setaffinity(0, cores)
         if job.allowed is not None:
             user_functions.allow(job.allowed)
-        from runtime_torch import session
+        from optpipe_torch.launch import session
 
         report = session.work(job, place, say, fail)
         say({"event": "finished", "report": report})

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from optpipe_compiler.costs.gpus import Gpu
-    from runtime_torch.estimate_work import Kernel, Work
+    from optpipe_torch.estimates.work import Kernel, Work
 
 SHARES = {"matmul": 0.93, "attention_forward": 0.70, "attention_backward": 0.58}
 """Of the rate that the GPU's largest matrix products reach."""

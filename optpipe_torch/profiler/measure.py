@@ -21,16 +21,16 @@ from optpipe_compiler import errors
 from optpipe_compiler.child import as_environment
 from optpipe_compiler.documents.profile import Model
 from optpipe_compiler.errors import BadInput, MissingDependency, OptPipeError, RunFailed
-from runtime_torch.job import gpu_count, place_from_environment, ranks_here, shares_of_cores
-from runtime_torch.measure_profile import assemble
-from runtime_torch.user_functions import allow
+from optpipe_torch.launch.job import gpu_count, place_from_environment, ranks_here, shares_of_cores
+from optpipe_torch.models.user_functions import allow
+from optpipe_torch.profiler.records import assemble
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from multiprocessing.connection import Connection
 
     from optpipe_compiler.documents.profile import Profile
-    from runtime_torch.measure_profile import Findings
+    from optpipe_torch.profiler.records import Findings
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def measure_in_group(options: MeasureOptions, on_progress: Callable[[str, float]
     others. Raise as `measure` does.
     """
     _need_torch()
-    from runtime_torch.measure_child import Place, find_in_group
+    from optpipe_torch.profiler.child import Place, find_in_group
 
     allow(options.model().builder)
 
@@ -219,7 +219,7 @@ def _child(rank: int, layout: Layout, options: MeasureOptions, store: str, pipe:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces each start and stop
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from runtime_torch.measure_child import Place, find
+    from optpipe_torch.profiler.child import Place, find
 
     def say(what: str, part: float) -> None:
         if rank == 0:

@@ -15,9 +15,9 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from optpipe_torch.estimates.work import Work, kernel_of, tensors_of
+from optpipe_torch.profiler.records import LayerBytes
 from runtime_torch import split
-from runtime_torch.estimate_work import Work, kernel_of, tensors_of
-from runtime_torch.measure_profile import LayerBytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence

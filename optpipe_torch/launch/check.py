@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from runtime_torch import models
-from runtime_torch.report import CheckReport
+from optpipe_torch.launch.report import CheckReport
+from optpipe_torch.models import known as models
 from runtime_torch.ties import share
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from optpipe_torch.profiler.copies import stream_lanes
+from optpipe_torch.profiler.topology import pci_address, root_port
 from runtime_torch.cuda import Cuda, pinned
-from runtime_torch.measure_copies import stream_lanes
-from runtime_torch.topology import pci_address, root_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

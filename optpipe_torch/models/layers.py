@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
 
-from runtime_torch.layer_kernels import (
+from optpipe_torch.models.layer_kernels import (
     drop,
     flash_attention,
     gather_sequence,

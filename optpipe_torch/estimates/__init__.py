@@ -1,0 +1,1 @@
+"""`optpipe profile --model --gpu`: operations and bytes counted on the meta device, times from data sheets."""

@@ -6,10 +6,18 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+_BITS = 61
+_NEVER = 1 << _BITS
+"""More than any cost; two of them do not overflow."""
 
 
 @dataclass(frozen=True)
@@ -48,30 +56,32 @@ def layout(name: str, devices: int, per_device: int, work: Sequence[int]) -> Lay
 
 
 def _balanced_cuts(work: Sequence[int], parts: int) -> tuple[int, ...]:
-    """Cut `work` into `parts` non-empty runs that minimise the largest sum, then the sum of squares.
+    """Cut `work` into `parts` non-empty runs that minimise the largest sum, then the sum of squares, then lexically.
 
-    Dynamic programming over prefixes, once for each: O(parts x layers^2), layers being at most a few hundred.
+    With prefix sums p and best(k, b) the least cost of cutting the layers from b on into k runs,
+    best(k, b) = min over e > b of cost(p[e] - p[b]) + best(k - 1, e), where + is the maximum or the sum:
+    O(parts x layers^2) steps of numpy.
     """
-    prefix = list(accumulate(work, initial=0))
-    lightest = _best_cuts(prefix, parts, prefix[-1], lambda value, size: max(value, size))[0]
-    return _best_cuts(prefix, parts, lightest, lambda value, size: value + size * size)[1]
+    prefix = np.array(list(accumulate(work, initial=0)), dtype=np.int64)
+    sizes = prefix[None, :] - prefix[:, None]
+    lightest = int(_best(sizes, parts, np.maximum)[parts][0])
+    shift = max(0, lightest.bit_length() - (_BITS - parts.bit_length()) // 2)
+    rounded = sizes >> shift
+    costs = np.where(sizes <= lightest, rounded * rounded, _NEVER)
+    best = _best(costs, parts, np.add)
+    cuts = [0]
+    for left in range(parts, 0, -1):
+        begin = cuts[-1]
+        totals = costs[begin, begin + 1 :] + best[left - 1][begin + 1 :]
+        cuts.append(begin + 1 + int(np.argmin(totals)))
+    return tuple(cuts)
 
 
-def _best_cuts(
-    prefix: Sequence[int], parts: int, limit: int, extend: Callable[[int, int], int]
-) -> tuple[int, tuple[int, ...]]:
-    """Return the least value and its cuts; `extend` adds a run to a value, and no run may sum to more than `limit`."""
-    count = len(prefix) - 1
-    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, (0,))}
-    for part in range(1, parts + 1):
-        row = {}
-        for end in range(part, count - (parts - part) + 1):
-            options = [
-                (extend(value, size), (*cuts, end))
-                for begin, (value, cuts) in best.items()
-                if begin < end and (size := prefix[end] - prefix[begin]) <= limit
-            ]
-            if options:
-                row[end] = min(options)
-        best = row
-    return best[count]
+def _best(costs: NDArray[np.int64], parts: int, join: np.ufunc) -> list[NDArray[np.int64]]:
+    """Return per number of runs, 0 to `parts`, the least joined cost from each layer on; costs[begin, end] of a run."""
+    count = len(costs) - 1
+    rows = [np.where(np.arange(count + 1) == count, 0, _NEVER)]
+    later = np.tri(count + 1, k=0, dtype=bool)  # end <= begin: no run
+    for _ in range(parts):
+        rows.append(np.where(later, _NEVER, np.minimum(join(costs, rows[-1][None, :]), _NEVER)).min(axis=1))
+    return rows

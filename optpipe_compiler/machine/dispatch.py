@@ -12,26 +12,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.machine.compiled import compiled
-from optpipe_compiler.machine.memory import deliver, enough, free, is_later, is_safe, receive, take
+from optpipe_compiler.machine.events import begin, begin_transfer, next_moment, reset, sent
+from optpipe_compiler.machine.memory import enough, free, is_safe
 from optpipe_compiler.machine.state import (
     A_BACKWARD,
-    A_CHECK,
-    A_END_D,
-    A_END_H,
     A_FORWARD,
     A_GRADIENT,
     A_INPUT,
     A_MODE,
     A_WEIGHT,
     A_WHERE,
-    ACTIVATION,
-    ALONE,
     AWAY,
     BACK,
     BEGUN_B,
     BEGUN_F,
     BEGUN_W,
-    BOX,
     CHECKPOINT,
     COMPUTED,
     D_AHEAD,
@@ -39,27 +34,17 @@ from optpipe_compiler.machine.state import (
     D_BUSY,
     D_END,
     D_ENOUGH,
-    D_FINISHED,
     D_FIRST,
     D_FIRST_PLACE,
     D_FIRST_STAGE,
-    D_HELD,
-    D_HIGH,
     D_HOST,
-    D_HOST_BUDGET,
     D_KIND,
     D_LAST_PLACE,
     D_LEAVING,
     D_LINK,
-    D_MAIL,
-    D_MICROBATCH,
-    D_MOMENT,
     D_NEXT_BEHIND,
     D_OPENING,
-    D_PEAK,
     D_REMAINING,
-    D_STAGE,
-    D_START,
     D_TOUCHED,
     DEVICE,
     DONE_B,
@@ -69,27 +54,18 @@ from optpipe_compiler.machine.state import (
     FUSED,
     GIVEN,
     KEEP,
-    L_D_MICROBATCH,
     L_D_STAGE,
     L_FIRST_BEHIND,
-    L_H_MICROBATCH,
     L_H_STAGE,
-    LAG,
     LEFT,
     LENGTH,
-    MESSAGE,
     MOVED,
     NEVER,
     NEXT,
     NONE,
     OFFLOAD,
-    OFFLOADING,
     OPS,
-    PRODUCED,
-    RECEIVED,
     RECOMPUTE,
-    RECOMPUTING,
-    RELOADING,
     RESTORED,
     SAVED,
     TAKEN,
@@ -100,8 +76,6 @@ from optpipe_compiler.machine.state import (
     I,
     R,
     W,
-    pop,
-    push,
 )
 
 if TYPE_CHECKING:
@@ -132,45 +106,15 @@ def play(x: Machine, is_span: bool, cutoff: int) -> tuple[int, int, int]:
                     return LATE, 0, x.counts[OPS]
         if x.counts[EVENTS] == 0:
             break
-        now = x.events[0, 0]
-        while x.counts[EVENTS] and x.events[0, 0] == now:
-            kind, s, m = pop(x)
-            if kind >= ACTIVATION:
-                _receive_all(x, now)
-                _arrive(x, now, kind - ACTIVATION, s)
-            elif kind >= D:
-                _transferred(x, now, kind, s, m)
-            else:
-                _complete(x, now, kind, s, m)
-        _receive_all(x, now)
-        _arrive_at_once(x, now)
+        now = next_moment(x)
     return _result(x, is_span)
 
 
 @compiled
 def _begin(x: Machine) -> None:
-    count, microbatches = x.acts.shape[:2]
-    x.counts[:BOX] = 0
-    x.starts[:] = NONE
-    for s in range(count):
-        x.stages[s, BEGUN_F:FUSED] = 0
-        for m in range(microbatches):
-            act = x.acts[s, m]
-            act[A_INPUT] = NEVER if s else 0
-            act[A_GRADIENT] = NEVER
-            act[A_CHECK] = act[A_WHERE] = 0
-    for link in range(x.links.shape[0]):
-        x.links[link, L_D_STAGE] = x.links[link, L_H_STAGE] = NONE
+    reset(x)
     for d in range(x.devices.shape[0]):
         device = x.devices[d]
-        device[D_HELD] = device[D_MAIL] = device[D_LEAVING] = device[D_BUSY] = device[D_AHEAD] = device[
-            D_HIGH
-        ] = device[D_PEAK] = 0
-        device[D_FIRST] = device[D_KIND] = device[D_MOMENT] = NONE
-        device[D_TOUCHED] = 1
-        device[D_BACK] = device[D_FINISHED] = device[D_FIRST_PLACE]
-        device[D_OPENING] = device[D_LAST_PLACE] - device[D_FIRST_PLACE]
-        device[D_HOST] = device[D_HOST_BUDGET]
         device[D_REMAINING] = _work(x, d)
         device[D_ENOUGH] = enough(x, d)
         _merge(x, device)
@@ -233,35 +177,24 @@ def _start_next(x: Machine, now: int, d: int, is_span: bool, cutoff: int) -> boo
     if kind == NONE:
         return True
     device, stage, act = x.devices[d], x.stages[s], x.acts[s, m]
-    if device[D_FIRST] == NONE:
-        device[D_FIRST] = now
-    if now + device[D_REMAINING] - (device[D_FIRST] if is_span else 0) > cutoff:
+    first = now if device[D_FIRST] == NONE else device[D_FIRST]
+    if now + device[D_REMAINING] - (first if is_span else 0) > cutoff:
         return False
-    take(device, now, stage[TAKEN + kind], True)
-    device[D_BUSY] = 1
     device[D_REMAINING] -= stage[LENGTH + kind]
-    device[D_KIND], device[D_STAGE], device[D_MICROBATCH] = kind, s, m
-    device[D_START], device[D_END] = now, now + stage[LENGTH + kind]
     if kind == F:
         act[A_MODE] = _mode(x, d, s, m)
         stage[BEGUN_F] += 1
         device[D_OPENING] -= 1
-        device[D_LEAVING] += _sent(x, s, F)
         if act[A_MODE] == OFFLOAD:
             device[D_LEAVING] += stage[MOVED]
             device[D_HOST] -= stage[MOVED]
     elif kind == W:
         stage[BEGUN_W] += 1
-    elif kind == R:
-        act[A_WHERE] = RECOMPUTING
-    else:
+    elif kind != R:
         stage[BEGUN_B] += 1
-        device[D_LEAVING] += _sent(x, s, kind)
         if act[A_MODE] == OFFLOAD:
             device[D_AHEAD] -= 1
-    x.starts[kind, s, m] = now
-    x.counts[OPS] += 1
-    push(x, device[D_END], kind, s, m)
+    begin(x, now, kind, s, m)
     return True
 
 
@@ -298,7 +231,7 @@ def _choose(x: Machine, now: int, d: int) -> tuple[int, int, int]:
 def _may_run(x: Machine, d: int, s: int, m: int) -> bool:
     """Whether the forward of (s, m) is safe."""
     stage, mode = x.stages[s], _mode(x, d, s, m)
-    given = stage[GIVEN + (7 if mode == RECOMPUTE else 0) + F] + _sent(x, s, F)
+    given = stage[GIVEN + (7 if mode == RECOMPUTE else 0) + F] + sent(x, s, F)
     given += stage[MOVED] if mode == OFFLOAD else 0
     return is_safe(x, d, stage[TAKEN + F], given, F, s, m)
 
@@ -325,108 +258,6 @@ def _backward(x: Machine, d: int, s: int, m: int) -> int:
     return kind if taken == 0 or is_safe(x, d, taken, taken - kept, kind, s, m) else NONE
 
 
-@compiled
-def _sent(x: Machine, s: int, kind: int) -> int:
-    """Return the units that an op sends to another device."""
-    target = s + 1 if kind == F else s - 1
-    if target < 0 or target >= x.acts.shape[0] or x.stages[target, DEVICE] == x.stages[s, DEVICE]:
-        return 0
-    return int(x.stages[s, MESSAGE + (0 if kind == F else 1)])
-
-
-@compiled
-def _complete(x: Machine, now: int, kind: int, s: int, m: int) -> None:
-    """A compute op has completed: it gives its memory back and hands its result on."""
-    stage, act = x.stages[s], x.acts[s, m]
-    device = x.devices[stage[DEVICE]]
-    device[D_BUSY], device[D_TOUCHED] = 0, 1
-    device[D_HELD] -= stage[GIVEN + (7 if act[A_MODE] == RECOMPUTE else 0) + kind]
-    if kind == R:
-        act[A_WHERE] = RESTORED
-    elif kind == F:
-        stage[DONE_F] += 1
-        act[A_WHERE] = COMPUTED
-        _consume(x, device, stage, s - 1, 1)
-        if s + 1 < x.acts.shape[0]:
-            _hand_on(x, now, kind, s, m)
-        else:
-            act[A_GRADIENT] = now
-    elif kind != W:
-        stage[DONE_B] += 1
-        _consume(x, device, stage, s + 1, 0)
-        if s:
-            _hand_on(x, now, kind, s, m)
-    if kind in (W, B):
-        stage[DONE_W] += 1
-        while device[D_FINISHED] < device[D_LAST_PLACE]:
-            done, number = divmod(x.order[device[D_FINISHED]], x.acts.shape[1])
-            if number >= x.stages[done, DONE_W]:
-                break
-            device[D_FINISHED] += 1
-
-
-@compiled
-def _consume(x: Machine, device: Row, stage: Row, source: int, way: int) -> None:
-    """What the op gave back included what it read; if that came from another device, it was a message."""
-    if 0 <= source < x.acts.shape[0] and x.stages[source, DEVICE] != stage[DEVICE]:
-        device[D_MAIL] -= stage[MESSAGE + way]
-        device[D_HELD] += stage[MESSAGE + way]
-
-
-@compiled
-def _hand_on(x: Machine, now: int, kind: int, s: int, m: int) -> None:
-    """Give the result of F, I or B to the next stage, at once or as a message."""
-    way = 0 if kind == F else 1
-    target = s + 1 if kind == F else s - 1
-    time = now
-    if x.stages[target, DEVICE] != x.stages[s, DEVICE]:
-        time += x.stages[s, LAG + way]
-        x.counts[BOX + x.counts[PRODUCED]] = (kind * x.acts.shape[0] + s) * x.acts.shape[1] + m
-        x.counts[PRODUCED] += 1
-        if time > now:
-            push(x, time, ACTIVATION + way, s, m)
-    if kind == F:
-        x.acts[target, m, A_INPUT] = time
-    else:
-        x.acts[target, m, A_GRADIENT] = time
-
-
-# -- messages
-
-
-@compiled
-def _receive_all(x: Machine, now: int) -> None:
-    """Post the receives of what was produced at this moment."""
-    for number in range(x.counts[RECEIVED], x.counts[PRODUCED]):
-        rest, m = divmod(x.counts[BOX + number], x.acts.shape[1])
-        kind, s = divmod(rest, x.acts.shape[0])
-        device = x.devices[x.stages[s + 1 if kind == F else s - 1, DEVICE]]
-        is_running = device[D_KIND] != NONE and device[D_END] > now
-        is_last = device[D_END] == now and is_later(x, device, kind, s, m, x.starts[kind, s, m])
-        receive(device, x.stages[s, MESSAGE + (0 if kind == F else 1)], is_running or is_last)
-    x.counts[RECEIVED] = x.counts[PRODUCED]
-
-
-@compiled
-def _arrive(x: Machine, now: int, way: int, s: int) -> None:
-    """A message of stage s has arrived."""
-    sender = x.devices[x.stages[s, DEVICE]]
-    deliver(sender, now, x.stages[s, MESSAGE + way])
-    sender[D_TOUCHED] = 1
-    x.devices[x.stages[s - 1 if way else s + 1, DEVICE], D_TOUCHED] = 1
-
-
-@compiled
-def _arrive_at_once(x: Machine, now: int) -> None:
-    """Deliver the messages of this moment that take no time, and forget all that were produced."""
-    for number in range(x.counts[PRODUCED]):
-        kind, s = divmod(x.counts[BOX + number] // x.acts.shape[1], x.acts.shape[0])
-        way = 0 if kind == F else 1
-        if x.stages[s, LAG + way] == 0:
-            _arrive(x, now, way, s)
-    x.counts[PRODUCED] = x.counts[RECEIVED] = 0
-
-
 # -- transfers
 
 
@@ -436,52 +267,14 @@ def _start_transfers(x: Machine, now: int, number: int) -> None:
     if link[L_D_STAGE] == NONE:
         s, m = _next_offload(x, link)
         if s != NONE:
-            x.acts[s, m, A_WHERE] = OFFLOADING
-            link[L_D_STAGE], link[L_D_MICROBATCH] = s, m
-            length = x.stages[s, ALONE]
-            if link[L_H_STAGE] != NONE:
-                length = x.stages[s, LENGTH + D]
-                _slow_down(x, H, link[L_H_STAGE], link[L_H_MICROBATCH])
-            _transfer(x, now, D, s, m, length)
+            begin_transfer(x, now, D, s, m)
     if link[L_H_STAGE] == NONE:
         s, m = _next_reload(x, link)
         if s != NONE:
-            x.acts[s, m, A_WHERE] = RELOADING
             device = x.devices[x.stages[s, DEVICE]]
-            take(device, now, x.stages[s, MOVED], False)
             device[D_AHEAD] += 1
             device[D_BACK] += 1
-            link[L_H_STAGE], link[L_H_MICROBATCH] = s, m
-            length = x.stages[s, ALONE + 1]
-            if link[L_D_STAGE] != NONE:
-                length = x.stages[s, LENGTH + H]
-                _slow_down(x, D, link[L_D_STAGE], link[L_D_MICROBATCH])
-            _transfer(x, now, H, s, m, length)
-
-
-@compiled
-def _transfer(x: Machine, now: int, kind: int, s: int, m: int, length: int) -> None:
-    x.starts[kind, s, m] = now
-    x.counts[OPS] += 1
-    _end_transfer(x, kind, s, m, now + length)
-
-
-@compiled
-def _slow_down(x: Machine, kind: int, s: int, m: int) -> None:
-    """A running transfer meets one of the other direction."""
-    end = x.starts[kind, s, m] + x.stages[s, LENGTH + kind]
-    if end != (x.acts[s, m, A_END_D] if kind == D else x.acts[s, m, A_END_H]):
-        _end_transfer(x, kind, s, m, end)
-
-
-@compiled
-def _end_transfer(x: Machine, kind: int, s: int, m: int, end: int) -> None:
-    """Let a transfer complete at `end`; an event for an earlier end no longer counts."""
-    if kind == D:
-        x.acts[s, m, A_END_D] = end
-    else:
-        x.acts[s, m, A_END_H] = end
-    push(x, end, kind, s, m)
+            begin_transfer(x, now, H, s, m)
 
 
 @compiled
@@ -526,26 +319,3 @@ def _next_reload(x: Machine, link: Row) -> tuple[int, int]:
                 best, best_m, lowest = s, m, act[A_BACKWARD]
         d = device[D_NEXT_BEHIND]
     return best, best_m
-
-
-@compiled
-def _transferred(x: Machine, now: int, kind: int, s: int, m: int) -> None:
-    """A transfer has completed, unless it was slowed down meanwhile."""
-    act = x.acts[s, m]
-    if now != (act[A_END_D] if kind == D else act[A_END_H]):
-        return
-    device = x.devices[x.stages[s, DEVICE]]
-    link = x.links[device[D_LINK]]
-    if kind == D:
-        link[L_D_STAGE] = NONE
-        act[A_WHERE] = AWAY
-        device[D_HELD] -= x.stages[s, MOVED]
-        device[D_LEAVING] -= x.stages[s, MOVED]
-    else:
-        link[L_H_STAGE] = NONE
-        act[A_WHERE] = BACK
-        device[D_HOST] += x.stages[s, MOVED]
-    d = link[L_FIRST_BEHIND]
-    while d != NONE:
-        x.devices[d, D_TOUCHED] = 1
-        d = x.devices[d, D_NEXT_BEHIND]

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 NEVER = 1 << 62
 NONE = -1
 F, I, W, B, R, D, H = range(7)  # noqa: E741  (torch's letter)
-ACTIVATION, GRADIENT = 7, 8
-"""Arrivals of messages: events beside the completions of ops."""
+ACTIVATION, GRADIENT, WAKE = 7, 8, 9
+"""Events beside the completions of ops: arrivals of messages; a moment at which a given order may go on."""
 KEEP, OFFLOAD, RECOMPUTE = range(3)
-COMPUTED, OFFLOADING, AWAY, RELOADING, BACK, RECOMPUTING, RESTORED = range(1, 8)
-"""Where an activation is, from the end of its forward on."""
+COMPUTED, OFFLOADING, AWAY, RELOADING, BACK, RECOMPUTING, RESTORED, HALF_DONE = range(1, 9)
+"""Where an activation is, from the end of its forward to that of its input gradient."""
 
 LENGTH, TAKEN, GIVEN, ALONE, LAG, MESSAGE = 0, 7, 14, 28, 30, 32
 """Columns of `Machine.stages`, each for several values: ticks of an op by kind (transfers: while the other direction of
@@ -130,8 +130,8 @@ def machine(problem: Problem) -> Machine:
         links=np.zeros((links, L_H_MICROBATCH + 1), np.int64),
         acts=np.zeros((count, problem.microbatches, A_END_H + 1), np.int64),
         starts=np.empty((7, count, problem.microbatches), np.int64),
-        order=np.empty(count * problem.microbatches, np.int64),
-        events=np.empty((2 * devices + 4 * links + 2 * count * problem.microbatches, 2), np.int64),
+        order=np.zeros(count * problem.microbatches, np.int64),
+        events=np.empty((3 * devices + 4 * links + 2 * count * problem.microbatches, 2), np.int64),
         counts=np.zeros(BOX + devices, np.int64),
     )
     for s, stage in enumerate(problem.stages):

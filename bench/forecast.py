@@ -21,9 +21,9 @@ from optpipe_compiler.costs.models import Architecture
 from optpipe_compiler.costs.noise import noisy
 from optpipe_compiler.documents.profile import Model
 from optpipe_compiler.lower.emit import lift
+from optpipe_compiler.machine.orders import retime
 from optpipe_compiler.model.placement import Layout
 from optpipe_compiler.model.problem import Caps, Freedom, build
-from optpipe_compiler.model.simulate import retime
 from optpipe_compiler.view.measured import noise_lines
 from optpipe_torch.launch.run import run
 from optpipe_torch.models.text import default_path

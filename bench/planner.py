@@ -23,9 +23,9 @@ import optpipe_compiler
 from bench.published import REFERENCE
 from optpipe_compiler.compiler import SEVERAL, Options, Progress, compile_schedule
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
+from optpipe_compiler.machine.orders import peaks
 from optpipe_compiler.model.placement import Layout, stage_devices
 from optpipe_compiler.model.problem import Caps, Freedom, build
-from optpipe_compiler.model.simulate import peaks
 from optpipe_compiler.published import PLACEMENTS, PUBLISHED, NotDefined, published
 
 if TYPE_CHECKING:

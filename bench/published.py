@@ -18,9 +18,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.costs.uniform import NS_PER_MS, UniformOptions, uniform_profile
+from optpipe_compiler.machine.orders import peaks, retime
 from optpipe_compiler.model.placement import layout
 from optpipe_compiler.model.problem import Caps, Freedom, Problem, build
-from optpipe_compiler.model.simulate import Stuck, peaks, retime
+from optpipe_compiler.model.schedule import Stuck
 from optpipe_compiler.published import PLACEMENTS, NotDefined, published
 
 if TYPE_CHECKING:

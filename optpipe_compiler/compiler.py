@@ -7,6 +7,7 @@ import math
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from optpipe_compiler.documents import ir
@@ -17,10 +18,8 @@ from optpipe_compiler.lower import Certificate, lower, promised
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.placement import Layout, layout
 from optpipe_compiler.model.problem import Caps, Freedom, build, fused_ns, static_bytes
-from optpipe_compiler.model.schedule import Schedule
-from optpipe_compiler.model.simulate import peaks
 from optpipe_compiler.plan.cuts import others
-from optpipe_compiler.plan.planning import Attempt, Limits, Need, Planner, lowering_s
+from optpipe_compiler.plan.planning import Attempt, Limits, Planner, lowering_s
 from optpipe_compiler.published import PUBLISHED
 from optpipe_compiler.verify import verify
 
@@ -229,11 +228,17 @@ class _Compilation:
         self.begin = time.monotonic()
         self.caps = Caps(options.mem_bytes, options.host_mem_bytes)
         attempts = [
-            Attempt(one, problem, bounds.best(problem, options.objective), [0] * problem.devices)
+            Attempt(
+                one,
+                problem,
+                bounds.best(problem, options.objective),
+                fixed=tuple(static_bytes(profile, one, device) for device in range(problem.devices)),
+                lowered=partial(promised, profile=profile, layout=one),
+            )
             for one, problem in in_time(instances(profile, options), options)
         ]
         limits = Limits(options.objective, options.time_limit_s, options.seed, options.workers, options.reproducible)
-        self.planner = Planner(attempts, limits, self._need, self._report)
+        self.planner = Planner(attempts, limits, self._report)
 
     def run(self) -> Result:
         """Plan until the time is spent; then certify and verify the best schedule."""
@@ -278,38 +283,21 @@ class _Compilation:
         reasons = sorted({one.reason for one in tried if one.reason is not None})
         raise BadInput(f"--method {name}: {'; '.join(reasons) or 'not for the placements searched'}")
 
-    def _need(self, attempt: Attempt, timed: Schedule) -> Need:
-        """Return what the file of `timed` would need of the caps."""
-        device_peaks, host_peaks = self._peaks(attempt, timed)
-        over = [max(0, peak - self.caps.device_bytes) for peak in device_peaks]
-        host = self.caps.host_bytes
-        fits = not any(over) and (host is None or sum(host_peaks) <= host)
-        return Need(max(device_peaks), None if fits else over)
-
-    def _peaks(self, attempt: Attempt, timed: Schedule) -> tuple[list[int], list[int]]:
-        """Return the bytes that the file of `timed` promises per device, on the device and on the host."""
-        problem = attempt.problem
-        if not any(layer.output_bytes for layer in self.profile.layers):  # no messages: planning counts all there is
-            fixed = (static_bytes(self.profile, attempt.layout, d) for d in range(problem.devices))
-            held = Schedule(problem, timed.method, timed.starts)
-            return [size + peak for size, peak in zip(fixed, peaks(held), strict=True)], list(held.host_peaks)
-        return promised(Schedule(attempt.problem, timed.method, timed.starts), self.profile, attempt.layout)
-
     def _one_at_a_time(self) -> None:
         """No heuristic found anything: solve for the least memory; either it fits or the instance is infeasible."""
+        from optpipe_compiler.machine.orders import held
         from optpipe_compiler.solver.minimum import one_at_a_time
 
         best: tuple[int, int, Attempt] | None = None
         for attempt in self.planner.attempts:
-            problem, devices = attempt.problem, range(attempt.problem.devices)
-            fixed = tuple(static_bytes(self.profile, attempt.layout, d) for d in devices)
+            problem, devices, fixed = attempt.problem, range(attempt.problem.devices), attempt.fixed
             least = max(fixed[d] + max(problem.stages[s].saved for s in problem.stages_of(d)) for d in devices)
             if attempt.is_partial or (best is not None and least >= max(best[0], self.caps.device_bytes + 1)):
                 continue  # whole offloads need no more memory; or one stage alone needs more than another placement
             timed = one_at_a_time(attempt.problem, fixed)
             if self.planner.keep(attempt, timed, "least memory") is None:
                 continue
-            needed = self._peaks(attempt, timed)[0]
+            needed = list(map(int.__add__, fixed, held(timed).peaks))
             worst = max(devices, key=lambda d: needed[d])
             if best is None or needed[worst] < best[0]:
                 best = needed[worst], worst, attempt

@@ -18,8 +18,7 @@ from optpipe_compiler.machine.state import (
     Machine,
     machine,
 )
-from optpipe_compiler.model.schedule import Kind, Schedule, Task
-from optpipe_compiler.model.simulate import Stuck
+from optpipe_compiler.model.schedule import Kind, Schedule, Stuck, Task
 from optpipe_compiler.plan.wishes import names, treatments, wish
 from optpipe_compiler.published import NotDefined
 

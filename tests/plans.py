@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 from hypothesis import reject
 from ortools.sat.python import cp_model
 
+from optpipe_compiler.machine.orders import peaks, retime
 from optpipe_compiler.model.problem import DURATIONS
 from optpipe_compiler.model.schedule import Kind, Mode, Schedule, Task, duration, value
-from optpipe_compiler.model.simulate import peaks, predecessors, retime
 from optpipe_compiler.solver import constraints, hint, objective, variables
 from optpipe_compiler.solver.worker import Request, build, configure
+from tests.given_order import predecessors
 from tests.machines import dispatched
 
 if TYPE_CHECKING:

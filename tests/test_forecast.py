@@ -14,10 +14,10 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import BadInput, Infeasible, NotFound
 from optpipe_compiler.forecast import Analysis, Cause, Item, Reason, analyse
 from optpipe_compiler.lower import Certificate, lower, promised
+from optpipe_compiler.machine.orders import retime
 from optpipe_compiler.model.placement import layout
 from optpipe_compiler.model.problem import Caps, Freedom, build
-from optpipe_compiler.model.schedule import Mode
-from optpipe_compiler.model.simulate import Stuck, retime
+from optpipe_compiler.model.schedule import Mode, Stuck
 from optpipe_compiler.published import PLACEMENTS, PUBLISHED, NotDefined
 from optpipe_compiler.published import published as publish
 from tests.instances import profiles, quick, uniform

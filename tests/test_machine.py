@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from optpipe_compiler.lower import promised
 from optpipe_compiler.machine.dispatch import DONE, LATE, STUCK, play
+from optpipe_compiler.machine.orders import peaks, retime
 from optpipe_compiler.machine.state import D_PEAK, NEVER
 from optpipe_compiler.model.placement import layout
 from optpipe_compiler.model.problem import Caps, Freedom, Problem, Stage, build, static_bytes
 from optpipe_compiler.model.schedule import Kind, Mode, Schedule, Task
-from optpipe_compiler.model.simulate import peaks, retime
 from tests.instances import problem, profiles
 from tests.list_scheduler import Guide, Run, Stuck
 from tests.machines import dispatched, loaded, run, starts

@@ -25,7 +25,7 @@ from optpipe_compiler.model.problem import (
     transfer_ns,
 )
 from optpipe_compiler.model.schedule import Schedule, duration
-from optpipe_compiler.model.simulate import predecessors
+from tests.given_order import predecessors
 from tests.instances import problem, uniform
 from tests.plans import serial
 

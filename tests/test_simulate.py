@@ -8,8 +8,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from optpipe_compiler.model.schedule import Kind, Mode, Plan, Schedule, Task
-from optpipe_compiler.model.simulate import Stuck, memory_curve, peaks, retime, simulate
+from optpipe_compiler.machine.orders import peaks, retime, simulate
+from optpipe_compiler.model.schedule import Kind, Mode, Plan, Schedule, Stuck, Task
+from tests.given_order import memory_curve
 from tests.instances import problem
 from tests.machines import dispatched
 from tests.plans import serial
@@ -78,7 +79,7 @@ def test_a_backward_waits_for_its_reload_and_the_reload_for_its_offload():
 def test_transfers_of_devices_behind_one_link_take_turns():
     shared = replace(problem(2, 1, 100), link_of=(0, 0))
     lanes = plan("F0.0 B0.0", "F1.0 B1.0", allocations=("F0.0 H0.0 B0.0", "F1.0 H1.0 B1.0"))
-    timed = simulate(shared, replace(lanes, d2h=(tasks("D1.0 D0.0"),), h2d=(tasks("H1.0 H0.0"),)), "")
+    timed = simulate(shared, lanes._replace(d2h=(tasks("D1.0 D0.0"),), h2d=(tasks("H1.0 H0.0"),)), "")
     assert starts(timed, "D1.0 D0.0 H1.0 H0.0") == [21, 33, 33, 45]
 
 
@@ -141,11 +142,11 @@ def test_offloads_keep_to_their_share_of_the_host():
         "F0.0 F0.1 B0.0 B0.1", d2h="D0.0 D0.1", h2d="H0.0 H0.1", allocations=("F0.0 F0.1 H0.0 B0.0 H0.1 B0.1",)
     )
     one = problem(1, 2, 100)
-    assert starts(simulate(one, replace(lanes, host_limit=(8,)), ""), "D0.1 H0.0") == [22, 22]
-    assert starts(simulate(one, replace(lanes, host_limit=(7,)), ""), "D0.1 H0.0") == [34, 22]
-    assert simulate(one, replace(lanes, host_limit=(4,)), "").host_peaks == (4,)
+    assert starts(simulate(one, lanes._replace(host_limit=(8,)), ""), "D0.1 H0.0") == [22, 22]
+    assert starts(simulate(one, lanes._replace(host_limit=(7,)), ""), "D0.1 H0.0") == [34, 22]
+    assert simulate(one, lanes._replace(host_limit=(4,)), "").host_peaks == (4,)
     with pytest.raises(Stuck):
-        simulate(one, replace(lanes, host_limit=(3,)), "")
+        simulate(one, lanes._replace(host_limit=(3,)), "")
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from optpipe_compiler.model.problem import Problem
+
+Ints = NDArray[np.int64]
+NONE = -1
+
+
+class Stuck(Exception):
+    """An order cannot be executed: it waits for itself, or for memory that is never freed."""
 
 
 class Kind(IntEnum):
@@ -39,8 +51,28 @@ class Task(NamedTuple):
     microbatch: int
 
 
-@dataclass(frozen=True)
-class Plan:
+class Columns(NamedTuple):
+    """The tasks of a schedule as arrays, sorted as tasks; times in ticks."""
+
+    kind: Ints
+    stage: Ints
+    microbatch: Ints
+    start: Ints
+    end: Ints
+
+    def tasks(self) -> list[Task]:
+        """Return them one by one."""
+        kinds = list(Kind)
+        rows = zip(self.kind.tolist(), self.stage.tolist(), self.microbatch.tolist(), strict=True)
+        return [Task(kinds[k], s, m) for k, s, m in rows]
+
+    def codes(self, problem: Problem) -> Ints:
+        """Return (kind x stages + stage) x microbatches + microbatch, which sorts as tasks do."""
+        codes: Ints = (self.kind * len(problem.stages) + self.stage) * problem.microbatches + self.microbatch
+        return codes
+
+
+class Plan(NamedTuple):
     """The order of every lane: `compute` per device, `d2h` and `h2d` per host link.
 
     `allocations` is the order, per device, in which tasks of compute and h2d take memory: where it is short, a later
@@ -54,13 +86,27 @@ class Plan:
     host_limit: tuple[int, ...]
 
 
-@dataclass(frozen=True)
 class Schedule:
-    """A plan with start times in ticks of `problem`; `method` names who made it."""
+    """A plan with start times in ticks of `problem`; `method` names who made it.
 
-    problem: Problem
-    method: str
-    starts: dict[Task, int]
+    The times are `ticks` [kind, stage, microbatch], NONE where there is no such task; `starts` are the same by task.
+    """
+
+    def __init__(self, problem: Problem, method: str, starts: Mapping[Task, int] | Ints) -> None:
+        self.problem = problem
+        self.method = method
+        if isinstance(starts, np.ndarray):
+            self.ticks = starts
+        else:
+            shape = len(Kind), len(problem.stages), problem.microbatches
+            self.ticks = np.full(shape, NONE, np.int64)
+            tasks = np.fromiter(chain.from_iterable(starts), np.int64, 3 * len(starts)).reshape(-1, 3)
+            self.ticks[tasks[:, 0], tasks[:, 1], tasks[:, 2]] = np.fromiter(starts.values(), np.int64, len(starts))
+
+    @cached_property
+    def starts(self) -> dict[Task, int]:
+        """The start of every task."""
+        return dict(zip(self.columns.tasks(), self.columns.start.tolist(), strict=True))
 
     def end(self, task: Task) -> int:
         """Return the tick at which the task completes."""
@@ -77,11 +123,11 @@ class Schedule:
         """
         problem = self.problem
         lanes: dict[tuple[int | None, Kind], list[tuple[int, int, int, Task]]] = {}
-        for task, start in self.starts.items():
-            if task.kind in (Kind.D, Kind.H):
-                stage = problem.stages[task.stage]
-                short = stage.offload_alone if task.kind is Kind.D else stage.reload_alone
-                lane = lanes.setdefault((problem.link_of[stage.device], task.kind), [])
+        for kind in (Kind.D, Kind.H):
+            for s, m in np.argwhere(self.ticks[kind] != NONE).tolist():
+                task, stage, start = Task(kind, s, m), problem.stages[s], int(self.ticks[kind, s, m])
+                short = stage.offload_alone if kind is Kind.D else stage.reload_alone
+                lane = lanes.setdefault((problem.link_of[stage.device], kind), [])
                 lane.append((start, start + short, start + duration(problem, task), task))
         found: set[Task] = set()
         for (link, kind), rows in lanes.items():
@@ -91,27 +137,54 @@ class Schedule:
         return frozenset(found)
 
     @cached_property
+    def columns(self) -> Columns:
+        """All tasks as arrays."""
+        kind, stage, microbatch = np.nonzero(self.ticks != NONE)
+        start = self.ticks[kind, stage, microbatch]
+        lengths = [[duration(self.problem, Task(k, s, 0)) for s in range(len(self.problem.stages))] for k in Kind]
+        end = start + np.array(lengths)[kind, stage]
+        if self.alone:
+            ends = self.ticks.copy()
+            ends[kind, stage, microbatch] = end
+            for task in self.alone:
+                stage_of = self.problem.stages[task.stage]
+                length = stage_of.offload_alone if task.kind is Kind.D else stage_of.reload_alone
+                ends[task] = self.ticks[task] + length
+            end = ends[kind, stage, microbatch]
+        return Columns(kind, stage, microbatch, start, end)
+
+    @cached_property
     def makespan(self) -> int:
         """Last end minus first start."""
-        return max(map(self.end, self.starts)) - min(self.starts.values())
+        return int(self.columns.end.max() - self.columns.start.min())
 
     @cached_property
     def span(self) -> int:
         """The longest time from first start to last end on one device's compute lane."""
-        return max(
-            max(map(self.end, lane)) - min(self.starts[task] for task in lane) for lane in self.plan.compute if lane
-        )
+        columns = self.columns
+        device = np.array([stage.device for stage in self.problem.stages])[columns.stage]
+        lanes = [(columns.kind < Kind.D) & (device == d) for d in range(self.problem.devices)]
+        return max(int(columns.end[lane].max() - columns.start[lane].min()) for lane in lanes if lane.any())
 
     @cached_property
     def bubble_fraction(self) -> float:
         """Compute-idle time / (devices x makespan)."""
-        busy = sum(duration(self.problem, task) for lane in self.plan.compute for task in lane)
+        columns = self.columns
+        busy = int((columns.end - columns.start)[columns.kind < Kind.D].sum())
         return 1.0 - busy / (self.problem.devices * self.makespan) if self.makespan else 0.0
 
     @cached_property
     def sequence(self) -> list[Task]:
         """All tasks by start; at one moment what ends first (ops of no length), then by microbatch and data flow."""
-        return sorted(self.starts, key=self._key)
+        tasks = self.columns.tasks()
+        return [tasks[row] for row in self.rows.tolist()]
+
+    @cached_property
+    def rows(self) -> Ints:
+        """The place in `columns` of each task of `sequence`."""
+        kind, stage, microbatch, start, end = self.columns
+        depth = np.where(kind == Kind.F, stage, 2 * len(self.problem.stages) - stage)
+        return np.lexsort((stage, kind, depth, _PHASE[kind], microbatch, end, start))
 
     @cached_property
     def plan(self) -> Plan:
@@ -141,25 +214,27 @@ class Schedule:
     @cached_property
     def host_peaks(self) -> tuple[int, ...]:
         """Most host memory that each device's offloads hold at one time (units)."""
-        events: list[list[tuple[int, int]]] = [[] for _ in range(self.problem.devices)]
-        for task in self.starts:
-            stage = self.problem.stages[task.stage]
-            if task.kind is Kind.D:
-                events[stage.device].append((self.starts[task], stage.moved))
-            elif task.kind is Kind.H:
-                events[stage.device].append((self.end(task), -stage.moved))
-        return tuple(_highest(rows) for rows in events)
+        moved = np.array([stage.moved for stage in self.problem.stages])
+        device = np.array([stage.device for stage in self.problem.stages])
+        kind, stage, _, start, end = self.columns
+        away, back = kind == Kind.D, kind == Kind.H
+        times = np.concatenate([start[away], end[back]])
+        sizes = np.concatenate([moved[stage[away]], -moved[stage[back]]])
+        owners = device[np.concatenate([stage[away], stage[back]])]
+        peaks = []
+        for d in range(self.problem.devices):
+            mine = owners == d
+            order = np.lexsort((sizes[mine], times[mine]))  # at one moment decreases come first
+            peaks.append(int(np.cumsum(sizes[mine][order]).max(initial=0)))
+        return tuple(peaks)
 
     def count(self, kind: Kind) -> int:
         """Number of tasks of this kind."""
-        return sum(task.kind is kind for task in self.starts)
-
-    def _key(self, task: Task) -> tuple[int, int, int, int, int, Task]:
-        depth = task.stage if task.kind is Kind.F else 2 * len(self.problem.stages) - task.stage
-        return self.starts[task], self.end(task), task.microbatch, _PHASE[task.kind], depth, task
+        return int((self.ticks[kind] != NONE).sum())
 
 
-_PHASE = (0, 3, 4, 3, 2, 1, 1)
+_PHASE = np.array([0, 3, 4, 3, 2, 1, 1])
+"""By kind: what comes first of one microbatch at one moment."""
 
 
 def _meeting(offloads: list[tuple[int, int, int, Task]], reloads: list[tuple[int, int, int, Task]]) -> set[Task]:
@@ -183,15 +258,6 @@ def _meeting(offloads: list[tuple[int, int, int, Task]], reloads: list[tuple[int
             else:
                 second += 1
     return met
-
-
-def _highest(events: list[tuple[int, int]]) -> int:
-    """Return the largest running sum; at one moment decreases come first."""
-    level = top = 0
-    for _, change in sorted(events):
-        level += change
-        top = max(top, level)
-    return top
 
 
 def duration(problem: Problem, task: Task) -> int:

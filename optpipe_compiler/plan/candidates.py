@@ -8,9 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.model.schedule import Schedule
-from optpipe_compiler.model.simulate import Stuck, peaks, retime
-from optpipe_compiler.published import PLACEMENTS, PUBLISHED, NotDefined, hurried, published, recipe
+from optpipe_compiler.model.schedule import Schedule, Stuck
+from optpipe_compiler.published import PLACEMENTS, PUBLISHED, NotDefined, published, recipe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -128,25 +127,20 @@ class Candidates:
         return "slower by its first microbatches, not run in full"
 
     def _whole(self, attempt: Attempt, name: str) -> Tried:
+        """Time a schedule, and run it under the caps if it does not fit."""
+        from optpipe_compiler.machine.orders import retime
+
         try:
             timed = published(attempt.problem, name)
         except NotDefined as error:
             return Tried(reason=str(error))
-        planner = self.planner
-        need = planner.judge(attempt, timed)
-        if need.over is not None and self._is_large(attempt):
-            return Tried(timed.makespan, need)
-        quick = hurried(timed)
-        if quick is not timed:  # no more memory by the plan, but messages may wait longer in theirs
-            quick_need = planner.judge(attempt, quick)
-            if need.over is not None or quick_need.over is None:
-                timed, need = quick, quick_need
+        planner, need = self.planner, attempt.need(timed)
         if planner.is_better(attempt, timed):
             if need.over is None:
                 planner.keep(attempt, timed, "published", need)
             else:
                 with suppress(Stuck):  # the same orders, each op waiting for its memory
-                    waiting = retime(timed, attempt.tightened(), f"{name}-waiting")
+                    waiting = retime(timed, attempt.problem, f"{name}-waiting")
                     if planner.is_better(attempt, waiting):
                         planner.keep(attempt, waiting, "published")
         return Tried(timed.makespan, need)
@@ -179,4 +173,6 @@ def _least_peaks(timed: Schedule, away: set[int]) -> list[int]:
         replace(stage, saved=0, residue=0, captured=0, checkpoint=0) if s in away else stage
         for s, stage in enumerate(timed.problem.stages)
     )
-    return peaks(Schedule(replace(timed.problem, stages=stages), timed.method, timed.starts))
+    from optpipe_compiler.machine.orders import peaks
+
+    return peaks(Schedule(replace(timed.problem, stages=stages), timed.method, timed.ticks))

@@ -14,8 +14,7 @@ from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.model.schedule import Kind, Schedule, Task
-from optpipe_compiler.model.simulate import Stuck
+from optpipe_compiler.model.schedule import Schedule, Stuck
 from optpipe_compiler.plan.wishes import names, treatments, wish
 from optpipe_compiler.published import NotDefined
 
@@ -262,15 +261,4 @@ class Realiser:
             wished = wish(problem, found.wish)
             self.settings[found.wish] = setting(problem, wished, problem.microbatches, is_span=self.is_span)
         reached = value(self.machine, copied(found.policy), self.settings[found.wish], NEVER // 2)
-        return None if reached >= NEVER // 2 else _schedule(problem, self.machine)
-
-
-def _schedule(problem: Problem, x: Machine) -> Schedule:
-    starts = {
-        Task(kind, s, m): tick
-        for kind in Kind
-        for s, row in enumerate(x.starts[kind].tolist())
-        for m, tick in enumerate(row)
-        if tick >= 0
-    }
-    return Schedule(problem, "local-search", starts)
+        return None if reached >= NEVER // 2 else Schedule(problem, "local-search", self.machine.starts.copy())

@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.problem import coarsen
-from optpipe_compiler.model.schedule import Kind, Schedule, value
-from optpipe_compiler.model.simulate import Stuck, retime
+from optpipe_compiler.model.schedule import Kind, Schedule, Stuck, value
 from optpipe_compiler.plan.candidates import Candidates
 from optpipe_compiler.plan.local_search import Effort, Found, Instance, LocalSearch, Realiser
 from optpipe_compiler.plan.spare import spared
@@ -64,13 +63,15 @@ class Limits:
 
 @dataclass
 class Attempt:
-    """One placement: its exact problem, the best schedule and the best bound so far (ns)."""
+    """One placement: its exact problem (ns, bytes), the best schedule and the best bound so far."""
 
     layout: Layout
     problem: Problem
     bound: bounds.Bound
-    margin: list[int]
-    """Bytes per device kept free for messages beyond what planning counts."""
+    fixed: tuple[int, ...]
+    """Bytes that each device always holds."""
+    lowered: Callable[[Schedule], tuple[list[int], list[int]]]
+    """The peaks in bytes that lowering a schedule leads to: by device, and of its offloads on the host."""
     best: Schedule | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -84,10 +85,31 @@ class Attempt:
         """Whether an offload leaves a part of the activation on the device, as published schedules never do."""
         return any(stage.staying for stage in self.problem.stages)
 
-    def tightened(self) -> Problem:
-        """Return the problem with the margin taken off its budgets."""
-        budget = tuple(b - m for b, m in zip(self.problem.budget, self.margin, strict=True))
-        return replace(self.problem, budget=budget)
+    @cached_property
+    def has_instants(self) -> bool:
+        """Whether some op may take no time: what it holds depends on the order within a moment, as lowering has it."""
+        problem = self.problem
+        for s, stage in enumerate(problem.stages):
+            lengths = [stage.forward, stage.backward, stage.backward_input, stage.backward_weight]
+            lengths += [stage.recompute] * problem.can_recompute(s)
+            lengths += [stage.offload_alone, stage.reload_alone] * problem.can_offload(s)
+            if min(lengths) == 0:
+                return True
+        return False
+
+    def need(self, timed: Schedule) -> Need:
+        """Return what the file of a schedule of this placement would need of the caps."""
+        from optpipe_compiler.machine.orders import held
+
+        problem = self.problem
+        if self.has_instants:
+            promised, host_peaks = self.lowered(timed)
+            peaks = list(map(int.__sub__, promised, self.fixed))
+        else:
+            peaks, host_peaks, _ = held(timed)
+        over = [max(0, peak - budget) for peak, budget in zip(peaks, problem.budget, strict=True)]
+        fits = not any(over) and (problem.host_budget is None or sum(host_peaks) <= problem.host_budget)
+        return Need(max(map(int.__add__, self.fixed, peaks)), None if fits else over)
 
 
 @dataclass(frozen=True)
@@ -100,18 +122,16 @@ class Need:
 
 
 class Planner:
-    """Improves attempts; `judge` says what memory a schedule's file would need."""
+    """Improves attempts."""
 
     def __init__(
         self,
         attempts: list[Attempt],
         limits: Limits,
-        judge: Callable[[Attempt, Schedule], Need],
         report: Callable[[str], None],
     ) -> None:
         self.attempts = attempts
         self.limits = limits
-        self.judge = judge
         self.report = report
         self.begin = time.monotonic()
         self.spent = 0.0
@@ -161,9 +181,9 @@ class Planner:
 
     def keep(self, attempt: Attempt, timed: Schedule, phase: str, need: Need | None = None) -> list[int] | None:
         """Make `timed` the attempt's best if it fits; return by how many bytes each device is over if it does not."""
-        over = (need or self.judge(attempt, timed)).over
+        over = (need or attempt.need(timed)).over
         if over is None:
-            attempt.best = Schedule(attempt.problem, timed.method, timed.starts)
+            attempt.best = timed
             self.report(f"{phase} {attempt.layout.name}")
         return over
 
@@ -230,17 +250,19 @@ class Planner:
             return
         timed = self.realise(found.instance).schedule(found)
         if timed is not None and self.is_better(attempt, timed):
-            self.keep(attempt, timed, "local search", Need(0, None))
+            self.keep(attempt, timed, "local search", None if attempt.has_instants else Need(0, None))
         self.realise_s = time.monotonic() - begin
 
     # -- what is left over --------------------------------------------------------------------------------------
 
     def spare(self) -> None:
         """Keep the activations of the best schedule for which there is room."""
+        from optpipe_compiler.machine.orders import retime
+
         attempt = self.winner()
         if attempt is None or attempt.best is None or attempt.problem.tasks >= HUGE:
             return
-        budget = list(attempt.tightened().budget)
+        budget = list(attempt.problem.budget)
         for number in range(4):
             if number and not self.limits.reproducible and self.left() < 0:
                 return
@@ -248,7 +270,7 @@ class Planner:
             if less is attempt.best:
                 return
             with suppress(Stuck):
-                less = min(retime(less, attempt.tightened()), less, key=self.value)
+                less = min(retime(less, attempt.problem), less, key=self.value)
             over = self.keep(attempt, less, "sparing")
             if over is None:
                 return
@@ -297,8 +319,10 @@ class Planner:
 
     def _improve(self, attempt: Attempt, found: Schedule, phase: str) -> None:
         """Time a solution of a coarse problem exactly and keep it if it is better."""
+        from optpipe_compiler.machine.orders import retime
+
         try:
-            timed = retime(found, attempt.tightened())
+            timed = retime(found, attempt.problem)
         except Stuck as error:
             note = f"{phase}: a solution for placement {attempt.layout.name} could not be timed ({error})"
             attempt.notes = list(dict.fromkeys([*attempt.notes, note]))
@@ -308,8 +332,10 @@ class Planner:
 
     def _full_model(self, searcher: Searcher, attempt: Attempt, seconds: float) -> None:
         """Search the whole instance; the only search that proves bounds."""
+        from optpipe_compiler.machine.orders import retime
+
         assert attempt.best is not None
-        exact = attempt.tightened()
+        exact = attempt.problem
         coarse = coarsen(exact, attempt.best.makespan)
         try:
             hint = retime(attempt.best, coarse)
@@ -319,7 +345,7 @@ class Planner:
         def on_event(event: Event) -> None:
             if event.starts is not None:
                 self._improve(attempt, Schedule(coarse, "cp-sat", event.starts), "search")
-            if event.bound is not None and not any(attempt.margin):
+            if event.bound is not None:
                 ns = int(event.bound * coarse.tick_ns / coarse.stretch)
                 if ns > attempt.bound.ticks:
                     attempt.bound = bounds.Bound("cp-sat", ns)
@@ -329,7 +355,9 @@ class Planner:
 
     def _polish(self, searcher: Searcher, attempt: Attempt, timed: Schedule) -> None:
         """Improve stretch after stretch of a schedule, its ends first, with growing windows."""
-        coarse = coarsen(attempt.tightened(), timed.makespan)
+        from optpipe_compiler.machine.orders import retime
+
+        coarse = coarsen(attempt.problem, timed.makespan)
         try:
             current = retime(timed, coarse)
         except Stuck:
@@ -347,6 +375,8 @@ class Planner:
 
     def _window(self, searcher: Searcher, attempt: Attempt, current: Schedule, window: Window) -> Schedule:
         """Return the schedule with the window improved, or as it was."""
+        from optpipe_compiler.machine.orders import retime
+
         best = current
 
         def on_event(event: Event) -> None:

@@ -7,11 +7,8 @@ them, `PLACEMENTS` the placements and stages per device worth trying for each. O
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.model.schedule import Kind, Schedule
-from optpipe_compiler.model.simulate import Stuck, peaks, retime
 from optpipe_compiler.published.bfs import bfs
 from optpipe_compiler.published.common import NotDefined, Order, Recipe
 from optpipe_compiler.published.dualpipev import dualpipev
@@ -36,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from optpipe_compiler.model.problem import Problem
+    from optpipe_compiler.model.schedule import Schedule
 
 Placed = tuple[str, int]
 """A placement's name and its stages per device."""
@@ -103,12 +101,12 @@ PLACEMENTS: dict[str, tuple[Placed, ...]] = {name: entry[1] for name, entry in _
 def published(problem: Problem, name: str, *, transfers: bool = True) -> Schedule:
     """Return the published schedule `name`, timed on the costs of `problem` but without its caps.
 
-    Whether it fits is decided by its peak. Where it does not, `simulate.retime` runs the same orders under the caps,
-    each task waiting for its memory (or raises Stuck). Without `transfers` nothing is offloaded, which is faster to
-    time and a schedule that is no slower. Raises NotDefined where the paper does not define it.
+    Whether it fits is decided by what it holds. Where it does not, `machine.orders.retime` runs the same orders under
+    the caps, each task waiting for its memory (or raises Stuck). Without `transfers` nothing is offloaded, which is
+    faster to time and a schedule that is no slower. Raises NotDefined where the paper does not define it.
     """
     whole = recipe(problem, name)
-    return Schedule(problem, name, timed(problem, whole if transfers else Recipe(whole.compute)))
+    return timed(problem, whole if transfers else Recipe(whole.compute), name)
 
 
 def recipe(problem: Problem, name: str) -> Recipe:
@@ -117,19 +115,4 @@ def recipe(problem: Problem, name: str) -> Recipe:
     return found if isinstance(found, Recipe) else Recipe(found)
 
 
-def hurried(schedule: Schedule) -> Schedule:
-    """Return the same orders in no more memory, with transfers that are alone on their link taking less time.
-
-    `published` takes every transfer to be as slow as while both directions are busy.
-    """
-    if not schedule.count(Kind.D):
-        return schedule
-    problem = schedule.problem
-    try:
-        own = retime(schedule, replace(problem, budget=tuple(peaks(schedule))))
-    except Stuck:  # ops of no length, which hold memory for no time, keep others from starting
-        return schedule
-    return min(Schedule(problem, schedule.method, own.starts), schedule, key=lambda one: one.makespan)
-
-
-__all__ = ["PLACEMENTS", "PUBLISHED", "NotDefined", "Recipe", "hurried", "published", "recipe"]
+__all__ = ["PLACEMENTS", "PUBLISHED", "NotDefined", "Recipe", "published", "recipe"]

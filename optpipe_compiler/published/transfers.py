@@ -11,22 +11,25 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.model.schedule import Kind, Task, duration
-from optpipe_compiler.published.timing import BACKWARDS, Lanes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from optpipe_compiler.model.problem import Problem
+    from optpipe_compiler.model.schedule import Schedule
     from optpipe_compiler.published.common import Order, Recipe
 
+BACKWARDS = (Kind.I, Kind.B)
 ROUND_TRIPS = 3
 """An activation that stays no longer than so many transfers there and back is kept, as in the authors' generator."""
 
 
-def timed(problem: Problem, recipe: Recipe) -> dict[Task, int]:
-    """Return the start of every task without memory limits; raises Stuck when the order waits for itself."""
-    starts = Lanes(problem, recipe.compute).run()
-    return Transfers(problem, recipe, starts).run() if recipe.offloaded else starts
+def timed(problem: Problem, recipe: Recipe, method: str) -> Schedule:
+    """Return the schedule at its earliest without memory limits; raises Stuck when the order waits for itself."""
+    from optpipe_compiler.machine.orders import released
+
+    bare = released(problem, recipe.compute, method=method)
+    return Transfers(problem, recipe, bare.starts).run(method) if recipe.offloaded else bare
 
 
 class Transfers:
@@ -40,12 +43,15 @@ class Transfers:
         self.links = max((link for link in problem.link_of if link is not None), default=-1) + 1
         self.offloaded = [key for key in sorted(recipe.offloaded) if self._worth_it(key)]
 
-    def run(self) -> dict[Task, int]:
-        """Return the starts of all tasks, with the delays that the transfers cause."""
+    def run(self, method: str) -> Schedule:
+        """Return the schedule with the delays that the transfers cause."""
+        from optpipe_compiler.machine.orders import released
+
         offloads = self._by_link(Kind.D, lambda key: (self._done(Task(Kind.F, *key)), key[0], key[1]))
         reloads = self._by_link(Kind.H, lambda key: (self.starts[self.backward[key]], -key[0], key[1]))
         releases = {task: start for task, start in self.starts.items() if task.kind is Kind.F}
-        return Lanes(self.problem, self.compute, [*offloads, *reloads], self._gates(reloads), releases).run()
+        gates = self._gates(reloads)
+        return released(self.problem, self.compute, (offloads, reloads), gates, releases, method=method)
 
     def _done(self, task: Task) -> int:
         return self.starts[task] + duration(self.problem, task)

@@ -13,7 +13,6 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.model.schedule import Kind, Task, duration
-from optpipe_compiler.model.simulate import device_memory
 from optpipe_compiler.published.common import NotDefined, Order, needs_linear, needs_split
 
 if TYPE_CHECKING:
@@ -84,8 +83,12 @@ class _Run:
         self.ends: dict[Task, int] = {}
         self.time = {kind: [duration(problem, Task(kind, d, 0)) for d in range(size)] for kind in (F, I, W)}
         self.memory = {
-            kind: [device_memory(problem, Task(kind, d, 0), recomputed=False) for d in range(size)]
-            for kind in (F, I, W)
+            F: [(s.saved + s.forward_extra, s.forward_extra) for s in problem.stages],
+            I: [
+                (s.captured + s.backward_input_extra, s.backward_input_extra + s.saved + s.captured - s.residue)
+                for s in problem.stages
+            ],
+            W: [(s.backward_weight_extra, s.backward_weight_extra + s.residue) for s in problem.stages],
         }
         self._run()
 

@@ -1,25 +1,20 @@
-"""From an order to its earliest start times under the memory caps; and the memory curve of a timed schedule.
+"""A given order at its earliest, in plain Python: the definition with which the compiled machine must agree.
 
-The rules of memory are those of docs/IR.md, with one simplification of planning: a message occupies its sender and its
-receiver only while they produce and consume it (`lower` accounts for it exactly).
+The rules of memory are those of docs/IR.md for messages that take no memory; what messages hold is held against what
+lowering promises. Also the memory curve of a timed schedule, by the same rules.
 """
 
 from __future__ import annotations
 
 import heapq
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.model.schedule import Kind, Plan, Schedule, Task, duration
+from optpipe_compiler.model.schedule import Kind, Plan, Schedule, Stuck, Task, duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from optpipe_compiler.model.problem import Problem
-
-
-class Stuck(Exception):
-    """The order cannot be executed: it waits for itself, or for memory that is never freed."""
 
 
 def predecessors(problem: Problem, task: Task, present: set[Task] | dict[Task, int]) -> Iterator[tuple[Task, int]]:
@@ -73,13 +68,6 @@ def simulate(problem: Problem, plan: Plan, method: str) -> Schedule:
     Raises Stuck when the plan waits for itself or its memory never comes.
     """
     return Schedule(problem, method, _Replay(problem, plan).run())
-
-
-def retime(schedule: Schedule, problem: Problem, method: str | None = None) -> Schedule:
-    """Return `schedule`'s plan at its earliest on `problem`, which may count in other ticks and units."""
-    plan, old, new = schedule.plan, schedule.problem.unit_bytes, problem.unit_bytes
-    limit = tuple(share * old // new for share in plan.host_limit)
-    return simulate(problem, replace(plan, host_limit=limit), method or schedule.method)
 
 
 class _Lane:

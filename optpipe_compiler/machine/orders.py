@@ -1,0 +1,403 @@
+"""The machine follows a given order under the caps, or given times: what a plan takes, and what a schedule holds.
+
+An op starts once its lane is free, what it reads is there and its memory is. One that takes memory before an earlier
+one of the plan's `allocations` does so only while the earlier one still fits. tests/given_order.py is the definition in
+plain Python.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from optpipe_compiler.machine.compiled import compiled
+from optpipe_compiler.machine.events import begin, begin_transfer, next_moment, reset
+from optpipe_compiler.machine.memory import free
+from optpipe_compiler.machine.state import (
+    A_BACKWARD,
+    A_FORWARD,
+    A_GRADIENT,
+    A_INPUT,
+    A_MODE,
+    A_WHERE,
+    AWAY,
+    BACK,
+    COMPUTED,
+    D_BUDGET,
+    D_BUSY,
+    D_HELD,
+    D_HIGH,
+    D_HOST,
+    D_HOST_BUDGET,
+    D_LINK,
+    D_MAIL,
+    D_OPENING,
+    D_PEAK,
+    D_REMAINING,
+    D_RESERVE,
+    D_TOUCHED,
+    DEVICE,
+    EVENTS,
+    HALF_DONE,
+    KEEP,
+    L_D_STAGE,
+    L_H_STAGE,
+    MOVED,
+    NEVER,
+    NONE,
+    OFFLOAD,
+    OPS,
+    RECOMPUTE,
+    RESTORED,
+    TAKEN,
+    WAKE,
+    D,
+    F,
+    H,
+    R,
+    W,
+    machine,
+    push,
+)
+from optpipe_compiler.model.schedule import Schedule, Stuck, Task
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from optpipe_compiler.machine.state import Ints, Machine, Row
+    from optpipe_compiler.model.problem import Problem
+    from optpipe_compiler.model.schedule import Plan
+
+TRIES = 4
+"""Runs of one order, each with more room for messages than the one before, until its peaks fit."""
+
+
+class Orders(NamedTuple):
+    """The order of every lane, and of what takes memory, as codes (kind x stages + stage) x microbatches + microbatch.
+
+    Lanes: compute by device, offloads by link, reloads by link.
+    """
+
+    codes: Ints
+    first: Ints
+    """[lanes + 1] where each lane begins in `codes`."""
+    place: Ints
+    """[lanes] the next op, while it runs."""
+    allocations: Ints
+    first_allocation: Ints
+    """[d + 1] where each device begins in `allocations`."""
+    claimed: Ints
+    """[d] the first op there that has not started."""
+
+
+# -- a given order
+
+
+@compiled
+def follow(x: Machine, o: Orders) -> int:
+    """Run the order at its earliest; return how many ops have started, all if it does not get stuck."""
+    reset(x)
+    for lane in range(o.place.size):
+        o.place[lane] = o.first[lane]
+    for d in range(o.claimed.size):
+        o.claimed[d] = o.first_allocation[d]
+        x.devices[d, D_REMAINING] = NONE
+    now, devices = 0, x.devices
+    while True:
+        for d in range(devices.shape[0]):
+            if devices[d, D_TOUCHED]:
+                devices[d, D_TOUCHED] = 0
+                _start_all(x, o, now, d)
+        if x.counts[EVENTS] == 0:
+            return int(x.counts[OPS])
+        now = next_moment(x)
+
+
+@compiled
+def _start_all(x: Machine, o: Orders, now: int, d: int) -> None:
+    device = x.devices[d]
+    link, links = device[D_LINK], x.links.shape[0]
+    seeking = True
+    while seeking:
+        seeking = False
+        if not device[D_BUSY] and _start_next(x, o, now, d):
+            seeking = True
+        if link != NONE:
+            if x.links[link, L_D_STAGE] == NONE and _start_next(x, o, now, x.devices.shape[0] + link):
+                seeking = True
+            if x.links[link, L_H_STAGE] == NONE and _start_next(x, o, now, x.devices.shape[0] + links + link):
+                seeking = True
+
+
+@compiled
+def _start_next(x: Machine, o: Orders, now: int, lane: int) -> bool:
+    """Start the next op of a lane if it may start."""
+    if o.place[lane] == o.first[lane + 1]:
+        return False
+    code = o.codes[o.place[lane]]
+    rest, m = divmod(code, x.acts.shape[1])
+    kind, s = divmod(rest, x.acts.shape[0])
+    d = x.stages[s, DEVICE]
+    if not _is_ready(x, now, kind, s, m) or not _fits(x, o, d, code, kind, s):
+        return False
+    o.place[lane] += 1
+    if kind < D:
+        begin(x, now, kind, s, m)
+    else:
+        if kind == D:
+            x.devices[d, D_HOST] -= x.stages[s, MOVED]
+        begin_transfer(x, now, kind, s, m)
+    return True
+
+
+@compiled
+def _is_ready(x: Machine, now: int, kind: int, s: int, m: int) -> bool:
+    """Whether what the op reads is there, and its release or its gate has passed."""
+    act = x.acts[s, m]
+    where = act[A_WHERE]
+    if kind == F:
+        if act[A_INPUT] > now:
+            return False
+        if act[A_FORWARD] > now:
+            device = x.devices[x.stages[s, DEVICE]]
+            if device[D_REMAINING] != act[A_FORWARD]:
+                device[D_REMAINING] = act[A_FORWARD]
+                push(x, act[A_FORWARD], WAKE, s, m)
+            return False
+        return True
+    if kind == W:
+        return bool(where == HALF_DONE)
+    if kind in (R, D):
+        return bool(where == COMPUTED)
+    if kind == H:
+        if where != AWAY or act[A_BACKWARD] == NONE:
+            return bool(where == AWAY)
+        rest, gate_m = divmod(act[A_BACKWARD], x.acts.shape[1])
+        gate_kind, gate_s = divmod(rest, x.acts.shape[0])
+        return bool(x.starts[gate_kind, gate_s, gate_m] != NONE)
+    restored = COMPUTED if act[A_MODE] == KEEP else BACK if act[A_MODE] == OFFLOAD else RESTORED
+    return bool(act[A_GRADIENT] <= now and where == restored)
+
+
+@compiled
+def _fits(x: Machine, o: Orders, d: int, code: int, kind: int, s: int) -> bool:
+    """Whether the memory is there, also for the ops that the plan lets take theirs earlier."""
+    device = x.devices[d]
+    if kind == D:
+        return bool(device[D_HOST] >= x.stages[s, MOVED])
+    while o.claimed[d] < o.first_allocation[d + 1] and _has_started(x, o.allocations[o.claimed[d]]):
+        o.claimed[d] += 1
+    need, room = x.stages[s, TAKEN + kind], free(device)
+    place = o.claimed[d]
+    while place < o.first_allocation[d + 1] and o.allocations[place] != code:
+        other = o.allocations[place]
+        if not _has_started(x, other):
+            rest = other // x.acts.shape[1]
+            need += x.stages[rest % x.acts.shape[0], TAKEN + rest // x.acts.shape[0]]
+            if need > room:
+                return False
+        place += 1
+    return bool(need <= room or need == 0)
+
+
+@compiled
+def _has_started(x: Machine, code: int) -> bool:
+    rest, m = divmod(code, x.acts.shape[1])
+    kind, s = divmod(rest, x.acts.shape[0])
+    return bool(x.starts[kind, s, m] != NONE)
+
+
+# -- given times
+
+
+@compiled
+def hold(x: Machine, sequence: Ints, ticks: Ints, levels: Ints) -> None:
+    """Run the ops of `sequence` (codes, in planned order) at `ticks` [k, s, m]; memory is counted, not minded.
+
+    `levels` gets the most units that the op's device holds from its start to that of the device's next one.
+    """
+    reset(x)
+    devices = x.devices.shape[0]
+    for d in range(devices):
+        x.devices[d, D_REMAINING] = NONE  # the place of the device's last op; D_OPENING: the highest level then
+    for place in range(sequence.size):
+        rest, m = divmod(sequence[place], x.acts.shape[1])
+        kind, s = divmod(rest, x.acts.shape[0])
+        now = ticks[kind, s, m]
+        while x.counts[EVENTS] and x.events[0, 0] <= now:
+            next_moment(x)
+        device = x.devices[x.stages[s, DEVICE]]
+        if kind == D:
+            device[D_HOST] -= x.stages[s, MOVED]
+            device[D_HOST_BUDGET] = min(device[D_HOST_BUDGET], device[D_HOST])
+        else:
+            _close(device, levels)
+        if kind < D:
+            begin(x, now, kind, s, m)
+        else:
+            begin_transfer(x, now, kind, s, m)
+        if kind != D:
+            levels[place] = device[D_HELD] + device[D_MAIL]
+            device[D_REMAINING], device[D_OPENING] = place, device[D_HIGH]
+    while x.counts[EVENTS]:
+        next_moment(x)
+    for d in range(devices):
+        _close(x.devices[d], levels)
+
+
+@compiled
+def _close(device: Row, levels: Ints) -> None:
+    """Add what messages came to, if that was more, since the device's last op began."""
+    if device[D_REMAINING] != NONE:
+        levels[device[D_REMAINING]] += max(0, device[D_HIGH] - device[D_OPENING])
+
+
+# -- from plans and schedules to arrays and back
+
+
+class Held(NamedTuple):
+    """What a schedule holds, in units: the file promises no more (docs/IR.md, Memory)."""
+
+    peaks: list[int]
+    """By device, without what is always held."""
+    host_peaks: list[int]
+    """By device, of its offloads."""
+    levels: Ints
+    """By op of `Schedule.sequence`, from its start to that of its device's next op; 0 for offloads."""
+
+
+def simulate(problem: Problem, plan: Plan, method: str) -> Schedule:
+    """Return the earliest schedule that follows `plan` under the caps of `problem`, messages included.
+
+    Raises Stuck when the plan waits for itself or its memory never comes.
+    """
+    x = machine(problem)
+    x.devices[:, D_HOST_BUDGET] = plan.host_limit
+    x.acts[:, :, A_BACKWARD] = NONE
+    return _followed(problem, x, _orders(problem, plan), method)
+
+
+def retime(schedule: Schedule, problem: Problem, method: str | None = None) -> Schedule:
+    """Return `schedule`'s orders at their earliest on `problem`, which may count in other ticks and units."""
+    old, new = schedule.problem.unit_bytes, problem.unit_bytes
+    x = machine(problem)
+    x.devices[:, D_HOST_BUDGET] = [share * old // new for share in schedule.host_peaks]
+    x.acts[:, :, A_BACKWARD] = NONE
+    return _followed(problem, x, _orders_of(schedule), method or schedule.method)
+
+
+def released(
+    problem: Problem,
+    compute: Sequence[Sequence[Task]],
+    transfers: tuple[Sequence[Sequence[Task]], Sequence[Sequence[Task]]] = ((), ()),
+    gates: Mapping[Task, Task] = MappingProxyType({}),
+    releases: Mapping[Task, int] = MappingProxyType({}),
+    *,
+    method: str,
+) -> Schedule:
+    """Return the earliest times of these orders without caps.
+
+    `transfers`: offloads and reloads by link. A reload starts no earlier than its gate, an op of its device's compute
+    lane; a forward no earlier than its release, in ticks. Raises Stuck when the order waits for itself.
+    """
+    x = machine(problem)
+    x.devices[:, D_HOST_BUDGET] = x.devices[:, D_BUDGET] = NEVER
+    x.acts[:, :, A_BACKWARD] = NONE
+    x.acts[:, :, A_FORWARD] = 0
+    for task, gate in gates.items():
+        x.acts[task.stage, task.microbatch, A_BACKWARD] = _code(problem, gate)
+    for task, tick in releases.items():
+        x.acts[task.stage, task.microbatch, A_FORWARD] = tick
+    o = _arrays(problem, [*compute, *transfers[0], *transfers[1]], [[]] * problem.devices)
+    return _followed(problem, x, o, method)
+
+
+def held(schedule: Schedule) -> Held:
+    """Return what `schedule` holds at its own times, whatever the caps."""
+    problem, columns = schedule.problem, schedule.columns
+    x = machine(problem)
+    x.devices[:, D_HOST_BUDGET] = 0
+    _set_modes(x, columns.kind, columns.stage, columns.microbatch)
+    levels = np.zeros(len(columns.kind), np.int64)
+    hold(x, columns.codes(problem)[schedule.rows], schedule.ticks, levels)
+    return Held(x.devices[:, D_PEAK].tolist(), (-x.devices[:, D_HOST_BUDGET]).tolist(), levels)
+
+
+def peaks(schedule: Schedule) -> list[int]:
+    """Return the most units that each device holds at one time, what is always held excluded."""
+    return held(schedule).peaks
+
+
+def _followed(problem: Problem, x: Machine, o: Orders, method: str) -> Schedule:
+    rest, microbatch = np.divmod(o.codes, problem.microbatches)
+    kind, stage = np.divmod(rest, len(problem.stages))
+    _set_modes(x, kind, stage, microbatch)
+    x.devices[:, D_RESERVE] = 0
+    for _ in range(TRIES):
+        begun = follow(x, o)
+        if begun < o.codes.size:
+            raise Stuck(f"{o.codes.size - begun} of {o.codes.size} tasks never start")
+        excess = x.devices[:, D_PEAK] - x.devices[:, D_BUDGET]
+        if (excess <= 0).all():
+            return Schedule(problem, method, x.starts)
+        x.devices[:, D_RESERVE] += np.maximum(excess, 0)
+    raise Stuck("messages always take more memory than there is")
+
+
+def _set_modes(x: Machine, kind: Ints, stage: Ints, microbatch: Ints) -> None:
+    x.acts[:, :, A_MODE] = KEEP
+    for of, mode in ((R, RECOMPUTE), (H, OFFLOAD)):
+        x.acts[stage[kind == of], microbatch[kind == of], A_MODE] = mode
+
+
+def _orders(problem: Problem, plan: Plan) -> Orders:
+    return _arrays(problem, [*plan.compute, *plan.d2h, *plan.h2d], plan.allocations)
+
+
+def _orders_of(schedule: Schedule) -> Orders:
+    """Return the order of every lane, read off the start times: see `Schedule.plan`."""
+    problem, rows = schedule.problem, schedule.rows
+    codes, kind = schedule.columns.codes(problem)[rows], schedule.columns.kind[rows]
+    links = _links(problem)
+    owner = np.array([stage.device for stage in problem.stages])[schedule.columns.stage[rows]]
+    link = np.array([NONE if one is None else one for one in problem.link_of])[owner]
+    lane = np.where(kind < D, owner, problem.devices + link + np.where(kind == H, links, 0))
+    by_lane = np.argsort(lane, kind="stable")
+    takes = kind != D
+    by_owner = np.argsort(owner[takes], kind="stable")
+    return Orders(
+        codes[by_lane],
+        np.searchsorted(lane[by_lane], np.arange(problem.devices + 2 * links + 1)),
+        np.zeros(problem.devices + 2 * links, np.int64),
+        codes[takes][by_owner],
+        np.searchsorted(owner[takes][by_owner], np.arange(problem.devices + 1)),
+        np.zeros(problem.devices, np.int64),
+    )
+
+
+def _links(problem: Problem) -> int:
+    return 1 + max((link for link in problem.link_of if link is not None), default=-1)
+
+
+def _arrays(problem: Problem, lanes: Sequence[Sequence[Task]], allocations: Sequence[Sequence[Task]]) -> Orders:
+    lanes = [*lanes, *[()] * (problem.devices + 2 * _links(problem) - len(lanes))]
+    return Orders(
+        _codes(problem, lanes),
+        np.array([0, *accumulate(map(len, lanes))], np.int64),
+        np.zeros(len(lanes), np.int64),
+        _codes(problem, allocations),
+        np.array([0, *accumulate(map(len, allocations))], np.int64),
+        np.zeros(problem.devices, np.int64),
+    )
+
+
+def _codes(problem: Problem, lanes: Iterable[Sequence[Task]]) -> Ints:
+    stages, microbatches = len(problem.stages), problem.microbatches
+    return np.fromiter(((k * stages + s) * microbatches + m for lane in lanes for k, s, m in lane), np.int64)
+
+
+def _code(problem: Problem, task: Task) -> int:
+    return (task.kind * len(problem.stages) + task.stage) * problem.microbatches + task.microbatch

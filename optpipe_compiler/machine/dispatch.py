@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.machine.compiled import compiled
+from optpipe_compiler.machine.compiled import compiled, entry
 from optpipe_compiler.machine.events import begin, begin_transfer, next_moment, reset, sent
 from optpipe_compiler.machine.memory import enough, free, is_safe
 from optpipe_compiler.machine.state import (
@@ -87,7 +87,7 @@ AHEAD = 1
 """Activations that a device may have reloaded ahead of their backwards while it has forwards to run."""
 
 
-@compiled
+@entry
 def play(x: Machine, is_span: bool, cutoff: int) -> tuple[int, int, int]:
     """Run what the machine's activations say (ranks, modes), its stages (FUSED) and its devices (reserve).
 

@@ -7,13 +7,13 @@ plain Python.
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, chain
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from optpipe_compiler.machine.compiled import compiled
+from optpipe_compiler.machine.compiled import compiled, entry
 from optpipe_compiler.machine.events import begin, begin_transfer, next_moment, reset
 from optpipe_compiler.machine.memory import free
 from optpipe_compiler.machine.state import (
@@ -76,34 +76,27 @@ TRIES = 4
 
 
 class Orders(NamedTuple):
-    """The order of every lane, and of what takes memory, as codes (kind x stages + stage) x microbatches + microbatch.
+    """The order of every lane, and of what takes memory on every device.
 
-    Lanes: compute by device, offloads by link, reloads by link.
+    Rows: lanes (compute by device, offloads by link, reloads by link), then the allocations of each device.
     """
 
     codes: Ints
-    first: Ints
-    """[lanes + 1] where each lane begins in `codes`."""
-    place: Ints
-    """[lanes] the next op, while it runs."""
-    allocations: Ints
-    first_allocation: Ints
-    """[d + 1] where each device begins in `allocations`."""
-    claimed: Ints
-    """[d] the first op there that has not started."""
+    """The ops of all rows: (kind x stages + stage) x microbatches + microbatch."""
+    rows: Ints
+    """[row, (first, end, next)] places in `codes`; next is the first op that has not started, while it runs."""
 
 
 # -- a given order
 
 
-@compiled
+@entry
 def follow(x: Machine, o: Orders) -> int:
     """Run the order at its earliest; return how many ops have started, all if it does not get stuck."""
     reset(x)
-    for lane in range(o.place.size):
-        o.place[lane] = o.first[lane]
-    for d in range(o.claimed.size):
-        o.claimed[d] = o.first_allocation[d]
+    for row in range(o.rows.shape[0]):
+        o.rows[row, 2] = o.rows[row, 0]
+    for d in range(x.devices.shape[0]):
         x.devices[d, D_REMAINING] = NONE
     now, devices = 0, x.devices
     while True:
@@ -135,15 +128,15 @@ def _start_all(x: Machine, o: Orders, now: int, d: int) -> None:
 @compiled
 def _start_next(x: Machine, o: Orders, now: int, lane: int) -> bool:
     """Start the next op of a lane if it may start."""
-    if o.place[lane] == o.first[lane + 1]:
+    if o.rows[lane, 2] == o.rows[lane, 1]:
         return False
-    code = o.codes[o.place[lane]]
+    code = o.codes[o.rows[lane, 2]]
     rest, m = divmod(code, x.acts.shape[1])
     kind, s = divmod(rest, x.acts.shape[0])
     d = x.stages[s, DEVICE]
     if not _is_ready(x, now, kind, s, m) or not _fits(x, o, d, code, kind, s):
         return False
-    o.place[lane] += 1
+    o.rows[lane, 2] += 1
     if kind < D:
         begin(x, now, kind, s, m)
     else:
@@ -188,12 +181,13 @@ def _fits(x: Machine, o: Orders, d: int, code: int, kind: int, s: int) -> bool:
     device = x.devices[d]
     if kind == D:
         return bool(device[D_HOST] >= x.stages[s, MOVED])
-    while o.claimed[d] < o.first_allocation[d + 1] and _has_started(x, o.allocations[o.claimed[d]]):
-        o.claimed[d] += 1
+    row = o.rows[x.devices.shape[0] + 2 * x.links.shape[0] + d]
+    while row[2] < row[1] and _has_started(x, o.codes[row[2]]):
+        row[2] += 1
     need, room = x.stages[s, TAKEN + kind], free(device)
-    place = o.claimed[d]
-    while place < o.first_allocation[d + 1] and o.allocations[place] != code:
-        other = o.allocations[place]
+    place = row[2]
+    while place < row[1] and o.codes[place] != code:
+        other = o.codes[place]
         if not _has_started(x, other):
             rest = other // x.acts.shape[1]
             need += x.stages[rest % x.acts.shape[0], TAKEN + rest // x.acts.shape[0]]
@@ -213,7 +207,7 @@ def _has_started(x: Machine, code: int) -> bool:
 # -- given times
 
 
-@compiled
+@entry
 def hold(x: Machine, sequence: Ints, ticks: Ints, levels: Ints) -> None:
     """Run the ops of `sequence` (codes, in planned order) at `ticks` [k, s, m]; memory is counted, not minded.
 
@@ -332,14 +326,15 @@ def peaks(schedule: Schedule) -> list[int]:
 
 
 def _followed(problem: Problem, x: Machine, o: Orders, method: str) -> Schedule:
-    rest, microbatch = np.divmod(o.codes, problem.microbatches)
+    count = int((o.rows[: problem.devices + 2 * _links(problem), 1]).max(initial=0))
+    rest, microbatch = np.divmod(o.codes[:count], problem.microbatches)
     kind, stage = np.divmod(rest, len(problem.stages))
     _set_modes(x, kind, stage, microbatch)
     x.devices[:, D_RESERVE] = 0
     for _ in range(TRIES):
         begun = follow(x, o)
-        if begun < o.codes.size:
-            raise Stuck(f"{o.codes.size - begun} of {o.codes.size} tasks never start")
+        if begun < count:
+            raise Stuck(f"{count - begun} of {count} tasks never start")
         excess = x.devices[:, D_PEAK] - x.devices[:, D_BUDGET]
         if (excess <= 0).all():
             return Schedule(problem, method, x.starts)
@@ -368,14 +363,9 @@ def _orders_of(schedule: Schedule) -> Orders:
     by_lane = np.argsort(lane, kind="stable")
     takes = kind != D
     by_owner = np.argsort(owner[takes], kind="stable")
-    return Orders(
-        codes[by_lane],
-        np.searchsorted(lane[by_lane], np.arange(problem.devices + 2 * links + 1)),
-        np.zeros(problem.devices + 2 * links, np.int64),
-        codes[takes][by_owner],
-        np.searchsorted(owner[takes][by_owner], np.arange(problem.devices + 1)),
-        np.zeros(problem.devices, np.int64),
-    )
+    lanes = np.searchsorted(lane[by_lane], np.arange(problem.devices + 2 * links + 1))
+    allocations = np.searchsorted(owner[takes][by_owner], np.arange(problem.devices + 1))
+    return _rows([codes[by_lane], codes[takes][by_owner]], [lanes, allocations])
 
 
 def _links(problem: Problem) -> int:
@@ -384,19 +374,21 @@ def _links(problem: Problem) -> int:
 
 def _arrays(problem: Problem, lanes: Sequence[Sequence[Task]], allocations: Sequence[Sequence[Task]]) -> Orders:
     lanes = [*lanes, *[()] * (problem.devices + 2 * _links(problem) - len(lanes))]
-    return Orders(
-        _codes(problem, lanes),
-        np.array([0, *accumulate(map(len, lanes))], np.int64),
-        np.zeros(len(lanes), np.int64),
-        _codes(problem, allocations),
-        np.array([0, *accumulate(map(len, allocations))], np.int64),
-        np.zeros(problem.devices, np.int64),
-    )
+    counts = [np.array([0, *accumulate(map(len, rows))], np.int64) for rows in (lanes, allocations)]
+    return _rows([_codes(problem, lanes), _codes(problem, allocations)], counts)
+
+
+def _rows(codes: list[Ints], firsts: list[Ints]) -> Orders:
+    """`firsts`: for the lanes and for the allocations, where each begins in its codes, and where the last ends."""
+    places = [firsts[0], firsts[1] + len(codes[0])]
+    begin, end = (np.concatenate([one[cut] for one in places]) for cut in (slice(None, -1), slice(1, None)))
+    return Orders(np.concatenate(codes), np.stack([begin, end, begin], axis=1))
 
 
 def _codes(problem: Problem, lanes: Iterable[Sequence[Task]]) -> Ints:
-    stages, microbatches = len(problem.stages), problem.microbatches
-    return np.fromiter(((k * stages + s) * microbatches + m for lane in lanes for k, s, m in lane), np.int64)
+    fields = np.fromiter(chain.from_iterable(chain.from_iterable(lanes)), np.int64).reshape(-1, 3)
+    codes: Ints = (fields[:, 0] * len(problem.stages) + fields[:, 1]) * problem.microbatches + fields[:, 2]
+    return codes
 
 
 def _code(problem: Problem, task: Task) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from optpipe_compiler.machine.compiled import compiled
+from optpipe_compiler.machine.compiled import compiled, entry
 from optpipe_compiler.machine.dispatch import DONE, play
 from optpipe_compiler.machine.state import (
     A_FORWARD,
@@ -102,7 +102,7 @@ def copied(one: Policy) -> Policy:
     return Policy(one.shift.copy(), one.modes.copy(), one.fused.copy(), one.reserve.copy())
 
 
-@compiled
+@entry
 def value(x: Machine, by: Policy, given: Setting, cutoff: int) -> int:
     """Run a policy; return about what makespan or span the whole instance has, NEVER if that is beyond `cutoff`.
 
@@ -171,7 +171,7 @@ def _period(x: Machine) -> int:
     return int(passed // (x.acts.shape[0] * max(1, last - first)))
 
 
-@compiled
+@entry
 def climb(x: Machine, by: Policy, trial: Policy, given: Setting, reached: int, ops: int, seed: int) -> tuple[int, int]:
     """Change the policy at random for about so many ops, keeping what is no worse; return its value and the ops run.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -12,12 +11,10 @@ from optpipe_compiler.model.schedule import Schedule, Stuck
 from optpipe_compiler.published import PLACEMENTS, PUBLISHED, NotDefined, published, recipe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from optpipe_compiler.plan.planning import Attempt, Need, Planner
 
-SHARE = 0.75
-"""Share of the planning time after which published schedules are no longer tried, if there is one that fits."""
 SCREENED = 20_000
 """Ops of an instance from which on a published schedule is tried on few microbatches first."""
 
@@ -38,7 +35,6 @@ class _Promise:
     ticks: float
     attempt: Attempt
     name: str
-    offloads: bool
 
 
 class Candidates:
@@ -53,9 +49,8 @@ class Candidates:
         """Try the schedules of these names, one at each step, and keep those that fit and are better.
 
         Those of large instances are looked at with few microbatches first; what is promising then is tried in full,
-        the most promising first. It is never too late for those without offloads, which are quicker to time.
+        the most promising first.
         """
-        late = self._stopwatch()
         promising: list[_Promise] = []
         pairs = [
             (attempt, name)
@@ -64,8 +59,7 @@ class Candidates:
             if attempt.placed in PLACEMENTS[name] and not attempt.is_partial
         ]
         for attempt, name in pairs:
-            is_late = late() and _offloads(attempt, name)
-            outcome = _late() if is_late else self._screened(attempt, name)
+            outcome = self._screened(attempt, name)
             if isinstance(outcome, Tried):
                 self.tried.setdefault(name, []).append(outcome)
             else:
@@ -73,20 +67,9 @@ class Candidates:
             yield
         for one in sorted(promising, key=lambda promise: promise.ticks):
             worse = self._worse(one)
-            is_late = (one.offloads and late()) or self._is_over()
-            outcome = Tried(reason=worse) if worse else _late() if is_late else self._whole(one.attempt, one.name)
+            outcome = Tried(reason=worse) if worse else self._whole(one.attempt, one.name)
             self.tried.setdefault(one.name, []).append(outcome)
             yield
-
-    def _stopwatch(self) -> Callable[[], bool]:
-        """Return what says whether there is a schedule and no more time for others; never, in reproducible mode."""
-        planner, end = self.planner, time.monotonic() + SHARE * self.planner.left()
-        return lambda: not planner.limits.reproducible and time.monotonic() > end and planner.winner() is not None
-
-    def _is_over(self) -> bool:
-        """Whether all time is spent and there is a schedule."""
-        planner = self.planner
-        return not planner.limits.reproducible and planner.left() < 0 and planner.winner() is not None
 
     def _screened(self, attempt: Attempt, name: str) -> Tried | _Promise:
         """Try a schedule in full where that is quick, else by its first microbatches.
@@ -104,7 +87,7 @@ class Candidates:
             first = published(short, name, transfers=False)
             work = max(sum(problem.stages[s].work for s in problem.stages_of(d)) for d in range(problem.devices))
             away = {s for s, _ in recipe(short, name).offloaded}
-            promise = _Promise(self._extended(first, attempt, work), attempt, name, bool(away))
+            promise = _Promise(self._extended(first, attempt, work), attempt, name)
             if worse := self._worse(promise):
                 return Tried(reason=worse)
             if any(map(operator.gt, _least_peaks(first, away), problem.budget)):
@@ -150,21 +133,9 @@ class Candidates:
         return attempt.problem.tasks >= SCREENED and _repeats(attempt)
 
 
-def _offloads(attempt: Attempt, name: str) -> bool:
-    """Whether a published schedule offloads anything; whether it is defined is found later."""
-    try:
-        return bool(recipe(replace(attempt.problem, microbatches=attempt.problem.devices), name).offloaded)
-    except NotDefined:
-        return False
-
-
 def _repeats(attempt: Attempt) -> bool:
     """Whether there are more microbatches than show how a schedule goes on."""
     return attempt.problem.microbatches > 2 * attempt.problem.devices
-
-
-def _late() -> Tried:
-    return Tried(reason="not tried for want of time")
 
 
 def _least_peaks(timed: Schedule, away: set[int]) -> list[int]:

@@ -45,12 +45,13 @@ _run_backward: RunBackward | None = _probed(_private(graph, "_engine_run_backwar
 _profiler_enabled: Callable[[], bool] | None = _private(torch, "_C", "_autograd", "_profiler_enabled")
 _use_count: Callable[[int], int] | None = _private(torch, "_C", "_storage_Use_Count")
 _hooks: str | None = "_backward_hooks"
+_base: str | None = "_base"
 
 
 def use_public_names() -> None:
     """Do without the private names from now on."""
-    global _run_backward, _profiler_enabled, _use_count, _hooks
-    _run_backward = _profiler_enabled = _use_count = _hooks = None
+    global _run_backward, _profiler_enabled, _use_count, _hooks, _base
+    _run_backward = _profiler_enabled = _use_count = _hooks = _base = None
 
 
 def accumulate(
@@ -97,3 +98,9 @@ def references(storage: UntypedStorage) -> int | None:
 def is_hooked(parameter: Tensor) -> bool:
     """Whether hooks look at the gradient of a parameter, or may do so."""
     return _hooks is None or bool(getattr(parameter, _hooks, True))
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """Return what a tensor is a view of; itself where it is no view, or where that cannot be told."""
+    found: Tensor | None = None if _base is None else getattr(tensor, _base, None)
+    return tensor if found is None else found

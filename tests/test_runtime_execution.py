@@ -255,9 +255,18 @@ def test_non_contiguous_saved_tensors_come_back_as_they_were(way):
     assert torch.equal(part.backward(0, gradient), whole.grad)
 
 
+@pytest.fixture(params=["private names", "public names"])
+def names(request, monkeypatch):
+    """torch with its private names, and without."""
+    if request.param == "public names":
+        for name in ("_run_backward", "_profiler_enabled", "_use_count", "_hooks", "_base"):
+            monkeypatch.setattr(engine, name, getattr(engine, name))
+        engine.use_public_names()
+
+
 @pytest.mark.parametrize("way", ["offload", "recompute"])
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
-def test_dropout_under_autocast_gives_the_gradients_of_keeping_bit_by_bit(way, fused):
+def test_dropout_under_autocast_gives_the_gradients_of_keeping_bit_by_bit(names, way, fused):
     layers, (x, target) = model(dropout=0.4), batch()
     parts = stages(layers, (3,))
 
@@ -596,15 +605,6 @@ class Reparametrized(nn.Module):
         for _ in range(2):
             x = ((x * scale).float() @ weight + hooked).tanh()
         return x
-
-
-@pytest.fixture(params=["private names", "public names"])
-def names(request, monkeypatch):
-    """torch with its private names, and without."""
-    if request.param == "public names":
-        for name in ("_run_backward", "_profiler_enabled", "_use_count", "_hooks"):
-            monkeypatch.setattr(engine, name, getattr(engine, name))
-        engine.use_public_names()
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["first stage", "inner stage"])

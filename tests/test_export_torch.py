@@ -172,6 +172,7 @@ dist.destroy_process_group()
 
 @pytest.mark.runtime
 def test_torch_trains_two_steps_with_every_file_and_gets_the_gradients_of_the_unpipelined_model(tmp_path):
+    pytest.importorskip("torch")
     mixed = random_shape(Random(3), placements=[V], microbatches=5)
     schedules = {
         "linear": build(Shape(LINEAR, microbatches=4, fused=split)),

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -126,6 +126,8 @@ def stock(schedule: ir.Schedule, rank: int) -> Callable[[Tensor, Tensor], object
     ]
     runtime: Any = _PipelineScheduleRuntime(stages, microbatches, loss_fn=loss)  # type: ignore[no-untyped-call]
     actions = {device.device: _actions(device) for device in schedule.devices}
+    if (waits_added := getattr(schedules, "_add_wait_send", None)) is not None:  # since torch 2.15 these are actions
+        actions = waits_added(actions)
     runtime._prepare_schedule_with_comms(actions, format="compute_comms")
 
     def step(inputs: Tensor, target: Tensor) -> None:

@@ -35,21 +35,23 @@ def _probed(run_backward: RunBackward | None) -> RunBackward | None:
     edge, seed = graph.get_gradient_edge(leaf * 2), torch.ones(())
     try:
         found = run_backward((edge,), (seed,), True, False, (leaf,), True, accumulate_grad=False)
-        run_backward((edge,), (seed,), False, False, (), True, accumulate_grad=True)
+        run_backward((edge,), (seed.double().expand(3),), False, False, (), True, accumulate_grad=True)
     except (TypeError, RuntimeError):
         return None
-    return run_backward if leaf.grad is not None and found[0] == leaf.grad == 2 else None
+    return run_backward if leaf.grad is not None and found[0] == 2 and leaf.grad == 6 else None
 
 
 _run_backward: RunBackward | None = _probed(_private(graph, "_engine_run_backward"))
 _profiler_enabled: Callable[[], bool] | None = _private(torch, "_C", "_autograd", "_profiler_enabled")
 _use_count: Callable[[int], int] | None = _private(torch, "_C", "_storage_Use_Count")
+_hooks: str | None = "_backward_hooks"
+_base: str | None = "_base"
 
 
 def use_public_names() -> None:
     """Do without the private names from now on."""
-    global _run_backward, _profiler_enabled, _use_count
-    _run_backward = _profiler_enabled = _use_count = None
+    global _run_backward, _profiler_enabled, _use_count, _hooks, _base
+    _run_backward = _profiler_enabled = _use_count = _hooks = _base = None
 
 
 def accumulate(
@@ -60,6 +62,11 @@ def accumulate(
         torch.autograd.backward(tuple(edges), tuple(gradients), inputs=tuple(into) or None)  # type: ignore[arg-type]
     else:
         _run_backward(tuple(edges), tuple(gradients), False, False, tuple(into), True, accumulate_grad=True)
+
+
+def refuses_broadcast() -> bool:
+    """Whether `accumulate` takes gradients only in shape and dtype of what they belong to, and reduces no others."""
+    return _run_backward is None
 
 
 def capture(
@@ -86,3 +93,14 @@ def is_profiled() -> bool:
 def references(storage: UntypedStorage) -> int | None:
     """Return how many objects keep the storage alive, `storage` itself included; None where that cannot be told."""
     return None if _use_count is None else _use_count(storage._cdata)
+
+
+def is_hooked(parameter: Tensor) -> bool:
+    """Whether hooks look at the gradient of a parameter, or may do so."""
+    return _hooks is None or bool(getattr(parameter, _hooks, True))
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """Return what a tensor is a view of; itself where it is no view, or where that cannot be told."""
+    found: Tensor | None = None if _base is None else getattr(tensor, _base, None)
+    return tensor if found is None else found

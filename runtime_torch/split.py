@@ -41,6 +41,8 @@ class Group:
     captured: dict[Node, Captured] = field(default_factory=dict)
     sides: dict[Node, list[int]] = field(default_factory=dict)
     """Where the way from a cut leads to these parameters, too (shared ones): the edges of each cut beside that way."""
+    forms: dict[GradientEdge, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+    """By edge of `sides`: shape and dtype of its gradient. Empty where autograd looks after them."""
 
     def roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
         """Where the second half starts, and with which gradients."""
@@ -49,9 +51,12 @@ class Group:
 
     def _at_cuts(self) -> Iterator[tuple[GradientEdge, Tensor]]:
         for node in self.cuts:
-            for index, gradient in enumerate(self.captured.get(node, ())):
-                if gradient is not None:
-                    yield GradientEdge(node, index), gradient
+            yield from self._at(node)
+
+    def _at(self, node: Node) -> Iterator[tuple[GradientEdge, Tensor]]:
+        for index, gradient in enumerate(self.captured.get(node, ())):
+            if gradient is not None:
+                yield GradientEdge(node, index), gradient
 
     @torch.no_grad()
     def _beside(self) -> Iterator[tuple[GradientEdge, Tensor]]:
@@ -60,11 +65,27 @@ class Group:
             found = node(*captured) if callable(node) else node.apply(*captured)  # type: ignore[attr-defined]
             gradients = found if isinstance(found, tuple) else (found,)
             for side in self.sides[node]:
-                child, index = node.next_functions[side]
-                gradient = gradients[side]
-                if child is not None and gradient is not None:
-                    expected = child._input_metadata[index]
-                    yield GradientEdge(child, index), gradient.sum_to_size(expected.shape).to(expected.dtype)
+                edge, gradient = _edge(node, side), gradients[side]
+                if gradient is None:
+                    continue
+                if edge in self.forms:
+                    shape, dtype = self.forms[edge]
+                    gradient = gradient.sum_to_size(shape).to(dtype)
+                yield edge, gradient
+
+    def find_forms(self) -> None:
+        """After the first half, while the graph is whole: learn the forms, for which torch has no public name.
+
+        An edge to a parameter has its form. For any other, the backward from the cut runs once more.
+        """
+        for node, sides in self.sides.items():
+            for edge in [_edge(node, side) for side in sides]:
+                like = getattr(edge.node, "variable", None)
+                if like is None and (pairs := list(self._at(node))):
+                    starts, gradients = zip(*pairs, strict=True)
+                    (like,) = engine.capture(starts, gradients, [edge], retain=True)
+                if like is not None:
+                    self.forms[edge] = (like.shape, like.dtype)
 
 
 @dataclass(slots=True)
@@ -114,6 +135,9 @@ def backward_input(output: GradientEdge, gradient: Tensor, start: GradientEdge) 
     finally:
         for handle in handles:
             handle.remove()
+    for group in rest.groups:
+        if group.sides and engine.refuses_broadcast():
+            group.find_forms()
     for vector, its_gradient in zip(vectors, gradients, strict=True):
         if its_gradient is not None:
             rest.vectors.append(vector)
@@ -138,13 +162,20 @@ def _saved_fields(kind: type[Node]) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
+def _edge(node: Node, side: int) -> GradientEdge:
+    """Return an edge of a node that leads to another one."""
+    child, index = node.next_functions[side]
+    assert child is not None
+    return GradientEdge(child, index)
+
+
 def _edges(leaves: Sequence[Node]) -> list[GradientEdge]:
     return [GradientEdge(leaf, 0) for leaf in leaves]
 
 
 def _is_plain_vector(parameter: Tensor) -> bool:
     """Hooks of a parameter's own would see its gradient in both halves, so such a parameter waits for the second."""
-    return parameter.dim() <= 1 and not parameter._backward_hooks
+    return parameter.dim() <= 1 and not engine.is_hooked(parameter)
 
 
 def _capture(group: Group, node: Node):  # type: ignore[no-untyped-def]  # torch types the hook as untyped, too

@@ -15,6 +15,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from optpipe_compiler.errors import RunFailed
+from runtime_torch import engine
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -118,8 +119,7 @@ class SavedTensorStore:
         return self.autocast and self._is_weight_copy(tensor)
 
     def _is_weight_copy(self, tensor: Tensor) -> bool:
-        base = tensor._base if tensor._is_view() else tensor
-        node = None if base is None else base.grad_fn
+        node = engine.base_of(tensor).grad_fn
         if node is None or node.name() != "ToCopyBackward0":
             return False
         source = getattr(node.next_functions[0][0], "variable", None)

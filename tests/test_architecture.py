@@ -108,6 +108,47 @@ def test_only_the_solver_imports_ortools_only_the_machine_numba_and_not_the_comp
     assert not users["torch"] & set(within("optpipe_compiler"))
 
 
+PRIVATE = {
+    "_cdata",  # the address of a storage's record, as a key
+    "_comm_hooks",  # asked for with getattr: without it nothing is refused
+    "_raw_saved_",  # as the documentation of saved tensors writes them
+    "_scaled_dot_product_flash_attention",  # names of ops, as torch.ops has them
+    "_scaled_dot_product_flash_attention_backward",
+    "_unsafe_view",
+    "_python_dispatch",  # estimates count on the meta device
+    "_pytree",
+}
+"""Names of torch with an underscore that are read outside of engine.py, which does without all of its own."""
+
+
+def underscored(tree: ast.Module) -> set[str]:
+    """The names with one underscore in front that a module reads, imports or has as a string."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            found.update([*(node.module or "").split("."), *(name.name for name in node.names)])
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
+            found.add(node.value)
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+def defined(tree: ast.Module) -> set[str]:
+    """The names that a module gives to something."""
+    found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    return found
+
+
+def test_private_names_of_torch_are_read_where_their_absence_is_looked_after():
+    users = [module for module in TREES if "torch" in theirs(module) and not module.endswith(".engine")]
+    own = set().union(*(defined(TREES[module]) for module in users), {"_exit"})
+    assert set().union(*(underscored(TREES[module]) for module in users)) - own == PRIVATE
+
+
 def test_heavy_packages_are_imported_only_when_they_are_needed():
     for module in within("optpipe_compiler"):
         at_once = {name.split(".")[0] for name in imports(TREES[module].body, lazy=False)}

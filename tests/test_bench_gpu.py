@@ -23,6 +23,7 @@ SCRIPT = Path(__file__).parents[1] / "bench" / "gpu.sh"
 REPORT = {
     "rank": 0,
     "span_ns": 104,
+    "spans_ns": [102, 104, 107],
     "forecast_span_ns": 100,
     "transfers": {"hidden_ns": 96, "exposed_ns": 4},
     "forecast_transfers": {"hidden_ns": 100, "exposed_ns": 0},
@@ -31,6 +32,12 @@ REPORT = {
     "allocator_peak_bytes": 950,
     "peak_host_bytes": 10,
     "promised_host_bytes": 10,
+    "ops": [
+        {"lane": "compute", "forecast_ns": 10, "measured_ns": 12},
+        {"lane": "compute", "forecast_ns": 10, "measured_ns": 10},
+        {"lane": "compute", "forecast_ns": 10, "measured_ns": 11},
+        {"lane": "d2h", "forecast_ns": 10, "measured_ns": 90},
+    ],
 }
 
 
@@ -239,7 +246,9 @@ def test_devices_before_one_that_fails_are_kept(tmp_path):
     assert at.failures.count("offload: not run, there is no plan") == 1
     assert "roomy, device 0: the host took 11 bytes at most, 10 promised" in at.failures
     text = page({"command": "", "when": "", "parts": {"emulate": {"found": found, "failures": at.failures}}})
-    assert "| roomy | 0 | 0.0 | 0.0 | 2.000 | 96.0% | 100.0% | 90.0% | 95.0% | 110.0% | step, memory |" in text
+    assert "medians of the steps after the first, 3 of them." in text
+    begin = "| roomy | 0 | 0.0 (0.0 to 0.0) | 0.0 | 2.000 | 1.10 (1.00 to 1.20) | 96.0% | 100.0% | 1e-06 | "
+    assert f"{begin}90.0% | 95.0% | 1.1e-08 | 110.0% | step, memory |" in text
 
 
 def test_the_page_of_a_gpu_names_it_and_says_what_has_not_run():
@@ -254,6 +263,7 @@ def test_the_page_of_a_gpu_names_it_and_says_what_has_not_run():
         "nccl": "2.28",
         "nvidia_smi": "name, driver_version",
         "topology": None,
+        "commit": None,
     }
     checked = {"ok": False, "worst_difference": 0.5}
     run = {
@@ -270,7 +280,7 @@ def test_the_page_of_a_gpu_names_it_and_says_what_has_not_run():
     found = {"machine": machine, "check": check, "trace": trace | times}
     text = page({"command": "", "when": "", "parts": {k: {"found": v, "failures": []} for k, v in found.items()}})
     assert "Fake GPU (80 GiB); 16 cores (CPU), 128 GiB;" in text
-    assert "torch 2.11.0, ortools absent; CUDA 13.0, NCCL 2.28." in text
+    assert "torch 2.11.0, ortools absent; CUDA 13.0, NCCL 2.28;\nOptPipe at commit unknown." in text
     assert "```\nname, driver_version\n```" in text
     assert "| offload | nccl | 3 / 0 | DIFFERENT | 5.0e-01 | - |\n\nNot run: several ranks." in text
     assert "kernels 9.0 ms, copies out 1.0 ms, copies in 2.0 ms, on the device 0.0 ms." in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import pytest
@@ -12,6 +13,7 @@ from optpipe_compiler.costs import gpus, models
 from optpipe_compiler.documents import profile as profiles
 from optpipe_compiler.errors import BadInput
 
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -196,7 +198,11 @@ def test_a_profile_is_written_from_names_alone(tmp_path):
             "--dtype is fp32, expected bf16 or fp16 where there is",
         ),
         (("--model", "no.such:layers", "--layers", "3"), "--layers is 3, expected no --layers: no.such:layers says"),
-        (("--model", "gpt2", "--seq", "2000"), "$.model.sequence_length is 2000, expected at most the positions"),
+        pytest.param(
+            ("--model", "gpt2", "--seq", "2000"),
+            "$.model.sequence_length is 2000, expected at most the positions",
+            marks=needs_torch,
+        ),
         (("--gpu", "h100-sxm"), "--gpu is h100-sxm, which needs --model"),
         (("--tp", "2"), "--tp is 2, which needs --model"),
         (("--model", "gpt2", "--gpu", "b200", "--layers", "3"), "--layers is 3, which only measuring takes"),

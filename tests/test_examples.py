@@ -41,6 +41,7 @@ def run(script: str, environment: dict[str, str], folder: Path) -> str:
 
 @pytest.mark.runtime
 def test_the_demo_measures_plans_verifies_and_trains_with_equal_gradients(environment, tmp_path):
+    pytest.importorskip("torch")
     printed = run("demo.sh", environment, tmp_path)
     assert printed.count("gradients equal") == 2
     assert "holds. No execution exceeds" in printed
@@ -48,6 +49,7 @@ def test_the_demo_measures_plans_verifies_and_trains_with_equal_gradients(enviro
 
 @pytest.mark.runtime
 def test_the_own_loop_example_trains_under_torchrun(environment, tmp_path):
+    pytest.importorskip("torch")
     printed = run("own_loop.sh", environment, tmp_path)
     assert "step 2: loss" in printed
 

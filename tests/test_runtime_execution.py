@@ -14,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
 
 from optpipe_compiler.errors import RunFailed  # noqa: E402
+from runtime_torch import engine  # noqa: E402
 from runtime_torch.carrier import DirectCarrier  # noqa: E402
 from runtime_torch.execution import StageExecution  # noqa: E402
 from runtime_torch.meter import Meter  # noqa: E402
@@ -254,9 +255,18 @@ def test_non_contiguous_saved_tensors_come_back_as_they_were(way):
     assert torch.equal(part.backward(0, gradient), whole.grad)
 
 
+@pytest.fixture(params=["private names", "public names"])
+def names(request, monkeypatch):
+    """torch with its private names, and without."""
+    if request.param == "public names":
+        for name in ("_run_backward", "_profiler_enabled", "_use_count", "_hooks", "_base"):
+            monkeypatch.setattr(engine, name, getattr(engine, name))
+        engine.use_public_names()
+
+
 @pytest.mark.parametrize("way", ["offload", "recompute"])
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
-def test_dropout_under_autocast_gives_the_gradients_of_keeping_bit_by_bit(way, fused):
+def test_dropout_under_autocast_gives_the_gradients_of_keeping_bit_by_bit(names, way, fused):
     layers, (x, target) = model(dropout=0.4), batch()
     parts = stages(layers, (3,))
 
@@ -580,3 +590,39 @@ def test_a_parameter_used_twice_in_a_stage_gets_its_whole_gradient():
     part.backward_weight(0)
     for mine, theirs in zip((p.grad for p in shared.parameters()), expected, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+class Reparametrized(nn.Module):
+    """A weight and a vector that are made of parameters once and used twice, the second time on the first one's way."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Parameter(torch.randn(WIDTH))
+        self.hooked = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x):
+        weight, scale, hooked = self.weight.tanh(), self.scale.double().exp(), self.hooked.sin()
+        for _ in range(2):
+            x = ((x * scale).float() @ weight + hooked).tanh()
+        return x
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["first stage", "inner stage"])
+def test_what_is_made_of_parameters_once_and_used_twice_gives_whole_gradients(names, is_first):
+    torch.manual_seed(0)
+    layer = Reparametrized()
+    seen = []
+    layer.hooked.register_hook(lambda gradient: seen.append(gradient.clone()))
+    x, gradient = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    entry = nn.Linear(WIDTH, WIDTH)
+    layer(entry(x)).backward(gradient)
+    expected = [p.grad.clone() for p in layer.parameters()]
+    layer.zero_grad()
+    seen.clear()
+    part = StageExecution([entry, layer], 0, is_first=is_first, is_last=False, device="cpu")
+    part.forward(0, x)
+    part.backward_input(0, gradient)
+    part.backward_weight(0)
+    for mine, theirs in zip((p.grad for p in layer.parameters()), expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert sum(len(one.shape) for one in seen) == 1

@@ -171,7 +171,7 @@ def test_the_gradients_of_steps_without_an_optimizer_between_them_add_up(alone, 
 @pytest.fixture
 def public_only(monkeypatch):
     """torch without its private names."""
-    for name in ("_run_backward", "_profiler_enabled", "_use_count"):
+    for name in ("_run_backward", "_profiler_enabled", "_use_count", "_hooks", "_base"):
         monkeypatch.setattr(engine, name, getattr(engine, name))
     engine.use_public_names()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import TYPE_CHECKING, Any
 
 from bench.gpu.parts import broken_promises
@@ -49,7 +50,8 @@ def _machine(machine: Found) -> Iterator[str]:
     gpus = ", ".join(f"{gpu['name']} ({gpu['memory_bytes'] / 2**30:.0f} GiB)" for gpu in machine["gpus"]) or "no GPU"
     yield f"{gpus}; {machine['cores']} cores ({machine['processor']}), {machine['memory_bytes'] / 2**30:.0f} GiB;"
     versions = ", ".join(f"{name} {version or 'absent'}" for name, version in machine["packages"].items())
-    yield f"Python {machine['python']}, {versions}; CUDA {machine['cuda']}, NCCL {machine['nccl']}."
+    yield f"Python {machine['python']}, {versions}; CUDA {machine['cuda']}, NCCL {machine['nccl']};"
+    yield f"OptPipe at commit {machine['commit'] or 'unknown'}."
     for name in ("nvidia_smi", "topology"):
         if machine[name]:
             yield from ("", "```", machine[name], "```")
@@ -92,8 +94,8 @@ def _plans(plans: Found) -> Iterator[str]:
             kind,
             plan["method"],
             plan["stages"],
-            f"{plan['cap_bytes'] / 1e9:.1f}",
-            f"{max(plan['peak_bytes']) / 1e9:.1f}",
+            f"{plan['cap_bytes'] / 1e9:.3g}",
+            f"{max(plan['peak_bytes']) / 1e9:.3g}",
             plan["num_offloads"],
             plan["num_recomputes"],
             f"{plan['makespan_ns'] / 1e6:.1f}",
@@ -106,47 +108,66 @@ def _plans(plans: Found) -> Iterator[str]:
 
 
 def _emulations(plans: Found) -> Iterator[str]:
-    yield "Every device alone, its neighbours emulated; medians of the steps after the first."
+    steps = sorted({len(report["spans_ns"]) for reports in plans.values() for report in reports})
+    counted = " or ".join(map(str, steps))
+    yield f"Every device alone, its neighbours emulated; medians of the steps after the first, {counted} of them."
     yield ""
     rows = [[kind, *_emulation(report)] for kind, reports in plans.items() for report in reports]
     head = [
         "plan",
         "device",
         "step, ms",
-        "forecast",
+        "forecast, ms",
         "ratio",
+        "ops",
         "hidden",
         "planned",
+        "promise, GB",
         "store",
         "allocator",
+        "host, GB",
         "host",
         "as expected",
     ]
     yield from table(head, rows)
     yield ""
     yield (
-        f"`ratio`: measured over forecast, within {STEP_WITHIN:.0%} of 1. `hidden`: of the copies' time, behind "
+        "`step`: with the range from the fastest to the slowest. "
+        f"`ratio`: measured over forecast, within {STEP_WITHIN:.0%} of 1. `ops`: the same of each op of "
+        "the compute lane, median and quartiles. `hidden`: of the copies' time, behind "
         f"compute, at least {HIDDEN_AT_LEAST:.0%} of what is `planned`. `store`, `allocator`: activations at most, by "
         "the runtime's count and by torch's allocator, over the promise; the latter between "
-        f"{USED_AT_LEAST:.0%} and 100%. `host`: offloaded bytes at most, over the promise."
+        f"{USED_AT_LEAST:.0%} and 100%. `host`: offloaded bytes at most, and over the promise."
     )
 
 
 def _emulation(report: Found) -> list[str]:
     measured, planned = (_hidden(report[name]) for name in ("transfers", "forecast_transfers"))
-    promised = report["promised_activation_bytes"]
+    promised, spans = report["promised_activation_bytes"], report["spans_ns"]
     return [
         str(report["rank"]),
-        f"{report['span_ns'] / 1e6:.1f}",
+        f"{report['span_ns'] / 1e6:.1f} ({min(spans) / 1e6:.1f} to {max(spans) / 1e6:.1f})",
         f"{report['forecast_span_ns'] / 1e6:.1f}",
         f"{report['span_ns'] / report['forecast_span_ns']:.3f}",
+        _ratios(report["ops"]),
         "-" if measured is None else f"{measured:.1%}",
         "-" if planned is None else f"{planned:.1%}",
+        f"{promised / 1e9:.3g}",
         f"{report['peak_activation_bytes'] / promised:.1%}",
         f"{report['allocator_peak_bytes'] / promised:.1%}",
+        f"{report['peak_host_bytes'] / 1e9:.3g}" if report["promised_host_bytes"] else "-",
         f"{report['peak_host_bytes'] / report['promised_host_bytes']:.1%}" if report["promised_host_bytes"] else "-",
         ", ".join(unexpected(report)) or "yes",
     ]
+
+
+def _ratios(ops: Sequence[Found]) -> str:
+    """Return median and quartiles of measured over forecast; "-" for fewer than two ops."""
+    timed = [op for op in ops if op["lane"] == "compute" and op["forecast_ns"]]
+    if len(timed) < 2:
+        return "-"
+    low, middle, high = statistics.quantiles([op["measured_ns"] / op["forecast_ns"] for op in timed], n=4)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def _hidden(transfers: Found) -> float | None:

@@ -1,4 +1,6 @@
-"""The CSV of compute ops that torch.distributed.pipelining loads (`_PipelineScheduleRuntime._load_csv`, torch 2.13).
+"""The CSV of compute ops that torch.distributed.pipelining loads (`_PipelineScheduleRuntime._load_csv`).
+
+tests/test_export_torch.py trains with it on torch 2.11 to 2.15; 2.11 cannot start a V over gloo.
 
 One row per rank, cells such as `2F0` (stage, letter, microbatch) in the order in which they run, no header. torch adds
 the messages itself. The format has no waits and no memory ops. Stage 0 does not split in torch's runtime: its `I` runs

@@ -62,6 +62,8 @@ class EmulationReport:
     steps: int
     time_scale: float
     span_ns: int
+    spans_ns: list[int]
+    """Of each step after the first."""
     forecast_span_ns: int
     transfers: Transfers
     forecast_transfers: Transfers
@@ -197,12 +199,14 @@ class _Alone:
         ]
         static = sum(stage.static_bytes for stage in schedule.stages if stage.device == self._rank)
         measured = [transfers(run) for run in timed]
+        spans = [_span(run) for run in timed]
         return EmulationReport(
             rank=self._rank,
             device=str(self._device),
             steps=len(runs),
             time_scale=self._scale,
-            span_ns=round(median(_span(run) for run in timed)),
+            span_ns=round(median(spans)),
+            spans_ns=spans,
             forecast_span_ns=_span(planned),
             transfers=Transfers(
                 round(median(t.hidden_ns for t in measured)), round(median(t.exposed_ns for t in measured))

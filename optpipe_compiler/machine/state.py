@@ -6,13 +6,14 @@ d devices, l host links, m microbatches; way 0 is to the host and 1 back. Times 
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from optpipe_compiler.machine.compiled import compiled
-from optpipe_compiler.model.schedule import Kind, Task, duration
+from optpipe_compiler.model.schedule import Kind, lengths
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem, Stage
@@ -119,24 +120,32 @@ class Machine(NamedTuple):
 
 def machine(problem: Problem) -> Machine:
     """Return the machine of `problem`."""
-    count, devices = len(problem.stages), problem.devices
-    owned = [problem.stages_of(device) for device in range(devices)]
-    links = 1 + max((link for link in problem.link_of if link is not None), default=-1)
-    behind = [[d for d in range(devices) if problem.link_of[d] == link] for link in range(links)]
-    after = {s: later for mine in owned for s, later in zip(mine, [*mine[1:], NONE], strict=True)}
-    result = Machine(
-        stages=np.zeros((count, COLUMNS), np.int64),
-        devices=np.zeros((devices, D_BEFORE + 1), np.int64),
-        links=np.zeros((links, L_H_MICROBATCH + 1), np.int64),
-        acts=np.zeros((count, problem.microbatches, A_END_H + 1), np.int64),
-        starts=np.empty((7, count, problem.microbatches), np.int64),
-        order=np.zeros(count * problem.microbatches, np.int64),
-        events=np.empty((3 * devices + 4 * links + 2 * count * problem.microbatches, 2), np.int64),
-        counts=np.zeros(BOX + devices, np.int64),
+    stages, devices, links = _constants(problem)
+    count, microbatches = len(stages), problem.microbatches
+    return Machine(
+        stages=stages.copy(),
+        devices=devices.copy(),
+        links=links.copy(),
+        acts=np.zeros((count, microbatches, A_END_H + 1), np.int64),
+        starts=np.empty((7, count, microbatches), np.int64),
+        order=np.zeros(count * microbatches, np.int64),
+        events=np.empty((3 * len(devices) + 4 * len(links) + 2 * count * microbatches, 2), np.int64),
+        counts=np.zeros(BOX + len(devices), np.int64),
     )
+
+
+@lru_cache(maxsize=64)
+def _constants(problem: Problem) -> tuple[Ints, Ints, Ints]:
+    """Return `Machine.stages`, `devices` and `links` before anything runs."""
+    owned = [problem.stages_of(device) for device in range(problem.devices)]
+    count = 1 + max((link for link in problem.link_of if link is not None), default=-1)
+    after = {s: later for mine in owned for s, later in zip(mine, [*mine[1:], NONE], strict=True)}
+    stages = np.zeros((len(problem.stages), COLUMNS), np.int64)
+    devices = np.zeros((problem.devices, D_BEFORE + 1), np.int64)
+    links = np.zeros((count, L_H_MICROBATCH + 1), np.int64)
     for s, stage in enumerate(problem.stages):
-        row = result.stages[s]
-        row[LENGTH:TAKEN] = [duration(problem, Task(kind, s, 0)) for kind in Kind]
+        row = stages[s]
+        row[LENGTH:TAKEN] = lengths(problem)[:, s]
         row[TAKEN:GIVEN] = [op_memory(stage, kind, False)[0] for kind in Kind]
         row[GIVEN:ALONE] = [op_memory(stage, kind, again)[1] for again in (False, True) for kind in Kind]
         row[ALONE:LAG] = stage.offload_alone, stage.reload_alone
@@ -153,20 +162,20 @@ def machine(problem: Problem) -> Machine:
         )
     place = 0
     for d, mine in enumerate(owned):
-        device = result.devices[d]
+        device = devices[d]
         device[D_FIRST_STAGE] = mine[0] if mine else NONE
         device[D_FIRST_PLACE], device[D_LAST_PLACE] = place, place + len(mine) * problem.microbatches
         place = device[D_LAST_PLACE]
         link = problem.link_of[d]
         device[D_LINK] = NONE if link is None else link
         device[D_NEXT_BEHIND] = next(
-            (o for o in range(d + 1, devices) if link is not None and problem.link_of[o] == link), NONE
+            (o for o in range(d + 1, problem.devices) if link is not None and problem.link_of[o] == link), NONE
         )
-    for link, members in enumerate(behind):
-        result.links[link, L_FIRST_BEHIND] = members[0] if members else NONE
-    result.devices[:, D_BUDGET] = problem.budget
-    result.devices[:, D_HOST_BUDGET] = _host_shares(problem, owned)
-    return result
+    for link in range(count):
+        links[link, L_FIRST_BEHIND] = next((d for d, one in enumerate(problem.link_of) if one == link), NONE)
+    devices[:, D_BUDGET] = problem.budget
+    devices[:, D_HOST_BUDGET] = _host_shares(problem, owned)
+    return stages, devices, links
 
 
 def op_memory(stage: Stage, kind: Kind, recomputed: bool) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -141,8 +141,7 @@ class Schedule:
         """All tasks as arrays."""
         kind, stage, microbatch = np.nonzero(self.ticks != NONE)
         start = self.ticks[kind, stage, microbatch]
-        lengths = [[duration(self.problem, Task(k, s, 0)) for s in range(len(self.problem.stages))] for k in Kind]
-        end = start + np.array(lengths)[kind, stage]
+        end = start + lengths(self.problem)[kind, stage]
         if self.alone:
             ends = self.ticks.copy()
             ends[kind, stage, microbatch] = end
@@ -258,6 +257,12 @@ def _meeting(offloads: list[tuple[int, int, int, Task]], reloads: list[tuple[int
             else:
                 second += 1
     return met
+
+
+@lru_cache(maxsize=64)
+def lengths(problem: Problem) -> Ints:
+    """Return `duration` as an array [kind, stage], not to be written to."""
+    return np.array([[duration(problem, Task(kind, s, 0)) for s in range(len(problem.stages))] for kind in Kind])
 
 
 def duration(problem: Problem, task: Task) -> int:

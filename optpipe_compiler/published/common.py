@@ -83,7 +83,8 @@ def split(order: Iterable[Task]) -> list[Task]:
 
 
 def _halves(task: Task) -> tuple[Task, ...]:
-    return (task._replace(kind=Kind.I), task._replace(kind=Kind.W)) if task.kind is Kind.B else (task,)
+    kind, stage, microbatch = task
+    return (Task(Kind.I, stage, microbatch), Task(Kind.W, stage, microbatch)) if kind is Kind.B else (task,)
 
 
 def one_forward_one_backward(forwards: list[Task], backwards: list[Task], warmup: int) -> list[Task]:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.model.schedule import Kind
+from optpipe_compiler.model.schedule import Kind, Task
 from optpipe_compiler.published.common import NotDefined
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from optpipe_compiler.model.problem import Problem
-    from optpipe_compiler.model.schedule import Task
     from optpipe_compiler.published.common import Order
 
 
@@ -48,5 +47,5 @@ def lowest_stages(problem: Problem, name: str, per_device: int | None) -> set[in
 def _again(order: list[Task], stages: set[int]) -> Iterable[Task]:
     for task in order:
         if task.stage in stages and task.kind in (Kind.I, Kind.B):
-            yield task._replace(kind=Kind.R)
+            yield Task(Kind.R, task.stage, task.microbatch)
         yield task

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
 
 PARTS, PARITIES = 3, 2
+MOVES = {"shift": 45, "treat": 53, "split": 2}
+"""How often a search takes each kind of step, in parts of their sum (bench/ablation.py)."""
 TRIES = 4
 """Runs of one policy, each with more room for messages than the one before, until its peaks fit."""
 
@@ -66,6 +68,8 @@ class Setting(NamedTuple):
     """[mode, s] whether the stage may be treated so."""
     numbers: Ints
     """See the indices below."""
+    moves: Ints
+    """[move] running sums of `MOVES`."""
 
 
 SCALE, WORK, WHOLE, IS_SPAN, CAN_SPLIT = range(5)
@@ -82,7 +86,11 @@ def setting(problem: Problem, wish: Ints, whole: int, *, is_span: bool) -> Setti
     work = max(sum(problem.stages[s].work for s in problem.stages_of(d)) for d in range(problem.devices))
     numbers = [scale, work, whole, is_span, problem.freedom.split]
     return Setting(
-        wish, np.array([turn[s] for s in stages], dtype=np.int64), np.array(able), np.array(numbers, dtype=np.int64)
+        wish,
+        np.array([turn[s] for s in stages], dtype=np.int64),
+        np.array(able),
+        np.array(numbers, dtype=np.int64),
+        np.cumsum(list(MOVES.values())),
     )
 
 
@@ -206,10 +214,10 @@ def _copy(to: Policy, source: Policy) -> None:
 @compiled
 def _change(by: Policy, x: Machine, given: Setting) -> None:
     """Take one step at random: ranks, treatment of activations, or a split."""
-    draw = np.random.random()
-    if draw < 0.45:
+    draw = np.random.randint(0, given.moves[2])
+    if draw < given.moves[0]:
         _shift(by, given)
-    elif draw < 0.98 or not given.numbers[CAN_SPLIT]:
+    elif draw < given.moves[1] or not given.numbers[CAN_SPLIT]:
         _treat(by, x, given)
     else:
         turn = np.random.randint(0, by.fused.size)

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 from bench.planner import COSTS, Case, commit
+from optpipe_compiler import compiler
 from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.machine import policy
-from optpipe_compiler.plan import local_search, planning, wishes
+from optpipe_compiler.plan import candidates, exact, local_search, wishes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,7 +57,7 @@ def nothing(*_: object, **__: object) -> None:
 
 
 PARTS: dict[str, tuple[object, ...]] = {
-    "published schedules as candidates": (patch.object(planning.Planner, "heuristics", nothing),),
+    "published schedules as candidates": (patch.object(candidates.Candidates, "steps", lambda *_: iter(())),),
     "published orders as wishes": (without_wishes("lockstep"),),
     "lockstep as a wish": (without_wishes("published"),),
     "first offloads by how long activations stay": (patch.object(wishes, "STAYS", ()),),
@@ -66,9 +67,9 @@ PARTS: dict[str, tuple[object, ...]] = {
     "going on from the best": (patch.object(local_search.LocalSearch, "_restart", nothing),),
     "more than two climbers": (patch.object(local_search, "CLIMBERS", 2),),
     "few microbatches first": (patch.object(local_search, "shortened", lambda problem: problem),),
-    "local search": (patch.object(planning, "LOCAL_SHARE", 0.0), patch.object(planning, "QUICK_SHARE", 0.0)),
-    "windows": (patch.object(planning.Planner, "_polish", nothing),),
-    "the full model": (patch.object(planning, "EXACT", 0),),
+    "local search": tuple(patch.object(compiler, name, 0.0) for name in ("LOCAL_SHARE", "SMALL_SHARE")),
+    "windows": (patch.object(exact._Exact, "polish", nothing),),
+    "the full model": (patch.object(exact, "EXACT", 0),),
 }
 """What is left out, and how."""
 

@@ -18,8 +18,13 @@ from optpipe_compiler.lower import Certificate, lower, promised
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.placement import Layout, layout
 from optpipe_compiler.model.problem import Caps, Freedom, build, fused_ns, static_bytes
+from optpipe_compiler.plan.budget import Budget, Limits, lowering_s
+from optpipe_compiler.plan.candidates import Candidates
 from optpipe_compiler.plan.cuts import others
-from optpipe_compiler.plan.planning import Attempt, Limits, Planner, lowering_s
+from optpipe_compiler.plan.exact import exact, is_small
+from optpipe_compiler.plan.explore import LOCAL_SHARE, QUICK_SHARE, SMALL_SHARE, explore
+from optpipe_compiler.plan.incumbents import Attempt, Incumbents
+from optpipe_compiler.plan.spare import spare
 from optpipe_compiler.published import PUBLISHED
 from optpipe_compiler.verify import verify
 
@@ -238,7 +243,9 @@ class _Compilation:
             for one, problem in in_time(instances(profile, options), options)
         ]
         limits = Limits(options.objective, options.time_limit_s, options.seed, options.workers, options.reproducible)
-        self.planner = Planner(attempts, limits, self._report)
+        self.incumbents = Incumbents(attempts, options.objective, self._report)
+        self.candidates = Candidates(self.incumbents)
+        self.budget = Budget(limits, max(attempt.problem.tasks for attempt in attempts))
 
     def run(self) -> Result:
         """Plan until the time is spent; then certify and verify the best schedule."""
@@ -247,33 +254,40 @@ class _Compilation:
             if self.options.method is not None:
                 self._named(self.options.method)
             else:
-                self.planner.explore(is_last=not self.options.search)
-                if self.planner.winner() is None:
-                    self._one_at_a_time()
-                if self.options.search:
-                    self.planner.search()
+                self._search()
         except KeyboardInterrupt:
             interrupted = True
         if self.options.method is None:
             with suppress(KeyboardInterrupt):
-                self.planner.spare()
-        winner = self.planner.winner()
+                spare(self.incumbents, self.budget)
+        winner = self.incumbents.winner()
         if winner is None and interrupted:
             raise KeyboardInterrupt
         if winner is None:
             raise NotFound("no schedule was found within the time limit")
         schedule = self._certified(winner)
-        notes = tuple(note for attempt in self.planner.attempts for note in attempt.notes)
+        notes = tuple(note for attempt in self.incumbents.attempts for note in attempt.notes)
         return Result(schedule, self.options, winner.layout.name, interrupted, time.monotonic() - self.begin, notes)
+
+    def _search(self) -> None:
+        """The phases in order, each of which makes incumbents better."""
+        any_small = any(map(is_small, self.incumbents.attempts))
+        share = QUICK_SHARE if not self.options.search else SMALL_SHARE if any_small else LOCAL_SHARE
+        explore(self.incumbents, self.candidates, self.budget, share=share)
+        if self.incumbents.winner() is None:
+            self._one_at_a_time()
+        if self.options.search:
+            exact(self.incumbents, self.budget)
 
     def _named(self, name: str) -> None:
         """Take the published schedule `name` on the best placement that it is for, if it fits."""
         if name not in PUBLISHED:
             raise BadInput(f"--method is {name!r}, expected one of {', '.join(PUBLISHED)}")
-        self.planner.only(name)
-        if self.planner.winner() is not None:
+        for _ in self.candidates.steps((name,)):
+            self._report("published")
+        if self.incumbents.winner() is not None:
             return
-        tried = self.planner.published.tried.get(name, [])
+        tried = self.candidates.tried.get(name, [])
         needed = [one.need.peak_bytes for one in tried if one.need is not None]
         if needed:
             raise Infeasible(
@@ -289,19 +303,19 @@ class _Compilation:
         from optpipe_compiler.solver.minimum import one_at_a_time
 
         best: tuple[int, int, Attempt] | None = None
-        for attempt in self.planner.attempts:
+        for attempt in self.incumbents.attempts:
             problem, devices, fixed = attempt.problem, range(attempt.problem.devices), attempt.fixed
             least = max(fixed[d] + max(problem.stages[s].saved for s in problem.stages_of(d)) for d in devices)
             if attempt.is_partial or (best is not None and least >= max(best[0], self.caps.device_bytes + 1)):
                 continue  # whole offloads need no more memory; or one stage alone needs more than another placement
             timed = one_at_a_time(attempt.problem, fixed)
-            if self.planner.keep(attempt, timed, "least memory") is None:
+            if self.incumbents.keep(attempt, timed, "least memory") is None:
                 continue
             needed = list(map(int.__add__, fixed, held(timed).peaks))
             worst = max(devices, key=lambda d: needed[d])
             if best is None or needed[worst] < best[0]:
                 best = needed[worst], worst, attempt
-        if best is not None and self.planner.winner() is None:
+        if best is not None and self.incumbents.winner() is None:
             self._refuse(*best)
 
     def _refuse(self, needed: int, device: int, attempt: Attempt) -> None:
@@ -321,7 +335,7 @@ class _Compilation:
         return {name: self._baseline(name) for name in PUBLISHED}
 
     def _baseline(self, name: str) -> ir.Baseline:
-        tried = self.planner.published.tried.get(name, [])
+        tried = self.candidates.tried.get(name, [])
         reason = next((one.reason for one in tried if one.reason is not None), "not for the placements searched")
         found = [
             ir.Baseline(makespan_ns=one.makespan, peak_bytes=one.need.peak_bytes, fits=one.need.over is None)
@@ -333,12 +347,12 @@ class _Compilation:
 
     def _bound(self) -> bounds.Bound:
         """Return what no searched placement can beat: the smallest of their bounds."""
-        return min((attempt.bound for attempt in self.planner.attempts), key=lambda bound: bound.ticks)
+        return min((attempt.bound for attempt in self.incumbents.attempts), key=lambda bound: bound.ticks)
 
     def _report(self, phase: str) -> None:
-        winner = self.planner.winner()
+        winner = self.incumbents.winner()
         best = None if winner is None else winner.best
-        reached = None if best is None else self.planner.value(best)
+        reached = None if best is None else self.incumbents.value(best)
         self.on_progress(
             Progress(
                 phase=phase,
@@ -351,7 +365,7 @@ class _Compilation:
 
     def _certified(self, winner: Attempt) -> ir.Schedule:
         assert winner.best is not None
-        bound, reached = self._bound(), self.planner.value(winner.best)
+        bound, reached = self._bound(), self.incumbents.value(winner.best)
         certificate = Certificate(
             objective=self.options.objective,
             outcome="optimal" if bound.ticks >= reached else "feasible",

@@ -21,7 +21,6 @@ from optpipe_compiler import cli, compiler
 from optpipe_compiler.documents import ir, profile
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.errors import BadInput, Infeasible, MissingDependency, NotFound, Rejected, RunFailed
-from optpipe_compiler.plan import planning
 from optpipe_compiler.published import PUBLISHED
 from optpipe_compiler.verify import verify
 from tests.instances import quick, uniform
@@ -449,7 +448,7 @@ def test_an_interruption_before_the_first_schedule_ends_with_exit_code_130(run, 
     def interrupt(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(planning.Planner, "explore", interrupt)
+    monkeypatch.setattr(compiler, "explore", interrupt)
     refused(run("compile", "--mem", "2GB"), 130)
 
 

@@ -1,1 +1,1 @@
-"""How a schedule is searched for: see planning.py for the order of it."""
+"""How a schedule is searched for; compiler.py has the order of the phases."""

@@ -13,7 +13,7 @@ from optpipe_compiler.published import PLACEMENTS, PUBLISHED, NotDefined, publis
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from optpipe_compiler.plan.planning import Attempt, Need, Planner
+    from optpipe_compiler.plan.incumbents import Attempt, Incumbents, Need
 
 SCREENED = 20_000
 """Ops of an instance from which on a published schedule is tried on few microbatches first."""
@@ -40,8 +40,8 @@ class _Promise:
 class Candidates:
     """Tries published schedules on every placement that they are for; `tried` says how each one went."""
 
-    def __init__(self, planner: Planner) -> None:
-        self.planner = planner
+    def __init__(self, incumbents: Incumbents) -> None:
+        self.incumbents = incumbents
         self.tried: dict[str, list[Tried]] = {}
         """For each name, one entry per placement."""
 
@@ -54,7 +54,7 @@ class Candidates:
         promising: list[_Promise] = []
         pairs = [
             (attempt, name)
-            for attempt in sorted(self.planner.attempts, key=lambda a: (a.placed != ("linear", 1), -a.layout.stages))
+            for attempt in sorted(self.incumbents.attempts, key=lambda a: (a.placed != ("linear", 1), -a.layout.stages))
             for name in names
             if attempt.placed in PLACEMENTS[name] and not attempt.is_partial
         ]
@@ -93,19 +93,19 @@ class Candidates:
             if any(map(operator.gt, _least_peaks(first, away), problem.budget)):
                 return Tried(reason=f"needs more memory by its first {few} microbatches, not run in full")
             second = published(replace(problem, microbatches=more), name, transfers=False)
-            growth = (self.planner.value(second) - self.planner.value(first)) / (more - few)
+            growth = (self.incumbents.value(second) - self.incumbents.value(first)) / (more - few)
             return replace(promise, ticks=max(promise.ticks, self._extended(second, attempt, growth)))
         except NotDefined as error:
             return Tried(reason=str(error))
 
     def _extended(self, timed: Schedule, attempt: Attempt, growth: float) -> float:
         """Return the value of a schedule of few microbatches, grown to all of them."""
-        return self.planner.value(timed) + growth * (attempt.problem.microbatches - timed.problem.microbatches)
+        return self.incumbents.value(timed) + growth * (attempt.problem.microbatches - timed.problem.microbatches)
 
     def _worse(self, one: _Promise) -> str:
         """Say that a schedule cannot beat what there is; "" if it can."""
-        winner = self.planner.winner()
-        if winner is None or winner.best is None or one.ticks <= self.planner.value(winner.best):
+        winner = self.incumbents.winner()
+        if winner is None or winner.best is None or one.ticks <= self.incumbents.value(winner.best):
             return ""
         return "slower by its first microbatches, not run in full"
 
@@ -117,15 +117,15 @@ class Candidates:
             timed = published(attempt.problem, name)
         except NotDefined as error:
             return Tried(reason=str(error))
-        planner, need = self.planner, attempt.need(timed)
-        if planner.is_better(attempt, timed):
+        incumbents, need = self.incumbents, attempt.need(timed)
+        if incumbents.is_better(attempt, timed):
             if need.over is None:
-                planner.keep(attempt, timed, "published", need)
+                incumbents.keep(attempt, timed, "published", need)
             else:
                 with suppress(Stuck):  # the same orders, each op waiting for its memory
                     waiting = retime(timed, attempt.problem, f"{name}-waiting")
-                    if planner.is_better(attempt, waiting):
-                        planner.keep(attempt, waiting, "published")
+                    if incumbents.is_better(attempt, waiting):
+                        incumbents.keep(attempt, waiting, "published")
         return Tried(timed.makespan, need)
 
     def _is_large(self, attempt: Attempt) -> bool:

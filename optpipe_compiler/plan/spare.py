@@ -8,15 +8,43 @@ the file gets shorter.
 from __future__ import annotations
 
 from bisect import bisect_left
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.model.schedule import Kind, Schedule, Task
+from optpipe_compiler.model.schedule import Kind, Schedule, Stuck, Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from optpipe_compiler.plan.budget import Budget
+    from optpipe_compiler.plan.incumbents import Incumbents
+
+ROUNDS = 4
+"""Tries, each with less room than the one before, until nothing is over its cap."""
 _Away = tuple[int, Task, int, list[Task]]
 """An activation that leaves its device: when, the task that brings it back, its units, and the tasks that do it all."""
+
+
+def spare(incumbents: Incumbents, budget: Budget) -> None:
+    """Keep the activations of the best schedule for which there is room."""
+    from optpipe_compiler.machine.orders import retime
+
+    attempt = incumbents.winner()
+    if attempt is None or attempt.best is None:
+        return
+    room = list(attempt.problem.budget)
+    for number in range(ROUNDS):
+        if number and budget.is_over():
+            return
+        less = spared(attempt.best, room)
+        if less is attempt.best:
+            return
+        with suppress(Stuck):
+            less = min(retime(less, attempt.problem), less, key=incumbents.value)
+        over = incumbents.keep(attempt, less, "sparing")
+        if over is None:
+            return
+        room = [size - excess for size, excess in zip(room, over, strict=True)]
 
 
 def spared(schedule: Schedule, budget: Sequence[int]) -> Schedule:

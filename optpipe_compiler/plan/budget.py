@@ -1,0 +1,61 @@
+"""How long to search: seconds of a clock, or deterministic time that stands for them, with the same control flow."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+from optpipe_compiler.solver.worker import DETERMINISTIC_PER_S
+
+LOWER_S_PER_TASK = 1.5e-4
+"""Seconds that lowering and verifying the result take per task, roughly."""
+SPARE_S_PER_TASK = 2e-5
+"""Seconds that it takes per task to see what can stay: at most four rounds of 5 us."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long and how to search."""
+
+    objective: str
+    time_limit_s: float
+    seed: int
+    workers: int
+    reproducible: bool
+
+    @property
+    def threads(self) -> int:
+        """How many threads may search: one per core that this process may use, if not said otherwise."""
+        return self.workers or _cores()
+
+
+class Budget:
+    """What is left of the limits for planning; `tasks`: of the largest schedule that may have to be written."""
+
+    def __init__(self, limits: Limits, tasks: int) -> None:
+        self.limits = limits
+        self.begin = time.monotonic()
+        self.spent = 0.0
+        """Deterministic time, in units of the solver."""
+        self.reserve_s = lowering_s(tasks) + SPARE_S_PER_TASK * tasks
+        """Time that sparing, lowering and verifying the result will take."""
+
+    def left(self) -> float:
+        """Return the seconds that are left; in reproducible mode they are counted in deterministic time."""
+        if self.limits.reproducible:
+            return self.limits.time_limit_s - self.spent / DETERMINISTIC_PER_S
+        return self.limits.time_limit_s - self.reserve_s - (time.monotonic() - self.begin)
+
+    def is_over(self) -> bool:
+        """Whether the clock, where it decides, says that nothing more may begin."""
+        return not self.limits.reproducible and self.left() < 0
+
+
+def lowering_s(count: int) -> float:
+    """Return about how many seconds it takes to lower and verify a schedule of so many tasks."""
+    return 0.2 + LOWER_S_PER_TASK * count
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

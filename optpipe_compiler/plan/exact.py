@@ -1,0 +1,178 @@
+"""Exact search by CP-SAT: small instances as a whole, the best schedule of larger ones in windows."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.model import bounds
+from optpipe_compiler.model.problem import coarsen
+from optpipe_compiler.model.schedule import Kind, Schedule, Stuck
+from optpipe_compiler.solver.search import Searcher
+from optpipe_compiler.solver.window import Window
+from optpipe_compiler.solver.worker import Event, Request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from optpipe_compiler.model.problem import Problem
+    from optpipe_compiler.plan.budget import Budget
+    from optpipe_compiler.plan.incumbents import Attempt, Incumbents
+
+EXACT = 100
+"""Stages x microbatches up to which the full model is searched; larger instances by core and windows."""
+EXACT_SHARE = 0.7
+"""Share of the time that is left for the full models of all placements, where they are small enough."""
+WINDOWS = (2, 4, 6, 9, 14, 21)
+"""Widths of windows, in multiples of the busiest device's work on one microbatch."""
+WINDOW_S = 4.0
+"""Time limit of one window."""
+
+
+def is_small(attempt: Attempt) -> bool:
+    """Whether the full model of a placement can be searched."""
+    return len(attempt.problem.stages) * attempt.problem.microbatches <= EXACT
+
+
+def exact(incumbents: Incumbents, budget: Budget) -> None:
+    """Search small placements as a whole, then the best one in windows."""
+    ranked = sorted((a for a in incumbents.attempts if a.best is not None), key=incumbents.reached)
+    with Searcher() as searcher:
+        search = _Exact(incumbents, budget, searcher)
+        small = list(filter(is_small, ranked))
+        until = budget.left() * (1 - EXACT_SHARE)
+        for number, attempt in enumerate(small):
+            if not incumbents.is_met(attempt) and budget.left() > until + 0.5:
+                search.full_model(attempt, (budget.left() - until) / (len(small) - number))
+        winner = incumbents.winner()
+        if winner is None or winner.best is None or budget.left() <= 1:
+            return
+        if budget.limits.objective == "makespan":
+            search.polish(winner, winner.best)
+
+
+class _Exact:
+    def __init__(self, incumbents: Incumbents, budget: Budget, searcher: Searcher) -> None:
+        self.incumbents = incumbents
+        self.budget = budget
+        self.searcher = searcher
+
+    def _request(self, problem: Problem, hint: Schedule | None, seconds: float, **more: object) -> Request:
+        return Request(
+            problem=problem,
+            hint=hint,
+            objective=self.budget.limits.objective,
+            time_limit_s=max(0.5, min(seconds, self.budget.left())),
+            seed=self.budget.limits.seed,
+            workers=self.budget.limits.workers,
+            reproducible=self.budget.limits.reproducible,
+            **more,  # type: ignore[arg-type]
+        )
+
+    def _run(self, attempt: Attempt, request: Request, on_event: Callable[[Event], None]) -> str:
+        def listen(event: Event) -> None:
+            self.budget.spent += event.spent
+            on_event(event)
+
+        status = self.searcher.search(request, listen)
+        if status in ("DIED", "MODEL_INVALID"):
+            note = f"search of placement {attempt.layout.name} ended early ({status}): {self.searcher.last_words}"
+            if note not in attempt.notes:
+                attempt.notes.append(note)
+        return status
+
+    def _improve(self, attempt: Attempt, found: Schedule, phase: str) -> None:
+        """Time a solution of a coarse problem exactly and keep it if it is better."""
+        from optpipe_compiler.machine.orders import retime
+
+        try:
+            timed = retime(found, attempt.problem)
+        except Stuck as error:
+            note = f"{phase}: a solution for placement {attempt.layout.name} could not be timed ({error})"
+            attempt.notes = list(dict.fromkeys([*attempt.notes, note]))
+            return
+        if self.incumbents.is_better(attempt, timed):
+            self.incumbents.keep(attempt, timed, phase)
+
+    def full_model(self, attempt: Attempt, seconds: float) -> None:
+        """Search the whole instance; the only search that proves bounds."""
+        from optpipe_compiler.machine.orders import retime
+
+        assert attempt.best is not None
+        exact = attempt.problem
+        coarse = coarsen(exact, attempt.best.makespan)
+        try:
+            hint = retime(attempt.best, coarse)
+        except Stuck:
+            return
+
+        def on_event(event: Event) -> None:
+            if event.starts is not None:
+                self._improve(attempt, Schedule(coarse, "cp-sat", event.starts), "search")
+            if event.bound is not None:
+                ns = int(event.bound * coarse.tick_ns / coarse.stretch)
+                if ns > attempt.bound.ticks:
+                    attempt.bound = bounds.Bound("cp-sat", ns)
+            self.incumbents.report(f"search {attempt.layout.name}")
+
+        self._run(attempt, self._request(coarse, hint, seconds), on_event)
+
+    def polish(self, attempt: Attempt, timed: Schedule) -> None:
+        """Improve stretch after stretch of a schedule, its ends first, with growing windows."""
+        from optpipe_compiler.machine.orders import retime
+
+        coarse = coarsen(attempt.problem, timed.makespan)
+        try:
+            current = retime(timed, coarse)
+        except Stuck:
+            return
+        period = max(sum(coarse.stages[s].work for s in coarse.stages_of(d)) for d in range(coarse.devices))
+        for periods in WINDOWS:
+            width = int(periods * period)
+            for window in _windows(current, width):
+                if self.budget.left() <= 1 or self.incumbents.is_met(attempt):
+                    return
+                if _is_loose(current, window):
+                    current = self._window(attempt, current, window)
+            if width >= current.makespan:
+                return
+
+    def _window(self, attempt: Attempt, current: Schedule, window: Window) -> Schedule:
+        """Return the schedule with the window improved, or as it was."""
+        from optpipe_compiler.machine.orders import retime
+
+        best = current
+
+        def on_event(event: Event) -> None:
+            nonlocal best
+            if event.starts is not None:
+                found = Schedule(current.problem, "windows", event.starts)
+                with suppress(Stuck):
+                    found = min(found, retime(found, current.problem), key=self.incumbents.value)
+                if found.makespan < best.makespan:
+                    best = found
+                    self._improve(attempt, found, "window")
+            self.incumbents.report(f"windows {attempt.layout.name}")
+
+        self._run(attempt, self._request(current.problem, current, WINDOW_S, window=window), on_event)
+        return best
+
+
+def _is_loose(schedule: Schedule, window: Window) -> bool:
+    """Whether every device idles or recomputes in the window, without which the rest cannot move earlier."""
+    for lane in schedule.plan.compute:
+        inside = ((max(schedule.starts[t], window.begin), min(schedule.end(t), window.end), t) for t in lane)
+        busy = sum(max(0, end - begin) for begin, end, task in inside if task.kind is not Kind.R)
+        if busy >= window.end - window.begin:
+            return False
+    return True
+
+
+def _windows(schedule: Schedule, width: int) -> Iterator[Window]:
+    """Yield the first and the last stretch of `width` ticks, then, by half widths, those between."""
+    yield Window(0, width)
+    end = max(map(schedule.end, schedule.starts))
+    if width < end:
+        yield Window(max(0, end - width), end)
+        for begin in range(width // 2, end - width, max(1, width // 2)):
+            yield Window(begin, begin + width)

@@ -1,0 +1,95 @@
+"""Published schedules beside the local search over policies, on every placement."""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.plan.incumbents import Need
+from optpipe_compiler.plan.local_search import Effort, Found, Instance, LocalSearch, Realiser
+from optpipe_compiler.solver.worker import DETERMINISTIC_PER_S
+
+if TYPE_CHECKING:
+    from optpipe_compiler.plan.budget import Budget
+    from optpipe_compiler.plan.candidates import Candidates
+    from optpipe_compiler.plan.incumbents import Incumbents
+
+QUICK_SHARE = 0.05
+"""Share of the time limit for the local search, where no other search follows."""
+LOCAL_SHARE = 0.92
+"""Share of the time that is left for the local search, where no instance is small enough for the full model."""
+SMALL_SHARE = 0.3
+"""The same where one is."""
+MOST_THREADS = 16
+
+
+def explore(incumbents: Incumbents, candidates: Candidates, budget: Budget, *, share: float) -> None:
+    """Search over policies for a share of the time that is left, and try all published schedules meanwhile."""
+    seconds = max(0.0, share * budget.left())
+    limits = budget.limits
+    is_span = limits.objective == "span"
+    effort = Effort(seconds, limits.seed, min(MOST_THREADS, limits.threads), limits.reproducible, is_span)
+    # those with most stages per device first: these leave most freedom
+    promising = sorted(incumbents.attempts, key=lambda a: (-a.layout.stages, a.layout.name))
+    instances = [Instance(a.problem, a.placed, a.bound.ticks) for a in promising]
+    with LocalSearch(instances, effort) as search:
+        found = _Exploration(incumbents, candidates, budget, search)
+        if limits.reproducible:
+            found.gather()
+        else:
+            found.follow(time.monotonic() + seconds)
+    if search.error is not None:
+        incumbents.attempts[0].notes.append(f"local search ended early: {search.error!r}")
+    budget.spent += seconds * DETERMINISTIC_PER_S
+
+
+class _Exploration:
+    def __init__(self, incumbents: Incumbents, candidates: Candidates, budget: Budget, search: LocalSearch) -> None:
+        self.incumbents = incumbents
+        self.steps = candidates.steps()
+        self.budget = budget
+        self.search = search
+        self.attempts = {id(a.problem): a for a in incumbents.attempts}
+        self.realise_s = 0.0
+        """Time that the last policy took on the whole instance."""
+        self.realiser = cache(
+            lambda number: Realiser(search.instances[number], is_span=budget.limits.objective == "span")
+        )
+
+    def gather(self) -> None:
+        """Take the published schedules first and the best that the search ends with then."""
+        for _ in self.steps:
+            self.incumbents.report("published")
+        found: list[Found] = []
+        while self.search.is_running:
+            found = (found + self.search.take(0.1))[-1:]
+            self.incumbents.report("local search")
+        for one in (found + self.search.take(0.0))[-1:]:
+            self._realise(one)
+
+    def follow(self, end: float) -> None:
+        """Take what comes as it comes, until `end` or until the bounds are met and all published schedules tried."""
+        trying, incumbents = True, self.incumbents
+        while trying or (self.search.is_running and time.monotonic() < end):
+            trying = trying and next(self.steps, self) is None
+            pause = min(max(0.2, 3 * self.realise_s), max(0.01, end - time.monotonic()))
+            for found in self.search.take(0.0 if trying else pause)[-1:]:
+                self._realise(found)
+            incumbents.report("local search")
+            if not trying and all(map(incumbents.is_met, incumbents.attempts)):
+                return
+        for found in self.search.take(0.0)[-1:]:
+            self._realise(found)
+
+    def _realise(self, found: Found) -> None:
+        """Run a policy on the whole instance, unless that takes longer than there is time, by what it took before."""
+        begin, attempt = time.monotonic(), self.attempts[id(self.search.instances[found.instance].problem)]
+        late = not self.budget.limits.reproducible and self.budget.left() < self.realise_s
+        if late and self.incumbents.winner() is not None:
+            return
+        timed = self.realiser(found.instance).schedule(found)
+        if timed is not None and self.incumbents.is_better(attempt, timed):
+            need = None if attempt.has_instants else Need(0, None)
+            self.incumbents.keep(attempt, timed, "local search", need)
+        self.realise_s = time.monotonic() - begin

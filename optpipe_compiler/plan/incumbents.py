@@ -1,0 +1,120 @@
+"""What planning has so far: one attempt for each placement, with its best schedule and bound.
+
+Every phase takes the incumbents and a budget, and makes incumbents better; it may be interrupted at any moment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.model.schedule import value
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from optpipe_compiler.model import bounds
+    from optpipe_compiler.model.placement import Layout
+    from optpipe_compiler.model.problem import Problem
+    from optpipe_compiler.model.schedule import Schedule
+
+
+@dataclass
+class Attempt:
+    """One placement: its exact problem (ns, bytes), the best schedule and the best bound so far."""
+
+    layout: Layout
+    problem: Problem
+    bound: bounds.Bound
+    fixed: tuple[int, ...]
+    """Bytes that each device always holds."""
+    lowered: Callable[[Schedule], tuple[list[int], list[int]]]
+    """The peaks in bytes that lowering a schedule leads to: by device, and of its offloads on the host."""
+    best: Schedule | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def placed(self) -> tuple[str, int]:
+        """The placement's name and its stages per device."""
+        return self.layout.name, self.layout.stages // self.problem.devices
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether an offload leaves a part of the activation on the device, as published schedules never do."""
+        return any(stage.staying for stage in self.problem.stages)
+
+    @cached_property
+    def has_instants(self) -> bool:
+        """Whether some op may take no time: what it holds depends on the order within a moment, as lowering has it."""
+        problem = self.problem
+        for s, stage in enumerate(problem.stages):
+            lengths = [stage.forward, stage.backward, stage.backward_input, stage.backward_weight]
+            lengths += [stage.recompute] * problem.can_recompute(s)
+            lengths += [stage.offload_alone, stage.reload_alone] * problem.can_offload(s)
+            if min(lengths) == 0:
+                return True
+        return False
+
+    def need(self, timed: Schedule) -> Need:
+        """Return what the file of a schedule of this placement would need of the caps."""
+        from optpipe_compiler.machine.orders import held
+
+        problem = self.problem
+        if self.has_instants:
+            promised, host_peaks = self.lowered(timed)
+            peaks = list(map(int.__sub__, promised, self.fixed))
+        else:
+            peaks, host_peaks, _ = held(timed)
+        over = [max(0, peak - budget) for peak, budget in zip(peaks, problem.budget, strict=True)]
+        fits = not any(over) and (problem.host_budget is None or sum(host_peaks) <= problem.host_budget)
+        return Need(max(map(int.__add__, self.fixed, peaks)), None if fits else over)
+
+
+@dataclass(frozen=True)
+class Need:
+    """The memory that a schedule's file promises to keep to, and the bytes by which each device is over its cap."""
+
+    peak_bytes: int
+    over: list[int] | None
+    """None if it fits."""
+
+
+class Incumbents:
+    """All attempts; `report` is told the phase whenever one may have become better."""
+
+    def __init__(self, attempts: list[Attempt], objective: str, report: Callable[[str], None]) -> None:
+        self.attempts = attempts
+        self.objective = objective
+        self.report = report
+
+    def value(self, timed: Schedule) -> int:
+        """Return what is minimised."""
+        return value(timed, self.objective)
+
+    def winner(self) -> Attempt | None:
+        """Return the attempt with the best schedule."""
+        done = [attempt for attempt in self.attempts if attempt.best is not None]
+        return min(done, key=lambda attempt: self.reached(attempt), default=None)
+
+    def reached(self, attempt: Attempt) -> int:
+        """Return what the attempt's best schedule has reached."""
+        assert attempt.best is not None
+        return self.value(attempt.best)
+
+    def is_better(self, attempt: Attempt, timed: Schedule) -> bool:
+        """Whether `timed` is better than the attempt's best."""
+        return attempt.best is None or self.value(timed) < self.reached(attempt)
+
+    def keep(self, attempt: Attempt, timed: Schedule, phase: str, need: Need | None = None) -> list[int] | None:
+        """Make `timed` the attempt's best if it fits; return by how many bytes each device is over if it does not."""
+        over = (need or attempt.need(timed)).over
+        if over is None:
+            attempt.best = timed
+            self.report(f"{phase} {attempt.layout.name}")
+        return over
+
+    def is_met(self, attempt: Attempt) -> bool:
+        """Whether this placement cannot beat what is there already."""
+        winner = self.winner()
+        return winner is not None and attempt.bound.ticks >= self.reached(winner)

@@ -43,6 +43,9 @@ class Architecture:
     embedding_dropout: float = 0.0
     attention: Literal["flash", "math"] = "flash"
     """`math` keeps the attention matrix, as was done before flash attention."""
+    embedding_parts: int = 1
+    """Layers that the embedding's vocabulary is cut into."""
+    head_parts: int = 1
 
     @property
     def gated(self) -> bool:

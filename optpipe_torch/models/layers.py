@@ -8,6 +8,7 @@ as torch's tensor parallelism does.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +23,7 @@ from optpipe_torch.models.layer_kernels import (
     rms_norm,
     scatter_sequence,
 )
+from runtime_torch import vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -207,10 +209,55 @@ class Head(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
+class EmbeddingPart(vocabulary.EmbeddingPart):
+    """Some rows of `Embedding`: the first part adds the positions, the last drops out."""
+
+    def __init__(self, model: Architecture, part: int, ranks: int = 1) -> None:
+        super().__init__(model.hidden, -(-model.vocab // ranks), part, model.embedding_parts)
+        self.ranks, self.dropout = ranks, model.embedding_dropout
+        self.positions = nn.Embedding(model.positions, model.hidden) if model.positions and part == 0 else None
+
+    def look_up(self, tokens: Tensor) -> Tensor:
+        """Sum over the ranks' rows, each rank its part of the sequence."""
+        return scatter_sequence(super().look_up(tokens), self.ranks)
+
+    def begin(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """Add the positions."""
+        if self.positions is None:
+            return x
+        positions = self.positions(torch.arange(tokens.shape[1] // self.ranks, device=tokens.device))
+        return x + positions  # type: ignore[no-any-return]
+
+    def end(self, x: Tensor) -> Tensor:
+        """Drop out."""
+        return drop(x, self.dropout if self.training else 0.0)
+
+
+class HeadPart(vocabulary.HeadPart):
+    """Some rows of `Head`: the first part has the norm, the last returns the loss."""
+
+    def __init__(self, model: Architecture, part: int, ranks: int = 1) -> None:
+        super().__init__(
+            model.hidden, -(-model.vocab // ranks), part, model.head_parts, norm=partial(norm, model)
+        )
+        self.ranks = ranks
+
+    def logits(self, h: Tensor) -> Tensor:
+        """Return those of this part's rows, for the whole sequence."""
+        return super().logits(gather_sequence(h, self.ranks))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A run of layers that cost the same."""
+
+    titles: list[str]
+    """The name of each: `head.3` for a part, `block` for all blocks."""
+    make: Callable[[int], nn.Module]
+    """By its place in the run."""
+
 def makers(model: Architecture, sequence: int, ranks: int = 1) -> dict[str, tuple[int, Callable[[], nn.Module]]]:
-    """Return, per kind of layer in model order, how many there are and what makes one."""
-    return {
-        "embedding": (1, lambda: Embedding(model, ranks)),
-        "block": (model.layers, lambda: Block(model, sequence, ranks)),
-        "head": (1, lambda: Head(model, ranks)),
-    }
+    """Return, per name of a layer in model order, how many there are and what makes one."""
+    block = {"block": (model.layers, lambda: Block(model, sequence, ranks))}
+    embedding = _chain("embedding", model.embedding_parts, partial(Embedding, model), partial(EmbeddingPart, model))
+    head = _chain("head", model.head_parts, partial(Head, model), partial(HeadPart, model))

@@ -119,9 +119,10 @@ class Runner:
 
         `inputs` and `target` are whole batches, cut along their first dimension; inputs may be None or absent on ranks
         without the first stage, the target on ranks of which no layer gets it. A batch may be smaller than the
-        microbatches that were announced, not larger. The step's loss is the sum of the microbatches' losses times `weights`, which count where the last stage
-        is; absent: the mean over the samples. `keywords`: by microbatch, keyword arguments (no tensors) for this rank's
-        layers that name them. `losses` is filled with each microbatch's loss where the last stage is.
+        microbatches that were announced, not larger. The step's loss is the sum of the microbatches' losses times
+        `weights`, which count where the last stage is; absent: the mean over the samples. `keywords`: by microbatch,
+        keyword arguments (no tensors) for this rank's layers that name them. `losses` is filled with each microbatch's
+        loss where the last stage is.
         """
         batch = self._batches.divide(inputs, target, weights, keywords)
         if self._ties is not None:

@@ -199,6 +199,7 @@ class _Fold(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, state: Tensor, target: Tensor, first: int, share: float, peak: float
     ) -> Tensor:
+        logits, state = logits.contiguous(), state.contiguous()
         folded = torch.empty_like(state)
         decay = torch.empty_like(state[..., 0])
         for z, before, after, fades, wanted in _chunks(logits, state, folded, decay, target):
@@ -207,11 +208,10 @@ class _Fold(torch.autograd.Function):
             own = z.amax(-1).to(state.dtype) - torch.log_softmax(z, -1, dtype=state.dtype).amax(-1)
             torch.logaddexp(before[:, 0], own, out=after[:, 0])
             torch.exp(before[:, 0] - after[:, 0], out=fades)
-            picked = z.gather(-1, row.unsqueeze(-1)).squeeze(-1).to(state.dtype)
-            weighed = torch.where(inside, picked * peak, 0)
+            weighed = torch.where(inside, z.gather(-1, row).to(state.dtype) * peak, 0)
             if share:
-                weighed += z.sum(-1, dtype=state.dtype) * share
-            torch.add(before[:, 1], weighed, out=after[:, 1])
+                weighed += z.sum(-1, keepdim=True, dtype=state.dtype) * share
+            torch.add(before[:, 1:], weighed, out=after[:, 1:])
         ctx.save_for_backward(logits, folded, decay, target)
         ctx.first, ctx.share, ctx.peak = first, share, peak
         return folded
@@ -222,25 +222,30 @@ class _Fold(torch.autograd.Function):
         found = torch.empty_like(logits)
         for z, dz, after, given, wanted in _chunks(logits, found, folded, gradient.contiguous(), target):
             row, inside = _place(wanted, ctx.first, z.shape[-1])
-            wide = torch.sub(z, after[:, :1]).exp_().mul_(given[:, :1])
+            of_sum, of_weighed = given[:, :1], given[:, 1:]
+            wide = torch.sub(z, after[:, :1]).exp_()
+            at_target = wide.gather(-1, row) * of_sum + torch.where(inside, of_weighed * ctx.peak, 0)
             if ctx.share:
-                wide += given[:, 1:] * ctx.share
-            wide.scatter_add_(-1, row.unsqueeze(-1), torch.where(inside, given[:, 1] * ctx.peak, 0).unsqueeze(-1))
-            dz.copy_(wide)
+                torch.addcmul(of_weighed * ctx.share, wide, of_sum, out=dz)
+                at_target += of_weighed * ctx.share
+            else:
+                torch.mul(wide, of_sum, out=dz)
+            dz.scatter_(-1, row, at_target.to(dz.dtype))
         back = torch.stack((gradient[..., 0] * decay, gradient[..., 1]), -1) if ctx.needs_input_grad[1] else None
         return found, back, None, None, None, None
 
 
 def _chunks(logits: Tensor, *others: Tensor) -> zip[tuple[Tensor, ...]]:
-    """Cut all tensors alike into some tokens each, with the dimensions of the tokens as one."""
+    """Cut all tensors alike into some tokens each, with the dimensions of the tokens as one; contiguous ones are not
+    copied."""
     dims = logits.dim() - 1
     count = max(1, (CPU_CHUNK if logits.is_cpu else CHUNK) // logits.shape[-1])
-    return zip(*(torch.split(x.view(-1, *x.shape[dims:]), count) for x in (logits, *others)), strict=True)
+    return zip(*(torch.split(x.reshape(-1, *x.shape[dims:]), count) for x in (logits, *others)), strict=True)
 
 
 def _place(target: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Return the row of each target in this part, and whether it is in this part: elsewhere any row."""
-    row = target - first
+    """Return the row of each target in this part, (tokens, 1), and whether it is in this part: elsewhere any row."""
+    row = target.unsqueeze(-1) - first
     inside = (row >= 0) & (row < rows)
     return row.clamp_(0, rows - 1), inside
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from optpipe_torch.estimates.work import Work, kernel_of, tensors_of
 from optpipe_torch.profiler.records import LayerBytes
 from runtime_torch import split
+from runtime_torch.microbatch import targets_for
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -114,7 +115,8 @@ def count(
     """Run `layers` in a row forwards and backwards, once with the backward split and once fused, and count.
 
     All tensors are on the meta device. `x` is the input: tokens (int64) for the first layer of a model, else hidden
-    states. `target` is given to the last layer where it is the model's. `accumulation` says who adds up the gradients
+    states, or what carries the tensors that enter. `target` is given to the last layer where it is the model's, or one
+    that asks for it. `accumulation` says who adds up the gradients
     of microbatches: torch with an operation of its own, or, `fused`, the matrix product that computes them.
     """
     for layer in layers:
@@ -138,9 +140,10 @@ def count(
 def _forward(layers: Sequence[nn.Module], x: Tensor, target: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the input as a leaf, and the output."""
     leaf = output = x.detach().requires_grad_() if x.is_floating_point() else x
-    for layer in layers[:-1]:
-        output = layer(output)
-    return leaf, layers[-1](output) if target is None else layers[-1](output, target)
+    for layer in layers:
+        behind, named = targets_for(layer, target, is_last=target is not None and layer is layers[-1])
+        output = layer(output, *behind, **named)
+    return leaf, output
 
 
 def _split(
@@ -150,7 +153,7 @@ def _split(
     counter.begin(work["forward"])
     with saved_tensors_hooks(saved.pack, saved.unpack):
         leaf, output = _forward(layers, x, target)
-    total, edge, output_bytes = saved.nbytes(), get_gradient_edge(output), output.nbytes if target is None else 0
+    total, edge, output_bytes = saved.nbytes(), get_gradient_edge(output), output.nbytes if output.dim() else 0
     counter.begin(Work())
     gradient = torch.empty_like(output)
     del output

@@ -71,6 +71,8 @@ def assumptions(options: EstimateOptions) -> list[str]:
         )
     if model.experts:
         said.append(f"tokens spread evenly over {model.experts} experts, all of them on each device")
+    if model.head_parts > 1 or model.embedding_parts > 1:
+        said.append("parts of head and embedding save what they get, though the part before them may save it, too")
     return [*said, *options.gpu.assumed]
 
 
@@ -94,6 +96,9 @@ def check(options: EstimateOptions) -> None:
     ):
         if divided % ranks:
             raise BadInput(f"--tp is {ranks}, expected a divisor of the {what} ({divided})")
+    for option, parts in (("--embedding-parts", model.embedding_parts), ("--head-parts", model.head_parts)):
+        if not 1 <= parts <= model.vocab // ranks:
+            raise BadInput(f"{option} is {parts}, expected 1 to the vocabulary ({model.vocab // ranks})")
     if model.positions and options.sequence_length > model.positions:
         raise BadInput(
             f"--seq is {options.sequence_length}, expected at most the positions of the model ({model.positions})"
@@ -101,29 +106,37 @@ def check(options: EstimateOptions) -> None:
 
 
 def count_layers(options: EstimateOptions) -> dict[str, tuple[int, Counted]]:
-    """Return, per kind of layer in model order, how many there are and what one of them does and keeps."""
+    """Return, per name of layers in model order, how many there are and what one of them does and keeps."""
     if importlib.util.find_spec("torch") is None:
         raise MissingDependency("counting a model's layers needs torch: pip install 'optpipe[runtime]'")
     import torch
 
     from optpipe_torch.estimates.count import count
     from optpipe_torch.models.known import DTYPES
-    from optpipe_torch.models.layers import makers
+    from optpipe_torch.models.layers import border, kind_of, makers
+    from runtime_torch.bundles import Bundle, bundled
 
     dtype = {**DTYPES, "fp16": torch.float16}[options.dtype]
     batch, sequence, ranks = options.microbatch_size, options.sequence_length, options.tensor_parallel
-    found = {}
+    found: dict[str, tuple[int, Counted]] = {}
+    entering = Bundle((((batch, sequence), torch.int64),))
     with torch.device("meta"):
         tokens = torch.empty(batch, sequence, dtype=torch.int64)
-        hidden = torch.empty(batch, sequence // ranks, options.model.hidden, dtype=dtype)
         for name, (number, make) in makers(options.model, sequence, ranks).items():
-            layers = [make().to(dtype) for _ in range(2 if name == "block" else 1)]
-            x, target = (tokens if name == "embedding" else hidden), (tokens if name == "head" else None)
+            leaving = border(name, options.model, batch, sequence, dtype, ranks)
+            kind = kind_of(name, options.model)
+            if kind in found:
+                found[name] = found[kind]
+                continue
+            layers = [bundled(make().to(dtype), entering, leaving) for _ in range(2 if name == "block" else 1)]
+            shape, carrier = entering.boundary
+            x, target = torch.empty(shape, dtype=carrier), tokens if name.startswith("head") else None
             counted = count(layers[:1], x, target, accumulation=options.accumulation)
             counted.sizes.static = BYTES_PER_PARAMETER * sum(p.numel() for p in layers[0].parameters())
             if len(layers) == 2:
                 _cover(counted, count(layers, x, target))
             found[name] = number, counted
+            entering = leaving
     return found
 
 

@@ -24,6 +24,7 @@ from optpipe_torch.models.layer_kernels import (
     scatter_sequence,
 )
 from runtime_torch import vocabulary
+from runtime_torch.bundles import Bundle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -237,9 +238,7 @@ class HeadPart(vocabulary.HeadPart):
     """Some rows of `Head`: the first part has the norm, the last returns the loss."""
 
     def __init__(self, model: Architecture, part: int, ranks: int = 1) -> None:
-        super().__init__(
-            model.hidden, -(-model.vocab // ranks), part, model.head_parts, norm=partial(norm, model)
-        )
+        super().__init__(model.hidden, -(-model.vocab // ranks), part, model.head_parts, norm=partial(norm, model))
         self.ranks = ranks
 
     def logits(self, h: Tensor) -> Tensor:
@@ -247,17 +246,44 @@ class HeadPart(vocabulary.HeadPart):
         return super().logits(gather_sequence(h, self.ranks))
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A run of layers that cost the same."""
-
-    titles: list[str]
-    """The name of each: `head.3` for a part, `block` for all blocks."""
-    make: Callable[[int], nn.Module]
-    """By its place in the run."""
-
 def makers(model: Architecture, sequence: int, ranks: int = 1) -> dict[str, tuple[int, Callable[[], nn.Module]]]:
-    """Return, per name of a layer in model order, how many there are and what makes one."""
-    block = {"block": (model.layers, lambda: Block(model, sequence, ranks))}
-    embedding = _chain("embedding", model.embedding_parts, partial(Embedding, model), partial(EmbeddingPart, model))
-    head = _chain("head", model.head_parts, partial(Head, model), partial(HeadPart, model))
+    """Return, per name of layers in model order, how many there are and what makes one; parts have numbers."""
+    return {
+        **_chain("embedding", model.embedding_parts, Embedding, EmbeddingPart, model, ranks),
+        "block": (model.layers, lambda: Block(model, sequence, ranks)),
+        **_chain("head", model.head_parts, Head, HeadPart, model, ranks),
+    }
+
+
+def _chain(
+    name: str,
+    parts: int,
+    whole: Callable[[Architecture, int], nn.Module],
+    part: Callable[[Architecture, int, int], nn.Module],
+    model: Architecture,
+    ranks: int,
+) -> dict[str, tuple[int, Callable[[], nn.Module]]]:
+    if parts == 1:
+        return {name: (1, partial(whole, model, ranks))}
+    return {f"{name}.{index}": (1, partial(part, model, index, ranks)) for index in range(parts)}
+
+
+def kind_of(name: str, model: Architecture) -> str:
+    """Return the name of the first layer that costs what this one does: parts between the first and the last are alike
+    (where they cannot have equally many rows, the first of them has one more)."""
+    chain, _, index = name.partition(".")
+    parts = model.head_parts if chain == "head" else model.embedding_parts
+    return f"{chain}.1" if index and 0 < int(index) < parts - 1 else name
+
+
+def border(name: str, model: Architecture, batch: int, sequence: int, dtype: torch.dtype, ranks: int = 1) -> Bundle:
+    """Return what leaves a layer for one microbatch: hidden states, and what parts pass on beside them; or the loss."""
+    chain, _, index = name.partition(".")
+    last = not index or int(index) == (model.head_parts if chain == "head" else model.embedding_parts) - 1
+    hidden = (batch, sequence // ranks, model.hidden), dtype
+    if chain == "head" and last:
+        return Bundle((((), torch.float32),))
+    if last:
+        return Bundle((hidden,))
+    tokens, state = ((batch, sequence), torch.int64), ((batch, sequence, 2), torch.float32)
+    return Bundle((hidden, state if chain == "head" else tokens))

@@ -48,6 +48,11 @@ class Architecture:
     head_parts: int = 1
 
     @property
+    def has_parts(self) -> bool:
+        """Whether embedding or head are chains of layers."""
+        return self.embedding_parts > 1 or self.head_parts > 1
+
+    @property
     def gated(self) -> bool:
         """Whether it is of Llama's family: RMSNorm, rotary positions, SwiGLU; else of GPT-2's."""
         return self.kind != "gpt2"

@@ -18,12 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from optpipe_torch.estimates.work import Work, kernel_of, tensors_of
 from optpipe_torch.profiler.records import LayerBytes
 from runtime_torch import split
+from runtime_torch.bundles import bundled
 from runtime_torch.microbatch import targets_for
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from torch import UntypedStorage
+
+    from runtime_torch.bundles import Bundle
 
 Accumulation = Literal["torch", "fused"]
 
@@ -135,6 +138,21 @@ def count(
         "backward": max(0, work["backward"].rise_bytes - incoming),
     }
     return Counted(work, sizes)
+
+
+def count_between(
+    layers: Sequence[nn.Module],
+    borders: Sequence[Bundle],
+    target: Tensor | None = None,
+    accumulation: Accumulation = "torch",
+) -> Counted:
+    """Count layers in a row that pass on what these borders say, one more than layers, within one stage."""
+    last = len(layers) - 1
+    stage = [
+        bundled(layer, borders[index], borders[index + 1], packs=index == last) for index, layer in enumerate(layers)
+    ]
+    shape, dtype = borders[0].boundary
+    return count(stage, torch.empty(shape, dtype=dtype, device="meta"), target, accumulation=accumulation)
 
 
 def _forward(layers: Sequence[nn.Module], x: Tensor, target: Tensor | None) -> tuple[Tensor, Tensor]:

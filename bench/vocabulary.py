@@ -1,13 +1,12 @@
 """Measure a head in parts against the whole one on this CPU: `python -m bench.vocabulary [--vocabulary N] [--parts N]`.
 
-For fp32 and bf16: times and saved bytes of the whole head and of all parts together, one stage each, and the time of a
-part's forward and backward by how many logits are looked at at a time (`runtime_torch.vocabulary.CPU_CHUNK`).
+For fp32 and bf16, on one core: the least times and the saved bytes of the whole head and of all parts together, one
+stage each, and those times by how many logits are looked at at a time (`runtime_torch.vocabulary.CPU_CHUNK`).
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from typing import TYPE_CHECKING
 
@@ -57,7 +56,7 @@ def timed(work: Callable[[], object], into: list[float]) -> None:
 
 
 def measure(layers: Sequence[nn.Module], h: Tensor, target: Tensor, samples: int) -> tuple[float, float, int]:
-    """Return median ms of F and of the backwards, and the saved bytes of the stage that saves most."""
+    """Return the least ms of F and of the backwards, and the saved bytes of the stage that saves most."""
     chain = stages(layers, h, target)
     forwards: list[float] = []
     backwards: list[float] = []
@@ -65,7 +64,7 @@ def measure(layers: Sequence[nn.Module], h: Tensor, target: Tensor, samples: int
         timed(lambda: forward(chain, h, target), forwards)
         saved = max(stage.saved_bytes(0) for stage in chain)
         timed(lambda: backward(chain), backwards)
-    return statistics.median(forwards[1:]), statistics.median(backwards[1:]), saved
+    return min(forwards), min(backwards), saved
 
 
 class Whole(nn.Module):
@@ -91,6 +90,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=5)
     asked = parser.parse_args()
     torch.manual_seed(0)
+    torch.set_num_threads(1)
     target = torch.randint(asked.vocabulary, (1, asked.tokens))
     for dtype in (torch.float32, torch.bfloat16):
         h = torch.randn(1, asked.tokens, asked.hidden, dtype=dtype)

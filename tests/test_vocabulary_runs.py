@@ -12,6 +12,10 @@ torch = pytest.importorskip("torch")
 import test_runtime_library as case  # noqa: E402
 from test_runtime_library import alone, start_ranks  # noqa: E402, F401 - a fixture
 from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import runtime_torch  # noqa: E402
 from optpipe_compiler.documents import ir  # noqa: E402
@@ -70,6 +74,21 @@ def test_parts_train_as_the_whole_head_and_embedding(alone, ranges, fused, ties)
     assert runner.eval(tokens, target=target) == pytest.approx(wanted_loss)
     assert runner.step(tokens, target=target).loss == pytest.approx(wanted_loss)
     assert_gradients(stages.module, wanted)
+
+
+@pytest.mark.parametrize("prepare", [DistributedDataParallel, fully_shard], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+def test_parts_are_replicated_as_other_layers_are(alone, prepare, fused):  # noqa: F811
+    schedule = case.plan((0, 0), fused=fused)
+    mesh = init_device_mesh("cpu", (1,))
+    wrapped = prepare if prepare is DistributedDataParallel else partial(prepare, mesh=mesh)
+    stages = runtime_torch.build_stages(schedule, makers(), 0, "cpu", **microbatch(), prepare=wrapped)
+    tokens, target = draw()
+    loss, wanted = reference()
+    assert runtime_torch.Runner(schedule, stages).step(tokens, target=target).loss == pytest.approx(loss)
+    for name, parameter in stages.module.named_parameters():
+        found = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        torch.testing.assert_close(found, wanted[name.replace("module.", "")], msg=name)
 
 
 def test_a_batch_may_be_smaller_than_announced(alone):  # noqa: F811

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from optpipe_compiler.errors import BadInput
 from runtime_torch.bundles import resized, show
-from runtime_torch.microbatch import cut
+from runtime_torch.microbatch import cut, takes_target
 from runtime_torch.stages import Stages
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One batch by microbatches; `inputs` where the first stage is, `targets` where the last is."""
+    """One batch by microbatches; `inputs` where the first stage is, `targets` where a layer gets them."""
 
     inputs: Sequence[Tensor] | None
     targets: Sequence[Tensor] | None
@@ -54,6 +54,9 @@ class Batches:
         self._ends = schedule.stages[0].device, schedule.stages[-1].device
         self._has_first = 0 in stages
         self._has_last = len(schedule.stages) - 1 in stages
+        self._gets_target = self._has_last or any(
+            takes_target(layer) for stage in stages.values() for layer in stage.layers
+        )
         self._device = next(iter(stages.values())).device
         self._given = boundary
         self._bundles = bundles
@@ -87,15 +90,16 @@ class Batches:
         self._sizes = self._sized(int(samples), forward_only=forward_only)
         return Batch(
             self._carried(given) if given else None,
-            self._split(target, "the target") if target is not None and self._has_last else None,
+            self._split(target, "the target") if target is not None and self._gets_target else None,
             cut(self._sizes, self._weights(weights), keywords),
         )
 
     def _checked(self, inputs: Sequence[Tensor | None], target: Tensor | None) -> list[Tensor]:
         """Return the inputs; raise BadInput where this rank lacks something, or has another kind of tensor."""
         given = [tensor for tensor in inputs if tensor is not None]
-        if self._has_last and target is None:
-            raise BadInput("step() needs a target on the rank of the last stage")
+        if self._gets_target and target is None:
+            where = "the rank of the last stage" if self._has_last else "each rank with a layer that asks for it"
+            raise BadInput(f"step() needs a target on {where}")
         for tensor in (*given, *(() if target is None else (target,))):
             if tensor.dim() == 0 or len(tensor) == 0:
                 raise BadInput(

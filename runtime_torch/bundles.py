@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from optpipe_compiler.errors import BadInput
-from runtime_torch.microbatch import current, keywords_for
+from runtime_torch.microbatch import Wrapping, current, targets_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -141,7 +141,7 @@ def bundle_of(found: Any, what: str) -> Bundle:
     return Bundle(tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors))
 
 
-class BundledLayer(nn.Module):
+class BundledLayer(Wrapping):
     """A layer that takes or returns several tensors, on a border of a stage as one.
 
     Within a stage tensors pass from layer to layer as they are: what a layer only passes on is saved once for all.
@@ -154,11 +154,11 @@ class BundledLayer(nn.Module):
         self._name = name
         self._incoming, self._outgoing, self._packs = incoming, outgoing, packs
 
-    def forward(self, x: Flow, *target: Tensor) -> Flow:
+    def forward(self, x: Flow, *target: Tensor, **named: Any) -> Flow:
         """Unpack, call, pack."""
         samples = current().samples
         parts = x if isinstance(x, tuple) else self._incoming.of(samples).unpack(x)
-        found = self.layer(*parts, *target, **keywords_for(self.layer))
+        found = self.layer(*parts, *target, **named)
         if self._outgoing.is_single:
             return found  # type: ignore[no-any-return]
         expected = self._outgoing.of(samples)
@@ -201,42 +201,52 @@ def _trace(
     layers: Sequence[Made],
     inputs: Sequence[Tensor],
     target: Tensor | None,
-    call: Callable[[Made, tuple[Tensor, ...]], Any],
+    call: Callable[[Made, tuple[Tensor, ...], Tensor | None, bool], Any],
 ) -> list[Bundle]:
     bundles = [bundle_of(tuple(inputs), "the input")]
     parts = tuple(inputs)
     for index, made in enumerate(layers):
         last = index == len(layers) - 1
-        if last and target is not None:
-            parts += (target.to(parts[0].device),)
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                found = call(made, parts)
+                found = call(made, parts, target, last)
         except (RuntimeError, TypeError, NotImplementedError) as error:
             given = f"what layer {index - 1} returns" if index else "the input"
+            also = (target,) if last and target is not None else ()
             raise BadInput(
                 f"layer {index}: cannot be called with {given} "
-                f"({', '.join(f'{tuple(part.shape)} {part.dtype}' for part in parts)}): {_first_line(error)}"
+                f"({', '.join(f'{tuple(part.shape)} {part.dtype}' for part in (*parts, *also))}): {_first_line(error)}"
             ) from error
         bundles.append(bundle_of(found, f"layer {index}"))
         parts = tuple(found) if isinstance(found, tuple | list) else (found,)
     return [replace(bundle, samples=len(inputs[0]) if inputs[0].dim() else None) for bundle in bundles]
 
 
-def _on_meta(made: Made, parts: tuple[Tensor, ...]) -> Any:
+def _on_meta(made: Made, parts: tuple[Tensor, ...], target: Tensor | None, is_last: bool) -> Any:
     if isinstance(made, nn.Module):
         own = {name: t.to("meta") for name, t in (*made.named_parameters(), *made.named_buffers())}
-        return torch.func.functional_call(made, own, parts)
+        behind, named = _targets(made, target, "meta", is_last)
+        return torch.func.functional_call(made, own, parts + behind, named)
     with torch.device("meta"):
-        return made().to("meta")(*parts)
+        layer = made().to("meta")
+        behind, named = _targets(layer, target, "meta", is_last)
+        return layer(*parts, *behind, **named)
 
 
-def _on_data(made: Made, parts: tuple[Tensor, ...]) -> Any:
+def _on_data(made: Made, parts: tuple[Tensor, ...], target: Tensor | None, is_last: bool) -> Any:
     """Call a layer where it lies; its buffers stay as they are."""
     layer = made if isinstance(made, nn.Module) else made()
     device = next((tensor.device for tensor in (*layer.parameters(), *layer.buffers())), parts[0].device)
     own = {name: buffer.clone() for name, buffer in layer.named_buffers()}
-    return torch.func.functional_call(layer, own, tuple(part.to(device) for part in parts))
+    behind, named = _targets(layer, target, device, is_last)
+    return torch.func.functional_call(layer, own, tuple(part.to(device) for part in parts) + behind, named)
+
+
+def _targets(
+    layer: nn.Module, target: Tensor | None, device: torch.device | str, is_last: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What a layer gets of the target; nothing where there is none."""
+    return ((), {}) if target is None else targets_for(layer, target.to(device), is_last=is_last)
 
 
 def _first_line(error: BaseException) -> str:

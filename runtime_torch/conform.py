@@ -55,7 +55,7 @@ def prepare(
 
     for index, stage in sorted(stages.items()):
         x = inputs[0] if stage.is_first and inputs is not None else zeros(stage.first_layer - 1, stage)
-        wanted = targets[0] if stage.is_last and targets is not None else None
+        wanted = None if targets is None else targets[0]
         expected = None if stage.is_last else boundary(stage.end_layer - 1, 0)
         conform(schedule.stages[index], stage, x, wanted, expected, bytes_tolerance)
 

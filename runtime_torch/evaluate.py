@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from runtime_torch.microbatch import entered, keywords_for
+from runtime_torch.microbatch import entered, keywords_for, targets_for
 from runtime_torch.replay import check_output
 
 if TYPE_CHECKING:
@@ -62,11 +62,10 @@ def forward_only(
 
 
 def _call(stage: StageExecution, x: Tensor, target: Tensor | None) -> Tensor:
-    *rest, end = stage.layers
-    for layer in rest:
-        x = layer(x, **keywords_for(layer))
-    found: Tensor = end(x, *((target,) if stage.is_last else ()), **keywords_for(end))
-    return found
+    for index, layer in enumerate(stage.layers, stage.first_layer):
+        behind, named = targets_for(layer, target, is_last=stage.is_last and index + 1 == stage.end_layer)
+        x = layer(x, *behind, **named, **keywords_for(layer))
+    return x
 
 
 def _delivered(work: dist.Work | None, _tensor: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 Independent of torch.distributed: the profiler measures on the very path that the replay runs. Stages take one tensor
 and return one tensor, within them layers may pass tuples on; the model's last layer is called `layer(x, target)` and
-returns the scalar mean loss.
+returns the scalar mean loss. Any layer whose `forward` asks for the target by name (`*, target`) is given it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from runtime_torch import engine, split
 from runtime_torch.bundles import bundle_of
 from runtime_torch.carrier import Carrier, DirectCarrier
 from runtime_torch.meter import Meter
-from runtime_torch.microbatch import keywords_for
+from runtime_torch.microbatch import keywords_for, takes_target
 from runtime_torch.store import SavedTensorStore
 
 if TYPE_CHECKING:
@@ -106,6 +106,8 @@ class StageExecution:
         self.device = torch.empty(0, device=device).device
         self.meter = meter or Meter()
         self.host_meter = host_meter or Meter()
+        self._by_name = [takes_target(layer) for layer in self.layers]
+        """Of each layer: whether it asks for the target by name."""
         self._owned = [t for layer in self.layers for t in (*layer.parameters(), *layer.buffers())]
         self._constants: frozenset[int] = frozenset()
         """The addresses of what the stage owns."""
@@ -258,9 +260,13 @@ class StageExecution:
 
     def _call(self, index: int, x: Flow, target: Tensor | None) -> Flow:
         layer = self.layers[index - self.first_layer]
-        if self.is_last and index + 1 == self.end_layer:
-            return layer(x, None if target is None else _compact(target), **keywords_for(layer))  # type: ignore[no-any-return]
-        return layer(x, **keywords_for(layer))  # type: ignore[no-any-return]
+        by_name = self._by_name[index - self.first_layer]
+        if not by_name and not (self.is_last and index + 1 == self.end_layer):
+            return layer(x, **keywords_for(layer))  # type: ignore[no-any-return]
+        given = None if target is None else _compact(target)
+        if by_name:
+            return layer(x, target=given, **keywords_for(layer))  # type: ignore[no-any-return]
+        return layer(x, given, **keywords_for(layer))  # type: ignore[no-any-return]
 
     def _keep_input(self, run: _Pass, layers: Layers, x: Flow) -> Flow:
         """Keep the input of a range that is recomputed; return what the range gets.

@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from torch import nn
 
 Keywords = Mapping[str, object]
 
@@ -36,6 +34,7 @@ class Microbatch:
 _OUTSIDE = Microbatch()
 _current = _OUTSIDE
 _accepted: WeakKeyDictionary[nn.Module, frozenset[str] | None] = WeakKeyDictionary()
+_by_name: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def current() -> Microbatch:
@@ -81,9 +80,39 @@ def keywords_for(layer: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in given.items() if names is None or name in names}
 
 
+def takes_target(layer: nn.Module) -> bool:
+    """Whether a layer is given the target by name, wherever in the model it is: its `forward` has `*, target`."""
+    if layer not in _by_name:
+        target = inspect.signature(_inner(layer).forward).parameters.get("target")
+        _by_name[layer] = target is not None and target.kind is target.KEYWORD_ONLY
+    return _by_name[layer]
+
+
+def targets_for(
+    layer: nn.Module, target: Tensor | None, *, is_last: bool
+) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
+    """Return what a layer gets of the target: by name where it asks for it, else the model's last layer behind its
+    inputs."""
+    if takes_target(layer):
+        return (), {"target": target}
+    return (target,) if is_last else (), {}
+
+
+class Wrapping(nn.Module):
+    """Calls `layer` with the target and the keyword arguments that it gets itself."""
+
+    layer: nn.Module
+
+
+def _inner(layer: nn.Module) -> nn.Module:
+    """The layer as the model has it, without what wraps it."""
+    while isinstance(layer, DistributedDataParallel | Wrapping):
+        layer = layer.module if isinstance(layer, DistributedDataParallel) else layer.layer
+    return layer
+
+
 def _parameters(layer: nn.Module) -> frozenset[str] | None:
-    inner = layer.module if isinstance(layer, DistributedDataParallel) else layer
-    parameters = inspect.signature(inner.forward).parameters.values()
+    parameters = inspect.signature(_inner(layer).forward).parameters.values()
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return None
     return frozenset(one.name for one in parameters if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD))

@@ -206,7 +206,7 @@ class Replay:
     ) -> list[OpTime]:
         """Run all ops once and return when each ran.
 
-        `inputs` by microbatch where the first stage is, `targets` where the last is. What the backwards add to the
+        `inputs` by microbatch where the first stage is, `targets` where layers get them. What the backwards add to the
         parameters is the gradient of the sum of the losses times the weights of `microbatches` (absent: their mean).
         """
         self._inputs, self._targets = inputs, targets
@@ -250,7 +250,7 @@ class Replay:
         else:
             x = own = self._activations.pop((stage, microbatch))
         start = self._start(due, own)
-        target = self._targets[microbatch] if self._targets is not None and stage == self.last_stage else None
+        target = None if self._targets is None else self._targets[microbatch]
         enter(self._all[microbatch])
         out = self.stages[stage].forward(microbatch, x, target, self._recomputed.get((stage, microbatch), ()))
         expected = None if stage == self.last_stage else self._boundary(stage, microbatch)

@@ -117,11 +117,12 @@ class Runner:
     ) -> StepResult:
         """Run all microbatches once and add the gradient of the step's loss to that of the parameters.
 
-        `inputs` and `target` are whole batches, cut along their first dimension; they may be None or absent on ranks
-        without the first or the last stage. A batch may be smaller than the microbatches that were announced, not
-        larger. The step's loss is the sum of the microbatches' losses times `weights`, which count where the last stage
-        is; absent: the mean over the samples. `keywords`: by microbatch, keyword arguments (no tensors) for this rank's
-        layers that name them. `losses` is filled with each microbatch's loss where the last stage is.
+        `inputs` and `target` are whole batches, cut along their first dimension; inputs may be None or absent on ranks
+        without the first stage, the target on ranks of which no layer gets it. A batch may be smaller than the
+        microbatches that were announced, not larger. The step's loss is the sum of the microbatches' losses times
+        `weights`, which count where the last stage is; absent: the mean over the samples. `keywords`: by microbatch,
+        keyword arguments (no tensors) for this rank's layers that name them. `losses` is filled with each microbatch's
+        loss where the last stage is.
         """
         batch = self._batches.divide(inputs, target, weights, keywords)
         if self._ties is not None:
@@ -228,7 +229,7 @@ class Steps:
         microbatches: Sequence[Microbatch],
         losses: list[Tensor] | None = None,
     ) -> StepResult:
-        """Run all microbatches once; `inputs` by microbatch where the first stage is, `targets` where the last is."""
+        """Run all microbatches once; `inputs` are those of the first stage, `targets` those of layers that get them."""
         self._meter.reset_peak()
         self._host_meter.reset_peak()
         ops = self._replay.step(inputs, targets, microbatches)

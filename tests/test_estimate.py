@@ -201,6 +201,91 @@ def test_tensor_parallel_ranks_share_weights_work_and_sequence():
     assert collectives == {"forward": 4, "backward_input": 4, "backward_weight": 0, "backward": 4}
 
 
+# -- head and embedding in parts
+
+PARTS = replace(LLAMA, vocab=4000, embedding_parts=4, head_parts=4)
+
+
+def test_parts_have_names_of_their_own_and_share_weights_and_work_of_the_whole():
+    parts = count_layers(options(PARTS))
+    whole = count_layers(options(replace(PARTS, embedding_parts=1, head_parts=1)))
+    for name in ("embedding", "head"):
+        mine = [found for title, (_, found) in parts.items() if title.partition(".")[0] == name]
+        assert [title for title in parts if title.startswith(name)] == [f"{name}.{part}" for part in range(4)]
+        assert sum(found.sizes.static for found in mine) == whole[name][1].sizes.static
+        for op in ("forward", "backward_input", "backward_weight", "backward"):
+            assert sum(found.work[op].flops for found in mine) == whole[name][1].work[op].flops
+    assert parts["block"][1].work == whole["block"][1].work
+
+
+def test_a_part_of_the_head_keeps_its_logits_and_what_enters_it_and_then_their_gradient():
+    sizes = {title: found.sizes for title, (_, found) in count_layers(options(PARTS)).items()}
+    logits, hidden, state, small = 256 * 1000 * 2, 256 * 64 * 2, 256 * 8, 256 * (8 + 4 + 8)
+    assert sizes["head.1"].saved == logits + hidden + state + small
+    assert sizes["head.1"].residue == logits + hidden + state
+    assert sizes["head.1"].captured == logits
+    assert sizes["head.1"].output == sizes["head.1"].checkpoint == hidden + state
+    assert sizes["head.3"].output == 0
+    assert sizes["embedding.1"].output == hidden + 256 * 8
+    assert sizes["embedding.3"].output == hidden
+
+
+@pytest.mark.parametrize("name", ["head.0", "head.1", "head.3", "embedding.1"])
+def test_the_meta_device_keeps_of_a_part_what_a_stage_keeps(name):
+    from optpipe_torch.models.layers import border
+    from runtime_torch.bundles import bundled
+    from runtime_torch.execution import StageExecution
+
+    titles = list(makers(PARTS, 256))
+    incoming, outgoing = (
+        border(title, PARTS, 1, 256, torch.bfloat16) for title in (titles[titles.index(name) - 1], name)
+    )
+    layer = bundled(makers(PARTS, 256)[name][1]().to(torch.bfloat16), incoming, outgoing)
+    stage = StageExecution([layer], 0, is_first=False, is_last=name == "head.3", device="cpu")
+    shape, dtype = incoming.boundary
+    stage.forward(0, torch.zeros(shape, dtype=dtype), torch.zeros(1, 256, dtype=torch.int64))
+    sizes = count_layers(options(PARTS))[name][1].sizes
+    assert stage.saved_bytes(0) == sizes.saved
+
+
+def test_the_transient_bytes_of_parts_cover_two_in_a_row():
+    from optpipe_torch.models.layers import border
+    from runtime_torch.bundles import bundled
+
+    counted = {title: found.sizes for title, (_, found) in count_layers(options(PARTS)).items()}
+    with torch.device("meta"):
+        made = {title: make().to(torch.bfloat16) for title, (_, make) in makers(PARTS, 256).items()}
+        pairs = [("head.0", "head.1"), ("head.1", "head.2"), ("head.2", "head.3")]
+        for pair in [*pairs, ("block", "head.0"), ("embedding.1", "embedding.2"), ("embedding.3", "block")]:
+            titles = list(made)
+            places = [titles.index(title) for title in pair]
+            borders = [border(titles[i], PARTS, 1, 256, torch.bfloat16) for i in range(places[0] - 1, places[1] + 1)]
+            layers = [bundled(made[title], *borders[i : i + 2], packs=i == 1) for i, title in enumerate(pair)]
+            shape, dtype = borders[0].boundary
+            target = torch.empty(1, 256, dtype=torch.int64) if pair[1].startswith("head") else None
+            two = count(layers, torch.empty(shape, dtype=dtype), target).sizes
+            one = [counted[title] for title in pair]
+            saved = sum(sizes.saved for sizes in one)
+            rise = two.transient["forward"] + two.saved + two.output
+            assert rise <= saved + one[1].output + max(sizes.transient["forward"] for sizes in one), pair
+            for op in ("backward_weight", "backward"):
+                assert two.transient[op] <= max(sizes.transient[op] for sizes in one), (pair, op)
+            rise = two.transient["backward_input"] + two.captured
+            captured = sum(sizes.captured for sizes in one)
+            assert rise <= captured + max(sizes.transient["backward_input"] for sizes in one), pair
+
+
+def test_tensor_parallel_parts_share_work_and_sequence():
+    whole, half = count_layers(options(PARTS)), count_layers(options(PARTS, tensor_parallel=2))
+    for title in ("head.0", "head.1", "head.3"):
+        assert half[title][1].work["forward"].flops == whole[title][1].work["forward"].flops // 2
+        collectives = {op: sum(k.kind == "collective" for k in w.kernels) for op, w in half[title][1].work.items()}
+        assert collectives == {"forward": 1, "backward_input": 1, "backward_weight": 0, "backward": 1}
+    assert half["embedding.1"][1].sizes.output < whole["embedding.1"][1].sizes.output
+    with pytest.raises(BadInput, match=r"--head-parts is 3000, expected 1 to the vocabulary \(2000\)"):
+        estimating.check(options(replace(PARTS, head_parts=3000), tensor_parallel=2))
+
+
 def test_gradients_added_by_the_matrix_product_save_traffic_only_in_w():
     own, fused = block(LLAMA), block(LLAMA, accumulation="fused")
     assert fused.sizes == own.sizes

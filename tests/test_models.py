@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +22,8 @@ from optpipe_torch.models import (  # noqa: E402
     text,
     user_functions,
 )
+from runtime_torch import vocabulary  # noqa: E402
+from runtime_torch.bundles import bundle_of  # noqa: E402
 
 SMALL = Model(
     builder="gpt",
@@ -241,10 +243,42 @@ def test_a_known_architecture_is_built_layer_by_layer_and_learns(name):
     assert losses[-1] < losses[0] - 1
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_model_in_parts_is_the_whole_model(name):
+    architecture = replace(ARCHITECTURES[name], embedding_parts=4, head_parts=3, residual_dropout=0.0)
+    model = msgspec.structs.replace(SMALL, builder="transformer", config=asdict(architecture))
+    layers = models.build(model)
+    blocks = ["block"] * architecture.layers
+    embedding = [f"embedding.{part}" for part in range(4)]
+    assert models.layer_titles(model) == [*embedding, *blocks, "head.0", "head.1", "head.2"]
+    assert models.layer_names(model) == [
+        "embedding.0", "embedding.1", "embedding.1", "embedding.3", *blocks, "head.0", "head.1", "head.2"
+    ]  # fmt: skip
+    assert models.parameter_bytes(model) == [sum(p.nbytes for p in layer.parameters()) for layer in layers]
+    inputs, target = models.batch(model, text.default_text(), torch.Generator().manual_seed(0), 1)
+    flow, borders = (inputs,), [bundle_of(inputs, "")]
+    for layer in layers:
+        found = layer(*flow, **({"target": target} if layer in layers[-3:] else {}))
+        borders.append(bundle_of(found, ""))
+        flow = found if isinstance(found, tuple) else (found,)
+    assert borders == models.bundles(model)
+    joined = vocabulary.whole(layers)
+    assert len(joined) == architecture.layers + 2
+    x = inputs
+    for layer in joined[:-1]:
+        x = layer(x)
+    loss = joined[-1](x, target=target)
+    torch.testing.assert_close(flow[0], loss)
+    parameters = [p for layer in layers for p in layer.parameters()]
+    for a, b in zip(*(torch.autograd.grad(one, parameters) for one in (flow[0], loss)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"vocab": 100}, r"\$.model.config.vocab is 100, expected at least 256"),
+        ({"head_parts": 0}, r"\$.model.config.head_parts is 0, expected 1 to the vocabulary \(256\)"),
         ({"positions": 8}, r"\$.model.sequence_length is 16, expected at most the positions of the model \(8\)"),
         ({"hidden": "wide"}, r"\$.model.config: Expected `int`, got `str`"),
     ],

@@ -248,7 +248,7 @@ def test_ties_with_a_name_in_common_are_one():
 
 
 @pytest.mark.runtime
-@pytest.mark.parametrize("builder", ["tied_modules", "tied_functions"])
+@pytest.mark.parametrize("builder", ["tied_modules", "tied_functions", "tied_parts"])
 @pytest.mark.parametrize("method", ["zb-h1", "zbv"])
 def test_a_tied_model_is_measured_planned_checked_and_trained(builder, method):
     model = Model(builder=f"tests.user_layers:{builder}", config={}, microbatch_size=2, sequence_length=16)

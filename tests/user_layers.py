@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from runtime_torch import vocabulary
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -69,6 +71,16 @@ def tied_functions(width: int = 16) -> tuple[list[Callable[[], nn.Module]], None
     """Return what makes such layers, no data of their own, and the tie."""
     makers = [partial(Words256, width), *[partial(Mixer, width, 2 * width)] * 4, partial(Scorer, width)]
     return makers, None, [("0.weight", "5.out.weight")]
+
+
+def tied_parts(width: int = 16) -> tuple[list[Callable[[], nn.Module]], None, list[tuple[str, str]]]:
+    """Return what makes an embedding and a head in three parts each, of which those with equal rows share them."""
+    makers = [
+        *vocabulary.embedding_parts(width, 256, 3),
+        *[partial(Mixer, width, 2 * width)] * 2,
+        *vocabulary.head_parts(width, 256, 3, norm=partial(nn.LayerNorm, width)),
+    ]
+    return makers, None, [(f"{part}.weight", f"{5 + part}.weight") for part in range(3)]
 
 
 # -- images

@@ -16,6 +16,23 @@ if TYPE_CHECKING:
     from optpipe_compiler.costs.models import Architecture
     from optpipe_torch.estimates.estimate import EstimateOptions
 
+AUTO = "auto"
+"""As many parts as devices: a last pass of one part on each device gives all the same work."""
+
+
+class Parts(click.ParamType):  # type: ignore[type-arg]  # not generic in older clicks
+    """A number of parts, or `auto`."""
+
+    name = "parts"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        """Return the number, or `auto`."""
+        if value == AUTO:
+            return AUTO
+        found: int = click.IntRange(1, 10_000).convert(value, param, ctx)
+        return found
+
+
 Command = TypeVar("Command", bound="Callable[..., Any]")
 
 ESTIMATED: dict[str, Any] = {"devices": 8, "seq": 4096, "microbatch_size": 1, "tp": 1, "links": "none", "dtype": "bf16"}
@@ -40,6 +57,28 @@ def estimate_options(command: Command) -> Command:
     return command
 
 
+def parts_options(command: Command) -> Command:
+    """Add `--embedding-parts` and `--head-parts`."""
+    for name in ("head", "embedding"):
+        about = f"With --model: cut the {name}'s vocabulary into N layers; auto: one for each device [default: 1]."
+        command = click.option(f"--{name}-parts", type=Parts(), metavar="N|auto", help=about)(command)
+    return command
+
+
+def in_parts(model: Architecture, given: dict[str, Any], devices: Callable[[], int]) -> Architecture:
+    """Return the model with head and embedding in as many parts as were asked for."""
+    from dataclasses import replace
+
+    named = {name: given[name] for name in ("embedding_parts", "head_parts") if name in given}
+    for name, parts in named.items():
+        if parts == AUTO:
+            named[name] = devices()
+        elif parts > model.vocab:
+            option = f"--{name.replace('_', '-')}"
+            raise BadInput(f"{option} is {parts}, expected at most the vocabulary ({model.vocab})")
+    return replace(model, **named)
+
+
 def dtype_option(*dtypes: str, help: str) -> Callable[[Command], Command]:
     """Add `--dtype`, of which not every command takes every value."""
     return click.option("--dtype", type=click.Choice(dtypes), help=help)
@@ -62,7 +101,9 @@ def chosen(given: dict[str, Any], model: Architecture, gpu: Gpu) -> EstimateOpti
     if "seq" not in given and model.positions:
         values["seq"] = model.positions
     return EstimateOptions(
-        model=replace(model, attention=given.get("attention", model.attention)),
+        model=in_parts(
+            replace(model, attention=given.get("attention", model.attention)), given, lambda: int(values["devices"])
+        ),
         gpu=gpu,
         name=Path(given["model"]).stem if Path(given["model"]).stem != "config" else model.kind,
         devices=values["devices"],

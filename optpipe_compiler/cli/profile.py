@@ -9,7 +9,15 @@ import click
 import msgspec
 
 from optpipe_compiler.cli.common import PROFILE, console, say, write
-from optpipe_compiler.cli.estimate import ESTIMATED, chosen, dtype_option, estimate_options, refuse
+from optpipe_compiler.cli.estimate import (
+    ESTIMATED,
+    chosen,
+    dtype_option,
+    estimate_options,
+    in_parts,
+    parts_options,
+    refuse,
+)
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
@@ -22,6 +30,7 @@ if TYPE_CHECKING:
 
 MEASURED = {"layers": 8, "hidden": 256, "heads": 4, "seq": 128, "microbatch_size": 4}
 """What is measured when nothing is said."""
+PARTS = ("embedding_parts", "head_parts")
 FROM_RUN = Path("measured.json")
 """Where the profile of a run goes when nothing is said: beside the one that the run was planned with."""
 
@@ -45,6 +54,7 @@ FROM_RUN = Path("measured.json")
     type=click.Choice(["cpu", "cuda"]),
     help="What to measure [default: cuda where there is a GPU for each device, as run has it].",
 )
+@parts_options
 @click.option("--gpu", metavar="GPU", help="Estimate: a name (--list-gpus), or a JSON file of that form.")
 @dtype_option("fp32", "bf16", "fp16", help="Weights and activations [default: fp32; estimated: bf16].")
 @estimate_options
@@ -120,7 +130,11 @@ def _estimate(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
     from optpipe_compiler.view.estimated import render
     from optpipe_torch.estimates.estimate import assumptions, estimate
 
-    refuse(given, {"model", "gpu", "attention", "accumulation", *ESTIMATED}, "only measuring takes; expected no --gpu")
+    refuse(
+        given,
+        {"model", "gpu", "attention", "accumulation", *PARTS, *ESTIMATED},
+        "only measuring takes; expected no --gpu",
+    )
     if given.get("dtype") == "fp32":
         raise BadInput("--dtype is fp32, expected bf16 or fp16 where there is --gpu: data sheets are read for these")
     options = chosen(given, models.load(given["model"]), gpus.load(given.get("gpu", "")))
@@ -151,8 +165,8 @@ def _measure_model(output: Path, given: dict[str, Any], *, as_json: bool) -> Non
     from optpipe_torch.profiler.measure import MeasureOptions
 
     refuse(given, set(given) - {"hidden", "heads"}, "the model itself says; expected no --model")
-    refuse(given, {"model", "device", "devices", "layers", "seq", "microbatch_size", "dtype"}, "needs --gpu")
-    builder, config = _built(given["model"], given.get("layers"))
+    refuse(given, {"model", "device", "devices", "layers", "seq", "microbatch_size", "dtype", *PARTS}, "needs --gpu")
+    builder, config = _built(given)
     model = Model(
         builder=builder,
         config=config,
@@ -166,18 +180,34 @@ def _measure_model(output: Path, given: dict[str, Any], *, as_json: bool) -> Non
     _run_measure(output, options, as_json=as_json)
 
 
-def _built(name: str, layers: int | None) -> tuple[str, dict[str, Any]]:
+def _built(given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return what builds the model, and its configuration."""
     from dataclasses import asdict, replace
 
     from optpipe_compiler.costs import models
 
+    name = given["model"]
     if ":" in name and not Path(name).exists():
-        if layers is not None:
-            raise BadInput(f"--layers is {layers}, expected no --layers: {name} says how many there are")
+        if "layers" in given:
+            raise BadInput(f"--layers is {given['layers']}, expected no --layers: {name} says how many there are")
+        refuse(
+            given, set(given) - set(PARTS), f"{name} itself says; expected none (runtime_torch.vocabulary has parts)"
+        )
         return name, {}
-    architecture = models.load(name)
-    return "transformer", asdict(architecture if layers is None else replace(architecture, layers=layers))
+    architecture = in_parts(models.load(name), given, lambda: _devices(given))
+    return "transformer", asdict(replace(architecture, layers=given.get("layers", architecture.layers)))
+
+
+def _devices(given: dict[str, Any]) -> int:
+    """Return how many devices are measured with these options."""
+    from optpipe_torch.launch.job import gpu_count, place_from_environment
+    from optpipe_torch.profiler.measure import MeasureOptions, layout_of
+
+    if (place := place_from_environment()) is not None:
+        return place.world
+    device = given.get("device")
+    options = MeasureOptions(device=device, devices=given.get("devices"))
+    return layout_of(options, 0 if device == "cpu" else gpu_count()).devices
 
 
 def _measure(

@@ -43,6 +43,14 @@ class Architecture:
     embedding_dropout: float = 0.0
     attention: Literal["flash", "math"] = "flash"
     """`math` keeps the attention matrix, as was done before flash attention."""
+    embedding_parts: int = 1
+    """Layers that the embedding's vocabulary is cut into."""
+    head_parts: int = 1
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether embedding or head are chains of layers."""
+        return self.embedding_parts > 1 or self.head_parts > 1
 
     @property
     def gated(self) -> bool:

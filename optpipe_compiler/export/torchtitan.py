@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from optpipe_compiler.documents.profile import Profile
 
 FIRST, LAST = "tok_embeddings", ("norm", "lm_head")
+PARTS = ("embedding.", "embedding-part", "head.", "head-part")
+"""How profiles name parts of an embedding or a head."""
 
 TEMPLATE = '''"""Pipeline settings for torchtitan 0.3. Written by {compiler} for the schedule
 {digest}; its CSV lies beside this file. In a recipe:
@@ -108,7 +110,13 @@ def _ends(schedule: Schedule, profile: Profile | None) -> tuple[bool, bool]:
         layers = profile.expanded_layers()
         if len(layers) != schedule.setup.layers:
             raise BadInput(f"the profile has {len(layers)} layers, expected the schedule's {schedule.setup.layers}")
+        if parts := [layer.name for layer in layers if layer.name.startswith(PARTS)]:
+            raise BadInput(f"the profile has a layer {parts[0]}: torchtitan has the embedding and the head whole")
         return "emb" in layers[0].name.lower(), layers[-1].name.lower() in ("head", "lm_head", "output")
+    config = {} if schedule.model is None else schedule.model.config
+    for name in ("embedding_parts", "head_parts"):
+        if config.get(name, 1) != 1:
+            raise BadInput(f"the model has {config[name]} {name}: torchtitan has the embedding and the head whole")
     gpt = schedule.model is not None and schedule.model.builder == "gpt"
     return gpt, gpt
 

@@ -18,11 +18,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from optpipe_torch.estimates.work import Work, kernel_of, tensors_of
 from optpipe_torch.profiler.records import LayerBytes
 from runtime_torch import split
+from runtime_torch.bundles import bundled
+from runtime_torch.microbatch import targets_for
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from torch import UntypedStorage
+
+    from runtime_torch.bundles import Bundle
 
 Accumulation = Literal["torch", "fused"]
 
@@ -114,7 +118,8 @@ def count(
     """Run `layers` in a row forwards and backwards, once with the backward split and once fused, and count.
 
     All tensors are on the meta device. `x` is the input: tokens (int64) for the first layer of a model, else hidden
-    states. `target` is given to the last layer where it is the model's. `accumulation` says who adds up the gradients
+    states, or what carries the tensors that enter. `target` is given to the last layer where it is the model's, or one
+    that asks for it. `accumulation` says who adds up the gradients
     of microbatches: torch with an operation of its own, or, `fused`, the matrix product that computes them.
     """
     for layer in layers:
@@ -135,12 +140,28 @@ def count(
     return Counted(work, sizes)
 
 
+def count_between(
+    layers: Sequence[nn.Module],
+    borders: Sequence[Bundle],
+    target: Tensor | None = None,
+    accumulation: Accumulation = "torch",
+) -> Counted:
+    """Count layers in a row that pass on what these borders say, one more than layers, within one stage."""
+    last = len(layers) - 1
+    stage = [
+        bundled(layer, borders[index], borders[index + 1], packs=index == last) for index, layer in enumerate(layers)
+    ]
+    shape, dtype = borders[0].boundary
+    return count(stage, torch.empty(shape, dtype=dtype, device="meta"), target, accumulation=accumulation)
+
+
 def _forward(layers: Sequence[nn.Module], x: Tensor, target: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the input as a leaf, and the output."""
     leaf = output = x.detach().requires_grad_() if x.is_floating_point() else x
-    for layer in layers[:-1]:
-        output = layer(output)
-    return leaf, layers[-1](output) if target is None else layers[-1](output, target)
+    for layer in layers:
+        behind, named = targets_for(layer, target, is_last=target is not None and layer is layers[-1])
+        output = layer(output, *behind, **named)
+    return leaf, output
 
 
 def _split(
@@ -150,7 +171,7 @@ def _split(
     counter.begin(work["forward"])
     with saved_tensors_hooks(saved.pack, saved.unpack):
         leaf, output = _forward(layers, x, target)
-    total, edge, output_bytes = saved.nbytes(), get_gradient_edge(output), output.nbytes if target is None else 0
+    total, edge, output_bytes = saved.nbytes(), get_gradient_edge(output), output.nbytes if output.dim() else 0
     counter.begin(Work())
     gradient = torch.empty_like(output)
     del output

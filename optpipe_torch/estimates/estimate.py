@@ -16,6 +16,10 @@ from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profil
 from optpipe_compiler.errors import BadInput, MissingDependency
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
     from optpipe_compiler.costs.gpus import Gpu
     from optpipe_compiler.costs.models import Architecture
     from optpipe_torch.estimates.count import Counted
@@ -71,6 +75,8 @@ def assumptions(options: EstimateOptions) -> list[str]:
         )
     if model.experts:
         said.append(f"tokens spread evenly over {model.experts} experts, all of them on each device")
+    if model.has_parts:
+        said.append("parts of head and embedding save what they get, though the part before them may save it, too")
     return [*said, *options.gpu.assumed]
 
 
@@ -94,6 +100,9 @@ def check(options: EstimateOptions) -> None:
     ):
         if divided % ranks:
             raise BadInput(f"--tp is {ranks}, expected a divisor of the {what} ({divided})")
+    for option, parts in (("--embedding-parts", model.embedding_parts), ("--head-parts", model.head_parts)):
+        if not 1 <= parts <= model.vocab // ranks:
+            raise BadInput(f"{option} is {parts}, expected 1 to the vocabulary ({model.vocab // ranks})")
     if model.positions and options.sequence_length > model.positions:
         raise BadInput(
             f"--seq is {options.sequence_length}, expected at most the positions of the model ({model.positions})"
@@ -101,38 +110,51 @@ def check(options: EstimateOptions) -> None:
 
 
 def count_layers(options: EstimateOptions) -> dict[str, tuple[int, Counted]]:
-    """Return, per kind of layer in model order, how many there are and what one of them does and keeps."""
+    """Return, per name of layers in model order, how many there are and what one of them does and keeps."""
     if importlib.util.find_spec("torch") is None:
         raise MissingDependency("counting a model's layers needs torch: pip install 'optpipe[runtime]'")
     import torch
 
-    from optpipe_torch.estimates.count import count
+    from optpipe_torch.estimates.count import count_between
     from optpipe_torch.models.known import DTYPES
-    from optpipe_torch.models.layers import makers
+    from optpipe_torch.models.layers import border, kind_of, makers
+    from runtime_torch.bundles import Bundle
 
     dtype = {**DTYPES, "fp16": torch.float16}[options.dtype]
     batch, sequence, ranks = options.microbatch_size, options.sequence_length, options.tensor_parallel
-    found = {}
+    found: dict[str, tuple[int, Counted]] = {}
+    borders = [Bundle((((batch, sequence), torch.int64),))]
+    before: tuple[nn.Module, Counted] | None = None
     with torch.device("meta"):
         tokens = torch.empty(batch, sequence, dtype=torch.int64)
-        hidden = torch.empty(batch, sequence // ranks, options.model.hidden, dtype=dtype)
         for name, (number, make) in makers(options.model, sequence, ranks).items():
-            layers = [make().to(dtype) for _ in range(2 if name == "block" else 1)]
-            x, target = (tokens if name == "embedding" else hidden), (tokens if name == "head" else None)
-            counted = count(layers[:1], x, target, accumulation=options.accumulation)
-            counted.sizes.static = BYTES_PER_PARAMETER * sum(p.numel() for p in layers[0].parameters())
-            if len(layers) == 2:
-                _cover(counted, count(layers, x, target))
-            found[name] = number, counted
+            kind, layer = kind_of(name, options.model), make().to(dtype)
+            target = tokens if name.startswith("head") else None
+            borders.append(border(name, options.model, batch, sequence, dtype, ranks))
+            if kind not in found:
+                counted = count_between([layer], borders[-2:], target, options.accumulation)
+                counted.sizes.static = BYTES_PER_PARAMETER * sum(p.numel() for p in layer.parameters())
+                found[kind] = number, counted
+            found[name] = found[kind]
+            if name == "block":
+                _cover(found[name][1], [found[name][1]] * 2, count_between([make().to(dtype), layer], borders[-1:] * 3))
+            if before is not None and options.model.has_parts:
+                alone = [before[1], found[name][1]]
+                _cover(found[name][1], alone, count_between([before[0], layer], borders[-3:], target))
+            before = layer, found[name][1]
     return found
 
 
-def _cover(one: Counted, two: Counted) -> None:
-    """Raise the transient bytes so that they cover two such layers in one stage: the gradient that passes between."""
-    missing = {op: two.sizes.transient[op] for op in one.sizes.transient}
-    missing["forward"] = max(0, two.sizes.transient["forward"] + two.sizes.saved - 2 * one.sizes.saved)
-    captured = two.sizes.captured - 2 * one.sizes.captured
-    missing["backward_input"] = max(0, two.sizes.transient["backward_input"] + captured)
+def _cover(one: Counted, alone: Sequence[Counted], together: Counted) -> None:
+    """Raise the transient bytes so that they cover its stage with the one before it: the gradient that passes between.
+
+    `alone` are both, of which `one` is the last.
+    """
+    sizes = together.sizes
+    missing = dict(sizes.transient)
+    missing["forward"] = max(0, missing["forward"] + sizes.saved - sum(counted.sizes.saved for counted in alone))
+    captured = sizes.captured - sum(counted.sizes.captured for counted in alone)
+    missing["backward_input"] = max(0, missing["backward_input"] + captured)
     one.sizes.transient = {op: max(size, missing[op]) for op, size in one.sizes.transient.items()}
 
 

@@ -9,7 +9,9 @@ import torch.distributed as dist
 
 from optpipe_torch.launch.report import CheckReport
 from optpipe_torch.models import known as models
+from runtime_torch.microbatch import targets_for
 from runtime_torch.ties import share
+from runtime_torch.vocabulary import whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,17 +67,22 @@ def check(
 
 
 def unpipelined(model: Model, inputs: Sequence[Tensor], target: Tensor, microbatches: int) -> tuple[float, Gradients]:
-    """Mean loss and mean gradients of the whole model over the microbatches, one after another."""
+    """Mean loss and mean gradients of the whole model over the microbatches, one after another.
+
+    Heads and embeddings in parts are whole here, so that the chain of parts is checked, too.
+    """
     layers = models.build(model)
     share(models.ties(model), {str(index): layer for index, layer in enumerate(layers)})
     for layer in layers:
         layer.to(target.device).eval()
     losses = []
+    called = whole(layers)
     for *parts, wanted in zip(*(tensor.tensor_split(microbatches) for tensor in (*inputs, target)), strict=True):
-        for layer in layers[:-1]:
-            found = layer(*parts)
+        for layer in called:
+            behind, named = targets_for(layer, wanted, is_last=layer is called[-1])
+            found = layer(*parts, *behind, **named)
             parts = list(found) if isinstance(found, tuple | list) else [found]
-        loss = layers[-1](*parts, wanted)
+        (loss,) = parts
         loss.backward()
         losses.append(loss.detach())
     gradients: Gradients = {}

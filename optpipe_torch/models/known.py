@@ -126,9 +126,20 @@ def layer_names(model: Model) -> list[str]:
     A user's layers are of one kind if torch prints them alike, their parameters have the same shapes, and so have what
     enters and leaves them; the first and the last layer are kinds of their own.
     """
+    if model.builder == "transformer":
+        from optpipe_torch.models.layers import kind_of
+
+        return [kind_of(title, _architecture(model)) for title in layer_titles(model)]
     if model.builder in OWN:
         return ["embedding", *["block"] * _size(model, "layers"), "head"]
     return user_model.kinds(model, _user(model), bundles(model))
+
+
+def layer_titles(model: Model) -> list[str]:
+    """Return the name of each layer: that of its kind, or `head.3` for a part of the head."""
+    if model.builder == "transformer":
+        return [title for title, (count, _) in _named_makers(model).items() for _ in range(count)]
+    return layer_names(model)
 
 
 def parameter_bytes(model: Model) -> list[int]:
@@ -136,9 +147,9 @@ def parameter_bytes(model: Model) -> list[int]:
     dtype = _dtype(model)
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         if model.builder in OWN:
-            made = [make() for make in dict.fromkeys(OWN[model.builder](model))]
-            sizes = {name: layer for name, layer in zip(dict.fromkeys(layer_names(model)), made, strict=True)}
-            layers = [sizes[name] for name in layer_names(model)]
+            makers = OWN[model.builder](model)
+            made = {make: make() for make in dict.fromkeys(makers)}
+            layers = [made[make] for make in makers]
         else:
             layers = [user_model.sketched(model, index, one) for index, one in enumerate(_user(model).layers)]
     return [sum(p.numel() for p in layer.parameters()) * dtype.itemsize for layer in layers]
@@ -146,11 +157,7 @@ def parameter_bytes(model: Model) -> list[int]:
 
 def boundary(model: Model, layer_index: int) -> Boundary:
     """Return shape and dtype of the tensor that leaves a layer for one microbatch; the last layer's is the loss."""
-    if model.builder not in OWN:
-        return boundaries(model)[layer_index]
-    if layer_index == layer_count(model) - 1:
-        return (), _dtype(model) if model.builder == "gpt" else torch.float32
-    return (model.microbatch_size, model.sequence_length, _size(model, "hidden")), _dtype(model)
+    return boundaries(model)[layer_index]
 
 
 def boundaries(model: Model) -> list[Boundary]:
@@ -162,8 +169,15 @@ def bundles(model: Model) -> list[Bundle]:
     """Return the tensors that enter each layer, and that leave the last; a user's layers are called without data."""
     if model.builder not in OWN:
         return user_model.bundles(model, _user(model), _dtype(model))
-    tokens = (model.microbatch_size, model.sequence_length), torch.int64
-    return [Bundle((one,)) for one in (tokens, *(boundary(model, index) for index in range(layer_count(model))))]
+    batch, sequence, dtype = model.microbatch_size, model.sequence_length, _dtype(model)
+    tokens = Bundle((((batch, sequence), torch.int64),))
+    if model.builder == "gpt":
+        hidden = Bundle((((batch, sequence, _size(model, "hidden")), dtype),))
+        return [tokens, *[hidden] * (layer_count(model) - 1), Bundle((((), dtype),))]
+    from optpipe_torch.models.layers import border
+
+    architecture = _architecture(model)
+    return [tokens, *(border(title, architecture, batch, sequence, dtype) for title in layer_titles(model))]
 
 
 def batches(model: Model, data: bytes) -> Callable[[torch.Generator, int], Batch]:
@@ -209,8 +223,17 @@ def _gpt(model: Model) -> list[Callable[[], nn.Module]]:
 
 def _transformer(model: Model) -> list[Callable[[], nn.Module]]:
     """Return what makes each layer of a known architecture (costs/models.py), whose fields are the model's config."""
+    return [make for count, make in _named_makers(model).values() for _ in range(count)]
+
+
+def _named_makers(model: Model) -> dict[str, tuple[int, Callable[[], nn.Module]]]:
     from optpipe_torch.models.layers import makers
 
+    return makers(_architecture(model), model.sequence_length)
+
+
+def _architecture(model: Model) -> Architecture:
+    """Return the architecture; raise BadInput where the config gives none that can be trained."""
     try:
         architecture = msgspec.convert(model.config, Architecture)
     except msgspec.ValidationError as error:
@@ -222,11 +245,14 @@ def _transformer(model: Model) -> list[Callable[[], nn.Module]]:
             f"$.model.sequence_length is {model.sequence_length}, expected at most the positions of the model "
             f"({architecture.positions})"
         )
-    return [make for count, make in makers(architecture, model.sequence_length).values() for _ in range(count)]
+    for name, parts in (("embedding_parts", architecture.embedding_parts), ("head_parts", architecture.head_parts)):
+        if not 1 <= parts <= architecture.vocab:
+            raise BadInput(f"$.model.config.{name} is {parts}, expected 1 to the vocabulary ({architecture.vocab})")
+    return architecture
 
 
 OWN: dict[str, Callable[[Model], list[Callable[[], nn.Module]]]] = {"gpt": _gpt, "transformer": _transformer}
-"""The models that come with the package: an embedding, blocks, a head."""
+"""The models that come with the package: an embedding, blocks, a head; embedding and head whole or in parts."""
 
 
 def _size(model: Model, key: str) -> int:

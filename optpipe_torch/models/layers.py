@@ -8,6 +8,7 @@ as torch's tensor parallelism does.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,6 +23,8 @@ from optpipe_torch.models.layer_kernels import (
     rms_norm,
     scatter_sequence,
 )
+from runtime_torch import vocabulary
+from runtime_torch.bundles import Bundle
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -207,10 +210,80 @@ class Head(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
+class EmbeddingPart(vocabulary.EmbeddingPart):
+    """Some rows of `Embedding`: the first part adds the positions, the last drops out."""
+
+    def __init__(self, model: Architecture, part: int, ranks: int = 1) -> None:
+        super().__init__(model.hidden, -(-model.vocab // ranks), part, model.embedding_parts)
+        self.ranks, self.dropout = ranks, model.embedding_dropout
+        self.positions = nn.Embedding(model.positions, model.hidden) if model.positions and part == 0 else None
+
+    def look_up(self, tokens: Tensor) -> Tensor:
+        """Sum over the ranks' rows, each rank its part of the sequence."""
+        return scatter_sequence(super().look_up(tokens), self.ranks)
+
+    def begin(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """Add the positions."""
+        if self.positions is None:
+            return x
+        positions = self.positions(torch.arange(tokens.shape[1] // self.ranks, device=tokens.device))
+        return x + positions  # type: ignore[no-any-return]
+
+    def end(self, x: Tensor) -> Tensor:
+        """Drop out."""
+        return drop(x, self.dropout if self.training else 0.0)
+
+
+class HeadPart(vocabulary.HeadPart):
+    """Some rows of `Head`: the first part has the norm, the last returns the loss."""
+
+    def __init__(self, model: Architecture, part: int, ranks: int = 1) -> None:
+        super().__init__(model.hidden, -(-model.vocab // ranks), part, model.head_parts, norm=partial(norm, model))
+        self.ranks = ranks
+
+    def logits(self, h: Tensor) -> Tensor:
+        """Return those of this part's rows, for the whole sequence."""
+        return super().logits(gather_sequence(h, self.ranks))
+
+
 def makers(model: Architecture, sequence: int, ranks: int = 1) -> dict[str, tuple[int, Callable[[], nn.Module]]]:
-    """Return, per kind of layer in model order, how many there are and what makes one."""
+    """Return, per name of layers in model order, how many there are and what makes one; parts have numbers."""
     return {
-        "embedding": (1, lambda: Embedding(model, ranks)),
+        **_chain("embedding", model.embedding_parts, Embedding, EmbeddingPart, model, ranks),
         "block": (model.layers, lambda: Block(model, sequence, ranks)),
-        "head": (1, lambda: Head(model, ranks)),
+        **_chain("head", model.head_parts, Head, HeadPart, model, ranks),
     }
+
+
+def _chain(
+    name: str,
+    parts: int,
+    whole: Callable[[Architecture, int], nn.Module],
+    part: Callable[[Architecture, int, int], nn.Module],
+    model: Architecture,
+    ranks: int,
+) -> dict[str, tuple[int, Callable[[], nn.Module]]]:
+    if parts == 1:
+        return {name: (1, partial(whole, model, ranks))}
+    return {f"{name}.{index}": (1, partial(part, model, index, ranks)) for index in range(parts)}
+
+
+def kind_of(name: str, model: Architecture) -> str:
+    """Return the name of the first layer that costs what this one does: parts between the first and the last are alike
+    (where they cannot have equally many rows, the first of them has one more)."""
+    chain, _, index = name.partition(".")
+    parts = model.head_parts if chain == "head" else model.embedding_parts
+    return f"{chain}.1" if index and 0 < int(index) < parts - 1 else name
+
+
+def border(name: str, model: Architecture, batch: int, sequence: int, dtype: torch.dtype, ranks: int = 1) -> Bundle:
+    """Return what leaves a layer for one microbatch: hidden states, and what parts pass on beside them; or the loss."""
+    chain, _, index = name.partition(".")
+    last = not index or int(index) == (model.head_parts if chain == "head" else model.embedding_parts) - 1
+    hidden = (batch, sequence // ranks, model.hidden), dtype
+    if chain == "head" and last:
+        return Bundle((((), torch.float32),))
+    if last:
+        return Bundle((hidden,))
+    tokens, state = ((batch, sequence), torch.int64), ((batch, sequence, 2), torch.float32)
+    return Bundle((hidden, state if chain == "head" else tokens))

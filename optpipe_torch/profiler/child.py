@@ -145,6 +145,7 @@ def _find(gauge: Gauge, place: Place, model: Model, samples: int, say: Callable[
         copies_alone,
         kind=gauge.kind,
         memory=gauge.memory(),
+        titles=models.layer_titles(model) if model.builder in models.OWN else [],
         host_link=gauge.host_link,
     )
 

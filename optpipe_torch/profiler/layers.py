@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from optpipe_torch.models import known as models
 from optpipe_torch.profiler.records import LayerBytes, Times
 from runtime_torch.bundles import bundled
 from runtime_torch.execution import StageExecution
+from runtime_torch.microbatch import takes_target
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -67,24 +69,42 @@ class Benches:
         self._entering = self._entering_kinds()
         self._gradients: dict[Bundle, Tensor] = {}
         if model.builder in models.OWN:
-            head = self.stage(self.head, self.head + 1)
-            head.forward(0)
-            gradient = head.stage.backward(0, None)
+            self._pass_back()
+
+    def _pass_back(self) -> None:
+        """Find the gradients of what leaves the layers before the head, from the loss through all parts of the head."""
+        for index in reversed(range(len(self._names))):
+            if not self._names[index].startswith("head"):
+                return
+            bench = self.stage(index, index + 1)
+            bench.forward(0)
+            gradient = bench.stage.backward(0, bench.gradient)
             assert gradient is not None
-            self._gradients[self._bundles[self.head]] = gradient
+            self._gradients[self._bundles[index]] = gradient
 
     @torch.no_grad()
     def _entering_kinds(self) -> dict[str, Tensor]:
-        """Return what enters the first layer of each kind; layers of our own all take what the embedding gives."""
+        """Return what enters the first layer of each kind; in models of our own, blocks pass on what they get."""
         entering: dict[str, Tensor] = {}
-        own = self.model.builder in models.OWN
         x = self.inputs
-        for index, layer in enumerate(models.each(self.model, range(1) if own else None, self.device)):
+        for index, layer in self._in_turn():
             entering.setdefault(self._names[index], x)
-            if index < self.head:
-                x = self._bundled(index, layer.to(self.device))(x)
+            if layer is not None:
+                by_name = {"target": self.target} if takes_target(layer) else {}
+                x = self._bundled(index, layer.to(self.device))(x, **by_name)
                 layer.to("cpu")  # one at a time on a GPU
-        return dict.fromkeys(self._names, x) | entering
+        return entering | {self._names[self.head]: x}
+
+    def _in_turn(self) -> Iterator[tuple[int, nn.Module | None]]:
+        """Yield the layers before the last, one at a time; None for blocks of models of our own."""
+        if self.model.builder not in models.OWN:
+            yield from islice(enumerate(models.each(self.model, None, self.device)), self.head)
+            return
+        for index, name in enumerate(self._names[: self.head]):
+            yield (
+                index,
+                None if name == "block" else next(models.each(self.model, range(index, index + 1), self.device)),
+            )
 
     def _bundled(self, index: int, layer: nn.Module, *, packs: bool = True) -> nn.Module:
         return bundled(layer, self._bundles[index], self._bundles[index + 1], packs=packs)
@@ -128,7 +148,7 @@ class Benches:
         for layer in stage.layers:
             for parameter in layer.parameters():
                 parameter.grad = torch.zeros_like(parameter)
-        return Bench(stage, self.entering(first), self.target if is_last else None, self.gradient(end - 1))
+        return Bench(stage, self.entering(first), self.target, self.gradient(end - 1))
 
 
 def _cut_from_a_batch(microbatch: Tensor) -> Tensor:

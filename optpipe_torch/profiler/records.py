@@ -86,6 +86,8 @@ class Findings:
     """Of the device, as the profile names it."""
     memory: tuple[int, int] | None = None
     """Bytes of the device, and those taken before any tensor; None: its memory is a share of the host's."""
+    titles: list[str] = field(default_factory=list)
+    """The name of each layer, where it has one of its own; empty: all have that of their kind."""
     host_link: str | None = None
     """Equal for devices that share the way to their host; None: not known who does."""
 
@@ -99,9 +101,9 @@ def assemble(model: Model, devices: int, findings: Sequence[Findings], per_host:
     first, here = findings[0], per_host or devices
     overhead = _overhead(findings)
     layers: list[Layer] = []
-    for name, run in groupby(first.names):
-        times = {op: [t for found in findings for t in found.times[name][op]] for op in first.times[name]}
-        layers.append(_layer(name, len(list(run)), times, first.sizes[name], overhead.value, is_first=not layers))
+    for (title, kind), run in groupby(zip(first.titles or first.names, first.names, strict=True)):
+        times = {op: [t for found in findings for t in found.times[kind][op]] for op in first.times[kind]}
+        layers.append(_layer(title, len(list(run)), times, first.sizes[kind], overhead.value, is_first=not layers))
     links = _links(findings, devices, here)
     memory_bytes, reserve_bytes = _memory(findings, here)
     return Profile(

@@ -43,7 +43,7 @@ def without_wishes(kept: str) -> object:
 
     def names(*arguments: object) -> list[str]:
         found = every(*arguments)  # type: ignore[arg-type]
-        return [name for name in found if name.startswith("lockstep") == (kept == "lockstep")]
+        return [name for name in found if name.startswith("modulo") == (kept == "modulo")]
 
     return patch.object(local_search, "names", names)
 
@@ -58,8 +58,8 @@ def nothing(*_: object, **__: object) -> None:
 
 PARTS: dict[str, tuple[object, ...]] = {
     "published schedules as candidates": (patch.object(candidates.Candidates, "steps", lambda *_: iter(())),),
-    "published orders as wishes": (without_wishes("lockstep"),),
-    "lockstep as a wish": (without_wishes("published"),),
+    "published orders as wishes": (without_wishes("modulo"),),
+    "modulo schedules as wishes": (without_wishes("published"),),
     "first offloads by how long activations stay": (patch.object(wishes, "STAYS", ()),),
     "moves of ranks": (without_move("shift"),),
     "moves of treatments": (without_move("treat"),),

@@ -54,7 +54,7 @@ def instance(devices: int, microbatches: int, per_device: int) -> Problem:
 def loaded(devices: int, microbatches: int, per_device: int) -> tuple[Machine, Callable[[], int]]:
     """Return a machine and what runs a policy on it and returns the ops run."""
     problem = instance(devices, microbatches, per_device)
-    wished = wish(problem, "lockstep-1")
+    wished = wish(problem, "modulo-1")
     given = setting(problem, wished, microbatches, is_span=False)
     by = policy(problem, next(treatments(problem, wished)))
     x = machine(problem)

@@ -15,7 +15,7 @@ from optpipe_compiler.machine.state import A_BACKWARD, A_FORWARD, A_WEIGHT, NEVE
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.schedule import Schedule
 from optpipe_compiler.plan.local_search import Effort, Found, Instance, LocalSearch, Realiser, shortened
-from optpipe_compiler.published.lockstep import lockstep
+from optpipe_compiler.plan.modulo import modulo
 from tests.instances import problem
 from tests.machines import first_policies, starts
 from tests.plans import check
@@ -157,11 +157,11 @@ def test_a_policy_of_few_microbatches_holds_for_many():
 @pytest.mark.parametrize("placement", ["loop", "v"])
 @pytest.mark.parametrize("group", [1, 2, 4])
 @pytest.mark.parametrize("forwards_first", [True, False])
-def test_in_lockstep_no_device_runs_two_ops_at_once_and_nothing_comes_before_what_it_needs(
+def test_in_a_modulo_schedule_no_device_runs_two_ops_at_once_and_nothing_comes_before_what_it_needs(
     placement, group, forwards_first
 ):
     one = problem(4, 16, 100, per_device=2, placement=placement, send_activation=1, send_gradient=1)
-    forward, backward, weight = lockstep(one, group, forwards_first)
+    forward, backward, weight = modulo(one, group, forwards_first)
     stages = one.stages
     for device in range(4):
         busy = sorted(

@@ -145,7 +145,7 @@ class LocalSearch:
     def _screened(self, pool: ThreadPoolExecutor) -> list[_Climber]:
         """Return the best climber of every pair of instance and wish, the best pairs first."""
         pairs = [(n, name) for n, one in enumerate(self.instances) for name in names(self.problems[n], one.placed)]
-        pairs.sort(key=lambda pair: not pair[1].startswith("lockstep"))
+        pairs.sort(key=lambda pair: not pair[1].startswith("modulo"))
         climbers = [climber for climber in pool.map(lambda pair: self._screen(*pair), pairs) if climber is not None]
         return sorted(climbers, key=lambda one: (one.value, one.instance, one.wish))
 

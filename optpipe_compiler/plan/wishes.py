@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from optpipe_compiler.model.schedule import Kind, Mode, Task
+from optpipe_compiler.plan.modulo import modulo
 from optpipe_compiler.published import PLACEMENTS, published
-from optpipe_compiler.published.lockstep import lockstep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +37,7 @@ ORDERS = (
     "zb-h1",
     "zb-h2",
 )
-"""Published orders that are worth a wish; the others are special cases of these or of `lockstep`."""
+"""Published orders that are worth a wish; the others are special cases of these or of `modulo`."""
 STAYS = (0.5, 1.5, 3.0, 5.0)
 """Activations are offloaded at first that stay longer than so many transfers there and back."""
 
@@ -45,14 +45,14 @@ STAYS = (0.5, 1.5, 3.0, 5.0)
 def names(problem: Problem, placed: Placed) -> list[str]:
     """Return the wished orders that the placement has."""
     groups = sorted({1, 2, max(1, problem.devices // 2), problem.devices} & set(range(1, problem.devices + 1)))
-    steady = [f"lockstep-{group}{back}" for group in groups for back in ("", "-back")]
+    steady = [f"modulo-{group}{back}" for group in groups for back in ("", "-back")]
     return steady + [name for name in ORDERS if placed in PLACEMENTS[name]]
 
 
 def wish(problem: Problem, name: str) -> Wish:
     """Return the wished starts; raises NotDefined where the published schedule is not for this instance."""
-    if name.startswith("lockstep"):
-        return np.array(lockstep(problem, int(name.split("-")[1]), not name.endswith("back")), dtype=np.int64)
+    if name.startswith("modulo"):
+        return np.array(modulo(problem, int(name.split("-")[1]), not name.endswith("back")), dtype=np.int64)
     starts = published(problem, name, transfers=False).starts
     result = np.empty((3, len(problem.stages), problem.microbatches), np.int64)
     for row, kind in enumerate((Kind.F, Kind.I, Kind.W)):

@@ -1,8 +1,8 @@
-"""Published schedules by name, one file each, and a steady state of our own.
+"""Published schedules by name, one file each.
 
 A published schedule is a function from a Problem to the compute order of every device, or to a `Recipe` that also names
 the activations to offload; it raises NotDefined, with the reason, where its paper does not define it. `PUBLISHED` lists
-them, `PLACEMENTS` the placements and stages per device worth trying for each. Our own is `lockstep`.
+them, `PLACEMENTS` the placements and stages per device worth trying for each. Our own orders are in plan/modulo.py.
 """
 
 from __future__ import annotations

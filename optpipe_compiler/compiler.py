@@ -8,6 +8,7 @@ import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from optpipe_compiler.documents import ir
@@ -16,7 +17,7 @@ from optpipe_compiler.documents.units import show_bytes
 from optpipe_compiler.errors import BadInput, Infeasible, NotFound
 from optpipe_compiler.lower import Certificate, lower, promised
 from optpipe_compiler.model import bounds
-from optpipe_compiler.model.placement import Layout, layout
+from optpipe_compiler.model.placement import Layout, by_layers, layout
 from optpipe_compiler.model.problem import Caps, Freedom, build, fused_ns, static_bytes
 from optpipe_compiler.plan.budget import Budget, Limits, lowering_s
 from optpipe_compiler.plan.candidates import Candidates
@@ -42,6 +43,8 @@ LOWERING_SHARE = 0.7
 """Share of the time limit that lowering and verifying a schedule may take; placements of more ops are left out."""
 MOST_TASKS = 1_000_000
 """Ops of the largest schedule that is planned: some gigabytes of memory."""
+MOST_NEIGHBOURS = 8
+"""Layers of a device up to which each is tried as a stage of its own."""
 TIME_LIMITS = ((8, 60.0), (32, 180.0), (math.inf, 270.0))
 """Time limits in seconds up to so many devices."""
 
@@ -146,7 +149,23 @@ def layouts(profile: Profile, options: Options) -> list[Layout]:
         chosen = [(name, n) for name, numbers in SEVERAL.items() for n in numbers]
     fitting = [(name, n) for name, n in chosen if options.devices * n <= len(work)]
     even = [layout(name, options.devices, n, work) for name, n in fitting or chosen[:1]]
-    return even + [other for one in even for other in others(profile, one, options.mem_bytes)]
+    found = even + [other for one in even for other in others(profile, one, options.mem_bytes)]
+    if wanted is None and options.placement in ("auto", "linear"):
+        found += [by_layers(one) for one in found[:1] if _is_tight(profile, one, options.mem_bytes)]
+    return found
+
+
+def _is_tight(profile: Profile, one: Layout, cap_bytes: int) -> bool:
+    """Whether some device cannot hold the activations of its layers for one microbatch, and has not too many of them.
+
+    Then recompute, offload and backward go on layer by layer, each layer being a stage.
+    """
+    layers = profile.expanded_layers()
+    counts = [end - begin for begin, end in pairwise(one.cuts)]
+    held = [sum(value_of(item.saved_bytes) for item in layers[begin:end]) for begin, end in pairwise(one.cuts)]
+    devices = range(len(counts))
+    is_full = any(static_bytes(profile, one, d) + held[d] > cap_bytes for d in devices)
+    return is_full and 1 < max(counts) <= MOST_NEIGHBOURS
 
 
 def instances(profile: Profile, options: Options) -> list[tuple[Layout, Problem]]:

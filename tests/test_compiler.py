@@ -70,10 +70,6 @@ def test_what_is_chosen_is_kept():
         ({"microbatches": 0}, "--microbatches is 0, expected at least 1"),
         ({"stages_per_device": -1}, "--stages-per-device is -1, expected at least 1"),
         ({"stages_per_device": 3}, "6 layers cannot fill 3 devices x 3 stages per device: expected at most 6 stages"),
-        (
-            {"placement": "linear", "stages_per_device": 2},
-            "placement linear has 1 stage per device, not 2; expected loop or v",
-        ),
     ],
 )
 def test_impossible_options_are_refused_by_name_value_and_expectation(options, message):

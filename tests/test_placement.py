@@ -78,9 +78,8 @@ def test_more_stages_than_layers_are_refused_with_both_numbers():
         layout("v", 2, 2, [1, 1, 1])
 
 
-def test_linear_with_several_stages_per_device_is_refused():
-    with pytest.raises(BadInput, match=r"^placement linear has 1 stage per device, not 2; expected loop or v$"):
-        layout("linear", 2, 2, [1, 1, 1, 1])
+def test_linear_with_several_stages_per_device_has_neighbours():
+    assert layout("linear", 2, 2, [1, 1, 1, 1]).device_of == (0, 0, 1, 1)
 
 
 def heaviest(work: list[int]) -> Callable[[Layout], tuple[int, int]]:

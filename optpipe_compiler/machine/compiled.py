@@ -12,6 +12,7 @@ import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from numba import config, njit
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 _OPTIONS: dict[str, Any] = {"nogil": True, "_nrt": False, "error_model": "numpy"}
 _INNER: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+_SETTING = Lock()
+"""numba has one cache folder for all, and threads may import parts of the machine at the same time."""
 UNUSED_S = 30 * 24 * 3600
 """Compiled code of other versions is removed when it was not used for so long."""
 
@@ -42,11 +45,12 @@ def entry(function: Function) -> Function:
     if _FOLDER is None:
         return cast("Function", njit(**_OPTIONS)(function))
     settings: Any = config
-    before, settings.CACHE_DIR = settings.CACHE_DIR, str(_FOLDER)
-    try:
-        return cast("Function", njit(cache=True, **_OPTIONS)(function))
-    finally:
-        settings.CACHE_DIR = before
+    with _SETTING:
+        before, settings.CACHE_DIR = settings.CACHE_DIR, str(_FOLDER)
+        try:
+            return cast("Function", njit(cache=True, **_OPTIONS)(function))
+        finally:
+            settings.CACHE_DIR = before
 
 
 def _folder() -> Path | None:

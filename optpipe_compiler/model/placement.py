@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,7 +35,9 @@ class Layout:
 
 
 def stage_devices(name: str, devices: int, per_device: int) -> tuple[int, ...]:
-    """Return the device of each stage: `linear` and `loop` go round, `v` turns back after every pass."""
+    """Return the device of each stage: `linear` passes once, neighbours first, `loop` goes round, `v` turns back."""
+    if name == "linear":
+        return tuple(device for device in range(devices) for _ in range(per_device))
     passes = (
         range(devices) if name != "v" or turn % 2 == 0 else reversed(range(devices)) for turn in range(per_device)
     )
@@ -50,9 +52,15 @@ def layout(name: str, devices: int, per_device: int, work: Sequence[int]) -> Lay
             f"{len(work)} layers cannot fill {devices} devices x {per_device} stages per device: "
             f"expected at most {len(work)} stages"
         )
-    if name == "linear" and per_device != 1:
-        raise BadInput(f"placement linear has 1 stage per device, not {per_device}; expected loop or v")
     return Layout(name, _balanced_cuts(work, stages), stage_devices(name, devices, per_device))
+
+
+def by_layers(one: Layout) -> Layout:
+    """Return a placement of one stage per device with each layer as a stage of its own, on the same device."""
+    owners: list[int] = []
+    for device, (begin, end) in zip(one.device_of, pairwise(one.cuts), strict=True):
+        owners += [device] * (end - begin)
+    return Layout(one.name, tuple(range(one.cuts[-1] + 1)), tuple(owners))
 
 
 def _balanced_cuts(work: Sequence[int], parts: int) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.model.schedule import Schedule, Stuck
-from optpipe_compiler.published import PLACEMENTS, PUBLISHED, NotDefined, published, recipe
+from optpipe_compiler.published import PUBLISHED, NotDefined, is_for, published, recipe
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -56,7 +56,7 @@ class Candidates:
             (attempt, name)
             for attempt in sorted(self.incumbents.attempts, key=lambda a: (a.placed != ("linear", 1), -a.layout.stages))
             for name in names
-            if attempt.placed in PLACEMENTS[name] and not attempt.is_partial
+            if is_for(name, attempt.placed) and not attempt.is_partial
         ]
         for attempt, name in pairs:
             outcome = self._screened(attempt, name)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from optpipe_compiler.model.neighbours import is_linear, joined, runs
 from optpipe_compiler.model.schedule import Kind, Mode, Task
 from optpipe_compiler.plan.modulo import modulo
-from optpipe_compiler.published import PLACEMENTS, published
+from optpipe_compiler.published import is_for, published
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,12 +47,14 @@ def names(problem: Problem, placed: Placed) -> list[str]:
     """Return the wished orders that the placement has."""
     groups = sorted({1, 2, max(1, problem.devices // 2), problem.devices} & set(range(1, problem.devices + 1)))
     steady = [f"modulo-{group}{back}" for group in groups for back in ("", "-back")]
-    return steady + [name for name in ORDERS if placed in PLACEMENTS[name]]
+    return steady + [name for name in ORDERS if is_for(name, placed)]
 
 
 def wish(problem: Problem, name: str) -> Wish:
     """Return the wished starts; raises NotDefined where the published schedule is not for this instance."""
     if name.startswith("modulo"):
+        if is_linear(problem):
+            return _lifted(problem, runs(problem), wish(joined(problem), name))
         return np.array(modulo(problem, int(name.split("-")[1]), not name.endswith("back")), dtype=np.int64)
     starts = published(problem, name, transfers=False).starts
     result = np.empty((3, len(problem.stages), problem.microbatches), np.int64)
@@ -62,6 +65,18 @@ def wish(problem: Problem, name: str) -> Wish:
                 if start is None:  # a fused backward: its second half computes the weight gradient
                     start = starts[Task(Kind.B, s, m)] + (stage.backward_input if kind is Kind.W else 0)
                 result[row, s, m] = start
+    return result
+
+
+def _lifted(problem: Problem, ranges: list[range], coarse: Wish) -> Wish:
+    """Let neighbouring stages run one after the other within the time that is wished for all of them."""
+    result = np.empty((3, len(problem.stages), problem.microbatches), np.int64)
+    for row, name in enumerate(("forward", "backward_input", "backward_weight")):
+        for joint, run in enumerate(ranges):
+            passed = 0
+            for s in run if name == "forward" else reversed(run):
+                result[row, s] = coarse[row, joint] + passed
+                passed += getattr(problem.stages[s], name)
     return result
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from optpipe_compiler.model.neighbours import is_linear, joined, runs
+from optpipe_compiler.model.schedule import Kind, Task
 from optpipe_compiler.published.bfs import bfs
 from optpipe_compiler.published.common import NotDefined, Order, Recipe
 from optpipe_compiler.published.dualpipev import dualpipev
@@ -110,9 +112,40 @@ def published(problem: Problem, name: str, *, transfers: bool = True) -> Schedul
 
 
 def recipe(problem: Problem, name: str) -> Recipe:
-    """Return who computes what in which order, and what visits the host, in the published schedule `name`."""
-    found = PUBLISHED[name](problem)
-    return found if isinstance(found, Recipe) else Recipe(found)
+    """Return who computes what in which order, and what visits the host, in the published schedule `name`.
+
+    Where the model passes every device once, its stages are ordered as one, and run one after the other within its
+    place in the order: each is offloaded, reloaded and recomputed by itself, as saved-tensor hooks and activation
+    checkpointing do.
+    """
+    is_lifted = is_linear(problem)
+    found = PUBLISHED[name](joined(problem) if is_lifted else problem)
+    whole = found if isinstance(found, Recipe) else Recipe(found)
+    return _lifted(problem, whole, runs(problem)) if is_lifted else whole
 
 
-__all__ = ["PLACEMENTS", "PUBLISHED", "NotDefined", "Recipe", "published", "recipe"]
+def _lifted(problem: Problem, coarse: Recipe, ranges: list[range]) -> Recipe:
+    """Return a recipe of joined stages for the stages of each of them."""
+    compute = []
+    for order in coarse.compute:
+        fine: list[Task] = []
+        again: set[tuple[int, int]] = set()
+        for kind, joint, m in order:
+            if kind is Kind.R:  # right before its backward, stage by stage
+                again.add((joint, m))
+                continue
+            for s in ranges[joint] if kind is Kind.F else reversed(ranges[joint]):
+                if kind in (Kind.I, Kind.B) and (joint, m) in again and problem.can_recompute(s):
+                    fine.append(Task(Kind.R, s, m))
+                fine.append(Task(kind, s, m))
+        compute.append(fine)
+    offloaded = ((s, m) for joint, m in coarse.offloaded for s in ranges[joint] if problem.can_offload(s))
+    return Recipe(compute, frozenset(offloaded))
+
+
+def is_for(name: str, placed: Placed) -> bool:
+    """Whether the published schedule is worth trying on the placement; neighbouring stages count as one."""
+    return (placed if placed[0] != "linear" else ("linear", 1)) in PLACEMENTS[name]
+
+
+__all__ = ["PLACEMENTS", "PUBLISHED", "NotDefined", "Recipe", "is_for", "published", "recipe"]

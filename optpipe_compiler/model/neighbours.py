@@ -1,0 +1,55 @@
+"""Stages that follow each other on one device: nothing is sent between them, and published orders take them as one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from optpipe_compiler.model.problem import Problem, Stage
+
+ADDED = (
+    "forward",
+    "backward_input",
+    "backward_weight",
+    "backward",
+    "recompute",
+    "offload",
+    "reload",
+    "offload_alone",
+    "reload_alone",
+    "saved",
+    "residue",
+    "captured",
+    "staying",
+    "staying_layers",
+)
+LARGEST = ("forward_extra", "backward_input_extra", "backward_weight_extra", "backward_extra")
+
+
+def is_linear(problem: Problem) -> bool:
+    """Whether the model passes every device once, and some device owns several stages (which then are neighbours)."""
+    return 1 < problem.devices == len(runs(problem)) < len(problem.stages)
+
+
+def runs(problem: Problem) -> list[range]:
+    """Return the stages in runs, as long as can be, that one device owns."""
+    firsts = [s for s, stage in enumerate(problem.stages) if not s or problem.stages[s - 1].device != stage.device]
+    return [range(first, after) for first, after in pairwise([*firsts, len(problem.stages)])]
+
+
+def joined(problem: Problem) -> Problem:
+    """Return the problem with each run as one stage."""
+    return replace(problem, stages=tuple(_joined([problem.stages[s] for s in run]) for run in runs(problem)))
+
+
+def _joined(run: list[Stage]) -> Stage:
+    last = run[-1]
+    return replace(
+        run[0],
+        send_activation=last.send_activation,
+        outgoing=last.outgoing,
+        **{name: sum(getattr(stage, name) for stage in run) for name in ADDED},
+        **{name: max(getattr(stage, name) for stage in run) for name in LARGEST},
+    )

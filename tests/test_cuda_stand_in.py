@@ -13,10 +13,10 @@ torch = pytest.importorskip("torch")
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
 from optpipe_compiler.errors import BadInput, RunFailed  # noqa: E402
+from optpipe_torch.emulate.peers import Arrival  # noqa: E402
 from runtime_torch import cuda, messages, timeline  # noqa: E402
 from runtime_torch.messages import Mailbox  # noqa: E402
 from runtime_torch.meter import Meter  # noqa: E402
-from runtime_torch.peers import Arrival  # noqa: E402
 from runtime_torch.timeline import Timeline  # noqa: E402
 
 

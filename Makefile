@@ -4,7 +4,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 # An environment of its own for each torch that the runtime is tested with: make test-torch TORCH=torch==2.11.0
 TORCH_VENV := .venv-$(subst =,,$(TORCH))
-RUNTIME_TESTS := $(shell grep -lE 'importorskip."(runtime_)?torch' tests/*.py)
+RUNTIME_TESTS := $(shell grep -lE 'importorskip."(optpipe_|runtime_)?torch[."]' tests/*.py)
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := demo

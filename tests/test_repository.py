@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -233,3 +234,28 @@ def test_the_readme_lists_every_exit_code_and_no_other():
     assert len(kinds) == len(codes) - 2, "two failures share an exit code"
     signals = {128 + signal.SIGPIPE, 128 + signal.SIGTERM}
     assert {int(code) for code in rows} - signals == codes
+
+
+# -- the Makefile
+
+
+def skips_without_torch(path: Path) -> bool:
+    """Whether a test module asks for torch, or for a package of ours that needs it, before it uses it."""
+    asked = [
+        call.args[0].value
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.importorskip"
+    ]
+    return any(name.partition(".")[0] in ("torch", "optpipe_torch", "runtime_torch") for name in asked)
+
+
+def test_another_torch_is_tested_with_every_file_that_needs_torch():
+    wanted = {str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("test_*.py") if skips_without_torch(path)}
+    command = ["make", "--dry-run", "test-torch", "TORCH=torch==2.11.0", f"PYTHON={sys.executable}"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    recipe = [shlex.split(line) for line in done.stdout.splitlines()]
+    assert len(wanted) > 30
+    assert set(recipe[-1][3:]) == wanted
+    assert all(line[0].startswith(".venv-torch2.11.0/") for line in recipe[1:])
+    assert "torch==2.11.0" in recipe[-2]

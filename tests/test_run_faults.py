@@ -116,7 +116,7 @@ def test_under_torchrun_a_wrong_world_size_is_told_by_every_rank(tmp_path):
     path = tmp_path / "schedule.json"
     path.write_text(ir.to_text(schedule(Shape((0, 1), microbatches=4), model=None)))
     for number, rank in enumerate(start_ranks(JOINED, str(path), world=3)):
-        _, errors = rank.communicate(timeout=30)
+        _, errors = rank.communicate(timeout=120)
         assert rank.returncode == RunFailed.exit_code
         wanted = f"rank {number}: the schedule is for 2 devices, but 3 ranks were started"
         assert errors.splitlines()[-1] == wanted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
@@ -24,6 +25,7 @@ FILES = {
     for package in PACKAGES
     for path in sorted((ROOT / package).rglob("*.py"))
 }
+PAGE = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
 TREES = {module: ast.parse(path.read_text()) for module, path in FILES.items()}
 
 
@@ -139,6 +141,18 @@ def test_a_room_imports_exactly_the_rooms_that_the_table_says(name):
 
 def test_the_table_has_every_room():
     assert set(ROOMS) == set(arrows())
+
+
+def test_the_page_has_a_line_for_every_room():
+    lines = re.findall(r"^- (`.+?`(?:, `.+?`)*): ", PAGE, flags=re.M)
+    told = [name.strip("`/").removesuffix(".py") for line in lines for name in line.split(", ")]
+    assert sorted([*told, "runtime_torch"]) == sorted(set(ROOMS) - {"optpipe_compiler", "optpipe_torch"})
+
+
+@pytest.mark.parametrize("name", re.findall(r"`([\w/]+(?:/|\.(?:py|json|md)))`|\]\(([^)]+)\)", PAGE), ids="".join)
+def test_what_the_page_names_exists(name):
+    homes = (ROOT, ROOT / "docs", *(ROOT / package for package in PACKAGES))
+    assert any((home / "".join(name)).exists() for home in homes)
 
 
 def test_no_two_rooms_need_each_other():

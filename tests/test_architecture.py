@@ -231,6 +231,16 @@ def test_no_module_imports_itself_by_a_detour():
         visit(module, ())
 
 
+def test_only_the_judge_makes_a_checked_schedule():
+    making = {
+        module
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Checked", "ir.Checked")
+    }
+    assert making == {"optpipe_compiler.verify"}
+
+
 def is_print(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call):
         return False

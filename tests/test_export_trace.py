@@ -14,6 +14,7 @@ from small_schedules import Shape, build, random_shape
 from optpipe_compiler.documents import ir
 from optpipe_compiler.export.chrome_trace import LANES, LETTERS, render
 from optpipe_compiler.export.memory import device_curve, host_curve, on_device, timed_ops
+from optpipe_compiler.verify import check
 from optpipe_compiler.verify.memory import Table
 from optpipe_compiler.verify.plan import Plan
 
@@ -25,7 +26,7 @@ def drawn(seed: int) -> ir.Schedule:
 
 
 def events(schedule: ir.Schedule, phase: str) -> list[dict[str, Any]]:
-    trace = json.loads(render(schedule))
+    trace = json.loads(render(check(schedule)))
     assert trace["displayTimeUnit"] == "ms"
     return [event for event in trace["traceEvents"] if event["ph"] == phase]
 

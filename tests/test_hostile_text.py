@@ -17,6 +17,7 @@ from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.documents.profile import Model
 from optpipe_compiler.documents.units import printable
 from optpipe_compiler.export import torchtitan
+from optpipe_compiler.verify import check
 from tests.instances import quick, uniform
 
 HOSTILE = (
@@ -143,7 +144,7 @@ def test_a_sweeps_picture_and_sentences_hold_names_as_data(folder):
 def test_a_module_for_torchtitan_holds_strings_as_data(folder, text):
     plan = ir.load("plain.json")
     plan = msgspec.structs.replace(plan, provenance=msgspec.structs.replace(plan.provenance, compiler=text))
-    tree = ast.parse(torchtitan.render(plan, None, f"{text}.csv", text))
+    tree = ast.parse(torchtitan.render(check(plan), None, f"{text}.csv", text))
     kinds = [type(node).__name__ for node in tree.body]
     assert kinds == ["Expr", "ImportFrom", "Assign", "Assign", "FunctionDef"]
     assert f"Written by {text} for" in ast.get_docstring(tree, clean=False).encode("utf-16", "surrogatepass").decode(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -253,6 +254,13 @@ class Schedule(Record, frozen=True, kw_only=True, omit_defaults=False):
     devices: list[Device]
     forecast: Forecast
     provenance: Provenance
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A schedule in which the judge found no violation; only `verify.check` makes one."""
+
+    schedule: Schedule
 
 
 def contract_digest(schedule: Schedule) -> str:

@@ -33,8 +33,9 @@ LETTERS = {
 }
 
 
-def render(schedule: ir.Schedule) -> str:
+def render(checked: ir.Checked) -> str:
     """Return the file, one event per line."""
+    schedule = checked.schedule
     slices = _slices(schedule)
     events = [*_names(schedule), *slices.values(), *_arrows(schedule, slices), *_counters(schedule)]
     about = {

@@ -14,6 +14,7 @@ import pytest
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import canonical
+from optpipe_compiler.documents.ops import LETTERS, MESSAGES
 from optpipe_compiler.verify import verify
 from tests.instances import quick, uniform
 
@@ -239,6 +240,20 @@ def test_only_the_judge_makes_a_checked_schedule():
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Checked", "ir.Checked")
     }
     assert making == {"optpipe_compiler.verify"}
+
+
+def begins_as_an_id(node: ast.AST) -> bool:
+    """Whether it is an f-string such as f"forward:{stage}:{microbatch}" or f"{stage}F{microbatch}"."""
+    if not isinstance(node, ast.JoinedStr):
+        return False
+    text = "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+    kinds = "|".join([*LETTERS, *MESSAGES])
+    return re.match(rf"({kinds}):{{}}|{{}}:{{}}:{{}}(:|$)|{{}}[{''.join(LETTERS.values())}]{{}}", text) is not None
+
+
+def test_ids_and_text_forms_of_ops_are_made_in_one_place():
+    making = {module for module, tree in TREES.items() if any(begins_as_an_id(node) for node in ast.walk(tree))}
+    assert making == {"optpipe_compiler.documents.ops"}
 
 
 def is_print(node: ast.AST) -> bool:

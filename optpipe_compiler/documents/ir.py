@@ -10,6 +10,8 @@ from typing import Literal
 import msgspec
 
 from optpipe_compiler.documents.files import Record, canonical, decode, read_text
+from optpipe_compiler.documents.ops import op_id
+from optpipe_compiler.documents.ops import parse as parse_op
 from optpipe_compiler.documents.profile import MOST_LAYERS, Count, Model, Positive
 from optpipe_compiler.errors import BadInput
 
@@ -43,7 +45,12 @@ class Op(Record, frozen=True, kw_only=True):
     @property
     def id(self) -> str:
         """The op's name in waits: `kind:stage:microbatch`, unique in a schedule."""
-        return f"{self.name}:{self.stage}:{self.microbatch}"
+        return op_id(self.name, self.stage, self.microbatch)
+
+    @property
+    def text(self) -> str:
+        """The op's name for people: stage, letter, microbatch, as in `2F0`."""
+        return parse_op(self.id).text
 
 
 class Forward(Op, frozen=True, kw_only=True, tag_field="op", tag="forward"):
@@ -92,7 +99,7 @@ class SavedOp(Op, frozen=True, kw_only=True):
     @property
     def id(self) -> str:
         """`kind:stage:microbatch:first-end`."""
-        return f"{self.name}:{self.stage}:{self.microbatch}:{self.layers[0]}-{self.layers[1]}"
+        return op_id(self.name, self.stage, self.microbatch, self.layers)
 
 
 class Recompute(SavedOp, frozen=True, kw_only=True, tag_field="op", tag="recompute"):

@@ -10,6 +10,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.ops import op_id
 from optpipe_compiler.export.memory import device_curve, host_curve, timed_ops
 
 if TYPE_CHECKING:
@@ -115,16 +116,16 @@ def _arrow(op: ir.Op, slices: Slices) -> Iterator[tuple[str, str, str]]:
     stage, microbatch = op.stage, op.microbatch
     match op:
         case ir.SendActivation():
-            yield "activation", f"forward:{stage}:{microbatch}", f"forward:{stage + 1}:{microbatch}"
+            yield "activation", op_id("forward", stage, microbatch), op_id("forward", stage + 1, microbatch)
         case ir.SendGradient():
             yield "gradient", _gradient(slices, stage, microbatch), _gradient(slices, stage - 1, microbatch)
         case ir.Offload():
-            yield "offloaded", op.id, op.id.replace("offload", "reload")
+            yield "offloaded", op.id, op_id("reload", stage, microbatch, op.layers)
 
 
 def _gradient(slices: Slices, stage: int, microbatch: int) -> str:
-    split = f"backward_input:{stage}:{microbatch}"
-    return split if split in slices else f"backward:{stage}:{microbatch}"
+    split = op_id("backward_input", stage, microbatch)
+    return split if split in slices else op_id("backward", stage, microbatch)
 
 
 def _middle(of: Event) -> Event:

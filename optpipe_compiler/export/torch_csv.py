@@ -20,7 +20,7 @@ from optpipe_compiler.documents import ir
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-LETTERS = {"forward": "F", "backward_input": "I", "backward_weight": "W", "backward": "B"}
+KINDS = ("forward", "backward_input", "backward_weight", "backward")
 
 
 def render(checked: ir.Checked) -> str:
@@ -53,4 +53,4 @@ def _left(lane: Iterable[ir.ComputeOp]) -> Iterator[ir.ComputeOp]:
 
 
 def _cells(lane: Iterable[ir.Op]) -> Iterator[str]:
-    return (f"{op.stage}{LETTERS[op.name]}{op.microbatch}" for op in lane if op.name in LETTERS)
+    return (op.text for op in lane if op.name in KINDS)

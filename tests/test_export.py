@@ -51,7 +51,6 @@ def written() -> set[str]:
         ("chrome-trace", {"kept.trace.json"}),
         ("torch-csv", {"kept.csv"}),
         ("torchtitan", {"kept.csv", "kept_torchtitan.py"}),
-        ("png", {"kept.png"}),
         ("svg", {"kept.svg"}),
     ],
 )
@@ -64,11 +63,10 @@ def test_files_are_named_after_the_schedule(export, kind, names):
 
 
 def test_every_file_is_what_its_name_says(export):
-    for kind in ("chrome-trace", "torch-csv", "png", "svg"):
+    for kind in ("chrome-trace", "torch-csv", "svg"):
         assert export("kept.json", "--to", kind).code == 0
     assert json.loads(Path("kept.trace.json").read_text())["traceEvents"]
     assert Path("kept.csv").read_text() == torch_csv.render(check(ir.load("kept.json")))
-    assert Path("kept.png").read_bytes().startswith(b"\x89PNG\r\n")
     assert Path("kept.svg").read_text().startswith("<svg ")
 
 
@@ -141,9 +139,10 @@ def test_a_file_on_stdout_is_alone_there(export):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("none.json", "--to", "png"), "none.json: cannot be read: No such file or directory"),
-        (("profile.json", "--to", "png"), 'profile.json: $.format is "optpipe-profile", expected "optpipe-schedule"'),
-        (("kept.json", "--to", "png", "-o", "no/a.png"), "no/a.png: cannot be written: No such file or directory"),
+        (("none.json", "--to", "svg"), "none.json: cannot be read: No such file or directory"),
+        (("profile.json", "--to", "svg"), 'profile.json: $.format is "optpipe-profile", expected "optpipe-schedule"'),
+        (("kept.json", "--to", "svg", "-o", "no/a.svg"), "no/a.svg: cannot be written: No such file or directory"),
+        (("kept.json", "--to", "svg", "-o", "a.PNG"), "'a.PNG' is a PNG, expected an .svg, which browsers show"),
         (("kept.json", "--to", "torchtitan", "-o", "a.toml"), "-o is 'a.toml', expected a Python file; "),
         (("kept.json", "--to", "torchtitan", "--profile", "profile.json"), "the profile has 2 layers, expected "),
     ],

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from optpipe_compiler.cli.common import SCHEDULE, console, say
+from optpipe_compiler.cli.common import SCHEDULE, console, refuse_png, say
 from optpipe_compiler.errors import BadInput, Rejected
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ ENDINGS = {
     "chrome-trace": ".trace.json",
     "torch-csv": ".csv",
     "torchtitan": "_torchtitan.py",
-    "png": ".png",
     "svg": ".svg",
 }
 
@@ -40,13 +39,14 @@ def export(
     chrome-trace  timeline with memory for ui.perfetto.dev
     torch-csv     compute ops as torch.distributed.pipelining loads them
     torchtitan    that CSV and the settings for torchtitan 0.3
-    png, svg      the chart as a picture
+    svg           the chart as a picture
 
     Example: optpipe export schedule.json --to chrome-trace
     """
     from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.files import check_writable
 
+    refuse_png(output)
     path = output or _default(schedule_path, kind)
     check_writable(path)
     checked = _checked(ir.load(schedule_path), schedule_path)
@@ -60,12 +60,10 @@ def export(
         _write_torchtitan(path, checked, profile_path)
 
 
-def _picture(checked: Checked, kind: str) -> str | bytes:
+def _picture(checked: Checked, kind: str) -> str:
     from optpipe_compiler.export import chrome_trace
-    from optpipe_compiler.view import png, svg
+    from optpipe_compiler.view import svg
 
-    if kind == "png":
-        return png.render(checked.schedule)
     return svg.render(checked.schedule) if kind == "svg" else chrome_trace.render(checked)
 
 
@@ -119,7 +117,7 @@ def _refuse_loss(schedule: Schedule, path: Path, drop_memory_ops: bool) -> None:
         )
 
 
-def _write(path: Path, content: str | bytes) -> None:
+def _write(path: Path, content: str) -> None:
     from optpipe_compiler.documents.files import is_special, write_atomically
 
     write_atomically(path, content)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from optpipe_compiler.documents import ir
-from optpipe_compiler.documents.ops import op_id
+from optpipe_compiler.documents.ops import LETTERS, op_id
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.forecast.memory import Table
 
@@ -24,15 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 LANES: tuple[ir.Lane, ...] = ("compute", "d2h", "h2d")
-LETTERS = {
-    "forward": "F",
-    "backward_input": "I",
-    "backward_weight": "W",
-    "backward": "B",
-    "recompute": "R",
-    "offload": "D",
-    "reload": "H",
-}
 
 
 class Reason(Enum):

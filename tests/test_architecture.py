@@ -156,6 +156,11 @@ def test_what_the_page_names_exists(name):
     assert any((home / "".join(name)).exists() for home in homes)
 
 
+def test_the_page_of_the_replay_has_a_line_for_every_file():
+    listed = re.findall(r"^\| `(\w+\.py)` \|", (ROOT / "runtime_torch" / "README.md").read_text(), flags=re.M)
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "runtime_torch").glob("*.py"))
+
+
 def test_no_two_rooms_need_each_other():
     TopologicalSorter({name: allowed.split() for name, allowed in ROOMS.items()}).prepare()  # raises for a circle
 

@@ -11,6 +11,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.ops import op_id
 from optpipe_compiler.errors import RunFailed
 
 if TYPE_CHECKING:
@@ -45,9 +46,9 @@ def implied(schedule: Schedule, device: int) -> dict[str, list[str]]:
 def sender_id(op: ir.Op) -> str:
     """The id of the message's send, whichever half `op` is."""
     if isinstance(op, ir.RecvActivation):
-        return f"send_activation:{op.stage - 1}:{op.microbatch}"
+        return op_id("send_activation", op.stage - 1, op.microbatch)
     if isinstance(op, ir.RecvGradient):
-        return f"send_gradient:{op.stage + 1}:{op.microbatch}"
+        return op_id("send_gradient", op.stage + 1, op.microbatch)
     return op.id
 
 
@@ -124,7 +125,7 @@ class _Graph:
 def received_for(op: ir.Op) -> list[str]:
     """The ids of the receives that a compute op reads, where its neighbour is on another device."""
     if isinstance(op, ir.Forward):
-        return [f"recv_activation:{op.stage}:{op.microbatch}"]
+        return [op_id("recv_activation", op.stage, op.microbatch)]
     if isinstance(op, ir.Backward | ir.BackwardInput):
-        return [f"recv_gradient:{op.stage}:{op.microbatch}"]
+        return [op_id("recv_gradient", op.stage, op.microbatch)]
     return []

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch.profiler import record_function
 
+from optpipe_compiler.documents.ops import range_name
 from runtime_torch.engine import is_profiled
 from runtime_torch.execution import StageExecution
 
@@ -31,7 +32,7 @@ class NamedStage(StageExecution):
     def _range(self, kind: str, microbatch: int) -> AbstractContextManager[object]:
         if not is_profiled():
             return _SILENCE
-        return record_function(f"{kind} {self.stage} m{microbatch}")
+        return record_function(range_name(kind, self.stage, microbatch))
 
     def forward(
         self, microbatch: int, x: Tensor, target: Tensor | None = None, recomputed: Sequence[Layers] = ()

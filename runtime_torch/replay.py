@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.ops import op_id
 from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch import deliveries
 from runtime_torch.bundles import show
@@ -268,7 +269,7 @@ class Replay:
         if stage + 1 in self.stages:
             self._activations[stage + 1, microbatch] = out
         elif stage != self.last_stage:
-            self._outbox[f"send_activation:{stage}:{microbatch}"] = out
+            self._outbox[op_id("send_activation", stage, microbatch)] = out
         self._end(due, start)
 
     def _backward(self, due: _Due, stage: int, microbatch: int) -> None:
@@ -287,7 +288,7 @@ class Replay:
         if found is not None and stage - 1 in self.stages:
             self._gradients[stage - 1, microbatch] = found
         elif found is not None:
-            self._outbox[f"send_gradient:{stage}:{microbatch}"] = found
+            self._outbox[op_id("send_gradient", stage, microbatch)] = found
         self._end(due, start)
 
     def _backward_weight(self, due: _Due, stage: int, microbatch: int) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import canonical
+from optpipe_compiler.documents.ops import LETTERS, MESSAGES
 from optpipe_compiler.verify import verify
 from tests.instances import quick, uniform
 
@@ -23,6 +26,7 @@ FILES = {
     for package in PACKAGES
     for path in sorted((ROOT / package).rglob("*.py"))
 }
+PAGE = (ROOT / "docs" / "ARCHITECTURE.md").read_text()
 TREES = {module: ast.parse(path.read_text()) for module, path in FILES.items()}
 
 
@@ -61,42 +65,104 @@ def ours(module: str, *, lazy: bool = True) -> set[str]:
 
 def theirs(module: str) -> set[str]:
     """The top names of everything else that `module` imports, also within functions and for types."""
-    names = {name for node in ast.walk(TREES[module]) for name in imported(node)}
-    return {name.split(".")[0] for name in names}
+    return {name.split(".")[0] for name in named(module)}
 
 
-def reached(module: str) -> set[str]:
-    """All modules of this project that importing `module` imports."""
-    found, rest = set(), [module]
-    while rest:
-        name = rest.pop()
-        if name not in found:
-            found.add(name)
-            parents = {name.rsplit(".", n)[0] for n in range(1, name.count(".") + 1)}
-            rest += ours(name, lazy=False) | (parents & set(TREES))
-    return found
+def named(module: str) -> set[str]:
+    """Everything that `module` imports, also within functions and for types."""
+    return {name for node in ast.walk(TREES[module]) for name in imported(node)}
 
 
 def within(room: str) -> list[str]:
     return [module for module in TREES if module == room or module.startswith(room + ".")]
 
 
-@pytest.mark.parametrize("module", within("optpipe_compiler.verify"))
-def test_the_judge_shares_no_code_with_planning(module):
-    allowed = {"optpipe_compiler.errors", *within("optpipe_compiler.documents")}
-    assert ours(module) - {"optpipe_compiler"} <= allowed | set(within("optpipe_compiler.verify"))
+# -- rooms --------------------------------------------------------------------------------------------------------
+
+ROOMS = {
+    "errors": "",
+    "child": "",
+    "documents": "errors",
+    "costs": "documents errors",
+    "model": "documents errors",
+    "machine": "model",
+    "published": "machine model",
+    "solver": "child errors model",
+    "plan": "documents machine model published solver",
+    "lower": "documents model optpipe_compiler",
+    "verify": "documents errors",
+    "compiler": "documents errors lower machine model plan published solver verify",
+    "forecast": "documents errors",
+    "diff": "documents",
+    "export": "documents errors",
+    "study": "child compiler documents errors forecast published verify",
+    "view": "compiler costs diff documents errors forecast study verify",
+    "cli": (
+        "compiler costs diff documents errors export forecast published study verify view optpipe_compiler "
+        "emulate estimates launch models profiler"
+    ),
+    "runtime_torch": "documents errors",
+    "models": "costs documents errors optpipe_compiler optpipe_torch runtime_torch",
+    "launch": "child documents errors export models runtime_torch",
+    "profiler": "child costs documents errors launch models runtime_torch",
+    "estimates": "costs documents errors models profiler runtime_torch",
+    "emulate": "documents errors export launch models profiler runtime_torch",
+    "optpipe_compiler": "",
+    "optpipe_torch": "",
+}
+"""Each room and the rooms whose modules it imports, also within functions and for types. The last two are the packages'
+own __init__: they say where a package is, and its version."""
 
 
-@pytest.mark.parametrize("module", within("optpipe_compiler.export"))
-def test_exports_see_only_the_files(module):
-    allowed = {"optpipe_compiler.errors", *within("optpipe_compiler.documents")}
-    assert ours(module) - {"optpipe_compiler"} <= allowed | set(within("optpipe_compiler.export"))
+def room(module: str) -> str:
+    """The folder or file below the package; the replay is one room, and a package's own __init__ bears its name."""
+    package, _, rest = module.partition(".")
+    return package if package == "runtime_torch" or not rest else rest.split(".")[0]
 
 
-def test_planning_does_not_know_the_commands_the_view_or_the_runtime():
-    above = {module for room in ("optpipe_compiler.cli", "optpipe_compiler.view", *TORCH) for module in within(room)}
-    for module in set(within("optpipe_compiler")) - above:
-        assert not ours(module) & above, module
+def arrows() -> dict[str, set[str]]:
+    """For every room the other rooms that it imports from."""
+    found: dict[str, set[str]] = {room(module): set() for module in TREES}
+    for module in TREES:
+        for node in ast.walk(TREES[module]):
+            modules = set(imported(node)) & set(TREES)
+            inner = {name for name in modules if not any(other.startswith(name + ".") for other in modules)}
+            found[room(module)] |= {room(name) for name in inner} - {room(module)}
+    return found
+
+
+def test_rooms_of_two_packages_have_two_names():
+    assert len({(module.split(".")[0], room(module)) for module in TREES}) == len(arrows())
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_a_room_imports_exactly_the_rooms_that_the_table_says(name):
+    assert arrows()[name] == set(ROOMS[name].split())
+
+
+def test_the_table_has_every_room():
+    assert set(ROOMS) == set(arrows())
+
+
+def test_the_page_has_a_line_for_every_room():
+    lines = re.findall(r"^- (`.+?`(?:, `.+?`)*): ", PAGE, flags=re.M)
+    told = [name.strip("`/").removesuffix(".py") for line in lines for name in line.split(", ")]
+    assert sorted([*told, "runtime_torch"]) == sorted(set(ROOMS) - {"optpipe_compiler", "optpipe_torch"})
+
+
+@pytest.mark.parametrize("name", re.findall(r"`([\w/]+(?:/|\.(?:py|json|md)))`|\]\(([^)]+)\)", PAGE), ids="".join)
+def test_what_the_page_names_exists(name):
+    homes = (ROOT, ROOT / "docs", *(ROOT / package for package in PACKAGES))
+    assert any((home / "".join(name)).exists() for home in homes)
+
+
+def test_the_page_of_the_replay_has_a_line_for_every_file():
+    listed = re.findall(r"^\| `(\w+\.py)` \|", (ROOT / "runtime_torch" / "README.md").read_text(), flags=re.M)
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "runtime_torch").glob("*.py"))
+
+
+def test_no_two_rooms_need_each_other():
+    TopologicalSorter({name: allowed.split() for name, allowed in ROOMS.items()}).prepare()  # raises for a circle
 
 
 def test_only_the_solver_imports_ortools_only_the_machine_numba_and_not_the_compiler_torch():
@@ -169,6 +235,30 @@ def test_no_module_imports_itself_by_a_detour():
 
     for module in within("optpipe_compiler"):
         visit(module, ())
+
+
+def test_only_the_judge_makes_a_checked_schedule():
+    making = {
+        module
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("Checked", "ir.Checked")
+    }
+    assert making == {"optpipe_compiler.verify"}
+
+
+def begins_as_an_id(node: ast.AST) -> bool:
+    """Whether it is an f-string such as f"forward:{stage}:{microbatch}" or f"{stage}F{microbatch}"."""
+    if not isinstance(node, ast.JoinedStr):
+        return False
+    text = "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+    kinds = "|".join([*LETTERS, *MESSAGES])
+    return re.match(rf"({kinds}):{{}}|{{}}:{{}}:{{}}(:|$)|{{}}[{''.join(LETTERS.values())}]{{}}", text) is not None
+
+
+def test_ids_and_text_forms_of_ops_are_made_in_one_place():
+    making = {module for module, tree in TREES.items() if any(begins_as_an_id(node) for node in ast.walk(tree))}
+    assert making == {"optpipe_compiler.documents.ops"}
 
 
 def is_print(node: ast.AST) -> bool:

@@ -13,6 +13,7 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.documents.units import short_bytes
 from optpipe_compiler.export import torch_csv
+from optpipe_compiler.verify import check
 from optpipe_compiler.verify.peaks import peaks
 from tests import test_cli
 from tests.instances import quick, uniform
@@ -50,7 +51,6 @@ def written() -> set[str]:
         ("chrome-trace", {"kept.trace.json"}),
         ("torch-csv", {"kept.csv"}),
         ("torchtitan", {"kept.csv", "kept_torchtitan.py"}),
-        ("png", {"kept.png"}),
         ("svg", {"kept.svg"}),
     ],
 )
@@ -63,18 +63,17 @@ def test_files_are_named_after_the_schedule(export, kind, names):
 
 
 def test_every_file_is_what_its_name_says(export):
-    for kind in ("chrome-trace", "torch-csv", "png", "svg"):
+    for kind in ("chrome-trace", "torch-csv", "svg"):
         assert export("kept.json", "--to", kind).code == 0
     assert json.loads(Path("kept.trace.json").read_text())["traceEvents"]
-    assert Path("kept.csv").read_text() == torch_csv.render(ir.load("kept.json"))
-    assert Path("kept.png").read_bytes().startswith(b"\x89PNG\r\n")
+    assert Path("kept.csv").read_text() == torch_csv.render(check(ir.load("kept.json")))
     assert Path("kept.svg").read_text().startswith("<svg ")
 
 
 def test_the_schedule_in_the_directory_is_the_default_and_o_names_the_file(export):
     Path("schedule.json").write_text(Path("kept.json").read_text())
     assert export("--to", "torch-csv", "-o", "order.txt").code == 0
-    assert Path("order.txt").read_text() == torch_csv.render(ir.load("kept.json"))
+    assert Path("order.txt").read_text() == torch_csv.render(check(ir.load("kept.json")))
 
 
 def test_what_python_imports_gets_a_name_that_python_can_import(export):
@@ -106,7 +105,7 @@ def test_dropping_memory_ops_says_the_peak_that_results_against_the_cap(export):
     outcome = export("tight.json", "--to", "torch-csv", "--drop-memory-ops")
     assert outcome.code == 0
     schedule = ir.load("tight.json")
-    found = peaks(torch_csv.as_torch_runs_it(schedule))
+    found = peaks(torch_csv.as_torch_runs_it(check(schedule)))
     assert max(found) > schedule.setup.cap_bytes
     table = [line.split() for line in outcome.out.splitlines() if line.split()[0] in ("0", "1")]
     assert [row[:7] for row in table] == [
@@ -132,7 +131,7 @@ def test_a_file_on_stdout_is_alone_there(export):
         env={"PYTHONPATH": str(Path(__file__).parent.parent)},
         check=True,
     )
-    assert done.stdout == torch_csv.render(ir.load("kept.json"))
+    assert done.stdout == torch_csv.render(check(ir.load("kept.json")))
     assert "wrote /dev/stdout" in done.stderr
     assert "fits" in done.stderr
 
@@ -140,9 +139,10 @@ def test_a_file_on_stdout_is_alone_there(export):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("none.json", "--to", "png"), "none.json: cannot be read: No such file or directory"),
-        (("profile.json", "--to", "png"), 'profile.json: $.format is "optpipe-profile", expected "optpipe-schedule"'),
-        (("kept.json", "--to", "png", "-o", "no/a.png"), "no/a.png: cannot be written: No such file or directory"),
+        (("none.json", "--to", "svg"), "none.json: cannot be read: No such file or directory"),
+        (("profile.json", "--to", "svg"), 'profile.json: $.format is "optpipe-profile", expected "optpipe-schedule"'),
+        (("kept.json", "--to", "svg", "-o", "no/a.svg"), "no/a.svg: cannot be written: No such file or directory"),
+        (("kept.json", "--to", "svg", "-o", "a.PNG"), "'a.PNG' is a PNG, expected an .svg, which browsers show"),
         (("kept.json", "--to", "torchtitan", "-o", "a.toml"), "-o is 'a.toml', expected a Python file; "),
         (("kept.json", "--to", "torchtitan", "--profile", "profile.json"), "the profile has 2 layers, expected "),
     ],

@@ -16,6 +16,7 @@ import pytest
 from small_schedules import Shape, build, random_shape
 
 from optpipe_compiler.export.torch_csv import as_torch_runs_it, memory_ops, render
+from optpipe_compiler.verify import check
 from optpipe_compiler.verify.peaks import peaks
 from tests.instances import quick, uniform
 
@@ -27,7 +28,7 @@ LINEAR, LOOP, V = (0, 1), (0, 1, 0, 1), (0, 1, 1, 0)
 
 
 def rows(schedule: ir.Schedule) -> list[list[str]]:
-    return [line.split(",") for line in render(schedule).splitlines()]
+    return [line.split(",") for line in render(check(schedule)).splitlines()]
 
 
 def keep(stage, microbatch):
@@ -54,7 +55,7 @@ def fused(stage, microbatch):
 
 
 def test_there_is_one_row_per_device_without_header_or_blank_line():
-    text = render(build(Shape(LOOP, microbatches=3)))
+    text = render(check(build(Shape(LOOP, microbatches=3))))
     assert text.count("\n") == 2
     assert text.endswith("\n")
     assert "\n\n" not in text
@@ -104,14 +105,14 @@ def test_peaks_are_the_least_promises_that_the_judge_accepts():
 @pytest.mark.parametrize("placement", [LINEAR, LOOP, V])
 def test_a_kept_and_fused_schedule_without_waits_keeps_its_peak(placement):
     schedule = build(Shape(placement, microbatches=4, fused=fused))
-    assert peaks(as_torch_runs_it(schedule)) == peaks(schedule)
+    assert peaks(as_torch_runs_it(check(schedule))) == peaks(schedule)
 
 
 def test_1f1b_without_its_recomputes_holds_as_many_activations_as_stages_are_left_to_pass():
     plan = quick(uniform(2, 2), 10**9, method="1f1b-recompute").schedule
     assert memory_ops(plan) == {"recompute": 8}
     assert peaks(plan) == [10**9, 10**9]
-    assert peaks(as_torch_runs_it(plan)) == [2 * 10**9, 10**9]
+    assert peaks(as_torch_runs_it(check(plan))) == [2 * 10**9, 10**9]
 
 
 # -- torch's own runtime ------------------------------------------------------------------------------------------
@@ -189,7 +190,7 @@ def test_torch_trains_two_steps_with_every_file_and_gets_the_gradients_of_the_un
     cases = []
     for name, schedule in schedules.items():
         path = tmp_path / f"{name}.csv"
-        path.write_text(render(schedule))
+        path.write_text(render(check(schedule)))
         stages = [(stage.device, *stage.layers) for stage in schedule.stages]
         cases.append((str(path), stages, schedule.setup.microbatches))
     (tmp_path / "cases.json").write_text(json.dumps(cases))

@@ -13,6 +13,7 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import Model
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.export.torchtitan import render, schedule_class
+from optpipe_compiler.verify import check
 from tests.instances import quick, uniform
 
 ENDS = {"embedding_ms": (0.1, 0.0, 0.1), "head_ms": (0.1, 0.1, 0.1)}
@@ -32,7 +33,7 @@ def placed(*devices: int, microbatches: int = 3) -> ir.Schedule:
 
 
 def test_a_loop_sets_degree_microbatches_schedule_csv_and_modules(tmp_path):
-    config, names = loaded(render(placed(0, 1, 0, 1), None, "plan.csv", "plan_torchtitan"), tmp_path)
+    config, names = loaded(render(check(placed(0, 1, 0, 1)), None, "plan.csv", "plan_torchtitan"), tmp_path)
     assert vars(config.training) == {"local_batch_size": 3}
     assert vars(config.parallelism) == {
         "pipeline_parallel_degree": 2,
@@ -51,14 +52,14 @@ def test_a_loop_sets_degree_microbatches_schedule_csv_and_modules(tmp_path):
 
 
 def test_a_file_name_with_quotes_stays_one_string(tmp_path):
-    config, _ = loaded(render(placed(0, 1), None, 'a "b".csv', "plan"), tmp_path)
+    config, _ = loaded(render(check(placed(0, 1)), None, 'a "b".csv', "plan"), tmp_path)
     assert config.parallelism.pipeline_parallel_schedule_csv == str(tmp_path / 'a "b".csv')
 
 
 def test_the_profile_names_an_embedding_and_a_head(tmp_path):
     costs = uniform(2, 2, **ENDS)
     schedule = quick(costs, 10**10, method="1f1b").schedule
-    config, names = loaded(render(schedule, costs, "plan.csv", "plan"), tmp_path)
+    config, names = loaded(render(check(schedule), costs, "plan.csv", "plan"), tmp_path)
     parts = config.parallelism.module_fqns_per_model_part
     assert [name for part in parts for name in part] == [
         "tok_embeddings",
@@ -72,14 +73,14 @@ def test_the_profile_names_an_embedding_and_a_head(tmp_path):
 
 def test_what_the_profile_does_not_hold_is_said(tmp_path):
     costs = uniform(2, 2)
-    _, names = loaded(render(quick(costs, 10**10, method="1f1b").schedule, costs, "plan.csv", "plan"), tmp_path)
+    _, names = loaded(render(check(quick(costs, 10**10, method="1f1b").schedule), costs, "plan.csv", "plan"), tmp_path)
     assert "no layer for tok_embeddings and norm and lm_head: their costs are not planned" in names["__doc__"]
 
 
 def test_a_measured_gpt_has_ends_and_its_microbatch_size(tmp_path):
     model = Model(builder="gpt", microbatch_size=4, sequence_length=8)
     schedule = ir.seal(msgspec.structs.replace(placed(0, 1), model=model))
-    config, _ = loaded(render(schedule, None, "plan.csv", "plan"), tmp_path)
+    config, _ = loaded(render(check(schedule), None, "plan.csv", "plan"), tmp_path)
     assert config.parallelism.module_fqns_per_model_part == [
         ["tok_embeddings", "layers.0"],
         ["layers.1", "norm", "lm_head"],
@@ -90,7 +91,7 @@ def test_a_measured_gpt_has_ends_and_its_microbatch_size(tmp_path):
 
 def test_a_profile_of_another_model_is_refused():
     with pytest.raises(BadInput, match=r"the profile has 6 layers, expected the schedule's 4"):
-        render(placed(0, 1), uniform(2, 3), "plan.csv", "plan")
+        render(check(placed(0, 1)), uniform(2, 3), "plan.csv", "plan")
 
 
 @pytest.mark.parametrize(

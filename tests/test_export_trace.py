@@ -12,8 +12,9 @@ import pytest
 from small_schedules import Shape, build, random_shape
 
 from optpipe_compiler.documents import ir
-from optpipe_compiler.export.chrome_trace import LANES, LETTERS, render
+from optpipe_compiler.export.chrome_trace import CELLS, LANES, render
 from optpipe_compiler.export.memory import device_curve, host_curve, on_device, timed_ops
+from optpipe_compiler.verify import check
 from optpipe_compiler.verify.memory import Table
 from optpipe_compiler.verify.plan import Plan
 
@@ -25,7 +26,7 @@ def drawn(seed: int) -> ir.Schedule:
 
 
 def events(schedule: ir.Schedule, phase: str) -> list[dict[str, Any]]:
-    trace = json.loads(render(schedule))
+    trace = json.loads(render(check(schedule)))
     assert trace["displayTimeUnit"] == "ms"
     return [event for event in trace["traceEvents"] if event["ph"] == phase]
 
@@ -45,7 +46,7 @@ def test_every_op_that_takes_time_is_one_slice_at_its_forecast_time(seed):
         for event in slices
     )
     assert found == expected
-    assert {event["cat"] for event in slices} <= set(LETTERS)
+    assert {event["cat"] for event in slices} <= set(CELLS)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -160,8 +160,8 @@ def test_files_that_the_text_names_are_written(shell):
     for line in commands_in_the_text():
         if line.startswith("optpipe export"):
             shell(line)
-    named = set(re.findall(r"\bschedule\w*(?:\.trace)?\.(?:json|csv|py|png)\b", TEXT.split("## For other tools")[1]))
-    assert named == {"schedule.json", "schedule.trace.json", "schedule.csv", "schedule_torchtitan.py", "schedule.png"}
+    named = set(re.findall(r"\bschedule\w*(?:\.trace)?\.(?:json|csv|py|svg)\b", TEXT.split("## For other tools")[1]))
+    assert named == {"schedule.json", "schedule.trace.json", "schedule.csv", "schedule_torchtitan.py", "schedule.svg"}
     assert named <= {path.name for path in shell.folder.iterdir()}
 
 

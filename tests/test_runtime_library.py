@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -135,6 +136,25 @@ def assert_equal_gradients(module, steps=1):
     wanted = dict(reference()[1].named_parameters())
     for name, parameter in module.named_parameters():
         torch.testing.assert_close(parameter.grad, steps * wanted[name].grad, msg=name)
+
+
+class Scores(nn.Linear):
+    def forward(self, x, target):
+        return nn.functional.cross_entropy(super().forward(x).flatten(0, 1), target.flatten())
+
+
+def test_the_loop_in_the_rooms_readme_trains(alone, tmp_path, monkeypatch):
+    (code,) = re.findall(r"```python\n(.*?)```", Path(runtime_torch.__file__).with_name("README.md").read_text(), re.S)
+    monkeypatch.chdir(tmp_path)
+    Path("schedule.json").write_text(ir.to_text(plan((0,))))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend: None)  # the fixture has done so
+    layers = [nn.Embedding(16, HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN), Scores(HIDDEN, 16)]
+    before = [layer.weight.detach().clone() for layer in layers]
+    tokens = torch.randint(16, (2, LENGTH))
+    whole = torch.randint(16, (2 * MICROBATCHES, LENGTH))
+    exec(code, {"layers": layers, "device": "cpu", "tokens": tokens, "batches": [(whole, whole)]})
+    for layer, weight in zip(layers, before, strict=True):
+        assert not torch.equal(layer.weight, weight)
 
 
 RANGES = {

@@ -218,6 +218,7 @@ def test_show_zooms_by_options(show):
         (("--from", "2s"), "--from 2s to 21 ms is no time of the schedule, expected a part of 0 to 21 ms"),
         (("--to", "0"), "--from 0 to 0 is no time of the schedule, expected a part of 0 to 21 ms"),
         (("--svg", "a.svg", "--from", "1ms"), "--svg draws the whole schedule"),
+        (("--svg", "a.png"), "'a.png' is a PNG, expected an .svg"),
     ],
 )
 def test_show_refuses_what_the_schedule_has_not(show, arguments, sentence):

@@ -6,18 +6,16 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import pytest
 from small_schedules import Shape, build, build_with_profile, changed
 
+from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import P2P, Link, Model, Quantity
-from optpipe_compiler.verify import Violation, causality, memory, verify
+from optpipe_compiler.verify import Violated, Violation, causality, check, memory, verify
 from optpipe_compiler.verify.plan import Plan
-
-if TYPE_CHECKING:
-    from optpipe_compiler.documents import ir
 
 ROOT = Path(__file__).parents[1]
 Change = Callable[[Any], None]
@@ -121,6 +119,19 @@ def test_a_legal_schedule_is_accepted_with_and_without_its_profile(name: str) ->
     schedule, profile = build_with_profile(SHAPES[name])
     assert verify(schedule) == []
     assert verify(schedule, profile) == []
+
+
+def test_what_was_checked_is_another_type_and_holds_the_schedule() -> None:
+    schedule, profile = build_with_profile(PLAIN)
+    assert check(schedule, profile) == ir.Checked(schedule)
+
+
+def test_a_schedule_that_breaks_a_rule_is_not_checked_and_all_violations_are_said() -> None:
+    wrong = changed(build(PLAIN), put_in("setup", "cap_bytes", 1))
+    with pytest.raises(Violated) as caught:
+        check(wrong)
+    assert caught.value.violations == verify(wrong)
+    assert str(caught.value) == verify(wrong)[0].message
 
 
 def test_the_judge_imports_neither_planning_nor_solver_nor_torch() -> None:

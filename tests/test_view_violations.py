@@ -9,7 +9,7 @@ from rich.console import Console
 from small_schedules import Shape, build, changed
 
 from optpipe_compiler.verify import Violation, verify
-from optpipe_compiler.view.violations import label, render
+from optpipe_compiler.view.violations import render
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents import ir
@@ -33,7 +33,7 @@ def test_ops_are_shown_in_the_letters_of_torch() -> None:
     shape = Shape(microbatches=1, ranges=lambda s, m: [("offload", 0, 1), ("recompute", 1, 2)] if s == 0 else [])
     schedule = build(shape)
     labels = {
-        label(op) for device in schedule.devices for lane in (device.compute, device.d2h, device.h2d) for op in lane
+        op.text for device in schedule.devices for lane in (device.compute, device.d2h, device.h2d) for op in lane
     }
     assert {"0F0", "0I0", "0W0", "0R0:1-2", "0D0:0-1", "0H0:0-1", ">0F0", "<1F0", ">1I0", "<0I0"} <= labels
 
@@ -41,7 +41,7 @@ def test_ops_are_shown_in_the_letters_of_torch() -> None:
 def test_the_offending_op_is_marked_without_colour_next_to_its_neighbours() -> None:
     schedule = build(SHAPE)
     found = [Violation("data", "2F1 comes too early", 0, "compute", 2, (schedule.devices[0].compute[2].id,))]
-    lane = [label(op) for op in schedule.devices[0].compute]
+    lane = [op.text for op in schedule.devices[0].compute]
     row = " ".join([*lane[:2], f"[{lane[2]}]", *lane[3:6], ".."])
     assert shown(found, schedule).splitlines() == [
         "1 violation",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from optpipe_compiler.documents.units import parse_bytes, printable
+from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,6 +38,12 @@ jobs_option = click.option(
     show_default="one per core",
     help="Processes that plan at the same time.",
 )
+
+
+def refuse_png(path: Path | None) -> None:
+    """Raise BadInput for a picture in a format that is not written."""
+    if path is not None and path.suffix.lower() == ".png":
+        raise BadInput(f"{str(path)!r} is a PNG, expected an .svg, which browsers show and other tools convert")
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -25,17 +25,17 @@ def explain(schedule_path: Path, profile_path: Path, time_limit: float, jobs: in
     from optpipe_compiler.documents import ir
     from optpipe_compiler.documents import profile as profiles
     from optpipe_compiler.study import explain as study
-    from optpipe_compiler.verify import verify
+    from optpipe_compiler.verify import Violated, check
     from optpipe_compiler.view.explanation import ChangesBar, render
 
     schedule, costs = ir.load(schedule_path), profiles.load(profile_path)
-    violations = verify(schedule, costs)
-    if violations:
-        said = violations[0].message
-        raise Rejected(f"{schedule_path}: not explained, verify rejects it with {profile_path}: {said}")
+    try:
+        checked = check(schedule, costs)
+    except Violated as error:
+        raise Rejected(f"{schedule_path}: not explained, verify rejects it with {profile_path}: {error}") from error
     instance = study.instance_of(schedule, costs, str(schedule_path), time_limit)
     with ChangesBar(console(stderr=True), len(study.listed(schedule, instance))) as bar:
-        explanation = study.explain(schedule, instance, jobs, bar.update)
+        explanation = study.explain(checked, instance, jobs, bar.update)
     if as_json:
         say_json(explanation)
     else:

@@ -8,17 +8,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from optpipe_compiler.cli.common import SCHEDULE, console, say
+from optpipe_compiler.cli.common import SCHEDULE, console, refuse_png, say
 from optpipe_compiler.errors import BadInput, Rejected
 
 if TYPE_CHECKING:
-    from optpipe_compiler.documents.ir import Schedule
+    from optpipe_compiler.documents.ir import Checked, Schedule
 
 ENDINGS = {
     "chrome-trace": ".trace.json",
     "torch-csv": ".csv",
     "torchtitan": "_torchtitan.py",
-    "png": ".png",
     "svg": ".svg",
 }
 
@@ -40,37 +39,35 @@ def export(
     chrome-trace  timeline with memory for ui.perfetto.dev
     torch-csv     compute ops as torch.distributed.pipelining loads them
     torchtitan    that CSV and the settings for torchtitan 0.3
-    png, svg      the chart as a picture
+    svg           the chart as a picture
 
     Example: optpipe export schedule.json --to chrome-trace
     """
     from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.files import check_writable
 
+    refuse_png(output)
     path = output or _default(schedule_path, kind)
     check_writable(path)
-    schedule = ir.load(schedule_path)
-    _judge(schedule, schedule_path)
+    checked = _checked(ir.load(schedule_path), schedule_path)
     if kind not in ("torch-csv", "torchtitan"):
-        _write(path, _picture(schedule, kind))
+        _write(path, _picture(checked, kind))
         return
-    _refuse_loss(schedule, schedule_path, drop_memory_ops)
+    _refuse_loss(checked.schedule, schedule_path, drop_memory_ops)
     if kind == "torch-csv":
-        _write_csv(path, schedule)
+        _write_csv(path, checked)
     else:
-        _write_torchtitan(path, schedule, profile_path)
+        _write_torchtitan(path, checked, profile_path)
 
 
-def _picture(schedule: Schedule, kind: str) -> str | bytes:
+def _picture(checked: Checked, kind: str) -> str:
     from optpipe_compiler.export import chrome_trace
-    from optpipe_compiler.view import png, svg
+    from optpipe_compiler.view import svg
 
-    if kind == "png":
-        return png.render(schedule)
-    return svg.render(schedule) if kind == "svg" else chrome_trace.render(schedule)
+    return svg.render(checked.schedule) if kind == "svg" else chrome_trace.render(checked)
 
 
-def _write_torchtitan(path: Path, schedule: Schedule, profile_path: Path | None) -> None:
+def _write_torchtitan(path: Path, checked: Checked, profile_path: Path | None) -> None:
     from optpipe_compiler.documents import profile as profiles
     from optpipe_compiler.export import torchtitan
 
@@ -78,17 +75,17 @@ def _write_torchtitan(path: Path, schedule: Schedule, profile_path: Path | None)
         raise BadInput(f"-o is {str(path)!r}, expected a Python file; the CSV is written beside it")
     table = path.with_name(path.stem.removesuffix("_torchtitan") + ENDINGS["torch-csv"])
     profile = profiles.load(profile_path) if profile_path else None
-    settings = torchtitan.render(schedule, profile, table.name, path.stem)
-    _write_csv(table, schedule)
+    settings = torchtitan.render(checked, profile, table.name, path.stem)
+    _write_csv(table, checked)
     _write(path, settings)
 
 
-def _write_csv(path: Path, schedule: Schedule) -> None:
+def _write_csv(path: Path, checked: Checked) -> None:
     from optpipe_compiler.documents.files import is_special
     from optpipe_compiler.export import torch_csv
 
-    _write(path, torch_csv.render(schedule))
-    _say_peaks(schedule, stderr=is_special(path))
+    _write(path, torch_csv.render(checked))
+    _say_peaks(checked, stderr=is_special(path))
 
 
 def _default(schedule_path: Path, kind: str) -> Path:
@@ -99,12 +96,13 @@ def _default(schedule_path: Path, kind: str) -> Path:
     return schedule_path.with_name(stem + ENDINGS[kind])
 
 
-def _judge(schedule: Schedule, path: Path) -> None:
-    from optpipe_compiler.verify import verify
+def _checked(schedule: Schedule, path: Path) -> Checked:
+    from optpipe_compiler.verify import Violated, check
 
-    violations = verify(schedule)
-    if violations:
-        raise Rejected(f"{path}: not exported, verify rejects it: {violations[0].message} (optpipe verify {path})")
+    try:
+        return check(schedule)
+    except Violated as error:
+        raise Rejected(f"{path}: not exported, verify rejects it: {error} (optpipe verify {path})") from error
 
 
 def _refuse_loss(schedule: Schedule, path: Path, drop_memory_ops: bool) -> None:
@@ -119,14 +117,14 @@ def _refuse_loss(schedule: Schedule, path: Path, drop_memory_ops: bool) -> None:
         )
 
 
-def _write(path: Path, content: str | bytes) -> None:
+def _write(path: Path, content: str) -> None:
     from optpipe_compiler.documents.files import is_special, write_atomically
 
     write_atomically(path, content)
     say(f"wrote {path}", err=is_special(path))
 
 
-def _say_peaks(schedule: Schedule, *, stderr: bool) -> None:
+def _say_peaks(checked: Checked, *, stderr: bool) -> None:
     """Say what every device can hold when torch runs the order without waits and memory ops."""
     from rich.table import Table
 
@@ -134,12 +132,13 @@ def _say_peaks(schedule: Schedule, *, stderr: bool) -> None:
     from optpipe_compiler.export.torch_csv import as_torch_runs_it
     from optpipe_compiler.verify.peaks import peaks
 
+    schedule = checked.schedule
     cap = schedule.setup.cap_bytes
     table = Table(box=None, pad_edge=False)
     for column in ("device", "planned peak", "peak in torch", "cap"):
         table.add_column(column, justify="right")
     table.add_column()
-    found = peaks(as_torch_runs_it(schedule))
+    found = peaks(as_torch_runs_it(checked))
     for device, peak in zip(schedule.devices, found, strict=True):
         verdict = f"{short_bytes(peak - cap)} over" if peak > cap else "fits"
         row = (device.device, short_bytes(device.peak_bytes), short_bytes(peak), short_bytes(cap), verdict)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from optpipe_compiler.cli.common import SCHEDULE, console, say
+from optpipe_compiler.cli.common import SCHEDULE, console, refuse_png, say
 from optpipe_compiler.documents.units import parse_ns, show_ns
 from optpipe_compiler.errors import BadInput
 
@@ -37,6 +37,7 @@ def show(
     from optpipe_compiler.view.gantt import render
     from optpipe_compiler.view.summary import summary
 
+    refuse_png(svg)
     schedule = ir.load(schedule_path)
     for device in devices:
         if device not in range(len(schedule.devices)):

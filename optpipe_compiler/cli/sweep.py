@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from optpipe_compiler.cli.common import PROFILE, Size, console, jobs_option, say, say_json
+from optpipe_compiler.cli.common import PROFILE, Size, console, jobs_option, refuse_png, say, say_json
 from optpipe_compiler.cli.estimate import ESTIMATED, chosen, dtype_option, estimate_options, refuse
 from optpipe_compiler.errors import BadInput
 
@@ -71,6 +71,7 @@ def sweep(
         study.parse_counts(options["microbatches"], "--microbatches"),
         study.parse_counts(options["devices"], "--devices") or ((ESTIMATED["devices"],) if given else ()),
     )
+    refuse_png(svg)
     for path in filter(None, (output, svg)):
         check_writable(path)
     costs = _costs(profile_path, given)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from optpipe_compiler.documents.files import Record, canonical, decode, read_text
+from optpipe_compiler.documents.ops import op_id
+from optpipe_compiler.documents.ops import parse as parse_op
 from optpipe_compiler.documents.profile import MOST_LAYERS, Count, Model, Positive
 from optpipe_compiler.errors import BadInput
 
@@ -42,7 +45,12 @@ class Op(Record, frozen=True, kw_only=True):
     @property
     def id(self) -> str:
         """The op's name in waits: `kind:stage:microbatch`, unique in a schedule."""
-        return f"{self.name}:{self.stage}:{self.microbatch}"
+        return op_id(self.name, self.stage, self.microbatch)
+
+    @property
+    def text(self) -> str:
+        """The op's name for people: stage, letter, microbatch, as in `2F0`."""
+        return parse_op(self.id).text
 
 
 class Forward(Op, frozen=True, kw_only=True, tag_field="op", tag="forward"):
@@ -91,7 +99,7 @@ class SavedOp(Op, frozen=True, kw_only=True):
     @property
     def id(self) -> str:
         """`kind:stage:microbatch:first-end`."""
-        return f"{self.name}:{self.stage}:{self.microbatch}:{self.layers[0]}-{self.layers[1]}"
+        return op_id(self.name, self.stage, self.microbatch, self.layers)
 
 
 class Recompute(SavedOp, frozen=True, kw_only=True, tag_field="op", tag="recompute"):
@@ -253,6 +261,13 @@ class Schedule(Record, frozen=True, kw_only=True, omit_defaults=False):
     devices: list[Device]
     forecast: Forecast
     provenance: Provenance
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A schedule in which the judge found no violation; only `verify.check` makes one."""
+
+    schedule: Schedule
 
 
 def contract_digest(schedule: Schedule) -> str:

@@ -10,6 +10,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.ops import LETTERS, op_id
 from optpipe_compiler.export.memory import device_curve, host_curve, timed_ops
 
 if TYPE_CHECKING:
@@ -22,19 +23,13 @@ Slices = dict[str, Event]
 """The slice of every op that has one, by the op's id."""
 
 LANES = {"compute": "compute", "d2h": "offload (device to host)", "h2d": "reload (host to device)"}
-LETTERS = {
-    "forward": "F",
-    "backward_input": "I",
-    "backward_weight": "W",
-    "backward": "B",
-    "recompute": "R",
-    "offload": " offload ",
-    "reload": " reload ",
-}
+CELLS = LETTERS | {"offload": " offload ", "reload": " reload "}
+"""What stands between stage and microbatch; nothing is written on a copy but its name."""
 
 
-def render(schedule: ir.Schedule) -> str:
+def render(checked: ir.Checked) -> str:
     """Return the file, one event per line."""
+    schedule = checked.schedule
     slices = _slices(schedule)
     events = [*_names(schedule), *slices.values(), *_arrows(schedule, slices), *_counters(schedule)]
     about = {
@@ -69,14 +64,14 @@ def _about(what: str, process: int, thread: int, **args: str | int) -> Event:
 
 
 def _slices(schedule: ir.Schedule) -> Slices:
-    threads = {kind: 0 for kind in LETTERS} | {"offload": 1, "reload": 2}
+    threads = {kind: 0 for kind in CELLS} | {"offload": 1, "reload": 2}
     found: Slices = {}
     for device in schedule.devices:
         for op, start, end in timed_ops(schedule, device.device):
-            if op.name in LETTERS:
+            if op.name in CELLS:
                 found[op.id] = {
                     "ph": "X",
-                    "name": f"{op.stage}{LETTERS[op.name]}{op.microbatch}",
+                    "name": f"{op.stage}{CELLS[op.name]}{op.microbatch}",
                     "cat": op.name,
                     "pid": device.device,
                     "tid": threads[op.name],
@@ -114,16 +109,16 @@ def _arrow(op: ir.Op, slices: Slices) -> Iterator[tuple[str, str, str]]:
     stage, microbatch = op.stage, op.microbatch
     match op:
         case ir.SendActivation():
-            yield "activation", f"forward:{stage}:{microbatch}", f"forward:{stage + 1}:{microbatch}"
+            yield "activation", op_id("forward", stage, microbatch), op_id("forward", stage + 1, microbatch)
         case ir.SendGradient():
             yield "gradient", _gradient(slices, stage, microbatch), _gradient(slices, stage - 1, microbatch)
         case ir.Offload():
-            yield "offloaded", op.id, op.id.replace("offload", "reload")
+            yield "offloaded", op.id, op_id("reload", stage, microbatch, op.layers)
 
 
 def _gradient(slices: Slices, stage: int, microbatch: int) -> str:
-    split = f"backward_input:{stage}:{microbatch}"
-    return split if split in slices else f"backward:{stage}:{microbatch}"
+    split = op_id("backward_input", stage, microbatch)
+    return split if split in slices else op_id("backward", stage, microbatch)
 
 
 def _middle(of: Event) -> Event:

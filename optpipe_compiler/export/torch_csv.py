@@ -20,12 +20,12 @@ from optpipe_compiler.documents import ir
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-LETTERS = {"forward": "F", "backward_input": "I", "backward_weight": "W", "backward": "B"}
+KINDS = ("forward", "backward_input", "backward_weight", "backward")
 
 
-def render(schedule: ir.Schedule) -> str:
+def render(checked: ir.Checked) -> str:
     """Return the file of a schedule; what torch cannot run is left out as in `as_torch_runs_it`."""
-    rows = (_cells(device.compute) for device in as_torch_runs_it(schedule).devices)
+    rows = (_cells(device.compute) for device in as_torch_runs_it(checked).devices)
     return "".join(",".join(row) + "\n" for row in rows)
 
 
@@ -35,13 +35,13 @@ def memory_ops(schedule: ir.Schedule) -> Counter[str]:
     return Counter(op.name for lane in lanes for op in lane if isinstance(op, ir.SavedOp))
 
 
-def as_torch_runs_it(schedule: ir.Schedule) -> ir.Schedule:
+def as_torch_runs_it(checked: ir.Checked) -> ir.Schedule:
     """Return the contract that is left: every activation kept, no waits, stage 0 fused. The forecast is the old one."""
     devices = [
         msgspec.structs.replace(device, compute=list(_left(device.compute)), d2h=[], h2d=[])
-        for device in schedule.devices
+        for device in checked.schedule.devices
     ]
-    return msgspec.structs.replace(schedule, devices=devices)
+    return msgspec.structs.replace(checked.schedule, devices=devices)
 
 
 def _left(lane: Iterable[ir.ComputeOp]) -> Iterator[ir.ComputeOp]:
@@ -53,4 +53,4 @@ def _left(lane: Iterable[ir.ComputeOp]) -> Iterator[ir.ComputeOp]:
 
 
 def _cells(lane: Iterable[ir.Op]) -> Iterator[str]:
-    return (f"{op.stage}{LETTERS[op.name]}{op.microbatch}" for op in lane if op.name in LETTERS)
+    return (op.text for op in lane if op.name in KINDS)

@@ -14,7 +14,7 @@ from optpipe_compiler.documents.units import printable
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
-    from optpipe_compiler.documents.ir import Schedule
+    from optpipe_compiler.documents.ir import Checked, Schedule
     from optpipe_compiler.documents.profile import Profile
 
 FIRST, LAST = "tok_embeddings", ("norm", "lm_head")
@@ -52,8 +52,9 @@ def with_schedule(config):
 '''
 
 
-def render(schedule: Schedule, profile: Profile | None, csv: str, module: str) -> str:
+def render(checked: Checked, profile: Profile | None, csv: str, module: str) -> str:
     """Return the Python module; `csv` lies beside it. The profile, where given, names the layers."""
+    schedule = checked.schedule
     kind = schedule_class(schedule)
     embedding, head = _ends(schedule, profile)
     model = schedule.model

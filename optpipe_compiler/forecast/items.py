@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.ops import LETTERS, op_id
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.forecast.memory import Table
 
@@ -23,15 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 LANES: tuple[ir.Lane, ...] = ("compute", "d2h", "h2d")
-LETTERS = {
-    "forward": "F",
-    "backward_input": "I",
-    "backward_weight": "W",
-    "backward": "B",
-    "recompute": "R",
-    "offload": "D",
-    "reload": "H",
-}
 
 
 class Reason(Enum):
@@ -222,25 +214,25 @@ class Timeline:
 
     def _inputs(self, timed: Timed) -> list[tuple[Reason, Timed]]:
         """Return what must have completed for an op to have its data, and as what that counts; ORDER: same lane."""
-        op, at = timed.op, f"{timed.op.stage}:{timed.op.microbatch}"
+        op, at = timed.op, (timed.op.stage, timed.op.microbatch)
         found: list[tuple[Reason, Timed | None]] = []
         match op:
             case ir.Forward():
-                found += [(Reason.ORDER, self.ops.get(f"forward:{op.stage - 1}:{op.microbatch}"))]
-                found += [(Reason.MESSAGE, self.ops.get(f"recv_activation:{at}"))]
+                found += [(Reason.ORDER, self._find("forward", op.stage - 1, op.microbatch))]
+                found += [(Reason.MESSAGE, self._find("recv_activation", *at))]
             case ir.Backward() | ir.BackwardInput():
-                found += [(Reason.ORDER, self.ops.get(f"forward:{at}"))]
+                found += [(Reason.ORDER, self._find("forward", *at))]
                 found += [(Reason.ORDER, self.gradient(op.stage + 1, op.microbatch))]
-                found += [(Reason.MESSAGE, self.ops.get(f"recv_gradient:{at}"))]
+                found += [(Reason.MESSAGE, self._find("recv_gradient", *at))]
                 found += self._restored[op.stage, op.microbatch]
             case ir.BackwardWeight():
-                found += [(Reason.ORDER, self.ops.get(f"backward_input:{at}"))]
+                found += [(Reason.ORDER, self._find("backward_input", *at))]
             case ir.Recompute():
-                found += [(Reason.ORDER, self.ops.get(f"forward:{at}"))]
+                found += [(Reason.ORDER, self._find("forward", *at))]
             case ir.Offload():
-                found += [(Reason.DATA, self.ops.get(f"forward:{at}"))]
+                found += [(Reason.DATA, self._find("forward", *at))]
             case ir.Reload():
-                found += [(Reason.TRANSFER, self.ops.get(f"offload:{at}:{op.layers[0]}-{op.layers[1]}"))]
+                found += [(Reason.TRANSFER, self._find("offload", *at, op.layers))]
         return [(reason, source) for reason, source in found if source is not None]
 
     def feeds(self, item: Item) -> bool:
@@ -258,12 +250,12 @@ class Timeline:
     def producer(self, timed: Timed) -> Timed | None:
         """Return the op that makes a message; any other op is its own producer."""
         op = timed.op
-        forward, gradient = f"forward:{op.stage}:{op.microbatch}", op.stage
+        gradient = op.stage
         match op:
             case ir.SendActivation():
-                return self.ops.get(forward)
+                return self._find("forward", op.stage, op.microbatch)
             case ir.RecvActivation():
-                return self.ops.get(f"forward:{op.stage - 1}:{op.microbatch}")
+                return self._find("forward", op.stage - 1, op.microbatch)
             case ir.RecvGradient():
                 gradient = op.stage + 1
             case ir.SendGradient():
@@ -274,8 +266,10 @@ class Timeline:
 
     def gradient(self, stage: int, microbatch: int) -> Timed | None:
         """Return the op that makes the gradient of the stage's input."""
-        fused = self.ops.get(f"backward:{stage}:{microbatch}")
-        return fused or self.ops.get(f"backward_input:{stage}:{microbatch}")
+        return self._find("backward", stage, microbatch) or self._find("backward_input", stage, microbatch)
+
+    def _find(self, kind: str, stage: int, microbatch: int, layers: ir.Range | None = None) -> Timed | None:
+        return self.ops.get(op_id(kind, stage, microbatch, layers))
 
     def _messages(self) -> Iterator[Message]:
         for timed in self.ops.values():
@@ -283,9 +277,7 @@ class Timeline:
                 activation = isinstance(timed.op, ir.RecvActivation)
                 stage, microbatch = timed.op.stage, timed.op.microbatch
                 producer = self.producer(timed)
-                consumer = (
-                    self.ops.get(f"forward:{stage}:{microbatch}") if activation else self.gradient(stage, microbatch)
-                )
+                consumer = self._find("forward", stage, microbatch) if activation else self.gradient(stage, microbatch)
                 if producer is not None and consumer is not None:
                     yield Message(
                         "activation" if activation else "gradient",

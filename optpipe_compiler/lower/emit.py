@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from optpipe_compiler import __version__
 from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.ops import op_id
 from optpipe_compiler.documents.profile import in_one_stage, value_of
 from optpipe_compiler.lower.graph import Graph, Node
 from optpipe_compiler.lower.waits import Waits, planned_peaks
@@ -153,12 +154,12 @@ def _saved_op(node: Node) -> dict[str, Any]:
 
 def _id(node: Node) -> str:
     if node.task is None:
-        return f"{node.message}:{node.stage}:{node.microbatch}"
+        return op_id(str(node.message), node.stage, node.microbatch)
     kind = node.task.kind
     if kind in COMPUTE:
-        return f"{COMPUTE[kind].__struct_config__.tag}:{node.stage}:{node.microbatch}"
+        return op_id(str(COMPUTE[kind].__struct_config__.tag), node.stage, node.microbatch)
     name = {Kind.R: "recompute", Kind.D: "offload", Kind.H: "reload"}[kind]
-    return f"{name}:{node.stage}:{node.microbatch}:{node.layers[0]}-{node.layers[1]}"
+    return op_id(name, node.stage, node.microbatch, node.layers)
 
 
 def _compute_op(node: Node) -> ir.ComputeOp:

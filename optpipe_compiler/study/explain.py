@@ -93,18 +93,18 @@ def instance_of(schedule: ir.Schedule, profile: Profile, name: str, time_limit_s
 
 
 def explain(
-    schedule: ir.Schedule,
+    checked: ir.Checked,
     instance: Instance,
     jobs: int,
     on_change: Callable[[Change], None] = lambda change: None,
 ) -> Explanation:
     """Plan every change of the instance, which must be the schedule's, and set it against the schedule."""
-    asked = listed(schedule, instance)
+    asked = listed(checked.schedule, instance)
     found: dict[int, Planned] = {}
     for number, planned in answers(_plan, list(enumerate(change.instance for change in asked)), jobs):
         found[number[0]] = planned
         on_change(asked[number[0]])
-    return summed_up(schedule, asked, [found[number] for number in range(len(asked))])
+    return summed_up(checked.schedule, asked, [found[number] for number in range(len(asked))])
 
 
 def listed(schedule: ir.Schedule, instance: Instance) -> list[Change]:

@@ -13,17 +13,17 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from optpipe_compiler.documents import ir
 from optpipe_compiler.verify import against_profile, causality, forecast, memory, structure, tables
 from optpipe_compiler.verify.plan import Plan
-from optpipe_compiler.verify.report import Violation
+from optpipe_compiler.verify.report import Violated, Violation
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.profile import Profile
 
-__all__ = ["Violation", "not_proved", "verify"]
+__all__ = ["Violated", "Violation", "check", "not_proved", "verify"]
 
 CLAIMED = {
     "$.forecast.lower_bound_ns": "the bound",
@@ -46,6 +46,13 @@ def not_proved(profile: Profile | None = None) -> dict[str, str]:
     That bound and outcome agree is checked; that no faster schedule exists is not.
     """
     return CLAIMED if profile is not None else CLAIMED | CLAIMED_WITHOUT_PROFILE
+
+
+def check(schedule: ir.Schedule, profile: Profile | None = None) -> ir.Checked:
+    """Return the schedule as one that was checked; raise Violated where `verify` finds anything."""
+    if violations := verify(schedule, profile):
+        raise Violated(violations)
+    return ir.Checked(schedule)
 
 
 def verify(schedule: ir.Schedule, profile: Profile | None = None) -> list[Violation]:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.ops import op_id
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.verify.structure import messages_by_pair
 
@@ -79,9 +80,9 @@ class Events:
 def _gates(plan: Plan, op: ir.Op) -> list[str]:
     """Law 3: a forward and the op that makes the gradient start after their message has arrived."""
     if isinstance(op, ir.Forward) and plan.peer(op.stage, -1) is not None:
-        return [f"recv_activation:{op.stage}:{op.microbatch}"]
+        return [op_id("recv_activation", op.stage, op.microbatch)]
     if isinstance(op, ir.Backward | ir.BackwardInput) and plan.peer(op.stage, 1) is not None:
-        return [f"recv_gradient:{op.stage}:{op.microbatch}"]
+        return [op_id("recv_gradient", op.stage, op.microbatch)]
     return []
 
 
@@ -203,20 +204,20 @@ def data(plan: Plan, causality: Causality) -> Iterator[Violation]:
 def _sources(plan: Plan, op: ir.Op) -> list[str]:
     """Return the ids of the ops that `op` needs, reloads and recomputes left out."""
     stage, microbatch = op.stage, op.microbatch
-    forward = f"forward:{stage}:{microbatch}"
+    forward = op_id("forward", stage, microbatch)
     match op:
         case ir.Forward():
-            return [f"forward:{stage - 1}:{microbatch}"] if stage else []
+            return [op_id("forward", stage - 1, microbatch)] if stage else []
         case ir.BackwardInput() | ir.Backward():
             return [forward] + ([plan.gradient_of(stage + 1, microbatch)] if stage + 1 < len(plan.stages) else [])
         case ir.BackwardWeight():
-            return [f"backward_input:{stage}:{microbatch}"]
+            return [op_id("backward_input", stage, microbatch)]
         case ir.SendActivation() | ir.Offload() | ir.Recompute():
             return [forward]
         case ir.SendGradient():
             return [plan.gradient_of(stage, microbatch)]
         case ir.Reload():
-            return [f"offload:{stage}:{microbatch}:{op.layers[0]}-{op.layers[1]}"]
+            return [op_id("offload", stage, microbatch, op.layers)]
     return []
 
 

@@ -10,6 +10,7 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.ops import op_id
 from optpipe_compiler.verify.plan import LANES, Place, Plan, message_of
 from optpipe_compiler.verify.report import Violation
 
@@ -219,7 +220,7 @@ def arrivals(timed: Timed) -> Iterator[Violation]:
             continue
         stage, microbatch = place.op.stage, place.op.microbatch
         forward = isinstance(place.op, ir.RecvActivation)
-        reader = f"forward:{stage}:{microbatch}" if forward else timed.plan.gradient_of(stage, microbatch)
+        reader = op_id("forward", stage, microbatch) if forward else timed.plan.gradient_of(stage, microbatch)
         if timed.start[reader] < timed.end[place.id]:
             text = f"{reader} on device {place.device} starts at {timed.start[reader]} ns, before {message} arrives at"
             yield timed.plan.by_id[reader].breaks("times", f"{text} {timed.end[place.id]} ns", place.id)
@@ -227,7 +228,7 @@ def arrivals(timed: Timed) -> Iterator[Violation]:
 
 def _producer(plan: Plan, message: Message) -> str:
     if message.what == "activation":
-        return f"forward:{message.stage}:{message.microbatch}"
+        return op_id("forward", message.stage, message.microbatch)
     return plan.gradient_of(message.stage, message.microbatch)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.ops import op_id
 from optpipe_compiler.verify.report import Violation
 
 if TYPE_CHECKING:
@@ -56,8 +57,8 @@ class Plan:
 
     def gradient_of(self, stage: int, microbatch: int) -> str:
         """Return the id of the op that makes the gradient of the stage's input: `backward_input` or `backward`."""
-        split = f"backward_input:{stage}:{microbatch}"
-        return split if split in self.by_id else f"backward:{stage}:{microbatch}"
+        split = op_id("backward_input", stage, microbatch)
+        return split if split in self.by_id else op_id("backward", stage, microbatch)
 
 
 def _lanes_of(device: ir.Device) -> list[tuple[Lane, Sequence[ir.Op]]]:
@@ -82,13 +83,13 @@ class Message:
     @property
     def send(self) -> str:
         """Id of the sending half."""
-        return f"send_{self.what}:{self.stage}:{self.microbatch}"
+        return op_id(f"send_{self.what}", self.stage, self.microbatch)
 
     @property
     def recv(self) -> str:
         """Id of the receiving half."""
         receiver = self.stage + 1 if self.what == "activation" else self.stage - 1
-        return f"recv_{self.what}:{receiver}:{self.microbatch}"
+        return op_id(f"recv_{self.what}", receiver, self.microbatch)
 
 
 def message_of(op: ir.Op) -> Message | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from optpipe_compiler.errors import Rejected
+
 
 @dataclass(frozen=True)
 class Violation:
@@ -18,3 +20,11 @@ class Violation:
     index: int | None = None
     ops: tuple[str, ...] = ()
     """Ids of the ops that the violation is about, the offending one first."""
+
+
+class Violated(Rejected):
+    """A schedule that had to be sound is not; the text is that of its first violation."""
+
+    def __init__(self, violations: list[Violation]) -> None:
+        super().__init__(violations[0].message)
+        self.violations = violations

@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.ops import op_id
 from optpipe_compiler.verify.plan import Message, Place, Plan, message_of
 from optpipe_compiler.verify.report import Violation
 
@@ -71,21 +72,22 @@ def _missing(plan: Plan, stage: int, kind: str, present: set[int]) -> Iterator[V
                 named.append(microbatch)
         shown = ", ".join(map(str, named)) + (", ..." if lacking > len(named) else "")
         message = f"stage {stage} has no {kind} for {lacking} of {plan.microbatches} microbatches: {shown}"
-        ids = tuple(f"{kind}:{stage}:{microbatch}" for microbatch in named)
+        ids = tuple(op_id(kind, stage, microbatch) for microbatch in named)
         yield Violation("completeness", message, plan.stages[stage].device, "compute", None, ids)
 
 
 def split(plan: Plan) -> Iterator[Violation]:
     """backward_input and backward_weight come together, and not beside a fused backward."""
     for place in plan.places:
-        suffix = f"{place.op.stage}:{place.op.microbatch}"
-        if isinstance(place.op, ir.BackwardInput) and f"backward_weight:{suffix}" not in plan.by_id:
+        at = place.op.stage, place.op.microbatch
+        if isinstance(place.op, ir.BackwardInput) and op_id("backward_weight", *at) not in plan.by_id:
             yield place.breaks("completeness", f"{place.id} on device {place.device} has no backward_weight")
-        if isinstance(place.op, ir.BackwardWeight) and f"backward_input:{suffix}" not in plan.by_id:
+        if isinstance(place.op, ir.BackwardWeight) and op_id("backward_input", *at) not in plan.by_id:
             yield place.breaks("completeness", f"{place.id} on device {place.device} has no backward_input")
-        if isinstance(place.op, ir.BackwardInput | ir.BackwardWeight) and f"backward:{suffix}" in plan.by_id:
-            message = f"{place.id} on device {place.device} stands beside a fused backward:{suffix}"
-            yield place.breaks("completeness", message, f"backward:{suffix}")
+        fused = op_id("backward", *at)
+        if isinstance(place.op, ir.BackwardInput | ir.BackwardWeight) and fused in plan.by_id:
+            message = f"{place.id} on device {place.device} stands beside a fused {fused}"
+            yield place.breaks("completeness", message, fused)
 
 
 def peers(plan: Plan) -> Iterator[Violation]:
@@ -119,7 +121,7 @@ def pairs_of_copies(plan: Plan) -> Iterator[Violation]:
     for place in plan.places:
         for kind, other in ((ir.Offload, "reload"), (ir.Reload, "offload")):
             if isinstance(place.op, kind):
-                partner = f"{other}:{place.id.partition(':')[2]}"
+                partner = op_id(other, place.op.stage, place.op.microbatch, place.op.layers)
                 if partner not in plan.by_id:
                     yield place.breaks("state", f"{place.id} on device {place.device} has no {partner}")
 

@@ -9,6 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from optpipe_compiler.documents.ops import parse
 from optpipe_compiler.documents.units import short_bytes, show_ns
 
 if TYPE_CHECKING:
@@ -68,8 +69,8 @@ def _kinds(ops: Iterable[Any]) -> Table:
     table = _table(("op", "count", "forecast each", "measured each", "ratio"))
     kinds: dict[str, list[Any]] = defaultdict(list)
     for op in ops:
-        kind, stage = op.op.split(":")[:2]
-        kinds[f"{kind} {stage}"].append(op)
+        name = parse(op.op)
+        kinds[f"{name.kind} {name.stage}"].append(op)
     for kind, found in kinds.items():
         forecast = round(sum(op.forecast_ns for op in found) / len(found))
         measured = round(sum(op.measured_ns for op in found) / len(found))

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.text import Text
 
+from optpipe_compiler.documents.ops import LETTERS
 from optpipe_compiler.documents.units import short_bytes
 from optpipe_compiler.view.axis import Axis
-from optpipe_compiler.view.svg import COLOURS, NAMES
+from optpipe_compiler.view.look import LOOKS, ink
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -23,8 +24,6 @@ LEFT, RIGHT = 7, 5
 NARROWEST = 40
 IDLE = "·"
 BLOCKS = " ▁▂▃▄▅▆▇█"
-DARK_INK = ("backward_weight", "backward")
-LINES = {"offload": "#ee8866", "reload": "#77aadd"}
 LEVELS = ((0.75, "#44bb99"), (1.0, "#ddaa33"))
 """Colours of memory up to a share of the cap."""
 OVER = "#ee6677"
@@ -54,7 +53,7 @@ def render(
         _line(text, "mem", *_memory(analysis.memory[device], axis, cap, None))
     if any(held for _, held in analysis.host):
         cap_or_peak = analysis.schedule.setup.host_cap_bytes or max(held for _, held in analysis.host)
-        _line(text, "host", *_memory(analysis.host, axis, cap_or_peak, LINES["offload"]))
+        _line(text, "host", *_memory(analysis.host, axis, cap_or_peak, LOOKS["offload"].colour))
     _line(text, "", Text(axis.ruler(analysis.begin_ns), style="dim"))
     text.append_text(_legend(analysis, width, colour=colour))
     return text
@@ -106,13 +105,12 @@ def _ops(items: Sequence[Item], axis: Axis, analysis: Analysis, *, colour: bool)
         if item is None:
             row.append(IDLE * columns, style="dim")
             continue
-        letter, shade = COLOURS[item.op.name]
+        letter, shade = LETTERS[item.op.name], LOOKS[item.op.name].colour
         label = f"{letter}{item.op.microbatch}"
         label = label if len(label) <= columns else letter
-        ink = "black" if item.op.name in DARK_INK else "white"
         if item.op.stage != first.get(item.device):
-            ink, shade = "black", _lighter(shade)
-        row.append(label.ljust(columns, " " if colour else "-"), style=f"{ink} on {shade}")
+            shade = _lighter(shade)
+        row.append(label.ljust(columns, " " if colour else "-"), style=f"{ink(shade)} on {shade}")
     return row
 
 
@@ -129,7 +127,7 @@ def _transfers(items: Sequence[Item], axis: Axis) -> Text:
         if item is None:
             row.append(" " * columns)
         else:
-            row.append(("╺" if columns > 1 else "") + "━" * (columns - (columns > 1)), style=LINES[item.op.name])
+            row.append(("╺" if columns > 1 else "") + "━" * (columns - (columns > 1)), style=LOOKS[item.op.name].colour)
     return row
 
 
@@ -151,13 +149,14 @@ def _memory(curve: Curve, axis: Axis, cap: int, colour: str | None) -> tuple[Tex
 
 
 def _legend(analysis: Analysis, width: int, *, colour: bool) -> Text:
-    present = {item.op.name for item in analysis.items}
+    present = {item.op.name: item.lane for item in analysis.items}
     entries = [
-        (f" {letter} ", NAMES[letter], f"{'black' if name in DARK_INK else 'white'} on {shade}")
-        for name, (letter, shade) in COLOURS.items()
-        if name in present and letter
+        (f" {LETTERS[kind]} ", look.words, f"{ink(look.colour)} on {look.colour}")
+        if present[kind] == "compute"
+        else ("━", look.words, look.colour)
+        for kind, look in LOOKS.items()
+        if kind in present
     ]
-    entries += [("━", name, shade) for name, shade in LINES.items() if name in present]
     entries += [(IDLE, "idle", "dim")]
     text, used = Text(" " * LEFT), LEFT
     for mark, words, style in entries:

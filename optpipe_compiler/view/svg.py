@@ -5,30 +5,15 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
+from optpipe_compiler.documents.ops import LETTERS
 from optpipe_compiler.documents.units import short_bytes, show_ns
+from optpipe_compiler.view.look import LOOKS, ink
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from optpipe_compiler.documents.ir import Device, Schedule
 
-COLOURS = {
-    "forward": ("F", "#4477aa"),
-    "backward_input": ("I", "#228833"),
-    "backward_weight": ("W", "#ccbb44"),
-    "backward": ("B", "#66ccee"),
-    "recompute": ("R", "#aa3377"),
-    "offload": ("", "#999999"),
-    "reload": ("", "#555555"),
-}
-"""Paul Tol's bright palette, which the colour-blind can tell apart."""
-NAMES = {
-    "F": "forward",
-    "I": "input gradient",
-    "W": "weight gradient",
-    "B": "both gradients",
-    "R": "recomputation",
-}
 WIDTH, LEFT, LANE, THIN, GAP = 1200, 70, 26, 7, 12
 
 
@@ -69,10 +54,13 @@ def caption(schedule: Schedule) -> str:
 def _legend(schedule: Schedule) -> Iterator[str]:
     present = {op.name for device in schedule.devices for op in (*device.compute, *device.d2h, *device.h2d)}
     x = LEFT
-    for name, (letter, colour) in COLOURS.items():
+    for name, look in LOOKS.items():
         if name in present:
-            text = f"{letter} {NAMES[letter]}" if letter else name
-            yield f'<rect x="{x}" y="8" width="12" height="12" fill="{colour}"/><text x="{x + 16}" y="18">{text}</text>'
+            text = f"{LETTERS[name]} {look.words}"
+            yield (
+                f'<rect x="{x}" y="8" width="12" height="12" fill="{look.colour}"/>'
+                f'<text x="{x + 16}" y="18">{text}</text>'
+            )
             x += 30 + 7 * len(text)
 
 
@@ -83,20 +71,19 @@ def _bars(
         if times.device != device.device or times.lane != lane:
             continue
         for op, start, end in zip(getattr(device, lane), times.start_ns, times.end_ns, strict=True):
-            if op.name not in COLOURS or end == start:
+            if op.name not in LOOKS or end == start:
                 continue
-            letter, colour = COLOURS[op.name]
+            colour = LOOKS[op.name].colour
             x, width = LEFT + (start - begin) * scale, (end - start) * scale
             yield (
                 f'<rect x="{x:.2f}" y="{top:.1f}" width="{max(0.5, width - 0.6):.2f}" height="{height}" '
                 f'fill="{colour}"><title>{op.name} stage {op.stage} microbatch {op.microbatch}: '
                 f"{show_ns(start)} to {show_ns(end)}</title></rect>"
             )
-            label = f"{letter}{op.microbatch}"
-            if letter and width > 8 * len(label):
+            label = f"{LETTERS[op.name]}{op.microbatch}"
+            if lane == "compute" and width > 8 * len(label):
                 middle = x + width / 2
-                fill = "black" if op.name in ("backward_weight", "backward") else "white"
                 yield (
-                    f'<text x="{middle:.1f}" y="{top + height * 0.66:.1f}" text-anchor="middle" fill="{fill}" '
+                    f'<text x="{middle:.1f}" y="{top + height * 0.66:.1f}" text-anchor="middle" fill="{ink(colour)}" '
                     f'font-size="11" pointer-events="none">{label}</text>'
                 )

@@ -8,13 +8,12 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from optpipe_compiler.documents import ir
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from rich.console import RenderableType
 
+    from optpipe_compiler.documents import ir
     from optpipe_compiler.verify import Violation
 
 AROUND = 3
@@ -22,20 +21,6 @@ AROUND = 3
 MARK = "bold red"
 MOST = 50
 """Violations that are shown."""
-
-LETTERS = {
-    "forward": "F",
-    "backward_input": "I",
-    "backward_weight": "W",
-    "backward": "B",
-    "recompute": "R",
-    "offload": "D",
-    "reload": "H",
-    "send_activation": "F",
-    "recv_activation": "F",
-    "send_gradient": "I",
-    "recv_gradient": "I",
-}
 
 
 class Spot(NamedTuple):
@@ -61,14 +46,6 @@ def render(violations: Sequence[Violation], schedule: ir.Schedule) -> Renderable
     if len(violations) > MOST:
         parts.append(Text(f"and {len(violations) - MOST} more, which --json lists", style="bold"))
     return Group(*parts)
-
-
-def label(op: ir.Op) -> str:
-    """Return the op in text form: stage, letter, microbatch; `>` sends, `<` receives; D offloads, H reloads."""
-    text = f"{op.stage}{LETTERS[op.name]}{op.microbatch}"
-    if isinstance(op, ir.MessageOp):
-        return (">" if isinstance(op, ir.SendActivation | ir.SendGradient) else "<") + text
-    return f"{text}:{op.layers[0]}-{op.layers[1]}" if isinstance(op, ir.SavedOp) else text
 
 
 def _lanes(schedule: ir.Schedule) -> Iterable[tuple[int, str, Sequence[ir.Op]]]:
@@ -109,7 +86,7 @@ def _window(ops: Sequence[ir.Op], marked: list[int]) -> Text:
     for before, index in zip([-1, *shown], shown, strict=False):
         if index > before + 1:
             text.append(".. ")
-        text.append(*((f"[{label(ops[index])}]", MARK) if index in marked else (label(ops[index]),)))
+        text.append(*((f"[{ops[index].text}]", MARK) if index in marked else (ops[index].text,)))
         text.append(" ")
     if shown and shown[-1] < len(ops) - 1:
         text.append("..")

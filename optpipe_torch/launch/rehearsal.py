@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from optpipe_compiler.documents.ops import op_id
 from optpipe_torch.launch.report import forecast_durations
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ class RehearsedStage:
         self._meter.count(-transient_bytes)
 
     def _transfer_ns(self, kind: str, microbatch: int, layers: Layers) -> int:
-        op = f"{kind}:{self.stage.stage}:{microbatch}:{layers[0]}-{layers[1]}"
+        op = op_id(kind, self.stage.stage, microbatch, layers)
         return round(self._durations[op] * self._scale)
 
     def _input_gradient(self, gradient: Tensor | None) -> Tensor | None:

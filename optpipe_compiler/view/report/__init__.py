@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents.units import printable, show_ns
 from optpipe_compiler.forecast import analyse
+from optpipe_compiler.view.look import for_page
 from optpipe_compiler.view.report import tables
 from optpipe_compiler.view.report.payload import CAUSES, REASONS, chart, encode
 
@@ -33,6 +34,7 @@ def render(schedule: Schedule, published: Schedule | None = None, measured: dict
     if published is not None:
         charts.insert(0, chart(analyse(published), _title("best published", published), None))
     page = {
+        "kinds": for_page(),
         "charts": charts,
         "lines": _lines(schedule, best, measured),
         "reasons": list(REASONS.values()),

@@ -1,15 +1,7 @@
 // The payload as the other scripts see it: lanes with typed arrays, ops by number, names, times and searches.
 
-const KINDS = {
-  F: { name: "forward", does: "forward", colour: "#0072b2" },
-  I: { name: "backward_input", does: "input gradient", colour: "#009e73" },
-  W: { name: "backward_weight", does: "weight gradient", colour: "#e69f00", hatch: true },
-  B: { name: "backward", does: "both gradients", colour: "#56b4e9" },
-  R: { name: "recompute", does: "recomputation", colour: "#cc79a7", hatch: true },
-  D: { name: "offload", does: "offload to host", colour: "#6c7684" },
-  H: { name: "reload", does: "reload from host", colour: "#a7afba", hatch: true },
-};
 const data = JSON.parse(document.getElementById("data").textContent);
+const KINDS = data.kinds; // by letter: name, what it does, colour, hatch (view/look.py)
 const charts = data.charts.map(readChart);
 const moments = [...charts.flatMap((chart) => chart.lanes.flatMap(lastMoments)), ...data.lines.map((line) => line.at)];
 const longest = moments.reduce((a, b) => Math.max(a, b), 1);

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.ops import LETTERS
 from optpipe_compiler.forecast import Cause, Reason
-from optpipe_compiler.forecast.items import LANES, LETTERS
+from optpipe_compiler.forecast.items import LANES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

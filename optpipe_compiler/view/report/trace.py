@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from optpipe_compiler.documents.files import LARGEST_TRACE, read_text
+from optpipe_compiler.documents.ops import range_name
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
 Range = tuple[int, int]
 """Begin and end in ns."""
-TORCH = {"F": "forward", "I": "backward_input", "W": "backward_weight", "B": "backward"}
 
 
 class Event(msgspec.Struct, frozen=True):
@@ -84,13 +84,12 @@ def _called(event: Event) -> Iterator[str]:
     """Yield what an event may call its op, the surest first."""
     op = event.args.get("op")
     yield str(op)
-    yield f"{op} {event.args.get('stage')} m{event.args.get('microbatch')}"
+    yield range_name(str(op), event.args.get("stage", -1), event.args.get("microbatch", -1))
     yield event.name.removeprefix("PP:")
 
 
 def _names(schedule: Schedule) -> dict[str, str]:
     """Return the op id for every name that a trace may give an op that takes time."""
-    letters = {name: letter for letter, name in TORCH.items()}
     names: dict[str, str] = {}
     for device in schedule.devices:
         ops: list[Op] = [*device.compute, *device.d2h, *device.h2d]
@@ -98,7 +97,6 @@ def _names(schedule: Schedule) -> dict[str, str]:
             if re.match("send_|recv_", op.name):
                 continue
             names[op.id] = op.id
-            names[f"{op.name} {op.stage} m{op.microbatch}"] = op.id
-            if op.name in letters:
-                names[f"{op.stage}{letters[op.name]}{op.microbatch}"] = op.id
+            names[range_name(op.name, op.stage, op.microbatch)] = op.id
+            names[op.text] = op.id
     return names

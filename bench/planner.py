@@ -26,7 +26,7 @@ from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.machine.orders import peaks
 from optpipe_compiler.model.placement import Layout, stage_devices
 from optpipe_compiler.model.problem import Caps, Freedom, build
-from optpipe_compiler.published import PLACEMENTS, PUBLISHED, NotDefined, published
+from optpipe_compiler.published import METHODS, PLACEMENTS, NotDefined, published
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents.profile import Profile
@@ -155,7 +155,7 @@ def on_equal_cuts(case: Case, profile: Profile) -> float | None:
             cut = Layout(placement, cuts, stage_devices(placement, case.devices, per_device))
             caps = Caps(int(case.cap * case.devices * GB), None)
             problem = build(profile, cut, case.microbatches, caps, Freedom())
-            for name in PUBLISHED:
+            for name in METHODS:
                 if (placement, per_device) in PLACEMENTS[name]:
                     with suppress(NotDefined):
                         timed = published(problem, name)

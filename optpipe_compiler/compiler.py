@@ -20,7 +20,7 @@ from optpipe_compiler.model.placement import Layout, layout
 from optpipe_compiler.model.problem import Caps, Freedom, build, fused_ns, static_bytes
 from optpipe_compiler.plan.cuts import others
 from optpipe_compiler.plan.planning import Attempt, Limits, Planner, lowering_s
-from optpipe_compiler.published import PUBLISHED
+from optpipe_compiler.published import METHODS
 from optpipe_compiler.verify import verify
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Options:
     seed: int = 0
     reproducible: bool = False
     method: str | None = None
-    """Emit this published schedule alone instead of searching."""
+    """Emit this schedule of published.METHODS alone instead of searching."""
     search: bool = True
     """Whether to run the exact search after the heuristics."""
     workers: int = 0
@@ -267,9 +267,9 @@ class _Compilation:
         return Result(schedule, self.options, winner.layout.name, interrupted, time.monotonic() - self.begin, notes)
 
     def _named(self, name: str) -> None:
-        """Take the published schedule `name` on the best placement that it is for, if it fits."""
-        if name not in PUBLISHED:
-            raise BadInput(f"--method is {name!r}, expected one of {', '.join(PUBLISHED)}")
+        """Take the schedule `name` of published.METHODS on the best placement that it is for, if it fits."""
+        if name not in METHODS:
+            raise BadInput(f"--method is {name!r}, expected one of {', '.join(METHODS)}")
         self.planner.only(name)
         if self.planner.winner() is not None:
             return
@@ -317,18 +317,18 @@ class _Compilation:
         )
 
     def _baselines(self) -> dict[str, ir.Baseline]:
-        """Compare with every published schedule: the best that fits over the placements that it is for."""
-        return {name: self._baseline(name) for name in PUBLISHED}
+        """Compare with papers, stock and compositions: each at its best that fits over the placements it is for."""
+        return {name: self._baseline(name) for name in METHODS}
 
     def _baseline(self, name: str) -> ir.Baseline:
-        tried = self.planner.published.tried.get(name, [])
+        tried, kind = self.planner.published.tried.get(name, []), METHODS[name].kind
         reason = next((one.reason for one in tried if one.reason is not None), "not for the placements searched")
         found = [
-            ir.Baseline(makespan_ns=one.makespan, peak_bytes=one.need.peak_bytes, fits=one.need.over is None)
+            ir.Baseline(makespan_ns=one.makespan, peak_bytes=one.need.peak_bytes, fits=one.need.over is None, kind=kind)
             for one in tried
             if one.makespan is not None and one.need is not None
         ]
-        unknown = ir.Baseline(makespan_ns=None, peak_bytes=None, fits=False, reason=reason)
+        unknown = ir.Baseline(makespan_ns=None, peak_bytes=None, fits=False, reason=reason, kind=kind)
         return min(found, key=lambda b: (not b.fits, b.makespan_ns), default=unknown)
 
     def _bound(self) -> bounds.Bound:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.model.schedule import Schedule, Stuck
-from optpipe_compiler.published import PLACEMENTS, PUBLISHED, NotDefined, published, recipe
+from optpipe_compiler.published import METHODS, NotDefined, published, recipe
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -45,7 +45,7 @@ class Candidates:
         self.tried: dict[str, list[Tried]] = {}
         """For each name, one entry per placement."""
 
-    def steps(self, names: Iterable[str] = tuple(PUBLISHED)) -> Iterator[None]:
+    def steps(self, names: Iterable[str] = tuple(METHODS)) -> Iterator[None]:
         """Try the schedules of these names, one at each step, and keep those that fit and are better.
 
         Those of large instances are looked at with few microbatches first; what is promising then is tried in full,
@@ -56,7 +56,7 @@ class Candidates:
             (attempt, name)
             for attempt in sorted(self.planner.attempts, key=lambda a: (a.placed != ("linear", 1), -a.layout.stages))
             for name in names
-            if attempt.placed in PLACEMENTS[name] and not attempt.is_partial
+            if attempt.placed in METHODS[name].placements and not attempt.is_partial
         ]
         for attempt, name in pairs:
             outcome = self._screened(attempt, name)

@@ -30,6 +30,7 @@ BOUNDS = {
     "head-and-work": "a device's work and the way to it",
     "round-trip": "a microbatch's way there and back",
     "fill-and-drain": "what memory and link let a device do at its two ends",
+    "slots": "how many whole activations fit at a time",
     "memory-time": "bytes x time under the cap",
     "resources": "compute, memory and host link",
     "cp-sat": "exhaustive search",

@@ -26,7 +26,7 @@ from optpipe_compiler.plan.exact import exact, is_small
 from optpipe_compiler.plan.explore import LOCAL_SHARE, QUICK_SHARE, SMALL_SHARE, explore
 from optpipe_compiler.plan.incumbents import Attempt, Incumbents
 from optpipe_compiler.plan.spare import spare
-from optpipe_compiler.published import PUBLISHED
+from optpipe_compiler.published import METHODS
 from optpipe_compiler.verify import verify
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Options:
     seed: int = 0
     reproducible: bool = False
     method: str | None = None
-    """Emit this published schedule alone instead of searching."""
+    """Emit this schedule of published.METHODS alone instead of searching."""
     search: bool = True
     """Whether to run the exact search after the heuristics."""
     workers: int = 0
@@ -299,9 +299,9 @@ class _Compilation:
             exact(self.incumbents, self.budget)
 
     def _named(self, name: str) -> None:
-        """Take the published schedule `name` on the best placement that it is for, if it fits."""
-        if name not in PUBLISHED:
-            raise BadInput(f"--method is {name!r}, expected one of {', '.join(PUBLISHED)}")
+        """Take the schedule `name` of published.METHODS on the best placement that it is for, if it fits."""
+        if name not in METHODS:
+            raise BadInput(f"--method is {name!r}, expected one of {', '.join(METHODS)}")
         for _ in self.candidates.steps((name,)):
             self._report("published")
         if self.incumbents.winner() is not None:
@@ -318,7 +318,6 @@ class _Compilation:
 
     def _one_at_a_time(self) -> None:
         """No heuristic found anything: solve for the least memory; either it fits or the instance is infeasible."""
-        from optpipe_compiler.machine.orders import held
         from optpipe_compiler.solver.minimum import one_at_a_time
 
         best: tuple[int, int, Attempt] | None = None
@@ -330,7 +329,7 @@ class _Compilation:
             timed = one_at_a_time(attempt.problem, fixed)
             if self.incumbents.keep(attempt, timed, "least memory") is None:
                 continue
-            needed = list(map(int.__add__, fixed, held(timed).peaks))
+            needed, _ = attempt.peaks(timed)
             worst = max(devices, key=lambda d: needed[d])
             if best is None or needed[worst] < best[0]:
                 best = needed[worst], worst, attempt
@@ -350,18 +349,18 @@ class _Compilation:
         )
 
     def _baselines(self) -> dict[str, ir.Baseline]:
-        """Compare with every published schedule: the best that fits over the placements that it is for."""
-        return {name: self._baseline(name) for name in PUBLISHED}
+        """Compare with papers, stock and compositions: each at its best that fits over the placements it is for."""
+        return {name: self._baseline(name) for name in METHODS}
 
     def _baseline(self, name: str) -> ir.Baseline:
-        tried = self.candidates.tried.get(name, [])
+        tried, kind = self.candidates.tried.get(name, []), METHODS[name].kind
         reason = next((one.reason for one in tried if one.reason is not None), "not for the placements searched")
         found = [
-            ir.Baseline(makespan_ns=one.makespan, peak_bytes=one.need.peak_bytes, fits=one.need.over is None)
+            ir.Baseline(makespan_ns=one.makespan, peak_bytes=one.need.peak_bytes, fits=one.need.over is None, kind=kind)
             for one in tried
             if one.makespan is not None and one.need is not None
         ]
-        unknown = ir.Baseline(makespan_ns=None, peak_bytes=None, fits=False, reason=reason)
+        unknown = ir.Baseline(makespan_ns=None, peak_bytes=None, fits=False, reason=reason, kind=kind)
         return min(found, key=lambda b: (not b.fits, b.makespan_ns), default=unknown)
 
     def _bound(self) -> bounds.Bound:

@@ -86,7 +86,7 @@ ROOMS = {
     "costs": "documents errors",
     "model": "documents errors",
     "machine": "model",
-    "published": "machine model",
+    "published": "documents machine model",
     "solver": "child errors model",
     "plan": "documents machine model published solver",
     "lower": "documents model optpipe_compiler",

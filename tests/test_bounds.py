@@ -6,9 +6,19 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 
+from optpipe_compiler.machine.orders import peaks
 from optpipe_compiler.model.bounds import best as best_bound
-from optpipe_compiler.model.bounds import device_work, fill_and_drain, head_and_work, memory_time, resources, round_trip
+from optpipe_compiler.model.bounds import (
+    device_work,
+    fill_and_drain,
+    head_and_work,
+    memory_time,
+    resources,
+    round_trip,
+    slots,
+)
 from optpipe_compiler.model.problem import Freedom, Problem, coarsen
 from optpipe_compiler.model.schedule import value
 from tests.instances import problem
@@ -32,7 +42,7 @@ def uneven(forward: tuple[int, ...], freedom: Freedom = SPLIT, **sizes: int) -> 
 @given(one=problems(devices=2, stages=2, microbatches=2, ticks=5))
 def test_every_bound_is_at_most_the_optimum_and_that_at_most_the_best_heuristic(one):
     for kind, bounds in (
-        ("makespan", [device_work, head_and_work, round_trip, memory_time, resources, fill_and_drain]),
+        ("makespan", [device_work, head_and_work, round_trip, memory_time, resources, fill_and_drain, slots]),
         ("span", [device_work, round_trip]),
     ):
         found = best(one, kind=kind)
@@ -113,6 +123,62 @@ def test_a_transfer_alone_on_its_link_is_what_the_bound_counts():
 
 def alone(stage):
     return replace(stage, offload=stage.offload_alone, reload=stage.reload_alone)
+
+
+@pytest.mark.parametrize(
+    ("devices", "microbatches", "fits", "turns"),
+    [(4, 16, 3, 24), (4, 16, 1, 64), (3, 4, 2, 3 + 2 + 2), (2, 3, 1, 6), (2, 5, 2, 2 * 2 + 1 + 1)],
+)
+def test_whole_slots_bound_equal_fused_stages_by_rounds_of_the_pipeline(devices, microbatches, fits, turns):
+    """In units of F + B; for P = 4, M = 16 and K = 3 Little's law says 21 1/3, the work and its head 19."""
+    one = problem(devices, microbatches, 4 * fits, freedom=FUSED, send_activation=0, send_gradient=0)
+    assert slots(one).ticks == turns * 30
+    assert slots(replace(one, budget=(4 * fits + 3,) * devices)).ticks == turns * 30
+    assert slots(replace(one, budget=(4 * microbatches,) * devices)).ticks == 0
+
+
+@pytest.mark.parametrize(("devices", "microbatches", "fits"), [(4, 16, 3), (6, 30, 4), (4, 9, 2), (3, 7, 2)])
+def test_whole_slots_are_reached_by_equal_fused_stages(devices, microbatches, fits):
+    one = problem(devices, microbatches, 4 * fits, freedom=FUSED, send_activation=0, send_gradient=0)
+    timed = min(dispatched(one), key=lambda timed: timed.makespan)
+    assert max(peaks(timed)) <= 4 * fits
+    assert timed.makespan == slots(one).ticks > memory_time(one).ticks
+
+
+def test_slots_count_messages_split_backwards_and_what_an_op_needs_besides():
+    one = problem(2, 3, 4, freedom=FUSED)
+    trip = (10 + 1 + 30) + (1 + 20)
+    assert slots(one).ticks == 2 * trip + trip
+    split = replace(one, freedom=SPLIT)  # I at device 0 ends 10 sooner; W has 2 units left, for which there is no room
+    assert slots(split).ticks == 3 * (10 + 1 + 20 + 1 + 20)
+    roomy = replace(one, budget=(8, 8), stages=tuple(replace(s, forward_extra=1) for s in one.stages))
+    assert slots(roomy).ticks == 3 * trip
+    assert slots(replace(one, budget=(8, 8))).ticks == trip + trip
+    later = tuple(replace(stage, backward_extra=1) for stage in one.stages)
+    assert slots(replace(one, budget=(8, 8), stages=later)).ticks == 3 * trip
+
+
+def test_slots_of_several_stages_on_a_device_hold_all_earlier_ones_too():
+    """A loop of 2 x 2: in flight at stage 2 is a microbatch that is so at stage 0, 8 units in all."""
+    one = problem(2, 4, 8, per_device=2, placement="loop", freedom=FUSED, send_activation=0, send_gradient=0)
+    assert slots(one).ticks == 20 + 3 * 60 + (60 + 40)
+    assert slots(replace(one, budget=(4 + 8 + 4, 4 + 8))).ticks < slots(one).ticks
+
+
+def test_slots_of_what_can_leave_are_as_small_as_what_stays():
+    one = problem(2, 4, 6, freedom=replace(FUSED, recompute=True), checkpoint=1, send_activation=0, send_gradient=0)
+    kept = replace(one, freedom=FUSED)
+    assert slots(kept).ticks == 5 * 60 - 60 > slots(one).ticks
+
+
+@RANDOM
+@given(one=problems(devices=2, stages=2, microbatches=4, ticks=4), plain=st.booleans())
+def test_slots_are_at_most_the_optimum_also_where_nothing_can_leave(one, plain):
+    one = replace(one, freedom=replace(one.freedom, offload=False, recompute=False)) if plain else one
+    assume(slots(one).ticks > 0)
+    found = best(one)
+    assume(found is not None)
+    assert slots(one).ticks <= found[0]
 
 
 def test_the_best_bound_is_named():

@@ -21,7 +21,7 @@ from optpipe_compiler import cli, compiler
 from optpipe_compiler.documents import ir, profile
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.errors import BadInput, Infeasible, MissingDependency, NotFound, Rejected, RunFailed
-from optpipe_compiler.published import PUBLISHED
+from optpipe_compiler.published import METHODS
 from optpipe_compiler.verify import verify
 from tests.instances import quick, uniform
 from tests.processes import children
@@ -216,7 +216,7 @@ def test_all_published_schedules_are_listed_without_a_profile(run):
     Path("profile.json").unlink()
     outcome = run("compile", "--list-methods")
     assert outcome.code == 0
-    assert {line.split()[0] for line in outcome.out.splitlines()[1:]} == set(PUBLISHED)
+    assert {line.split()[0] for line in outcome.out.splitlines()[1:]} == set(METHODS)
 
 
 def test_bounds_of_several_caps_are_printed_without_solving(run):
@@ -258,7 +258,7 @@ def test_json_is_exactly_one_object_with_the_promised_fields(run):
     assert report["peak_bytes"] == [device.peak_bytes for device in schedule.devices]
     assert report["gap"] == 1 - report["lower_bound_ns"] / report["makespan_ns"]
     assert report["cap_bytes"] == 2 * GB
-    assert set(report["baselines"]) == set(PUBLISHED)
+    assert set(report["baselines"]) == set(METHODS)
     for baseline in report["baselines"].values():
         assert {"makespan_ns", "peak_bytes", "fits"} <= set(baseline)
         assert (baseline["makespan_ns"] is None) == ("reason" in baseline)
@@ -293,7 +293,7 @@ def test_what_is_compiled_verifies_and_shows(run):
     assert (outcome.code, outcome.err) == (0, "")
     assert outcome.out.startswith("a.json: holds. No execution exceeds ")
     assert outcome.out.splitlines()[-1] == (
-        "Taken from the file, not proved: the bound, the outcome, the published schedules' times, the provenance."
+        "Taken from the file, not proved: the bound, the outcome, the baselines' times, the provenance."
     )
     alone = json.loads(run("verify", "a.json", "--json").out)
     beside = json.loads(run("verify", "a.json", "--profile", "profile.json", "--json").out)

@@ -13,9 +13,9 @@ from rich.console import Console
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.documents.profile import Model
-from optpipe_compiler.published import PUBLISHED
+from optpipe_compiler.published import METHODS
 from optpipe_compiler.study import comparison as study
-from optpipe_compiler.study.comparison import Absent, Wanted, compare, published_row
+from optpipe_compiler.study.comparison import Absent, Wanted, chosen_methods, compare, published_row
 from optpipe_compiler.study.facts import Facts, facts
 from optpipe_compiler.view.comparison import render
 from tests.instances import quick, uniform
@@ -180,6 +180,14 @@ def test_one_that_does_not_fit_or_is_not_defined_has_the_reason(offloading):
     assert missing == Absent("gis", "2 layers cannot fill 2 devices x 2 stages per device: expected at most 2 stages")
 
 
+def test_methods_are_named_by_kind_too_and_a_row_says_its_kind():
+    assert chosen_methods("stock") == [name for name, method in METHODS.items() if method.kind == "stock"]
+    assert chosen_methods("paper,gis-offload,1f1b") == [*chosen_methods("paper"), "gis-offload"]
+    rows = [published_row(Wanted(name, COSTS, quick(COSTS, 2 * GB).schedule.setup)) for name in ("1f1b", "gis-offload")]
+    assert [row.kind for row in rows] == ["paper", "composition"]
+    assert {"paper", "composition"} <= set(shown(compare(rows)).split())
+
+
 def test_too_little_host_memory_is_the_reason_where_it_is():
     short = quick(COSTS, GB, host_mem_bytes=1, offload=False).schedule.setup
     row = published_row(Wanted("gis-offload", COSTS, short))
@@ -192,7 +200,7 @@ def test_all_published_schedules_have_a_row_or_a_reason(run, here):  # noqa: F81
     Path("schedule.json").write_text(ir.to_text(quick(COSTS, 2 * GB).schedule))
     report = json.loads(run("compare", "--methods", "all", "--json").out)
     named = [row["name"] for row in report["schedules"]] + [row["name"] for row in report["absent"]]
-    assert sorted(named) == sorted([*PUBLISHED, "schedule.json"])
+    assert sorted(named) == sorted([*METHODS, "schedule.json"])
     assert report["differences"] == []
     assert all(row["safe"] and row["peak_bytes"] <= 2 * GB for row in report["schedules"])
     ordered = [row["makespan_ns"] for row in report["schedules"]]
@@ -218,7 +226,7 @@ def test_costs_of_another_profile_are_a_difference(run, here):  # noqa: F811
 def test_bad_input_of_compare_is_one_sentence(run):  # noqa: F811
     assert refused(run("compare"), 2) == "schedule.json: cannot be read: No such file or directory"
     sentence = refused(run("compare", "--methods", "1f1b,best"), 2)
-    assert sentence.startswith("--methods names 'best', expected all or some of gpipe, 1f1b")
+    assert sentence.startswith("--methods names 'best', expected some of all, paper, stock, composition, gpipe")
     Path("schedule.json").write_text(ir.to_text(quick(uniform(2, 1), 2 * GB).schedule))
     sentence = refused(run("compare", "--methods", "all", "--profile", "no.json"), 2)
     assert sentence == "no.json: cannot be read: No such file or directory"

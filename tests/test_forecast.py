@@ -18,7 +18,7 @@ from optpipe_compiler.machine.orders import retime
 from optpipe_compiler.model.placement import layout
 from optpipe_compiler.model.problem import Caps, Freedom, build
 from optpipe_compiler.model.schedule import Mode, Stuck
-from optpipe_compiler.published import PLACEMENTS, PUBLISHED, NotDefined
+from optpipe_compiler.published import METHODS, PLACEMENTS, NotDefined
 from optpipe_compiler.published import published as publish
 from tests.instances import profiles, quick, uniform
 from tests.plans import serial
@@ -112,7 +112,7 @@ def check(analysis: Analysis) -> None:
         assert curve[-1][1] == static + schedule.setup.reserve_bytes
 
 
-@pytest.mark.parametrize("method", PUBLISHED)
+@pytest.mark.parametrize("method", METHODS)
 def test_every_start_and_every_gap_of_a_published_schedule_is_explained(method):
     analysis = published(method)
     if analysis is not None:
@@ -121,7 +121,7 @@ def test_every_start_and_every_gap_of_a_published_schedule_is_explained(method):
 
 
 def test_most_published_schedules_were_analysed():
-    assert sum(published(method) is not None for method in PUBLISHED) > len(PUBLISHED) // 2
+    assert sum(published(method) is not None for method in METHODS) > len(METHODS) // 2
 
 
 CERTIFICATE = Certificate("makespan", "feasible", 0, "none", {}, {})

@@ -69,6 +69,6 @@ def test_a_proven_optimum_is_as_before(golden):
         "outcome": forecast.outcome,
         "makespan_ns": forecast.makespan_ns,
         "lower_bound_ns": forecast.lower_bound_ns,
-        "published": {name: [one.makespan_ns, one.peak_bytes, one.fits] for name, one in forecast.baselines.items()},
+        "baselines": {name: [one.makespan_ns, one.peak_bytes, one.fits] for name, one in forecast.baselines.items()},
     }
     golden("optimum.json", json.dumps(proved, indent=1) + "\n")

@@ -18,7 +18,7 @@ from optpipe_compiler.machine.orders import peaks, retime, simulate
 from optpipe_compiler.model.placement import layout, stage_devices
 from optpipe_compiler.model.problem import Caps, Freedom, Problem, Stage, build
 from optpipe_compiler.model.schedule import Kind, Plan, Schedule, Task
-from optpipe_compiler.published import PLACEMENTS, PUBLISHED, NotDefined, Recipe, published
+from optpipe_compiler.published import METHODS, PLACEMENTS, NotDefined, Recipe, published
 from optpipe_compiler.verify import verify
 
 PLENTY = 1 << 40
@@ -78,14 +78,14 @@ def bubble(schedule: Schedule) -> int:
 
 
 def orders(problem: Problem, name: str) -> list[list[Task]]:
-    found = PUBLISHED[name](problem)
+    found = METHODS[name].order(problem)
     return found.compute if isinstance(found, Recipe) else found
 
 
 SIZES = [(1, 1), (1, 5), (2, 1), (2, 4), (3, 3), (3, 7), (4, 2), (4, 8), (4, 13), (5, 20), (7, 4), (8, 16), (8, 17)]
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", METHODS)
 def test_every_pass_is_there_once_in_microbatch_order_and_the_order_runs(name: str):
     ran = 0
     for placement, per_device in PLACEMENTS[name]:
@@ -108,13 +108,13 @@ def test_every_pass_is_there_once_in_microbatch_order_and_the_order_runs(name: s
                 assert passes[Kind.B, stage] == sorted(passes[Kind.B, stage])
             assert published(problem, name).makespan > 0
             ran += 1
-    assert ran >= 8
+    assert ran >= 7
 
 
 @st.composite
 def uneven(draw: st.DrawFn) -> tuple[str, Problem]:
     """A published schedule and an instance with any costs, zeros included."""
-    name = draw(st.sampled_from(sorted(PUBLISHED)))
+    name = draw(st.sampled_from(sorted(METHODS)))
     placement, per_device = draw(st.sampled_from(PLACEMENTS[name]))
     problem = instance(draw(st.integers(1, 6)), draw(st.integers(1, 13)), placement, per_device)
     time = st.integers(0, 6)
@@ -143,7 +143,7 @@ def uneven(draw: st.DrawFn) -> tuple[str, Problem]:
 def test_no_costs_make_a_schedule_wait_for_itself_and_its_times_are_the_earliest(drawn: tuple[str, Problem]):
     name, problem = drawn
     try:
-        found = PUBLISHED[name](problem)
+        found = METHODS[name].order(problem)
     except NotDefined:
         return
     timed = published(problem, name)
@@ -318,6 +318,12 @@ def test_orders_agree_with_torch(name: str, generator: str, per_device: tuple[in
         ("zb-memory-limited", instance(4, 8, "linear", 1, cap=0), "device 0 has no room for a microbatch"),
         ("po-h", instance(4, 8, "loop", 2, links=False), "po-h offloads stage 0, but device 0 has no host link"),
         ("po-f", instance(4, 8, "loop", 2, freedom=Freedom(offload=False)), "--no-offload forbids"),
+        (
+            "1f1b-offload",
+            instance(4, 8, "linear", 1, links=False),
+            "1f1b-offload offloads stage 0, but device 0 has no",
+        ),
+        ("1f1b-offload", instance(4, 8, "loop", 2), "1f1b is defined for one stage per device"),
         ("gis-offload-3", instance(4, 8, "loop", 3), "defined for more than 3 stages per device, not 3"),
         ("1f1b-recompute", instance(4, 8, "linear", 1, freedom=Freedom(recompute=False)), "--no-recompute forbids"),
         ("1f1b-recompute", instance(4, 8, "linear", 1, checkpoint=1), "stage 0, whose input is as large as all"),
@@ -397,10 +403,94 @@ def test_a_schedule_that_does_not_fit_can_wait_for_its_memory():
     assert waiting.makespan >= schedule.makespan
 
 
+# -- what frameworks run ---------------------------------------------------------------------------------------------
+
+
+def streamed(devices: int, microbatches: int, **transfers: int) -> Schedule:
+    """1F1B with F = 1, B = 2 and every activation offloaded, on a link of its own for each device."""
+    problem = instance(devices, microbatches, "linear", 1, **transfers)
+    return published(replace(problem, link_of=tuple(range(devices))), "1f1b-offload")
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b"])
+def test_checkpointing_everything_costs_one_more_forward_per_backward(name: str):
+    """M v (F + R + B) + (P - 1)(F + B): in fill and drain a device recomputes while it waits for the gradient."""
+    per_device = PLACEMENTS[name][0][1]
+    schedule = on(f"{name}-recompute", 4, 16, per_device)
+    assert schedule.makespan == 16 * 4 * per_device + 3 * 3
+    assert schedule.count(Kind.R) == 16 * 4 * per_device
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_checkpointing_some_layers_recomputes_the_lowest_stages_and_keeps_what_the_others_save(count: int):
+    schedule, kept = (on(name, 4, 16, 4) for name in (f"interleaved-1f1b-recompute-{count}", "interleaved-1f1b"))
+    assert {task.stage for task in schedule.starts if task.kind is Kind.R} == set(range(4 * count))
+    assert kept.makespan + 16 * count <= schedule.makespan <= kept.makespan + 19 * count
+    # of the (v - 1)P + 2P - 1 = 4 + 4 + 4 + 4 + 3 forwards of device 0 those of other stages stay, and one is running
+    assert peaks(schedule)[0] == 4 * (4 - count) + 1
+
+
+def test_transfers_as_quick_as_the_ops_beside_them_delay_nothing_but_the_turn_at_the_last_device():
+    """The last device reloads at once what it has just offloaded, before each backward: 1 + 2 ticks a microbatch."""
+    kept = on("1f1b", 4, 16)
+    free = streamed(4, 16, offload=0, reload=0)
+    assert free.makespan == kept.makespan == (16 + 3) * 3
+    assert streamed(1, 16, offload=1, reload=2).makespan == 16 * (1 + 1 + 2 + 2)
+    turned = streamed(4, 16, offload=1, reload=2)
+    assert turned.count(Kind.D) == turned.count(Kind.H) == 4 * 16
+    assert turned.makespan == 3 + 16 * (1 + 1 + 2 + 2) + 3 * 2
+
+
+def test_streaming_holds_at_most_three_activations_however_many_devices():
+    """The one that is computed or read, one that leaves, one that comes back."""
+    for devices in (4, 8, 16):
+        schedule = streamed(devices, 3 * devices, offload=1, reload=2)
+        assert max(peaks(schedule)) == 3
+    assert max(peaks(on("1f1b", 16, 48))) == 16
+
+
+def test_a_reload_overlaps_the_backward_before_its_own_and_no_op_before_that():
+    schedule = streamed(4, 12, offload=1, reload=2)
+    for order in schedule.plan.compute:
+        backwards = [task for task in order if task.kind is Kind.B]
+        for before, task in pairwise(backwards):
+            reload = task._replace(kind=Kind.H)
+            assert schedule.starts[before] <= schedule.starts[reload]
+            assert schedule.end(reload) <= schedule.starts[task]
+
+
+def test_a_host_link_that_is_slower_than_the_device_sets_the_pace():
+    """Reloads of 5 ticks on one lane, 16 of them, on a device that computes 3 ticks a microbatch."""
+    assert streamed(2, 16, offload=5, reload=5).makespan >= 16 * 5
+    shared = published(instance(2, 16, "linear", 1, offload=5, reload=5), "1f1b-offload")
+    assert shared.makespan >= 2 * 16 * 5
+
+
+def test_every_method_says_whose_it_is_and_cites_it():
+    kinds = {name: method.kind for name, method in METHODS.items()}
+    assert {kinds[name] for name in ("1f1b", "zb-h1", "gis", "gis-h", "po-h", "po-f", "dualpipev", "hanayo")} == {
+        "paper"
+    }
+    stock = {name for name, kind in kinds.items() if kind == "stock"}
+    assert stock == {
+        "interleaved-zb",
+        "1f1b-recompute",
+        "1f1b-offload",
+        "interleaved-1f1b-recompute",
+        "interleaved-1f1b-offload",
+        *(f"interleaved-1f1b-recompute-{n}" for n in (1, 2, 3)),
+    }
+    for name, method in METHODS.items():
+        assert (method.kind == "composition") == (
+            name not in stock and ("-offload" in name or "-recompute" in name)
+        ) or (name == "gpipe-recompute")
+        assert "arXiv:" in method.source or method.kind == "stock" or "github.com" in method.source
+
+
 # -- as files, and against the reference table -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", METHODS)
 def test_every_schedule_lowers_to_a_file_that_verify_accepts(name: str):
     caps = Caps(10**12, None)
     profile = uniform_profile(UniformOptions(devices=4, layers_per_device=4, shared_links="pairs"))

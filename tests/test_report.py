@@ -19,7 +19,8 @@ from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.documents.profile import Layer, Machine, Profile
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.forecast import Cause, Reason
-from optpipe_compiler.view.report import best_published, render
+from optpipe_compiler.view.baselines import OTHERS, best, faster, whose
+from optpipe_compiler.view.report import render
 from optpipe_compiler.view.report.payload import REASONS
 from optpipe_compiler.view.report.trace import measured
 from tests.instances import quick, uniform
@@ -182,11 +183,11 @@ def test_names_from_files_cannot_end_the_script_or_become_markup(schedule):
     assert "{{data}}" in page
 
 
-def test_where_the_best_published_schedule_ends_is_a_line_and_the_page_says_how_to_see_all_of_it(schedule):
-    best = best_published(schedule)
+def test_where_the_best_baselines_end_are_lines_and_the_page_says_how_to_see_all_of_it(schedule):
     page = render(schedule)
     lines = {line["label"].split(":")[0]: line["at"] for line in payload(page)["lines"]}
-    assert lines[f"best published, {best}"] == schedule.forecast.baselines[best].makespan_ns
+    for label, name in (("best of all", best(schedule)), ("best of papers and stock", best(schedule, OTHERS))):
+        assert lines[f"{label}, {name}"] == schedule.forecast.baselines[name].makespan_ns
     assert lines["this schedule"] == schedule.forecast.makespan_ns
     assert "--profile" in text(page)
 
@@ -198,19 +199,47 @@ def test_a_bound_on_the_span_is_no_line_on_the_time_axis():
     assert "proven bound on the span" in text(page)
 
 
-def test_the_best_published_schedule_is_the_fastest_that_fits(schedule):
-    def of(**makespans: int | None) -> str | None:
-        made = {
-            name: ir.Baseline(makespan_ns=time, peak_bytes=1, fits="big" not in name)
-            for name, time in makespans.items()
-        }
-        return best_published(
-            msgspec.structs.replace(schedule, forecast=msgspec.structs.replace(schedule.forecast, baselines=made))
+def compared(schedule: ir.Schedule, kinds: dict[str, str] | None = None, **makespans: int | None) -> ir.Schedule:
+    """The schedule with these baselines; one fits unless its name has "big" in it."""
+    made = {
+        name: ir.Baseline(
+            makespan_ns=time, peak_bytes=1, fits="big" not in name, kind=(kinds or {}).get(name, msgspec.UNSET)
         )
+        for name, time in makespans.items()
+    }
+    return msgspec.structs.replace(schedule, forecast=msgspec.structs.replace(schedule.forecast, baselines=made))
 
-    assert of(slow=9, fast=5, big=1, unknown=None) == "fast"
-    assert of(a=5, **{schedule.forecast.method: 5}) == schedule.forecast.method
-    assert of(big=1, unknown=None) is None
+
+def test_the_best_baseline_is_the_fastest_that_fits(schedule):
+    assert best(compared(schedule, slow=9, fast=5, big=1, unknown=None)) == "fast"
+    assert best(compared(schedule, a=5, **{schedule.forecast.method: 5})) == schedule.forecast.method
+    assert best(compared(schedule, big=1, unknown=None)) is None
+
+
+def test_the_best_of_papers_and_stock_is_told_apart_from_a_composition(schedule):
+    kinds = {"made-up": "composition", "written": "paper", "run": "stock"}
+    made = compared(schedule, kinds, **{"made-up": 5, "written": 7, "run": 6})
+    assert (best(made), best(made, OTHERS), best(made, ("paper",))) == ("made-up", "run", "written")
+    assert [whose(made, name) for name in kinds] == ["made-up, a composition", "written, a paper's", "run, stock"]
+    assert best(compared(schedule, kinds, **{"made-up": 6, "run": 6})) == "run"
+
+
+def test_files_that_do_not_say_whose_a_baseline_is_are_shown_without_it(schedule):
+    old = compared(schedule, gpipe=5)
+    assert (best(old), best(old, OTHERS), whose(old, "gpipe")) == ("gpipe", None, "gpipe")
+    assert "best of papers and stock" not in text(render(old))
+    assert json.loads(canonical(old))["forecast"]["baselines"]["gpipe"].keys() == {
+        "makespan_ns",
+        "peak_bytes",
+        "fits",
+        "reason",
+    }
+
+
+def test_how_much_faster_is_in_steps_per_second(schedule):
+    time = schedule.forecast.makespan_ns
+    made = compared(schedule, twice=2 * time, half=time // 2, same=time)
+    assert [faster(made, name) for name in ("twice", "half", "same")] == ["100.0% faster", "50.0% slower", "as fast"]
 
 
 # -- measured -----------------------------------------------------------------------------------------------------
@@ -324,15 +353,15 @@ def test_the_command_writes_the_page(folder, schedule):
     assert Path("report.html").read_text() == render(schedule)
 
 
-def test_with_the_profile_the_best_published_schedule_is_drawn_above(folder, schedule):
+def test_with_the_profile_the_best_baseline_is_drawn_above(folder, schedule):
     arguments = ["report", "schedule.json", "--profile", "profile.json", "-o", "r.html"]
     assert CliRunner().invoke(cli, arguments, catch_exceptions=False).exit_code == 0
-    page, best = Path("r.html").read_text(), best_published(schedule)
+    page, name = Path("r.html").read_text(), best(schedule)
     above, below = payload(page)["charts"]
-    assert above["title"].startswith(f"best published ({best})")
-    assert above["makespan_ns"] == schedule.forecast.baselines[best].makespan_ns > below["makespan_ns"]
+    assert above["title"].startswith(f"best baseline ({name})")
+    assert above["makespan_ns"] == schedule.forecast.baselines[name].makespan_ns > below["makespan_ns"]
     assert below == payload(render(schedule))["charts"][0]
-    assert f"{best} is drawn above this schedule." in text(page)
+    assert f"{name} is drawn above this schedule." in text(page)
 
 
 def test_a_published_schedule_is_not_drawn_above_itself(folder):

@@ -262,7 +262,7 @@ def test_published_and_measured_are_on_the_same_axis_also_in_the_dark(schedule, 
         """,
         dark=True,
     )
-    assert [title.split(" (")[0] for title in seen["titles"]] == ["best published", "this schedule"]
+    assert [title.split(" (")[0] for title in seen["titles"]] == ["best baseline", "this schedule"]
     assert seen["longest"] == 20_000_000
     assert "measured1 us to 700 us (699 us, 1.40 x forecast)" in seen["tip"]
     assert max(map(int, seen["paper"].split(",")[:3])) < 60

@@ -1,4 +1,4 @@
-"""optpipe compare: schedules side by side, and the published ones for the same setup."""
+"""optpipe compare: schedules side by side, and those of papers, stock and compositions for the same setup."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("schedule_paths", metavar="[SCHEDULE]...", type=click.Path(path_type=Path), nargs=-1)
-@click.option("--methods", metavar="all|NAME[,NAME...]", help="Add published schedules for the first one's setup.")
+@click.option(
+    "--methods",
+    metavar="all|KIND|NAME[,...]",
+    help="Add known schedules for the first one's setup; KIND is paper, stock or composition.",
+)
 @click.option(
     "--profile",
     "profile_path",

@@ -29,8 +29,8 @@ from optpipe_compiler.errors import BadInput
 )
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--reproducible", is_flag=True, help="Same bytes on every run and machine; one search thread.")
-@click.option("--method", help="Emit this published schedule instead of searching (see --list-methods).")
-@click.option("--list-methods", is_flag=True, help="List the published schedules and stop.")
+@click.option("--method", help="Emit this known schedule instead of searching (see --list-methods).")
+@click.option("--list-methods", is_flag=True, help="List the known schedules, whose they are, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=SCHEDULE, show_default=True)
 def compile_command(
@@ -69,16 +69,17 @@ def compile_command(
 
 
 def _list_methods() -> None:
-    """Print every published schedule with the placements that it is tried on."""
+    """Print every schedule to compare with: its kind, placement and stages per device, and its source."""
     from rich.table import Table
 
-    from optpipe_compiler.published import PLACEMENTS
+    from optpipe_compiler.published import METHODS
 
     table = Table(box=None, pad_edge=False)
-    table.add_column("method")
-    table.add_column("placement and stages per device")
-    for name, places in PLACEMENTS.items():
-        table.add_row(name, ", ".join(f"{placement} {number}" for placement, number in places))
+    for column in ("method", "kind", "stages", "source"):
+        table.add_column(column, no_wrap=True)
+    for name, method in METHODS.items():
+        numbers = ", ".join(str(number) for _, number in method.placements)
+        table.add_row(name, method.kind, f"{method.placements[0][0]} {numbers}", method.source)
     console().print(table)
 
 
@@ -131,6 +132,7 @@ def _renamed(options: dict[str, Any]) -> dict[str, Any]:
 
 def _report(result: Any) -> dict[str, Any]:
     """Return what `compile --json` prints."""
+    from optpipe_compiler.view.baselines import OTHERS, best, kind
     from optpipe_compiler.view.summary import count, gap
 
     schedule = result.schedule
@@ -158,11 +160,14 @@ def _report(result: Any) -> dict[str, Any]:
         "num_recomputes": count(schedule, "recompute"),
         "wall_s": result.wall_s,
         "digest": schedule.digest,
+        "best_baseline": best(schedule),
+        "best_of_papers_and_stock": best(schedule, OTHERS),
         "baselines": {
             name: {
                 "makespan_ns": baseline.makespan_ns,
                 "peak_bytes": baseline.peak_bytes,
                 "fits": baseline.fits,
+                "kind": kind(baseline),
                 **({"reason": baseline.reason} if baseline.reason else {}),
             }
             for name, baseline in forecast.baselines.items()

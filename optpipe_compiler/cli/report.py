@@ -17,7 +17,7 @@ from optpipe_compiler.errors import BadInput
     "--profile",
     "profile_path",
     type=click.Path(path_type=Path),
-    help="The profile it was compiled from, to draw the best published schedule above it.",
+    help="The profile it was compiled from, to draw the best baseline above it.",
 )
 @click.option(
     "--trace",
@@ -40,16 +40,16 @@ def report(schedule_path: Path, output: Path, profile_path: Path | None, traces:
     check_writable(output)
     schedule = ir.load(schedule_path)
     ran = measured(traces, schedule) if traces else None
-    published = _published(schedule, schedule_path, profile_path) if profile_path else None
-    write_atomically(output, render(schedule, published, ran))
+    above = _best_baseline(schedule, schedule_path, profile_path) if profile_path else None
+    write_atomically(output, render(schedule, above, ran))
     say(f"wrote {output}")
 
 
-def _published(schedule: Any, schedule_path: Path, profile_path: Path) -> Any:
-    """Return the best published schedule of the same instance, or None if it is the schedule itself."""
+def _best_baseline(schedule: Any, schedule_path: Path, profile_path: Path) -> Any:
+    """Return the best of papers, stock and compositions for the same instance; None if it is the schedule itself."""
     from optpipe_compiler import compiler
     from optpipe_compiler.documents import profile as profiles
-    from optpipe_compiler.view.report import best_published
+    from optpipe_compiler.view.baselines import best as best_baseline
 
     costs, came_from = profiles.load(profile_path), schedule.provenance
     if costs.digest() != came_from.profile_digest:
@@ -57,7 +57,7 @@ def _published(schedule: Any, schedule_path: Path, profile_path: Path) -> Any:
             f"{profile_path}: is not the profile that {schedule_path} was compiled from: its digest is "
             f"{costs.digest()[:19]}, expected {came_from.profile_digest[:19]}"
         )
-    best = best_published(schedule)
+    best = best_baseline(schedule)
     if best is None or best == schedule.forecast.method:
         return None
     setup, chosen = schedule.setup, came_from.options

@@ -17,7 +17,8 @@ from optpipe_compiler.errors import BadInput
 
 FORMAT = "optpipe-schedule"
 VERSION = 1
-REVISION = 0
+REVISION = 1
+"""1: the kind of a baseline."""
 
 MOST_DEVICES = 1024
 """In a schedule; docs/IR.md states the limits."""
@@ -28,6 +29,7 @@ Range = tuple[Count, Count]
 Outcome = Literal["optimal", "feasible"]
 Objective = Literal["makespan", "span"]
 Lane = Literal["compute", "d2h", "h2d"]
+BaselineKind = Literal["paper", "stock", "composition"]
 
 
 class Op(Record, frozen=True, kw_only=True):
@@ -211,12 +213,17 @@ class Times(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Baseline(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A published schedule on the same costs; null where it is not defined for this instance, with the reason."""
+    """A schedule to compare with on the same costs; null where it is not defined for this instance, with the reason.
+
+    `kind` says whose it is: a paper's, what frameworks run (stock), or a paper's order with offloads or recomputations
+    that neither combines with it (composition). Files of revision 0 do not say it.
+    """
 
     makespan_ns: Count | None
     peak_bytes: Count | None
     fits: bool
     reason: str = ""
+    kind: BaselineKind | msgspec.UnsetType = msgspec.UNSET
 
 
 class Forecast(Record, frozen=True, kw_only=True, omit_defaults=False):

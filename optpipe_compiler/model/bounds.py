@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import accumulate, chain
 from math import ceil
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from optpipe_compiler.model.problem import Problem, Stage
 
@@ -26,6 +27,7 @@ def best(problem: Problem, objective: str) -> Bound:
     bounds = [device_work(problem), round_trip(problem)]
     if objective == "makespan":
         bounds += [head_and_work(problem), memory_time(problem), resources(problem), fill_and_drain(problem)]
+        bounds.append(slots(problem))
     return max(bounds, key=lambda bound: bound.ticks)
 
 
@@ -255,6 +257,124 @@ def _densest(pairs: Iterable[tuple[Fraction | int, int]]) -> Fraction:
 def _after(problem: Problem, stage: Stage) -> int:
     """Compute ticks of a stage's backward at least."""
     return _work(problem, stage) - stage.forward
+
+
+def slots(problem: Problem) -> Bound:
+    """Where K activations fit at a time, microbatch m + K starts only after one of the first m + 1 is over.
+
+    Take stage s of device d. A microbatch is in flight at s from the start of its forward to the end of its input
+    gradient or fused backward. All that time it holds at least floor(s) = min(saved; checkpoint, if it can be
+    recomputed; staying, if it can be offloaded), and floor(i) for each earlier stage i of d, where it is in flight too.
+    When the last of c in flight begins its forward, it holds all that it saves and what the op needs besides; so does,
+    when c is the most there ever are, the first whose backward begins then. Hence c <= K with
+
+        K = 1 + (budget(d) - max(extra of F, extra of the backward) - saved(s) - sum of floor(i), i < s of d)
+              // sum of floor(i), i <= s of d.
+
+    In flight it is for at least T(s), the way through all later stages and back, messages included. Let F(m) be the
+    start of the m-th forward at s, m from 0. When F(m + K) starts, at most K - 1 earlier ones are in flight, so m + 1
+    are over, one of which began no sooner than F(m). So F(m + K) >= F(m) + T, and with Q = ceil(M / K) - 1
+
+        F(Q K) >= head(s) + Q T(s), where head(s) is the earliest that a forward can reach s.
+
+    Then the last r = M - Q K microbatches (1 <= r <= K) have their forwards from s on and all their backwards still to
+    come. For every stage u from s on, and for every device e that has one from s on, the first of which is u:
+
+        makespan >= head(s) + Q T(s) + way from s to u + r x work + way back.
+
+    work is forward and backward of u; or of e, the forwards of its stages from s on and the backwards of all of them. A
+    backward counts by the shorter of input gradient and fused backward, and the last one still has the way back to
+    stage 0 before it. Or, of a device, it counts with its weight gradient, which need not be waited for on a way back.
+
+    With split backwards K and T are also taken to the end of the weight gradient: T is longer by that, and each of the
+    others holds at least min(floor(s), residue) at s, and nothing that is sure at earlier stages.
+
+    For equal stages, one on each of P devices, fused, without messages: (F + B) (Q P + r + P - 1).
+    """
+    result = 0
+    rest_of = _Rest(problem)
+    trip = 0
+    """Ticks from the arrival of the forward of stage s at the next stage to that of the gradient that comes back."""
+    for s in reversed(range(len(problem.stages))):
+        stage = problem.stages[s]
+        rest_of.begin_at(s)
+        for fit, time in _in_flight(problem, s, stage.forward + stage.send_activation + trip):
+            rounds = -(-problem.microbatches // fit) - 1
+            if rounds:
+                result = max(result, rounds * time + rest_of(problem.microbatches - rounds * fit))
+        trip += stage.forward + stage.send_activation + _backward(problem, stage) + stage.send_gradient
+    return Bound("slots", result)
+
+
+class _Rest:
+    """The least time of the last microbatches from a stage on, with the way to that stage before."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        stages = problem.stages
+        self.heads = list(accumulate((stage.forward + stage.send_activation for stage in stages), initial=0))
+        self.home = [way - _backward(problem, stage) for way, stage in zip(_ways_back(problem), stages, strict=True)]
+        """From the end of a stage's backward, by its shortest time, to the end of all."""
+        self.stages: list[tuple[int, int]] = []
+        """(work, ways) of each stage from s on: r microbatches take r x work + ways."""
+        self.devices: dict[int, list[tuple[int, int]]] = {}
+        """Likewise of each device that has a stage from s on: what the gradients need of it, and all its work."""
+
+    def begin_at(self, s: int) -> None:
+        """Let stage s be the first; it is called for one stage after the other from the last on."""
+        problem, stage = self.problem, self.problem.stages[s]
+        mine = problem.stages_of(stage.device)
+        forward = sum(problem.stages[i].forward for i in mine if i >= s)
+        back = sum(_backward(problem, problem.stages[i]) for i in mine)
+        after = sum(_after(problem, problem.stages[i]) for i in mine)
+        home = min(self.home[i] for i in mine)
+        self.stages.append((stage.forward + _backward(problem, stage), self.heads[s] + self.home[s]))
+        self.devices[stage.device] = [(forward + back, self.heads[s] + home), (forward + after, self.heads[s])]
+
+    def __call__(self, microbatches: int) -> int:
+        """Return the least time of so many."""
+        lines = chain(self.stages, *self.devices.values())
+        return max(microbatches * work + ways for work, ways in lines)
+
+
+def _in_flight(problem: Problem, s: int, flight: int) -> Iterator[tuple[int, int]]:
+    """Yield (K, T) of stage s: how many microbatches can be in flight there at a time, and for how many ticks at least.
+
+    `flight`: from the start of a forward to the arrival of its gradient.
+    """
+    stage = problem.stages[s]
+    earlier = sum(_floor(problem, i) for i in problem.stages_of(stage.device) if i < s)
+    floor = _floor(problem, s)
+    room = problem.budget[stage.device] - stage.saved - earlier
+    extra = stage.backward_extra
+    if problem.freedom.split:
+        extra = min(extra, stage.backward_input_extra + stage.captured)
+        if min(floor, stage.residue) > 0:
+            others = (room - stage.forward_extra) // min(floor, stage.residue)
+            yield max(1, 1 + others), flight + _after(problem, stage)
+    if earlier + floor > 0:
+        others = (room - max(stage.forward_extra, extra)) // (earlier + floor)
+        yield max(1, 1 + others), flight + _backward(problem, stage)
+
+
+def _floor(problem: Problem, s: int) -> int:
+    """Return the least units that an activation of stage s holds at any time between its forward and its backward."""
+    stage = problem.stages[s]
+    choices = [stage.saved]
+    if problem.can_recompute(s):
+        choices.append(stage.checkpoint)
+    if problem.can_offload(s):
+        choices.append(stage.staying)
+    return min(choices)
+
+
+def _ways_back(problem: Problem) -> list[int]:
+    """Return for each stage the ticks from the start of a microbatch's backward there to the end of all its ops."""
+    ways: list[int] = []
+    for stage in problem.stages:
+        below = ways[-1] if ways else 0
+        ways.append(max(_after(problem, stage), _backward(problem, stage) + stage.send_gradient + below))
+    return ways
 
 
 def _head(problem: Problem, s: int) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.model.schedule import Schedule, Stuck
-from optpipe_compiler.published import PUBLISHED, NotDefined, is_for, published, recipe
+from optpipe_compiler.published import METHODS, NotDefined, is_for, published, recipe
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -45,7 +45,7 @@ class Candidates:
         self.tried: dict[str, list[Tried]] = {}
         """For each name, one entry per placement."""
 
-    def steps(self, names: Iterable[str] = tuple(PUBLISHED)) -> Iterator[None]:
+    def steps(self, names: Iterable[str] = tuple(METHODS)) -> Iterator[None]:
         """Try the schedules of these names, one at each step, and keep those that fit and are better.
 
         Those of large instances are looked at with few microbatches first; what is promising then is tried in full,

@@ -56,19 +56,23 @@ class Attempt:
                 return True
         return False
 
-    def need(self, timed: Schedule) -> Need:
-        """Return what the file of a schedule of this placement would need of the caps."""
+    def peaks(self, timed: Schedule) -> tuple[list[int], list[int]]:
+        """Return the bytes that the file of a schedule would promise: by device, and of its offloads on the host."""
         from optpipe_compiler.machine.orders import held
 
-        problem = self.problem
         if self.has_instants:
-            promised, host_peaks = self.lowered(timed)
-            peaks = list(map(int.__sub__, promised, self.fixed))
-        else:
-            peaks, host_peaks, _ = held(timed)
-        over = [max(0, peak - budget) for peak, budget in zip(peaks, problem.budget, strict=True)]
+            return self.lowered(timed)
+        found = held(timed)
+        return list(map(int.__add__, self.fixed, found.peaks)), found.host_peaks
+
+    def need(self, timed: Schedule) -> Need:
+        """Return what the file of a schedule of this placement would need of the caps."""
+        problem = self.problem
+        peaks, host_peaks = self.peaks(timed)
+        caps = map(int.__add__, self.fixed, problem.budget)
+        over = [max(0, peak - cap) for peak, cap in zip(peaks, caps, strict=True)]
         fits = not any(over) and (problem.host_budget is None or sum(host_peaks) <= problem.host_budget)
-        return Need(max(map(int.__add__, self.fixed, peaks)), None if fits else over)
+        return Need(max(peaks), None if fits else over)
 
 
 @dataclass(frozen=True)

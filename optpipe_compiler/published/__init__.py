@@ -1,12 +1,19 @@
-"""Published schedules by name, one file each.
+"""The schedules that plans are compared with, by name: one file for each order.
 
-A published schedule is a function from a Problem to the compute order of every device, or to a `Recipe` that also names
-the activations to offload; it raises NotDefined, with the reason, where its paper does not define it. `PUBLISHED` lists
-them, `PLACEMENTS` the placements and stages per device worth trying for each. Our own orders are in plan/modulo.py.
+Each is a function from a Problem to the compute order of every device, or to a `Recipe` that also names the activations
+to offload; it raises NotDefined, with the reason, where it is not defined. `METHODS` lists them with their kind:
+
+* paper: a paper defines all of it, the parameters that it leaves open set by us (a group, a number of stages).
+* stock: what training frameworks run.
+* composition: an order of a paper with offloads or recomputations that neither a paper nor a framework combines with
+  it.
+
+Orders of our own are in plan/modulo.py.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.model.neighbours import is_linear, joined, runs
@@ -23,6 +30,7 @@ from optpipe_compiler.published.interleaved_zb import interleaved_zb
 from optpipe_compiler.published.one_f_one_b import one_f_one_b
 from optpipe_compiler.published.pipeoffload import offloading, po_f, po_h
 from optpipe_compiler.published.recompute import recomputing
+from optpipe_compiler.published.streaming import streaming
 from optpipe_compiler.published.transfers import timed
 from optpipe_compiler.published.v_half import v_half
 from optpipe_compiler.published.v_min import v_min
@@ -34,6 +42,7 @@ from optpipe_compiler.published.zbv import zbv
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from optpipe_compiler.documents.ir import BaselineKind
     from optpipe_compiler.model.problem import Problem
     from optpipe_compiler.model.schedule import Schedule
 
@@ -46,58 +55,111 @@ LOOP_ANY: tuple[Placed, ...] = (("loop", 2), ("loop", 3), ("loop", 4))
 V: tuple[Placed, ...] = (("v", 2),)
 WAVES: tuple[Placed, ...] = (("v", 2), ("v", 4))
 
-_CATALOGUE: dict[str, tuple[Callable[[Problem], Order | Recipe], tuple[Placed, ...]]] = {
-    "gpipe": (gpipe, LINEAR),
-    "1f1b": (one_f_one_b, LINEAR),
-    "interleaved-1f1b": (interleaved_1f1b, LOOP),
-    "bfs": (bfs, LOOP),
-    "hanayo": (hanayo, WAVES),
-    "zb-h1": (zb_h1, LINEAR),
-    "zb-h2": (zb_h2, LINEAR),
-    "zb-1p": (zb_1p, LINEAR),
-    "zb-2p": (zb_2p, LINEAR),
-    "zb-memory-limited": (zb_memory_limited, LINEAR),
-    "interleaved-zb": (interleaved_zb, LOOP),
-    "zbv": (zbv, V),
-    "v-half": (v_half, V),
-    "v-min": (v_min, V),
-    "dualpipev": (dualpipev, V),
-    "gis": (gis, LOOP_ANY),
-    "gis-m": (gis_m, LOOP_ANY),
-    "gis-h": (gis_h, LOOP_ANY),
-    "gis-h-uniform": (gis_h_uniform, LOOP_ANY),
-    "po-h": (po_h, LOOP_ANY),
-    "po-f": (po_f, LOOP_ANY),
-    "po-1": (offloading("po-1", gis_h_uniform, 1), LOOP_ANY[1:]),
-    "po-3": (offloading("po-3", gis_h_uniform, 3), LOOP_ANY[2:]),
-    "gis-offload-1": (offloading("gis-offload-1", gis, 1), LOOP_ANY),
-    "gis-offload-2": (offloading("gis-offload-2", gis, 2), LOOP_ANY[1:]),
-    "gis-offload-3": (offloading("gis-offload-3", gis, 3), LOOP_ANY[2:]),
-    "gis-offload": (offloading("gis-offload", gis), LOOP_ANY),
-    "gis-m-offload-1": (offloading("gis-m-offload-1", gis_m, 1), LOOP_ANY),
-    "gis-m-offload-2": (offloading("gis-m-offload-2", gis_m, 2), LOOP_ANY[1:]),
-    "gis-m-offload-3": (offloading("gis-m-offload-3", gis_m, 3), LOOP_ANY[2:]),
-    "gis-h-offload-1": (offloading("gis-h-offload-1", gis_h, 1), LOOP_ANY),
-    "gis-h-offload-2": (offloading("gis-h-offload-2", gis_h, 2), LOOP_ANY[1:]),
-    "gis-h-offload-3": (offloading("gis-h-offload-3", gis_h, 3), LOOP_ANY[2:]),
-    "gis-h-offload": (offloading("gis-h-offload", gis_h), LOOP_ANY),
-    "gpipe-recompute": (recomputing("gpipe-recompute", gpipe), LINEAR),
-    "1f1b-recompute": (recomputing("1f1b-recompute", one_f_one_b), LINEAR),
-    "interleaved-1f1b-recompute": (recomputing("interleaved-1f1b-recompute", interleaved_1f1b), LOOP),
-    "interleaved-zb-recompute": (recomputing("interleaved-zb-recompute", interleaved_zb), LOOP),
-    "gis-recompute": (recomputing("gis-recompute", gis), LOOP_ANY),
-    "gis-h-recompute-1": (recomputing("gis-h-recompute-1", gis_h, 1), LOOP_ANY),
-    "gis-h-recompute-2": (recomputing("gis-h-recompute-2", gis_h, 2), LOOP_ANY[1:]),
-    "gis-h-recompute-3": (recomputing("gis-h-recompute-3", gis_h, 3), LOOP_ANY[2:]),
-    "gis-h-recompute": (recomputing("gis-h-recompute", gis_h), LOOP_ANY),
-    "gis-h-uniform-recompute-1": (recomputing("gis-h-uniform-recompute-1", gis_h_uniform, 1), LOOP_ANY),
-    "gis-h-uniform-recompute-2": (recomputing("gis-h-uniform-recompute-2", gis_h_uniform, 2), LOOP_ANY[1:]),
-    "gis-h-uniform-recompute-3": (recomputing("gis-h-uniform-recompute-3", gis_h_uniform, 3), LOOP_ANY[2:]),
-    "gis-h-uniform-recompute": (recomputing("gis-h-uniform-recompute", gis_h_uniform), LOOP_ANY),
-}
 
-PUBLISHED: dict[str, Callable[[Problem], Order | Recipe]] = {name: entry[0] for name, entry in _CATALOGUE.items()}
-PLACEMENTS: dict[str, tuple[Placed, ...]] = {name: entry[1] for name, entry in _CATALOGUE.items()}
+@dataclass(frozen=True)
+class Method:
+    """A schedule to compare with: how it is made, the placements worth trying, whose it is, and what to cite.
+
+    The citation of a composition is that of its order; for stock it names a framework that has it.
+    """
+
+    order: Callable[[Problem], Order | Recipe]
+    placements: tuple[Placed, ...]
+    kind: BaselineKind
+    source: str
+
+
+_1F1B = "arXiv:2006.09503"
+_INTERLEAVED = "arXiv:2104.04473"
+_ZERO_BUBBLE = "arXiv:2401.10241"
+_CONTROLLABLE = "arXiv:2405.15362"
+_PIPEOFFLOAD = "arXiv:2503.01328"
+_CHECKPOINTING = "Megatron-LM"
+_HOOKS = "torchtune"
+
+
+def _paper(order: Callable[[Problem], Order | Recipe], placements: tuple[Placed, ...], source: str) -> Method:
+    return Method(order, placements, "paper", source)
+
+
+def _stock(order: Callable[[Problem], Order | Recipe], placements: tuple[Placed, ...], source: str) -> Method:
+    return Method(order, placements, "stock", source)
+
+
+def _compositions() -> dict[str, Method]:
+    """Return the orders of PipeOffload with the lowest stages of each device offloaded or recomputed, and others."""
+    found: dict[str, Method] = {}
+    some = (1, 2, 3)
+    offloads = {"gis": (gis, (*some, None)), "gis-m": (gis_m, some), "gis-h": (gis_h, (*some, None))}
+    for name, (order, numbers) in offloads.items():
+        for number in numbers:
+            full = f"{name}-offload{_of(number)}"
+            found[full] = Method(offloading(full, order, number), _more_than(number), "composition", _PIPEOFFLOAD)
+    recomputes = {
+        "gis": (gis, (None,)),
+        "gis-h": (gis_h, (*some, None)),
+        "gis-h-uniform": (gis_h_uniform, (*some, None)),
+    }
+    for name, (order, numbers) in recomputes.items():
+        for number in numbers:
+            full = f"{name}-recompute{_of(number)}"
+            found[full] = Method(recomputing(full, order, number), _more_than(number), "composition", _PIPEOFFLOAD)
+    name = "interleaved-zb-recompute"
+    found[name] = Method(recomputing(name, interleaved_zb), LOOP, "composition", _ZERO_BUBBLE)
+    return found
+
+
+def _of(number: int | None) -> str:
+    return "" if number is None else f"-{number}"
+
+
+def _more_than(number: int | None) -> tuple[Placed, ...]:
+    """Return the loops of more stages per device than that."""
+    return tuple(placed for placed in LOOP_ANY if placed[1] > (number or 0))
+
+
+METHODS: dict[str, Method] = {
+    "gpipe": _paper(gpipe, LINEAR, "arXiv:1811.06965"),
+    "gpipe-recompute": _paper(recomputing("gpipe-recompute", gpipe), LINEAR, "arXiv:1811.06965"),
+    "1f1b": _paper(one_f_one_b, LINEAR, _1F1B),
+    "interleaved-1f1b": _paper(interleaved_1f1b, LOOP, _INTERLEAVED),
+    "bfs": _paper(bfs, LOOP, "arXiv:2211.05953"),
+    "hanayo": _paper(hanayo, WAVES, "arXiv:2308.15762"),
+    "zb-h1": _paper(zb_h1, LINEAR, _ZERO_BUBBLE),
+    "zb-h2": _paper(zb_h2, LINEAR, _ZERO_BUBBLE),
+    "zb-1p": _paper(zb_1p, LINEAR, _ZERO_BUBBLE),
+    "zb-2p": _paper(zb_2p, LINEAR, _ZERO_BUBBLE),
+    "zb-memory-limited": _paper(zb_memory_limited, LINEAR, _ZERO_BUBBLE),
+    "zbv": _paper(zbv, V, _ZERO_BUBBLE),
+    "v-half": _paper(v_half, V, _CONTROLLABLE),
+    "v-min": _paper(v_min, V, _CONTROLLABLE),
+    "dualpipev": _paper(dualpipev, V, "github.com/deepseek-ai/DualPipe"),
+    "gis": _paper(gis, LOOP_ANY, _PIPEOFFLOAD),
+    "gis-m": _paper(gis_m, LOOP_ANY, _PIPEOFFLOAD),
+    "gis-h": _paper(gis_h, LOOP_ANY, _PIPEOFFLOAD),
+    "gis-h-uniform": _paper(gis_h_uniform, LOOP_ANY, _PIPEOFFLOAD),
+    "po-h": _paper(po_h, LOOP_ANY, _PIPEOFFLOAD),
+    "po-f": _paper(po_f, LOOP_ANY, _PIPEOFFLOAD),
+    "po-1": _paper(offloading("po-1", gis_h_uniform, 1), LOOP_ANY[1:], _PIPEOFFLOAD),
+    "po-3": _paper(offloading("po-3", gis_h_uniform, 3), LOOP_ANY[2:], _PIPEOFFLOAD),
+    "interleaved-zb": _stock(interleaved_zb, LOOP, f"torch, {_ZERO_BUBBLE}"),
+    "1f1b-recompute": _stock(recomputing("1f1b-recompute", one_f_one_b), LINEAR, _CHECKPOINTING),
+    "interleaved-1f1b-recompute": _stock(
+        recomputing("interleaved-1f1b-recompute", interleaved_1f1b), LOOP, _CHECKPOINTING
+    ),
+    **{
+        f"interleaved-1f1b-recompute-{n}": _stock(
+            recomputing(f"interleaved-1f1b-recompute-{n}", interleaved_1f1b, n),
+            tuple(placed for placed in LOOP if placed[1] > n),
+            _CHECKPOINTING,
+        )
+        for n in (1, 2, 3)
+    },
+    "1f1b-offload": _stock(streaming("1f1b-offload", one_f_one_b), LINEAR, _HOOKS),
+    "interleaved-1f1b-offload": _stock(streaming("interleaved-1f1b-offload", interleaved_1f1b), LOOP, _HOOKS),
+    **_compositions(),
+}
+PLACEMENTS: dict[str, tuple[Placed, ...]] = {name: method.placements for name, method in METHODS.items()}
 
 
 def published(problem: Problem, name: str, *, transfers: bool = True) -> Schedule:
@@ -119,7 +181,7 @@ def recipe(problem: Problem, name: str) -> Recipe:
     checkpointing do.
     """
     is_lifted = is_linear(problem)
-    found = PUBLISHED[name](joined(problem) if is_lifted else problem)
+    found = METHODS[name].order(joined(problem) if is_lifted else problem)
     whole = found if isinstance(found, Recipe) else Recipe(found)
     return _lifted(problem, whole, runs(problem)) if is_lifted else whole
 
@@ -140,12 +202,12 @@ def _lifted(problem: Problem, coarse: Recipe, ranges: list[range]) -> Recipe:
                 fine.append(Task(kind, s, m))
         compute.append(fine)
     offloaded = ((s, m) for joint, m in coarse.offloaded for s in ranges[joint] if problem.can_offload(s))
-    return Recipe(compute, frozenset(offloaded))
+    return Recipe(compute, frozenset(offloaded), streaming=coarse.streaming)
 
 
 def is_for(name: str, placed: Placed) -> bool:
     """Whether the published schedule is worth trying on the placement; neighbouring stages count as one."""
-    return (placed if placed[0] != "linear" else ("linear", 1)) in PLACEMENTS[name]
+    return (placed if placed[0] != "linear" else ("linear", 1)) in METHODS[name].placements
 
 
-__all__ = ["PLACEMENTS", "PUBLISHED", "NotDefined", "Recipe", "is_for", "published", "recipe"]
+__all__ = ["METHODS", "PLACEMENTS", "Method", "NotDefined", "Recipe", "is_for", "published", "recipe"]

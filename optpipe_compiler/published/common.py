@@ -28,6 +28,8 @@ class Recipe:
     compute: Order
     offloaded: frozenset[tuple[int, int]] = frozenset()
     """(stage, microbatch) of the activations that may be offloaded and reloaded."""
+    streaming: bool = False
+    """Whether all of these are offloaded, as hooks do, and not only those that stay long enough."""
 
 
 def needs_linear(problem: Problem, name: str) -> None:
@@ -65,6 +67,16 @@ def needs_split(problem: Problem, name: str) -> None:
     """Refuse instances whose backward may not be split."""
     if not problem.freedom.split:
         raise NotDefined(f"{name} splits the backward, which --no-split forbids")
+
+
+def needs_links(problem: Problem, name: str, stages: Iterable[int]) -> None:
+    """Refuse instances in which the activations of `stages` cannot be offloaded."""
+    if not problem.freedom.offload:
+        raise NotDefined(f"{name} offloads activations, which --no-offload forbids")
+    unable = sorted(stage for stage in stages if not problem.can_offload(stage))
+    if unable:
+        device = problem.stages[unable[0]].device
+        raise NotDefined(f"{name} offloads stage {unable[0]}, but device {device} has no host link or nothing to move")
 
 
 def handed_over_early(problem: Problem, orders: Order) -> Order:

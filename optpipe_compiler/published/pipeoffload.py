@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.published.common import NotDefined, Recipe
+from optpipe_compiler.published.common import Recipe, needs_links
 from optpipe_compiler.published.gis_uniform import gis_h_uniform
 from optpipe_compiler.published.recompute import lowest_stages
 
@@ -42,14 +42,7 @@ def offloading(
     def offloaded(problem: Problem) -> Recipe:
         orders = schedule(problem)
         chosen = lowest_stages(problem, name, per_device)
-        if not problem.freedom.offload:
-            raise NotDefined(f"{name} offloads activations, which --no-offload forbids")
-        unable = sorted(stage for stage in chosen if not problem.can_offload(stage))
-        if unable:
-            device = problem.stages[unable[0]].device
-            raise NotDefined(
-                f"{name} offloads stage {unable[0]}, but device {device} has no host link or nothing to move"
-            )
+        needs_links(problem, name, chosen)
         return Recipe(orders, frozenset((s, m) for s in chosen for m in range(problem.microbatches)))
 
     return offloaded

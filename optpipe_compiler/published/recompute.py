@@ -1,7 +1,15 @@
-"""Full recomputation (Chen et al., 2016, arXiv:1604.06174) on top of a published schedule.
+"""Activation checkpointing (Chen et al., 2016, arXiv:1604.06174) on top of an order.
 
-A forward keeps nothing but its input, and right before its backward it is run again. Where Megatron and PipeOffload
-(arXiv:2503.01328) recompute only some stages of a device, they take the lowest, which live longest.
+A forward keeps nothing but its input, and right before its backward it is run again: as soon as the device is free. (In
+frameworks a recomputation waits for the gradient, so that a step takes up to P - 1 of them longer than here.)
+PipeOffload (arXiv:2503.01328) recomputes only some stages of a device, the lowest, which live longest.
+
+Megatron-LM's `--recompute-granularity full --recompute-method uniform` recomputes all layers, `--recompute-method block
+--recompute-num-layers N` the first N layers of every stage. Here a stage is recomputed as a whole or not at all: of
+several stages on a device the lowest, which are as many layers, and those that live longest. What cannot be said: a
+part of a stage's layers (so nothing selective with one stage per device), and kinds of tensors (Megatron's
+`--recompute-granularity selective`, which recomputes the core attention or other modules within each layer); for these,
+profile layers that recompute them.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
-"""When the activations of a published schedule visit the host, as in PipeOffload (Wan et al., arXiv:2503.01328).
+"""When the activations of a schedule visit the host: as in PipeOffload (Wan et al., arXiv:2503.01328), or streaming.
 
 An activation leaves as soon as its forward is done and comes back as late as its backward allows, first come first
-served on each link. Where the link is too slow for that, the backwards wait.
+served on each link. Where the link is too slow for that, the backwards wait. Streaming ones come back during the
+backward before their own.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -15,11 +17,12 @@ from optpipe_compiler.model.schedule import Kind, Task, duration
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from optpipe_compiler.model.problem import Problem
+    from optpipe_compiler.model.problem import Problem, Stage
     from optpipe_compiler.model.schedule import Schedule
     from optpipe_compiler.published.common import Order, Recipe
 
 BACKWARDS = (Kind.I, Kind.B)
+COMPUTE = ("forward", "backward_input", "backward_weight", "backward", "recompute")
 ROUND_TRIPS = 3
 """An activation that stays no longer than so many transfers there and back is kept, as in the authors' generator."""
 
@@ -28,8 +31,51 @@ def timed(problem: Problem, recipe: Recipe, method: str) -> Schedule:
     """Return the schedule at its earliest without memory limits; raises Stuck when the order waits for itself."""
     from optpipe_compiler.machine.orders import released
 
+    if recipe.streaming:
+        return _streamed(problem, recipe, method)
     bare = released(problem, recipe.compute, method=method)
     return Transfers(problem, recipe, bare.starts).run(method) if recipe.offloaded else bare
+
+
+def _streamed(problem: Problem, recipe: Recipe, method: str) -> Schedule:
+    """Return the schedule in which each reload may start with the backward before its own on the same device.
+
+    That of a device's first backward may start with the op before it. Transfers of a link run in the order of the ops
+    that they serve if nothing were offloaded. For that order an op that takes no time counts as one tick: then an op
+    starts later than any that it waits for, and the lanes cannot wait for each other in a circle.
+    """
+    from optpipe_compiler.machine.orders import released
+
+    paced = replace(problem, stages=tuple(map(_paced, problem.stages)))
+    bare = released(paced, recipe.compute, method=method)
+    offloads: list[tuple[int, Task]] = []
+    reloads: list[tuple[int, Task]] = []
+    gates: dict[Task, Task] = {}
+    for order in recipe.compute:
+        offloads += [(bare.end(task), task._replace(kind=Kind.D)) for task in order if task.kind is Kind.F]
+        backwards = [task for task in order if task.kind in BACKWARDS]
+        reloads += [(bare.starts[task], task._replace(kind=Kind.H)) for task in backwards]
+        first = [order[order.index(task) - 1] for task in backwards[:1]]
+        gates |= {task._replace(kind=Kind.H): gate for gate, task in zip(first + backwards, backwards, strict=False)}
+    lanes = [_by_link(problem, [task for _, task in sorted(served)]) for served in (offloads, reloads)]
+    return released(problem, recipe.compute, (lanes[0], lanes[1]), gates, method=method)
+
+
+def _paced(stage: Stage) -> Stage:
+    return replace(stage, **{name: max(1, getattr(stage, name)) for name in COMPUTE})
+
+
+def _by_link(problem: Problem, transfers: list[Task]) -> list[list[Task]]:
+    lanes: list[list[Task]] = [[] for _ in range(_links(problem))]
+    for task in transfers:
+        link = problem.link_of[problem.stages[task.stage].device]
+        assert link is not None
+        lanes[link].append(task)
+    return lanes
+
+
+def _links(problem: Problem) -> int:
+    return max((link for link in problem.link_of if link is not None), default=-1) + 1
 
 
 class Transfers:
@@ -40,7 +86,6 @@ class Transfers:
         self.compute = recipe.compute
         self.starts = postponed(problem, recipe.compute, starts)
         self.backward = {(t.stage, t.microbatch): t for order in recipe.compute for t in order if t.kind in BACKWARDS}
-        self.links = max((link for link in problem.link_of if link is not None), default=-1) + 1
         self.offloaded = [key for key in sorted(recipe.offloaded) if self._worth_it(key)]
 
     def run(self, method: str) -> Schedule:
@@ -63,12 +108,7 @@ class Transfers:
         return stay - duration(self.problem, backward) > ROUND_TRIPS * (stage.offload + stage.reload)
 
     def _by_link(self, kind: Kind, rank: Callable[[tuple[int, int]], tuple[int, int, int]]) -> list[list[Task]]:
-        lanes: list[list[Task]] = [[] for _ in range(self.links)]
-        for key in sorted(self.offloaded, key=rank):
-            link = self.problem.link_of[self.problem.stages[key[0]].device]
-            assert link is not None
-            lanes[link].append(Task(kind, *key))
-        return lanes
+        return _by_link(self.problem, [Task(kind, *key) for key in sorted(self.offloaded, key=rank)])
 
     def _gates(self, reloads: list[list[Task]]) -> dict[Task, Task]:
         """Return for each reload the compute task with which it may start: the last one that leaves enough time.

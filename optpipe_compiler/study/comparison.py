@@ -1,4 +1,4 @@
-"""Schedules side by side, and the published ones for the same setup, all before the same judge."""
+"""Schedules side by side, and those of papers, stock and compositions for the same setup, before the same judge."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from optpipe_compiler import compiler
 from optpipe_compiler.documents.units import LARGEST, short_bytes, show_ns
 from optpipe_compiler.errors import BadInput, Infeasible, NotFound
-from optpipe_compiler.published import PLACEMENTS, PUBLISHED
+from optpipe_compiler.published import METHODS
 from optpipe_compiler.study.facts import Facts, facts
 from optpipe_compiler.study.pool import answers
 
@@ -96,11 +96,16 @@ class Wanted:
 
 
 def chosen_methods(text: str) -> list[str]:
-    """Read `all` or names separated by commas; raise BadInput for a name that is not published."""
-    names = list(PUBLISHED) if text == "all" else [name.strip() for name in text.split(",")]
-    for name in names:
-        if name not in PUBLISHED:
-            raise BadInput(f"--methods names {name!r}, expected all or some of {', '.join(PUBLISHED)}")
+    """Read names or kinds separated by commas, or `all`; raise BadInput for what is neither."""
+    kinds: dict[str, list[str]] = {"all": list(METHODS)}
+    for name, method in METHODS.items():
+        kinds.setdefault(method.kind, []).append(name)
+    names: list[str] = []
+    for one in map(str.strip, text.split(",")):
+        if one not in kinds and one not in METHODS:
+            expected = ", ".join([*kinds, *METHODS])
+            raise BadInput(f"--methods names {one!r}, expected some of {expected}")
+        names += kinds.get(one, [one])
     return list(dict.fromkeys(names))
 
 
@@ -123,7 +128,7 @@ def published_rows(
 
 def published_row(wanted: Wanted) -> Facts | Absent:
     """Write the published schedule down for the setup, in its best placement, and judge it."""
-    placements = PLACEMENTS[wanted.name]
+    placements = METHODS[wanted.name].placements
     options = compiler.Options(
         mem_bytes=wanted.setup.cap_bytes,
         microbatches=wanted.setup.microbatches,
@@ -142,10 +147,10 @@ def published_row(wanted: Wanted) -> Facts | Absent:
     except (NotFound, BadInput) as error:
         return Absent(wanted.name, str(error).removeprefix(f"--method {wanted.name}: "))
     remark = ""
-    as_published = schedule.forecast.baselines[wanted.name]
-    if not as_published.fits and as_published.peak_bytes is not None:
-        remark = f"waits for memory; as published it needs {short_bytes(as_published.peak_bytes)}"
-    return facts(schedule, wanted.name, remark)
+    as_defined = schedule.forecast.baselines[wanted.name]
+    if not as_defined.fits and as_defined.peak_bytes is not None:
+        remark = f"waits for memory; as defined it needs {short_bytes(as_defined.peak_bytes)}"
+    return facts(schedule, wanted.name, remark, METHODS[wanted.name].kind)
 
 
 def _too_large(wanted: Wanted, options: compiler.Options) -> str:

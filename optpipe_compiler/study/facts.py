@@ -34,6 +34,8 @@ class Facts:
     tokens_per_s: float | None
     """None where the costs are of no model."""
     remark: str = ""
+    kind: str = ""
+    """Of a schedule to compare with: paper, stock or composition."""
 
     @property
     def per_microbatch_ns(self) -> float:
@@ -46,7 +48,7 @@ class Facts:
         return not self.violations
 
 
-def facts(schedule: ir.Schedule, name: str, remark: str = "") -> Facts:
+def facts(schedule: ir.Schedule, name: str, remark: str = "", kind: str = "") -> Facts:
     """Judge the schedule and read its numbers."""
     setup, forecast, model = schedule.setup, schedule.forecast, schedule.model
     violations = len(verify(schedule))
@@ -69,6 +71,7 @@ def facts(schedule: ir.Schedule, name: str, remark: str = "") -> Facts:
         recompute_fraction=None if violations else _recompute_fraction(schedule),
         tokens_per_s=tokens,
         remark=remark,
+        kind=kind,
     )
 
 

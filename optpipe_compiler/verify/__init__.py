@@ -28,7 +28,7 @@ __all__ = ["Violated", "Violation", "check", "not_proved", "verify"]
 CLAIMED = {
     "$.forecast.lower_bound_ns": "the bound",
     "$.forecast.outcome": "the outcome",
-    "$.forecast.baselines": "the published schedules' times",
+    "$.forecast.baselines": "the baselines' times",
     "$.provenance": "the provenance",
 }
 """What no rule can prove from the files: by JSON path, and in words."""

@@ -30,10 +30,10 @@ NAME = 14
 
 
 class MethodsBar(Bar):
-    """Published schedules done."""
+    """Schedules to compare with that are done."""
 
     def __init__(self, console: Console, methods: int) -> None:
-        columns = (TextColumn("published schedules"), BarColumn(), MofNCompleteColumn())
+        columns = (TextColumn("known schedules"), BarColumn(), MofNCompleteColumn())
         super().__init__(console, *columns, description_column(), description="", total=methods)
 
     def update(self, name: str) -> None:
@@ -82,7 +82,7 @@ def _table(comparison: Comparison, width: int) -> Table:
     table.add_column("")
     table.add_column("schedule", no_wrap=True)
     for title in columns:
-        table.add_column(title, justify="left" if title == "memory" else "right", no_wrap=True)
+        table.add_column(title, justify="left" if title in ("kind", "memory") else "right", no_wrap=True)
     room = max(NAME, _room(columns, width))
     for number, row in enumerate(comparison.rows):
         best = row is comparison.best
@@ -96,7 +96,8 @@ def _table(comparison: Comparison, width: int) -> Table:
 def _columns(comparison: Comparison) -> dict[str, list[str]]:
     """Return the cells of each column by its title."""
     rows = comparison.rows
-    columns = {"makespan": [show_ns(row.makespan_ns) for row in rows]}
+    columns = {"kind": [row.kind or "-" for row in rows]} if any(row.kind for row in rows) else {}
+    columns["makespan"] = [show_ns(row.makespan_ns) for row in rows]
     if comparison.differences:
         columns["per mb"] = [show_ns(round(row.per_microbatch_ns)) for row in rows]
         columns["mb"] = [str(row.microbatches) for row in rows]

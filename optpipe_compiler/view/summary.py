@@ -10,6 +10,7 @@ from rich.text import Text
 
 from optpipe_compiler.documents.units import printable, short_bytes, show_bytes, show_ns
 from optpipe_compiler.forecast import Cause, analyse
+from optpipe_compiler.view.baselines import OTHERS, best, faster, kind, ranked, whose
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from optpipe_compiler.forecast import Analysis
 
 SHOWN = 6
-"""Published schedules that the summary lists; the file has all."""
+"""Baselines that the summary lists; the file has all."""
 NAMED = 2
 """Resources that a cause of idling lists."""
 BAR = 12
@@ -29,6 +30,7 @@ BOUNDS = {
     "head-and-work": "a device's work and the way to it",
     "round-trip": "a microbatch's way there and back",
     "fill-and-drain": "what memory and link let a device do at its two ends",
+    "slots": "how many whole activations fit at a time",
     "memory-time": "bytes x time under the cap",
     "resources": "compute, memory and host link",
     "cp-sat": "exhaustive search",
@@ -89,6 +91,9 @@ def _headline(schedule: Schedule) -> Table:
     table.add_row("makespan", time)
     table.add_row("proven bound", bound)
     table.add_row("gap", f"{gap(schedule):.2%}: {forecast.outcome}")
+    for label, name in (("best of all", best(schedule)), ("papers, stock", best(schedule, OTHERS))):
+        if name is not None:
+            table.add_row(label, printable(f"{whose(schedule, name)}: this is {faster(schedule, name)}"))
     table.add_row("size", size)
     table.add_row("ops", ops)
     table.add_row("memory", _fullest(schedule))
@@ -136,20 +141,24 @@ def _resources(cause: Cause, parts: list[tuple[str, float]]) -> str:
 
 
 def _comparison(schedule: Schedule) -> RenderableType:
-    """The best published schedules that fit, one that does not if none does, and how many are left out."""
-    known = [(b.makespan_ns, b, name) for name, b in schedule.forecast.baselines.items() if b.makespan_ns is not None]
-    ranked = sorted(known, key=lambda row: (not row[1].fits, row[0], row[2]))
-    fitting = sum(row[1].fits for row in ranked)
-    shown = ranked[: min(SHOWN, max(1, fitting))]
-    table = Table(title="published schedules, same costs and cap", title_justify="left", box=None, pad_edge=False)
-    for column in ("schedule", "makespan", "peak", "fits", "against this"):
-        table.add_column(column, justify="left" if column == "schedule" else "right")
-    for makespan, baseline, name in shown:
+    """The best that fit of papers, stock and compositions, one that does not if none does, and how many are left out.
+
+    The best of papers and stock is among them.
+    """
+    known = ranked(schedule)
+    fitting = sum(row[2].fits for row in known)
+    shown = known[: min(SHOWN, max(1, fitting))]
+    shown += [row for row in known if row[1] == best(schedule, OTHERS) and row not in shown]
+    table = Table(title="baselines, same costs and cap", title_justify="left", box=None, pad_edge=False)
+    for column in ("schedule", "kind", "makespan", "peak", "fits", "against this"):
+        table.add_column(column, justify="left" if column in ("schedule", "kind") else "right")
+    for makespan, name, baseline in shown:
         ratio = makespan / max(1, schedule.forecast.makespan_ns) - 1
         peak = "-" if baseline.peak_bytes is None else short_bytes(baseline.peak_bytes)
-        table.add_row(printable(name), show_ns(makespan), peak, "yes" if baseline.fits else "no", f"{ratio:+.1%} time")
+        cells = (printable(name), kind(baseline), show_ns(makespan), peak)
+        table.add_row(*cells, "yes" if baseline.fits else "no", f"{ratio:+.1%} time")
     count = len(schedule.forecast.baselines)
-    note = f"{fitting} of {count} published schedules fit, {len(known) - fitting} do not, "
+    note = f"{fitting} of {count} fit, {len(known) - fitting} do not, "
     return Group(table, Text(note + f"{count - len(known)} undefined here or not tried", style="dim"))
 
 

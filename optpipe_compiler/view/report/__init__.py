@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents.units import printable, show_ns
 from optpipe_compiler.forecast import analyse
+from optpipe_compiler.view.baselines import OTHERS
+from optpipe_compiler.view.baselines import best as best_of
 from optpipe_compiler.view.look import for_page
 from optpipe_compiler.view.report import tables
 from optpipe_compiler.view.report.payload import CAUSES, REASONS, chart, encode
@@ -19,24 +21,16 @@ if TYPE_CHECKING:
 SCRIPTS = ("model.js", "rows.js", "draw.js", "marks.js", "card.js", "point.js")
 
 
-def best_published(schedule: Schedule) -> str | None:
-    """Return the fastest published schedule's name among those that fit; the schedule's own method wins a tie."""
-    known = [(b.makespan_ns, name) for name, b in schedule.forecast.baselines.items() if b.fits]
-    itself = schedule.forecast.method
-    ranked = sorted((time, name != itself, name) for time, name in known if time is not None)
-    return ranked[0][2] if ranked else None
-
-
-def render(schedule: Schedule, published: Schedule | None = None, measured: dict[str, Range] | None = None) -> str:
-    """Return the page; `published` is drawn above the schedule, `measured` (op id to times) below its lanes."""
-    found, best = analyse(schedule), best_published(schedule)
+def render(schedule: Schedule, above: Schedule | None = None, measured: dict[str, Range] | None = None) -> str:
+    """Return the page; `above` is drawn above the schedule (its best baseline), `measured` (op id to times) below."""
+    found, best = analyse(schedule), best_of(schedule)
     charts = [chart(found, _title("this schedule", schedule), measured)]
-    if published is not None:
-        charts.insert(0, chart(analyse(published), _title("best published", published), None))
+    if above is not None:
+        charts.insert(0, chart(analyse(above), _title("best baseline", above), None))
     page = {
         "kinds": for_page(),
         "charts": charts,
-        "lines": _lines(schedule, best, measured),
+        "lines": _lines(schedule, measured),
         "reasons": list(REASONS.values()),
         "causes": {cause.value: says for cause, says in CAUSES.items()},
     }
@@ -47,8 +41,8 @@ def render(schedule: Schedule, published: Schedule | None = None, measured: dict
         ),
         "subtitle": tables.plain(f"{len(schedule.stages)} stages, planned by {schedule.forecast.method}"),
         "summary": tables.plain(tables.summary(schedule)),
-        "figures": tables.figures(schedule, best),
-        "tables": tables.tables(found, best, _note(schedule, best, published), measured),
+        "figures": tables.figures(schedule),
+        "tables": tables.tables(found, _note(schedule, best, above), measured),
         "data": encode(page),
         "css": _part("page.css"),
         "js": "".join(_part(name) for name in SCRIPTS),
@@ -62,23 +56,28 @@ def _title(what: str, schedule: Schedule) -> str:
     return f"{what} ({printable(forecast.method)}): {show_ns(forecast.makespan_ns)}, {idle}"
 
 
-def _note(schedule: Schedule, best: str | None, published: Schedule | None) -> str:
+def _note(schedule: Schedule, best: str | None, above: Schedule | None) -> str:
     """Say what is above the schedule, or how to get it there."""
     if best is None:
-        return "No published schedule fits this cap."
+        return "None fits this cap."
     if best == schedule.forecast.method:
         return f"This schedule is {best} itself."
-    if published is None:
+    if above is None:
         return f"The line in the chart is where {best} ends; --profile draws all of it above this schedule."
     return f"{best} is drawn above this schedule."
 
 
-def _lines(schedule: Schedule, best: str | None, measured: dict[str, Range] | None) -> list[dict[str, object]]:
+def _lines(schedule: Schedule, measured: dict[str, Range] | None) -> list[dict[str, object]]:
     """Return the chart's vertical lines from left to right; a bound on one device's span is no moment of the chart."""
     forecast = schedule.forecast
     lines = [(forecast.makespan_ns, "this schedule", False)]
-    if best is not None and best != forecast.method:
-        lines.append((forecast.baselines[best].makespan_ns or 0, f"best published, {best}", True))
+    best = {
+        name: what
+        for what, name in (("best of papers and stock", best_of(schedule, OTHERS)), ("best of all", best_of(schedule)))
+    }
+    for name, what in best.items():
+        if name is not None and name != forecast.method:
+            lines.append((forecast.baselines[name].makespan_ns or 0, f"{what}, {name}", True))
     if measured is not None:
         lines.append((max(end for _, end in measured.values()), "measured", True))
     if forecast.objective == "makespan":

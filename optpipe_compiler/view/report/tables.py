@@ -7,6 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents.units import printable, short_bytes, show_ns
+from optpipe_compiler.view.baselines import OTHERS, best, kind, ranked, whose
 from optpipe_compiler.view.summary import count
 from optpipe_compiler.view.summary import gap as gap_of
 
@@ -23,7 +24,7 @@ def plain(text: str) -> str:
     return escape(printable(text))
 
 
-def figures(schedule: Schedule, best: str | None) -> str:
+def figures(schedule: Schedule) -> str:
     """Return the header's list of what matters most."""
     forecast, setup = schedule.forecast, schedule.setup
     peak = max((device.peak_bytes for device in schedule.devices), default=0)
@@ -42,9 +43,10 @@ def figures(schedule: Schedule, best: str | None) -> str:
     if host:
         cap = "" if setup.host_cap_bytes is None else f"of {short_bytes(setup.host_cap_bytes)}"
         rows.append(("host memory", short_bytes(host), cap))
-    if best is not None:
-        makespan = forecast.baselines[best].makespan_ns or 0
-        rows.append(("best published", show_ns(makespan), f"{best}, {_against(makespan, schedule)}"))
+    for label, name in (("best of all", best(schedule)), ("best of papers and stock", best(schedule, OTHERS))):
+        if name is not None:
+            makespan = forecast.baselines[name].makespan_ns or 0
+            rows.append((label, show_ns(makespan), f"{whose(schedule, name)}, {_against(makespan, schedule)}"))
     return "\n".join(
         f"<div><dt>{plain(name)}</dt><dd>{plain(value)} <small>{plain(note)}</small></dd></div>"
         for name, value, note in rows
@@ -61,10 +63,10 @@ def summary(schedule: Schedule) -> str:
     )
 
 
-def tables(found: Analysis, best: str | None, note: str, measured: dict[str, Range] | None) -> str:
+def tables(found: Analysis, note: str, measured: dict[str, Range] | None) -> str:
     """Return the tables beside the chart."""
     schedule = found.schedule
-    parts = [_published(schedule, best, note), _idle(found), _devices(found), _promises(schedule)]
+    parts = [_baselines(schedule, note), _idle(found), _devices(found), _promises(schedule)]
     return "\n".join(parts if measured is None else [_measured(found, measured), *parts])
 
 
@@ -100,21 +102,23 @@ def _ratio(measured_ns: int, forecast_ns: int) -> str:
     return f"{measured_ns / forecast_ns:.2f} x" if forecast_ns else "-"
 
 
-def _published(schedule: Schedule, best: str | None, note: str) -> str:
-    known = [(b.makespan_ns, b, name) for name, b in schedule.forecast.baselines.items() if b.makespan_ns is not None]
-    ranked = sorted(known, key=lambda row: (not row[1].fits, row[0], row[2]))
+def _baselines(schedule: Schedule, note: str) -> str:
+    known, marked = ranked(schedule), (best(schedule), best(schedule, OTHERS))
     rows = [
         (
-            "best" if name == best else "" if baseline.fits else "off",
-            [name, show_ns(makespan), _against(makespan, schedule), _peak(baseline)],
+            "best" if name in marked else "" if baseline.fits else "off",
+            [name, kind(baseline), show_ns(makespan), _against(makespan, schedule), _peak(baseline)],
         )
-        for makespan, baseline, name in ranked
+        for makespan, name, baseline in known
     ]
     missing = len(schedule.forecast.baselines) - len(known)
-    text = f"{note} Grey: does not fit the cap. {missing} more are not defined for this instance or were not tried."
-    return _block(
-        "Published schedules, same costs", ["schedule", "makespan", "to this", "peak"], rows, text.strip(), opened=True
+    text = (
+        f"{note} Marked: the best of all, and of papers and stock. A composition is a paper's order with offloads or "
+        "recomputations that neither a paper nor a framework combines with it. Grey: does not fit the cap. "
+        f"{missing} more are not defined for this instance or were not tried."
     )
+    columns = ["schedule", "kind", "makespan", "to this", "peak"]
+    return _block("Baselines, same costs", columns, rows, text, opened=True)
 
 
 def _idle(found: Analysis) -> str:

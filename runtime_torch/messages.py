@@ -107,21 +107,20 @@ class Mailbox:
 
     def send(self, op_id: str, tensor: Tensor, peer: int) -> None:
         """Issue a send of `tensor` (contiguous) to device `peer`."""
-        group = self._group
-        if isinstance(group, Transport):
-            work: Work = group.isend(op_id, tensor)
-        else:
-            work = self._held_by_nobody(group.send([tensor], peer, 0), tensor, peer)
-        self._messages[op_id] = _Message(tensor, work, sent=True)
+        self._issue(op_id, tensor, peer, sent=True)
 
     def recv(self, op_id: str, buffer: Tensor, peer: int) -> None:
         """Issue a receive into `buffer` from device `peer`."""
+        self._issue(op_id, buffer, peer, sent=False)
+
+    def _issue(self, op_id: str, tensor: Tensor, peer: int, *, sent: bool) -> None:
         group = self._group
         if isinstance(group, Transport):
-            work: Work = group.irecv(op_id, buffer)
+            work: Work = group.isend(op_id, tensor) if sent else group.irecv(op_id, tensor)
         else:
-            work = self._held_by_nobody(group.recv([buffer], peer, 0), buffer, peer)
-        self._messages[op_id] = _Message(buffer, work, sent=False)
+            issued = group.send([tensor], peer, 0) if sent else group.recv([tensor], peer, 0)
+            work = self._held_by_nobody(issued, tensor, peer)
+        self._messages[op_id] = _Message(tensor, work, sent=sent)
 
     def _held_by_nobody(self, work: dist.Work, tensor: Tensor, peer: int) -> Work:
         if not tensor.is_cuda:

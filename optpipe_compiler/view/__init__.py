@@ -1,1 +1,1 @@
-"""What people see: violations and, later, tables and Gantt charts. Only `cli` and this package print."""
+"""What people see: text, SVG and the HTML page. Only `cli` and this package print."""

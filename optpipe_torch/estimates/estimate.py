@@ -161,7 +161,6 @@ def _cover(one: Counted, alone: Sequence[Counted], together: Counted) -> None:
 def _layer(name: str, number: int, counted: Counted, options: EstimateOptions) -> Layer:
     from optpipe_torch.estimates.time import work_ns
 
-    sizes = counted.sizes
     times = {op: _estimated(work_ns(work, options.gpu, options.tensor_parallel)) for op, work in counted.work.items()}
     return Layer(
         name=name,
@@ -171,16 +170,7 @@ def _layer(name: str, number: int, counted: Counted, options: EstimateOptions) -
         backward_weight_ns=times["backward_weight"],
         backward_ns=times["backward"],
         recompute_ns=times["forward"],
-        saved_bytes=_estimated(sizes.saved),
-        residue_bytes=_estimated(sizes.residue),
-        captured_bytes=_estimated(sizes.captured),
-        checkpoint_bytes=_estimated(sizes.checkpoint),
-        output_bytes=_estimated(sizes.output),
-        static_bytes=_estimated(sizes.static),
-        forward_transient_bytes=_estimated(sizes.transient["forward"]),
-        backward_input_transient_bytes=_estimated(sizes.transient["backward_input"]),
-        backward_weight_transient_bytes=_estimated(sizes.transient["backward_weight"]),
-        backward_transient_bytes=_estimated(sizes.transient["backward"]),
+        **counted.sizes.costs(_estimated),
     )
 
 

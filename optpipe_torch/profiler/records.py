@@ -37,6 +37,13 @@ class LayerBytes:
     transient: dict[str, int] = field(default_factory=dict)
     """By op: forward, backward_input, backward_weight, backward."""
 
+    def costs(self, cost: Callable[[int], Cost]) -> dict[str, Cost]:
+        """Return the byte figures of a profile's `Layer`, each as `cost` makes it."""
+        whole = ("saved", "residue", "captured", "checkpoint", "output", "static", *(["shared"] if self.shared else []))
+        ops = ("forward", "backward_input", "backward_weight", "backward")
+        found = {f"{name}_bytes": cost(getattr(self, name)) for name in whole}
+        return found | {f"{op}_transient_bytes": cost(self.transient[op]) for op in ops}
+
     def saved_after(self, before: LayerBytes | None) -> int:
         """What it saves behind another layer of its stage, as `documents.profile.in_one_stage` has it."""
         return max(self.saved - self.shared, self.checkpoint) if before is self else self.saved
@@ -161,17 +168,7 @@ def _layer(name: str, count: int, times: Times, sizes: LayerBytes, overhead_ns: 
         backward_weight_ns=net("backward_weight"),
         backward_ns=net("backward"),
         recompute_ns=net("recompute"),
-        saved_bytes=_once(sizes.saved),
-        residue_bytes=_once(sizes.residue),
-        shared_bytes=_once(sizes.shared) if sizes.shared else 0,
-        captured_bytes=_once(sizes.captured),
-        checkpoint_bytes=_once(sizes.checkpoint),
-        output_bytes=_once(sizes.output),
-        static_bytes=_once(sizes.static),
-        forward_transient_bytes=_once(sizes.transient["forward"]),
-        backward_input_transient_bytes=_once(sizes.transient["backward_input"]),
-        backward_weight_transient_bytes=_once(sizes.transient["backward_weight"]),
-        backward_transient_bytes=_once(sizes.transient["backward"]),
+        **sizes.costs(_once),
     )
 
 

@@ -19,6 +19,9 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import optpipe_compiler
+import optpipe_torch
+import runtime_torch
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
@@ -155,14 +158,14 @@ def _is_project_source(file: Path) -> bool:
         return False
     between = [folder for folder in real.parents if folder != here and folder.is_relative_to(here)]
     environments = any((folder / "pyvenv.cfg").exists() for folder in between)
-    return not environments and not any(real.is_relative_to(folder) for folder in _folders_of_python_and_optpipe())
+    return not environments and not any(real.is_relative_to(folder) for folder in FOLDERS)
 
 
 def _folders_of_python_and_optpipe() -> list[Path]:
-    import optpipe_compiler
-    import optpipe_torch
-    import runtime_torch
-
     python = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     own = [Path(file).parent for file in (optpipe_compiler.__file__, optpipe_torch.__file__, runtime_torch.__file__)]
     return [folder.resolve() for folder in python + own]
+
+
+FOLDERS = _folders_of_python_and_optpipe()
+"""Found before anything is looked up, because sysconfig imports a module for it."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.model.schedule import Schedule, Stuck
-from optpipe_compiler.published import METHODS, NotDefined, is_for, published, recipe
+from optpipe_compiler.published import METHODS, NotDefined, earliest, is_for, published, recipe
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -114,7 +114,7 @@ class Candidates:
         from optpipe_compiler.machine.orders import retime
 
         try:
-            timed = published(attempt.problem, name)
+            timed = earliest(published(attempt.problem, name))
         except NotDefined as error:
             return Tried(reason=str(error))
         incumbents, need = self.incumbents, attempt.need(timed)

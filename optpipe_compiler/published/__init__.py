@@ -13,11 +13,11 @@ Orders of our own are in plan/modulo.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.model.neighbours import is_linear, joined, runs
-from optpipe_compiler.model.schedule import Kind, Task
+from optpipe_compiler.model.schedule import Kind, Schedule, Stuck, Task
 from optpipe_compiler.published.bfs import bfs
 from optpipe_compiler.published.common import NotDefined, Order, Recipe
 from optpipe_compiler.published.dualpipev import dualpipev
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.documents.ir import BaselineKind
     from optpipe_compiler.model.problem import Problem
-    from optpipe_compiler.model.schedule import Schedule
 
 Placed = tuple[str, int]
 """A placement's name and its stages per device."""
@@ -173,6 +172,19 @@ def published(problem: Problem, name: str, *, transfers: bool = True) -> Schedul
     return timed(problem, whole if transfers else Recipe(whole.compute), name)
 
 
+def earliest(late: Schedule) -> Schedule:
+    """Return the same orders at their earliest in no more memory: transfers are timed to come as late as they may."""
+    from optpipe_compiler.machine.orders import peaks, retime
+
+    if not late.count(Kind.D):
+        return late
+    try:
+        early = retime(late, replace(late.problem, budget=tuple(peaks(late))))
+    except Stuck:  # ops of no length hold memory for no time and keep others from starting; messages may come earlier
+        return late
+    return min(Schedule(late.problem, late.method, early.ticks), late, key=lambda one: one.makespan)
+
+
 def recipe(problem: Problem, name: str) -> Recipe:
     """Return who computes what in which order, and what visits the host, in the published schedule `name`.
 
@@ -210,4 +222,4 @@ def is_for(name: str, placed: Placed) -> bool:
     return (placed if placed[0] != "linear" else ("linear", 1)) in METHODS[name].placements
 
 
-__all__ = ["METHODS", "PLACEMENTS", "Method", "NotDefined", "Recipe", "is_for", "published", "recipe"]
+__all__ = ["METHODS", "PLACEMENTS", "Method", "NotDefined", "Recipe", "earliest", "is_for", "published", "recipe"]

@@ -116,6 +116,12 @@ def test_what_memory_is_spared_compute_or_the_link_must_bear():
     assert resources(one).ticks > max(head_and_work(one).ticks, memory_time(one).ticks)
 
 
+def test_the_weights_are_those_at_which_compute_and_memory_meet():
+    """x of 8 recomputed: 240 + 10 x ticks of compute, (360 (8 - x) + 160 x) / 5 of memory; both are 307.2 at 6.72."""
+    one = problem(3, 8, 5, freedom=replace(FUSED, recompute=True), send_activation=0, send_gradient=0)
+    assert resources(one).ticks == 308
+
+
 def test_a_transfer_alone_on_its_link_is_what_the_bound_counts():
     one = problem(3, 4, 4, freedom=replace(FUSED, offload=True), offload=9, reload=9, offload_alone=3, reload_alone=5)
     assert memory_time(one).ticks == memory_time(replace(one, stages=tuple(map(alone, one.stages)))).ticks

@@ -19,6 +19,7 @@ from optpipe_compiler.model.placement import layout, stage_devices
 from optpipe_compiler.model.problem import Caps, Freedom, Problem, Stage, build
 from optpipe_compiler.model.schedule import Kind, Plan, Schedule, Task
 from optpipe_compiler.published import METHODS, PLACEMENTS, NotDefined, Recipe, published
+from optpipe_compiler.published.transfers import timed
 from optpipe_compiler.verify import verify
 
 PLENTY = 1 << 40
@@ -457,6 +458,14 @@ def test_a_reload_overlaps_the_backward_before_its_own_and_no_op_before_that():
             reload = task._replace(kind=Kind.H)
             assert schedule.starts[before] <= schedule.starts[reload]
             assert schedule.end(reload) <= schedule.starts[task]
+
+
+def test_a_streaming_recipe_offloads_what_it_names_and_nothing_else():
+    problem = replace(instance(2, 4, "linear", 1), link_of=(0, 1))
+    orders = METHODS["1f1b"].order(problem)
+    schedule = timed(problem, Recipe(orders, frozenset({(0, 1), (0, 2)}), streaming=True), "some")
+    assert [(t.stage, t.microbatch) for t in schedule.starts if t.kind is Kind.D] == [(0, 1), (0, 2)]
+    assert [(t.stage, t.microbatch) for t in schedule.starts if t.kind is Kind.H] == [(0, 1), (0, 2)]
 
 
 def test_a_host_link_that_is_slower_than_the_device_sets_the_pace():

@@ -52,9 +52,10 @@ def _streamed(problem: Problem, recipe: Recipe, method: str) -> Schedule:
     reloads: list[tuple[int, Task]] = []
     gates: dict[Task, Task] = {}
     for order in recipe.compute:
-        offloads += [(bare.end(task), task._replace(kind=Kind.D)) for task in order if task.kind is Kind.F]
+        away = [task for task in order if (task.stage, task.microbatch) in recipe.offloaded]
+        offloads += [(bare.end(task), task._replace(kind=Kind.D)) for task in away if task.kind is Kind.F]
+        reloads += [(bare.starts[task], task._replace(kind=Kind.H)) for task in away if task.kind in BACKWARDS]
         backwards = [task for task in order if task.kind in BACKWARDS]
-        reloads += [(bare.starts[task], task._replace(kind=Kind.H)) for task in backwards]
         first = [order[order.index(task) - 1] for task in backwards[:1]]
         gates |= {task._replace(kind=Kind.H): gate for gate, task in zip(first + backwards, backwards, strict=False)}
     lanes = [_by_link(problem, [task for _, task in sorted(served)]) for served in (offloads, reloads)]

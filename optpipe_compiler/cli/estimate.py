@@ -20,6 +20,10 @@ AUTO = "auto"
 """As many parts as devices: a last pass of one part on each device gives all the same work."""
 
 
+FEW_BLOCKS = 4
+"""TODO."""
+
+
 class Parts(click.ParamType):  # type: ignore[type-arg]  # not generic in older clicks
     """A number of parts, or `auto`."""
 
@@ -65,8 +69,13 @@ def parts_options(command: Command) -> Command:
     return command
 
 
-def in_parts(model: Architecture, given: dict[str, Any], devices: Callable[[], int]) -> Architecture:
-    """Return the model with head and embedding in as many parts as were asked for."""
+def granularity_option(*values: str, help: str) -> Callable[[Command], Command]:
+    """Add `--granularity`, of which not every command takes every value."""
+    return click.option("--granularity", type=click.Choice(values), help=help)
+
+
+def cut(model: Architecture, given: dict[str, Any], devices: Callable[[], int]) -> Architecture:
+    """Return the model with the layers that were asked for: parts of head and embedding, blocks whole or in halves."""
     from dataclasses import replace
 
     named = {name: given[name] for name in ("embedding_parts", "head_parts") if name in given}
@@ -76,7 +85,9 @@ def in_parts(model: Architecture, given: dict[str, Any], devices: Callable[[], i
         elif parts > model.vocab:
             option = f"--{name.replace('_', '-')}"
             raise BadInput(f"{option} is {parts}, expected at most the vocabulary ({model.vocab})")
-    return replace(model, **named)
+    if (wanted := given.get("granularity", model.granularity)) == AUTO:
+        wanted = "half" if model.layers < FEW_BLOCKS * devices() else "block"
+    return replace(model, **named, granularity=wanted)
 
 
 def dtype_option(*dtypes: str, help: str) -> Callable[[Command], Command]:
@@ -101,7 +112,7 @@ def chosen(given: dict[str, Any], model: Architecture, gpu: Gpu) -> EstimateOpti
     if "seq" not in given and model.positions:
         values["seq"] = model.positions
     return EstimateOptions(
-        model=in_parts(
+        model=cut(
             replace(model, attention=given.get("attention", model.attention)), given, lambda: int(values["devices"])
         ),
         gpu=gpu,

@@ -154,6 +154,21 @@ class Profile(Record, frozen=True, kw_only=True, omit_defaults=False):
         return [layer for layer in self.layers for _ in range(layer.count)]
 
 
+def alike(layers: Sequence[Layer]) -> list[tuple[int, Layer]]:
+    """Return the records, those of equal costs whose names differ by numbers alone as one: `block.*.mlp`, with the count
+    of all, at the index of the first."""
+    found: dict[object, tuple[int, Layer]] = {}
+    for index, layer in enumerate(layers):
+        name = ".".join("*" if part.isdigit() else part for part in layer.name.split("."))
+        kind = index if name == layer.name else structs.replace(layer, name=name, count=1)
+        if kind not in found:
+            found[kind] = index, layer
+        else:
+            first, before = found[kind]
+            found[kind] = first, structs.replace(before, name=name, count=before.count + layer.count)
+    return list(found.values())
+
+
 def in_one_stage(layers: Sequence[Layer]) -> list[Layer]:
     """Return the layers of a stage as they are there: what one shares with the one before it is counted once.
 

@@ -124,7 +124,8 @@ def count_layers(options: EstimateOptions) -> dict[str, tuple[int, Counted]]:
     batch, sequence, ranks = options.microbatch_size, options.sequence_length, options.tensor_parallel
     found: dict[str, tuple[int, Counted]] = {}
     borders = [Bundle((((batch, sequence), torch.int64),))]
-    before: tuple[nn.Module, Counted] | None = None
+    before: tuple[str, nn.Module, Counted] | None = None
+    covered: set[tuple[str, str]] = set()
     with torch.device("meta"):
         tokens = torch.empty(batch, sequence, dtype=torch.int64)
         for name, (number, make) in makers(options.model, sequence, ranks).items():
@@ -138,11 +139,17 @@ def count_layers(options: EstimateOptions) -> dict[str, tuple[int, Counted]]:
             found[name] = found[kind]
             if name == "block":
                 _cover(found[name][1], [found[name][1]] * 2, count_between([make().to(dtype), layer], borders[-1:] * 3))
-            if before is not None and options.model.has_parts:
-                alone = [before[1], found[name][1]]
-                _cover(found[name][1], alone, count_between([before[0], layer], borders[-3:], target))
-            before = layer, found[name][1]
+            if before is not None and (before[0], kind) not in covered and _shows_more(options, before[0], kind):
+                covered.add((before[0], kind))
+                alone = [before[2], found[name][1]]
+                _cover(found[name][1], alone, count_between([before[1], layer], borders[-3:], target))
+            before = kind, layer, found[name][1]
     return found
+
+
+def _shows_more(options: EstimateOptions, before: str, kind: str) -> bool:
+    """Whether two layers in a row pass on more than two blocks do, which are counted anyway."""
+    return options.model.has_parts or (before.startswith("block.") and kind.startswith("block."))
 
 
 def _cover(one: Counted, alone: Sequence[Counted], together: Counted) -> None:

@@ -96,15 +96,13 @@ class Benches:
         return entering | {self._names[self.head]: x}
 
     def _in_turn(self) -> Iterator[tuple[int, nn.Module | None]]:
-        """Yield the layers before the last, one at a time; None for blocks of models of our own."""
+        """Yield the layers before the last, one at a time; None for blocks of models of our own, and their halves."""
         if self.model.builder not in models.OWN:
             yield from islice(enumerate(models.each(self.model, None, self.device)), self.head)
             return
         for index, name in enumerate(self._names[: self.head]):
-            yield (
-                index,
-                None if name == "block" else next(models.each(self.model, range(index, index + 1), self.device)),
-            )
+            of_block = name.partition(".")[0] == "block"
+            yield index, None if of_block else next(models.each(self.model, range(index, index + 1), self.device))
 
     def _bundled(self, index: int, layer: nn.Module, *, packs: bool = True) -> nn.Module:
         return bundled(layer, self._bundles[index], self._bundles[index + 1], packs=packs)

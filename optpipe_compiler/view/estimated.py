@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def render(profile: Profile, path: str, assumed: Iterable[str]) -> RenderableType:
     """Return the layers' costs, the machine's, and the assumptions."""
     table = Table(box=None, pad_edge=False)
-    table.add_column("layer", no_wrap=True)
+    table.add_column("layer", min_width=10)  # the one that wraps where the terminal is narrow
     for column in ("F ms", "I ms", "W ms", "B ms", "saved MB", "I to W MB", "message MB", "static MB"):
         table.add_column(column, justify="right", no_wrap=True)
     for _, layer in alike(profile.layers):

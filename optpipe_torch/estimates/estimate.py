@@ -75,8 +75,8 @@ def assumptions(options: EstimateOptions) -> list[str]:
         )
     if model.experts:
         said.append(f"tokens spread evenly over {model.experts} experts, all of them on each device")
-    if model.has_parts:
-        said.append("parts of head and embedding save what they get, though the part before them may save it, too")
+    if model.head_parts > 1:
+        said.append("the second part of the head saves the hidden states, though the first saves them, too")
     return [*said, *options.gpu.assumed]
 
 
@@ -117,7 +117,7 @@ def count_layers(options: EstimateOptions) -> dict[str, tuple[int, Counted]]:
 
     from optpipe_torch.estimates.count import count_between
     from optpipe_torch.models.known import DTYPES
-    from optpipe_torch.models.layers import border, kind_of, makers
+    from optpipe_torch.models.layers import border, chain_of, kind_of, makers
     from runtime_torch.bundles import Bundle
 
     dtype = {**DTYPES, "fp16": torch.float16}[options.dtype]
@@ -135,6 +135,7 @@ def count_layers(options: EstimateOptions) -> dict[str, tuple[int, Counted]]:
             if kind not in found:
                 counted = count_between([layer], borders[-2:], target, options.accumulation)
                 counted.sizes.static = BYTES_PER_PARAMETER * sum(p.numel() for p in layer.parameters())
+                counted.sizes.chain = chain_of(name)
                 found[kind] = number, counted
             found[name] = found[kind]
             if name == "block":
@@ -155,11 +156,14 @@ def _shows_more(options: EstimateOptions, before: str, kind: str) -> bool:
 def _cover(one: Counted, alone: Sequence[Counted], together: Counted) -> None:
     """Raise the transient bytes so that they cover its stage with the one before it: the gradient that passes between.
 
-    `alone` are both, of which `one` is the last.
+    `alone` are both, of which `one` is the last. Of one chain, they save together less than alone: what they share.
     """
-    sizes = together.sizes
+    sizes, first = together.sizes, alone[0].sizes
+    if one.sizes.follows(first):
+        less = first.saved + one.sizes.saved - sizes.saved
+        one.sizes.shared = min(less, one.sizes.checkpoint)  # of the target each layer gets a copy of its own
     missing = dict(sizes.transient)
-    missing["forward"] = max(0, missing["forward"] + sizes.saved - sum(counted.sizes.saved for counted in alone))
+    missing["forward"] = max(0, missing["forward"] + sizes.saved - first.saved - one.sizes.saved_after(first))
     captured = sizes.captured - sum(counted.sizes.captured for counted in alone)
     missing["backward_input"] = max(0, missing["backward_input"] + captured)
     one.sizes.transient = {op: max(size, missing[op]) for op, size in one.sizes.transient.items()}
@@ -178,8 +182,10 @@ def _layer(name: str, number: int, counted: Counted, options: EstimateOptions) -
         backward_weight_ns=times["backward_weight"],
         backward_ns=times["backward"],
         recompute_ns=times["forward"],
-        saved_bytes=_estimated(sizes.saved),
+        saved_bytes=_estimated(max(sizes.saved, sizes.checkpoint)),  # a profile has none smaller than the input
         residue_bytes=_estimated(sizes.residue),
+        shared_bytes=_estimated(sizes.shared) if sizes.shared else 0,
+        chain=sizes.chain,
         captured_bytes=_estimated(sizes.captured),
         checkpoint_bytes=_estimated(sizes.checkpoint),
         output_bytes=_estimated(sizes.output),

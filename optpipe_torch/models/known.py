@@ -142,6 +142,15 @@ def layer_titles(model: Model) -> list[str]:
     return layer_names(model)
 
 
+def layer_chains(model: Model) -> list[str | None]:
+    """Return, for each layer, which of the others pass on what it passes on, beside those of its kind (Layer.chain)."""
+    if model.builder == "transformer":
+        from optpipe_torch.models.layers import chain_of
+
+        return [chain_of(title) for title in layer_titles(model)]
+    return [None] * layer_count(model)
+
+
 def parameter_bytes(model: Model) -> list[int]:
     """Return the bytes of each layer's parameters, without making any; a user's function may make them all."""
     dtype = _dtype(model)

@@ -317,6 +317,13 @@ def kind_of(name: str, model: Architecture) -> str:
     return f"{chain}.1" if index and 0 < int(index) < parts - 1 else name
 
 
+def chain_of(name: str) -> str | None:
+    """Return the chain of layers that pass on what they save and get: parts of the head behind the first, whose hidden
+    states its norm makes. None: of no chain."""
+    chain, _, index = name.partition(".")
+    return chain if chain == "head" and index and int(index) > 0 else None
+
+
 def border(name: str, model: Architecture, batch: int, sequence: int, dtype: torch.dtype, ranks: int = 1) -> Bundle:
     """Return what leaves a layer for one microbatch: hidden states, and what parts pass on beside them; or the loss."""
     chain, _, index = name.partition(".")

@@ -184,9 +184,17 @@ def measure_sizes(gauge: Gauge, benches: Benches, names: list[str], room: int) -
     stage has one, but for the whole of a model of two layers.
     """
     sizes = {name: layer_bytes(benches, names.index(name)) for name in dict.fromkeys(names)}
+    for name, chain in zip(names, models.layer_chains(benches.model), strict=True):
+        sizes[name].chain = chain
+    shared: dict[str, dict[str, int]] = {}
     for index, (name, following) in enumerate(pairwise(names)):
-        if name == following and benches.passes_several(index) and 2 * sizes[name].static <= room:
-            sizes[name].shared = sizes[name].shared or shared_bytes(benches, index)
+        first, second = sizes[name], sizes[following]
+        measured = shared.setdefault(following, {})
+        if name in measured or not second.follows(first) or first.static + second.static > room:
+            continue
+        if benches.passes_several(index):
+            measured[name] = shared_bytes(benches, index)
+            second.shared = min(measured.values())
     for name in sizes:
         index = names.index(name)
         sizes[name].transient = transient_bytes(gauge, benches, index, index + 1, [sizes[name]])

@@ -251,14 +251,14 @@ def layer_bytes(benches: Benches, index: int) -> LayerBytes:
 
 
 def shared_bytes(benches: Benches, first: int) -> int:
-    """Return what two equal layers in a row, from layer `first` on, save less than each of them alone: what both get
-    handed on is there once."""
+    """Return what two layers of a chain, from layer `first` on, save less than each of them alone: what both get handed
+    on is there once."""
     saved = []
-    for count in (1, 2):
-        bench = benches.stage(first, first + count)
+    for begin, end in ((first, first + 1), (first + 1, first + 2), (first, first + 2)):
+        bench = benches.stage(begin, end)
         bench.forward(0)
         saved.append(bench.stage.saved_bytes(0))
-    return max(0, 2 * saved[0] - saved[1])
+    return max(0, saved[0] + saved[1] - saved[2])
 
 
 def transient_bytes(

@@ -61,7 +61,7 @@ FROM_RUN = Path("measured.json")
     "block",
     "half",
     "auto",
-    help="With --model: a block is one layer, or attention and MLP are two; auto: two where a device has fewer than 4 "
+    help="With --model: a block is one layer, or attention and MLP are two; auto: two where a device has at most 4 "
     "blocks [default: block].",
 )
 @click.option("--gpu", metavar="GPU", help="Estimate: a name (--list-gpus), or a JSON file of that form.")

@@ -157,8 +157,8 @@ class Profile(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 def alike(layers: Sequence[Layer]) -> list[tuple[int, Layer]]:
-    """Return the records, those of equal costs whose names differ by numbers alone as one: `block.*.mlp`, with the count
-    of all, at the index of the first."""
+    """Return the records, those of equal costs whose names differ by numbers alone as one: `block.*.mlp`, with the
+    count of all, at the index of the first."""
     found: dict[object, tuple[int, Layer]] = {}
     for index, layer in enumerate(layers):
         name = ".".join("*" if part.isdigit() else part for part in layer.name.split("."))

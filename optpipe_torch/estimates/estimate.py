@@ -16,13 +16,17 @@ from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profil
 from optpipe_compiler.errors import BadInput, MissingDependency
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import nn
 
     from optpipe_compiler.costs.gpus import Gpu
     from optpipe_compiler.costs.models import Architecture
     from optpipe_torch.estimates.count import Counted
+    from optpipe_torch.profiler.records import LayerBytes
+
+    _Placed = tuple[str, nn.Module, LayerBytes]
+    """A layer in model order: its kind, itself, what one of its kind does and keeps."""
 
 RESERVE_BYTES = 2_000_000_000
 """Context, communication buffers, workspaces, fragmentation."""
@@ -124,8 +128,8 @@ def count_layers(options: EstimateOptions) -> dict[str, tuple[int, Counted]]:
     batch, sequence, ranks = options.microbatch_size, options.sequence_length, options.tensor_parallel
     found: dict[str, tuple[int, Counted]] = {}
     borders = [Bundle((((batch, sequence), torch.int64),))]
-    before: tuple[str, nn.Module, Counted] | None = None
-    covered: set[tuple[str, str]] = set()
+    line: list[_Placed] = []
+    covered: set[tuple[str, ...]] = set()
     with torch.device("meta"):
         tokens = torch.empty(batch, sequence, dtype=torch.int64)
         for name, (number, make) in makers(options.model, sequence, ranks).items():
@@ -139,34 +143,42 @@ def count_layers(options: EstimateOptions) -> dict[str, tuple[int, Counted]]:
                 found[kind] = number, counted
             found[name] = found[kind]
             if name == "block":
-                _cover(found[name][1], [found[name][1]] * 2, count_between([make().to(dtype), layer], borders[-1:] * 3))
-            if before is not None and (before[0], kind) not in covered and _shows_more(options, before[0], kind):
-                covered.add((before[0], kind))
-                alone = [before[2], found[name][1]]
-                _cover(found[name][1], alone, count_between([before[1], layer], borders[-3:], target))
-            before = kind, layer, found[name][1]
+                _cover([found[name][1].sizes] * 2, count_between([make().to(dtype), layer], borders[-1:] * 3).sizes)
+            line.append((kind, layer, found[name][1].sizes))
+            for kinds, layers, alone in _rows(line, options.model):
+                if kinds not in covered:
+                    covered.add(kinds)
+                    _cover(alone, count_between(layers, borders[-len(layers) - 1 :], target).sizes)
     return found
 
 
-def _shows_more(options: EstimateOptions, before: str, kind: str) -> bool:
-    """Whether two layers in a row pass on more than two blocks do, which are counted anyway."""
-    return options.model.has_parts or (before.startswith("block.") and kind.startswith("block."))
+def _rows(
+    line: Sequence[_Placed], model: Architecture
+) -> Iterator[tuple[tuple[str, ...], list[nn.Module], list[LayerBytes]]]:
+    """Yield kinds, layers and sizes of the rows that end with the last layer and pass on something else than blocks do:
+    pairs where there are parts, and pairs and triples of halves of blocks."""
+    for count in (2, 3):
+        row = line[-count:]
+        halves = all(kind.startswith("block.") for kind, _, _ in row)
+        if len(row) == count and (halves or (count == 2 and model.has_parts)):
+            yield tuple(kind for kind, _, _ in row), [layer for _, layer, _ in row], [sizes for _, _, sizes in row]
 
 
-def _cover(one: Counted, alone: Sequence[Counted], together: Counted) -> None:
-    """Raise the transient bytes so that they cover its stage with the one before it: the gradient that passes between.
+def _cover(alone: Sequence[LayerBytes], together: LayerBytes) -> None:
+    """Raise the transient bytes of the last layer of a row so that they cover a stage of it: what passes between.
 
-    `alone` are both, of which `one` is the last. Of one chain, they save together less than alone: what they share.
+    Two layers of a chain save together less than alone: what they share.
     """
-    sizes, first = together.sizes, alone[0].sizes
-    if one.sizes.follows(first):
-        less = first.saved + one.sizes.saved - sizes.saved
-        one.sizes.shared = min(less, one.sizes.checkpoint)  # of the target each layer gets a copy of its own
-    missing = dict(sizes.transient)
-    missing["forward"] = max(0, missing["forward"] + sizes.saved - first.saved - one.sizes.saved_after(first))
-    captured = sizes.captured - sum(counted.sizes.captured for counted in alone)
+    last = alone[-1]
+    if len(alone) == 2 and last.follows(alone[0]):
+        less = alone[0].saved + last.saved - together.saved
+        last.shared = max(0, min(less, last.checkpoint))  # of the target each layer gets a copy of its own
+    missing = dict(together.transient)
+    saved = sum(one.saved_after(before) for before, one in zip((None, *alone[:-1]), alone, strict=True))
+    missing["forward"] = max(0, missing["forward"] + together.saved - saved)
+    captured = together.captured - sum(one.captured for one in alone)
     missing["backward_input"] = max(0, missing["backward_input"] + captured)
-    one.sizes.transient = {op: max(size, missing[op]) for op, size in one.sizes.transient.items()}
+    last.transient = {op: max(size, missing[op]) for op, size in last.transient.items()}
 
 
 def _layer(name: str, number: int, counted: Counted, options: EstimateOptions) -> Layer:

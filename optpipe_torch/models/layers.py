@@ -327,11 +327,8 @@ def chain_of(name: str) -> str | None:
 def border(name: str, model: Architecture, batch: int, sequence: int, dtype: torch.dtype, ranks: int = 1) -> Bundle:
     """Return what leaves a layer for one microbatch: hidden states, and what parts pass on beside them; or the loss."""
     chain, _, index = name.partition(".")
-    last = (
-        chain == "block"
-        or not index
-        or int(index) == (model.head_parts if chain == "head" else model.embedding_parts) - 1
-    )
+    parts = model.head_parts if chain == "head" else model.embedding_parts
+    last = chain == "block" or not index or int(index) == parts - 1
     hidden = (batch, sequence // ranks, model.hidden), dtype
     if chain == "head" and last:
         return Bundle((((), torch.float32),))

@@ -23,10 +23,11 @@ AUTO = "auto"
 FEW_BLOCKS = 4
 """Blocks per device up to which `--granularity auto` takes halves.
 
-Measured with `profile --model llama-7b --gpu a100-80gb --granularity half`, then `compile --time-limit 40` (* 20), as
-makespan against whole blocks, by `--devices --mem --microbatches`: 8 blocks on a device (4 40GB 16*) -1.1%; 4 (8 40GB 32)
--9.6%, (8 27GB 32*) -3.9%; 3 (11 24GB 44*) -0.6%; 2 (16 30GB 64) -4.0%, (16 21GB 64) +6.9%. The bound is 2 to 16% lower in
-all of them: the plan of whole blocks that is better was not found in that time, so whole blocks stay the default.
+Measured with `profile --model llama-7b --gpu a100-80gb --granularity half`, then `compile --time-limit 40` (20 where
+marked *), as makespan against whole blocks, by `--devices`, `--mem` and `--microbatches`: with 8 blocks on a device
+(4, 40GB, 16*) -1.1%; with 4 (8, 40GB, 32) -9.6%, (8, 27GB, 32*) -3.9%; with 3 (11, 24GB, 44*) -0.6%; with 2 (16, 30GB,
+64) -4.0%, (16, 21GB, 64) +6.9%. The bound is 2 to 16% lower in all of them: where halves are slower, the plan of whole
+blocks was not found in that time, and so whole blocks stay the default.
 """
 
 

@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 import test_runtime_library as case  # noqa: E402
 import user_layers  # noqa: E402
+from msgspec import structs  # noqa: E402
 
 from optpipe_compiler.compiler import Options, compile_schedule  # noqa: E402
 from optpipe_compiler.documents.files import canonical  # noqa: E402
@@ -18,6 +19,11 @@ from optpipe_compiler.errors import BadInput  # noqa: E402
 from optpipe_compiler.verify import verify  # noqa: E402
 from optpipe_torch.emulate.alone import emulate  # noqa: E402
 from optpipe_torch.launch.run import run  # noqa: E402
+from optpipe_torch.models import known as models  # noqa: E402
+from optpipe_torch.models.text import default_text  # noqa: E402
+from optpipe_torch.profiler.child import measure_sizes  # noqa: E402
+from optpipe_torch.profiler.gauge import CpuGauge  # noqa: E402
+from optpipe_torch.profiler.layers import Benches  # noqa: E402
 from optpipe_torch.profiler.measure import MeasureOptions, measure  # noqa: E402
 from runtime_torch.bundles import bundled, trace_bundles  # noqa: E402
 from runtime_torch.execution import StageExecution  # noqa: E402
@@ -140,6 +146,65 @@ def test_the_first_stage_splits_behind_its_first_layer_and_shares_what_that_pass
     assert part.meter.current_bytes == 0
 
 
+# -- the hidden states that parts of a head pass on
+
+PARTS = 4
+
+
+@cache
+def head_parts():
+    """Stages of a tiny model, the number of the head's first part, and what a profile says of all parts."""
+    config = {"kind": "llama", "layers": 1, "hidden": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "ffn": 24}
+    config |= {"vocab": 1024, "head_parts": PARTS}
+    model = Model(builder="transformer", config=config, microbatch_size=2, sequence_length=5)
+    benches = Benches(model, default_text())
+    names = models.layer_names(model)
+    found = measure_sizes(CpuGauge(), benches, names, 10**9)
+    return benches, names.index("head.0"), [found[name] for name in names[-PARTS:]]
+
+
+def test_each_part_behind_the_second_shares_what_entered_the_one_before():
+    _, _, parts = head_parts()
+    entering = 2 * 5 * (16 * 4 + 2 * 4)  # hidden states and the state of the softmax
+    assert [part.chain for part in parts] == [None, "head", "head", "head"]
+    assert [part.shared for part in parts] == [0, *[entering] * 3]
+
+
+@pytest.mark.parametrize("states", list(itertools.product("KOR", repeat=PARTS)), ids="".join)
+def test_every_mixture_of_parts_keeps_to_the_bytes_of_the_profile(states):
+    benches, begin, parts = head_parts()
+    own = [part.saved_after(before) for before, part in zip((None, *parts), parts, strict=False)]
+    assert sum(own) == sum(part.saved for part in parts) - 2 * parts[1].shared
+    bench = benches.stage(begin, begin + PARTS)
+    stage = bench.stage
+    layers = {letter: [(begin + i, begin + i + 1) for i, s in enumerate(states) if s == letter] for letter in "KOR"}
+    held = {letter: sum(own[first - begin] for first, _ in layers[letter]) for letter in "KOR"}
+    checkpoints = sum(parts[first - begin].checkpoint for first, _ in layers["R"])
+    loss = stage.forward(0, bench.x, bench.target, layers["R"])
+    assert stage.meter.current_bytes <= held["K"] + held["O"] + checkpoints
+    for range_ in layers["O"]:
+        stage.offload(0, range_)
+    assert stage.meter.current_bytes <= held["K"] + checkpoints
+    assert stage.host_meter.current_bytes <= held["O"]
+    for range_ in layers["R"]:
+        stage.recompute(0, range_)
+    assert stage.meter.current_bytes <= held["K"] + held["R"]
+    for range_ in layers["O"]:
+        stage.reload(0, range_)
+    assert stage.saved_bytes(0) <= sum(own)
+    residue = sum(min(part.residue, here + part.captured) for part, here in zip(parts, own, strict=True))
+    stage.backward_input(0, None)
+    assert stage.meter.current_bytes <= residue
+    stage.backward_weight(0)
+    assert stage.meter.current_bytes == stage.host_meter.current_bytes == 0
+    kept = benches.stage(begin, begin + PARTS)
+    torch.testing.assert_close(kept.forward(0), loss)
+    kept.stage.backward(0, None)
+    for mine, theirs in zip(stage.layers, kept.stage.layers, strict=True):
+        for a, b in zip(mine.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad)
+
+
 LAYER = Layer(
     name="block",
     forward_ns=1,
@@ -160,6 +225,12 @@ def test_a_stage_counts_shared_bytes_of_equal_neighbours_once():
     found = in_one_stage([LAYER, LAYER, other, LAYER, LAYER])
     assert [value_of(layer.saved_bytes) for layer in found] == [100, 70, 50, 100, 70]
     assert [layer.residue_bytes for layer in found] == [95, 80, None, 95, 80]
+
+
+def test_layers_of_one_chain_share_whatever_their_names():
+    first, second, third = (structs.replace(LAYER, name=f"part.{n}", chain="parts" if n else None) for n in range(3))
+    found = in_one_stage([first, second, third, LAYER])
+    assert [value_of(layer.saved_bytes) for layer in found] == [100, 100, 70, 100]
 
 
 def test_more_shared_than_saved_bytes_are_refused():

@@ -204,6 +204,7 @@ def parts_of(name):
         ("gpt2", "fp32", ("--head-parts", "auto", "--embedding-parts", "2"), "zbv"),
         ("llama", "bf16", ("--head-parts", "4"), "interleaved-1f1b"),
         ("llama", "fp32", ("--head-parts", "3", "--embedding-parts", "3"), None),
+        ("gpt2", "fp32", ("--head-parts", "4"), "1f1b"),
     ],
 )
 def test_a_model_in_parts_is_measured_planned_checked_and_trained(optpipe, model, dtype, parts, method):
@@ -219,6 +220,25 @@ def test_a_model_in_parts_is_measured_planned_checked_and_trained(optpipe, model
     assert answer["check"]["ok"], answer["check"]
     for rank in answer["ranks"]:
         assert rank["peak_activation_bytes"] <= rank["promised_activation_bytes"]
+
+
+def test_a_plan_counts_what_parts_of_one_stage_pass_on_once(optpipe, run):  # noqa: F811
+    model = ("profile", "--model", "llama.json", "--gpu", "a100-80gb", "--devices", 2, "--seq", 64)
+    optpipe(*model, "--head-parts", 4, "--embedding-parts", 2)
+    optpipe("compile", "--method", "1f1b", "--microbatches", 4, "--mem", "40GB")
+    layers = profiles.load(Path("profile.json")).expanded_layers()
+    shared = [profiles.value_of(layer.shared_bytes) for layer in layers[-4:]]
+    assert shared == [0, *[64 * (16 * 2 + 2 * 4)] * 3]  # hidden states in bf16, and the state of the softmax
+    planned = json.loads(Path("schedule.json").read_text())["stages"][-1]
+    saved = [profiles.value_of(layer.saved_bytes) for layer in layers[-3:]]
+    assert planned["layers"] == [len(layers) - 3, len(layers)]
+    assert planned["saved_bytes"] == [saved[0], saved[1] - shared[2], saved[2] - shared[3]]
+    optpipe("verify", "schedule.json", "--profile", "profile.json")
+    text = Path("profile.json").read_text()
+    Path("profile.json").write_text(text.replace(', "chain": "head"', ""))
+    outcome = run("verify", "schedule.json", "--profile", "profile.json")
+    assert outcome.code == 1
+    assert "saved_bytes of stage 1 is" in outcome.out + outcome.err
 
 
 @pytest.mark.parametrize(

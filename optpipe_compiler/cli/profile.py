@@ -12,9 +12,10 @@ from optpipe_compiler.cli.common import PROFILE, console, say, write
 from optpipe_compiler.cli.estimate import (
     ESTIMATED,
     chosen,
+    cut,
     dtype_option,
     estimate_options,
-    in_parts,
+    granularity_option,
     parts_options,
     refuse,
 )
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
 MEASURED = {"layers": 8, "hidden": 256, "heads": 4, "seq": 128, "microbatch_size": 4}
 """What is measured when nothing is said."""
-PARTS = ("embedding_parts", "head_parts")
+CUTS = ("embedding_parts", "head_parts", "granularity")
+"""Into which layers a known model is cut."""
 FROM_RUN = Path("measured.json")
 """Where the profile of a run goes when nothing is said: beside the one that the run was planned with."""
 
@@ -55,6 +57,13 @@ FROM_RUN = Path("measured.json")
     help="What to measure [default: cuda where there is a GPU for each device, as run has it].",
 )
 @parts_options
+@granularity_option(
+    "block",
+    "half",
+    "auto",
+    help="With --model: a block is one layer, or attention and MLP are two; auto: two where a device has at most 4 "
+    "blocks [default: block].",
+)
 @click.option("--gpu", metavar="GPU", help="Estimate: a name (--list-gpus), or a JSON file of that form.")
 @dtype_option("fp32", "bf16", "fp16", help="Weights and activations [default: fp32; estimated: bf16].")
 @estimate_options
@@ -132,7 +141,7 @@ def _estimate(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
 
     refuse(
         given,
-        {"model", "gpu", "attention", "accumulation", *PARTS, *ESTIMATED},
+        {"model", "gpu", "attention", "accumulation", *CUTS, *ESTIMATED},
         "only measuring takes; expected no --gpu",
     )
     if given.get("dtype") == "fp32":
@@ -165,7 +174,7 @@ def _measure_model(output: Path, given: dict[str, Any], *, as_json: bool) -> Non
     from optpipe_torch.profiler.measure import MeasureOptions
 
     refuse(given, set(given) - {"hidden", "heads"}, "the model itself says; expected no --model")
-    refuse(given, {"model", "device", "devices", "layers", "seq", "microbatch_size", "dtype", *PARTS}, "needs --gpu")
+    refuse(given, {"model", "device", "devices", "layers", "seq", "microbatch_size", "dtype", *CUTS}, "needs --gpu")
     builder, config = _built(given)
     model = Model(
         builder=builder,
@@ -190,12 +199,11 @@ def _built(given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if ":" in name and not Path(name).exists():
         if "layers" in given:
             raise BadInput(f"--layers is {given['layers']}, expected no --layers: {name} says how many there are")
-        refuse(
-            given, set(given) - set(PARTS), f"{name} itself says; expected none (runtime_torch.vocabulary has parts)"
-        )
+        refuse(given, set(given) - set(CUTS), f"{name} itself says; expected none (runtime_torch.vocabulary has parts)")
         return name, {}
-    architecture = in_parts(models.load(name), given, lambda: _devices(given))
-    return "transformer", asdict(replace(architecture, layers=given.get("layers", architecture.layers)))
+    architecture = models.load(name)
+    whole = replace(architecture, layers=given.get("layers", architecture.layers))
+    return "transformer", asdict(cut(whole, given, lambda: _devices(given)))
 
 
 def _devices(given: dict[str, Any]) -> int:

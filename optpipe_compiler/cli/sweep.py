@@ -9,14 +9,23 @@ import click
 import msgspec
 
 from optpipe_compiler.cli.common import PROFILE, Size, console, jobs_option, refuse_png, say, say_json
-from optpipe_compiler.cli.estimate import ESTIMATED, chosen, dtype_option, estimate_options, refuse
+from optpipe_compiler.cli.estimate import (
+    ESTIMATED,
+    chosen,
+    dtype_option,
+    estimate_options,
+    granularity_option,
+    refuse,
+)
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
     from optpipe_compiler.study.planned import Instance
     from optpipe_compiler.study.sweep import Costs, Sweep
 
-FOR_ESTIMATES = ("model", "gpu", "seq", "microbatch_size", "tp", "links", "dtype", "attention", "accumulation")
+FOR_ESTIMATES = (
+    "model", "gpu", "seq", "microbatch_size", "tp", "links", "dtype", "attention", "accumulation", "granularity",
+)  # fmt: skip
 
 
 @click.command()
@@ -30,6 +39,7 @@ FOR_ESTIMATES = ("model", "gpu", "seq", "microbatch_size", "tp", "links", "dtype
 @click.option("--microbatch-size", type=click.IntRange(min=1), help="Estimate: [default: 1].")
 @estimate_options
 @dtype_option("bf16", "fp16", help="Estimate: weights and activations [default: bf16].")
+@granularity_option("block", "half", help="Estimate: blocks as layers, or their halves [default: block].")
 @click.option("--host-mem", type=Size(), help="Host memory for offloads, all devices [default: the profile's].")
 @click.option("--no-offload", is_flag=True)
 @click.option("--no-recompute", is_flag=True)
@@ -127,7 +137,8 @@ def _estimated(given: dict[str, Any]) -> Costs:
     wanted = [gpus.load(name.strip()) for name in given.get("gpu", "").split(",")]
     if len({gpu.name for gpu in wanted}) < len(wanted):
         raise BadInput(f"--gpu is {given['gpu']!r}, expected different GPUs")
-    every = [chosen({**given, "devices": model.layers + 2}, model, gpu) for gpu in wanted]
+    layers = model.layers * (2 if given.get("granularity") == "half" else 1) + 2
+    every = [chosen({**given, "devices": layers}, model, gpu) for gpu in wanted]
     first = every[0]
     common = {name: value for name, value in vars(first).items() if name not in ("name", "model", "gpu", "devices")}
     return Costs(

@@ -46,6 +46,8 @@ class Architecture:
     embedding_parts: int = 1
     """Layers that the embedding's vocabulary is cut into."""
     head_parts: int = 1
+    granularity: Literal["block", "half"] = "block"
+    """`half`: attention and feed-forward of a block are layers of their own."""
 
     @property
     def has_parts(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from optpipe_compiler.documents.profile import Quantity, value_of
+from optpipe_compiler.documents.profile import Quantity, alike, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -42,7 +42,7 @@ def noisy(profile: Profile) -> list[Noisy]:
     found: list[Noisy] = []
     if _is_noise(machine.op_overhead_ns) and _matters(machine.op_overhead_ns, OPS_PER_STAGE * machine.devices, total):
         found += _named("$.machine.op_overhead_ns", "the overhead of an op", machine.op_overhead_ns, "ns")
-    for index, layer in enumerate(profile.layers):
+    for index, layer in alike(profile.layers):
         for field in TIMES:
             cost = getattr(layer, field)
             # an op takes its overhead, too: nothing but the sum was measured

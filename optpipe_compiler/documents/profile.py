@@ -54,7 +54,7 @@ class Layer(Record, frozen=True, kw_only=True):
     `checkpoint_bytes` is what a recomputation that starts at this layer must keep (its input). `output_bytes` cross to
     the next layer, and as a gradient back. Transient bytes exist only while the op runs, beside what it reads, saves
     and sends. `static_bytes`: weights, gradients, optimizer state. `shared_bytes` is the part of `saved_bytes` that the
-    equal layer right before it saves, too, such as masks that layers pass on: within a stage it is there once.
+    layer of its chain right before it saves, too, such as masks that layers pass on: within a stage it is there once.
     """
 
     name: str
@@ -70,6 +70,8 @@ class Layer(Record, frozen=True, kw_only=True):
     residue_bytes: Cost | None = None
     """`saved_bytes` when absent."""
     shared_bytes: Cost = 0
+    chain: str | None = None
+    """Layers of one chain pass on what they save and get: parts of a head behind the first. Its name when absent."""
     captured_bytes: Cost = 0
     """The part of the residue that backward_input adds: output gradients held for backward_weight."""
     checkpoint_bytes: Cost = 0
@@ -154,6 +156,21 @@ class Profile(Record, frozen=True, kw_only=True, omit_defaults=False):
         return [layer for layer in self.layers for _ in range(layer.count)]
 
 
+def alike(layers: Sequence[Layer]) -> list[tuple[int, Layer]]:
+    """Return the records, those of equal costs whose names differ by numbers alone as one: `block.*.mlp`, with the
+    count of all, at the index of the first."""
+    found: dict[object, tuple[int, Layer]] = {}
+    for index, layer in enumerate(layers):
+        name = ".".join("*" if part.isdigit() else part for part in layer.name.split("."))
+        kind = index if name == layer.name else structs.replace(layer, name=name, count=1)
+        if kind not in found:
+            found[kind] = index, layer
+        else:
+            first, before = found[kind]
+            found[kind] = first, structs.replace(before, name=name, count=before.count + layer.count)
+    return list(found.values())
+
+
 def in_one_stage(layers: Sequence[Layer]) -> list[Layer]:
     """Return the layers of a stage as they are there: what one shares with the one before it is counted once.
 
@@ -161,11 +178,15 @@ def in_one_stage(layers: Sequence[Layer]) -> list[Layer]:
     """
     found = list(layers[:1])
     for before, layer in itertools.pairwise(layers):
-        found.append(_after_its_equal(layer) if before.name == layer.name else layer)
+        found.append(_behind_its_chain(layer) if _chain(before) == _chain(layer) else layer)
     return found
 
 
-def _after_its_equal(layer: Layer) -> Layer:
+def _chain(layer: Layer) -> str:
+    return layer.name if layer.chain is None else layer.chain
+
+
+def _behind_its_chain(layer: Layer) -> Layer:
     if not value_of(layer.shared_bytes):
         return layer
     saved = max(value_of(layer.saved_bytes) - value_of(layer.shared_bytes), value_of(layer.checkpoint_bytes))

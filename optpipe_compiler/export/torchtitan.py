@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 FIRST, LAST = "tok_embeddings", ("norm", "lm_head")
 PARTS = ("embedding.", "embedding-part", "head.", "head-part")
 """How profiles name parts of an embedding or a head."""
+HALVES = "block."
+"""How they name halves of blocks."""
 
 TEMPLATE = '''"""Pipeline settings for torchtitan 0.3. Written by {compiler} for the schedule
 {digest}; its CSV lies beside this file. In a recipe:
@@ -113,11 +115,15 @@ def _ends(schedule: Schedule, profile: Profile | None) -> tuple[bool, bool]:
             raise BadInput(f"the profile has {len(layers)} layers, expected the schedule's {schedule.setup.layers}")
         if parts := [layer.name for layer in layers if layer.name.startswith(PARTS)]:
             raise BadInput(f"the profile has a layer {parts[0]}: torchtitan has the embedding and the head whole")
+        if halves := [layer.name for layer in layers if layer.name.startswith(HALVES)]:
+            raise BadInput(f"the profile has a layer {halves[0]}: torchtitan has blocks whole")
         return "emb" in layers[0].name.lower(), layers[-1].name.lower() in ("head", "lm_head", "output")
     config = {} if schedule.model is None else schedule.model.config
     for name in ("embedding_parts", "head_parts"):
         if config.get(name, 1) != 1:
             raise BadInput(f"the model has {config[name]} {name}: torchtitan has the embedding and the head whole")
+    if config.get("granularity", "block") != "block":
+        raise BadInput("the model has blocks in halves: torchtitan has blocks whole")
     gpt = schedule.model is not None and schedule.model.builder == "gpt"
     return gpt, gpt
 

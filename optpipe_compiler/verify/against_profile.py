@@ -63,10 +63,13 @@ def stage_bytes(plan: Plan, expanded: list[Layer]) -> Iterator[Violation]:
 
 
 def _saved(layer: Layer, before: Layer | None) -> int:
-    """What a layer saves in its stage: without what the equal layer before it has saved, but never less than its
+    """What a layer saves in its stage: without what the layer of its chain before it has saved, but never less than its
     input."""
     saved, shared = value_of(layer.saved_bytes), value_of(layer.shared_bytes)
-    if before is None or before.name != layer.name or not shared:
+    if before is None or not shared:
+        return saved
+    chains = [one.name if one.chain is None else one.chain for one in (before, layer)]
+    if chains[0] != chains[1]:
         return saved
     return max(saved - shared, value_of(layer.checkpoint_bytes))
 

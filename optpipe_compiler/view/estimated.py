@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from optpipe_compiler.documents.profile import value_of
+from optpipe_compiler.documents.profile import alike, value_of
 from optpipe_compiler.documents.units import printable, short_bytes, show_ns
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 def render(profile: Profile, path: str, assumed: Iterable[str]) -> RenderableType:
     """Return the layers' costs, the machine's, and the assumptions."""
     table = Table(box=None, pad_edge=False)
-    table.add_column("layer", no_wrap=True)
+    table.add_column("layer", min_width=10)  # the one that wraps where the terminal is narrow
     for column in ("F ms", "I ms", "W ms", "B ms", "saved MB", "I to W MB", "message MB", "static MB"):
         table.add_column(column, justify="right", no_wrap=True)
-    for layer in profile.layers:
+    for _, layer in alike(profile.layers):
         times = (layer.forward_ns, layer.backward_input_ns, layer.backward_weight_ns, layer.backward_ns)
         sizes = (layer.saved_bytes, layer.residue_bytes, layer.output_bytes, layer.static_bytes)
         table.add_row(

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from optpipe_compiler.documents.profile import Quantity, value_of
+from optpipe_compiler.documents.profile import Quantity, alike, value_of
 from optpipe_compiler.documents.units import printable, short_bytes, show_bytes, show_ns
 from optpipe_compiler.view.bar import Bar, description_column
 
@@ -43,7 +43,7 @@ def render(profile: Profile, path: str) -> RenderableType:
     table = Table(box=None, pad_edge=False)
     for column in ("layer", "F", "I", "W", "B", "R", "saved", "between I and W", "static"):
         table.add_column(column, justify="left" if column == "layer" else "right")
-    for layer in profile.layers:
+    for _, layer in alike(profile.layers):
         name = layer.name if layer.count == 1 else f"{layer.name} x {layer.count}"
         table.add_row(
             printable(name),

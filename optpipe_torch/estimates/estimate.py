@@ -7,7 +7,7 @@ Bytes and operations are counted on the meta device (`estimate_count`), times fo
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from msgspec import structs
@@ -16,13 +16,17 @@ from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profil
 from optpipe_compiler.errors import BadInput, MissingDependency
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import nn
 
     from optpipe_compiler.costs.gpus import Gpu
     from optpipe_compiler.costs.models import Architecture
     from optpipe_torch.estimates.count import Counted
+    from optpipe_torch.profiler.records import LayerBytes
+
+    _Placed = tuple[str, nn.Module, LayerBytes]
+    """A layer in model order: its kind, itself, what one of its kind does and keeps."""
 
 RESERVE_BYTES = 2_000_000_000
 """Context, communication buffers, workspaces, fragmentation."""
@@ -75,8 +79,8 @@ def assumptions(options: EstimateOptions) -> list[str]:
         )
     if model.experts:
         said.append(f"tokens spread evenly over {model.experts} experts, all of them on each device")
-    if model.has_parts:
-        said.append("parts of head and embedding save what they get, though the part before them may save it, too")
+    if model.head_parts > 1:
+        said.append("the second part of the head saves the hidden states, though the first saves them, too")
     return [*said, *options.gpu.assumed]
 
 
@@ -117,14 +121,15 @@ def count_layers(options: EstimateOptions) -> dict[str, tuple[int, Counted]]:
 
     from optpipe_torch.estimates.count import count_between
     from optpipe_torch.models.known import DTYPES
-    from optpipe_torch.models.layers import border, kind_of, makers
+    from optpipe_torch.models.layers import border, chain_of, kind_of, makers
     from runtime_torch.bundles import Bundle
 
     dtype = {**DTYPES, "fp16": torch.float16}[options.dtype]
     batch, sequence, ranks = options.microbatch_size, options.sequence_length, options.tensor_parallel
     found: dict[str, tuple[int, Counted]] = {}
     borders = [Bundle((((batch, sequence), torch.int64),))]
-    before: tuple[nn.Module, Counted] | None = None
+    line: list[_Placed] = []
+    covered: set[tuple[str, ...]] = set()
     with torch.device("meta"):
         tokens = torch.empty(batch, sequence, dtype=torch.int64)
         for name, (number, make) in makers(options.model, sequence, ranks).items():
@@ -134,34 +139,54 @@ def count_layers(options: EstimateOptions) -> dict[str, tuple[int, Counted]]:
             if kind not in found:
                 counted = count_between([layer], borders[-2:], target, options.accumulation)
                 counted.sizes.static = BYTES_PER_PARAMETER * sum(p.numel() for p in layer.parameters())
+                counted.sizes.chain = chain_of(name)
                 found[kind] = number, counted
             found[name] = found[kind]
             if name == "block":
-                _cover(found[name][1], [found[name][1]] * 2, count_between([make().to(dtype), layer], borders[-1:] * 3))
-            if before is not None and options.model.has_parts:
-                alone = [before[1], found[name][1]]
-                _cover(found[name][1], alone, count_between([before[0], layer], borders[-3:], target))
-            before = layer, found[name][1]
+                _cover([found[name][1].sizes] * 2, count_between([make().to(dtype), layer], borders[-1:] * 3).sizes)
+            line.append((kind, layer, found[name][1].sizes))
+            for kinds, layers, alone in _rows(line, options.model):
+                if kinds not in covered:
+                    covered.add(kinds)
+                    _cover(alone, count_between(layers, borders[-len(layers) - 1 :], target).sizes)
     return found
 
 
-def _cover(one: Counted, alone: Sequence[Counted], together: Counted) -> None:
-    """Raise the transient bytes so that they cover its stage with the one before it: the gradient that passes between.
+def _rows(
+    line: Sequence[_Placed], model: Architecture
+) -> Iterator[tuple[tuple[str, ...], list[nn.Module], list[LayerBytes]]]:
+    """Yield kinds, layers and sizes of the rows that end with the last layer and pass on something else than blocks do:
+    pairs where there are parts, and pairs and triples of halves of blocks."""
+    for count in (2, 3):
+        row = line[-count:]
+        halves = all(kind.startswith("block.") for kind, _, _ in row)
+        if len(row) == count and (halves or (count == 2 and model.has_parts)):
+            yield tuple(kind for kind, _, _ in row), [layer for _, layer, _ in row], [sizes for _, _, sizes in row]
 
-    `alone` are both, of which `one` is the last.
+
+def _cover(alone: Sequence[LayerBytes], together: LayerBytes) -> None:
+    """Raise the transient bytes of the last layer of a row so that they cover a stage of it: what passes between.
+
+    Two layers of a chain save together less than alone: what they share.
     """
-    sizes = together.sizes
-    missing = dict(sizes.transient)
-    missing["forward"] = max(0, missing["forward"] + sizes.saved - sum(counted.sizes.saved for counted in alone))
-    captured = sizes.captured - sum(counted.sizes.captured for counted in alone)
+    last = alone[-1]
+    if len(alone) == 2 and last.follows(alone[0]):
+        less = alone[0].saved + last.saved - together.saved
+        last.shared = max(0, min(less, last.checkpoint))  # of the target each layer gets a copy of its own
+    missing = dict(together.transient)
+    saved = sum(one.saved_after(before) for before, one in zip((None, *alone[:-1]), alone, strict=True))
+    missing["forward"] = max(0, missing["forward"] + together.saved - saved)
+    captured = together.captured - sum(one.captured for one in alone)
     missing["backward_input"] = max(0, missing["backward_input"] + captured)
-    one.sizes.transient = {op: max(size, missing[op]) for op, size in one.sizes.transient.items()}
+    last.transient = {op: max(size, missing[op]) for op, size in last.transient.items()}
 
 
 def _layer(name: str, number: int, counted: Counted, options: EstimateOptions) -> Layer:
     from optpipe_torch.estimates.time import work_ns
 
     times = {op: _estimated(work_ns(work, options.gpu, options.tensor_parallel)) for op, work in counted.work.items()}
+    # a profile has no activation that is smaller than the input
+    sizes = replace(counted.sizes, saved=max(counted.sizes.saved, counted.sizes.checkpoint))
     return Layer(
         name=name,
         count=number,
@@ -170,7 +195,8 @@ def _layer(name: str, number: int, counted: Counted, options: EstimateOptions) -
         backward_weight_ns=times["backward_weight"],
         backward_ns=times["backward"],
         recompute_ns=times["forward"],
-        **counted.sizes.costs(_estimated),
+        chain=sizes.chain,
+        **sizes.costs(_estimated),
     )
 
 

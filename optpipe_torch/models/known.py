@@ -136,10 +136,19 @@ def layer_names(model: Model) -> list[str]:
 
 
 def layer_titles(model: Model) -> list[str]:
-    """Return the name of each layer: that of its kind, or `head.3` for a part of the head."""
+    """Return the name of each layer: that of its kind, `head.3` for a part of the head, `block.3.mlp` for a half."""
     if model.builder == "transformer":
         return [title for title, (count, _) in _named_makers(model).items() for _ in range(count)]
     return layer_names(model)
+
+
+def layer_chains(model: Model) -> list[str | None]:
+    """Return, for each layer, which of the others pass on what it passes on, beside those of its kind (Layer.chain)."""
+    if model.builder == "transformer":
+        from optpipe_torch.models.layers import chain_of
+
+        return [chain_of(title) for title in layer_titles(model)]
+    return [None] * layer_count(model)
 
 
 def parameter_bytes(model: Model) -> list[int]:
@@ -252,7 +261,8 @@ def _architecture(model: Model) -> Architecture:
 
 
 OWN: dict[str, Callable[[Model], list[Callable[[], nn.Module]]]] = {"gpt": _gpt, "transformer": _transformer}
-"""The models that come with the package: an embedding, blocks, a head; embedding and head whole or in parts."""
+"""The models that come with the package: an embedding, blocks, a head; embedding and head whole or in parts, blocks
+whole or in halves."""
 
 
 def _size(model: Model, key: str) -> int:

@@ -178,6 +178,34 @@ class Experts(nn.Module):
         return (F.silu(x @ self.gate) * (x @ self.up)) @ self.down
 
 
+class AttentionHalf(nn.Module):
+    """The first half of `Block`: norm, attention, residual; its parameters have the names that they have there."""
+
+    def __init__(self, model: Architecture, sequence: int, ranks: int = 1) -> None:
+        super().__init__()
+        self.dropout = model.residual_dropout
+        self.attention_norm = norm(model)
+        self.attention = Attention(model, sequence, ranks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Keep the shape."""
+        return x + drop(self.attention(self.attention_norm(x)), self.dropout if self.training else 0.0)
+
+
+class MlpHalf(nn.Module):
+    """The second half of `Block`: norm, MLP or all experts with their router, residual."""
+
+    def __init__(self, model: Architecture, ranks: int = 1) -> None:
+        super().__init__()
+        self.dropout = model.residual_dropout
+        self.ffn_norm = norm(model)
+        self.ffn = (Experts if model.experts else FeedForward)(model, ranks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Keep the shape."""
+        return x + drop(self.ffn(self.ffn_norm(x)), self.dropout if self.training else 0.0)
+
+
 class Block(nn.Module):
     """One pre-norm transformer block."""
 
@@ -247,12 +275,23 @@ class HeadPart(vocabulary.HeadPart):
 
 
 def makers(model: Architecture, sequence: int, ranks: int = 1) -> dict[str, tuple[int, Callable[[], nn.Module]]]:
-    """Return, per name of layers in model order, how many there are and what makes one; parts have numbers."""
+    """Return, per name of layers in model order, how many there are and what makes one; parts and halves of blocks have
+    numbers."""
     return {
         **_chain("embedding", model.embedding_parts, Embedding, EmbeddingPart, model, ranks),
-        "block": (model.layers, lambda: Block(model, sequence, ranks)),
+        **_blocks(model, sequence, ranks),
         **_chain("head", model.head_parts, Head, HeadPart, model, ranks),
     }
+
+
+def _blocks(model: Architecture, sequence: int, ranks: int) -> dict[str, tuple[int, Callable[[], nn.Module]]]:
+    if model.granularity == "block":
+        return {"block": (model.layers, partial(Block, model, sequence, ranks))}
+    halves: dict[str, Callable[[], nn.Module]] = {
+        "attention": partial(AttentionHalf, model, sequence, ranks),
+        "mlp": partial(MlpHalf, model, ranks),
+    }
+    return {f"block.{index}.{half}": (1, make) for index in range(model.layers) for half, make in halves.items()}
 
 
 def _chain(
@@ -270,16 +309,26 @@ def _chain(
 
 def kind_of(name: str, model: Architecture) -> str:
     """Return the name of the first layer that costs what this one does: parts between the first and the last are alike
-    (where they cannot have equally many rows, the first of them has one more)."""
+    (where they cannot have equally many rows, the first of them has one more), and so are halves of blocks."""
     chain, _, index = name.partition(".")
+    if chain == "block":
+        return f"block.0.{index.partition('.')[2]}" if index else name
     parts = model.head_parts if chain == "head" else model.embedding_parts
     return f"{chain}.1" if index and 0 < int(index) < parts - 1 else name
+
+
+def chain_of(name: str) -> str | None:
+    """Return the chain of layers that pass on what they save and get: parts of the head behind the first, whose hidden
+    states its norm makes. None: of no chain."""
+    chain, _, index = name.partition(".")
+    return chain if chain == "head" and index and int(index) > 0 else None
 
 
 def border(name: str, model: Architecture, batch: int, sequence: int, dtype: torch.dtype, ranks: int = 1) -> Bundle:
     """Return what leaves a layer for one microbatch: hidden states, and what parts pass on beside them; or the loss."""
     chain, _, index = name.partition(".")
-    last = not index or int(index) == (model.head_parts if chain == "head" else model.embedding_parts) - 1
+    parts = model.head_parts if chain == "head" else model.embedding_parts
+    last = chain == "block" or not index or int(index) == parts - 1
     hidden = (batch, sequence // ranks, model.hidden), dtype
     if chain == "head" and last:
         return Bundle((((), torch.float32),))

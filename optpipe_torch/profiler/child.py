@@ -184,13 +184,21 @@ def measure_sizes(gauge: Gauge, benches: Benches, names: list[str], room: int) -
     stage has one, but for the whole of a model of two layers.
     """
     sizes = {name: layer_bytes(benches, names.index(name)) for name in dict.fromkeys(names)}
+    for name, chain in zip(names, models.layer_chains(benches.model), strict=True):
+        sizes[name].chain = chain
+    shared: dict[str, dict[str, int]] = {}
     for index, (name, following) in enumerate(pairwise(names)):
-        if name == following and benches.passes_several(index) and 2 * sizes[name].static <= room:
-            sizes[name].shared = sizes[name].shared or shared_bytes(benches, index)
+        before, second = sizes[name], sizes[following]
+        measured = shared.setdefault(following, {})
+        if name in measured or not second.follows(before) or before.static + second.static > room:
+            continue
+        if benches.passes_several(index):
+            measured[name] = shared_bytes(benches, index)
+            second.shared = min(measured.values())
     for name in sizes:
         index = names.index(name)
         sizes[name].transient = transient_bytes(gauge, benches, index, index + 1, [sizes[name]])
-    for first, end in _telling_stages(len(names)):
+    for first, end in _telling_stages(names):
         if sum(sizes[name].static for name in names[first:end]) > room:
             continue
         found = transient_bytes(gauge, benches, first, end, [sizes[name] for name in names[first:end]])
@@ -200,9 +208,13 @@ def measure_sizes(gauge: Gauge, benches: Benches, names: list[str], room: int) -
     return sizes
 
 
-def _telling_stages(count: int) -> list[tuple[int, int]]:
-    """Stages of several layers in every position: at the start, inside, at the end, and all of a small model."""
+def _telling_stages(names: list[str]) -> list[tuple[int, int]]:
+    """Stages of several layers in every position: at the start, inside, at the end, and all of a small model; where two
+    kinds take turns inside, such as halves of blocks, with either of them first."""
+    count = len(names)
     stages = {(0, 2), (0, 3), (1, 3), (count - 3, count), (count - 2, count), (0, min(count, MOST_LAYERS))}
+    if names[1:3] == names[3:5] and names[1] != names[2]:
+        stages |= {(1, 4), (2, 4), (2, 5)}
     return sorted((first, end) for first, end in stages if first >= 0 and end <= count)
 
 

@@ -96,15 +96,13 @@ class Benches:
         return entering | {self._names[self.head]: x}
 
     def _in_turn(self) -> Iterator[tuple[int, nn.Module | None]]:
-        """Yield the layers before the last, one at a time; None for blocks of models of our own."""
+        """Yield the layers before the last, one at a time; None for blocks of models of our own, and their halves."""
         if self.model.builder not in models.OWN:
             yield from islice(enumerate(models.each(self.model, None, self.device)), self.head)
             return
         for index, name in enumerate(self._names[: self.head]):
-            yield (
-                index,
-                None if name == "block" else next(models.each(self.model, range(index, index + 1), self.device)),
-            )
+            of_block = name.partition(".")[0] == "block"
+            yield index, None if of_block else next(models.each(self.model, range(index, index + 1), self.device))
 
     def _bundled(self, index: int, layer: nn.Module, *, packs: bool = True) -> nn.Module:
         return bundled(layer, self._bundles[index], self._bundles[index + 1], packs=packs)
@@ -253,14 +251,14 @@ def layer_bytes(benches: Benches, index: int) -> LayerBytes:
 
 
 def shared_bytes(benches: Benches, first: int) -> int:
-    """Return what two equal layers in a row, from layer `first` on, save less than each of them alone: what both get
-    handed on is there once."""
+    """Return what two layers of a chain, from layer `first` on, save less than each of them alone: what both get handed
+    on is there once."""
     saved = []
-    for count in (1, 2):
-        bench = benches.stage(first, first + count)
+    for begin, end in ((first, first + 1), (first + 1, first + 2), (first, first + 2)):
+        bench = benches.stage(begin, end)
         bench.forward(0)
         saved.append(bench.stage.saved_bytes(0))
-    return max(0, 2 * saved[0] - saved[1])
+    return max(0, saved[0] + saved[1] - saved[2])
 
 
 def transient_bytes(

@@ -33,7 +33,9 @@ class LayerBytes:
     output: int
     static: int
     shared: int = 0
-    """Of what is saved, that which the equal layer right before it saves, too."""
+    """Of what is saved, that which the layer of its chain right before it saves, too."""
+    chain: str | None = None
+    """As the profile has it; None: of layers of its kind."""
     transient: dict[str, int] = field(default_factory=dict)
     """By op: forward, backward_input, backward_weight, backward."""
 
@@ -46,7 +48,11 @@ class LayerBytes:
 
     def saved_after(self, before: LayerBytes | None) -> int:
         """What it saves behind another layer of its stage, as `documents.profile.in_one_stage` has it."""
-        return max(self.saved - self.shared, self.checkpoint) if before is self else self.saved
+        return max(self.saved - self.shared, self.checkpoint) if self.follows(before) else self.saved
+
+    def follows(self, before: LayerBytes | None) -> bool:
+        """Whether both are of one chain."""
+        return before is self or (before is not None and self.chain is not None and self.chain == before.chain)
 
 
 @dataclass
@@ -168,6 +174,7 @@ def _layer(name: str, count: int, times: Times, sizes: LayerBytes, overhead_ns: 
         backward_weight_ns=net("backward_weight"),
         backward_ns=net("backward"),
         recompute_ns=net("recompute"),
+        chain=sizes.chain,
         **sizes.costs(_once),
     )
 

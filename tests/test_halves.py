@@ -12,12 +12,15 @@ torch = pytest.importorskip("torch")
 from msgspec import structs  # noqa: E402
 
 from optpipe_compiler.cli.estimate import FEW_BLOCKS, cut  # noqa: E402
+from optpipe_compiler.compiler import Options, compile_schedule  # noqa: E402
 from optpipe_compiler.costs import gpus  # noqa: E402
 from optpipe_compiler.costs.models import Architecture  # noqa: E402
 from optpipe_compiler.costs.noise import noisy  # noqa: E402
 from optpipe_compiler.documents import profile as profiles  # noqa: E402
 from optpipe_compiler.documents.files import canonical  # noqa: E402
 from optpipe_compiler.documents.profile import Layer, Machine, Model, Profile, Quantity, alike, value_of  # noqa: E402
+from optpipe_compiler.verify import verify  # noqa: E402
+from optpipe_torch.emulate.alone import emulate  # noqa: E402
 from optpipe_torch.estimates.count import count  # noqa: E402
 from optpipe_torch.estimates.estimate import EstimateOptions, count_layers, estimate  # noqa: E402
 from optpipe_torch.models import known as models  # noqa: E402
@@ -26,6 +29,7 @@ from optpipe_torch.models.text import default_text  # noqa: E402
 from optpipe_torch.profiler.child import measure_sizes  # noqa: E402
 from optpipe_torch.profiler.gauge import CpuGauge  # noqa: E402
 from optpipe_torch.profiler.layers import Benches, time_ops  # noqa: E402
+from optpipe_torch.profiler.measure import MeasureOptions, measure  # noqa: E402
 from tests.test_cli import refused, run  # noqa: E402, F401 - a fixture
 
 GPT = Architecture(
@@ -176,6 +180,19 @@ def test_measured_halves_take_together_as_long_as_the_block():
             taken = sum(min(times[op]) for op in ("forward", "backward_input", "backward_weight"))
             least[name] = min(taken, least.get(name, taken))
     assert 0.6 < (least["attention"] + least["mlp"]) / least["block"] < 1.6, least
+
+
+@pytest.mark.runtime
+@pytest.mark.parametrize("model", KINDS.values(), ids=KINDS)
+def test_the_allocator_keeps_to_the_promise_for_halves(model, monkeypatch):
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
+    profile = measure(MeasureOptions(devices=2, samples=2, of=record(in_halves(model))), lambda *_: None)
+    for method in ("zb-h1", "1f1b-recompute", "po-f"):
+        schedule = compile_schedule(profile, Options(mem_bytes=10**9, microbatches=4, method=method)).schedule
+        assert verify(schedule, profile) == []
+        for rank in (0, 1):
+            alone = emulate(schedule, rank, steps=1, data=default_text(), on_event=lambda _: None)
+            assert alone.allocator_peak_bytes <= alone.promised_activation_bytes, (method, rank)
 
 
 # -- what is shown

@@ -91,7 +91,7 @@ ROOMS = {
     "plan": "documents machine model published solver",
     "lower": "documents model optpipe_compiler",
     "verify": "documents errors",
-    "compiler": "documents errors lower machine model plan published solver verify",
+    "compiler": "documents errors lower model plan published solver verify",
     "forecast": "documents errors",
     "diff": "documents",
     "export": "documents errors",

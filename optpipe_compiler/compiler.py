@@ -21,7 +21,7 @@ from optpipe_compiler.model.placement import Layout, by_layers, layout
 from optpipe_compiler.model.problem import Caps, Freedom, build, fused_ns, static_bytes
 from optpipe_compiler.plan.budget import Budget, Limits, lowering_s
 from optpipe_compiler.plan.candidates import Candidates
-from optpipe_compiler.plan.cuts import others
+from optpipe_compiler.plan.cuts import most_bytes, others
 from optpipe_compiler.plan.exact import exact, is_small
 from optpipe_compiler.plan.explore import LOCAL_SHARE, QUICK_SHARE, SMALL_SHARE, explore
 from optpipe_compiler.plan.incumbents import Attempt, Incumbents
@@ -156,16 +156,12 @@ def layouts(profile: Profile, options: Options) -> list[Layout]:
 
 
 def _is_tight(profile: Profile, one: Layout, cap_bytes: int) -> bool:
-    """Whether some device cannot hold the activations of its layers for one microbatch, and has not too many of them.
+    """Whether some device may not hold all of one microbatch, and none has too many layers.
 
     Then recompute, offload and backward go on layer by layer, each layer being a stage.
     """
-    layers = profile.expanded_layers()
-    counts = [end - begin for begin, end in pairwise(one.cuts)]
-    held = [sum(value_of(item.saved_bytes) for item in layers[begin:end]) for begin, end in pairwise(one.cuts)]
-    devices = range(len(counts))
-    is_full = any(static_bytes(profile, one, d) + held[d] > cap_bytes for d in devices)
-    return is_full and 1 < max(counts) <= MOST_NEIGHBOURS
+    most = max(end - begin for begin, end in pairwise(one.cuts))
+    return 1 < most <= MOST_NEIGHBOURS and cap_bytes < most_bytes(profile, one)
 
 
 def instances(profile: Profile, options: Options) -> list[tuple[Layout, Problem]]:

@@ -70,17 +70,15 @@ def compile_command(
 
 def _list_methods() -> None:
     """Print every schedule to compare with: its kind, placement and stages per device, and its source."""
-    from rich.table import Table
-
     from optpipe_compiler.published import METHODS
 
-    table = Table(box=None, pad_edge=False)
-    for column in ("method", "kind", "stages", "source"):
-        table.add_column(column, no_wrap=True)
+    rows = [("method", "kind", "stages", "source")]
     for name, method in METHODS.items():
         numbers = ", ".join(str(number) for _, number in method.placements)
-        table.add_row(name, method.kind, f"{method.placements[0][0]} {numbers}", method.source)
-    console().print(table)
+        rows.append((name, method.kind, f"{method.placements[0][0]} {numbers}", method.source))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        click.echo("  ".join(map(str.ljust, row, widths)).rstrip())
 
 
 @click.command()

@@ -40,6 +40,11 @@ def others(profile: Profile, even: Layout, cap_bytes: int) -> Iterator[Layout]:
             yield lean
 
 
+def most_bytes(profile: Profile, one: Layout) -> int:
+    """Return no less than any device needs to run one microbatch after the other."""
+    return _Costs(profile).most_bytes(one)
+
+
 def _lightest(even: Layout, costs: _Costs) -> Layout:
     """Return the cut with the lightest heaviest device, by steps alone where ortools is missing."""
     found = even

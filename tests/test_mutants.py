@@ -318,6 +318,8 @@ def swap_two_microbatches_of_one_stage_and_kind(plain: Plain, rng: Random) -> bo
     assert first is not None
     key = (first.op["op"], first.op["stage"])
     same = [s for s in sites(plain, key[0]) if s.op["stage"] == key[1] and s.op["microbatch"] != first.op["microbatch"]]
+    if not same:  # one microbatch alone is recomputed there
+        return False
     swap(first, rng.choice(same))
     return True
 

@@ -484,7 +484,8 @@ def test_where_the_link_is_too_slow_for_whole_activations_a_part_of_their_layers
 
 def test_a_link_that_is_fast_enough_moves_whole_activations_only():
     fast = uniform(2, 4, d2h_ms=0.5, h2d_ms=0.5)
-    assert len(compiler.instances(fast, compiler.settled(fast, Options(mem_bytes=10**9, placement="linear")))) == 1
+    options = Options(mem_bytes=10**9, placement="linear", stages_per_device=1)
+    assert len(compiler.instances(fast, compiler.settled(fast, options))) == 1
 
 
 # -- reproducible -------------------------------------------------------------------------------------------------

@@ -6,25 +6,12 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from optpipe_compiler.model.problem import DURATIONS
+
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem, Stage
 
-ADDED = (
-    "forward",
-    "backward_input",
-    "backward_weight",
-    "backward",
-    "recompute",
-    "offload",
-    "reload",
-    "offload_alone",
-    "reload_alone",
-    "saved",
-    "residue",
-    "captured",
-    "staying",
-    "staying_layers",
-)
+ADDED = (*DURATIONS, "saved", "residue", "captured", "staying", "staying_layers")
 LARGEST = ("forward_extra", "backward_input_extra", "backward_weight_extra", "backward_extra")
 
 
@@ -45,11 +32,8 @@ def joined(problem: Problem) -> Problem:
 
 
 def _joined(run: list[Stage]) -> Stage:
+    both = {name: sum(getattr(stage, name) for stage in run) for name in ADDED}
+    both |= {name: max(getattr(stage, name) for stage in run) for name in LARGEST}
     last = run[-1]
-    return replace(
-        run[0],
-        send_activation=last.send_activation,
-        outgoing=last.outgoing,
-        **{name: sum(getattr(stage, name) for stage in run) for name in ADDED},
-        **{name: max(getattr(stage, name) for stage in run) for name in LARGEST},
-    )
+    both |= {"send_activation": last.send_activation, "send_gradient": run[0].send_gradient, "outgoing": last.outgoing}
+    return replace(run[0], **both)

@@ -13,7 +13,7 @@ from optpipe_compiler.solver.worker import DETERMINISTIC_PER_S
 if TYPE_CHECKING:
     from optpipe_compiler.plan.budget import Budget
     from optpipe_compiler.plan.candidates import Candidates
-    from optpipe_compiler.plan.incumbents import Incumbents
+    from optpipe_compiler.plan.incumbents import Attempt, Incumbents
 
 QUICK_SHARE = 0.05
 """Share of the time limit for the local search, where no other search follows."""
@@ -34,7 +34,7 @@ def explore(incumbents: Incumbents, candidates: Candidates, budget: Budget, *, s
     promising = sorted(incumbents.attempts, key=lambda a: (-a.layout.stages, a.layout.name))
     instances = [Instance(a.problem, a.placed, a.bound.ticks) for a in promising]
     with LocalSearch(instances, effort) as search:
-        found = _Exploration(incumbents, candidates, budget, search)
+        found = _Exploration(incumbents, promising, candidates, budget, search)
         if limits.reproducible:
             found.gather()
         else:
@@ -45,12 +45,21 @@ def explore(incumbents: Incumbents, candidates: Candidates, budget: Budget, *, s
 
 
 class _Exploration:
-    def __init__(self, incumbents: Incumbents, candidates: Candidates, budget: Budget, search: LocalSearch) -> None:
+    """One run of the search; `attempts` are those of its instances, in their order."""
+
+    def __init__(
+        self,
+        incumbents: Incumbents,
+        attempts: list[Attempt],
+        candidates: Candidates,
+        budget: Budget,
+        search: LocalSearch,
+    ) -> None:
         self.incumbents = incumbents
+        self.attempts = attempts
         self.steps = candidates.steps()
         self.budget = budget
         self.search = search
-        self.attempts = {id(a.problem): a for a in incumbents.attempts}
         self.realise_s = 0.0
         """Time that the last policy took on the whole instance."""
         self.realiser = cache(
@@ -84,7 +93,7 @@ class _Exploration:
 
     def _realise(self, found: Found) -> None:
         """Run a policy on the whole instance, unless that takes longer than there is time, by what it took before."""
-        begin, attempt = time.monotonic(), self.attempts[id(self.search.instances[found.instance].problem)]
+        begin, attempt = time.monotonic(), self.attempts[found.instance]
         late = not self.budget.limits.reproducible and self.budget.left() < self.realise_s
         if late and self.incumbents.winner() is not None:
             return

@@ -74,4 +74,4 @@ def test_every_timing_agrees_on_which_transfers_are_alone(cap):
                 for other in moving
                 if other.kind is not task.kind and one.link_of[one.stages[other.stage].device] == link
             )
-            assert (task in schedule.alone) != meets
+            assert schedule.is_alone(task) != meets

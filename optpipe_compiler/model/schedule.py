@@ -110,47 +110,25 @@ class Schedule:
 
     def end(self, task: Task) -> int:
         """Return the tick at which the task completes."""
-        if task in self.alone:
-            stage = self.problem.stages[task.stage]
-            return self.starts[task] + (stage.offload_alone if task.kind is Kind.D else stage.reload_alone)
-        return self.starts[task] + duration(self.problem, task)
+        return int(self._ends[task])
+
+    def is_alone(self, transfer: Task) -> bool:
+        """Whether the transfer overlaps none of the other direction of its link, and so takes less time."""
+        return self.end(transfer) - self.starts[transfer] == _alone_lengths(self.problem)[transfer.kind, transfer.stage]
 
     @cached_property
-    def alone(self) -> frozenset[Task]:
-        """The transfers that overlap none of the other direction of their link, and so take less time.
-
-        The largest such set: all are assumed to be, and pairs that then overlap no longer are, until none do.
-        """
-        problem = self.problem
-        lanes: dict[tuple[int | None, Kind], list[tuple[int, int, int, Task]]] = {}
-        for kind in (Kind.D, Kind.H):
-            for s, m in np.argwhere(self.ticks[kind] != NONE).tolist():
-                task, stage, start = Task(kind, s, m), problem.stages[s], int(self.ticks[kind, s, m])
-                short = stage.offload_alone if kind is Kind.D else stage.reload_alone
-                lane = lanes.setdefault((problem.link_of[stage.device], kind), [])
-                lane.append((start, start + short, start + duration(problem, task), task))
-        found: set[Task] = set()
-        for (link, kind), rows in lanes.items():
-            found.update(row[3] for row in rows)
-            if kind is Kind.H:
-                found -= _meeting(sorted(lanes.get((link, Kind.D), ())), sorted(rows))
-        return frozenset(found)
+    def _ends(self) -> Ints:
+        """[kind, stage, microbatch] when each task completes; of no meaning where there is none."""
+        ends = np.empty_like(self.ticks)
+        ends[self.columns.kind, self.columns.stage, self.columns.microbatch] = self.columns.end
+        return ends
 
     @cached_property
     def columns(self) -> Columns:
         """All tasks as arrays."""
         kind, stage, microbatch = np.nonzero(self.ticks != NONE)
         start = self.ticks[kind, stage, microbatch]
-        end = start + lengths(self.problem)[kind, stage]
-        if self.alone:
-            ends = self.ticks.copy()
-            ends[kind, stage, microbatch] = end
-            for task in self.alone:
-                stage_of = self.problem.stages[task.stage]
-                length = stage_of.offload_alone if task.kind is Kind.D else stage_of.reload_alone
-                ends[task] = self.ticks[task] + length
-            end = ends[kind, stage, microbatch]
-        return Columns(kind, stage, microbatch, start, end)
+        return Columns(kind, stage, microbatch, start, _ends(self.problem, kind, stage, start))
 
     @cached_property
     def makespan(self) -> int:
@@ -236,33 +214,45 @@ _PHASE = np.array([0, 3, 4, 3, 2, 1, 1])
 """By kind: what comes first of one microbatch at one moment."""
 
 
-def _meeting(offloads: list[tuple[int, int, int, Task]], reloads: list[tuple[int, int, int, Task]]) -> set[Task]:
-    """Return the transfers that overlap one of the other list, being as long as that makes them.
+def _ends(problem: Problem, kind: Ints, stage: Ints, start: Ints) -> Ints:
+    """Return when tasks complete: those of compute, and transfers that may meet one of the other direction.
 
-    Rows are (start, end alone, end while both directions are busy, task), serial and in order within a list.
+    As few meet as can be: all transfers are taken to be alone, and pairs that then overlap no longer are, until none do.
     """
-    met: set[Task] = set()
-    grown = True
-    while grown:
-        grown = False
-        first = second = 0
-        while first < len(offloads) and second < len(reloads):
-            one, other = offloads[first], reloads[second]
-            one_end, other_end = (row[2] if row[3] in met else row[1] for row in (one, other))
-            if one[0] < other_end and other[0] < one_end and not {one[3], other[3]} <= met:
-                met |= {one[3], other[3]}
-                grown = True
-            if one_end <= other_end:
-                first += 1
-            else:
-                second += 1
-    return met
+    longest = start + lengths(problem)[kind, stage]
+    end = start + _alone_lengths(problem)[kind, stage]
+    rows = np.nonzero(end < longest)[0]
+    link_of = np.array([NONE if link is None else link for link in problem.link_of])
+    link = link_of[np.array([one.device for one in problem.stages])[stage]]
+    for one in np.unique(link[rows]):
+        here = np.nonzero((kind >= Kind.D) & (link == one))[0]
+        here = here[np.argsort(start[here], kind="stable")]
+        away, back = here[kind[here] == Kind.D], here[kind[here] == Kind.H]
+        grown = True
+        while grown:
+            grown = False
+            for mine, other in ((away, back), (back, away)):
+                first = np.searchsorted(end[other], start[mine], side="right")
+                beyond = np.searchsorted(start[other], end[mine], side="left")
+                meets = mine[(first < beyond) & (end[mine] < longest[mine])]
+                end[meets] = longest[meets]
+                grown = grown or len(meets) > 0
+    return end
 
 
 @lru_cache(maxsize=64)
 def lengths(problem: Problem) -> Ints:
     """Return `duration` as an array [kind, stage], not to be written to."""
     return np.array([[duration(problem, Task(kind, s, 0)) for s in range(len(problem.stages))] for kind in Kind])
+
+
+@lru_cache(maxsize=64)
+def _alone_lengths(problem: Problem) -> Ints:
+    """Return the same for transfers while the other direction of their link is idle."""
+    short = lengths(problem).copy()
+    short[Kind.D] = [stage.offload_alone for stage in problem.stages]
+    short[Kind.H] = [stage.reload_alone for stage in problem.stages]
+    return short
 
 
 def duration(problem: Problem, task: Task) -> int:

@@ -59,8 +59,8 @@ def of_activation(schedule: Schedule, s: int, m: int, before: dict[str, int]) ->
 
     stage = schedule.problem.stages[s]
     away, back = start(Kind.D, forward_end, "away"), start(Kind.H, 0, "back")
-    away_alone = stage.offload_alone < stage.offload and Task(Kind.D, s, m) in schedule.alone
-    back_alone = stage.reload_alone < stage.reload and Task(Kind.H, s, m) in schedule.alone
+    away_alone = stage.offload_alone < stage.offload and offload and schedule.is_alone(Task(Kind.D, s, m))
+    back_alone = stage.reload_alone < stage.reload and offload and schedule.is_alone(Task(Kind.H, s, m))
     again = start(Kind.R, forward_end, "again")
     return {
         "forward": starts[forward],

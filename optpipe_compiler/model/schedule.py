@@ -217,7 +217,7 @@ _PHASE = np.array([0, 3, 4, 3, 2, 1, 1])
 def _ends(problem: Problem, kind: Ints, stage: Ints, start: Ints) -> Ints:
     """Return when tasks complete: those of compute, and transfers that may meet one of the other direction.
 
-    As few meet as can be: all transfers are taken to be alone, and pairs that then overlap no longer are, until none do.
+    As few meet as can be: all transfers are taken to be alone; pairs that then overlap no longer are, until none do.
     """
     longest = start + lengths(problem)[kind, stage]
     end = start + _alone_lengths(problem)[kind, stage]

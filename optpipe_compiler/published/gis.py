@@ -15,22 +15,26 @@ from optpipe_compiler.published.common import (
     handed_over_early,
     needs_loop,
     one_forward_one_backward,
+    remembered,
 )
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
 
 
+@remembered
 def gis(problem: Problem) -> Order:
     """Return the order for g = P: peak P(v - 1) + P stage activations on the first device."""
     return generalised(problem, "gis", problem.devices)
 
 
+@remembered
 def gis_h(problem: Problem) -> Order:
     """Return the order for g = ceil(P / 2): peak g(v - 1) + P stage activations, (P - g)(v - 1) more bubble slots."""
     return generalised(problem, "gis-h", half_group(problem))
 
 
+@remembered
 def gis_m(problem: Problem) -> Order:
     """Return the order half-way between the two, g = ceil(3P / 4); the paper allows every g from ceil(P / 2) to P."""
     return generalised(problem, "gis-m", (3 * problem.devices + 3) // 4)

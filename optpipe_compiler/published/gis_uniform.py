@@ -11,7 +11,7 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.model.schedule import Kind, Task
-from optpipe_compiler.published.common import handed_over_early, needs_loop
+from optpipe_compiler.published.common import handed_over_early, needs_loop, remembered
 from optpipe_compiler.published.gis import half_group
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from optpipe_compiler.published.common import Order
 
 
+@remembered
 def gis_h_uniform(problem: Problem) -> Order:
     """Return the order of the building block: one microbatch every 3v slots, g = ceil(P / 2) of them between stages.
 

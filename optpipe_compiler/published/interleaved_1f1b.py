@@ -11,12 +11,14 @@ from optpipe_compiler.published.common import (
     grouped,
     needs_loop,
     one_forward_one_backward,
+    remembered,
 )
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
 
 
+@remembered
 def interleaved_1f1b(problem: Problem) -> Order:
     """Return the order: device d runs (v - 1)P + 2(P - d - 1) stage forwards, then alternates.
 

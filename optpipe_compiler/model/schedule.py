@@ -114,7 +114,8 @@ class Schedule:
 
     def is_alone(self, transfer: Task) -> bool:
         """Whether the transfer overlaps none of the other direction of its link, and so takes less time."""
-        return self.end(transfer) - self.starts[transfer] == _alone_lengths(self.problem)[transfer.kind, transfer.stage]
+        taken = self.end(transfer) - int(self.ticks[transfer])
+        return bool(taken == _alone_lengths(self.problem)[transfer.kind, transfer.stage])
 
     @cached_property
     def _ends(self) -> Ints:

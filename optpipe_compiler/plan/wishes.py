@@ -89,9 +89,11 @@ def treatments(problem: Problem, wished: Wish) -> Iterator[NDArray[np.int64]]:
     trip = [problem.stages[s].offload + problem.stages[s].reload for s in stages]
     movable = {s for s in stages if problem.can_offload(s)}
     tables = [(Mode.OFFLOAD, {s for s in movable if stay[s] > trips * trip[s]}) for trips in STAYS]
-    # as PipeOffload does: the lowest stages of every device
+    # as PipeOffload does: the lowest stages of every device, whose activations live longest
     tables += [(Mode.OFFLOAD, {s for s in movable if turn[s] < n}) for n in range(1, max(turn.values()) + 1)]
-    tables += [(Mode.RECOMPUTE, {s for s in stages if problem.can_recompute(s)}), (Mode.KEEP, set(stages))]
+    again = {s for s in stages if problem.can_recompute(s)}
+    tables += [(Mode.RECOMPUTE, {s for s in again if turn[s] < n}) for n in range(1, max(turn.values()) + 2)]
+    tables += [(Mode.KEEP, set(stages))]
     seen = set()
     for mode, treated in tables:
         modes = tuple(int(mode if s in treated else Mode.KEEP) for s in stages)

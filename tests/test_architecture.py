@@ -88,7 +88,7 @@ ROOMS = {
     "machine": "model",
     "published": "documents machine model",
     "solver": "child errors model",
-    "plan": "documents machine model published solver",
+    "plan": "documents errors machine model published solver",
     "lower": "documents model optpipe_compiler",
     "verify": "documents errors",
     "compiler": "documents errors lower model plan published solver verify",

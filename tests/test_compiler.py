@@ -166,7 +166,7 @@ def test_every_placement_is_searched_that_options_allow_and_layers_permit(layers
 def test_the_options_used_are_in_the_file():
     result = quick(uniform(), 2 * GB, split=False, seed=3)
     recorded = result.schedule.provenance.options
-    assert recorded == compiler._recorded(result.options)
+    assert recorded == compiler.recorded(result.options)
     assert (recorded["mem_bytes"], recorded["split"], recorded["seed"], recorded["devices"]) == (2 * GB, False, 3, 2)
 
 

@@ -24,7 +24,7 @@ from optpipe_compiler.plan.instances import SEVERAL, in_time, instances, layouts
 from optpipe_compiler.plan.options import TIME_LIMITS, Options, recorded, settled
 from optpipe_compiler.plan.spare import spare
 from optpipe_compiler.published import METHODS
-from optpipe_compiler.verify import verify
+from optpipe_compiler.verify import Violated, check
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -68,15 +68,20 @@ class Progress:
 
 @dataclass(frozen=True)
 class Result:
-    """A verified schedule, the options as they were used, and how it went."""
+    """A checked schedule, the options as they were used, and how it went."""
 
-    schedule: ir.Schedule
+    checked: ir.Checked
     options: Options
     placement: str
     interrupted: bool
     wall_s: float
     notes: tuple[str, ...] = ()
     """What went wrong on the way without preventing a result."""
+
+    @property
+    def schedule(self) -> ir.Schedule:
+        """The schedule itself."""
+        return self.checked.schedule
 
 
 def compile_schedule(
@@ -145,9 +150,9 @@ class _Compilation:
             raise KeyboardInterrupt
         if winner is None:
             raise NotFound("no schedule was found within the time limit")
-        schedule = self._certified(winner)
+        checked = self._certified(winner)
         notes = tuple(note for attempt in self.incumbents.attempts for note in attempt.notes)
-        return Result(schedule, self.options, winner.layout.name, interrupted, time.monotonic() - self.begin, notes)
+        return Result(checked, self.options, winner.layout.name, interrupted, time.monotonic() - self.begin, notes)
 
     def _search(self) -> None:
         """The phases in order, each of which makes incumbents better."""
@@ -242,7 +247,7 @@ class _Compilation:
             )
         )
 
-    def _certified(self, winner: Attempt) -> ir.Schedule:
+    def _certified(self, winner: Attempt) -> ir.Checked:
         assert winner.best is not None
         bound, reached = self._bound(), self.incumbents.value(winner.best)
         certificate = Certificate(
@@ -254,6 +259,7 @@ class _Compilation:
             options=recorded(self.options),
         )
         schedule = lower(winner.best, self.profile, winner.layout, self.caps, certificate)
-        violations = verify(schedule, self.profile)
-        assert not violations, f"the compiler made a schedule that verify rejects: {violations[0]}"
-        return schedule
+        try:
+            return check(schedule, self.profile)
+        except Violated as error:
+            raise AssertionError("the compiler made a schedule that verify rejects") from error

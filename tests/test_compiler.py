@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import stat
-import subprocess
+import sys
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from optpipe_compiler import child, compiler
+from optpipe_compiler import compiler, processes
 from optpipe_compiler.compiler import Options, Progress, Result, compile_schedule, layouts, settled
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import Layer, Machine, Profile
@@ -29,7 +28,7 @@ from tests.processes import children
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
+    from multiprocessing.connection import Connection
 
 GB = 10**9
 OPEN = uniform(3, 2)
@@ -373,7 +372,7 @@ def test_without_search_no_process_is_started(monkeypatch):
     def refuse(*args: object, **options: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(child.subprocess, "Popen", refuse)
+    monkeypatch.setattr(processes.Processes, "start", refuse)
     quick(OPEN, OPEN_BYTES)
 
 
@@ -396,44 +395,38 @@ def test_ctrl_c_returns_the_best_verified_schedule_so_far_and_leaves_no_process(
     assert children() == []
 
 
-def test_a_solver_process_that_dies_is_noted_and_the_best_schedule_is_returned(monkeypatch, tmp_path):
-    replace_solver(monkeypatch, tmp_path, "head -c 100 > /dev/null; echo out of memory >&2; exit 3")
+def out_of_memory(line: Connection) -> None:
+    line.recv()
+    sys.stderr.write("out of memory\n")
+    sys.exit(3)
+
+
+def dead_on_arrival(line: Connection) -> None:
+    raise ModuleNotFoundError("no such module")
+
+
+def hanging(line: Connection) -> None:
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(("serve", "words"), [(out_of_memory, "out of memory"), (dead_on_arrival, "no such module")])
+def test_a_solver_process_that_dies_is_noted_and_the_best_schedule_is_returned(monkeypatch, serve, words):
+    monkeypatch.setattr(search, "serve", serve)
     result = planned(time_limit_s=30.0)
     assert verify(result.schedule, OPEN) == []
     assert not result.interrupted
-    assert any("(DIED): out of memory" in note for note in result.notes)
+    assert any("(DIED): " in note and note.endswith(words) for note in result.notes)
     assert children() == []
 
 
-def test_a_solver_process_that_dies_before_it_reads_is_noted_as_well(monkeypatch, tmp_path):
-    replace_solver(monkeypatch, tmp_path, "echo no such module >&2; exit 3")
-    start = subprocess.Popen
-
-    def dead_on_arrival(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
-        process = start(*args, **options)
-        process.wait()
-        return process
-
-    monkeypatch.setattr(child.subprocess, "Popen", dead_on_arrival)
-    result = planned(time_limit_s=30.0)
-    assert any("(DIED): no such module" in note for note in result.notes)
-
-
-def test_a_solver_process_that_hangs_is_ended_and_the_best_schedule_is_returned(monkeypatch, tmp_path):
-    replace_solver(monkeypatch, tmp_path, "exec sleep 600")
+def test_a_solver_process_that_hangs_is_ended_and_the_best_schedule_is_returned(monkeypatch):
+    monkeypatch.setattr(search, "serve", hanging)
     monkeypatch.setattr(search, "GRACE_S", 0.1)
     begin = time.monotonic()
     result = planned(time_limit_s=1.0)
     assert time.monotonic() - begin < 20
     assert verify(result.schedule, OPEN) == []
     assert children() == []
-
-
-def replace_solver(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> None:
-    program = folder / "python"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(child.sys, "executable", str(program))
 
 
 def answering(answer: Callable[[exact.Request], Event]) -> type:

@@ -351,7 +351,7 @@ def test_a_killed_process_ends_the_measurement_with_its_number():
         for process in multiprocessing.active_children():
             os.kill(process.pid or 0, signal.SIGKILL)
 
-    with pytest.raises(RunFailed, match=r"process [01] of 2 died \(exit code -9\)"):
+    with pytest.raises(RunFailed, match=r"process [01] of 2 died \(killed by signal 9 \(SIGKILL\)\)"):
         measure(TINY, kill)
     assert multiprocessing.active_children() == []
 

@@ -1,18 +1,16 @@
-"""The child process: reads a Request from stdin and streams Events to stdout.
+"""The solver's process: answers each Request with Events.
 
 A process of its own, because some presolve steps of CP-SAT cannot be interrupted and its memory limit is not enforced.
 """
 
 from __future__ import annotations
 
-import pickle
-import signal
-import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from multiprocessing.connection import Connection
 
     from ortools.sat.python import cp_model
 
@@ -91,17 +89,13 @@ def configure(solver: cp_model.CpSolver, request: Request) -> None:
         p.max_time_in_seconds = request.time_limit_s
 
 
-def solve(request: Request, out: BinaryIO) -> None:
-    """Run the search and write an Event for every improvement."""
+def solve(request: Request, send: Callable[[Event], None]) -> None:
+    """Run the search and send an Event for every improvement."""
     from ortools.sat.python import cp_model
 
     model, read_starts = build(request)
     solver = cp_model.CpSolver()
     configure(solver, request)
-
-    def send(event: Event) -> None:
-        pickle.dump(event, out)
-        out.flush()
 
     class Improved(cp_model.CpSolverSolutionCallback):
         def on_solution_callback(self) -> None:
@@ -116,18 +110,11 @@ def solve(request: Request, out: BinaryIO) -> None:
     send(Event("end", bound=bound, text=name, spent=solver.response_proto.deterministic_time))
 
 
-def main() -> None:
-    """Serve requests until the parent closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business; it ends this process
+def serve(line: Connection) -> None:
+    """Answer requests until the parent hangs up."""
     while True:
         try:
-            request = pickle.load(sys.stdin.buffer)
+            request = line.recv()
         except EOFError:
             return
-        solve(request, sys.stdout.buffer)
-
-
-if __name__ == "__main__":
-    from optpipe_compiler.solver import worker  # so that pickled classes have their importable name
-
-    worker.main()
+        solve(request, line.send)

@@ -136,7 +136,7 @@ class Replay:
         self._mailbox = Mailbox(group, meter)
         self._timeline = Timeline(on)
         self._lanes = self._make_lanes(
-            deliveries.implied(schedule, device), on_failure, Cuda(on) if on.type == "cuda" else backend
+            deliveries.waits(schedule, device), on_failure, Cuda(on) if on.type == "cuda" else backend
         )
         self._received = {op.id for op in self.plan.compute if isinstance(op, ir.RecvActivation | ir.RecvGradient)}
         self._recomputed: dict[tuple[int, int], list[Layers]] = defaultdict(list)

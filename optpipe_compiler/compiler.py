@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.documents import ir
-from optpipe_compiler.documents.units import show_bytes
-from optpipe_compiler.errors import BadInput, Infeasible, NotFound
+from optpipe_compiler.errors import NotFound
 from optpipe_compiler.lower import Certificate, lower, promised
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.problem import Caps, static_bytes
@@ -21,14 +19,15 @@ from optpipe_compiler.plan.exact import exact, is_small
 from optpipe_compiler.plan.explore import LOCAL_SHARE, QUICK_SHARE, SMALL_SHARE, explore
 from optpipe_compiler.plan.incumbents import Attempt, Incumbents
 from optpipe_compiler.plan.instances import SEVERAL, in_time, instances, layouts, link_share, lower_bound
+from optpipe_compiler.plan.least_memory import one_microbatch_at_a_time
 from optpipe_compiler.plan.options import TIME_LIMITS, Options, recorded, settled
 from optpipe_compiler.plan.spare import spare
-from optpipe_compiler.published import METHODS
 from optpipe_compiler.verify import Violated, check
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.profile import Profile
 
 __all__ = [
@@ -137,7 +136,7 @@ class _Compilation:
         interrupted = False
         try:
             if self.options.method is not None:
-                self._named(self.options.method)
+                self.candidates.take(self.options.method, self.caps.device_bytes)
             else:
                 self._search()
         except KeyboardInterrupt:
@@ -160,74 +159,9 @@ class _Compilation:
         share = QUICK_SHARE if not self.options.search else SMALL_SHARE if any_small else LOCAL_SHARE
         explore(self.incumbents, self.candidates, self.budget, share=share)
         if self.incumbents.winner() is None:
-            self._one_at_a_time()
+            one_microbatch_at_a_time(self.incumbents, self.caps)
         if self.options.search:
             exact(self.incumbents, self.budget)
-
-    def _named(self, name: str) -> None:
-        """Take the schedule `name` of published.METHODS on the best placement that it is for, if it fits."""
-        if name not in METHODS:
-            raise BadInput(f"--method is {name!r}, expected one of {', '.join(METHODS)}")
-        for _ in self.candidates.steps((name,)):
-            self._report("published")
-        if self.incumbents.winner() is not None:
-            return
-        tried = self.candidates.tried.get(name, [])
-        needed = [one.need.peak_bytes for one in tried if one.need is not None]
-        if needed:
-            raise Infeasible(
-                f"{name} does not fit --mem {show_bytes(self.caps.device_bytes)}: it needs {min(needed)} bytes "
-                f"({show_bytes(min(needed))}) on its fullest device"
-            )
-        reasons = sorted({one.reason for one in tried if one.reason is not None})
-        raise BadInput(f"--method {name}: {'; '.join(reasons) or 'not for the placements searched'}")
-
-    def _one_at_a_time(self) -> None:
-        """No heuristic found anything: solve for the least memory; either it fits or the instance is infeasible."""
-        from optpipe_compiler.solver.minimum import one_at_a_time
-
-        best: tuple[int, int, Attempt] | None = None
-        for attempt in self.incumbents.attempts:
-            problem, devices, fixed = attempt.problem, range(attempt.problem.devices), attempt.fixed
-            least = max(fixed[d] + max(problem.stages[s].saved for s in problem.stages_of(d)) for d in devices)
-            if attempt.is_partial or (best is not None and least >= max(best[0], self.caps.device_bytes + 1)):
-                continue  # whole offloads need no more memory; or one stage alone needs more than another placement
-            timed = one_at_a_time(attempt.problem, fixed)
-            if self.incumbents.keep(attempt, timed, "least memory") is None:
-                continue
-            needed, _ = attempt.peaks(timed)
-            worst = max(devices, key=lambda d: needed[d])
-            if best is None or needed[worst] < best[0]:
-                best = needed[worst], worst, attempt
-        if best is not None and self.incumbents.winner() is None:
-            self._refuse(*best)
-
-    def _refuse(self, needed: int, device: int, attempt: Attempt) -> None:
-        cap = self.caps.device_bytes
-        place = f"placement {attempt.layout.name}, {attempt.layout.stages} stages"
-        host = "" if self.caps.host_bytes is None else f" and --host-mem {show_bytes(self.caps.host_bytes)}"
-        if needed <= cap:
-            raise Infeasible(f"no schedule fits{host}: offloading needs more host memory; raise --host-mem or --mem")
-        raise Infeasible(
-            f"no schedule fits --mem {show_bytes(cap)}{host}: device {device} is {needed - cap} bytes "
-            f"({show_bytes(needed - cap)}) short; the smallest --mem that would do is {needed} "
-            f"({show_bytes(needed)}; {place})"
-        )
-
-    def _baselines(self) -> dict[str, ir.Baseline]:
-        """Compare with papers, stock and compositions: each at its best that fits over the placements it is for."""
-        return {name: self._baseline(name) for name in METHODS}
-
-    def _baseline(self, name: str) -> ir.Baseline:
-        tried, kind = self.candidates.tried.get(name, []), METHODS[name].kind
-        reason = next((one.reason for one in tried if one.reason is not None), "not for the placements searched")
-        found = [
-            ir.Baseline(makespan_ns=one.makespan, peak_bytes=one.need.peak_bytes, fits=one.need.over is None, kind=kind)
-            for one in tried
-            if one.makespan is not None and one.need is not None
-        ]
-        unknown = ir.Baseline(makespan_ns=None, peak_bytes=None, fits=False, reason=reason, kind=kind)
-        return min(found, key=lambda b: (not b.fits, b.makespan_ns), default=unknown)
 
     def _bound(self) -> bounds.Bound:
         """Return what no searched placement can beat: the smallest of their bounds."""
@@ -255,7 +189,7 @@ class _Compilation:
             outcome="optimal" if bound.ticks >= reached else "feasible",
             lower_bound_ns=min(bound.ticks, reached),
             bound=bound.name,
-            baselines=self._baselines(),
+            baselines=self.candidates.baselines(),
             options=recorded(self.options),
         )
         schedule = lower(winner.best, self.profile, winner.layout, self.caps, certificate)

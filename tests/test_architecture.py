@@ -91,7 +91,7 @@ ROOMS = {
     "plan": "documents errors machine model published solver",
     "lower": "documents model optpipe_compiler",
     "verify": "documents errors",
-    "compiler": "documents errors lower model plan published solver verify",
+    "compiler": "documents errors lower model plan verify",
     "forecast": "documents errors",
     "diff": "documents",
     "export": "documents errors forecast",

@@ -33,7 +33,7 @@ def waits(schedule: Schedule, device: int) -> Waits:
     plan = schedule.devices[device]
     if plan.deliveries is msgspec.UNSET:
         return implied(schedule, device)
-    stated = {entry.op: entry.sends for entry in plan.deliveries}
+    stated = {entry.before: entry.sends for entry in plan.deliveries}
     received = {op.id for op in plan.compute if isinstance(op, ir.RecvActivation | ir.RecvGradient)}
     return {
         op.id: [*stated.get(op.id, ()), *(name for name in (*op.after, *received_for(op)) if name in received)]

@@ -21,7 +21,7 @@ from optpipe_compiler.errors import BadInput, Infeasible
 from optpipe_compiler.plan import budget, candidates, exact
 from optpipe_compiler.published import METHODS
 from optpipe_compiler.solver import search
-from optpipe_compiler.solver.worker import Event
+from optpipe_compiler.solver.worker import SearchEvent
 from optpipe_compiler.verify import verify
 from tests.instances import profiles, quick, uniform
 from tests.processes import children
@@ -429,11 +429,11 @@ def test_a_solver_process_that_hangs_is_ended_and_the_best_schedule_is_returned(
     assert children() == []
 
 
-def answering(answer: Callable[[exact.Request], Event]) -> type:
+def answering(answer: Callable[[exact.Request], SearchEvent]) -> type:
     """A Searcher that gives one answer to every request."""
 
     class Fake(search.Searcher):
-        def search(self, request: exact.Request, on_event: Callable[[Event], None]) -> str:
+        def search(self, request: exact.Request, on_event: Callable[[SearchEvent], None]) -> str:
             on_event(answer(request))
             return "FEASIBLE"
 
@@ -441,8 +441,8 @@ def answering(answer: Callable[[exact.Request], Event]) -> type:
 
 
 def test_a_solution_that_cannot_be_retimed_is_passed_over(monkeypatch):
-    def backwards(request: exact.Request) -> Event:
-        return Event(
+    def backwards(request: exact.Request) -> SearchEvent:
+        return SearchEvent(
             "solution", starts={task: -start for task, start in request.hint.starts.items()} if request.hint else None
         )
 
@@ -451,9 +451,9 @@ def test_a_solution_that_cannot_be_retimed_is_passed_over(monkeypatch):
 
 
 def test_a_worse_solution_does_not_replace_a_better_one(monkeypatch):
-    def slow(request: exact.Request) -> Event:
+    def slow(request: exact.Request) -> SearchEvent:
         hint = request.hint
-        return Event(
+        return SearchEvent(
             "solution", starts=None if hint is None else {task: 3 * begin for task, begin in hint.starts.items()}
         )
 

@@ -365,8 +365,8 @@ def state_a_delivery_for_another_op(plain: Plain, rng: Random) -> bool:
     if found is None:
         return False
     device, entry = found
-    others = [op for lane in ("compute", "d2h", "h2d") for op in map(identity, device[lane]) if op != entry["op"]]
-    device["deliveries"].append({"op": rng.choice(others), "sends": [entry["sends"].pop()]})
+    others = [op for lane in ("compute", "d2h", "h2d") for op in map(identity, device[lane]) if op != entry["before"]]
+    device["deliveries"].append({"before": rng.choice(others), "sends": [entry["sends"].pop()]})
     return True
 
 
@@ -375,7 +375,9 @@ def state_a_delivery_twice_or_of_what_is_no_send(plain: Plain, rng: Random) -> b
     found = stated(plain, rng)
     if found is not None:
         device, entry = found
-        entry["sends"].append(rng.choice([entry["sends"][0], entry["op"], identity(device["compute"][0]), "send:9:9"]))
+        entry["sends"].append(
+            rng.choice([entry["sends"][0], entry["before"], identity(device["compute"][0]), "send:9:9"])
+        )
     return found is not None
 
 

@@ -162,9 +162,9 @@ class Stage(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Delivered(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """Before an op starts these sends of its device are delivered, and no earlier op of its lane says so."""
+    """`before` an op of the device starts these `sends` of it are delivered, said of no earlier op of the lane."""
 
-    op: str
+    before: str
     sends: list[str]
 
 

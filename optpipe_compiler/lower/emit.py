@@ -140,7 +140,8 @@ def _device(waits: Waits, device: int, peak: int, host_peak: int) -> ir.Device:
         d2h=[ir.Offload(**_saved_op(node)) for node in graph.lane("d2h", device)],
         h2d=[ir.Reload(**_saved_op(node)) for node in graph.lane("h2d", device)],
         deliveries=[
-            ir.Delivered(op=_id(node), sends=[_id(send) for send in sends]) for node, sends in waits.deliveries(device)
+            ir.Delivered(before=_id(node), sends=[_id(send) for send in sends])
+            for node, sends in waits.deliveries(device)
         ],
     )
 

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.processes import Ended, Processes
-from optpipe_compiler.solver.worker import Event, Request, serve
+from optpipe_compiler.solver.worker import Request, SearchEvent, serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,8 +34,8 @@ class Searcher:
     ) -> None:
         self.close()
 
-    def search(self, request: Request, on_event: Callable[[Event], None]) -> str:
-        """Run `request`, calling `on_event` for each Event; return the final status name.
+    def search(self, request: Request, on_event: Callable[[SearchEvent], None]) -> str:
+        """Run `request`, calling `on_event` for each SearchEvent; return the final status name.
 
         The process is killed when it overruns its time limit (status "KILLED") or when `on_event` raises, as it does on
         KeyboardInterrupt. One that dies by itself, out of memory say, gives "DIED".
@@ -52,7 +52,7 @@ class Searcher:
                     return "KILLED"
                 heard = self._processes.listen(min(0.5, max(0.01, left)) if left > 0 else 0.5)
                 if not heard:
-                    on_event(Event("tick"))
+                    on_event(SearchEvent("tick"))
                 for _, event in heard:
                     if isinstance(event, Ended):
                         return "DIED"

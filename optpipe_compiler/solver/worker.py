@@ -38,7 +38,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Event:
+class SearchEvent:
     """What the search reports: better starts, a better bound (ticks), a log line, or its end with a status name."""
 
     kind: str
@@ -62,7 +62,7 @@ def build(request: Request) -> tuple[cp_model.CpModel, Callable[[Callable[..., i
     model = cp_model.CpModel()
     assert request.hint is not None
     if request.window is not None:
-        part = window.Model(model, request.hint, request.window)
+        part = window.WindowModel(model, request.hint, request.window)
         return model, part.starts
     horizon = max(map(request.hint.end, request.hint.starts))
     if request.objective == "span":  # a shorter span may need a longer makespan
@@ -89,8 +89,8 @@ def configure(solver: cp_model.CpSolver, request: Request) -> None:
         p.max_time_in_seconds = request.time_limit_s
 
 
-def solve(request: Request, send: Callable[[Event], None]) -> None:
-    """Run the search and send an Event for every improvement."""
+def solve(request: Request, send: Callable[[SearchEvent], None]) -> None:
+    """Run the search and send a SearchEvent for every improvement."""
     from ortools.sat.python import cp_model
 
     model, read_starts = build(request)
@@ -99,15 +99,15 @@ def solve(request: Request, send: Callable[[Event], None]) -> None:
 
     class Improved(cp_model.CpSolverSolutionCallback):
         def on_solution_callback(self) -> None:
-            send(Event("solution", starts=read_starts(self.value)))
+            send(SearchEvent("solution", starts=read_starts(self.value)))
 
-    solver.best_bound_callback = lambda bound: send(Event("bound", bound=round(bound)))
+    solver.best_bound_callback = lambda bound: send(SearchEvent("bound", bound=round(bound)))
     if request.log:
-        solver.log_callback = lambda line: send(Event("log", text=line))
+        solver.log_callback = lambda line: send(SearchEvent("log", text=line))
     status = solver.solve(model, Improved())
     name = solver.status_name(status)
     bound = round(solver.best_objective_bound) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
-    send(Event("end", bound=bound, text=name, spent=solver.response_proto.deterministic_time))
+    send(SearchEvent("end", bound=bound, text=name, spent=solver.response_proto.deterministic_time))
 
 
 def serve(line: Connection) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from optpipe_compiler.documents import ir
-from optpipe_compiler.verify.plan import LANES, Place, Plan
+from optpipe_compiler.verify.plan import LANES, PlacedOp, Plan
 from optpipe_compiler.verify.report import Violation
 
 if TYPE_CHECKING:
@@ -22,9 +22,9 @@ def names(plan: Plan) -> Iterator[Violation]:
     for number, device in enumerate(plan.schedule.devices):
         seen: set[tuple[Lane, str]] = set()
         for entry in _stated(device):
-            place = plan.by_id.get(entry.op)
+            place = plan.by_id.get(entry.before)
             if place is None or place.device != number:
-                message = f"device {number} states deliveries before {entry.op!r}, which is none of its ops"
+                message = f"device {number} states deliveries before {entry.before!r}, which is none of its ops"
                 yield Violation("deliveries", message, number)
                 continue
             for name in entry.sends:
@@ -40,11 +40,13 @@ def names(plan: Plan) -> Iterator[Violation]:
 def moments(plan: Plan, causality: Causality) -> Iterator[Violation]:
     """Each delivery is stated, on each lane, for the first op that starts after it in every execution."""
     events = causality.events
-    asked: list[tuple[Place, Place, bool]] = []
+    asked: list[tuple[PlacedOp, PlacedOp, bool]] = []
     for number, device in enumerate(plan.schedule.devices):
         if device.deliveries is msgspec.UNSET:
             continue
-        at = {(plan.by_id[e.op].lane, send): plan.by_id[e.op].index for e in _stated(device) for send in e.sends}
+        at = {
+            (plan.by_id[e.before].lane, send): plan.by_id[e.before].index for e in _stated(device) for send in e.sends
+        }
         for send in filter(_is_send, plan.lanes[number, "compute"]):
             for lane in LANES:
                 places = plan.lanes[number, lane]
@@ -63,5 +65,5 @@ def _stated(device: ir.Device) -> list[ir.Delivered]:
     return [] if device.deliveries is msgspec.UNSET else device.deliveries
 
 
-def _is_send(place: Place) -> bool:
+def _is_send(place: PlacedOp) -> bool:
     return isinstance(place.op, ir.SendActivation | ir.SendGradient)

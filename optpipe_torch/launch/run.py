@@ -18,7 +18,7 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.units import printable
 from optpipe_compiler.errors import BadInput, MissingDependency, OptPipeError, RunFailed
 from optpipe_compiler.processes import Ended, Processes
-from optpipe_torch.launch.job import Event, Job, Place, check_torch, place_from_environment, shares_of_cores
+from optpipe_torch.launch.job import Job, Place, RunEvent, check_torch, place_from_environment, shares_of_cores
 from optpipe_torch.models import text, user_functions
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def run(
     check: bool = False,
     time_scale: float | None = None,
     seed: int = 0,
-    on_event: Callable[[Event], None] | None = None,
+    on_event: Callable[[RunEvent], None] | None = None,
     timeout_s: float = 600.0,
     trace: bool = False,
     model: str | None = None,
@@ -81,7 +81,7 @@ def run(
     return _join(job, place, tell)
 
 
-def _join(job: Job, place: Place, tell: Callable[[Event], None]) -> RunReport | None:
+def _join(job: Job, place: Place, tell: Callable[[RunEvent], None]) -> RunReport | None:
     """Be one rank of a group that torchrun started."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or it writes stack traces beside the sentence
     from optpipe_torch.launch import session
@@ -105,7 +105,7 @@ def _join(job: Job, place: Place, tell: Callable[[Event], None]) -> RunReport | 
 class Ranks:
     """The processes of one run on this machine, one per job, and their ends."""
 
-    def __init__(self, jobs: Sequence[Job], tell: Callable[[Event], None]) -> None:
+    def __init__(self, jobs: Sequence[Job], tell: Callable[[RunEvent], None]) -> None:
         self._jobs = jobs
         self._tell = tell
         self._begun = False
@@ -182,7 +182,7 @@ def _rank(line: Connection, job: Job, place: Place, cores: list[int]) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     lock = threading.Lock()
 
-    def say(event: Event) -> None:
+    def say(event: RunEvent) -> None:
         with lock:
             line.send(event)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 from optpipe_compiler.documents.profile import Model
 from optpipe_compiler.errors import BadInput, MissingDependency, OptPipeError, RunFailed
 from optpipe_compiler.processes import Ended, Processes
-from optpipe_torch.launch.job import gpu_count, place_from_environment, ranks_here, shares_of_cores
+from optpipe_torch.launch.job import Place, gpu_count, place_from_environment, ranks_here, shares_of_cores
 from optpipe_torch.models.user_functions import allow
 from optpipe_torch.profiler.records import assemble
 
@@ -64,7 +64,7 @@ class MeasureOptions:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Arrangement:
     """How the measuring processes stand on the machine."""
 
     devices: int
@@ -96,7 +96,7 @@ def measure_in_group(options: MeasureOptions, on_progress: Callable[[str, float]
     others. Raise as `measure` does.
     """
     _need_torch()
-    from optpipe_torch.profiler.child import Place, find_in_group
+    from optpipe_torch.profiler.child import find_in_group
 
     allow(options.model().builder)
 
@@ -106,10 +106,8 @@ def measure_in_group(options: MeasureOptions, on_progress: Callable[[str, float]
         raise BadInput(f"--devices is {options.devices}, expected none: torchrun started {group.world} ranks")
     here = ranks_here(group.world)
     on_gpus = _on_gpus(options, gpu_count(), processes=here, least=here)
-    gpu = group.local_rank if on_gpus else None
-    place = Place(rank=group.rank, processes=group.world, cores=[], meet=group.meet, gpu=gpu)
     say = on_progress if group.rank == 0 else lambda what, part: None
-    findings = find_in_group(place, options.model(), options.samples, say)
+    findings = find_in_group(group, options.model(), options.samples, say, on_gpu=on_gpus)
     return None if findings is None else assemble(options.model(), group.world, findings, here)
 
 
@@ -118,7 +116,7 @@ def _need_torch() -> None:
         raise MissingDependency("measuring needs torch: pip install 'optpipe[runtime]'")
 
 
-def layout_of(options: MeasureOptions, gpus: int = 0) -> Layout:
+def layout_of(options: MeasureOptions, gpus: int = 0) -> Arrangement:
     """Return one process per device, but not more than GPUs, or than cores (two at least: messages need a pair)."""
     for option, value in (("--devices", options.devices), ("--layers", options.layers), ("samples", options.samples)):
         if value is not None and value < 1:
@@ -128,7 +126,7 @@ def layout_of(options: MeasureOptions, gpus: int = 0) -> Layout:
     usual = max(2, gpus) if on_gpus else min(4, max(2, cores))
     devices = options.devices or usual
     processes = min(devices, gpus if on_gpus else max(2, cores))
-    return Layout(devices=devices, processes=processes, cores=shares_of_cores(processes), on_gpus=on_gpus)
+    return Arrangement(devices=devices, processes=processes, cores=shares_of_cores(processes), on_gpus=on_gpus)
 
 
 def _on_gpus(options: MeasureOptions, gpus: int, *, processes: int, least: int) -> bool:
@@ -143,7 +141,7 @@ def _on_gpus(options: MeasureOptions, gpus: int, *, processes: int, least: int) 
 
 
 def _run_processes(
-    options: MeasureOptions, layout: Layout, on_progress: Callable[[str, float], None]
+    options: MeasureOptions, layout: Arrangement, on_progress: Callable[[str, float], None]
 ) -> list[Findings]:
     """Return what the processes found by rank; raise the error of one, or RunFailed when one is gone or late."""
     deadline = time.monotonic() + options.timeout_s
@@ -170,21 +168,21 @@ def _run_processes(
     return [found[rank] for rank in ranks]
 
 
-def _measure(line: Connection, rank: int, layout: Layout, options: MeasureOptions, store: str) -> None:
+def _measure(line: Connection, rank: int, layout: Arrangement, options: MeasureOptions, store: str) -> None:
     """Measure in a process of its own: send (what, part that is done) meanwhile, then the findings or an error."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces each start and stop
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from optpipe_torch.profiler.child import Place, find
+    from optpipe_torch.profiler.child import find
 
     def say(what: str, part: float) -> None:
         if rank == 0:
             line.send((what, part))
 
-    gpu = rank if layout.on_gpus else None
     allow(options.model().builder)
+    place = Place(rank, layout.processes, f"file://{store}", rank)
     try:
-        place = Place(rank=rank, processes=layout.processes, cores=layout.cores[rank], meet=f"file://{store}", gpu=gpu)
-        line.send(find(place, options.model(), options.samples, say))
+        found = find(place, options.model(), options.samples, say, cores=layout.cores[rank], on_gpu=layout.on_gpus)
+        line.send(found)
     except OptPipeError as error:
         line.send(error)
     except Exception as error:

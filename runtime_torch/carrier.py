@@ -1,7 +1,7 @@
 """Copies of storages between a device and its host, and the accounting that goes with them.
 
-A carrier takes storages away from the device as *parcels* and brings them back. It alone knows when a copy is over, so
-it also says when what a copy has read is free: `DirectCarrier` at once, because it waits for its copies;
+A carrier takes storages away from the device as *host copies* and brings them back. It alone knows when a copy is over,
+so it also says when what a copy has read is free: `DirectCarrier` at once, because it waits for its copies;
 `streams.StreamCarrier` as soon as the streams themselves are ordered after them.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class HostCopy:
     """The bytes of one storage on the host, in one or several pieces (uint8, one dimension)."""
 
     pieces: list[Tensor]
@@ -33,16 +33,16 @@ class Parcel:
 class Carrier(Protocol):
     """Moves the storages of one op at a time; counts device bytes in one meter and host bytes in another."""
 
-    def take(self, storages: list[UntypedStorage]) -> list[Parcel]:
+    def take(self, storages: list[UntypedStorage]) -> list[HostCopy]:
         """Copy to the host, empty the list, and free on the device what no one else holds."""
         ...
 
-    def bring(self, parcels: list[Parcel]) -> list[UntypedStorage]:
+    def bring(self, host_copies: list[HostCopy]) -> list[UntypedStorage]:
         """Allocate on the device (held in the meter), copy back, empty the list, and free on the host."""
         ...
 
-    def discard(self, parcel: Parcel) -> None:
-        """Free a parcel that nobody will ask for."""
+    def discard(self, host_copy: HostCopy) -> None:
+        """Free a host_copy that nobody will ask for."""
         ...
 
 
@@ -59,34 +59,34 @@ class DirectCarrier:
         self._meter = meter
         self._host_meter = host_meter
 
-    def take(self, storages: list[UntypedStorage]) -> list[Parcel]:
+    def take(self, storages: list[UntypedStorage]) -> list[HostCopy]:
         """D2H."""
-        parcels = []
+        host_copies = []
         for storage in storages:
             self._host_meter.count(storage.nbytes())
             there = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-            parcels.append(Parcel([there.copy_(as_bytes(storage), non_blocking=True)]))
+            host_copies.append(HostCopy([there.copy_(as_bytes(storage), non_blocking=True)]))
         self._finish()
         while storages:
             self._meter.release(storages.pop())
-        return parcels
+        return host_copies
 
-    def bring(self, parcels: list[Parcel]) -> list[UntypedStorage]:
+    def bring(self, host_copies: list[HostCopy]) -> list[UntypedStorage]:
         """H2D."""
         storages = []
-        for parcel in parcels:
-            there = torch.empty(parcel.nbytes, dtype=torch.uint8, device=self._device)
+        for host_copy in host_copies:
+            there = torch.empty(host_copy.nbytes, dtype=torch.uint8, device=self._device)
             self._meter.hold(there.untyped_storage())
-            there.copy_(parcel.pieces[0], non_blocking=True)
+            there.copy_(host_copy.pieces[0], non_blocking=True)
             storages.append(there.untyped_storage())
         self._finish()
-        while parcels:
-            self.discard(parcels.pop())
+        while host_copies:
+            self.discard(host_copies.pop())
         return storages
 
-    def discard(self, parcel: Parcel) -> None:
+    def discard(self, host_copy: HostCopy) -> None:
         """Count it no longer."""
-        self._host_meter.count(-parcel.nbytes)
+        self._host_meter.count(-host_copy.nbytes)
 
     def _finish(self) -> None:
         if self._device.type == "cuda":

@@ -1,14 +1,17 @@
-"""Which messages have surely been delivered when an op starts: happens-before of docs/IR.md, as far as messages go.
+"""Which messages the replay waits for before an op starts.
 
 A message's buffer is counted until it is delivered, and the promise of a schedule file counts on every delivery that
 its order and waits imply, also through other devices. So before an op starts, the replay waits for exactly these
-messages of its device: they are complete, or about to be, and their buffers can be freed.
+messages of its device: they are complete, or about to be, and their buffers can be freed. The file states them; for
+files before revision 2 they are found in its happens-before.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import op_id
@@ -19,12 +22,28 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.documents.ir import Schedule
 
+Waits = dict[str, list[str]]
+"""By op of a device: the ids of its sends and receives that are waited for before it starts."""
 Node = tuple[str, str]
 """("start" | "end", op id), or ("delivered", the send's id)."""
 
 
-def implied(schedule: Schedule, device: int) -> dict[str, list[str]]:
-    """For each op of `device`, the ids of its sends and receives to wait for before it starts, each once per lane."""
+def waits(schedule: Schedule, device: int) -> Waits:
+    """Return what each op of `device` waits for: stated deliveries of its sends, and the receives that it reads."""
+    plan = schedule.devices[device]
+    if plan.deliveries is msgspec.UNSET:
+        return implied(schedule, device)
+    stated = {entry.before: entry.sends for entry in plan.deliveries}
+    received = {op.id for op in plan.compute if isinstance(op, ir.RecvActivation | ir.RecvGradient)}
+    return {
+        op.id: [*stated.get(op.id, ()), *(name for name in (*op.after, *received_for(op)) if name in received)]
+        for lane in _lanes(plan)
+        for op in lane
+    }
+
+
+def implied(schedule: Schedule, device: int) -> Waits:
+    """Return the same from the orders and waits of all devices, each message once per lane."""
     graph = _Graph(schedule)
     mine = [op.id for op in schedule.devices[device].compute if isinstance(op, ir.MessageOp)]
     bit = {graph.delivered[op_id]: 1 << index for index, op_id in enumerate(mine)}

@@ -40,7 +40,7 @@ class Lanes(Protocol):
 
 
 @dataclass(frozen=True)
-class Work:
+class LaneOps:
     """What the lanes of one device run, and what each op waits for."""
 
     compute: Sequence[Op]
@@ -62,7 +62,7 @@ class Work:
         return frozenset(name for names in self.waits.values() for name in names)
 
 
-class Board:
+class Completions:
     """Which ops of this step have completed (messages: been issued); threads wait on it, and hear of failures."""
 
     def __init__(self, on_failure: Callable[[BaseException], None] | None = None) -> None:
@@ -107,16 +107,16 @@ class Board:
 class ThreadLanes:
     """Lanes whose transfers run in one thread per direction and step; an op is over when its call returns."""
 
-    def __init__(self, work: Work, on_failure: Callable[[BaseException], None] | None = None) -> None:
+    def __init__(self, work: LaneOps, on_failure: Callable[[BaseException], None] | None = None) -> None:
         self._work = work
         self._watched = work.watched()
         self._waits = {op_id: names for op_id, names in work.waits.items() if names}
-        self._board = Board(on_failure)
+        self._completions = Completions(on_failure)
         self._threads: list[threading.Thread] = []
 
     def begin(self) -> None:
         """Start the threads of the lanes that have ops."""
-        self._board.reset()
+        self._completions.reset()
         self._threads = [
             threading.Thread(target=self._run, args=(ops,), name=f"optpipe-{name}", daemon=True)
             for name, ops in (("d2h", self._work.d2h), ("h2d", self._work.h2d))
@@ -127,27 +127,27 @@ class ThreadLanes:
 
     def start(self, op_id: str) -> None:
         """Wait in the calling thread."""
-        self._board.check()
+        self._completions.check()
         if op_id in self._waits:
-            self._board.wait(self._waits[op_id])
+            self._completions.wait(self._waits[op_id])
         for name in self._work.messages[op_id]:
             self._work.deliver(name)
 
     def complete(self, op_id: str) -> None:
         """Tell those who wait, if anyone does."""
         if op_id in self._watched:
-            self._board.complete(op_id)
+            self._completions.complete(op_id)
 
     def finish(self) -> None:
         """Join the threads; raise what one of them failed with."""
         for thread in self._threads:
             thread.join()
         self._threads = []
-        self._board.check()
+        self._completions.check()
 
     def abort(self, error: BaseException) -> None:
         """Wake the threads."""
-        self._board.fail(error)
+        self._completions.fail(error)
 
     def _run(self, ops: Sequence[Op]) -> None:
         try:
@@ -156,4 +156,4 @@ class ThreadLanes:
                 self._work.transfer(op)
                 self.complete(op.id)
         except BaseException as error:
-            self._board.fail(error, tell=True)
+            self._completions.fail(error, tell=True)

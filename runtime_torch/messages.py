@@ -65,15 +65,15 @@ class _OnCuda(Delivery):
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
-Work = dist.Work | Delivery
+Issued = dist.Work | Delivery
 
 
 class _Message:
     """One half of a message and its buffer; on CUDA also the stream whose allocator the buffer goes back to."""
 
-    def __init__(self, tensor: Tensor, work: Work, *, sent: bool) -> None:
+    def __init__(self, tensor: Tensor, work: Issued, *, sent: bool) -> None:
         self.tensor: Tensor | None = tensor
-        self.work: Work | None = work
+        self.work: Issued | None = work
         self.sent = sent
         self.stream = torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
         self.lock = threading.Lock()
@@ -116,13 +116,13 @@ class Mailbox:
     def _issue(self, op_id: str, tensor: Tensor, peer: int, *, sent: bool) -> None:
         group = self._group
         if isinstance(group, Transport):
-            work: Work = group.isend(op_id, tensor) if sent else group.irecv(op_id, tensor)
+            work: Issued = group.isend(op_id, tensor) if sent else group.irecv(op_id, tensor)
         else:
             issued = group.send([tensor], peer, 0) if sent else group.recv([tensor], peer, 0)
             work = self._held_by_nobody(issued, tensor, peer)
         self._messages[op_id] = _Message(tensor, work, sent=sent)
 
-    def _held_by_nobody(self, work: dist.Work, tensor: Tensor, peer: int) -> Work:
+    def _held_by_nobody(self, work: dist.Work, tensor: Tensor, peer: int) -> Issued:
         if not tensor.is_cuda:
             return work
         if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.errors import RunFailed
-from runtime_torch.carrier import Parcel
+from runtime_torch.carrier import HostCopy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +32,7 @@ class PinnedPool:
         """Of all gaps."""
         return sum(end - start for start, end in self._gaps)
 
-    def take(self, nbytes: int) -> Parcel:
+    def take(self, nbytes: int) -> HostCopy:
         """Return `nbytes` of the slab; RunFailed where that is more than is free."""
         if nbytes > self.free_bytes:
             raise RunFailed(
@@ -52,11 +52,11 @@ class PinnedPool:
             self._gaps[index : index + 1] = [(start + used, end)] if start + used < end else []
             pieces.append(self._slab[start : start + used])
             nbytes -= used
-        return Parcel(pieces)
+        return HostCopy(pieces)
 
-    def give(self, parcel: Parcel) -> None:
-        """Take a parcel's pieces back."""
-        gaps = sorted([*self._gaps, *(_range(piece) for piece in parcel.pieces)])
+    def give(self, host_copy: HostCopy) -> None:
+        """Take a host_copy's pieces back."""
+        gaps = sorted([*self._gaps, *(_range(piece) for piece in host_copy.pieces)])
         self._gaps = []
         for start, end in gaps:
             if self._gaps and self._gaps[-1][1] == start:

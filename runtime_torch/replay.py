@@ -19,12 +19,12 @@ from runtime_torch import deliveries
 from runtime_torch.bundles import show
 from runtime_torch.cuda import Cuda, pinned
 from runtime_torch.execution import StageExecution
-from runtime_torch.lanes import ThreadLanes, Work
+from runtime_torch.lanes import LaneOps, ThreadLanes
 from runtime_torch.messages import Mailbox, Transport
 from runtime_torch.microbatch import Microbatch, enter
 from runtime_torch.pinned import PinnedPool
 from runtime_torch.streams import StreamCarrier, StreamLanes
-from runtime_torch.timeline import OpTime, Timeline
+from runtime_torch.timeline import OpRecorder, OpTime
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -134,9 +134,9 @@ class Replay:
         }
         """What an output is said to come from."""
         self._mailbox = Mailbox(group, meter)
-        self._timeline = Timeline(on)
+        self._timeline = OpRecorder(on)
         self._lanes = self._make_lanes(
-            deliveries.implied(schedule, device), on_failure, Cuda(on) if on.type == "cuda" else backend
+            deliveries.waits(schedule, device), on_failure, Cuda(on) if on.type == "cuda" else backend
         )
         self._received = {op.id for op in self.plan.compute if isinstance(op, ir.RecvActivation | ir.RecvGradient)}
         self._recomputed: dict[tuple[int, int], list[Layers]] = defaultdict(list)
@@ -178,7 +178,7 @@ class Replay:
             own = {op.id for op in lane}
             for op in lane:
                 waits[op.id] = [name for name in (*op.after, *messages[op.id]) if name not in own]
-        work = Work(
+        work = LaneOps(
             plan.compute,
             plan.d2h,
             plan.h2d,

@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
     from torch import Tensor, UntypedStorage
 
-    from runtime_torch.carrier import Carrier, Parcel
+    from runtime_torch.carrier import Carrier, HostCopy
     from runtime_torch.meter import Meter
 
 
 class Unit:
-    """One saved storage: on the device (`storage`), on the host (`parcel`), or for the time being nowhere."""
+    """One saved storage: on the device (`storage`), on the host (`host_copy`), or for the time being nowhere."""
 
-    __slots__ = ("layer", "nbytes", "parcel", "slots", "storage")
+    __slots__ = ("host_copy", "layer", "nbytes", "slots", "storage")
 
     def __init__(self, layer: int, storage: UntypedStorage) -> None:
         self.layer = layer
         self.nbytes = storage.nbytes()
         self.storage: UntypedStorage | None = storage
-        self.parcel: Parcel | None = None
+        self.host_copy: HostCopy | None = None
         self.slots: list[Slot] = []
 
 
@@ -187,18 +187,18 @@ class SavedTensorStore:
         """Copy what layers [first, end) saved to the host, each storage once, then free it on the device."""
         units = self._live(first, end)
         storages = [self._detach(unit) for unit in units]
-        for unit, parcel in zip(units, self._carrier.take(storages), strict=True):
-            unit.parcel = parcel
+        for unit, host_copy in zip(units, self._carrier.take(storages), strict=True):
+            unit.host_copy = host_copy
 
     def reload(self, first: int, end: int) -> None:
         """Allocate on the device, copy back what layers [first, end) offloaded, then free it on the host."""
-        units = [unit for unit in self._units if first <= unit.layer < end and unit.parcel is not None]
-        parcels = []
+        units = [unit for unit in self._units if first <= unit.layer < end and unit.host_copy is not None]
+        host_copies = []
         for unit in units:
-            assert unit.parcel is not None
-            parcels.append(unit.parcel)
-            unit.parcel = None
-        for unit, storage in zip(units, self._carrier.bring(parcels), strict=True):
+            assert unit.host_copy is not None
+            host_copies.append(unit.host_copy)
+            unit.host_copy = None
+        for unit, storage in zip(units, self._carrier.bring(host_copies), strict=True):
             unit.storage = storage
 
     def finish(self, handles: Iterable[object]) -> None:
@@ -216,9 +216,9 @@ class SavedTensorStore:
             if unit.storage is not None:
                 self.meter.release(unit.storage)
                 unit.storage = None
-            elif unit.parcel is not None:
-                self._carrier.discard(unit.parcel)
-                unit.parcel = None
+            elif unit.host_copy is not None:
+                self._carrier.discard(unit.host_copy)
+                unit.host_copy = None
         self._by_address.clear()
 
     # -- asking

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from optpipe_compiler.errors import RunFailed
-from runtime_torch.carrier import Parcel, as_bytes
+from runtime_torch.carrier import HostCopy, as_bytes
 from runtime_torch.engine import references
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor, UntypedStorage
 
     from optpipe_compiler.documents.ir import Op
-    from runtime_torch.lanes import Work
+    from runtime_torch.lanes import LaneOps
     from runtime_torch.meter import Meter
     from runtime_torch.pinned import PinnedPool
 
@@ -86,7 +86,7 @@ class _Passed:
 class StreamLanes:
     """Lanes on streams. Offloads and reloads must copy by `carrier`."""
 
-    def __init__(self, work: Work, backend: Backend, carrier: StreamCarrier) -> None:
+    def __init__(self, work: LaneOps, backend: Backend, carrier: StreamCarrier) -> None:
         self._work = work
         self._watched = work.watched()
         self._backend = backend
@@ -236,7 +236,7 @@ class StreamCarrier:
         self._host_meter = host_meter
         self._leaving: deque[tuple[int, UntypedStorage, bool]] = deque()
         """What offloads have read, with the number of the op, and whether nobody else held it then."""
-        self._emptied: deque[tuple[int, Parcel]] = deque()
+        self._emptied: deque[tuple[int, HostCopy]] = deque()
         self._op = 0
         self._ordered_after = 0
         self._earliest = 0
@@ -252,38 +252,38 @@ class StreamCarrier:
         self._op, self._ordered_after, self._compute, self._catch_up = op, ordered_after, compute, catch_up
         self._earliest = ordered_after
 
-    def take(self, storages: list[UntypedStorage]) -> list[Parcel]:
+    def take(self, storages: list[UntypedStorage]) -> list[HostCopy]:
         """D2H."""
-        parcels = []
+        host_copies = []
         for storage in storages:
             is_ours = references(storage) == 1
-            parcel = self._pool.take(storage.nbytes())
-            self._host_meter.count(parcel.nbytes)
-            for piece, part in zip(parcel.pieces, _parts(storage, parcel), strict=True):
+            host_copy = self._pool.take(storage.nbytes())
+            self._host_meter.count(host_copy.nbytes)
+            for piece, part in zip(host_copy.pieces, _parts(storage, host_copy), strict=True):
                 self._backend.copy(piece, part)
-            parcels.append(parcel)
+            host_copies.append(host_copy)
             self._leaving.append((self._op, storage, is_ours))
         storages.clear()
-        return parcels
+        return host_copies
 
-    def bring(self, parcels: list[Parcel]) -> list[UntypedStorage]:
+    def bring(self, host_copies: list[HostCopy]) -> list[UntypedStorage]:
         """H2D."""
         storages = []
-        for parcel in parcels:
-            storage = self._handed_over(parcel.nbytes) or self._allocate(parcel.nbytes)
-            for piece, part in zip(parcel.pieces, _parts(storage, parcel), strict=True):
+        for host_copy in host_copies:
+            storage = self._handed_over(host_copy.nbytes) or self._allocate(host_copy.nbytes)
+            for piece, part in zip(host_copy.pieces, _parts(storage, host_copy), strict=True):
                 self._backend.copy(part, piece)
             storages.append(storage)
-            self._emptied.append((self._op, parcel))
-        parcels.clear()
+            self._emptied.append((self._op, host_copy))
+        host_copies.clear()
         if any(self._earliest < op < self._ordered_after for op, *_ in self._leaving):
             self._catch_up_with_offloads()
         return storages
 
-    def discard(self, parcel: Parcel) -> None:
-        """Free a parcel at once: no copy of it may be under way."""
-        self._host_meter.count(-parcel.nbytes)
-        self._pool.give(parcel)
+    def discard(self, host_copy: HostCopy) -> None:
+        """Free a host_copy at once: no copy of it may be under way."""
+        self._host_meter.count(-host_copy.nbytes)
+        self._pool.give(host_copy)
 
     def settle(self, offloads: int, reloads: int) -> None:
         """Free what the first `offloads` ops of D2H read on the device, and the first `reloads` of H2D on the host."""
@@ -316,5 +316,5 @@ class StreamCarrier:
         return storage
 
 
-def _parts(storage: UntypedStorage, parcel: Parcel) -> Sequence[Tensor]:
-    return torch.split(as_bytes(storage), [piece.numel() for piece in parcel.pieces])
+def _parts(storage: UntypedStorage, host_copy: HostCopy) -> Sequence[Tensor]:
+    return torch.split(as_bytes(storage), [piece.numel() for piece in host_copy.pieces])

@@ -18,7 +18,7 @@ class OpTime:
     end_ns: int
 
 
-class Timeline:
+class OpRecorder:
     """Collects the marks of one step and turns them into times at its end."""
 
     def __init__(self, device: torch.device) -> None:

@@ -11,7 +11,7 @@ import heapq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.machine.state import op_memory
+from optpipe_compiler.model.memory import op_memory
 from optpipe_compiler.model.schedule import Kind, Mode, Task, duration
 
 if TYPE_CHECKING:

@@ -56,6 +56,33 @@ def run(monkeypatch, capsys, tmp_path):
     return command
 
 
+TINY = {
+    "gpt2": {"model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 2, "vocab_size": 301, "n_positions": 32},
+    "llama": {
+        "model_type": "llama", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3, "vocab_size": 299,
+        "intermediate_size": 24,
+    },
+    "mixtral": {
+        "model_type": "mixtral", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2,
+        "vocab_size": 299, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def optpipe(run):
+    """Run a command that succeeds, beside tiny models; return what it prints."""
+    for name, config in TINY.items():
+        Path(f"{name}.json").write_text(json.dumps(config))
+
+    def command(*arguments):
+        found = run(*map(str, arguments))
+        assert found.code == 0, found.err
+        return found.out
+
+    return command
+
+
 def refused(outcome: Outcome, code: int) -> str:
     """The one sentence of a failure: nothing on stdout, one line on stderr, no traceback."""
     assert (outcome.code, outcome.out) == (code, "")

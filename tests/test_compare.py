@@ -16,7 +16,7 @@ from optpipe_compiler.documents.profile import Model
 from optpipe_compiler.published import METHODS
 from optpipe_compiler.study import comparison as study
 from optpipe_compiler.study.comparison import Absent, Wanted, chosen_methods, compare, published_row
-from optpipe_compiler.study.facts import Facts, facts
+from optpipe_compiler.study.facts import Facts, judged
 from optpipe_compiler.view.comparison import render
 from tests.instances import quick, uniform
 from tests.test_cli import refused, run  # noqa: F401  (run is a fixture)
@@ -55,7 +55,7 @@ def broken(schedule: ir.Schedule) -> ir.Schedule:
 
 
 def test_a_row_says_what_the_file_says(offloading, recomputing):
-    row = facts(offloading, "a")
+    row = judged(offloading, "a")
     assert (row.makespan_ns, row.bubble_fraction) == (
         offloading.forecast.makespan_ns,
         offloading.forecast.bubble_fraction,
@@ -66,7 +66,7 @@ def test_a_row_says_what_the_file_says(offloading, recomputing):
     layers = sum(end - first for first, end in (op.layers for op in copies))
     assert row.host_traffic_bytes == layers * COSTS.layers[0].saved_bytes > 0
     assert row.recompute_fraction == 0
-    again = facts(recomputing, "b")
+    again = judged(recomputing, "b")
     assert again.host_traffic_bytes == 0
     count = sum(op.name == "recompute" for device in recomputing.devices for op in device.compute)
     layer_ns = recomputing.forecast.stages[0].recompute_ns[0]
@@ -79,17 +79,17 @@ def test_a_row_says_what_the_file_says(offloading, recomputing):
 
 
 def test_tokens_are_counted_where_the_costs_are_of_a_model(offloading):
-    assert facts(offloading, "a").tokens_per_s is None
+    assert judged(offloading, "a").tokens_per_s is None
     model = Model(builder="gpt", microbatch_size=3, sequence_length=100)
     schedule = ir.seal(structs.replace(offloading, model=model))
     tokens = 4 * 3 * 100 / (offloading.forecast.makespan_ns / 10**9)
-    row = facts(schedule, "a")
+    row = judged(schedule, "a")
     assert row.tokens_per_s == pytest.approx(tokens)
     assert f"{tokens:,.0f}" in shown(compare([row]))
 
 
 def test_the_fastest_safe_schedule_is_the_best_and_the_first(offloading, recomputing):
-    rows = [facts(recomputing, "again"), facts(offloading, "host")]
+    rows = [judged(recomputing, "again"), judged(offloading, "host")]
     comparison = compare(rows)
     assert comparison.differences == ()
     assert [row.name for row in comparison.rows] == sorted(("again", "host"), key=lambda name: times(rows)[name])
@@ -103,7 +103,7 @@ def times(rows: list[Facts]) -> dict[str, int]:
 def test_what_the_judge_rejects_is_never_the_best(offloading, recomputing):
     worse = max((offloading, recomputing), key=lambda schedule: schedule.forecast.makespan_ns)
     better = min((offloading, recomputing), key=lambda schedule: schedule.forecast.makespan_ns)
-    comparison = compare([facts(worse, "slow"), facts(broken(better), "wrong")])
+    comparison = compare([judged(worse, "slow"), judged(broken(better), "wrong")])
     assert comparison.rows[0].name == "wrong"
     assert comparison.rows[0].host_traffic_bytes is None
     assert comparison.best.name == "slow"
@@ -111,13 +111,13 @@ def test_what_the_judge_rejects_is_never_the_best(offloading, recomputing):
     assert re.search(r"^\* slow .* safe *$", text, re.MULTILINE)
     assert re.search(r"^  wrong .* unsafe *$", text, re.MULTILINE)
     assert re.search(r"wrong: verify finds \d+ violation", text)
-    assert "none is safe, so none is best" in shown(compare([facts(broken(better), "wrong")]))
+    assert "none is safe, so none is best" in shown(compare([judged(broken(better), "wrong")]))
 
 
 def test_schedules_of_different_instances_are_warned_about_and_compared_per_microbatch(offloading):
     longer = quick(COSTS, 3 * GB, microbatches=8).schedule
     assert longer.forecast.makespan_ns > offloading.forecast.makespan_ns
-    comparison = compare([facts(offloading, "short"), facts(longer, "long")])
+    comparison = compare([judged(offloading, "short"), judged(longer, "long")])
     assert comparison.differences == (
         "microbatches differ: 4 in short; 8 in long",
         "caps differ: 1.00 GB in short; 3.00 GB in long",
@@ -136,20 +136,20 @@ def test_schedules_of_different_instances_are_warned_about_and_compared_per_micr
     ],
 )
 def test_other_costs_and_devices_are_differences_too(offloading, other, sentence):
-    found = compare([facts(offloading, "a"), facts(quick(other, GB).schedule, "b")]).differences
+    found = compare([judged(offloading, "a"), judged(quick(other, GB).schedule, "b")]).differences
     assert any(re.fullmatch(sentence, one) for one in found)
 
 
 def test_caps_that_look_the_same_are_told_apart_by_their_bytes(offloading):
     near = quick(COSTS, GB + 1, recompute=False).schedule
-    found = compare([facts(offloading, "a"), facts(near, "b")]).differences
+    found = compare([judged(offloading, "a"), judged(near, "b")]).differences
     assert found == ("caps differ: 1000000000 in a; 1000000001 in b",)
 
 
 def test_the_table_is_no_wider_than_the_terminal_and_loses_no_number(offloading):
     model = Model(builder="gpt", microbatch_size=512, sequence_length=4096)
     long = ir.seal(structs.replace(offloading, model=model))
-    rows = [facts(long, "a/" + "very/" * 20 + "long.json"), facts(quick(COSTS, 3 * GB).schedule, "b.json")]
+    rows = [judged(long, "a/" + "very/" * 20 + "long.json"), judged(quick(COSTS, 3 * GB).schedule, "b.json")]
     text = shown(compare(rows), width=80)
     assert all(len(line) <= 80 for line in text.splitlines())
     lines = [line.split() for line in text.splitlines() if line.rstrip().endswith(" safe")]

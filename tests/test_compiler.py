@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import stat
-import subprocess
+import sys
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from optpipe_compiler import child, compiler
+from optpipe_compiler import compiler, processes
 from optpipe_compiler.compiler import Options, Progress, Result, compile_schedule, layouts, settled
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import Layer, Machine, Profile
@@ -22,14 +21,14 @@ from optpipe_compiler.errors import BadInput, Infeasible
 from optpipe_compiler.plan import budget, candidates, exact
 from optpipe_compiler.published import METHODS
 from optpipe_compiler.solver import search
-from optpipe_compiler.solver.worker import Event
+from optpipe_compiler.solver.worker import SearchEvent
 from optpipe_compiler.verify import verify
 from tests.instances import profiles, quick, uniform
 from tests.processes import children
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
+    from multiprocessing.connection import Connection
 
 GB = 10**9
 OPEN = uniform(3, 2)
@@ -166,7 +165,7 @@ def test_every_placement_is_searched_that_options_allow_and_layers_permit(layers
 def test_the_options_used_are_in_the_file():
     result = quick(uniform(), 2 * GB, split=False, seed=3)
     recorded = result.schedule.provenance.options
-    assert recorded == compiler._recorded(result.options)
+    assert recorded == compiler.recorded(result.options)
     assert (recorded["mem_bytes"], recorded["split"], recorded["seed"], recorded["devices"]) == (2 * GB, False, 3, 2)
 
 
@@ -373,7 +372,7 @@ def test_without_search_no_process_is_started(monkeypatch):
     def refuse(*args: object, **options: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(child.subprocess, "Popen", refuse)
+    monkeypatch.setattr(processes.Processes, "start", refuse)
     quick(OPEN, OPEN_BYTES)
 
 
@@ -396,31 +395,32 @@ def test_ctrl_c_returns_the_best_verified_schedule_so_far_and_leaves_no_process(
     assert children() == []
 
 
-def test_a_solver_process_that_dies_is_noted_and_the_best_schedule_is_returned(monkeypatch, tmp_path):
-    replace_solver(monkeypatch, tmp_path, "head -c 100 > /dev/null; echo out of memory >&2; exit 3")
+def out_of_memory(line: Connection) -> None:
+    line.recv()
+    sys.stderr.write("out of memory\n")
+    sys.exit(3)
+
+
+def dead_on_arrival(line: Connection) -> None:
+    raise ModuleNotFoundError("no such module")
+
+
+def hanging(line: Connection) -> None:
+    time.sleep(600)
+
+
+@pytest.mark.parametrize(("serve", "words"), [(out_of_memory, "out of memory"), (dead_on_arrival, "no such module")])
+def test_a_solver_process_that_dies_is_noted_and_the_best_schedule_is_returned(monkeypatch, serve, words):
+    monkeypatch.setattr(search, "serve", serve)
     result = planned(time_limit_s=30.0)
     assert verify(result.schedule, OPEN) == []
     assert not result.interrupted
-    assert any("(DIED): out of memory" in note for note in result.notes)
+    assert any("(DIED): " in note and note.endswith(words) for note in result.notes)
     assert children() == []
 
 
-def test_a_solver_process_that_dies_before_it_reads_is_noted_as_well(monkeypatch, tmp_path):
-    replace_solver(monkeypatch, tmp_path, "echo no such module >&2; exit 3")
-    start = subprocess.Popen
-
-    def dead_on_arrival(*args: Any, **options: Any) -> subprocess.Popen[bytes]:
-        process = start(*args, **options)
-        process.wait()
-        return process
-
-    monkeypatch.setattr(child.subprocess, "Popen", dead_on_arrival)
-    result = planned(time_limit_s=30.0)
-    assert any("(DIED): no such module" in note for note in result.notes)
-
-
-def test_a_solver_process_that_hangs_is_ended_and_the_best_schedule_is_returned(monkeypatch, tmp_path):
-    replace_solver(monkeypatch, tmp_path, "exec sleep 600")
+def test_a_solver_process_that_hangs_is_ended_and_the_best_schedule_is_returned(monkeypatch):
+    monkeypatch.setattr(search, "serve", hanging)
     monkeypatch.setattr(search, "GRACE_S", 0.1)
     begin = time.monotonic()
     result = planned(time_limit_s=1.0)
@@ -429,18 +429,11 @@ def test_a_solver_process_that_hangs_is_ended_and_the_best_schedule_is_returned(
     assert children() == []
 
 
-def replace_solver(monkeypatch: pytest.MonkeyPatch, folder: Path, script: str) -> None:
-    program = folder / "python"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(child.sys, "executable", str(program))
-
-
-def answering(answer: Callable[[exact.Request], Event]) -> type:
+def answering(answer: Callable[[exact.Request], SearchEvent]) -> type:
     """A Searcher that gives one answer to every request."""
 
     class Fake(search.Searcher):
-        def search(self, request: exact.Request, on_event: Callable[[Event], None]) -> str:
+        def search(self, request: exact.Request, on_event: Callable[[SearchEvent], None]) -> str:
             on_event(answer(request))
             return "FEASIBLE"
 
@@ -448,8 +441,8 @@ def answering(answer: Callable[[exact.Request], Event]) -> type:
 
 
 def test_a_solution_that_cannot_be_retimed_is_passed_over(monkeypatch):
-    def backwards(request: exact.Request) -> Event:
-        return Event(
+    def backwards(request: exact.Request) -> SearchEvent:
+        return SearchEvent(
             "solution", starts={task: -start for task, start in request.hint.starts.items()} if request.hint else None
         )
 
@@ -458,9 +451,9 @@ def test_a_solution_that_cannot_be_retimed_is_passed_over(monkeypatch):
 
 
 def test_a_worse_solution_does_not_replace_a_better_one(monkeypatch):
-    def slow(request: exact.Request) -> Event:
+    def slow(request: exact.Request) -> SearchEvent:
         hint = request.hint
-        return Event(
+        return SearchEvent(
             "solution", starts=None if hint is None else {task: 3 * begin for task, begin in hint.starts.items()}
         )
 

@@ -17,7 +17,7 @@ from optpipe_torch.emulate.peers import Arrival  # noqa: E402
 from runtime_torch import cuda, messages, timeline  # noqa: E402
 from runtime_torch.messages import Mailbox  # noqa: E402
 from runtime_torch.meter import Meter  # noqa: E402
-from runtime_torch.timeline import Timeline  # noqa: E402
+from runtime_torch.timeline import OpRecorder  # noqa: E402
 
 
 @dataclass(eq=False)
@@ -167,7 +167,7 @@ def test_what_an_emulated_peer_gets_arrives_after_it_is_computed():
 
 def test_times_between_events_are_put_on_the_hosts_clock(device, monkeypatch):
     monkeypatch.setattr(timeline.time, "perf_counter_ns", lambda: 5_000_000)
-    times = Timeline(SimpleNamespace(type="cuda"))
+    times = OpRecorder(SimpleNamespace(type="cuda"))
     device.current.now_ms = 100.0
     times.begin()
     marks = []

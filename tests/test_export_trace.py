@@ -13,7 +13,8 @@ from small_schedules import Shape, build, random_shape
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.export.chrome_trace import CELLS, LANES, render
-from optpipe_compiler.export.memory import device_curve, host_curve, on_device, timed_ops
+from optpipe_compiler.export.memory import device_curve, host_curve, timed_ops
+from optpipe_compiler.forecast import memory
 from optpipe_compiler.verify import check
 from optpipe_compiler.verify.memory import Table
 from optpipe_compiler.verify.plan import Plan
@@ -121,12 +122,9 @@ def test_arrows_lead_from_the_op_that_makes_a_tensor_to_the_one_that_reads_it(se
 def test_memory_is_counted_by_the_table_of_the_judge(seed):
     schedule = drawn(seed)
     plan = Plan(schedule)
-    table = Table(plan)
+    table, judge = memory.Table(schedule), Table(plan)
     for place in plan.places:
-        stage = schedule.stages[place.op.stage]
-        dropped = table.dropped.get((place.op.stage, place.op.microbatch), 0)
-        taken, freed = on_device(stage, place.op, dropped)
-        assert (taken, -freed) == table.on_device(place.op), place.id
+        assert table.on_device(place.op) == judge.on_device(place.op), place.id
 
 
 @pytest.mark.parametrize("seed", range(6))

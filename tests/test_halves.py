@@ -27,10 +27,10 @@ from optpipe_torch.models import known as models  # noqa: E402
 from optpipe_torch.models.layers import AttentionHalf, Block, MlpHalf, makers  # noqa: E402
 from optpipe_torch.models.text import default_text  # noqa: E402
 from optpipe_torch.profiler.child import measure_sizes  # noqa: E402
-from optpipe_torch.profiler.gauge import CpuGauge  # noqa: E402
 from optpipe_torch.profiler.layers import Benches, time_ops  # noqa: E402
 from optpipe_torch.profiler.measure import MeasureOptions, measure  # noqa: E402
-from tests.test_cli import refused, run  # noqa: E402, F401 - a fixture
+from optpipe_torch.profiler.timer import CpuTimer  # noqa: E402
+from tests.test_cli import optpipe, refused, run  # noqa: E402, F401 - fixtures
 
 GPT = Architecture(
     kind="gpt2", layers=2, hidden=32, heads=4, kv_heads=4, head_dim=8, ffn=64, vocab=300, positions=64, qkv_bias=True
@@ -158,7 +158,7 @@ def test_measured_halves_keep_together_what_the_block_keeps(model):
     found = []
     for one in (model, in_halves(model)):
         benches = Benches(record(one), default_text())
-        found.append(measure_sizes(CpuGauge(), benches, models.layer_names(record(one)), 10**9))
+        found.append(measure_sizes(CpuTimer(), benches, models.layer_names(record(one)), 10**9))
     whole, half = found[0]["block"], [found[1][name] for name in ("block.0.attention", "block.0.mlp")]
     for size in SUMS:
         assert sum(getattr(one, size) for one in half) == getattr(whole, size), size
@@ -175,7 +175,7 @@ def test_measured_halves_take_together_as_long_as_the_block():
     for _ in range(4):  # in turn: what else runs on the machine touches all of them
         for name, bench in built.items():
             times: dict[str, list[int]] = {}
-            for _ in time_ops(CpuGauge(), [bench], 5, times):
+            for _ in time_ops(CpuTimer(), [bench], 5, times):
                 pass
             taken = sum(min(times[op]) for op in ("forward", "backward_input", "backward_weight"))
             least[name] = min(taken, least.get(name, taken))
@@ -216,32 +216,6 @@ def test_noise_of_a_kind_of_layer_is_named_once_and_counts_for_all_of_them():
 
 # -- commands
 
-TINY = {
-    "gpt2": {"model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 2, "vocab_size": 301, "n_positions": 32},
-    "llama": {
-        "model_type": "llama", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 3, "vocab_size": 299,
-        "intermediate_size": 24,
-    },
-    "mixtral": {
-        "model_type": "mixtral", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2,
-        "vocab_size": 299, "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2,
-    },
-}  # fmt: skip
-
-
-@pytest.fixture
-def optpipe(run):  # noqa: F811
-    """Run a command that succeeds, beside tiny models; return what it prints."""
-    for name, config in TINY.items():
-        Path(f"{name}.json").write_text(json.dumps(config))
-
-    def command(*arguments):
-        found = run(*map(str, arguments))
-        assert found.code == 0, found.err
-        return found.out
-
-    return command
-
 
 def names():
     return [one.name for one in profiles.load(Path("profile.json")).expanded_layers()]
@@ -257,7 +231,7 @@ def names():
         ("llama", ("--granularity", "half", "--dtype", "bf16"), None),
     ],
 )
-def test_a_model_in_halves_is_measured_planned_checked_and_trained(optpipe, model, how, method):
+def test_a_model_in_halves_is_measured_planned_checked_and_trained(optpipe, model, how, method):  # noqa: F811
     optpipe("profile", "--model", f"{model}.json", "--devices", 2, "--device", "cpu", "--seq", 16, *how)
     assert names()[1:5] == ["block.0.attention", "block.0.mlp", "block.1.attention", "block.1.mlp"]
     by_method = ("--method", method) if method else ("--time-limit", 3)
@@ -277,12 +251,12 @@ def test_auto_takes_halves_where_a_device_has_few_blocks():
 
 
 @pytest.mark.parametrize(("devices", "name"), [(7, "block"), (8, "block.0.attention")])
-def test_auto_counts_the_devices_of_an_estimate(optpipe, devices, name):
+def test_auto_counts_the_devices_of_an_estimate(optpipe, devices, name):  # noqa: F811
     optpipe("profile", "--model", "llama-7b", "--gpu", "a100-80gb", "--devices", devices, "--granularity", "auto")
     assert names()[1] == name
 
 
-def test_a_sweep_plans_with_halves(optpipe):
+def test_a_sweep_plans_with_halves(optpipe):  # noqa: F811
     sweep = ("sweep", "--model", "llama.json", "--gpu", "a100-80gb", "--seq", 64, "--mem", "4GB", "--devices", 7)
     optpipe(*sweep, "--microbatches", 7, "--time-limit", 1, "--granularity", "half")
     found = json.loads(Path("sweep.json").read_text())

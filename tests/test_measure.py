@@ -31,9 +31,9 @@ from optpipe_torch.models import text  # noqa: E402
 from optpipe_torch.profiler import layers as measure_layers  # noqa: E402
 from optpipe_torch.profiler import records as measure_profile  # noqa: E402
 from optpipe_torch.profiler.child import measure_sizes  # noqa: E402
-from optpipe_torch.profiler.gauge import CpuGauge  # noqa: E402
 from optpipe_torch.profiler.measure import MeasureOptions, layout_of, measure, measure_in_group  # noqa: E402
 from optpipe_torch.profiler.records import Copies, Findings, LayerBytes, Messages, assemble  # noqa: E402
+from optpipe_torch.profiler.timer import CpuTimer  # noqa: E402
 
 TINY = MeasureOptions(devices=2, layers=2, hidden=32, heads=2, sequence_length=16, microbatch_size=2, samples=4)
 
@@ -53,7 +53,7 @@ def benches() -> measure_layers.Benches:
 
 @pytest.fixture(scope="module")
 def sizes(benches: measure_layers.Benches) -> dict[str, LayerBytes]:
-    return measure_sizes(CpuGauge(), benches, models.layer_names(THREE.model()), 10**9)
+    return measure_sizes(CpuTimer(), benches, models.layer_names(THREE.model()), 10**9)
 
 
 def saved_by(layer: Any, *inputs: Any) -> int:
@@ -110,7 +110,7 @@ def test_the_memory_table_with_these_bytes_covers_stages_that_were_not_measured(
     names = models.layer_names(THREE.model())
     for first, end in [(0, 4), (1, 4), (1, 5), (2, 4)]:
         layers = [sizes[name] for name in names[first:end]]
-        excess = measure_layers.transient_bytes(CpuGauge(), benches, first, end, layers)
+        excess = measure_layers.transient_bytes(CpuTimer(), benches, first, end, layers)
         allowed = {op: max(layer.transient[op] for layer in layers) for op in excess}
         assert all(excess[op] <= allowed[op] for op in excess), (first, end, excess, allowed)
 
@@ -123,7 +123,7 @@ def test_the_peak_counts_what_an_op_frees_before_its_end():
     def three() -> Any:
         return [torch.empty(500, dtype=torch.uint8) for _ in range(3)]
 
-    peaks = CpuGauge().peaks({"one": op, "nothing": lambda: None, "three": three})
+    peaks = CpuTimer().peaks({"one": op, "nothing": lambda: None, "three": three})
     assert peaks == {"one": 1000, "nothing": 0, "three": 1500}
 
 
@@ -153,7 +153,7 @@ def test_a_layer_that_saves_less_than_its_input_is_said_to_save_as_much():
 
 def test_every_op_is_timed_as_often_as_asked(benches):
     times: dict[str, list[int]] = {}
-    parts = list(measure_layers.time_ops(CpuGauge(), [benches.stage(1, 2), benches.stage(2, 3)], 4, times))
+    parts = list(measure_layers.time_ops(CpuTimer(), [benches.stage(1, 2), benches.stage(2, 3)], 4, times))
     assert parts == sorted(parts)
     assert parts[-1] == 1
     assert {op: len(samples) for op, samples in times.items()} == {
@@ -351,7 +351,7 @@ def test_a_killed_process_ends_the_measurement_with_its_number():
         for process in multiprocessing.active_children():
             os.kill(process.pid or 0, signal.SIGKILL)
 
-    with pytest.raises(RunFailed, match=r"process [01] of 2 died \(exit code -9\)"):
+    with pytest.raises(RunFailed, match=r"process [01] of 2 died \(killed by signal 9 \(SIGKILL\)\)"):
         measure(TINY, kill)
     assert multiprocessing.active_children() == []
 

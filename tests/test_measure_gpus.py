@@ -22,9 +22,9 @@ from optpipe_torch.models import text  # noqa: E402
 from optpipe_torch.profiler import cuda as measure_cuda  # noqa: E402
 from optpipe_torch.profiler import layers as measure_layers  # noqa: E402
 from optpipe_torch.profiler.copies import MICROBATCHES, _alone, _Copier, _duplex, stream_lanes, time_copies  # noqa: E402
-from optpipe_torch.profiler.cuda import CudaGauge  # noqa: E402
-from optpipe_torch.profiler.gauge import CpuGauge  # noqa: E402
+from optpipe_torch.profiler.cuda import CudaTimer  # noqa: E402
 from optpipe_torch.profiler.records import Copies, Messages, assemble  # noqa: E402
+from optpipe_torch.profiler.timer import CpuTimer  # noqa: E402
 from tests import test_cli  # noqa: E402
 from tests.test_measure import TINY, findings  # noqa: E402
 
@@ -33,7 +33,7 @@ run = test_cli.run
 # -- copies on streams
 
 
-class LateGauge(CpuGauge):
+class LateGauge(CpuTimer):
     """A CPU whose copies are put on streams that run as late as they may."""
 
     def __init__(self) -> None:
@@ -61,26 +61,26 @@ def benches() -> measure_layers.Benches:
     return measure_layers.Benches(TINY.model(), text.default_text())
 
 
-@pytest.mark.parametrize("gauge", [CpuGauge(), LateGauge()], ids=["threads", "streams"])
-def test_copies_are_timed_as_often_as_asked_on_either_kind_of_lanes(gauge, benches):
-    copies = time_copies(gauge, benches, 1, 8, bool)
+@pytest.mark.parametrize("timer", [CpuTimer(), LateGauge()], ids=["threads", "streams"])
+def test_copies_are_timed_as_often_as_asked_on_either_kind_of_lanes(timer, benches):
+    copies = time_copies(timer, benches, 1, 8, bool)
     bench = benches.stage(1, 2)
     bench.forward(0)
     assert copies.nbytes == bench.stage.saved_bytes(0)
     counts = (copies.d2h, copies.h2d, copies.duplex_d2h, copies.duplex_h2d)
     assert [len(samples) for samples in counts] == [8] * 4
     assert len(copies.latency) == 16
-    assert not any(slab() for slab in getattr(gauge, "alive", ()))
+    assert not any(slab() for slab in getattr(timer, "alive", ()))
     assert all(ns > 0 for samples in (*counts, copies.latency) for ns in samples)
 
 
 def test_copies_on_streams_use_no_more_than_their_slab_and_spoil_no_gradient(benches):
-    gauge = LateGauge()
+    timer = LateGauge()
     bench, other = benches.stage(1, 2), benches.stage(1, 2)
-    copier = _Copier(gauge, bench)
+    copier = _Copier(timer, bench)
     for timed in (_alone, _duplex):
         timed(copier, 8)
-    assert gauge.slabs == [MICROBATCHES * copier.nbytes]
+    assert timer.slabs == [MICROBATCHES * copier.nbytes]
     other.forward(0)
     expected = other.stage.backward(0, other.gradient)
     for microbatch in range(MICROBATCHES):
@@ -88,19 +88,19 @@ def test_copies_on_streams_use_no_more_than_their_slab_and_spoil_no_gradient(ben
 
 
 def test_an_offload_runs_while_another_microbatch_is_reloaded(benches):
-    gauge = LateGauge()
-    _duplex(_Copier(gauge, benches.stage(1, 2)), 4)
-    waits = [entry[1:] for entry in gauge.backend.log if entry[0] == "wait"]
+    timer = LateGauge()
+    _duplex(_Copier(timer, benches.stage(1, 2)), 4)
+    waits = [entry[1:] for entry in timer.backend.log if entry[0] == "wait"]
     assert ("d2h", "h2d") in waits
     assert ("h2d", "d2h") in waits
 
 
-# -- the gauge of a GPU, on a stand-in for torch.cuda
+# -- the timer of a GPU, on a stand-in for torch.cuda
 
 
 @dataclass
 class FakeCuda:
-    """What the gauge calls; time passes by being told to, memory is what tests say."""
+    """What the timer calls; time passes by being told to, memory is what tests say."""
 
     now_ms: float = 0.0
     allocated: int = 1000
@@ -152,15 +152,15 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 
 def test_times_are_between_events_and_are_there_once_the_device_has_settled(fake):
-    gauge, times = CudaGauge(1), []
+    timer, times = CudaTimer(1), []
     for passed in (2.5, 0.25):
-        with gauge.timed(times):
+        with timer.timed(times):
             fake.now_ms += passed
         fake.now_ms += 7
     assert times == []
-    gauge.settle()
+    timer.settle()
     assert (times, fake.calls) == ([2_500_000, 250_000], ["set_device 1", "synchronize"])
-    gauge.settle()
+    timer.settle()
     assert len(times) == 2
 
 
@@ -168,27 +168,27 @@ def test_peaks_are_what_the_allocator_rises_by_during_each_op(fake):
     def op(*changes: int) -> Any:
         return lambda: [fake.allocate(change) for change in changes]
 
-    assert CudaGauge(0).peaks({"a": op(500, -200, 100), "b": op(-300), "c": op(-100, 50)}) == {"a": 500, "b": 0, "c": 0}
+    assert CudaTimer(0).peaks({"a": op(500, -200, 100), "b": op(-300), "c": op(-100, 50)}) == {"a": 500, "b": 0, "c": 0}
 
 
 def test_memory_is_the_whole_device_and_what_is_taken_of_it_without_tensors(fake):
-    gauge = CudaGauge(0)
-    assert gauge.memory() == (80_000, 10_000)
+    timer = CudaTimer(0)
+    assert timer.memory() == (80_000, 10_000)
     assert fake.calls[-2:] == ["synchronize", "empty_cache"]
-    assert gauge.room_bytes(4) == 35_000
+    assert timer.room_bytes(4) == 35_000
 
 
 def test_the_lead_is_as_long_as_it_is_said_to_be(fake, monkeypatch):
-    gauge = CudaGauge(0)
+    timer = CudaTimer(0)
     filled: list[int] = []
 
     def fill(count: int) -> None:
         filled.append(count)
         fake.now_ms += 0.3 * count
 
-    monkeypatch.setattr(gauge, "_fill", fill)
-    gauge.lead()
-    gauge.lead()
+    monkeypatch.setattr(timer, "_fill", fill)
+    timer.lead()
+    timer.lead()
     assert filled == [1, 1, 17, 17]  # 17 x 0.3 ms are 5 ms and more
 
 
@@ -198,10 +198,10 @@ def test_a_host_link_is_named_by_machine_and_root_port(fake, monkeypatch, tmp_pa
     monkeypatch.setattr(measure_cuda, "root_port", lambda address: asked.append(address) or found)
     (tmp_path / "boot_id").write_text("a-machine\n")
     monkeypatch.setattr(measure_cuda, "BOOT_ID", tmp_path / "boot_id")
-    gauge = CudaGauge(2)
+    timer = CudaTimer(2)
     assert asked == ["0000:3b:02.0"]
-    assert gauge.host_link == (found and f"a-machine {found}")
-    assert gauge.kind == "Fake GPU"
+    assert timer.host_link == (found and f"a-machine {found}")
+    assert timer.kind == "Fake GPU"
 
 
 # -- the command

@@ -19,10 +19,10 @@ from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profil
 from optpipe_torch.profiler import child as measure_child  # noqa: E402
 from optpipe_torch.profiler import copies as measure_copies  # noqa: E402
 from optpipe_torch.profiler import spread as measure_spread  # noqa: E402
-from optpipe_torch.profiler.gauge import CpuGauge  # noqa: E402
 from optpipe_torch.profiler.layers import OPS, bookkeeping_bench  # noqa: E402
 from optpipe_torch.profiler.records import Messages, assemble  # noqa: E402
 from optpipe_torch.profiler.spread import MOST, relative_spread, steadiest  # noqa: E402
+from optpipe_torch.profiler.timer import CpuTimer  # noqa: E402
 from tests.test_measure import TINY, findings  # noqa: E402
 
 QUIET, NOISY, LOUD = [100, 101, 102, 103], [100, 200, 300, 400], [100, 300, 800, 900]
@@ -92,7 +92,7 @@ def test_there_are_no_more_turns_when_the_time_is_up(clock):
 # -- where it is measured
 
 
-class Scripted(CpuGauge):
+class Scripted(CpuTimer):
     """Its clock says what it is told to, op by op."""
 
     def __init__(self, ns):
@@ -137,7 +137,7 @@ def test_progress_never_goes_back(one_process):
 
 def test_messages_are_timed_again_where_they_are_noisy(one_process, monkeypatch):
     trips = []
-    monkeypatch.setattr(measure_child, "_round_trip", lambda gauge, rank, peer, data: trips.append(data.numel()))
+    monkeypatch.setattr(measure_child, "_round_trip", lambda timer, rank, peer, data: trips.append(data.numel()))
     found = measure_child.time_messages(Scripted([20, 400]), 0, 1, 5000, 10)
     assert (found.small, found.large, len(trips)) == ([10] * 10, [200] * 10, 3 * 15)
     measure_child.time_messages(Scripted([20, 400, 20, 4000, 20, 40000]), 0, 1, 5000, 10)

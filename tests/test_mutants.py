@@ -345,6 +345,42 @@ def wait_for_a_later_op_of_the_lane(plain: Plain, rng: Random) -> bool:
     return True
 
 
+def stated(plain: Plain, rng: Random) -> tuple[Plain, Plain] | None:
+    """Draw a device and one of its statements of deliveries."""
+    found = [(device, entry) for device in plain["devices"] for entry in device["deliveries"]]
+    return rng.choice(found) if found else None
+
+
+@refused_by("deliveries")
+def forget_a_delivery(plain: Plain, rng: Random) -> bool:
+    found = stated(plain, rng)
+    if found is not None:
+        found[1]["sends"].pop()
+    return found is not None
+
+
+@refused_by("deliveries")
+def state_a_delivery_for_another_op(plain: Plain, rng: Random) -> bool:
+    found = stated(plain, rng)
+    if found is None:
+        return False
+    device, entry = found
+    others = [op for lane in ("compute", "d2h", "h2d") for op in map(identity, device[lane]) if op != entry["before"]]
+    device["deliveries"].append({"before": rng.choice(others), "sends": [entry["sends"].pop()]})
+    return True
+
+
+@refused_by("deliveries")
+def state_a_delivery_twice_or_of_what_is_no_send(plain: Plain, rng: Random) -> bool:
+    found = stated(plain, rng)
+    if found is not None:
+        device, entry = found
+        entry["sends"].append(
+            rng.choice([entry["sends"][0], entry["before"], identity(device["compute"][0]), "send:9:9"])
+        )
+    return found is not None
+
+
 @refused_by("completeness")
 def put_a_stage_on_another_device(plain: Plain, rng: Random) -> bool:
     stage = rng.choice(plain["stages"])

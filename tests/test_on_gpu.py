@@ -22,7 +22,7 @@ from optpipe_torch.launch.job import gpu_count  # noqa: E402
 from optpipe_torch.launch.run import run  # noqa: E402
 from optpipe_torch.models import text  # noqa: E402
 from optpipe_torch.profiler.copies import time_copies  # noqa: E402
-from optpipe_torch.profiler.cuda import CudaGauge  # noqa: E402
+from optpipe_torch.profiler.cuda import CudaTimer  # noqa: E402
 from optpipe_torch.profiler.layers import Benches  # noqa: E402
 from optpipe_torch.profiler.measure import MeasureOptions, measure  # noqa: E402
 from runtime_torch.cuda import pinned  # noqa: E402
@@ -35,8 +35,8 @@ SMALL = MeasureOptions(
 
 
 @pytest.fixture
-def gauge():
-    return CudaGauge(0)
+def timer():
+    return CudaTimer(0)
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["fused", "split"])
@@ -62,36 +62,36 @@ def test_the_allocator_has_the_segments_that_the_environment_asks_for():
 
 
 @on_gpu
-def test_an_op_takes_the_time_between_its_events_and_more_work_takes_longer(gauge):
+def test_an_op_takes_the_time_between_its_events_and_more_work_takes_longer(timer):
     few, many = [], []
-    square = torch.ones(2048, 2048, device=gauge.device)
+    square = torch.ones(2048, 2048, device=timer.device)
     for _ in range(5):
-        gauge.lead()
+        timer.lead()
         for into, products in ((few, 2), (many, 40)):
-            with gauge.timed(into):
+            with timer.timed(into):
                 for _ in range(products):
                     torch.mm(square, square)
     assert few == []
-    gauge.settle()
+    timer.settle()
     assert len(few) == len(many) == 5
     assert 0 < sorted(few)[2] < sorted(many)[2]
 
 
 @on_gpu
-def test_the_peak_of_an_op_is_what_the_allocator_rises_by(gauge):
+def test_the_peak_of_an_op_is_what_the_allocator_rises_by(timer):
     def op():
-        torch.empty(2**22, dtype=torch.uint8, device=gauge.device)
-        return torch.empty(2**21, dtype=torch.uint8, device=gauge.device)
+        torch.empty(2**22, dtype=torch.uint8, device=timer.device)
+        return torch.empty(2**21, dtype=torch.uint8, device=timer.device)
 
-    assert gauge.peaks({"op": op, "nothing": lambda: None}) == {"op": 2**22, "nothing": 0}
+    assert timer.peaks({"op": op, "nothing": lambda: None}) == {"op": 2**22, "nothing": 0}
 
 
 @on_gpu
-def test_memory_is_the_whole_gpu_and_what_is_taken_without_tensors(gauge):
-    total, taken = gauge.memory()
+def test_memory_is_the_whole_gpu_and_what_is_taken_without_tensors(timer):
+    total, taken = timer.memory()
     assert total == torch.cuda.mem_get_info(0)[1]
     assert 0 < taken < total
-    assert 0 < gauge.room_bytes(1) < total
+    assert 0 < timer.room_bytes(1) < total
 
 
 @on_gpu
@@ -111,8 +111,8 @@ def test_pinned_memory_is_copied_both_ways_and_can_be_had_again():
 
 
 @on_gpu
-def test_copies_on_streams_are_timed_as_often_as_asked(gauge):
-    copies = time_copies(gauge, Benches(SMALL.model(), text.default_text(), gauge.device), 1, 8, bool)
+def test_copies_on_streams_are_timed_as_often_as_asked(timer):
+    copies = time_copies(timer, Benches(SMALL.model(), text.default_text(), timer.device), 1, 8, bool)
     assert [len(t) for t in (copies.d2h, copies.h2d, copies.duplex_d2h, copies.duplex_h2d)] == [8] * 4
     assert all(ns > 0 for t in (copies.latency, copies.d2h, copies.h2d) for ns in t)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -47,3 +49,18 @@ def test_a_caller_that_stops_early_leaves_no_process_behind():
     assert children()
     found.close()
     assert children() == []
+
+
+def test_a_script_that_starts_processes_needs_no_guard(tmp_path):
+    (tmp_path / "script.py").write_text(
+        "from optpipe_compiler.study.pool import answers\nprint('once')\nprint(list(answers(abs, [-1, -2], 1)))\n"
+    )
+    command = [sys.executable, "script.py"]
+    found = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (found.stderr, found.stdout) == ("", "once\n[(-1, 1), (-2, 2)]\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import socket
@@ -127,12 +128,12 @@ def test_a_stopped_rank_ends_the_run_by_its_timeout_and_is_named():
 
     def stop(event):
         if event["event"] == "step" and event["step"] == 1:
-            os.kill(family._children[1].pid, signal.SIGSTOP)
+            os.kill(ranks.processes.pid(1), signal.SIGSTOP)
 
-    family = launch._Family([Job(ir.to_text(plan), False, 10_000, b"", False, 1.0, 0, 3.0)] * 2, stop)
+    ranks = launch.Ranks([Job(ir.to_text(plan), False, 10_000, b"", False, 1.0, 0, 3.0)] * 2, stop)
     with pytest.raises(RunFailed, match=r"^rank 1 is stopped \(SIGSTOP\), and the run has waited for it for 3 s"):
-        family.run()
-    assert not any(child.is_alive() for child in family._children)
+        ranks.run()
+    assert multiprocessing.active_children() == []
 
 
 def test_a_run_that_is_terminated_leaves_no_process_and_no_temporary_folder(tmp_path):

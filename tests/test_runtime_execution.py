@@ -204,9 +204,9 @@ class CountingCarrier(DirectCarrier):
         self.out += [storage.data_ptr() for storage in storages]
         return super().take(storages)
 
-    def bring(self, parcels):
-        self.back += [parcel.pieces[0].data_ptr() for parcel in parcels]
-        return super().bring(parcels)
+    def bring(self, host_copies):
+        self.back += [host_copy.pieces[0].data_ptr() for host_copy in host_copies]
+        return super().bring(host_copies)
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 import signal
 import socket
@@ -112,10 +113,10 @@ def test_a_schedule_without_a_model_is_rehearsed():
         assert 0 < rank.peak_host_bytes <= rank.promised_host_bytes
 
 
-class Watched(launch._Family):
+class Watched(launch.Ranks):
     """Lets a test see the processes."""
 
-    seen: list[launch._Family] = []  # noqa: RUF012 - one list for all on purpose
+    seen: list[launch.Ranks] = []  # noqa: RUF012 - one list for all on purpose
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -129,13 +130,13 @@ def job(plan, **changes):
     return dataclasses.replace(first, **changes)
 
 
-def failure(jobs, on_event=lambda family, event: None):
+def failure(jobs, on_event=lambda ranks, event: None):
     """Run until it fails; return the message, how long it took, and check that no process is left."""
-    family = Watched(jobs, lambda event: on_event(family, event))
+    ranks = Watched(jobs, lambda event: on_event(ranks, event))
     start = time.monotonic()
     with pytest.raises((RunFailed, BadInput)) as caught:
-        family.run()
-    assert not any(child.is_alive() for child in family._children)
+        ranks.run()
+    assert multiprocessing.active_children() == []
     return caught.value, time.monotonic() - start
 
 
@@ -144,10 +145,10 @@ def test_a_killed_rank_ends_the_run_in_seconds_and_is_named(model):
     plan = schedule(Shape(LINEAR_2, microbatches=4), model=model)
     killed = []
 
-    def kill(family, event):
+    def kill(ranks, event):
         if event["event"] == "step" and not killed:
             killed.append(time.monotonic())
-            os.kill(family._children[1].pid, signal.SIGKILL)
+            os.kill(ranks.processes.pid(1), signal.SIGKILL)
 
     error, _ = failure([job(plan)] * 2, kill)
     assert str(error) == "rank 1 died: killed by signal 9 (SIGKILL)"
@@ -178,10 +179,10 @@ def test_an_interrupt_of_the_parent_ends_every_rank():
         if event["event"] == "step":
             raise KeyboardInterrupt
 
-    family = Watched([job(plan)] * 2, interrupt)
+    ranks = Watched([job(plan)] * 2, interrupt)
     with pytest.raises(KeyboardInterrupt):
-        family.run()
-    assert not any(child.is_alive() for child in family._children)
+        ranks.run()
+    assert multiprocessing.active_children() == []
 
 
 ORPHANED = """
@@ -191,12 +192,12 @@ from optpipe_compiler.documents import ir
 from optpipe_torch.launch import run as launch
 def tell(event):
     if event["event"] == "step":
-        sys.stdout.write(" ".join(str(child.pid) for child in family._children))
+        sys.stdout.write(" ".join(str(ranks.processes.pid(rank)) for rank in range(2)))
         sys.stdout.flush()
         os.kill(os.getpid(), signal.SIGKILL)
 job = launch.Job(Path(sys.argv[1]).read_text(), False, 50, b"", False, 2.0, 0, 60.0)
-family = launch._Family([job] * 2, tell)
-family.run()
+ranks = launch.Ranks([job] * 2, tell)
+ranks.run()
 """
 
 

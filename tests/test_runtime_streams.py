@@ -15,7 +15,7 @@ from optpipe_compiler.errors import RunFailed  # noqa: E402
 from optpipe_torch.models import known as models  # noqa: E402
 from runtime_torch import engine  # noqa: E402
 from runtime_torch.execution import StageExecution  # noqa: E402
-from runtime_torch.lanes import Work  # noqa: E402
+from runtime_torch.lanes import LaneOps  # noqa: E402
 from runtime_torch.meter import Meter  # noqa: E402
 from runtime_torch.pinned import PinnedPool  # noqa: E402
 from runtime_torch.replay import Replay  # noqa: E402
@@ -135,13 +135,13 @@ class Lanes:
     def __init__(self, waits, *, sizes=None, host_bytes=1000, messages=None):
         self.device, self.meter, self.host = LateDevice(), Meter(), Meter()
         self.sizes = sizes or {}
-        self.parcels = {}
+        self.host_copies = {}
         names = [name for name in waits]
         self.delivered = []
         self.arrived = {name for name in names if name[0] in "sr"}
         pool = PinnedPool(host_bytes, pageable)
         self.carrier = StreamCarrier(self.device, pool, self.meter, self.host)
-        work = Work(
+        work = LaneOps(
             *([Named(name) for name in names if name[0] in kinds] for kinds in ("Fsr", "D", "H")),
             waits,
             {name: (messages or {}).get(name, []) for name in names},
@@ -156,9 +156,9 @@ class Lanes:
             storages = [pageable(size).untyped_storage() for size in self.sizes.get(op.id, [8])]
             for storage in storages:
                 self.meter.hold(storage)
-            self.parcels[op.id[1:]] = self.carrier.take(storages)
+            self.host_copies[op.id[1:]] = self.carrier.take(storages)
         else:
-            self.carrier.bring(self.parcels.pop(op.id[1:]))
+            self.carrier.bring(self.host_copies.pop(op.id[1:]))
 
     def run(self, *names):
         """Run ops of the compute lane; return what was called."""
@@ -190,14 +190,14 @@ def test_a_reload_takes_over_only_what_nobody_else_held():
             meter.hold(storage)
         kept = output if held else None
         del output, other, storage
-        parcels = []
+        host_copies = []
         with device.on(device.new_stream()):
             for op in range(2):
                 carrier.enter(op, 0, device.compute, caught_up.append)
-                parcels += carrier.take([storages.pop(0)])
+                host_copies += carrier.take([storages.pop(0)])
             carrier.settle(1, 0)
             carrier.enter(0, 2, device.compute, caught_up.append)
-            (there,) = carrier.bring(parcels[:1])
+            (there,) = carrier.bring(host_copies[:1])
         assert (there.data_ptr() == address) == (not held)
         assert caught_up == ([2] if held else [])
         del kept
@@ -279,8 +279,8 @@ def test_a_reload_gets_memory_that_only_its_own_stream_knows_to_be_free():
 def test_where_no_storage_fits_the_compute_stream_waits_for_the_offloads_before_it_allocates():
     lanes = Lanes({"F0": [], "D0": ["F0"], "D1": ["F0"], "H0": ["D1"]}, sizes={"D0": [6], "D1": [2, 2]})
     lanes.lanes.begin()
-    del lanes.parcels
-    lanes.parcels = Fixed({"0": [5]}, lanes)
+    del lanes.host_copies
+    lanes.host_copies = Fixed({"0": [5]}, lanes)
     calls = lanes.run("F0")
     assert calls[-3:-1] == [("wait", "compute", "d2h"), ("empty", 5)]
     assert lanes.meter.current_bytes == 5
@@ -345,16 +345,16 @@ def test_a_transfer_that_was_never_issued_is_reported():
 def test_the_pool_serves_whatever_fits_in_the_sum_of_its_gaps():
     made = []
     pool = PinnedPool(100, lambda nbytes: made.append(nbytes) or pageable(nbytes))
-    parcels = [pool.take(25) for _ in range(4)]
-    pool.give(parcels[0])
-    pool.give(parcels[2])
+    host_copies = [pool.take(25) for _ in range(4)]
+    pool.give(host_copies[0])
+    pool.give(host_copies[2])
     scattered = pool.take(40)
     assert [piece.numel() for piece in scattered.pieces] == [25, 15]
     assert pool.free_bytes == 10
     with pytest.raises(RunFailed, match="only 10 are free"):
         pool.take(11)
-    for parcel in (scattered, parcels[1], parcels[3]):
-        pool.give(parcel)
+    for host_copy in (scattered, host_copies[1], host_copies[3]):
+        pool.give(host_copy)
     whole = pool.take(100)
     assert [piece.numel() for piece in whole.pieces] == [100]
     assert made == [100]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from random import Random
 
+import msgspec
 import pytest
 
 pytest.importorskip("torch")
@@ -17,6 +18,7 @@ from optpipe_compiler.verify import causality
 from optpipe_compiler.verify.plan import Plan
 from optpipe_torch.launch.job import check_torch
 from runtime_torch import deliveries, engine
+from tests.instances import quick, uniform
 
 
 @pytest.mark.parametrize("version", ["2.10.0", "2.16.0", "2.1.30", "3.0", "2.16.0a0+git1"])
@@ -66,6 +68,20 @@ def test_implied_deliveries_are_those_of_the_independent_judge(seed):
                 start = events.start[op.id]
                 expected = {name for name in messages if clocks.implies(start, events.done[name])}
                 assert known == expected, op.id
+
+
+def test_a_compiled_file_states_what_files_of_old_leave_to_the_reader():
+    plan = quick(uniform(3, 2), 2 * 10**9, microbatches=6).schedule
+    for device in plan.devices:
+        sends = {op.id for op in device.compute if isinstance(op, ir.SendActivation | ir.SendGradient)}
+        old = msgspec.structs.replace(device, deliveries=msgspec.UNSET)
+        devices = [old if one is device else one for one in plan.devices]
+        derived = deliveries.waits(msgspec.structs.replace(plan, devices=devices), device.device)
+        stated = deliveries.waits(plan, device.device)
+        assert device.deliveries
+        assert {op: sends.intersection(names) for op, names in stated.items()} == {
+            op: sends.intersection(names) for op, names in derived.items()
+        }
 
 
 def test_a_schedule_that_can_deadlock_is_refused():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING, Any
@@ -17,7 +15,7 @@ from optpipe_compiler.model.problem import Freedom, Problem, coarsen
 from optpipe_compiler.model.schedule import Kind, Schedule
 from optpipe_compiler.solver import minimum
 from optpipe_compiler.solver.minimum import one_at_a_time
-from optpipe_compiler.solver.worker import Event, Request, solve
+from optpipe_compiler.solver.worker import Request, SearchEvent, solve
 from tests.instances import problem
 from tests.machines import dispatched
 from tests.plans import best, optimum, start
@@ -275,13 +273,9 @@ def test_what_the_model_finds_keeps_to_every_cap_when_it_is_replayed(one):
 # -- hint and events ----------------------------------------------------------------------------------------------
 
 
-def events_of(request: Request) -> list[Event]:
-    stream = io.BytesIO()
-    solve(request, stream)
-    stream.seek(0)
-    events = []
-    while stream.tell() < len(stream.getvalue()):
-        events.append(pickle.load(stream))
+def events_of(request: Request) -> list[SearchEvent]:
+    events: list[SearchEvent] = []
+    solve(request, events.append)
     return events
 
 

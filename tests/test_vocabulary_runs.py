@@ -22,7 +22,7 @@ from optpipe_compiler.documents import ir  # noqa: E402
 from optpipe_compiler.documents import profile as profiles  # noqa: E402
 from optpipe_compiler.errors import BadInput  # noqa: E402
 from runtime_torch import vocabulary  # noqa: E402
-from tests.test_cli import refused, run  # noqa: E402, F401 - a fixture
+from tests.test_cli import optpipe, refused, run  # noqa: E402, F401 - fixtures
 
 HIDDEN, SIZE, LENGTH = 8, 17, 5
 TIES = [("0.weight", "2.weight"), ("1.weight", "3.weight")]
@@ -169,28 +169,6 @@ def test_a_rank_with_a_part_of_the_head_needs_the_target(tmp_path):
 
 # -- commands
 
-TINY = {
-    "gpt2": {"model_type": "gpt2", "n_embd": 16, "n_head": 2, "n_layer": 2, "vocab_size": 301, "n_positions": 32},
-    "llama": {
-        "model_type": "llama", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 299,
-        "intermediate_size": 24,
-    },
-}  # fmt: skip
-
-
-@pytest.fixture
-def optpipe(run):  # noqa: F811
-    """Run a command that succeeds, beside tiny models; return what it prints."""
-    for name, config in TINY.items():
-        Path(f"{name}.json").write_text(json.dumps(config))
-
-    def command(*arguments):
-        found = run(*map(str, arguments))
-        assert found.code == 0, found.err
-        return found.out
-
-    return command
-
 
 def parts_of(name):
     """The names of the profile's layers that begin so."""
@@ -207,7 +185,7 @@ def parts_of(name):
         ("gpt2", "fp32", ("--head-parts", "4"), "1f1b"),
     ],
 )
-def test_a_model_in_parts_is_measured_planned_checked_and_trained(optpipe, model, dtype, parts, method):
+def test_a_model_in_parts_is_measured_planned_checked_and_trained(optpipe, model, dtype, parts, method):  # noqa: F811
     sizes = ("--devices", 2, "--device", "cpu", "--seq", 16, "--microbatch-size", 2)
     optpipe("profile", "--model", f"{model}.json", *sizes, "--dtype", dtype, *parts)
     count = 2 if parts[1] == "auto" else int(parts[1])
@@ -270,7 +248,7 @@ def test_what_is_no_number_of_parts_is_refused(optpipe, run):  # noqa: F811
     assert "Invalid value for '--head-parts': 'many' is not a valid integer" in outcome.err
 
 
-def test_an_estimate_has_a_part_for_each_device(optpipe):
+def test_an_estimate_has_a_part_for_each_device(optpipe):  # noqa: F811
     optpipe("profile", "--model", "llama-7b", "--gpu", "a100-80gb", "--devices", 4, "--head-parts", "auto")
     assert parts_of("") == ["embedding", *["block"] * 32, *(f"head.{part}" for part in range(4))]
 

@@ -42,13 +42,13 @@ def compare(
     from optpipe_compiler.documents import ir
     from optpipe_compiler.study.comparison import chosen_methods
     from optpipe_compiler.study.comparison import compare as side_by_side
-    from optpipe_compiler.study.facts import facts
+    from optpipe_compiler.study.facts import judged
     from optpipe_compiler.view.comparison import render
 
     names = chosen_methods(methods) if methods is not None else []
     paths = schedule_paths or (SCHEDULE,)
     schedules = [ir.load(path) for path in paths]
-    rows = [facts(schedule, str(path)) for schedule, path in zip(schedules, paths, strict=True)]
+    rows = [judged(schedule, str(path)) for schedule, path in zip(schedules, paths, strict=True)]
     more, absent = _published(schedules[0].setup, names, profile_path, jobs) if names else ([], [])
     comparison = side_by_side(rows + more, absent)
     if as_json:

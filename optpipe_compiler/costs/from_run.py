@@ -78,7 +78,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Change:
+class Update:
     """One number of the run against the base: a stage's kind of op, or a link's direction."""
 
     what: str
@@ -92,7 +92,7 @@ class FromRun:
     """The profile, and what the run changed in it."""
 
     profile: Profile
-    changes: list[Change] = field(default_factory=list)
+    changes: list[Update] = field(default_factory=list)
 
 
 def read_run(path: Path) -> Run:
@@ -137,7 +137,7 @@ def profile_from_run(base: Profile, name: str, run: Run) -> FromRun:
         )
     layers = base.expanded_layers()
     overhead = value_of(base.machine.op_overhead_ns)
-    changes: list[Change] = []
+    changes: list[Update] = []
     for stage in run.about.stages:
         for kind in TIMES:
             ops = [op for op in run.ops if (op.kind, op.stage) == (kind, stage.stage)]
@@ -160,7 +160,7 @@ def _time(layer: Layer, kind: str) -> int:
     return value_of(layer.forward_ns)
 
 
-def _retime(layers: list[Layer], stage: RunStage, kind: str, ops: Sequence[RunOp], overhead: int) -> list[Change]:
+def _retime(layers: list[Layer], stage: RunStage, kind: str, ops: Sequence[RunOp], overhead: int) -> list[Update]:
     """Scale `kind` of the stage's layers, in place, by the median of measured / base."""
     before = [_time(layer, kind) for layer in layers]
     ratios = []
@@ -177,10 +177,10 @@ def _retime(layers: list[Layer], stage: RunStage, kind: str, ops: Sequence[RunOp
         )
     whole = sum(before[slice(*stage.layers)])
     measured = _measured(whole * middle, whole * spread, len(ratios))
-    return [Change(f"{kind} of stage {stage.stage}", whole, measured, "ns")]
+    return [Update(f"{kind} of stage {stage.stage}", whole, measured, "ns")]
 
 
-def _relink(link: Link, index: int, base: Profile, run: Run, changes: list[Change]) -> Link:
+def _relink(link: Link, index: int, base: Profile, run: Run, changes: list[Update]) -> Link:
     """Return the link with the bandwidths that its devices' copies had, alone and against the other direction."""
     named = {device for other in base.machine.links for device in other.devices or ()}
     device_of = {stage.stage: stage.device for stage in run.about.stages}
@@ -202,7 +202,7 @@ def _relink(link: Link, index: int, base: Profile, run: Run, changes: list[Chang
         found[name] = _measured(max(1.0, middle), spread, len(values))
         known = getattr(link, name)
         known = getattr(link, name.removeprefix("duplex_")) if known is None else known
-        changes.append(Change(f"{name} of link {index}", value_of(known), found[name], "bytes/s"))
+        changes.append(Update(f"{name} of link {index}", value_of(known), found[name], "bytes/s"))
     return msgspec.structs.replace(link, **found)
 
 

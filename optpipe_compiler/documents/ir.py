@@ -17,8 +17,8 @@ from optpipe_compiler.errors import BadInput
 
 FORMAT = "optpipe-schedule"
 VERSION = 1
-REVISION = 1
-"""1: the kind of a baseline."""
+REVISION = 2
+"""1: the kind of a baseline. 2: what each device knows of its deliveries."""
 
 MOST_DEVICES = 1024
 """In a schedule; docs/IR.md states the limits."""
@@ -161,6 +161,13 @@ class Stage(Record, frozen=True, kw_only=True, omit_defaults=False):
     backward_transient_bytes: list[Count]
 
 
+class Delivered(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """`before` an op of the device starts these `sends` of it are delivered, said of no earlier op of the lane."""
+
+    before: str
+    sends: list[str]
+
+
 class Device(Record, frozen=True, kw_only=True, omit_defaults=False):
     """One device's promise and its lanes, in the order in which they run."""
 
@@ -172,6 +179,8 @@ class Device(Record, frozen=True, kw_only=True, omit_defaults=False):
     compute: list[ComputeOp]
     d2h: list[Offload]
     h2d: list[Reload]
+    deliveries: list[Delivered] | msgspec.UnsetType = msgspec.UNSET
+    """What follows from order and waits of all devices, by lane; files before revision 2 leave it to the reader."""
 
 
 class StageCost(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -279,7 +288,8 @@ class Checked:
 
 def contract_digest(schedule: Schedule) -> str:
     """Return sha256 over the contract part: what all ranks must agree on before they start."""
-    parts = (schedule.version, schedule.setup, schedule.model, schedule.stages, schedule.devices)
+    devices = [msgspec.structs.replace(device, deliveries=msgspec.UNSET) for device in schedule.devices]
+    parts = (schedule.version, schedule.setup, schedule.model, schedule.stages, devices)
     return "sha256:" + hashlib.sha256(msgspec.json.encode(parts)).hexdigest()
 
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.export.memory import Curve
 
-Event = dict[str, Any]
-Slices = dict[str, Event]
+TraceEvent = dict[str, Any]
+Slices = dict[str, TraceEvent]
 """The slice of every op that has one, by the op's id."""
 
 LANES = {"compute": "compute", "d2h": "offload (device to host)", "h2d": "reload (host to device)"}
@@ -43,7 +43,7 @@ def render(checked: ir.Checked) -> str:
     return f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n{lines}\n]}}\n'
 
 
-def _names(schedule: ir.Schedule) -> Iterator[Event]:
+def _names(schedule: ir.Schedule) -> Iterator[TraceEvent]:
     """Name and order processes and threads; lanes without ops get no thread."""
     for device in schedule.devices:
         layers = [stage.layers for stage in schedule.stages if stage.device == device.device]
@@ -59,7 +59,7 @@ def _names(schedule: ir.Schedule) -> Iterator[Event]:
         yield _about("process_sort_index", len(schedule.devices), 0, sort_index=len(schedule.devices))
 
 
-def _about(what: str, process: int, thread: int, **args: str | int) -> Event:
+def _about(what: str, process: int, thread: int, **args: str | int) -> TraceEvent:
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
 
 
@@ -92,7 +92,7 @@ def _details(op: ir.Op) -> dict[str, Any]:
     return about
 
 
-def _arrows(schedule: ir.Schedule, slices: Slices) -> Iterator[Event]:
+def _arrows(schedule: ir.Schedule, slices: Slices) -> Iterator[TraceEvent]:
     """Draw messages from the op that makes a tensor to the op that reads it, and offloads to their reloads."""
     number = 0
     for device in schedule.devices:
@@ -121,12 +121,12 @@ def _gradient(slices: Slices, stage: int, microbatch: int) -> str:
     return split if split in slices else op_id("backward", stage, microbatch)
 
 
-def _middle(of: Event) -> Event:
+def _middle(of: TraceEvent) -> TraceEvent:
     """Return a moment that no other slice of the thread shares."""
     return {"pid": of["pid"], "tid": of["tid"], "ts": of["ts"] + of["dur"] / 2}
 
 
-def _counters(schedule: ir.Schedule) -> Iterator[Event]:
+def _counters(schedule: ir.Schedule) -> Iterator[TraceEvent]:
     setup = schedule.setup
     for device in schedule.devices:
         yield from _counter(device.device, "device memory", device_curve(schedule, device.device), setup.cap_bytes)
@@ -137,7 +137,7 @@ def _counters(schedule: ir.Schedule) -> Iterator[Event]:
         yield from _counter(len(everyone), "host memory", host_curve(schedule, everyone), setup.host_cap_bytes)
 
 
-def _counter(process: int, name: str, curve: Curve, cap: int | None) -> Iterator[Event]:
+def _counter(process: int, name: str, curve: Curve, cap: int | None) -> Iterator[TraceEvent]:
     for time, held in curve:
         yield {"ph": "C", "name": name, "pid": process, "ts": time / 1000, "args": {"bytes": held}}
     if cap is not None and curve:

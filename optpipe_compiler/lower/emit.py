@@ -61,8 +61,9 @@ def lower(schedule: Schedule, profile: Profile, layout: Layout, caps: Caps, cert
     graph = Graph(schedule, stages)
     order = graph.order()
     peaks = planned_peaks(order, schedule.problem.devices)
-    Waits(graph, order, peaks).add()
-    devices = [_device(graph, d, static_bytes(profile, layout, d) + peak, host) for d, (peak, host) in enumerate(peaks)]
+    waits = Waits(graph, order, peaks)
+    waits.add()
+    devices = [_device(waits, d, static_bytes(profile, layout, d) + peak, host) for d, (peak, host) in enumerate(peaks)]
     setup = ir.Setup(
         devices=schedule.problem.devices,
         microbatches=schedule.problem.microbatches,
@@ -129,7 +130,8 @@ def _stage(layers: list[Layer], layout: Layout, index: int) -> ir.Stage:
     )
 
 
-def _device(graph: Graph, device: int, peak: int, host_peak: int) -> ir.Device:
+def _device(waits: Waits, device: int, peak: int, host_peak: int) -> ir.Device:
+    graph = waits.graph
     return ir.Device(
         device=device,
         peak_bytes=peak,
@@ -137,6 +139,10 @@ def _device(graph: Graph, device: int, peak: int, host_peak: int) -> ir.Device:
         compute=[_compute_op(node) for node in graph.lane("compute", device)],
         d2h=[ir.Offload(**_saved_op(node)) for node in graph.lane("d2h", device)],
         h2d=[ir.Reload(**_saved_op(node)) for node in graph.lane("h2d", device)],
+        deliveries=[
+            ir.Delivered(before=_id(node), sends=[_id(send) for send in sends])
+            for node, sends in waits.deliveries(device)
+        ],
     )
 
 

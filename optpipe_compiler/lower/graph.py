@@ -13,6 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from optpipe_compiler.model.memory import op_memory
 from optpipe_compiler.model.schedule import Kind, Task
 
 if TYPE_CHECKING:
@@ -85,13 +86,12 @@ class Graph:
         start = self.schedule.starts[task]
         node = Node((lane, device, 0), task.stage, task.microbatch, start, self.schedule.end(task), task)
         recomputed = Task(Kind.R, task.stage, task.microbatch) in self.schedule.starts
-        node.taken, node.given = device_bytes(self.stages[task.stage], task.kind, recomputed)
+        stage = self.problem.stages[task.stage]
+        node.taken, node.given = op_memory(stage, task.kind, recomputed)
         begin, end = self.stages[task.stage].layers
         node.layers = begin, end
         if task.kind in (Kind.D, Kind.H):
-            node.layers = begin, end - self.problem.stages[task.stage].staying_layers
-            moved = sum(self.stages[task.stage].saved_bytes[: node.layers[1] - begin])
-            node.taken, node.given = (0, moved) if task.kind is Kind.D else (moved, 0)
+            node.layers = begin, end - stage.staying_layers
             node.host_taken, node.host_given = node.given, node.taken
         self.nodes[task] = node
         return node
@@ -197,29 +197,6 @@ class Graph:
             return [self.nodes[Task(Kind.D, task.stage, task.microbatch)]]
         reload = self.nodes.get(Task(Kind.H, task.stage, task.microbatch))
         return [reload] if task.kind in (Kind.I, Kind.B) and reload is not None else []
-
-
-def device_bytes(stage: ir.Stage, kind: Kind, recomputed: bool) -> tuple[int, int]:
-    """Return the bytes a compute op takes when it starts and gives back when it has completed (docs/IR.md, Memory)."""
-    saved, residue, captured = sum(stage.saved_bytes), sum(stage.residue_bytes), sum(stage.captured_bytes)
-    checkpoint = stage.checkpoint_bytes[0]
-    if kind is Kind.F:
-        extra = max(stage.forward_transient_bytes)
-        dropped = saved - checkpoint if recomputed else 0
-        return saved + stage.output_bytes + extra, extra + stage.input_bytes + dropped
-    if kind is Kind.I:
-        extra = max(stage.backward_input_transient_bytes)
-        return stage.input_bytes + captured + extra, extra + stage.output_bytes + saved + captured - residue
-    if kind is Kind.W:
-        extra = max(stage.backward_weight_transient_bytes)
-        return extra, extra + residue
-    if kind is Kind.B:
-        extra = max(stage.backward_transient_bytes)
-        return stage.input_bytes + extra, extra + stage.output_bytes + saved
-    if kind is Kind.R:
-        extra = max(stage.forward_transient_bytes)
-        return saved - checkpoint + extra, extra
-    return 0, 0
 
 
 def owner(node: Node) -> int:

@@ -95,6 +95,23 @@ class Waits:
             node.clock[self.column[node.chain]] = node.position + 1
             heapq.heappush(running, (node.end, sequence, node))
 
+    def deliveries(self, device: int) -> list[tuple[Node, list[Node]]]:
+        """After `add`: by op of the device, its sends that are delivered when the op starts, each once per lane."""
+        pairs = [chain for chain in self.local[device] if chain[0] == "pair"]
+        found: list[tuple[Node, list[Node]]] = []
+        for lane in ("compute", "d2h", "h2d"):
+            known = dict.fromkeys(pairs, 0)
+            for node in self.graph.lane(lane, device):
+                new: list[Node] = []
+                for chain in pairs:
+                    assert node.clock is not None
+                    reached = int(node.clock[self.column[chain]])
+                    new += [one for one in self.graph.lanes[chain][known[chain] : reached] if owner(one) == device]
+                    known[chain] = reached
+                if new:
+                    found.append((node, new))
+        return found
+
     def _complete(self, node: Node) -> None:
         if (node.given or node.host_given) and not node.message.startswith("recv"):
             self.latest[owner(node)][node.chain] = node

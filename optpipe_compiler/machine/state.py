@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optpipe_compiler.machine.compiled import compiled
+from optpipe_compiler.model.memory import op_memory
 from optpipe_compiler.model.schedule import Kind, lengths
 
 if TYPE_CHECKING:
@@ -176,32 +177,6 @@ def _constants(problem: Problem) -> tuple[Ints, Ints, Ints]:
     devices[:, D_BUDGET] = problem.budget
     devices[:, D_HOST_BUDGET] = _host_shares(problem, owned)
     return stages, devices, links
-
-
-def op_memory(stage: Stage, kind: Kind, recomputed: bool) -> tuple[int, int]:
-    """Return the units that an op takes when it starts and gives back when it has completed (docs/IR.md, Memory).
-
-    A forward finds its input where the message or the stage before left it, and frees it; a backward likewise the
-    gradient of its output.
-    """
-    messages = stage.incoming + stage.outgoing
-    if kind is Kind.F:
-        extra = stage.forward_extra - messages
-        dropped = stage.saved - stage.checkpoint if recomputed else 0
-        return stage.saved + stage.outgoing + extra, extra + stage.incoming + dropped
-    if kind is Kind.I:
-        extra = stage.backward_input_extra - messages
-        freed = stage.saved + stage.captured - stage.residue
-        return stage.incoming + stage.captured + extra, extra + stage.outgoing + freed
-    if kind is Kind.W:
-        return stage.backward_weight_extra, stage.backward_weight_extra + stage.residue
-    if kind is Kind.B:
-        extra = stage.backward_extra - messages
-        return stage.incoming + extra, extra + stage.outgoing + stage.saved
-    if kind is Kind.R:
-        extra = stage.forward_extra - messages
-        return stage.saved - stage.checkpoint + extra, extra
-    return (0, stage.moved) if kind is Kind.D else (stage.moved, 0)
 
 
 def _most_extra(stage: Stage, *, split: bool) -> int:

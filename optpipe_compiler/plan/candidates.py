@@ -7,6 +7,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.units import show_bytes
+from optpipe_compiler.errors import BadInput, Infeasible
 from optpipe_compiler.model.schedule import Schedule, Stuck
 from optpipe_compiler.published import METHODS, NotDefined, earliest, is_for, published, recipe
 
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
 
 SCREENED = 20_000
 """Ops of an instance from which on a published schedule is tried on few microbatches first."""
+NOT_FOR_THESE = "not for the placements searched"
+"""Why a published schedule is not known."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,42 @@ class Candidates:
             outcome = Tried(reason=worse) if worse else self._whole(one.attempt, one.name)
             self.tried.setdefault(one.name, []).append(outcome)
             yield
+
+    def take(self, name: str, cap_bytes: int) -> None:
+        """Keep the schedule `name` of METHODS on the best placement that it is for.
+
+        Raises Infeasible where it fits none, BadInput where it is defined on none.
+        """
+        if name not in METHODS:
+            raise BadInput(f"--method is {name!r}, expected one of {', '.join(METHODS)}")
+        for _ in self.steps((name,)):
+            self.incumbents.report("published")
+        if self.incumbents.winner() is not None:
+            return
+        tried = self.tried.get(name, [])
+        needed = [one.need.peak_bytes for one in tried if one.need is not None]
+        if needed:
+            raise Infeasible(
+                f"{name} does not fit --mem {show_bytes(cap_bytes)}: it needs {min(needed)} bytes "
+                f"({show_bytes(min(needed))}) on its fullest device"
+            )
+        reasons = sorted({one.reason for one in tried if one.reason is not None})
+        raise BadInput(f"--method {name}: {'; '.join(reasons) or NOT_FOR_THESE}")
+
+    def baselines(self) -> dict[str, ir.Baseline]:
+        """Return papers, stock and compositions to compare with: each at its best that fits, over its placements."""
+        return {name: self._baseline(name) for name in METHODS}
+
+    def _baseline(self, name: str) -> ir.Baseline:
+        tried, kind = self.tried.get(name, []), METHODS[name].kind
+        reason = next((one.reason for one in tried if one.reason is not None), NOT_FOR_THESE)
+        found = [
+            ir.Baseline(makespan_ns=one.makespan, peak_bytes=one.need.peak_bytes, fits=one.need.over is None, kind=kind)
+            for one in tried
+            if one.makespan is not None and one.need is not None
+        ]
+        unknown = ir.Baseline(makespan_ns=None, peak_bytes=None, fits=False, reason=reason, kind=kind)
+        return min(found, key=lambda b: (not b.fits, b.makespan_ns), default=unknown)
 
     def _screened(self, attempt: Attempt, name: str) -> Tried | _Promise:
         """Try a schedule in full where that is quick, else by its first microbatches.

@@ -10,7 +10,7 @@ from optpipe_compiler.model.problem import coarsen
 from optpipe_compiler.model.schedule import Kind, Schedule, Stuck
 from optpipe_compiler.solver.search import Searcher
 from optpipe_compiler.solver.window import Window
-from optpipe_compiler.solver.worker import Event, Request
+from optpipe_compiler.solver.worker import Request, SearchEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -69,8 +69,8 @@ class _Exact:
             **more,  # type: ignore[arg-type]
         )
 
-    def _run(self, attempt: Attempt, request: Request, on_event: Callable[[Event], None]) -> str:
-        def listen(event: Event) -> None:
+    def _run(self, attempt: Attempt, request: Request, on_event: Callable[[SearchEvent], None]) -> str:
+        def listen(event: SearchEvent) -> None:
             self.budget.spent += event.spent
             on_event(event)
 
@@ -106,7 +106,7 @@ class _Exact:
         except Stuck:
             return
 
-        def on_event(event: Event) -> None:
+        def on_event(event: SearchEvent) -> None:
             if event.starts is not None:
                 self._improve(attempt, Schedule(coarse, "cp-sat", event.starts), "search")
             if event.bound is not None:
@@ -143,7 +143,7 @@ class _Exact:
 
         best = current
 
-        def on_event(event: Event) -> None:
+        def on_event(event: SearchEvent) -> None:
             nonlocal best
             if event.starts is not None:
                 found = Schedule(current.problem, "windows", event.starts)

@@ -1,13 +1,12 @@
-"""The parent's side of searches: one child process that serves them, ended in time."""
+"""The parent's side of searches: one process that serves them, ended in time."""
 
 from __future__ import annotations
 
-import queue
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from optpipe_compiler.child import Child
-from optpipe_compiler.solver.worker import Event, Request
+from optpipe_compiler.processes import Ended, Processes
+from optpipe_compiler.solver.worker import Request, SearchEvent, serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,11 +20,13 @@ class Searcher:
     """A context that keeps a solver process; a search that had to be killed costs the next one a new process."""
 
     def __init__(self) -> None:
-        self.child: Child | None = None
+        self._processes = Processes(keeps_stderr=True)
+        self._number: int | None = None
         self.last_words = ""
-        """The last line that the child which ended last wrote to stderr."""
+        """The last line that the process which ended last wrote to stderr."""
 
     def __enter__(self) -> Searcher:
+        self._processes.__enter__()
         return self
 
     def __exit__(
@@ -33,42 +34,39 @@ class Searcher:
     ) -> None:
         self.close()
 
-    def search(self, request: Request, on_event: Callable[[Event], None]) -> str:
-        """Run `request`, calling `on_event` for each Event; return the final status name.
+    def search(self, request: Request, on_event: Callable[[SearchEvent], None]) -> str:
+        """Run `request`, calling `on_event` for each SearchEvent; return the final status name.
 
-        The child is killed when it overruns its time limit (status "KILLED") or when `on_event` raises, as it does on
-        KeyboardInterrupt. A child that dies by itself, out of memory say, gives "DIED".
+        The process is killed when it overruns its time limit (status "KILLED") or when `on_event` raises, as it does on
+        KeyboardInterrupt. One that dies by itself, out of memory say, gives "DIED".
         """
         stop_at = time.monotonic() + request.time_limit_s + GRACE_S
         done = False
-        if self.child is None:
-            events: queue.Queue[tuple[int, Any]] = queue.Queue()
-            self.child = Child("optpipe_compiler.solver.worker", events)
-        events = self.child.answers
         try:
-            self.child.send(request)
+            if self._number is None:
+                self._number = self._processes.start(serve)
+            self._processes.send(self._number, request)
             while True:
                 left = stop_at - time.monotonic()
                 if left <= 0 and not request.reproducible:
                     return "KILLED"
-                try:
-                    _, event = events.get(timeout=min(0.5, max(0.01, left)) if left > 0 else 0.5)
-                except queue.Empty:
-                    on_event(Event("tick"))
-                    continue
-                if event is None:
-                    return "DIED"
-                on_event(event)
-                if event.kind == "end":
-                    done = True
-                    return str(event.text)
+                heard = self._processes.listen(min(0.5, max(0.01, left)) if left > 0 else 0.5)
+                if not heard:
+                    on_event(SearchEvent("tick"))
+                for _, event in heard:
+                    if isinstance(event, Ended):
+                        return "DIED"
+                    on_event(event)
+                    if event.kind == "end":
+                        done = True
+                        return str(event.text)
         finally:
             if not done:
                 self.close()
 
     def close(self) -> None:
-        """End the child."""
-        if self.child is not None:
-            self.child.close()
-            self.last_words = self.child.last_words
-            self.child = None
+        """End the process."""
+        if self._number is not None:
+            self.last_words = self._processes.last_words(self._number)
+            self._number = None
+        self._processes.end()

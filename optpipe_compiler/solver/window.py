@@ -34,7 +34,7 @@ class Window:
     end: int
 
 
-class Model:
+class WindowModel:
     """The window's model; `variables` covers the microbatches that it touches."""
 
     def __init__(self, model: cp_model.CpModel, schedule: Schedule, window: Window) -> None:

@@ -1,18 +1,16 @@
-"""The child process: reads a Request from stdin and streams Events to stdout.
+"""The solver's process: answers each Request with Events.
 
 A process of its own, because some presolve steps of CP-SAT cannot be interrupted and its memory limit is not enforced.
 """
 
 from __future__ import annotations
 
-import pickle
-import signal
-import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from multiprocessing.connection import Connection
 
     from ortools.sat.python import cp_model
 
@@ -40,7 +38,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Event:
+class SearchEvent:
     """What the search reports: better starts, a better bound (ticks), a log line, or its end with a status name."""
 
     kind: str
@@ -64,7 +62,7 @@ def build(request: Request) -> tuple[cp_model.CpModel, Callable[[Callable[..., i
     model = cp_model.CpModel()
     assert request.hint is not None
     if request.window is not None:
-        part = window.Model(model, request.hint, request.window)
+        part = window.WindowModel(model, request.hint, request.window)
         return model, part.starts
     horizon = max(map(request.hint.end, request.hint.starts))
     if request.objective == "span":  # a shorter span may need a longer makespan
@@ -91,43 +89,32 @@ def configure(solver: cp_model.CpSolver, request: Request) -> None:
         p.max_time_in_seconds = request.time_limit_s
 
 
-def solve(request: Request, out: BinaryIO) -> None:
-    """Run the search and write an Event for every improvement."""
+def solve(request: Request, send: Callable[[SearchEvent], None]) -> None:
+    """Run the search and send a SearchEvent for every improvement."""
     from ortools.sat.python import cp_model
 
     model, read_starts = build(request)
     solver = cp_model.CpSolver()
     configure(solver, request)
 
-    def send(event: Event) -> None:
-        pickle.dump(event, out)
-        out.flush()
-
     class Improved(cp_model.CpSolverSolutionCallback):
         def on_solution_callback(self) -> None:
-            send(Event("solution", starts=read_starts(self.value)))
+            send(SearchEvent("solution", starts=read_starts(self.value)))
 
-    solver.best_bound_callback = lambda bound: send(Event("bound", bound=round(bound)))
+    solver.best_bound_callback = lambda bound: send(SearchEvent("bound", bound=round(bound)))
     if request.log:
-        solver.log_callback = lambda line: send(Event("log", text=line))
+        solver.log_callback = lambda line: send(SearchEvent("log", text=line))
     status = solver.solve(model, Improved())
     name = solver.status_name(status)
     bound = round(solver.best_objective_bound) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
-    send(Event("end", bound=bound, text=name, spent=solver.response_proto.deterministic_time))
+    send(SearchEvent("end", bound=bound, text=name, spent=solver.response_proto.deterministic_time))
 
 
-def main() -> None:
-    """Serve requests until the parent closes the pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business; it ends this process
+def serve(line: Connection) -> None:
+    """Answer requests until the parent hangs up."""
     while True:
         try:
-            request = pickle.load(sys.stdin.buffer)
+            request = line.recv()
         except EOFError:
             return
-        solve(request, sys.stdout.buffer)
-
-
-if __name__ == "__main__":
-    from optpipe_compiler.solver import worker  # so that pickled classes have their importable name
-
-    worker.main()
+        solve(request, line.send)

@@ -127,7 +127,7 @@ def published_rows(
 
 
 def published_row(wanted: Wanted) -> Facts | Absent:
-    """Write the published schedule down for the setup, in its best placement, and judge it."""
+    """Write the published schedule down for the setup, in its best placement."""
     placements = METHODS[wanted.name].placements
     options = compiler.Options(
         mem_bytes=wanted.setup.cap_bytes,
@@ -141,24 +141,22 @@ def published_row(wanted: Wanted) -> Facts | Absent:
         workers=1,
     )
     try:
-        schedule = compiler.compile_schedule(wanted.profile, options).schedule
+        checked = compiler.compile_schedule(wanted.profile, options).checked
     except Infeasible:
         return Absent(wanted.name, _too_large(wanted, options))
     except (NotFound, BadInput) as error:
         return Absent(wanted.name, str(error).removeprefix(f"--method {wanted.name}: "))
     remark = ""
-    as_defined = schedule.forecast.baselines[wanted.name]
+    as_defined = checked.schedule.forecast.baselines[wanted.name]
     if not as_defined.fits and as_defined.peak_bytes is not None:
         remark = f"waits for memory; as defined it needs {short_bytes(as_defined.peak_bytes)}"
-    return facts(schedule, wanted.name, remark, METHODS[wanted.name].kind)
+    return facts(checked, wanted.name, remark, METHODS[wanted.name].kind)
 
 
 def _too_large(wanted: Wanted, options: compiler.Options) -> str:
     """Say what the schedule would need and take if there were no caps."""
-    free = facts(
-        compiler.compile_schedule(wanted.profile, replace(options, mem_bytes=LARGEST, host_mem_bytes=LARGEST)).schedule,
-        wanted.name,
-    )
+    uncapped = replace(options, mem_bytes=LARGEST, host_mem_bytes=LARGEST)
+    free = facts(compiler.compile_schedule(wanted.profile, uncapped).checked, wanted.name)
     if free.peak_bytes > options.mem_bytes:
         return f"does not fit: needs {short_bytes(free.peak_bytes)} and would take {show_ns(free.makespan_ns)}"
     return f"does not fit the host's memory; with enough it would take {show_ns(free.makespan_ns)}"

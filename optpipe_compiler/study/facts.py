@@ -1,11 +1,11 @@
-"""What a comparison says about one schedule, read off its file and the judge's verdict."""
+"""What a comparison says about one schedule: `judged` for what was read from a file, `facts` for what is checked."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.verify import verify
+from optpipe_compiler.verify import Violated, check
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents import ir
@@ -48,10 +48,28 @@ class Facts:
         return not self.violations
 
 
-def facts(schedule: ir.Schedule, name: str, remark: str = "", kind: str = "") -> Facts:
-    """Judge the schedule and read its numbers."""
+def judged(schedule: ir.Schedule, name: str) -> Facts:
+    """Judge a schedule, and read the numbers that the verdict allows."""
+    try:
+        return facts(check(schedule), name)
+    except Violated as error:
+        return replace(_stated(schedule, name), violations=len(error.violations))
+
+
+def facts(checked: ir.Checked, name: str, remark: str = "", kind: str = "") -> Facts:
+    """Read the numbers of a checked schedule."""
+    return replace(
+        _stated(checked.schedule, name),
+        host_traffic_bytes=_host_traffic(checked.schedule),
+        recompute_fraction=_recompute_fraction(checked.schedule),
+        remark=remark,
+        kind=kind,
+    )
+
+
+def _stated(schedule: ir.Schedule, name: str) -> Facts:
+    """Return what the records say, whatever the ops are."""
     setup, forecast, model = schedule.setup, schedule.forecast, schedule.model
-    violations = len(verify(schedule))
     tokens = None
     if model is not None and forecast.makespan_ns:
         per_step = setup.microbatches * model.microbatch_size * model.sequence_length
@@ -66,12 +84,10 @@ def facts(schedule: ir.Schedule, name: str, remark: str = "", kind: str = "") ->
         makespan_ns=forecast.makespan_ns,
         bubble_fraction=forecast.bubble_fraction,
         peak_bytes=max((device.peak_bytes for device in schedule.devices), default=0),
-        violations=violations,
-        host_traffic_bytes=None if violations else _host_traffic(schedule),
-        recompute_fraction=None if violations else _recompute_fraction(schedule),
+        violations=0,
+        host_traffic_bytes=None,
+        recompute_fraction=None,
         tokens_per_s=tokens,
-        remark=remark,
-        kind=kind,
     )
 
 

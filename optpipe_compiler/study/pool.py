@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from optpipe_compiler.child import as_environment
 from optpipe_compiler.errors import NotFound
+from optpipe_compiler.processes import Ended, Processes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from multiprocessing.connection import Connection
 
 Question = TypeVar("Question")
 Answer = TypeVar("Answer")
@@ -28,72 +23,32 @@ def answers(
     Raises what `function` raises, and NotFound when a process dies. When the caller stops early, by an exception or by
     closing the iterator, all processes end, and whatever they have started.
     """
-    before = set(multiprocessing.active_children())
-    with _pool(max(1, min(jobs, len(questions)))) as pool:
-        try:
-            yield from _in_turn(pool, function, questions, jobs)
-        except BrokenProcessPool as error:
-            raise NotFound("a process that plans has died, perhaps for want of memory; fewer jobs need less") from error
-        except BaseException:
-            for process in set(multiprocessing.active_children()) - before:
-                process.terminate()
-            raise
-
-
-def _pool(processes: int) -> ProcessPoolExecutor:
-    context = multiprocessing.get_context("spawn")
-    with as_environment():  # its queues start Python's resource tracker
-        return ProcessPoolExecutor(processes, context, initializer=_leave_ctrl_c_to_parent)
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Deliver signals only when a process has been started as a whole: the pool would wait for one that it lost."""
-    caught: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers = {number: signal.signal(number, lambda number, frame: caught.append(number)) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for late in caught:
-            os.kill(os.getpid(), late)
-
-
-def _in_turn(
-    pool: ProcessPoolExecutor, function: Callable[[Question], Answer], questions: Sequence[Question], jobs: int
-) -> Iterator[tuple[Question, Answer]]:
-    """Keep as many questions in flight as there are processes, so that none is begun after an interruption."""
     waiting = list(reversed(questions))
-    running: dict[Future[Answer], Question] = {}
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            question = waiting.pop()
-            with as_environment(), _undisturbed():  # a process is started where all others are busy
-                running[pool.submit(_answer, function, question)] = question
-        for done in wait(running, return_when=FIRST_COMPLETED).done:
-            yield running.pop(done), done.result()
+    asked: dict[int, Question] = {}
+    with Processes() as pool:
+        idle = [pool.start(_serve, function) for _ in range(min(max(1, jobs), len(questions)))]
+        while waiting or asked:
+            while waiting and idle:
+                number = idle.pop()
+                asked[number] = waiting.pop()
+                pool.send(number, asked[number])
+            for number, found in pool.listen():
+                if isinstance(found, Ended):
+                    raise NotFound("a process that plans has died, perhaps for want of memory; fewer jobs need less")
+                if isinstance(found[0], BaseException):
+                    raise found[0]
+                idle.append(number)
+                yield asked.pop(number), found[1]
 
 
-def _answer(function: Callable[[Question], Answer], question: Question) -> Answer:
-    """Answer; being terminated meanwhile is like Ctrl-C to `function`, which ends what it has started."""
-    terminated = False
-
-    def interrupt(number: int, frame: object) -> NoReturn:
-        nonlocal terminated
-        terminated = True
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
-    try:
-        return function(question)
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if terminated:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _leave_ctrl_c_to_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _serve(line: Connection, function: Callable[[Any], Any]) -> None:
+    """Answer questions with (None, answer) until the parent hangs up, or with (what was raised,)."""
+    while True:
+        try:
+            question = line.recv()
+        except EOFError:
+            return
+        try:
+            line.send((None, function(question)))
+        except BaseException as error:
+            line.send((error,))

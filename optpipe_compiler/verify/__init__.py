@@ -14,7 +14,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents import ir
-from optpipe_compiler.verify import against_profile, causality, forecast, memory, structure, tables
+from optpipe_compiler.verify import against_profile, causality, deliveries, forecast, memory, structure, tables
 from optpipe_compiler.verify.plan import Plan
 from optpipe_compiler.verify.report import Violated, Violation
 
@@ -107,7 +107,8 @@ def _executions(plan: Plan) -> list[Violation]:
     if not isinstance(order, list):
         return [order]
     clocks = causality.Causality(events, order)
-    return [*causality.data(plan, clocks), *memory.memory(plan, clocks)]
+    stated = list(deliveries.names(plan)) or list(deliveries.moments(plan, clocks))
+    return [*causality.data(plan, clocks), *stated, *memory.memory(plan, clocks)]
 
 
 def _forecast(plan: Plan, *, complete: bool) -> list[Violation]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import op_id
-from optpipe_compiler.verify.plan import LANES, Place, Plan, message_of
+from optpipe_compiler.verify.plan import LANES, PlacedOp, Plan, message_of
 from optpipe_compiler.verify.report import Violation
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class Timed:
         self.link_of = {device: link for link in self.forecast.links for device in link.devices}
         self.working = [place for place in plan.places if not isinstance(place.op, ir.MessageOp)]
 
-    def cost(self, place: Place) -> int:
+    def cost(self, place: PlacedOp) -> int:
         """Return what the op must take by the forecast's own cost records."""
         op = place.op
         cost = self.forecast.stages[op.stage]
@@ -128,7 +128,7 @@ class Timed:
                 return link.latency_ns + transfer_ns(moved, rate)
         raise AssertionError(f"an op without a cost: {op.name}")
 
-    def slowed(self, place: Place) -> bool:
+    def slowed(self, place: PlacedOp) -> bool:
         """Return whether a transfer of the other direction of the link runs at some time of this one."""
         other: ir.Lane = "h2d" if place.lane == "d2h" else "d2h"
         key = (min(self.link_of[place.device].devices), other)
@@ -241,7 +241,7 @@ def link_times(timed: Timed) -> Iterator[Violation]:
             yield from _overlaps(timed, places)
 
 
-def _overlaps(timed: Timed, places: list[Place]) -> Iterator[Violation]:
+def _overlaps(timed: Timed, places: list[PlacedOp]) -> Iterator[Violation]:
     """Yield the transfers, in order of start, that begin while one of another device still holds the link."""
     holder = places[0] if places else None
     for place in places[1:]:
@@ -258,7 +258,7 @@ def makespan(timed: Timed) -> Iterator[Violation]:
     whole = _extent(timed, timed.working)
     if timed.forecast.makespan_ns != whole:
         yield Violation("makespan", f"makespan_ns is {timed.forecast.makespan_ns}, the times say {whole}")
-    lanes: dict[int, list[Place]] = defaultdict(list)
+    lanes: dict[int, list[PlacedOp]] = defaultdict(list)
     for place in timed.working:
         if place.lane == "compute":
             lanes[place.device].append(place)
@@ -267,7 +267,7 @@ def makespan(timed: Timed) -> Iterator[Violation]:
         yield Violation("makespan", f"span_ns is {timed.forecast.span_ns}, the times say {longest}")
 
 
-def _extent(timed: Timed, places: list[Place]) -> int:
+def _extent(timed: Timed, places: list[PlacedOp]) -> int:
     return max(timed.end[place.id] for place in places) - min(timed.start[place.id] for place in places)
 
 

@@ -17,7 +17,7 @@ LANES: tuple[Lane, ...] = ("compute", "d2h", "h2d")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PlacedOp:
     """An op and where it stands; `device` counts the schedule's devices in file order."""
 
     device: int
@@ -38,13 +38,13 @@ class Plan:
         self.schedule = schedule
         self.stages = schedule.stages
         self.microbatches = schedule.setup.microbatches
-        self.lanes: dict[tuple[int, Lane], list[Place]] = {
+        self.lanes: dict[tuple[int, Lane], list[PlacedOp]] = {
             (number, lane): _places(number, lane, ops)
             for number, device in enumerate(schedule.devices)
             for lane, ops in _lanes_of(device)
         }
         self.places = [place for lane in self.lanes.values() for place in lane]
-        self.by_id: dict[str, Place] = {}
+        self.by_id: dict[str, PlacedOp] = {}
         for place in self.places:
             self.by_id.setdefault(place.id, place)
 
@@ -65,8 +65,8 @@ def _lanes_of(device: ir.Device) -> list[tuple[Lane, Sequence[ir.Op]]]:
     return [("compute", device.compute), ("d2h", device.d2h), ("h2d", device.h2d)]
 
 
-def _places(device: int, lane: Lane, ops: Sequence[ir.Op]) -> list[Place]:
-    return [Place(device, lane, index, op, op.id) for index, op in enumerate(ops)]
+def _places(device: int, lane: Lane, ops: Sequence[ir.Op]) -> list[PlacedOp]:
+    return [PlacedOp(device, lane, index, op, op.id) for index, op in enumerate(ops)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import op_id
-from optpipe_compiler.verify.plan import Message, Place, Plan, message_of
+from optpipe_compiler.verify.plan import Message, PlacedOp, Plan, message_of
 from optpipe_compiler.verify.report import Violation
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def pairs_of_copies(plan: Plan) -> Iterator[Violation]:
 
 def one_state(plan: Plan) -> Iterator[Violation]:
     """Per microbatch, at most one offload or recompute names a layer."""
-    named: dict[tuple[int, int], list[Place]] = defaultdict(list)
+    named: dict[tuple[int, int], list[PlacedOp]] = defaultdict(list)
     for place in plan.by_id.values():
         if isinstance(place.op, ir.Offload | ir.Recompute):
             named[place.op.stage, place.op.microbatch].append(place)
@@ -141,7 +141,7 @@ def one_state(plan: Plan) -> Iterator[Violation]:
             widest = max(widest, place, key=lambda p: _layers(p)[1])
 
 
-def _layers(place: Place) -> ir.Range:
+def _layers(place: PlacedOp) -> ir.Range:
     assert isinstance(place.op, ir.SavedOp)
     return place.op.layers
 
@@ -162,7 +162,7 @@ def waits(plan: Plan) -> Iterator[Violation]:
 def order(plan: Plan) -> Iterator[Violation]:
     """Per stage and kind, microbatches run in order; backward_input and backward count as one kind."""
     for lane in plan.lanes.values():
-        latest: dict[tuple[str, int], Place] = {}
+        latest: dict[tuple[str, int], PlacedOp] = {}
         for place in lane:
             kind = "gradient" if isinstance(place.op, ir.Backward | ir.BackwardInput) else place.op.name
             before = latest.setdefault((kind, place.op.stage), place)
@@ -181,9 +181,9 @@ def pair_order(plan: Plan) -> Iterator[Violation]:
             yield from _first_difference(mine, theirs)
 
 
-def messages_by_pair(plan: Plan) -> dict[tuple[int, int], list[tuple[Message, Place]]]:
+def messages_by_pair(plan: Plan) -> dict[tuple[int, int], list[tuple[Message, PlacedOp]]]:
     """Return, per device and peer, the messages between them in the order in which the device lists them."""
-    listed: dict[tuple[int, int], list[tuple[Message, Place]]] = defaultdict(list)
+    listed: dict[tuple[int, int], list[tuple[Message, PlacedOp]]] = defaultdict(list)
     for place in plan.places:
         message = message_of(place.op)
         if message is not None and isinstance(place.op, ir.MessageOp):
@@ -191,7 +191,9 @@ def messages_by_pair(plan: Plan) -> dict[tuple[int, int], list[tuple[Message, Pl
     return listed
 
 
-def _first_difference(mine: list[tuple[Message, Place]], theirs: list[tuple[Message, Place]]) -> Iterator[Violation]:
+def _first_difference(
+    mine: list[tuple[Message, PlacedOp]], theirs: list[tuple[Message, PlacedOp]]
+) -> Iterator[Violation]:
     """Yield the first message in which two devices disagree, or the first that only one of them lists."""
     for (message, place), (other, there) in zip(mine, theirs, strict=False):
         if message != other:

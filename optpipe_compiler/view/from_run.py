@@ -13,7 +13,7 @@ from optpipe_compiler.documents.units import printable, show_ns
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from optpipe_compiler.costs.from_run import Change, FromRun
+    from optpipe_compiler.costs.from_run import FromRun, Update
 
 
 def render(found: FromRun, path: str) -> RenderableType:
@@ -35,5 +35,5 @@ def render(found: FromRun, path: str) -> RenderableType:
     return Group(table, Text(f"\nwrote {printable(path)}; all else is as before; ± is the interquartile range", "dim"))
 
 
-def _show(change: Change, value: int) -> str:
+def _show(change: Update, value: int) -> str:
     return show_ns(value) if change.unit == "ns" else f"{value / 1e9:.2f} GB/s"

@@ -21,7 +21,7 @@ from optpipe_torch.emulate.peers import Peers
 from optpipe_torch.launch.trace import Ran, chrome_trace
 from optpipe_torch.launch.worker import settle_on_cpu
 from optpipe_torch.models import known as models
-from optpipe_torch.profiler.gauge import CpuGauge
+from optpipe_torch.profiler.timer import CpuTimer
 from runtime_torch.conform import BYTES_TOLERANCE, prepare
 from runtime_torch.replay import Replay
 from runtime_torch.stages import stages_between
@@ -29,8 +29,8 @@ from runtime_torch.stages import stages_between
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from optpipe_torch.launch.job import Event
-    from optpipe_torch.profiler.gauge import Gauge
+    from optpipe_torch.launch.job import RunEvent
+    from optpipe_torch.profiler.timer import Timer
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def emulate(
     data: bytes,
     time_scale: float = 1.0,
     seed: int = 0,
-    on_event: Callable[[Event], None],
+    on_event: Callable[[RunEvent], None],
     trace: bool = False,
 ) -> EmulationReport:
     """Replay device `rank` of `schedule` for `steps` in this process, on a GPU where there is one."""
@@ -170,14 +170,14 @@ class _Alone:
         """One more step, watched by the allocator; the peaks of those before it stay as they are."""
         peaks = list(self._peaks)
         if self._device.type == "cuda":
-            from optpipe_torch.profiler.cuda import CudaGauge
+            from optpipe_torch.profiler.cuda import CudaTimer
 
-            gauge: Gauge = CudaGauge(self._device.index)
+            timer: Timer = CudaTimer(self._device.index)
         else:
-            gauge = CpuGauge()
+            timer = CpuTimer()
             self._replay = self._make_replay(backend=AtOnce())
             self.step()  # makes the slab on the host
-        self._allocator_peak = gauge.peaks({"step": self.step})["step"]
+        self._allocator_peak = timer.peaks({"step": self.step})["step"]
         self._peaks = peaks
 
     def report(self, runs: Sequence[Sequence[Ran]]) -> EmulationReport:

@@ -13,7 +13,7 @@ from optpipe_compiler.errors import BadInput, MissingDependency
 TORCH = ((2, 11), (2, 16))
 """From the first of these versions to below the second: those that the tests were run with (`make test-torch`)."""
 
-Event = dict[str, Any]
+RunEvent = dict[str, Any]
 """{"event": "started" | "check" | "step" | "trace", ...}; steps count from 0."""
 
 

@@ -11,21 +11,20 @@ import threading
 import time
 import traceback
 from dataclasses import replace
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from optpipe_compiler.child import as_environment
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.units import printable
 from optpipe_compiler.errors import BadInput, MissingDependency, OptPipeError, RunFailed
-from optpipe_torch.launch.job import Event, Job, Place, check_torch, place_from_environment, shares_of_cores
+from optpipe_compiler.processes import Ended, Processes
+from optpipe_torch.launch.job import Job, Place, RunEvent, check_torch, place_from_environment, shares_of_cores
 from optpipe_torch.models import text, user_functions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from multiprocessing.connection import Connection
     from multiprocessing.context import BaseContext
-    from multiprocessing.process import BaseProcess
 
     from optpipe_torch.launch.report import RunReport
 
@@ -33,8 +32,6 @@ GRACE_S = 1.0
 """After the first failure: how long to listen for others, to find the one that started it."""
 START_S = 120.0
 """How long the ranks may take to import torch and to meet, even if `timeout_s` is less."""
-END_S = 2.0
-"""How long a process may take to end when told to, before it is killed."""
 
 
 def run(
@@ -45,7 +42,7 @@ def run(
     check: bool = False,
     time_scale: float | None = None,
     seed: int = 0,
-    on_event: Callable[[Event], None] | None = None,
+    on_event: Callable[[RunEvent], None] | None = None,
     timeout_s: float = 600.0,
     trace: bool = False,
     model: str | None = None,
@@ -80,11 +77,11 @@ def run(
     tell = on_event or (lambda _: None)
     place = place_from_environment()
     if place is None:
-        return _Family([job] * schedule.setup.devices, tell).run()
+        return Ranks([job] * schedule.setup.devices, tell).run()
     return _join(job, place, tell)
 
 
-def _join(job: Job, place: Place, tell: Callable[[Event], None]) -> RunReport | None:
+def _join(job: Job, place: Place, tell: Callable[[RunEvent], None]) -> RunReport | None:
     """Be one rank of a group that torchrun started."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or it writes stack traces beside the sentence
     from optpipe_torch.launch import session
@@ -105,93 +102,49 @@ def _join(job: Job, place: Place, tell: Callable[[Event], None]) -> RunReport | 
     return report if place.rank == 0 else None
 
 
-class _Family:
-    """The processes of one run, and their ends."""
+class Ranks:
+    """The processes of one run on this machine, one per job, and their ends."""
 
-    def __init__(self, jobs: Sequence[Job], tell: Callable[[Event], None]) -> None:
+    def __init__(self, jobs: Sequence[Job], tell: Callable[[RunEvent], None]) -> None:
         self._jobs = jobs
         self._tell = tell
-        self._children: list[BaseProcess] = []
-        self._pipes: list[Connection] = []
         self._begun = False
         self._finished: dict[int, RunReport] = {}
         self._failed: dict[int, tuple[OptPipeError, bool]] = {}
         """By rank: what happened, and whether it may be but the echo of another rank's end."""
+        self.processes = Processes(_context(training=jobs[0].training))
 
     def run(self) -> RunReport:
         """Start, listen, end."""
-        with tempfile.TemporaryDirectory(prefix="optpipe-") as folder:
-            try:
-                self._start(Path(folder))
-                while len(self._finished) < len(self._jobs):
-                    allowed = self._jobs[0].timeout_s
-                    heard = self._listen(GRACE_S + (allowed if self._begun else max(allowed, START_S)))
-                    if self._failed:
-                        self._raise_failure()
-                    if not heard:
-                        raise self._silence()
-                for child in self._children:
-                    child.join(END_S)
-                return self._finished[0]
-            finally:
-                self._end()
-
-    def _start(self, folder: Path) -> None:
-        context = _context(training=self._jobs[0].training)
-        cores = shares_of_cores(len(self._jobs))
-        for rank, job in enumerate(self._jobs):
-            here, there = context.Pipe(duplex=False)
-            place = Place(rank, len(self._jobs), f"file://{folder}/store", rank)
-            child = context.Process(  # type: ignore[attr-defined]  # BaseContext lacks it in typeshed
-                target=_child,
-                args=(replace(job, pinned=bool(cores[rank])), place, there, cores[rank]),
-                name=f"optpipe-rank-{rank}",
-                daemon=True,
-            )
-            with as_environment():
-                child.start()
-            there.close()
-            self._children.append(child)
-            self._pipes.append(here)
+        with tempfile.TemporaryDirectory(prefix="optpipe-") as folder, self.processes:
+            cores = shares_of_cores(len(self._jobs))
+            for rank, job in enumerate(self._jobs):
+                place = Place(rank, len(self._jobs), f"file://{folder}/store", rank)
+                self.processes.start(_rank, replace(job, pinned=bool(cores[rank])), place, cores[rank])
+            while len(self._finished) < len(self._jobs):
+                allowed = self._jobs[0].timeout_s
+                heard = self._listen(GRACE_S + (allowed if self._begun else max(allowed, START_S)))
+                if self._failed:
+                    self._raise_failure()
+                if not heard:
+                    raise self._silence()
+            return self._finished[0]
 
     def _listen(self, seconds: float) -> bool:
-        """Take in what children say, and who has ended; return whether anything was heard within `seconds`."""
-        pipes = {pipe: rank for rank, pipe in enumerate(self._pipes) if not pipe.closed}
-        ends = {
-            child.sentinel: rank
-            for rank, child in enumerate(self._children)
-            if rank not in self._finished and rank not in self._failed
-        }
-        heard = wait([*pipes, *ends], seconds)
-        for ready in heard:
-            if isinstance(ready, Connection):
-                self._hear(pipes[ready])
-        for sentinel, rank in ends.items():
-            if wait([sentinel], 0):
-                self._drain(rank)
-                if rank not in self._finished and rank not in self._failed:
-                    self._children[rank].join(END_S)
-                    reason = _exit(self._children[rank].exitcode)
-                    self._failed[rank] = (RunFailed(f"rank {rank} died: {reason}"), False)
+        """Take in what ranks say, and who has ended; return whether anything was heard within `seconds`."""
+        heard = self.processes.listen(seconds)
+        for rank, event in heard:
+            if isinstance(event, Ended):
+                if rank not in self._finished:
+                    self._failed.setdefault(rank, (RunFailed(f"rank {rank} died: {event}"), False))
+            elif event["event"] == "finished":
+                self._finished[rank] = event["report"]
+            elif event["event"] == "failed":
+                self._failed.setdefault(rank, (event["error"], event["echo"]))
+            else:
+                self._begun = True
+                self._tell(event)
         return bool(heard)
-
-    def _drain(self, rank: int) -> None:
-        while not self._pipes[rank].closed and self._pipes[rank].poll():
-            self._hear(rank)
-
-    def _hear(self, rank: int) -> None:
-        try:
-            event: dict[str, Any] = self._pipes[rank].recv()
-        except (EOFError, OSError):
-            self._pipes[rank].close()
-            return
-        if event["event"] == "finished":
-            self._finished[rank] = event["report"]
-        elif event["event"] == "failed":
-            self._failed.setdefault(rank, (event["error"], event["echo"]))
-        else:
-            self._begun = True
-            self._tell(event)
 
     def _raise_failure(self) -> None:
         """Listen a little longer, then name the rank that failed first: a death before an error before an echo."""
@@ -211,20 +164,7 @@ class _Family:
 
     def _stopped(self) -> list[int]:
         """Return the ranks whose processes are stopped, where the system tells."""
-        return [rank for rank, child in enumerate(self._children) if _state(child.pid) in ("T", "t")]
-
-    def _end(self) -> None:
-        for child in self._children:
-            if child.is_alive():
-                child.terminate()
-        until = time.monotonic() + END_S
-        for child in self._children:
-            child.join(max(0.0, until - time.monotonic()))
-            if child.is_alive():
-                child.kill()
-                child.join()
-        for pipe in self._pipes:
-            pipe.close()
+        return [rank for rank in range(len(self._jobs)) if _state(self.processes.pid(rank)) in ("T", "t")]
 
 
 def _context(*, training: bool) -> BaseContext:
@@ -237,16 +177,14 @@ def _context(*, training: bool) -> BaseContext:
     return context
 
 
-def _child(job: Job, place: Place, pipe: Connection, cores: list[int]) -> None:
-    """The process of one rank. Ctrl-C is the parent's business; without a parent there is no reason to go on."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+def _rank(line: Connection, job: Job, place: Place, cores: list[int]) -> None:
+    """The process of one rank."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     lock = threading.Lock()
 
-    def say(event: Event) -> None:
+    def say(event: RunEvent) -> None:
         with lock:
-            pipe.send(event)
+            line.send(event)
 
     def fail(error: BaseException) -> None:
         say({"event": "failed", "error": _expected(error, place.rank), "echo": _is_echo(error)})
@@ -262,7 +200,7 @@ def _child(job: Job, place: Place, pipe: Connection, cores: list[int]) -> None:
         say({"event": "finished", "report": report})
     except BaseException as error:
         fail(error)
-    pipe.close()
+    line.close()
     os._exit(0)
 
 
@@ -274,13 +212,6 @@ def _expected(error: BaseException, rank: int) -> OptPipeError:
     if _is_echo(error):
         return RunFailed(f"rank {rank} stopped, because it lost another rank ({sentence})")
     return RunFailed(sentence if sentence.startswith("rank ") else f"rank {rank} failed: {sentence}")
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
 
 
 def _is_echo(error: BaseException) -> bool:
@@ -321,9 +252,3 @@ def _state(pid: int | None) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return ""
-
-
-def _exit(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"killed by signal {-code} ({signal.Signals(-code).name})"
-    return f"exit code {code}"

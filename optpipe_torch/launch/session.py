@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from optpipe_torch.launch.job import Event, Job, Place
+    from optpipe_torch.launch.job import Job, Place, RunEvent
     from optpipe_torch.launch.report import CheckReport
     from optpipe_torch.models.user_model import Batch
 
-    Tell = Callable[[Event], None]
+    Tell = Callable[[RunEvent], None]
     Failed = Callable[[BaseException], None]
 
 LEARNING_RATE = 3e-4
@@ -106,7 +106,7 @@ def _meet(place: Place, timeout_s: float, on_failure: Failed) -> Store:
     return PrefixStore("optpipe", store)
 
 
-def _nobody(_: Event) -> None:
+def _nobody(_: RunEvent) -> None:
     pass
 
 

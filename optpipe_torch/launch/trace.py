@@ -14,7 +14,7 @@ from optpipe_compiler.export.memory import timed_ops
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 Ran = tuple[str, str, int, int]
 """Op id, lane, start and end in ns of the machine's monotonic clock."""
 
@@ -54,7 +54,7 @@ def _start(devices: Sequence[Sequence[Ran]]) -> int:
     return min(start for ran in devices for _, _, start, _ in ran)
 
 
-def _names(schedule: ir.Schedule) -> Iterator[Event]:
+def _names(schedule: ir.Schedule) -> Iterator[TraceEvent]:
     """Name and order processes (devices) and threads (lanes); lanes without ops get no thread."""
     for device in schedule.devices:
         number = device.device
@@ -68,7 +68,7 @@ def _names(schedule: ir.Schedule) -> Iterator[Event]:
                     yield _about("thread_sort_index", number, thread, sort_index=thread)
 
 
-def _about(what: str, process: int, thread: int, **args: str | int) -> Event:
+def _about(what: str, process: int, thread: int, **args: str | int) -> TraceEvent:
     return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
 
 
@@ -76,7 +76,7 @@ def _thread(lane: str) -> int:
     return 2 * LANES.index(lane)
 
 
-def _forecast(schedule: ir.Schedule, device: int, step: int, shift: int, scale: float) -> Iterator[Event]:
+def _forecast(schedule: ir.Schedule, device: int, step: int, shift: int, scale: float) -> Iterator[TraceEvent]:
     """Yield what was forecast for a step; named so that no reader takes it for a measured op."""
     for op, start, end in timed_ops(schedule, device):
         if isinstance(op, ir.MessageOp):
@@ -93,7 +93,7 @@ def _forecast(schedule: ir.Schedule, device: int, step: int, shift: int, scale: 
         }
 
 
-def _measured(schedule: ir.Schedule, op: ir.Op, device: int, step: int, ran: Ran, origin: int) -> Event:
+def _measured(schedule: ir.Schedule, op: ir.Op, device: int, step: int, ran: Ran, origin: int) -> TraceEvent:
     _, lane, start, end = ran
     about: dict[str, Any] = {"op": op.id, "kind": op.name, "stage": op.stage, "microbatch": op.microbatch, "step": step}
     if isinstance(op, ir.SavedOp):

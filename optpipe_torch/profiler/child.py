@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -18,7 +17,6 @@ from optpipe_torch.launch.worker import settle_on_cpu
 from optpipe_torch.models import known as models
 from optpipe_torch.models import text
 from optpipe_torch.profiler.copies import time_copies
-from optpipe_torch.profiler.gauge import CpuGauge
 from optpipe_torch.profiler.layers import (
     Benches,
     bookkeeping_bench,
@@ -29,13 +27,15 @@ from optpipe_torch.profiler.layers import (
 )
 from optpipe_torch.profiler.records import Findings, LayerBytes, Messages, Times
 from optpipe_torch.profiler.spread import steadiest
+from optpipe_torch.profiler.timer import CpuTimer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from optpipe_compiler.documents.profile import Model
-    from optpipe_torch.profiler.gauge import Gauge
+    from optpipe_torch.launch.job import Place
     from optpipe_torch.profiler.layers import Bench
+    from optpipe_torch.profiler.timer import Timer
 
 GROUP_TIMEOUT = timedelta(seconds=120)
 MOST_EQUAL = 4
@@ -46,92 +46,85 @@ SMALL_MESSAGE = 1024
 """Bytes of the message that shows the latency."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Which of the measuring processes this is, and where it runs."""
+def find(
+    place: Place, model: Model, samples: int, say: Callable[[str, float], None], *, cores: Sequence[int], on_gpu: bool
+) -> Findings:
+    """Measure everything on this process, while the others do the same; `say` what and how far.
 
-    rank: int
-    processes: int
-    cores: Sequence[int]
-    """Empty: not pinned."""
-    meet: str
-    """Where the processes find each other, as torch.distributed names it."""
-    gpu: int | None
-    """The GPU that it measures; None: its cores."""
-
-
-def find(place: Place, model: Model, samples: int, say: Callable[[str, float], None]) -> Findings:
-    """Measure everything on this process, while the others do the same; `say` what and how far."""
+    It measures the GPU of its local rank, or the cores that it is pinned to (none: not pinned).
+    """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with _joined(place) as gauge:
-        return _find(gauge, place, model, samples, say)
+    if cores:
+        os.sched_setaffinity(0, cores)
+    with _joined(place, on_gpu=on_gpu) as timer:
+        return _find(timer, place, model, samples, say)
 
 
-def find_in_group(place: Place, model: Model, samples: int, say: Callable[[str, float], None]) -> list[Findings] | None:
+def find_in_group(
+    place: Place, model: Model, samples: int, say: Callable[[str, float], None], *, on_gpu: bool
+) -> list[Findings] | None:
     """Measure as one rank of a group that torchrun started, messages between all neighbours; all findings on rank 0."""
-    with _joined(place) as gauge:
-        mine = _find(gauge, place, model, samples, say)
+    with _joined(place, on_gpu=on_gpu) as timer:
+        mine = _find(timer, place, model, samples, say)
         for first in (0, 1):  # 0-1, 2-3, ..., then 1-2, 3-4, ...
             peer = ((place.rank + first) ^ 1) - first
             dist.barrier()
-            if 0 <= peer < place.processes:
+            if 0 <= peer < place.world:
                 mine.messages_with[peer] = time_messages(
-                    gauge, place.rank, peer, mine.messages.large_bytes, 5 * samples
+                    timer, place.rank, peer, mine.messages.large_bytes, 5 * samples
                 )
-        findings = [mine] * place.processes if place.rank == 0 else None
+        findings = [mine] * place.world if place.rank == 0 else None
         dist.gather_object(mine, findings)
         return findings
 
 
 @contextmanager
-def _joined(place: Place) -> Iterator[Gauge]:
+def _joined(place: Place, *, on_gpu: bool) -> Iterator[Timer]:
     """Take the place among the other processes, and what measures there.
 
     After a failure the group is left as it is: to take it down could mean to wait for the others.
     """
-    if place.cores:
-        os.sched_setaffinity(0, place.cores)
-    gauge = _gauge(place)
+    timer = _timer(place.local_rank if on_gpu else None)
     dist.init_process_group(
-        "gloo", init_method=place.meet, rank=place.rank, world_size=place.processes, timeout=GROUP_TIMEOUT
+        "gloo", init_method=place.meet, rank=place.rank, world_size=place.world, timeout=GROUP_TIMEOUT
     )
-    gauge.join(place.processes)
-    yield gauge
+    timer.join(place.world)
+    yield timer
     dist.destroy_process_group()
 
 
-def _gauge(place: Place) -> Gauge:
-    if place.gpu is None:
+def _timer(gpu: int | None) -> Timer:
+    if gpu is None:
         settle_on_cpu()
-        return CpuGauge()
-    from optpipe_torch.profiler.cuda import CudaGauge
+        return CpuTimer()
+    from optpipe_torch.profiler.cuda import CudaTimer
 
-    return CudaGauge(place.gpu)
+    return CudaTimer(gpu)
 
 
-def _find(gauge: Gauge, place: Place, model: Model, samples: int, say: Callable[[str, float], None]) -> Findings:
+def _find(timer: Timer, place: Place, model: Model, samples: int, say: Callable[[str, float], None]) -> Findings:
     names = models.layer_names(model)
-    room = gauge.room_bytes(place.processes)
+    room = timer.room_bytes(place.world)
     _refuse_too_large(model, room)
-    benches = Benches(model, text.default_text(), gauge.device)
+    benches = Benches(model, text.default_text(), timer.device)
     say("bytes of the layers", 0.05)
-    sizes = measure_sizes(gauge, benches, names, room)
+    sizes = measure_sizes(timer, benches, names, room)
     say("messages", 0.15)
     messages = Messages(SMALL_MESSAGE, benches.message_bytes)
-    if (peer := place.rank ^ 1) < place.processes:
-        messages = time_messages(gauge, place.rank, peer, benches.message_bytes, 5 * samples)
+    if (peer := place.rank ^ 1) < place.world:
+        messages = time_messages(timer, place.rank, peer, benches.message_bytes, 5 * samples)
     dist.barrier()
     say("bookkeeping", 0.2)
-    overhead = _overhead(gauge, samples)
+    overhead = _overhead(timer, samples)
     equal = {name: max(1, min(MOST_EQUAL, room // max(1, size.static))) for name, size in sizes.items()}
-    times = _time_kinds(gauge, benches, names, equal, samples, say)
+    times = _time_kinds(timer, benches, names, equal, samples, say)
     dist.barrier()
     say("host copies of all processes at once", 0.85)
     block = names.index(common(names))
-    copies = time_copies(gauge, benches, block, 2 * samples, _any_process)
-    is_first = _is_first_on_its_link(gauge, place)
+    copies = time_copies(timer, benches, block, 2 * samples, _any_process)
+    is_first = _is_first_on_its_link(timer, place)
     say("host copies alone", 0.93)
-    copies_alone = time_copies(gauge, benches, block, 2 * samples, bool) if is_first else None
+    copies_alone = time_copies(timer, benches, block, 2 * samples, bool) if is_first else None
     dist.barrier()
     say("done", 1.0)
     del benches
@@ -143,18 +136,18 @@ def _find(gauge: Gauge, place: Place, model: Model, samples: int, say: Callable[
         messages,
         copies,
         copies_alone,
-        kind=gauge.kind,
-        memory=gauge.memory(),
+        kind=timer.kind,
+        memory=timer.memory(),
         titles=models.layer_titles(model) if model.builder in models.OWN else [],
-        host_link=gauge.host_link,
+        host_link=timer.host_link,
     )
 
 
-def _is_first_on_its_link(gauge: Gauge, place: Place) -> bool:
+def _is_first_on_its_link(timer: Timer, place: Place) -> bool:
     """Whether this process copies alone for those that share its host link, or for all where links are not known."""
-    links: list[str | None] = [None] * place.processes
-    dist.all_gather_object(links, gauge.host_link)
-    return place.rank == (0 if None in links else links.index(gauge.host_link))
+    links: list[str | None] = [None] * place.world
+    dist.all_gather_object(links, timer.host_link)
+    return place.rank == (0 if None in links else links.index(timer.host_link))
 
 
 # -- layers
@@ -176,7 +169,7 @@ def _refuse_too_large(model: Model, room: int) -> None:
         )
 
 
-def measure_sizes(gauge: Gauge, benches: Benches, names: list[str], room: int) -> dict[str, LayerBytes]:
+def measure_sizes(timer: Timer, benches: Benches, names: list[str], room: int) -> dict[str, LayerBytes]:
     """Return the bytes of each kind of layer; stages of several layers are built where they fit `room` bytes.
 
     A layer has the transient bytes of a stage of its own. What stages of several layers need beyond that, by the
@@ -197,11 +190,11 @@ def measure_sizes(gauge: Gauge, benches: Benches, names: list[str], room: int) -
             second.shared = min(measured.values())
     for name in sizes:
         index = names.index(name)
-        sizes[name].transient = transient_bytes(gauge, benches, index, index + 1, [sizes[name]])
+        sizes[name].transient = transient_bytes(timer, benches, index, index + 1, [sizes[name]])
     for first, end in _telling_stages(names):
         if sum(sizes[name].static for name in names[first:end]) > room:
             continue
-        found = transient_bytes(gauge, benches, first, end, [sizes[name] for name in names[first:end]])
+        found = transient_bytes(timer, benches, first, end, [sizes[name] for name in names[first:end]])
         for name in dict.fromkeys(names[max(1, first) : min(end, len(names) - 1)] or names[first:end]):
             own = sizes[name].transient
             sizes[name].transient = {op: max(own[op], found[op]) for op in own}
@@ -218,13 +211,13 @@ def _telling_stages(names: list[str]) -> list[tuple[int, int]]:
     return sorted((first, end) for first, end in stages if first >= 0 and end <= count)
 
 
-def _overhead(gauge: Gauge, samples: int) -> Times:
+def _overhead(timer: Timer, samples: int) -> Times:
     """Time ops that do next to nothing."""
-    bench = bookkeeping_bench(gauge.device)
+    bench = bookkeeping_bench(timer.device)
 
     def take(turn: int) -> Times:
         times: Times = {}
-        for _ in time_ops(gauge, [bench], 5 * samples, times, lead=True):
+        for _ in time_ops(timer, [bench], 5 * samples, times, lead=True):
             pass
         return times
 
@@ -239,7 +232,7 @@ def _any_process(mine: bool) -> bool:
 
 
 def _time_kinds(
-    gauge: Gauge,
+    timer: Timer,
     benches: Benches,
     names: list[str],
     equal: dict[str, int],
@@ -256,17 +249,17 @@ def _time_kinds(
         stages = [benches.stage(index, index + 1) for index in own]
         dist.barrier()
         wanted = samples if name == main else 2 * samples
-        times[name] = _time_kind(gauge, stages, wanted, _telling(say, f"times of the {name}", done, part))
+        times[name] = _time_kind(timer, stages, wanted, _telling(say, f"times of the {name}", done, part))
         done += part
     return times
 
 
-def _time_kind(gauge: Gauge, stages: list[Bench], samples: int, tell: Callable[[int, float], None]) -> Times:
+def _time_kind(timer: Timer, stages: list[Bench], samples: int, tell: Callable[[int, float], None]) -> Times:
     """Time equal layers; `tell` which turn it is, and how much of it is done."""
 
     def take(turn: int) -> Times:
         times: Times = {}
-        for progress in time_ops(gauge, stages, samples, times):
+        for progress in time_ops(timer, stages, samples, times):
             tell(turn, progress)
         return times
 
@@ -281,22 +274,22 @@ def _telling(say: Callable[[str, float], None], what: str, done: float, part: fl
 # -- messages
 
 
-def time_messages(gauge: Gauge, rank: int, peer: int, nbytes: int, samples: int) -> Messages:
+def time_messages(timer: Timer, rank: int, peer: int, nbytes: int, samples: int) -> Messages:
     """Time messages between two processes, one way, by halves of round trips, while other pairs do the same."""
-    small, large = (torch.zeros(size, dtype=torch.uint8, device=gauge.device) for size in (SMALL_MESSAGE, nbytes))
+    small, large = (torch.zeros(size, dtype=torch.uint8, device=timer.device) for size in (SMALL_MESSAGE, nbytes))
 
     def take(turn: int) -> Times:
         few: list[int] = []
         many: list[int] = []
         for _ in range(5 + samples):
-            gauge.lead()
-            _round_trip(gauge, rank, peer, small)  # both begin the next one at the same time
+            timer.lead()
+            _round_trip(timer, rank, peer, small)  # both begin the next one at the same time
             # in turn, so that what else runs on the machine touches both alike
-            with gauge.timed(few):
-                _round_trip(gauge, rank, peer, small)
-            with gauge.timed(many):
-                _round_trip(gauge, rank, peer, large)
-            gauge.settle()
+            with timer.timed(few):
+                _round_trip(timer, rank, peer, small)
+            with timer.timed(many):
+                _round_trip(timer, rank, peer, large)
+            timer.settle()
         return {"small": [ns // 2 for ns in few[5:]], "large": [ns // 2 for ns in many[5:]]}
 
     return Messages(SMALL_MESSAGE, nbytes, **steadiest(take, lambda mine: _either(peer, mine)))
@@ -310,13 +303,13 @@ def _either(peer: int, mine: bool) -> bool:
     return bool(flag) or bool(other)
 
 
-def _round_trip(gauge: Gauge, rank: int, peer: int, data: torch.Tensor) -> None:
+def _round_trip(timer: Timer, rank: int, peer: int, data: torch.Tensor) -> None:
     if rank < peer:
-        _wait(dist.isend(data, peer, gauge.group))
-        _wait(dist.irecv(data, peer, gauge.group))
+        _wait(dist.isend(data, peer, timer.group))
+        _wait(dist.irecv(data, peer, timer.group))
     else:
-        _wait(dist.irecv(data, peer, gauge.group))
-        _wait(dist.isend(data, peer, gauge.group))
+        _wait(dist.irecv(data, peer, timer.group))
+        _wait(dist.isend(data, peer, timer.group))
 
 
 def _wait(work: dist.Work | None) -> None:

@@ -12,19 +12,19 @@ from optpipe_compiler.documents import ir
 from optpipe_torch.profiler.layers import bookkeeping_bench
 from optpipe_torch.profiler.records import Copies
 from optpipe_torch.profiler.spread import steadiest
-from runtime_torch.lanes import Work
+from runtime_torch.lanes import LaneOps
 from runtime_torch.pinned import PinnedPool
 from runtime_torch.streams import StreamCarrier, StreamLanes
-from runtime_torch.timeline import Timeline
+from runtime_torch.timeline import OpRecorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
-    from optpipe_torch.profiler.gauge import Gauge
     from optpipe_torch.profiler.layers import Bench, Benches
     from optpipe_torch.profiler.records import Times
+    from optpipe_torch.profiler.timer import Timer
     from runtime_torch.execution import StageExecution
     from runtime_torch.lanes import Lanes
     from runtime_torch.streams import Backend
@@ -35,25 +35,25 @@ LEAST, MOST_S = 2, 6.0
 """Runs of all microbatches that are timed in any case, and seconds after which there are no more."""
 
 
-def time_copies(gauge: Gauge, benches: Benches, layer: int, samples: int, agree: Callable[[bool], bool]) -> Copies:
+def time_copies(timer: Timer, benches: Benches, layer: int, samples: int, agree: Callable[[bool], bool]) -> Copies:
     """Time offloads and reloads of what `layer` saved: alone, then one while the other runs; `agree` as `steadiest`."""
-    latency = _time_latency(gauge, samples, agree)
+    latency = _time_latency(timer, samples, agree)
     gc.collect()  # lanes and carrier know each other: only now their memory is free, and no page is pinned twice
-    copies = _time_layer(gauge, benches.stage(layer, layer + 1), samples, agree)
+    copies = _time_layer(timer, benches.stage(layer, layer + 1), samples, agree)
     copies.latency = latency
     gc.collect()
     return copies
 
 
-def _time_latency(gauge: Gauge, samples: int, agree: Callable[[bool], bool]) -> list[int]:
+def _time_latency(timer: Timer, samples: int, agree: Callable[[bool], bool]) -> list[int]:
     """Time copies of next to no bytes."""
-    with _copier(gauge, bookkeeping_bench(gauge.device)) as copier:
+    with _copier(timer, bookkeeping_bench(timer.device)) as copier:
         return [ns for times in steadiest(lambda turn: _alone(copier, samples), agree).values() for ns in times]
 
 
-def _time_layer(gauge: Gauge, bench: Bench, samples: int, agree: Callable[[bool], bool]) -> Copies:
+def _time_layer(timer: Timer, bench: Bench, samples: int, agree: Callable[[bool], bool]) -> Copies:
     """Time copies of what a layer saved; their latency is left empty."""
-    with _copier(gauge, bench) as copier:
+    with _copier(timer, bench) as copier:
         alone = steadiest(lambda turn: _alone(copier, samples), agree)
         duplex = steadiest(lambda turn: _duplex(copier, samples), agree)
         return Copies(copier.nbytes, **alone, duplex_d2h=duplex["d2h"], duplex_h2d=duplex["h2d"])
@@ -61,7 +61,7 @@ def _time_layer(gauge: Gauge, bench: Bench, samples: int, agree: Callable[[bool]
 
 def stream_lanes(
     stage: StageExecution, host_bytes: int, backend: Backend, allocate: Callable[[int], Tensor]
-) -> Callable[[Work], Lanes]:
+) -> Callable[[LaneOps], Lanes]:
     """Let the stage copy on streams, to a slab of `host_bytes`; return what makes lanes that issue its copies."""
     carrier = StreamCarrier(backend, PinnedPool(host_bytes, allocate), stage.meter, stage.host_meter)
     stage.carrier = carrier
@@ -69,9 +69,9 @@ def stream_lanes(
 
 
 @contextmanager
-def _copier(gauge: Gauge, bench: Bench) -> Iterator[_Copier]:
+def _copier(timer: Timer, bench: Bench) -> Iterator[_Copier]:
     """Within: copies; at the end their microbatches are over, which is what frees the memory of their graphs."""
-    copier = _Copier(gauge, bench)
+    copier = _Copier(timer, bench)
     yield copier
     for microbatch in range(MICROBATCHES):
         bench.stage.backward(microbatch, bench.gradient)
@@ -80,13 +80,13 @@ def _copier(gauge: Gauge, bench: Bench) -> Iterator[_Copier]:
 class _Copier:
     """A bench with all its microbatches in flight, and lanes that move what they saved."""
 
-    def __init__(self, gauge: Gauge, bench: Bench) -> None:
+    def __init__(self, timer: Timer, bench: Bench) -> None:
         self._bench = bench
-        self._timeline = Timeline(gauge.device)
+        self._timeline = OpRecorder(timer.device)
         bench.forward(0)
         self.nbytes = bench.stage.saved_bytes(0)
         bench.stage.backward(0, bench.gradient)
-        self._lanes = gauge.lanes(bench.stage, MICROBATCHES * self.nbytes)
+        self._lanes = timer.lanes(bench.stage, MICROBATCHES * self.nbytes)
         for microbatch in range(MICROBATCHES):  # each on an input of its own: what was offloaded may be written to
             target = None if bench.target is None else bench.target.clone()
             bench.stage.forward(microbatch, bench.x.clone(), target)
@@ -103,7 +103,7 @@ class _Copier:
         elif h2d:
             waits[h2d[0].id] = [op.id for op in d2h[-1:]]
         none: Mapping[str, Sequence[str]] = {op_id: () for op_id in waits}
-        return self._lanes(Work([], d2h, h2d, waits, none, lambda _: None, lambda _: True, self._transfer))
+        return self._lanes(LaneOps([], d2h, h2d, waits, none, lambda _: None, lambda _: True, self._transfer))
 
     def run(self, lanes: Lanes) -> tuple[list[int], list[int]]:
         """Run them once; return the ns of each offload and of each reload."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from runtime_torch.execution import StageExecution
-    from runtime_torch.lanes import Lanes, Work
+    from runtime_torch.lanes import LaneOps, Lanes
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """Tells machines apart, also where all of them are called localhost."""
@@ -29,7 +29,7 @@ LEAD_SIZE = 2048
 """Rows and columns of the matrices that are multiplied meanwhile."""
 
 
-class CudaGauge:
+class CudaTimer:
     """One GPU of this machine.
 
     An op's time is that between two events around it on the compute stream, as in a run (`timeline.py`). The host does
@@ -98,7 +98,7 @@ class CudaGauge:
             del kept
         return found
 
-    def lanes(self, stage: StageExecution, host_bytes: int) -> Callable[[Work], Lanes]:
+    def lanes(self, stage: StageExecution, host_bytes: int) -> Callable[[LaneOps], Lanes]:
         """Streams and pinned memory."""
         return stream_lanes(stage, host_bytes, Cuda(self.device), pinned)
 

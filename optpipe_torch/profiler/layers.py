@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from optpipe_compiler.documents.profile import Model
-    from optpipe_torch.profiler.gauge import Gauge
+    from optpipe_torch.profiler.timer import Timer
     from runtime_torch.bundles import Bundle
 
 OPS = ("forward", "backward_input", "backward_weight", "backward", "recompute")
@@ -165,12 +165,12 @@ def bookkeeping_bench(device: torch.device) -> Bench:
 
 
 def time_ops(
-    gauge: Gauge, benches: Sequence[Bench], samples: int, times: Times, *, lead: bool = False
+    timer: Timer, benches: Sequence[Bench], samples: int, times: Times, *, lead: bool = False
 ) -> Iterator[float]:
     """Time every op on equal stages in turn into `times`, forwards first and backwards in reverse, as in one stage.
 
     Going round several stages keeps their weights and activations from being warmer in the caches than in a real run.
-    With `lead`, the time is the device's alone, however long the host takes to issue an op (`Gauge.lead`).
+    With `lead`, the time is the device's alone, however long the host takes to issue an op (`Timer.lead`).
     Yield the part that is done, 0 to 1, after each round.
     """
     times.update({op: [] for op in OPS})
@@ -181,42 +181,42 @@ def time_ops(
             return
         into = times if index >= WARM_UP else {op: [] for op in OPS}
         if lead:
-            gauge.lead()
-        _recompute_round(gauge, benches, into)
-        _split_round(gauge, benches, into)
-        _fused_round(gauge, benches, into)
-        gauge.settle()
+            timer.lead()
+        _recompute_round(timer, benches, into)
+        _split_round(timer, benches, into)
+        _fused_round(timer, benches, into)
+        timer.settle()
         yield (index + 1) / rounds
 
 
-def _recompute_round(gauge: Gauge, benches: Sequence[Bench], times: Times) -> None:
+def _recompute_round(timer: Timer, benches: Sequence[Bench], times: Times) -> None:
     """The first of a round: what it does not time gives the host the lead that it has in a run."""
     for bench in benches:
         bench.forward(0, recomputed=True)
     for bench in reversed(benches):
-        with gauge.timed(times["recompute"]):
+        with timer.timed(times["recompute"]):
             bench.stage.recompute(0, bench.whole)
         bench.stage.backward(0, bench.gradient)
 
 
-def _split_round(gauge: Gauge, benches: Sequence[Bench], times: Times) -> None:
+def _split_round(timer: Timer, benches: Sequence[Bench], times: Times) -> None:
     for bench in benches:
-        with gauge.timed(times["forward"]):
+        with timer.timed(times["forward"]):
             bench.forward(0)
     for bench in reversed(benches):
-        with gauge.timed(times["backward_input"]):
+        with timer.timed(times["backward_input"]):
             bench.stage.backward_input(0, bench.gradient)
     for bench in reversed(benches):
-        with gauge.timed(times["backward_weight"]):
+        with timer.timed(times["backward_weight"]):
             bench.stage.backward_weight(0)
 
 
-def _fused_round(gauge: Gauge, benches: Sequence[Bench], times: Times) -> None:
+def _fused_round(timer: Timer, benches: Sequence[Bench], times: Times) -> None:
     for bench in benches:
-        with gauge.timed(times["forward"]):
+        with timer.timed(times["forward"]):
             bench.forward(0)
     for bench in reversed(benches):
-        with gauge.timed(times["backward"]):
+        with timer.timed(times["backward"]):
             bench.stage.backward(0, bench.gradient)
 
 
@@ -262,18 +262,18 @@ def shared_bytes(benches: Benches, first: int) -> int:
 
 
 def transient_bytes(
-    gauge: Gauge, benches: Benches, first: int, end: int, layers: Sequence[LayerBytes]
+    timer: Timer, benches: Benches, first: int, end: int, layers: Sequence[LayerBytes]
 ) -> dict[str, int]:
     """Return per op the bytes by which the stage [first, end) exceeds the memory table of docs/IR.md without them.
 
-    The allocator's own counts are taken (`Gauge.peaks`); `layers` are the bytes of the stage's layers. Stages of
+    The allocator's own counts are taken (`Timer.peaks`); `layers` are the bytes of the stage's layers. Stages of
     several layers show the gradients and outputs between layers, too, which no other line of the table counts.
     """
     bench = benches.stage(first, end)
     incoming = 0 if bench.stage.is_first else bench.x.nbytes
     captured = sum(layer.captured for layer in layers)
     saved = sum(layer.saved_after(before) for before, layer in zip((None, *layers[:-1]), layers, strict=True))
-    peak = gauge.peaks(
+    peak = timer.peaks(
         {
             "forward": lambda: bench.forward(0),
             "backward_input": lambda: bench.stage.backward_input(0, bench.gradient),

@@ -1,32 +1,28 @@
 """`optpipe profile`: measures this machine on a real model, in processes pinned and grouped as `run` has them.
 
-The measuring itself is in `measure_child`, in processes of its own, all at the same time, so that what they cost each
-other is in the figures. `measure_profile` makes the profile of what they found.
+The measuring itself is in `child.py`, in processes of its own, all at the same time, so that what they cost each other
+is in the figures. `records.py` makes the profile of what they found.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import multiprocessing
 import os
-import signal
 import tempfile
 import time
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Literal
 
-from optpipe_compiler import errors
-from optpipe_compiler.child import as_environment
 from optpipe_compiler.documents.profile import Model
 from optpipe_compiler.errors import BadInput, MissingDependency, OptPipeError, RunFailed
-from optpipe_torch.launch.job import gpu_count, place_from_environment, ranks_here, shares_of_cores
+from optpipe_compiler.processes import Ended, Processes
+from optpipe_torch.launch.job import Place, gpu_count, place_from_environment, ranks_here, shares_of_cores
 from optpipe_torch.models.user_functions import allow
 from optpipe_torch.profiler.records import assemble
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from multiprocessing.connection import Connection
 
     from optpipe_compiler.documents.profile import Profile
@@ -68,7 +64,7 @@ class MeasureOptions:
 
 
 @dataclass(frozen=True)
-class Layout:
+class Arrangement:
     """How the measuring processes stand on the machine."""
 
     devices: int
@@ -90,7 +86,7 @@ def measure(options: MeasureOptions, on_progress: Callable[[str, float], None]) 
     _need_torch()
     layout = layout_of(options, 0 if options.device == "cpu" else gpu_count())
     model = options.model()
-    return assemble(model, layout.devices, _run_children(options, layout, on_progress))
+    return assemble(model, layout.devices, _run_processes(options, layout, on_progress))
 
 
 def measure_in_group(options: MeasureOptions, on_progress: Callable[[str, float], None]) -> Profile | None:
@@ -100,7 +96,7 @@ def measure_in_group(options: MeasureOptions, on_progress: Callable[[str, float]
     others. Raise as `measure` does.
     """
     _need_torch()
-    from optpipe_torch.profiler.child import Place, find_in_group
+    from optpipe_torch.profiler.child import find_in_group
 
     allow(options.model().builder)
 
@@ -110,10 +106,8 @@ def measure_in_group(options: MeasureOptions, on_progress: Callable[[str, float]
         raise BadInput(f"--devices is {options.devices}, expected none: torchrun started {group.world} ranks")
     here = ranks_here(group.world)
     on_gpus = _on_gpus(options, gpu_count(), processes=here, least=here)
-    gpu = group.local_rank if on_gpus else None
-    place = Place(rank=group.rank, processes=group.world, cores=[], meet=group.meet, gpu=gpu)
     say = on_progress if group.rank == 0 else lambda what, part: None
-    findings = find_in_group(place, options.model(), options.samples, say)
+    findings = find_in_group(group, options.model(), options.samples, say, on_gpu=on_gpus)
     return None if findings is None else assemble(options.model(), group.world, findings, here)
 
 
@@ -122,7 +116,7 @@ def _need_torch() -> None:
         raise MissingDependency("measuring needs torch: pip install 'optpipe[runtime]'")
 
 
-def layout_of(options: MeasureOptions, gpus: int = 0) -> Layout:
+def layout_of(options: MeasureOptions, gpus: int = 0) -> Arrangement:
     """Return one process per device, but not more than GPUs, or than cores (two at least: messages need a pair)."""
     for option, value in (("--devices", options.devices), ("--layers", options.layers), ("samples", options.samples)):
         if value is not None and value < 1:
@@ -132,7 +126,7 @@ def layout_of(options: MeasureOptions, gpus: int = 0) -> Layout:
     usual = max(2, gpus) if on_gpus else min(4, max(2, cores))
     devices = options.devices or usual
     processes = min(devices, gpus if on_gpus else max(2, cores))
-    return Layout(devices=devices, processes=processes, cores=shares_of_cores(processes), on_gpus=on_gpus)
+    return Arrangement(devices=devices, processes=processes, cores=shares_of_cores(processes), on_gpus=on_gpus)
 
 
 def _on_gpus(options: MeasureOptions, gpus: int, *, processes: int, least: int) -> bool:
@@ -146,92 +140,52 @@ def _on_gpus(options: MeasureOptions, gpus: int, *, processes: int, least: int) 
 # -- the processes
 
 
-def _run_children(options: MeasureOptions, layout: Layout, on_progress: Callable[[str, float], None]) -> list[Findings]:
-    """Start the processes, return what they found by rank, and leave none of them behind."""
-    context = multiprocessing.get_context("spawn")
-    processes: list[Any] = []
-    pipes: list[Connection] = []
-    with tempfile.TemporaryDirectory(prefix="optpipe-profile-") as folder:
-        try:
-            for rank in range(layout.processes):
-                here, there = context.Pipe(duplex=False)
-                pipes.append(here)
-                arguments = (rank, layout, options, str(Path(folder) / "store"), there)
-                processes.append(context.Process(target=_child, args=arguments, daemon=True))
-                with as_environment():
-                    processes[-1].start()
-                there.close()
-            return _collect(pipes, processes, options.timeout_s, on_progress)
-        finally:
-            _end(processes)
-            for pipe in pipes:
-                pipe.close()
-
-
-def _end(processes: Sequence[Any]) -> None:
-    for process in processes:
-        if process.pid is not None:
-            process.kill()
-            process.join()
-
-
-def _collect(
-    pipes: list[Connection],
-    processes: Sequence[Any],
-    timeout_s: float,
-    on_progress: Callable[[str, float], None],
+def _run_processes(
+    options: MeasureOptions, layout: Arrangement, on_progress: Callable[[str, float], None]
 ) -> list[Findings]:
-    """Wait for every child's findings; raise its error, or RunFailed when one is gone or late."""
-    deadline = time.monotonic() + timeout_s
+    """Return what the processes found by rank; raise the error of one, or RunFailed when one is gone or late."""
+    deadline = time.monotonic() + options.timeout_s
     found: dict[int, Findings] = {}
-    while len(found) < len(pipes):
-        missing = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in found}
-        ready = wait(list(missing), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            late = ", ".join(map(str, missing.values()))
-            raise RunFailed(f"measuring was not done after {timeout_s:g} s: no answer from process {late}")
-        for pipe in ready:
-            rank = missing[cast("Connection", pipe)]
-            message = _receive(pipes[rank], processes[rank], f"process {rank} of {len(pipes)}")
-            if isinstance(message, tuple):
-                on_progress(*message)
-            else:
-                found[rank] = message
-    return [found[rank] for rank in sorted(found)]
+    with tempfile.TemporaryDirectory(prefix="optpipe-profile-") as folder, Processes() as processes:
+        ranks = range(layout.processes)
+        for rank in ranks:
+            processes.start(_measure, rank, layout, options, str(Path(folder) / "store"))
+        while len(found) < len(ranks):
+            missing = [rank for rank in ranks if rank not in found]
+            heard = processes.listen(max(0.0, deadline - time.monotonic()), missing)
+            if not heard:
+                late = ", ".join(map(str, missing))
+                raise RunFailed(f"measuring was not done after {options.timeout_s:g} s: no answer from process {late}")
+            for rank, said in heard:
+                if isinstance(said, OptPipeError):
+                    raise said
+                if isinstance(said, tuple):
+                    on_progress(*said)
+                elif not isinstance(said, Ended):
+                    found[rank] = said
+                elif rank not in found:
+                    raise RunFailed(f"measuring ended because process {rank} of {len(ranks)} died ({said})")
+    return [found[rank] for rank in ranks]
 
 
-def _receive(pipe: Connection, process: Any, name: str) -> tuple[str, float] | Findings:
-    """Return a child's next message: progress or findings; raise the error that it reports."""
-    try:
-        kind, body = pipe.recv()
-    except EOFError:
-        process.join(5)
-        raise RunFailed(f"measuring ended because {name} died (exit code {process.exitcode})") from None
-    if kind == "error":
-        raise getattr(errors, body[0])(body[1])
-    if kind == "failure":
-        raise RunFailed(f"measuring ended because {name} failed: {body}")
-    return cast("tuple[str, float] | Findings", body)
-
-
-def _child(rank: int, layout: Layout, options: MeasureOptions, store: str, pipe: Connection) -> None:
-    """Measure in a process of its own; Ctrl-C is the parent's to handle, it ends this process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _measure(line: Connection, rank: int, layout: Arrangement, options: MeasureOptions, store: str) -> None:
+    """Measure in a process of its own: send (what, part that is done) meanwhile, then the findings or an error."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces each start and stop
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from optpipe_torch.profiler.child import Place, find
+    from optpipe_torch.profiler.child import find
 
     def say(what: str, part: float) -> None:
         if rank == 0:
-            pipe.send(("progress", (what, part)))
+            line.send((what, part))
 
-    gpu = rank if layout.on_gpus else None
     allow(options.model().builder)
+    place = Place(rank, layout.processes, f"file://{store}", rank)
     try:
-        place = Place(rank=rank, processes=layout.processes, cores=layout.cores[rank], meet=f"file://{store}", gpu=gpu)
-        pipe.send(("findings", find(place, options.model(), options.samples, say)))
+        found = find(place, options.model(), options.samples, say, cores=layout.cores[rank], on_gpu=layout.on_gpus)
+        line.send(found)
     except OptPipeError as error:
-        pipe.send(("error", (type(error).__name__, str(error))))
+        line.send(error)
     except Exception as error:
         first_line = next(iter(str(error).splitlines()), "")
-        pipe.send(("failure", f"{type(error).__name__}: {first_line}"))
+        name = f"process {rank} of {layout.processes}"
+        line.send(RunFailed(f"measuring ended because {name} failed: {type(error).__name__}: {first_line}"))

@@ -21,7 +21,7 @@ Range = tuple[int, int]
 """Begin and end in ns."""
 
 
-class Event(msgspec.Struct, frozen=True):
+class TraceEvent(msgspec.Struct, frozen=True):
     """What counts of a Chrome trace event; times in microseconds."""
 
     name: str = ""
@@ -35,7 +35,7 @@ class Event(msgspec.Struct, frozen=True):
 class Trace(msgspec.Struct, frozen=True):
     """A trace file; torch's times count from `baseTimeNanoseconds`."""
 
-    trace_events: list[Event] = msgspec.field(name="traceEvents")
+    trace_events: list[TraceEvent] = msgspec.field(name="traceEvents")
     base_ns: int = msgspec.field(name="baseTimeNanoseconds", default=0)
 
 
@@ -80,7 +80,7 @@ def _ranges(trace: Trace, names: dict[str, str]) -> Iterator[tuple[int, str, Ran
             yield step if isinstance(step, int) else 0, op_id, (begin, begin + round(event.dur * 1000))
 
 
-def _called(event: Event) -> Iterator[str]:
+def _called(event: TraceEvent) -> Iterator[str]:
     """Yield what an event may call its op, the surest first."""
     op = event.args.get("op")
     yield str(op)

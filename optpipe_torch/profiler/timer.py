@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from runtime_torch.execution import StageExecution
-    from runtime_torch.lanes import Lanes, Work
+    from runtime_torch.lanes import LaneOps, Lanes
 
 
-class Gauge(Protocol):
+class Timer(Protocol):
     """All in which measuring differs from one kind of device to another."""
 
     device: torch.device
@@ -57,7 +57,7 @@ class Gauge(Protocol):
         """
         ...
 
-    def lanes(self, stage: StageExecution, host_bytes: int) -> Callable[[Work], Lanes]:
+    def lanes(self, stage: StageExecution, host_bytes: int) -> Callable[[LaneOps], Lanes]:
         """Let the stage offload up to `host_bytes` as in a run, from its next forward on; return its lanes' maker."""
         ...
 
@@ -70,7 +70,7 @@ class Gauge(Protocol):
         ...
 
 
-class CpuGauge:
+class CpuTimer:
     """A core of the host: what an op takes is what its call takes."""
 
     kind = "cpu"
@@ -111,7 +111,7 @@ class CpuGauge:
             name: _highest(size for at, size in memory if start <= at <= end) for name, (start, end) in spans.items()
         }
 
-    def lanes(self, stage: StageExecution, host_bytes: int) -> Callable[[Work], Lanes]:
+    def lanes(self, stage: StageExecution, host_bytes: int) -> Callable[[LaneOps], Lanes]:
         """Threads; the stage copies by itself."""
         return ThreadLanes
 

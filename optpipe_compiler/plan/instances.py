@@ -1,0 +1,116 @@
+"""What is searched: the placements that the options allow and the layers permit, and the problem of each."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.documents.profile import value_of
+from optpipe_compiler.errors import BadInput
+from optpipe_compiler.model import bounds
+from optpipe_compiler.model.placement import Layout, by_layers, layout
+from optpipe_compiler.model.problem import Caps, Freedom, build, fused_ns
+from optpipe_compiler.plan.budget import lowering_s
+from optpipe_compiler.plan.cuts import most_bytes, others
+from optpipe_compiler.plan.options import settled
+
+if TYPE_CHECKING:
+    from optpipe_compiler.documents.profile import Profile
+    from optpipe_compiler.model.problem import Problem
+    from optpipe_compiler.plan.options import Options
+
+SEVERAL: dict[str, tuple[int, ...]] = {"linear": (1,), "loop": (2, 3, 4), "v": (2, 4)}
+"""Stages per device that are tried for each placement."""
+GRACE_S = 2.0
+"""Seconds beyond the time limit that lowering and verifying a schedule may take."""
+LOWERING_SHARE = 0.7
+"""Share of the time limit that lowering and verifying a schedule may take; placements of more ops are left out."""
+MOST_TASKS = 1_000_000
+"""Ops of the largest schedule that is planned: some gigabytes of memory."""
+MOST_NEIGHBOURS = 8
+"""Layers of a device up to which each is tried as a stage of its own."""
+
+
+def layouts(profile: Profile, options: Options) -> list[Layout]:
+    """Return the placements that the options allow and the layers permit, the simplest first.
+
+    Layers are cut so that no stage is heavier than need be; where another cut has a lighter heaviest device or needs
+    less memory, that placement comes again (cuts.py).
+    """
+    assert options.devices is not None
+    work = [value_of(layer.forward_ns) + fused_ns(layer) for layer in profile.expanded_layers()]
+    wanted = options.stages_per_device
+    if options.placement != "auto":
+        chosen: list[tuple[str, int]] = [
+            (options.placement, n) for n in ((wanted,) if wanted else SEVERAL[options.placement])
+        ]
+    elif wanted is not None:
+        chosen = [("linear", 1)] if wanted == 1 else [("loop", wanted), ("v", wanted)]
+    else:
+        chosen = [(name, n) for name, numbers in SEVERAL.items() for n in numbers]
+    fitting = [(name, n) for name, n in chosen if options.devices * n <= len(work)]
+    even = [layout(name, options.devices, n, work) for name, n in fitting or chosen[:1]]
+    found = even + [other for one in even for other in others(profile, one, options.mem_bytes)]
+    if wanted is None and options.placement in ("auto", "linear"):
+        found += [by_layers(one) for one in found[:1] if _is_tight(profile, one, options.mem_bytes)]
+    return found
+
+
+def _is_tight(profile: Profile, one: Layout, cap_bytes: int) -> bool:
+    """Whether some device may not hold all of one microbatch, and none has too many layers.
+
+    Then recompute, offload and backward go on layer by layer, each layer being a stage.
+    """
+    most = max(end - begin for begin, end in pairwise(one.cuts))
+    return 1 < most <= MOST_NEIGHBOURS and cap_bytes < most_bytes(profile, one)
+
+
+def instances(profile: Profile, options: Options) -> list[tuple[Layout, Problem]]:
+    """Return what is searched: each placement with offloads of whole stages, and of the part that fits the links."""
+    assert options.microbatches is not None
+    caps = Caps(options.mem_bytes, options.host_mem_bytes)
+    freedom = Freedom(options.offload, options.recompute, options.split)
+    whole = [(one, build(profile, one, options.microbatches, caps, freedom)) for one in layouts(profile, options)]
+    parts = [(one, build(profile, one, options.microbatches, caps, freedom, link_share(p))) for one, p in whole]
+    return whole + [(one, p) for one, p in parts if any(stage.staying for stage in p.stages)]
+
+
+def in_time(found: list[tuple[Layout, Problem]], options: Options) -> list[tuple[Layout, Problem]]:
+    """Return the instances whose schedules can be lowered and verified within the time limit.
+
+    Raises BadInput where there is none, or where each has more than MOST_TASKS ops.
+    """
+    assert options.time_limit_s is not None
+    least = min(problem.tasks for _, problem in found)
+    what = f"{options.microbatches} microbatches on {options.devices} devices"
+    if least > MOST_TASKS:
+        raise BadInput(f"{what} are some {least} ops, expected at most {MOST_TASKS}: plan with fewer --microbatches")
+    most_s = max(GRACE_S, LOWERING_SHARE * options.time_limit_s)
+    chosen = [one for one in found if one[1].tasks <= MOST_TASKS and lowering_s(one[1].tasks) <= most_s]
+    if not chosen:
+        needed_s = math.ceil(lowering_s(least) / LOWERING_SHARE)
+        raise BadInput(
+            f"--time-limit is {options.time_limit_s:g}, expected at least {needed_s}: lowering and verifying the some "
+            f"{least} ops of {what} takes most of that"
+        )
+    return chosen
+
+
+def link_share(problem: Problem) -> float:
+    """Return which share of all activations the busiest link can offload and reload while its devices compute."""
+    work = max(sum(problem.stages[s].work for s in problem.stages_of(d)) for d in range(problem.devices))
+    busy: dict[int, int] = {}
+    for s, stage in enumerate(problem.stages):
+        link = problem.link_of[stage.device]
+        if link is not None and problem.can_offload(s):
+            busy[link] = busy.get(link, 0) + max(stage.offload, stage.reload)
+    return min(1.0, work / max(1, *busy.values())) if busy else 1.0
+
+
+def lower_bound(profile: Profile, options: Options) -> tuple[int, str]:
+    """Return what no schedule of any searched placement can beat, in ns, without solving; and its argument's name."""
+    chosen = settled(profile, options)
+    found = [bounds.best(problem, chosen.objective) for _, problem in instances(profile, chosen)]
+    lowest = min(found, key=lambda bound: bound.ticks)
+    return lowest.ticks, lowest.name

@@ -1,0 +1,86 @@
+"""What a user may choose, and the defaults of what was not chosen."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from optpipe_compiler.documents.profile import value_of
+from optpipe_compiler.errors import BadInput
+
+if TYPE_CHECKING:
+    from optpipe_compiler.documents.profile import Profile
+
+TIME_LIMITS = ((8, 60.0), (32, 180.0), (math.inf, 270.0))
+"""Time limits in seconds up to so many devices."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything a user may choose; None stands for the default that `settled` fills in."""
+
+    mem_bytes: int
+    microbatches: int | None = None
+    devices: int | None = None
+    host_mem_bytes: int | None = None
+    placement: Literal["auto", "linear", "loop", "v"] = "auto"
+    stages_per_device: int | None = None
+    objective: Literal["makespan", "span"] = "makespan"
+    offload: bool = True
+    recompute: bool = True
+    split: bool = True
+    time_limit_s: float | None = None
+    seed: int = 0
+    reproducible: bool = False
+    method: str | None = None
+    """Emit this schedule of published.METHODS alone instead of searching."""
+    search: bool = True
+    """Whether to run the exact search after the heuristics."""
+    workers: int = 0
+    """Search threads; 0: one per core."""
+
+
+def settled(profile: Profile, options: Options) -> Options:
+    """Return the options with every default filled in from the profile; raises BadInput for impossible ones."""
+    devices = options.devices or profile.machine.devices
+    layers = len(profile.expanded_layers())
+    if devices > layers:
+        raise BadInput(f"--devices is {devices}, expected at most the profile's {layers} layers")
+    for name in ("microbatches", "stages_per_device"):
+        number = getattr(options, name)
+        if number is not None and number < 1:
+            raise BadInput(f"--{name.replace('_', '-')} is {number}, expected at least 1")
+    limit = options.time_limit_s
+    if limit is not None and not 0 <= limit < float("inf"):
+        raise BadInput(f"--time-limit is {limit}, expected seconds, at least 0")
+    host = options.host_mem_bytes
+    if host is None and profile.machine.host_memory_bytes is not None:
+        host = value_of(profile.machine.host_memory_bytes)
+    return replace(
+        options,
+        devices=devices,
+        microbatches=options.microbatches or 4 * devices,
+        host_mem_bytes=host,
+        time_limit_s=next(s for most, s in TIME_LIMITS if devices <= most) if limit is None else limit,
+    )
+
+
+def recorded(options: Options) -> dict[str, str | int | float | bool | None]:
+    """Return the options that shaped the result, for the file's provenance."""
+    return {
+        "mem_bytes": options.mem_bytes,
+        "host_mem_bytes": options.host_mem_bytes,
+        "microbatches": options.microbatches,
+        "devices": options.devices,
+        "placement": options.placement,
+        "stages_per_device": options.stages_per_device,
+        "objective": options.objective,
+        "offload": options.offload,
+        "recompute": options.recompute,
+        "split": options.split,
+        "time_limit_s": options.time_limit_s,
+        "seed": options.seed,
+        "reproducible": options.reproducible,
+        "method": options.method,
+    }

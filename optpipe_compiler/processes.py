@@ -1,0 +1,210 @@
+"""Processes that we start: each runs one function; all of them are heard, told and ended here.
+
+They find the modules that this process finds, and leave its main script alone. Ctrl-C is the parent's business, and a
+process whose parent is gone ends by itself, so that whatever it has started ends as well.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import ModuleType
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+    from multiprocessing.context import BaseContext
+    from multiprocessing.process import BaseProcess
+    from types import TracebackType
+
+END_S = 2.0
+"""How long a process may take to be gone when it has hung up."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process is over; a negative code is the number of the signal that ended it."""
+
+    code: int | None
+
+    def __str__(self) -> str:
+        if self.code is not None and self.code < 0:
+            return f"killed by signal {-self.code} ({signal.Signals(-self.code).name})"
+        return f"exit code {self.code}"
+
+
+class Processes:
+    """A context with processes that are numbered from 0 as they are started.
+
+    `context` says how (absent: spawned). With `keeps_stderr` what they write there is not shown but kept for
+    `last_words`.
+    """
+
+    def __init__(self, context: BaseContext | None = None, *, keeps_stderr: bool = False) -> None:
+        self._context = context or multiprocessing.get_context("spawn")
+        self._keeps_stderr = keeps_stderr
+        self._started: list[BaseProcess] = []
+        self._lines: dict[Connection, int] = {}
+        """The open ends here of the lines to processes, and their numbers."""
+        self._errors: list[IO[bytes] | None] = []
+
+    def __enter__(self) -> Processes:
+        atexit.register(self.end)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def start(self, function: Callable[..., None], *arguments: object) -> int:
+        """Start a process that calls `function(line, *arguments)`, a name of a module; return its number.
+
+        `line` sends what `listen` returns here and receives what is sent here, both pickled.
+        """
+        here, there = self._context.Pipe()
+        errors = tempfile.NamedTemporaryFile(delete=False) if self._keeps_stderr else None  # noqa: SIM115 - end does
+        process = self._context.Process(  # type: ignore[attr-defined]  # BaseContext lacks it in typeshed
+            target=_begin, args=(there, pickle.dumps((function, arguments)), errors and errors.name)
+        )
+        number = len(self._started)
+        self._started.append(process)
+        self._errors.append(errors)
+        self._lines[here] = number
+        try:
+            with _surroundings(), _undisturbed():
+                process.start()
+        finally:
+            there.close()
+        return number
+
+    def send(self, number: int, message: object) -> None:
+        """Send to a process; where it is gone, `listen` tells."""
+        line = next((line for line, of in self._lines.items() if of == number), None)
+        if line is not None:
+            with suppress(BrokenPipeError, ConnectionResetError):
+                line.send(message)
+
+    def listen(self, seconds: float | None = None, to: Collection[int] | None = None) -> list[tuple[int, Any]]:
+        """Return what processes (absent: all) say within `seconds`, each with its number; at its end an `Ended`, once.
+
+        An empty list: nothing was said. Absent `seconds`: as long as it takes.
+        """
+        lines = [line for line, number in self._lines.items() if to is None or number in to]
+        heard: list[tuple[int, Any]] = []
+        for line in wait(lines, seconds):
+            assert isinstance(line, Connection)
+            number = self._lines[line]
+            try:
+                while line.poll():
+                    heard.append((number, line.recv()))
+            except (EOFError, OSError, pickle.UnpicklingError):
+                del self._lines[line]
+                line.close()
+                self._started[number].join(END_S)
+                heard.append((number, Ended(self._started[number].exitcode)))
+        return heard
+
+    def last_words(self, number: int) -> str:
+        """Return the last line that a process has written to stderr, where that is kept."""
+        errors = self._errors[number]
+        assert errors is not None
+        errors.seek(0)
+        lines = errors.read().decode(errors="replace").split("\n")
+        return next((line for line in reversed(lines) if line.strip()), "no message")
+
+    def pid(self, number: int) -> int | None:
+        """Return the id of a process."""
+        return self._started[number].pid
+
+    def end(self) -> None:
+        """Leave no process, and nothing of theirs; once is enough."""
+        atexit.unregister(self.end)
+        for process in self._started:
+            if process.pid is not None and process.is_alive():
+                process.kill()
+        for process in self._started:
+            if process.pid is not None:
+                process.join()
+        for line in self._lines:
+            line.close()
+        self._lines.clear()
+        for errors in self._errors:
+            if errors is not None:
+                errors.close()
+                Path(errors.name).unlink(missing_ok=True)
+
+
+def _begin(line: Connection, call: bytes, errors: str | None) -> None:
+    """Be one of the processes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    if errors is not None:
+        with Path(errors).open("ab") as file:
+            os.dup2(file.fileno(), 2)
+        Path(errors).unlink()  # it lives as long as it is open: a parent that is killed leaves nothing
+    function, arguments = pickle.loads(call)
+    function(line, *arguments)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+@contextmanager
+def _surroundings() -> Iterator[None]:
+    """Within, multiprocessing starts processes that find modules where this one does, in the same order.
+
+    Left to itself Python looks in the current folder first. The main script is not run again: it may be one that has
+    no guard against that, and nothing of it is needed.
+    """
+    folders = [folder for folder in sys.path if folder and os.pathsep not in folder]
+    wanted = {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(folders)}
+    before = {name: os.environ.get(name) for name in wanted}
+    main = sys.modules["__main__"]
+    os.environ.update(wanted)
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Deliver signals only when a process has been started as a whole: a half-started one would say so on stderr.
+
+    For Ctrl-C, which a terminal sends to all, that holds in the process, too: it begins with SIGINT blocked.
+    """
+    caught: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    is_main = threading.current_thread() is threading.main_thread()  # no other one may say what signals do
+    handlers = {n: signal.signal(n, lambda number, frame: caught.append(number)) for n in numbers if is_main}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for late in caught:
+            os.kill(os.getpid(), late)

@@ -106,8 +106,8 @@ def _chosen(schedule: Schedule, wanted: tuple[str, ...]) -> list[str]:
     fitting = [name for _, name, baseline in ranked(schedule) if baseline.fits and name != schedule.forecast.method]
     for name in wanted:
         if name != "all" and name not in fitting:
-            some = ", ".join(fitting[:5]) or "none"
-            raise BadInput(f"--baseline is {name!r}, which does not fit this cap here; those that fit: {some}, ...")
+            some = ", ".join(fitting[:5]) + (", ..." if len(fitting) > 5 else "") or "none"
+            raise BadInput(f"--baseline is {name!r}, which does not fit this cap here; those that fit: {some}")
     if not wanted:
         wanted = tuple(filter(None, (best(schedule), *(best(schedule, (kind,)) for kind in BASELINE_KINDS))))
     return [name for name in fitting if "all" in wanted or name in wanted]

@@ -66,8 +66,8 @@ function drawGap(row, cause, x, width) {
   pen.fillStyle = data.causes[cause].colour;
   pen.fillRect(x, rowY(row) + row.height - height, width, height);
   const left = Math.max(x, GUTTER), space = Math.min(x + width, view.width) - left;
-  if (row.height >= 18 && space > 7 * cause.length + 6) {
-    pen.font = `11px ${FONT}`;
+  if (row.height >= 16 && space > 7 * cause.length + 6) {
+    pen.font = `${Math.min(11, row.height * 0.55)}px ${FONT}`;
     pen.textAlign = "center";
     pen.textBaseline = "middle";
     pen.fillStyle = wanted ? colours.paper : colours.ink;

@@ -8,7 +8,11 @@ function drawLabel(row) {
   const y = rowY(row) + row.height / 2;
   pen.fillStyle = colours.ink;
   if (row.type === "title") {
-    pen.font = `600 13px ${FONT}`;
+    pen.font = `600 ${NARROW ? 11 : 13}px ${FONT}`;
+    const wide = pen.measureText(row.chart.title).width;
+    pen.fillStyle = colours.paper;
+    pen.fillRect(GUTTER, rowY(row) + 6, Math.max(0, wide + MARGIN + 4 - GUTTER), row.height - 7);
+    pen.fillStyle = colours.ink;
     pen.fillText(row.chart.title, MARGIN, y + 3);
   } else if (row.height < (row.type === "memory" ? 16 : 8)) {
     return;

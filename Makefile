@@ -9,7 +9,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := demo
 
-.PHONY: help demo test test-torch check format lint type golden schemas bench estimates gpu clean
+# The tests of the report's page drive a browser; playwright's own goes into the environment.
+export PLAYWRIGHT_BROWSERS_PATH = 0
+
+.PHONY: help demo test browser docs test-torch check format lint type golden schemas bench estimates gpu clean
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -25,8 +28,11 @@ demo: $(READY) ## Profile this machine, plan under two caps, verify and train on
 	mkdir -p $(DEMO)
 	cd $(DEMO) && PATH="$(abspath $(BIN)):$$PATH" sh ../examples/demo.sh
 
-test: $(READY) ## Run all tests
+test: $(READY) browser ## Run all tests
 	$(BIN)/python -m pytest
+
+browser: $(READY) ## Install a browser for the tests of the report's page, unless there is one
+	@sh tests/install_browser.sh $(BIN)
 
 test-torch: ## Run the runtime's tests with another torch: make test-torch TORCH=torch==2.11.0
 	$(PYTHON) -m venv $(TORCH_VENV)

@@ -14,15 +14,15 @@ function drawMemory(row) {
   if (curve.cap !== null) drawCap(row, Math.round(base - curve.cap * scale) + 0.5);
 }
 
-// The steps in view from left to right; of those within half a pixel the one that holds most.
+// The steps in view from left to right, at whole pixels; of those within one the step that holds most.
 function columnsOf({ curve, chart }) {
-  const columns = [], { time, bytes } = curve;
+  const columns = [], { time, bytes } = curve, pixel = (moment) => Math.round(Math.max(toX(moment), GUTTER - 9));
   let i = Math.max(0, firstAbove(time, view.begin) - 1);
   while (i < time.length && time[i] <= view.end) {
-    const x = toX(time[i]), next = Math.max(i + 1, firstAbove(time, toTime(x + 0.5)));
+    const x = pixel(time[i]), next = Math.max(i + 1, firstAbove(time, toTime(x + 0.5)));
     let step = i;
     for (let j = i; j < next; j++) if (bytes[j] > bytes[step]) step = j;
-    columns.push({ step, x, right: next < time.length ? toX(time[next]) : toX(chart.makespan_ns) });
+    columns.push({ step, x, right: pixel(next < time.length ? time[next] : chart.makespan_ns) });
     i = next;
   }
   return columns;
@@ -30,12 +30,10 @@ function columnsOf({ curve, chart }) {
 
 function drawLayer(row, columns, floor, ceiling, base, scale, holder) {
   pen.fillStyle = colourOf(holder);
-  pen.beginPath();
   columns.forEach(({ x, right }, i) => {
     const height = (ceiling[i] - floor[i]) * scale;
-    if (height > 0) pen.rect(x, base - ceiling[i] * scale, right - x, height);
+    if (height > 0) pen.fillRect(x, base - ceiling[i] * scale, right - x, height);
   });
-  pen.fill();
   nameLayer(columns, floor, ceiling, base, scale, row.device === null ? "activations on the host" : holder);
 }
 

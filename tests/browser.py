@@ -39,9 +39,9 @@ def missing() -> None:
     pytest.skip(HOW)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """One headless browser for all tests."""
+    """One headless browser for the tests of a module."""
     os.environ.setdefault("PLAYWRIGHT_BROWSERS_PATH", "0")  # beside playwright, where `make browser` puts it
     try:
         from playwright.sync_api import sync_playwright

@@ -12,7 +12,7 @@ DEMO := demo
 # The tests of the report's page drive a browser; playwright's own goes into the environment.
 export PLAYWRIGHT_BROWSERS_PATH = 0
 
-.PHONY: help demo test browser docs test-torch check format lint type golden schemas bench estimates gpu clean
+.PHONY: help demo test browser docs test-torch check format lint type golden schemas methods bench estimates gpu clean
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -58,6 +58,9 @@ golden: $(READY) ## Rewrite golden files after a deliberate change of output
 
 schemas: $(READY) ## Write schemas/ from the records
 	$(BIN)/python -m optpipe_compiler.documents.schema schemas
+
+methods: $(READY) ## Write docs/METHODS.md from the descriptions beside the schedules
+	$(BIN)/python -m optpipe_compiler.published.listing docs/METHODS.md
 
 bench: $(READY) ## Measure the planner on all cases (hours; see bench/planner.py)
 	$(BIN)/python -m bench.planner

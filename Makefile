@@ -65,11 +65,15 @@ methods: $(READY) ## Write docs/METHODS.md from the descriptions beside the sche
 bench: $(READY) ## Measure the planner on all cases (hours; see bench/planner.py)
 	$(BIN)/python -m bench.planner
 
+docs: $(READY) ## Write the pages of docs/ as a site, site/index.html; links are checked
+	$(BIN)/pip install --quiet --editable ".[docs]"
+	$(BIN)/sphinx-build -W --keep-going -q docs site
+
 estimates: $(READY) ## Compare estimated profiles with published measurements (docs/ESTIMATES.md)
 	$(BIN)/python -m bench.estimates
 
 gpu: ## Show all that this machine's GPUs can, with the torch that python3 has (docs/GPU.md)
 	sh bench/gpu.sh
 
-clean: ## Remove the environment and the demo's files
-	rm -rf $(VENV) .venv-* $(DEMO)
+clean: ## Remove the environment, the demo's files and the site
+	rm -rf $(VENV) .venv-* $(DEMO) site

@@ -8,13 +8,14 @@ import sys
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from rich.console import Console
 
 from optpipe_compiler import cli
 from optpipe_compiler.documents import ir
-from optpipe_compiler.forecast import Analysis, Cause, analyse
+from optpipe_compiler.forecast import HOLDERS, Analysis, Cause, analyse
 from optpipe_compiler.model import bounds
 from optpipe_compiler.view.axis import Axis
 from optpipe_compiler.view.gantt import LEFT, NARROWEST, RIGHT, render
@@ -205,6 +206,13 @@ def test_every_bound_and_every_cause_without_a_resource_has_words():
     )
     assert {bound(problem(2, 2, 100)).name for bound in found} | {"cp-sat"} == set(BOUNDS)
     assert set(MEANINGS) == {Cause.FILL, Cause.DRAIN, Cause.SLACK}
+
+
+def test_the_glossary_has_every_bound_outcome_cause_and_holder():
+    page = (Path(__file__).parent.parent / "docs" / "GLOSSARY.md").read_text()
+    words = {word for row in re.findall(r"^\| ([a-z, -]+) \|", page, re.M) for word in row.split(", ")}
+    outcomes = get_args(ir.Outcome)
+    assert {*BOUNDS, *outcomes, *(cause.value for cause in Cause), *HOLDERS} <= words
 
 
 # -- the command --------------------------------------------------------------------------------------------------

@@ -475,6 +475,9 @@ def test_many_ops_are_merged_where_they_are_narrower_than_a_pixel(look):
         CanvasRenderingContext2D.prototype.fillRect = function (...box) { drawn++; return paint.apply(this, box); };
         drawOps(row, lane, null);
         seen.all = drawn; seen.count = lane.count; seen.width = view.width;
+        drawn = 0;
+        draw();
+        seen.whole = drawn;
         show(0, longest / 100);
         drawn = 0;
         drawOps(row, lane, null);
@@ -483,6 +486,7 @@ def test_many_ops_are_merged_where_they_are_narrower_than_a_pixel(look):
     )
     assert seen["count"] == 1200
     assert seen["all"] < 2.5 * seen["width"]
+    assert seen["whole"] < 10 * seen["width"]  # two lanes and two memory rows, of two holders each
     assert 10 <= seen["zoomed"] <= 20
 
 

@@ -101,15 +101,20 @@ function pin(op, gap = null) {
 }
 
 function go(op) {
-  pin(op);
+  keepFocus(() => pin(op));
   reveal(op.lane, beginOf(op), endOf(op));
-  canvas.focus({ preventScroll: true });
 }
 
 function goGap(gap) {
-  pin(null, gap);
+  keepFocus(() => pin(null, gap));
   reveal(laneOfGap(gap), timesOf(gap).begin, timesOf(gap).end);
-  canvas.focus({ preventScroll: true });
+}
+
+// A button of the card goes when the card says something else; the keyboard then belongs to the chart.
+function keepFocus(change) {
+  const inside = card.contains(document.activeElement);
+  change();
+  if (inside) canvas.focus({ preventScroll: true });
 }
 
 function choose(cause) {

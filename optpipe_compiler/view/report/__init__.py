@@ -29,11 +29,11 @@ def render(schedule: Schedule, baselines: Sequence[Schedule] = (), measured: dic
     The reader chooses which; the first is shown at the beginning.
     """
     found = analyse(schedule)
-    charts = [chart(found, schedule.forecast.method, _title("this schedule", schedule), measured)]
+    charts = [chart(found, printable(schedule.forecast.method), _title("this schedule", schedule), measured)]
     for other in baselines:
         name = other.forecast.method
         title = whose(schedule, name) if name in schedule.forecast.baselines else name
-        charts.append(chart(analyse(other), name, _title("baseline", other, title), None))
+        charts.append(chart(analyse(other), printable(name), _title("baseline", other, title), None))
     page = {
         "kinds": for_page(),
         "charts": charts,

@@ -14,8 +14,9 @@ const swatch = (colour) => {
 
 // A table whose rows begin with a heading.
 function table(lines, className) {
-  const cells = ([name, ...rest]) => [element("th", name, { scope: "row" }), ...rest.map((cell) => element("td", cell))];
-  return element("table", lines.map((line) => element("tr", cells(line))), { className });
+  const row = ([name, ...rest]) =>
+    element("tr", [element("th", name, { scope: "row" }), ...rest.map((cell) => element("td", cell))]);
+  return element("table", lines.map(row), { className });
 }
 
 function button(name, act) {
@@ -120,11 +121,11 @@ function gapAt(row, time) {
 function describeGap(gap, dead = false) {
   const cause = gapsOf(gap).cause[gap.nth], resource = gapsOf(gap).resource[gap.nth], root = rootOf(gap);
   const { begin, end } = timesOf(gap), { says, colour } = data.causes[cause];
+  const named = resource ? `${cause} (${resource})` : cause, blamed = root ? [link(root, dead), " "] : [];
   return [
     element("h2", [swatch(colour), `idle for ${showTime(end - begin)}`]),
     element("p", `device ${gap.device}, ${showTime(begin, 6)} to ${showTime(end, 6)}`, { className: "where" }),
-    element("p", [`${cause}${resource ? ` (${resource})` : ""}: `, ...(root ? [link(root, dead), " "] : []), `${says}.`],
-      { className: "why" }),
+    element("p", [`${named}: `, ...blamed, `${says}.`], { className: "why" }),
   ];
 }
 

@@ -100,7 +100,9 @@ function drawLegend() {
   }
   document.getElementById("legend").replaceChildren(...items);
   const held = new Set(shown().flatMap((chart) => chart.memory.flatMap((curve) => Object.keys(curve.held))));
-  const named = [...held].map((holder) => element("li", [swatch(colourOf(holder)), holder], { title: data.holders[holder].says }));
+  const named = [...held].map((holder) => {
+    return element("li", [swatch(colourOf(holder)), holder], { title: data.holders[holder].says });
+  });
   const holders = document.getElementById("holders");
   holders.replaceChildren(element("li", "memory:", { className: "note" }), ...named);
   holders.hidden = !document.getElementById("memory").checked;

@@ -140,9 +140,10 @@ function drawFollowed(chart) {
     const row = rowOf(op.lane), x = toX(beginOf(op));
     drawOp(row, op.index, x, Math.max(2, toX(endOf(op)) - x));
   }
-  const stage = (op) => op.lane.stage[op.index], of = (letters) => mine.filter((op) => letters.includes(op.lane.kind[op.index]));
-  const forwards = of("F").sort((a, b) => stage(a) - stage(b)), backwards = of("IB").sort((a, b) => stage(b) - stage(a));
-  const way = [...forwards, ...backwards];
+  const stage = (op) => op.lane.stage[op.index];
+  const of = (letters) => mine.filter((op) => letters.includes(op.lane.kind[op.index]));
+  const forwards = of("F").sort((a, b) => stage(a) - stage(b));
+  const way = [...forwards, ...of("IB").sort((a, b) => stage(b) - stage(a))];
   way.slice(1).forEach((op, i) => drawCurve(way[i], op, colours.ink));
 }
 

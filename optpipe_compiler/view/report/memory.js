@@ -43,7 +43,8 @@ function nameLayer(columns, floor, ceiling, base, scale, name) {
   columns.forEach(({ x, right }, i) => {
     const low = floor[i] * scale, high = ceiling[i] * scale;
     const both = run && { left: run.left, low: Math.max(run.low, low), high: Math.min(run.high, high) };
-    run = both && both.high - both.low >= 11 ? both : high - low >= 11 ? { left: Math.max(x, GUTTER), low, high } : null;
+    const alone = high - low >= 11 ? { left: Math.max(x, GUTTER), low, high } : null;
+    run = both && both.high - both.low >= 11 ? both : alone;
     const wide = run ? Math.min(right, view.width) - run.left : 0;
     if (wide > best.wide) best = { ...run, wide };
   });

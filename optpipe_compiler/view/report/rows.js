@@ -8,8 +8,8 @@ const NARROW = innerWidth < 600;
 const GUTTER = NARROW ? 72 : 104, MARGIN = NARROW ? 6 : 20, RIGHT = 18, AXIS = 30, FOOT = 17 * data.lines.length + 4;
 const FONT = getComputedStyle(document.body).fontFamily;
 
-// `pinned` is an op, `gap` idle time, `range` a part of the time axis, `cause` one whose gaps are shown, `microbatch` one
-// that is followed, `below` the number of the chart that is drawn below the schedule, 0 for none.
+// `pinned` is an op, `gap` idle time, `range` a part of the time axis, `cause` one whose gaps are shown, `microbatch`
+// one that is followed, `below` the number of the chart that is drawn below the schedule, 0 for none.
 const view = {
   begin: 0, end: 1, top: 0, width: 0, height: 0, hover: null, pointer: null,
   pinned: null, gap: null, range: null, cause: null, microbatch: null, below: charts.length > 1 ? 1 : 0,
@@ -92,8 +92,8 @@ function styleOf(letter, nth) {
   return (styles[letter][nth] ??= styleFrom(KINDS[letter].colour, Math.min(0.45, 0.16 * nth)));
 }
 
-// Later stages are mixed with `shade`, away from the paper: what is busy never looks like what idles. The ink is dark or
-// light, whichever differs more from the fill.
+// Later stages are mixed with `shade`, away from the paper: what is busy never looks like what idles. The ink is dark
+// or light, whichever differs more from the fill.
 function styleFrom(colour, part) {
   const mixed = [1, 3, 5].map((i) => {
     const [own, shade] = [colour, colours.shade].map((one) => parseInt(one.slice(i, i + 2), 16));

@@ -9,7 +9,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := demo
 
-.PHONY: help demo test test-torch check format lint type golden schemas bench estimates gpu clean
+# The tests of the report's page drive a browser; playwright's own goes into the environment.
+export PLAYWRIGHT_BROWSERS_PATH = 0
+
+.PHONY: help demo test browser docs test-torch check format lint type golden schemas methods bench estimates gpu clean
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -25,8 +28,11 @@ demo: $(READY) ## Profile this machine, plan under two caps, verify and train on
 	mkdir -p $(DEMO)
 	cd $(DEMO) && PATH="$(abspath $(BIN)):$$PATH" sh ../examples/demo.sh
 
-test: $(READY) ## Run all tests
+test: $(READY) browser ## Run all tests
 	$(BIN)/python -m pytest
+
+browser: $(READY) ## Install a browser for the tests of the report's page, unless there is one
+	@sh tests/install_browser.sh $(BIN)
 
 test-torch: ## Run the runtime's tests with another torch: make test-torch TORCH=torch==2.11.0
 	$(PYTHON) -m venv $(TORCH_VENV)
@@ -53,8 +59,15 @@ golden: $(READY) ## Rewrite golden files after a deliberate change of output
 schemas: $(READY) ## Write schemas/ from the records
 	$(BIN)/python -m optpipe_compiler.documents.schema schemas
 
+methods: $(READY) ## Write docs/METHODS.md from the descriptions beside the schedules
+	$(BIN)/python -m optpipe_compiler.published.listing docs/METHODS.md
+
 bench: $(READY) ## Measure the planner on all cases (hours; see bench/planner.py)
 	$(BIN)/python -m bench.planner
+
+docs: $(READY) ## Write the pages of docs/ as a site, site/index.html; links are checked
+	$(BIN)/pip install --quiet --editable ".[docs]"
+	$(BIN)/sphinx-build -W --keep-going -q docs site
 
 estimates: $(READY) ## Compare estimated profiles with published measurements (docs/ESTIMATES.md)
 	$(BIN)/python -m bench.estimates
@@ -62,5 +75,5 @@ estimates: $(READY) ## Compare estimated profiles with published measurements (d
 gpu: ## Show all that this machine's GPUs can, with the torch that python3 has (docs/GPU.md)
 	sh bench/gpu.sh
 
-clean: ## Remove the environment and the demo's files
-	rm -rf $(VENV) .venv-* $(DEMO)
+clean: ## Remove the environment, the demo's files and the site
+	rm -rf $(VENV) .venv-* $(DEMO) site

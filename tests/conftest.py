@@ -9,8 +9,10 @@ import pytest
 
 from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
+from tests.browser import HOW, browser  # the second is a fixture
 
 GOLDEN = Path(__file__).parent / "golden"
+__all__ = ["browser"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,6 +26,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # OpenMP's threads spin while they wait, on the cores of whatever else runs: beside four busy processes on 2 cores
     # `pytest tests/test_runtime_streams.py -k "any_pace and 0-"` took 20 s, and 6 s with threads that sleep.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say in one line that the page was not tested, and how to test it."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    if any(HOW in str(report.longrepr) for report in skipped):
+        terminalreporter.write_line(HOW, red=True, bold=True)
 
 
 @pytest.fixture

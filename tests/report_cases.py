@@ -23,7 +23,9 @@ def planned() -> ir.Schedule:
     made = published("gis-offload-1", 3)
     others = {
         "gis-h-offload": published("gis-h-offload").forecast.baselines["gis-h-offload"],
-        "gpipe": published("gpipe").forecast.baselines["gpipe"],
+        "interleaved-1f1b-recompute": published("interleaved-1f1b-recompute").forecast.baselines[
+            "interleaved-1f1b-recompute"
+        ],
         "interleaved-zb": msgspec.structs.replace(
             published("interleaved-zb").forecast.baselines["interleaved-zb"], fits=False
         ),

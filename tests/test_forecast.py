@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import BadInput, Infeasible, NotFound
-from optpipe_compiler.forecast import Analysis, Cause, Item, Reason, analyse
+from optpipe_compiler.forecast import HOLDERS, Analysis, Cause, Item, Reason, analyse
 from optpipe_compiler.lower import Certificate, lower, promised
 from optpipe_compiler.machine.orders import retime
 from optpipe_compiler.model.placement import layout
@@ -110,6 +110,10 @@ def check(analysis: Analysis) -> None:
     for curve, device in zip(analysis.memory, schedule.devices, strict=True):
         static = sum(stage.static_bytes for stage in schedule.stages if stage.device == device.device)
         assert curve[-1][1] == static + schedule.setup.reserve_bytes
+    for curve, stack in zip(analysis.memory, analysis.holders, strict=True):
+        assert set(curve) <= {(time, sum(holds)) for time, holds in stack}
+        assert all(size >= 0 for _, holds in stack for size in holds)
+        assert {holds[HOLDERS.index("static")] for _, holds in stack} == {curve[-1][1]}
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -10,8 +10,9 @@ import pytest
 from small_schedules import Shape, build
 
 from optpipe_compiler.documents.ops import LETTERS
+from optpipe_compiler.forecast import HOLDERS, Cause
 from optpipe_compiler.view import report
-from optpipe_compiler.view.look import LOOKS, for_page, ink
+from optpipe_compiler.view.look import HELD, IDLE, LOOKS, for_page, ink
 
 SCRIPTS = Path(report.__file__).parent
 
@@ -56,3 +57,13 @@ def test_neighbours_differ_in_lightness_or_hatch():
     ]
     assert [pair for pair in alike if not {"offload", "reload"} & set(pair)] == []
     assert all(re.fullmatch("#[0-9a-f]{6}", look.colour) for look in LOOKS.values())
+
+
+def test_there_are_words_for_every_cause_and_holder_and_colours_that_show_on_light_and_dark_paper():
+    assert set(IDLE) == set(Cause)
+    assert tuple(HELD) == HOLDERS
+    lanes = re.findall(r"--lane: (#\w{6})", (SCRIPTS / "page.css").read_text())
+    assert len(lanes) == 2
+    assert all(contrast(look.colour, lane) >= 3 for look in IDLE.values() for lane in lanes)
+    every = [look.colour for table in (LOOKS, IDLE, HELD) for look in table.values()]
+    assert len(set(every)) == len(every)

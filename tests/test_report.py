@@ -18,7 +18,7 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.documents.profile import Layer, Machine, Profile
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.forecast import Cause, Reason
+from optpipe_compiler.forecast import Cause, Reason, analyse
 from optpipe_compiler.view.baselines import OTHERS, best, faster, whose
 from optpipe_compiler.view.report import render
 from optpipe_compiler.view.report.payload import REASONS
@@ -50,6 +50,17 @@ def ids(chart: dict) -> list[str]:
             layers = chart["layers"].get(str(len(found)))
             found.append(f"{PARTS[kind]}:{stage}:{microbatch}" + (f":{layers[0]}-{layers[1]}" if layers else ""))
     return found
+
+
+def levels(curve: dict) -> list[int]:
+    """What all holders of a curve hold together at each step."""
+    sums = [0] * len(curve["time"])
+    for held in curve["held"].values():
+        for (step, size), end in zip(
+            zip(held["step"], held["bytes"], strict=True), [*held["step"][1:], len(sums)], strict=True
+        ):
+            sums[step:end] = [one + size for one in sums[step:end]]
+    return sums
 
 
 def forecast(schedule: ir.Schedule) -> dict[str, tuple[int, int]]:
@@ -122,11 +133,13 @@ def test_waits_are_those_of_the_file_with_those_of_the_messages_issued_just_befo
 
 def test_the_memory_curves_reach_no_promised_peak_from_above_and_carry_the_cap(schedule):
     chart = payload(render(schedule))["charts"][0]
-    for curve, device in zip(chart["memory"], schedule.devices, strict=True):
+    for curve, device, expected in zip(chart["memory"], schedule.devices, analyse(schedule).memory, strict=True):
         assert curve["cap"] == schedule.setup.cap_bytes
-        assert 0 < max(curve["bytes"]) <= device.peak_bytes
+        assert 0 < max(levels(curve)) <= device.peak_bytes
         assert curve["time"] == sorted(curve["time"])
-    assert 0 < max(chart["host"]["bytes"]) <= sum(device.host_bytes for device in schedule.devices)
+        assert set(expected) <= set(zip(curve["time"], levels(curve), strict=True))
+        assert list(curve["held"]) == ["kept", "residue"]
+    assert 0 < max(levels(chart["host"])) <= sum(device.host_bytes for device in schedule.devices)
 
 
 def test_the_gaps_of_the_chart_are_its_bubble(schedule):
@@ -347,21 +360,38 @@ def folder(tmp_path, monkeypatch, schedule):
     return tmp_path
 
 
-def test_the_command_writes_the_page(folder, schedule):
+def test_the_command_writes_the_page_and_says_on_stderr_what_it_does(folder, schedule):
     ended = CliRunner().invoke(cli, ["report"], catch_exceptions=False)
-    assert (ended.exit_code, ended.output) == (0, "wrote report.html\n")
+    assert (ended.exit_code, ended.stdout, ended.stderr) == (0, "wrote report.html\n", "drawing the schedule\n")
     assert Path("report.html").read_text() == render(schedule)
 
 
-def test_with_the_profile_the_best_baseline_is_drawn_above(folder, schedule):
-    arguments = ["report", "schedule.json", "--profile", "profile.json", "-o", "r.html"]
-    assert CliRunner().invoke(cli, arguments, catch_exceptions=False).exit_code == 0
-    page, name = Path("r.html").read_text(), best(schedule)
-    above, below = payload(page)["charts"]
-    assert above["title"].startswith(f"best baseline ({name})")
-    assert above["makespan_ns"] == schedule.forecast.baselines[name].makespan_ns > below["makespan_ns"]
-    assert below == payload(render(schedule))["charts"][0]
-    assert f"{name} is drawn above this schedule." in text(page)
+def drawn(*arguments: str) -> tuple[list[dict], str, str]:
+    """The charts of the page that the command writes, its text, and what was said meanwhile."""
+    arguments = ("report", "schedule.json", "--profile", "profile.json", "-o", "r.html", *arguments)
+    ended = CliRunner().invoke(cli, arguments, catch_exceptions=False)
+    assert (ended.exit_code, ended.stdout) == (0, "wrote r.html\n")
+    page = Path("r.html").read_text()
+    return payload(page)["charts"], text(page), ended.stderr
+
+
+def test_with_the_profile_the_best_baseline_of_each_kind_is_drawn_below(folder, schedule):
+    (first, *below), words, said = drawn()
+    assert first == payload(render(schedule))["charts"][0]
+    assert below[0]["title"].startswith(f"baseline ({best(schedule)}")
+    assert [chart["makespan_ns"] for chart in below] == [
+        schedule.forecast.baselines[chart["name"]].makespan_ns for chart in below
+    ]
+    kinds = [schedule.forecast.baselines[chart["name"]].kind for chart in below]
+    assert len(set(kinds)) == len(kinds) == len({b.kind for b in schedule.forecast.baselines.values() if b.fits})
+    assert "is drawn below this schedule when clicked" in words
+    assert said.splitlines()[0] == f"timing baseline 1 of {len(below)}, {below[0]['name']}"
+
+
+def test_any_baseline_can_be_drawn_below(folder, schedule):
+    fitting = {name for name, baseline in schedule.forecast.baselines.items() if baseline.fits}
+    assert {chart["name"] for chart in drawn("--baseline", "all")[0][1:]} == fitting
+    assert [chart["name"] for chart in drawn("--baseline", "gis-h-offload")[0][1:]] == ["gis-h-offload"]
 
 
 def test_a_published_schedule_is_not_drawn_above_itself(folder):
@@ -385,6 +415,11 @@ def test_a_published_schedule_is_not_drawn_above_itself(folder):
             "schedule.json: is no Chrome trace: Object missing required field `traceEvents`",
         ),
         (["--profile", "other.json"], "other.json: is not the profile that schedule.json was compiled from"),
+        (["--baseline", "gpipe"], "--baseline needs the costs to time it with, expected --profile profile.json"),
+        (
+            ["--profile", "profile.json", "--baseline", "interleaved-zb"],
+            "--baseline is 'interleaved-zb', which does not fit this cap here; those that fit: gis-h-off",
+        ),
     ],
 )
 def test_bad_input_is_refused_and_nothing_is_written(folder, arguments, sentence):

@@ -1,42 +1,36 @@
 """The report's page in a browser: it loads without an error, and pointing, zooming and keys do what they say.
 
-Each test opens the page in headless Chromium with a script appended that sends events as a person would cause them and
-writes down what the page then shows. A browser is not needed to use the project, so without one the tests are skipped.
+Each test opens the page in headless Chromium and runs a script in it that sends events as a person would cause them;
+what the page then shows comes back. Typing, fingers and scrolling are real input. tests/browser.py finds the browser.
 """
 
 from __future__ import annotations
 
-import json
-import re
-import shutil
-import subprocess
-from html import unescape
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from optpipe_compiler.documents import ir
-from optpipe_compiler.forecast import analyse
+from optpipe_compiler.forecast import HOLDERS, Cause, analyse
 from optpipe_compiler.view.report import render
 from tests.instances import quick, uniform
 from tests.report_cases import GB, planned, published
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome on the path")
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
-WATCH = """<script>
-const wrong = [];
-addEventListener("error", (event) => wrong.push(event.message));
-addEventListener("securitypolicyviolation", (event) => wrong.push(event.violatedDirective));
-console.error = console.warn = (...words) => wrong.push(words.join(" "));
-</script>"""
+    from playwright.sync_api import Page
 
-REPORT = """<script>
+SCRIPT = """(() => {
 const seen = {};
 const send = (type, x, y, more = {}) => {
   const box = canvas.getBoundingClientRect(), kind = type === "wheel" ? WheelEvent : PointerEvent;
   const place = { clientX: box.left + x, clientY: box.top + y };
   canvas.dispatchEvent(new kind(type, { ...place, bubbles: true, cancelable: true, ...more }));
 };
+const click = (x, y) => { send("pointerdown", x, y); send("pointerup", x, y); send("pointerleave", 0, 0); };
 const press = (key) => document.body.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
 const laneOf = (chart, device, name) => charts[chart].lanes.find((one) => one.device === device && one.lane === name);
 const at = (op) => {
@@ -44,16 +38,23 @@ const at = (op) => {
   return [(toX(beginOf(op)) + toX(endOf(op))) / 2, rowY(row) + row.height / 2];
 };
 const range = () => { draw(); return document.getElementById("range").textContent; };
-const pixel = (x, y) => {
+const image = (x, y, width, height) => {
   draw();
-  return [...pen.getImageData(x * devicePixelRatio, y * devicePixelRatio, 1, 1).data].join();
+  const copy = new OffscreenCanvas(canvas.width, canvas.height).getContext("2d", { willReadFrequently: true });
+  copy.drawImage(canvas, 0, 0);
+  return [...copy.getImageData(x, y, width, height).data];
 };
-try { %s } catch (error) { wrong.push(String(error)); }
-const note = document.createElement("pre");
-note.id = "seen";
-note.textContent = JSON.stringify({ seen, wrong });
-document.body.append(note);
-</script>"""
+const pixel = (x, y) => image(x * devicePixelRatio, y * devicePixelRatio, 1, 1).join();
+const rgba = (colour) => [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16)).join() + ",255";
+const painted = (colour) => {
+  const data = image(0, 0, canvas.width, canvas.height), wanted = rgba(colour);
+  let count = 0;
+  for (let i = 0; i < data.length; i += 4) count += data.slice(i, i + 4).join() === wanted;
+  return count;
+};
+%s
+return seen;
+})()"""
 
 
 @pytest.fixture(scope="module")
@@ -63,22 +64,39 @@ def schedule():
 
 
 @pytest.fixture
-def look(tmp_path):
-    """Open a page, run a script in it and return what it put into `seen`; fails if anything went wrong."""
+def opened(browser, tmp_path):
+    """Open a page in a window of its own; fails if it says or asks for anything."""
 
-    def open_page(page: str, script: str, *, dark: bool = False, size: str = "1400,900", hash: str = "") -> dict:
+    @contextmanager
+    def open_page(
+        page: str, *, dark: bool = False, size: str = "1400,900", hash: str = "", **more: Any
+    ) -> Iterator[Page]:
         path = tmp_path / "page.html"
-        page = page.replace("<head>", "<head>" + WATCH).replace("</body>", REPORT % script + "</body>")
         path.write_text(page)
-        command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", f"--window-size={size}", "--dump-dom"]
-        command += [f"--user-data-dir={tmp_path / 'browser'}", "--virtual-time-budget=2000"]
-        command += [f"--blink-settings=preferredColorScheme={0 if dark else 1}", path.as_uri() + hash]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        found = re.search(r'<pre id="seen">(.*?)</pre>', ended.stdout, re.DOTALL)
-        assert found is not None, ended.stderr[-2000:]
-        result = json.loads(unescape(found[1]))
-        assert result["wrong"] == []
-        return result["seen"]
+        width, height = map(int, size.split(","))
+        scheme = "dark" if dark else "light"
+        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme, **more)
+        window, wrong = context.new_page(), []
+        window.on("console", lambda message: wrong.append(message.text))
+        window.on("pageerror", lambda error: wrong.append(str(error)))
+        window.on(
+            "request", lambda request: None if request.url.startswith(path.as_uri()) else wrong.append(request.url)
+        )
+        window.goto(path.as_uri() + hash)
+        yield window
+        context.close()
+        assert wrong == []
+
+    return open_page
+
+
+@pytest.fixture
+def look(opened):
+    """Open a page, run a script in it and return what it put into `seen`."""
+
+    def open_page(page: str, script: str, **options: Any) -> dict:
+        with opened(page, **options) as window:
+            return window.evaluate(SCRIPT % script)
 
     return open_page
 
@@ -105,13 +123,13 @@ def test_pointing_at_an_op_says_what_it_is_and_why_it_is_not_earlier_and_a_click
     )
     assert seen["before"] is seen["after"] is True
     assert seen["tip"].startswith("Fforward, stage 1, microbatch 0")
-    assert "device 1, compute; layer 1" in seen["tip"]
+    assert "1F0: forward; device 1, compute; layer 1" in seen["tip"]
     assert (
         "Its input has just arrived from forward, stage 0, microbatch 0, device 0, 50 us after its end." in seen["tip"]
     )
     assert "begin550 us" in seen["tip"]
     assert "Point at an op" in seen["card"]
-    assert seen["pinned"] == seen["tip"]
+    assert seen["pinned"] == seen["tip"] + "follow microbatch 0"
     assert seen["cause"].startswith("Fforward, stage 0, microbatch 0")
     assert "It starts when the schedule begins." in seen["cause"]
     assert seen["unpinned"] == seen["card"]
@@ -190,21 +208,22 @@ def test_keys_walk_along_a_lane_and_from_lane_to_lane(schedule, look):
     assert seen["visible"]
 
 
-def test_ops_are_painted_where_they_are_and_idle_time_is_not(schedule, look):
+def test_ops_are_painted_where_they_are_and_idle_time_is_low_and_in_the_colour_of_its_cause(schedule, look):
     seen = look(
         render(schedule),
         """
         const lane = laneOf(0, 1, "compute"), op = { chart: charts[0], lane, index: 0 }, [, y] = at(op);
         seen.op = pixel(toX(beginOf(op)) + 3, y - 8);
         seen.fill = styleOf("F", 0).fill.match(/\\d+/g).join() + ",255";
-        seen.idle = pixel(toX(beginOf(op) / 2), y);
-        seen.lane = colours.lane;
-        point(toX(beginOf(op) / 2), y);
+        const x = toX(beginOf(op) / 2), row = rowOf(lane);
+        seen.idle = [pixel(x, y - 8), pixel(x, rowY(row) + row.height - 1)];
+        seen.expected = [rgba(colours.lane), rgba(data.causes.fill.colour)];
+        point(x, y);
         seen.tip = tip.textContent;
         """,
     )
     assert seen["op"] == seen["fill"]
-    assert seen["idle"] == ",".join(str(int(seen["lane"][i : i + 2], 16)) for i in (1, 3, 5)) + ",255"
+    assert seen["idle"] == seen["expected"]
     assert seen["tip"].startswith("idle for 550 usdevice 1, 0 ns to 550 us")
     assert "fill: the pipeline has not come this far." in seen["tip"]
 
@@ -213,17 +232,10 @@ def test_what_kept_an_op_waiting_is_connected_with_it_by_a_line(schedule, look):
     seen = look(
         render(schedule),
         """
-        const lane = laneOf(0, 1, "compute"), op = { chart: charts[0], lane, index: 0 };
-        const image = () => { draw(); return pen.getImageData(0, 0, canvas.width, canvas.height).data; };
-        const painted = () => {
-          const data = image(), [r, g, b] = [1, 3, 5].map((i) => parseInt(colours.critical.slice(i, i + 2), 16));
-          let count = 0;
-          for (let i = 0; i < data.length; i += 4) count += data[i] === r && data[i + 1] === g && data[i + 2] === b;
-          return count;
-        };
-        seen.before = painted();
+        const op = { chart: charts[0], lane: laneOf(0, 1, "compute"), index: 0 };
+        seen.before = painted(colours.critical);
         pin(op);
-        seen.pinned = painted();
+        seen.pinned = painted(colours.critical);
         """,
     )
     assert seen["before"] == 0
@@ -236,22 +248,27 @@ def test_memory_rows_can_be_hidden_and_say_how_much_is_held(schedule, look):
         """
         const row = rows.find((one) => one.type === "memory" && one.device === 0);
         point(toX(charts[0].makespan_ns / 2), rowY(row) + row.height / 2);
-        seen.tip = tip.textContent;
+        const line = (row) => [...row.children].slice(0, 2).map((cell) => cell.textContent).join(" ");
+        seen.tip = [tip.querySelector("p").textContent, ...[...tip.querySelectorAll("tr")].map(line)];
         seen.before = rows.filter((one) => one.type === "memory").length;
         document.getElementById("memory").click();
         seen.after = rows.filter((one) => one.type === "memory").length;
         """,
     )
-    curve = analyse(schedule).memory[0]
-    held = [size for time, size in curve if time <= schedule.forecast.makespan_ns / 2][-1]
-    assert seen["tip"] == f"{held / 1e6:g} MB on device 0, {100 * held / schedule.setup.cap_bytes:.1f}% of the cap"
+    found, half = analyse(schedule), schedule.forecast.makespan_ns / 2
+    held = [size for time, size in found.memory[0] if time <= half][-1]
+    parts = [holds for time, holds in found.holders[0] if time <= half][-1]
+    assert seen["tip"][0] == f"{held / 1e6:g} MB on device 0, {100 * held / schedule.setup.cap_bytes:.1f}% of the cap"
+    shown = {name: size for name, size in zip(HOLDERS, parts, strict=True) if size}
+    assert seen["tip"][1:] == [f"{name} {size / 1e6:g} MB" for name, size in reversed(shown.items())]
+    assert len(shown) > 1
     assert (seen["before"], seen["after"]) == (3, 0)  # two devices and the host
 
 
 def test_published_and_measured_are_on_the_same_axis_also_in_the_dark(schedule, look):
     measured = {"forward:0:0": (1000, 700_000), "backward_input:0:0": (9_000_000, 20_000_000)}
     seen = look(
-        render(schedule, published("gpipe"), measured),
+        render(schedule, [published("gpipe")], measured),
         """
         seen.titles = rows.filter((row) => row.type === "title").map((row) => row.chart.title);
         seen.longest = longest;
@@ -262,10 +279,189 @@ def test_published_and_measured_are_on_the_same_axis_also_in_the_dark(schedule, 
         """,
         dark=True,
     )
-    assert [title.split(" (")[0] for title in seen["titles"]] == ["best baseline", "this schedule"]
+    assert [title.split(" (")[0] for title in seen["titles"]] == ["this schedule", "baseline"]
     assert seen["longest"] == 20_000_000
     assert "measured1 us to 700 us (699 us, 1.40 x forecast)" in seen["tip"]
     assert max(map(int, seen["paper"].split(",")[:3])) < 60
+
+
+def test_a_cause_that_is_clicked_lists_its_gaps_and_keys_lead_through_them_to_what_is_to_blame(opened):
+    made = published("interleaved-zb")
+    found = analyse(made)
+    cause = next(cause for cause, _ in found.shares() if cause not in (Cause.FILL, Cause.DRAIN))
+    mine = sorted((gap for gap in found.gaps if gap.cause is cause), key=lambda gap: -gap.length_ns)
+    with opened(render(made)) as window:
+        window.click(f"button[data-cause={cause.value}]")
+        card = window.inner_text("#card")
+        assert card.startswith(cause.value)
+        assert f": {len(mine)} gaps, " in card
+        pressed = window.get_attribute(f"button[data-cause={cause.value}]", "aria-pressed")
+        window.keyboard.press("g")
+        length = window.evaluate("showTime(lengthOf(view.gap))")
+        first = window.inner_text("#card")
+        window.keyboard.press("c")
+        blamed = window.evaluate("view.pinned && idOf(view.pinned)")
+        for _ in range(2):
+            window.keyboard.press("Escape")
+        assert window.evaluate("[view.cause, view.gap, view.pinned]") == [None, None, None]
+    assert pressed == "true"
+    assert first.startswith(f"idle for {length}")
+    assert mine[0].length_ns == max(gap.length_ns for gap in mine)
+    assert blamed in {found.items[gap.root].op.id for gap in mine if gap.length_ns == mine[0].length_ns}
+
+
+def test_a_click_on_idle_time_keeps_its_cause_in_the_card(schedule, look):
+    seen = look(
+        render(schedule),
+        """
+        const row = rowOf(laneOf(0, 1, "compute"));
+        click(toX(100000), rowY(row) + row.height / 2);
+        seen.card = card.textContent;
+        press("Escape");
+        seen.after = card.textContent;
+        """,
+    )
+    assert seen["card"].startswith("idle for 550 us")
+    assert "Point at an op" in seen["after"]
+
+
+def test_a_microbatch_is_followed_from_device_to_device_and_the_others_step_back(schedule, opened):
+    with opened(render(schedule)) as window:
+        other = "{ chart: charts[0], lane: charts[0].lanes[0], index: 1 }"
+        where = f"const op = {other}, [x, y] = at(op); seen.colour = pixel(toX(beginOf(op)) + 3, y - 8);"
+        before = window.evaluate(SCRIPT % (where + "seen.ink = painted(colours.ink);"))
+        window.fill("#microbatch", "3")
+        after = window.evaluate(SCRIPT % (where + "seen.ink = painted(colours.ink); seen.number = microbatchOf(op);"))
+        assert window.evaluate("view.microbatch") == 3 != after["number"]
+        assert after["colour"] != before["colour"]
+        assert after["ink"] > before["ink"] + 200
+        window.fill("#microbatch", "99")
+        assert window.evaluate("view.microbatch") is None
+        assert window.evaluate(SCRIPT % where)["colour"] == before["colour"]
+
+
+def test_a_range_of_the_time_axis_has_its_busy_and_idle_sums(schedule, look):
+    seen = look(
+        render(schedule),
+        """
+        const [begin, end] = [2e6, 7e6];
+        send("pointerdown", toX(begin), 10); send("pointermove", toX(end), 10, { buttons: 1 });
+        seen.card = card.textContent;
+        select(begin, end);
+        seen.sums = sumsOf(charts[0], view.range);
+        press("Escape");
+        seen.after = view.range;
+        """,
+    )
+    found = analyse(schedule)
+
+    def inside(spans) -> int:
+        return sum(max(0, min(one.end_ns, 7_000_000) - max(one.begin_ns, 2_000_000)) for one in spans)
+
+    for device, sums in enumerate(seen["sums"]["devices"]):
+        assert sums == {"busy": inside(found.lane(device, "compute")), "idle": inside(found.gaps_of(device))}
+        assert sums["busy"] + sums["idle"] == 5_000_000
+    assert sum(seen["sums"]["kinds"].values()) == sum(sums["busy"] for sums in seen["sums"]["devices"])
+    assert sum(seen["sums"]["causes"].values()) == sum(sums["idle"] for sums in seen["sums"]["devices"])
+    assert seen["card"].startswith(("5 ms selected", "4.9", "5.0"))
+    assert seen["after"] is None
+
+
+def test_ops_are_found_by_their_names(schedule, opened):
+    stages = len(schedule.stages)
+    with opened(render(schedule)) as window:
+        window.keyboard.press("/")
+        window.keyboard.type("2f1")
+        window.keyboard.press("Enter")
+        assert window.evaluate("idOf(view.pinned)") == "forward:2:1"
+        assert window.evaluate("location.hash") == "#forward:2:1"
+        window.fill("#search", "F1")
+        found = []
+        for _ in range(stages):
+            window.press("#search", "Enter")
+            found.append(window.evaluate("idOf(view.pinned)"))
+        assert sorted(found) == [f"forward:{stage}:1" for stage in range(stages)]
+        assert window.inner_text("#found") == f"{stages} of {stages}"
+        window.fill("#search", "9F9")
+        assert window.inner_text("#found") == "no such op"
+        assert window.evaluate("opsNamed('forward:2:1').length") == 1
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_later_stages_differ_more_from_the_paper_than_the_first_so_that_none_looks_idle(schedule, look, dark):
+    seen = look(
+        render(schedule),
+        """
+        seen.lane = colours.lane;
+        seen.fills = Object.keys(KINDS).map((letter) => [0, 1, 2, 3].map((nth) => styleOf(letter, nth).fill));
+        """,
+        dark=dark,
+    )
+    lane = luminance([int(seen["lane"][at : at + 2], 16) for at in (1, 3, 5)])
+    for fills in seen["fills"]:
+        away = [luminance(map(int, fill[4:-1].split(","))) - lane for fill in fills]
+        assert all(abs(more) > abs(less) and more * less > 0 for less, more in pairwise(away))
+
+
+def luminance(rgb) -> float:
+    red, green, blue = ((value / 255) ** 2.2 for value in rgb)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+SLOWER = ("gis-h-offload", "interleaved-1f1b-recompute")
+
+
+def test_the_baseline_below_is_chosen_and_this_schedule_stays_on_top(schedule, opened):
+    with opened(render(schedule, [published(name) for name in SLOWER])) as window:
+        titles = "rows.filter((row) => row.type === 'title').map((row) => row.chart.name)"
+        assert window.evaluate(titles) == ["windows", SLOWER[0]]
+        window.click("button[data-chart='2']")
+        assert window.evaluate(titles) == ["windows", SLOWER[1]]
+        assert window.input_value("#baseline") == "2"
+        window.select_option("#baseline", "0")
+        assert window.evaluate(titles) == ["windows"]
+
+
+PHONE = {"size": "390,844", "has_touch": True, "is_mobile": True, "device_scale_factor": 2}
+
+
+def test_on_a_phone_a_tap_keeps_an_op_two_fingers_zoom_and_one_scrolls(schedule, opened):
+    with opened(render(schedule), **PHONE) as window:
+        window.locator("#frame").scroll_into_view_if_needed()
+        box = window.locator("#canvas").bounding_box()
+        x, y = window.evaluate(SCRIPT % "seen.at = at({ chart: charts[0], lane: charts[0].lanes[0], index: 0 });")["at"]
+        window.touchscreen.tap(box["x"] + x, box["y"] + y)
+        assert window.evaluate("idOf(view.pinned)") == "forward:0:0"
+        assert window.evaluate("tip.hidden")
+        fingers = window.context.new_cdp_session(window)
+
+        def touch(kind: str, *points: tuple[float, float]) -> None:
+            places = [{"x": box["x"] + x, "y": box["y"] + y, "id": nth} for nth, (x, y) in enumerate(points)]
+            fingers.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": places})
+
+        middle = box["height"] / 2
+        span = window.evaluate("view.end - view.begin")
+        held = window.evaluate("[toTime(180), toTime(240)]")
+        touch("touchStart", (180, middle))
+        touch("touchStart", (180, middle), (240, middle))
+        for step in (1, 2, 3):
+            touch("touchMove", (180 - 20 * step, middle), (240 + 20 * step, middle))
+        window.wait_for_timeout(100)  # moves are handed on once per frame
+        zoomed = window.evaluate("view.end - view.begin")
+        assert zoomed == pytest.approx(span / 3, rel=0.02)
+        assert window.evaluate("[toTime(120), toTime(300)]") == pytest.approx(held, rel=0.02)
+        touch("touchEnd")
+        assert window.evaluate("visualViewport.scale") == 1
+
+        before = window.evaluate("scrollY + scroller.scrollTop")
+        touch("touchStart", (200, middle))
+        for step in range(1, 11):
+            touch("touchMove", (200, middle - 15 * step))
+            window.wait_for_timeout(16)
+        touch("touchEnd")
+        window.wait_for_timeout(100)
+        assert window.evaluate("scrollY + scroller.scrollTop") > before + 50
+        assert window.evaluate("view.end - view.begin") == pytest.approx(zoomed)
 
 
 def test_many_ops_are_merged_where_they_are_narrower_than_a_pixel(look):
@@ -279,6 +475,9 @@ def test_many_ops_are_merged_where_they_are_narrower_than_a_pixel(look):
         CanvasRenderingContext2D.prototype.fillRect = function (...box) { drawn++; return paint.apply(this, box); };
         drawOps(row, lane, null);
         seen.all = drawn; seen.count = lane.count; seen.width = view.width;
+        drawn = 0;
+        draw();
+        seen.whole = drawn;
         show(0, longest / 100);
         drawn = 0;
         drawOps(row, lane, null);
@@ -287,6 +486,7 @@ def test_many_ops_are_merged_where_they_are_narrower_than_a_pixel(look):
     )
     assert seen["count"] == 1200
     assert seen["all"] < 2.5 * seen["width"]
+    assert seen["whole"] < 10 * seen["width"]  # two lanes and two memory rows, of two holders each
     assert 10 <= seen["zoomed"] <= 20
 
 

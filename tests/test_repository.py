@@ -223,17 +223,44 @@ def test_words_are_completed(shell, typed, words):
 # -- exit codes ---------------------------------------------------------------------------------------------------
 
 
-def test_the_readme_lists_every_exit_code_and_no_other():
-    table = re.search(
-        r"^\| exit code \| meaning \|\n\|[-| ]+\|\n((?:\|.*\|\n)+)", (ROOT / "README.md").read_text(), re.M
-    )
-    assert table is not None, "README.md has no table of exit codes"
+def test_the_page_of_commands_lists_every_exit_code_and_no_other():
+    page = (ROOT / "docs" / "COMMANDS.md").read_text()
+    table = re.search(r"^\| exit code \| meaning \|\n\|[-| ]+\|\n((?:\|.*\|\n)+)", page, re.M)
+    assert table is not None, "docs/COMMANDS.md has no table of exit codes"
     rows = dict(re.findall(r"^\| (\d+) \| (.+) \|$", table[1], flags=re.M))
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, OptPipeError)]
     codes = {kind.exit_code for kind in kinds} | {0, INTERRUPTED}
     assert len(kinds) == len(codes) - 2, "two failures share an exit code"
     signals = {128 + signal.SIGPIPE, 128 + signal.SIGTERM}
     assert {int(code) for code in rows} - signals == codes
+
+
+# -- links
+
+
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "runtime_torch" / "README.md")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_to_files_and_headings_that_exist(page):
+    """`make docs` checks the links of docs/ as well; this needs no sphinx, and looks at the other pages, too."""
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        path, _, heading = link.partition("#")
+        if re.match(r"https?://", path):
+            continue
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        headings = re.findall(r"^#+ (.+)$", target.read_text(), re.M) if heading else []
+        assert not heading or heading in [re.sub(r"[^\w -]", "", one).lower().replace(" ", "-") for one in headings], (
+            link
+        )
+
+
+def test_every_page_of_the_docs_is_in_the_site():
+    index = (ROOT / "docs" / "index.md").read_text()
+    listed = re.findall(r"^[A-Z]+$", index, re.M)
+    assert sorted(listed) == sorted(path.stem for path in (ROOT / "docs").glob("[A-Z]*.md"))
+    assert set(listed) == set(re.findall(r"\((\w+)\.md\)", index))
 
 
 # -- the Makefile

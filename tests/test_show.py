@@ -8,13 +8,14 @@ import sys
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from rich.console import Console
 
 from optpipe_compiler import cli
 from optpipe_compiler.documents import ir
-from optpipe_compiler.forecast import Analysis, Cause, analyse
+from optpipe_compiler.forecast import HOLDERS, Analysis, Cause, analyse
 from optpipe_compiler.model import bounds
 from optpipe_compiler.view.axis import Axis
 from optpipe_compiler.view.gantt import LEFT, NARROWEST, RIGHT, render
@@ -101,6 +102,35 @@ def test_nothing_is_wider_than_the_window_and_no_line_of_the_chart_wraps(width, 
     assert len(out.getvalue().splitlines()) == len(text.plain.splitlines()) + 1
 
 
+@pytest.mark.parametrize("height", [9, 12, 20, 23, 39])
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("devices", [4, 24])
+def test_the_chart_fits_one_screen_and_says_what_it_leaves_out(devices, width, height):
+    made = analyse(wide()) if devices == 24 else analyse(schedule(12, method="gis-offload"))
+    text = render(made, width, height=height, colour=False).plain
+    whole = render(made, width, colour=False).plain
+    assert len(text.splitlines()) <= height
+    assert ("no room for" in text) == (text != whole)
+    if text == whole:
+        return
+    shown = re.findall(r"dev (\d+)", text)
+    assert (shown[0], shown[-1]) == ("0", str(devices - 1))
+    missing = devices - len(shown)
+    assert (f"{missing} of {devices} devices" in text) == (missing > 0)
+    assert ("mem:" in text) == ("and memory" not in text and "memory and" not in text and "for memory" not in text)
+
+
+@cache
+def wide() -> ir.Schedule:
+    return quick(uniform(24, 1, p2p_ms=0.0), 100 * GB, microbatches=24, method="1f1b").schedule
+
+
+def test_a_chart_shows_all_where_it_has_room():
+    text = render(analyse(schedule(12, method="gis-offload")), 80, height=99, colour=False).plain
+    assert text == render(analyse(schedule(12, method="gis-offload")), 80, colour=False).plain
+    assert "d2h" in text
+
+
 def test_a_window_of_time_and_devices_shows_only_those():
     analysis = analyse(schedule())
     lines = chart(analysis, LEFT + RIGHT + 40, devices=[3], window=(3 * 10**6, 5 * 10**6))
@@ -176,6 +206,13 @@ def test_every_bound_and_every_cause_without_a_resource_has_words():
     )
     assert {bound(problem(2, 2, 100)).name for bound in found} | {"cp-sat"} == set(BOUNDS)
     assert set(MEANINGS) == {Cause.FILL, Cause.DRAIN, Cause.SLACK}
+
+
+def test_the_glossary_has_every_bound_outcome_cause_and_holder():
+    page = (Path(__file__).parent.parent / "docs" / "GLOSSARY.md").read_text()
+    words = {word for row in re.findall(r"^\| ([a-z, -]+) \|", page, re.M) for word in row.split(", ")}
+    outcomes = get_args(ir.Outcome)
+    assert {*BOUNDS, *outcomes, *(cause.value for cause in Cause), *HOLDERS} <= words
 
 
 # -- the command --------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from optpipe_compiler.errors import BadInput
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--reproducible", is_flag=True, help="Same bytes on every run and machine; one search thread.")
 @click.option("--method", help="Emit this known schedule instead of searching (see --list-methods).")
-@click.option("--list-methods", is_flag=True, help="List the known schedules, whose they are, and stop.")
+@click.option("--list-methods", is_flag=True, help="Tell what the known schedules are, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=SCHEDULE, show_default=True)
 def compile_command(
@@ -69,16 +69,10 @@ def compile_command(
 
 
 def _list_methods() -> None:
-    """Print every schedule to compare with: its kind, placement and stages per device, and its source."""
-    from optpipe_compiler.published import METHODS
+    """Print every schedule to compare with: what it is, whose, its bubble and memory."""
+    from optpipe_compiler.published.listing import as_text
 
-    rows = [("method", "kind", "stages", "source")]
-    for name, method in METHODS.items():
-        numbers = ", ".join(str(number) for _, number in method.placements)
-        rows.append((name, method.kind, f"{method.placements[0][0]} {numbers}", method.source))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        click.echo("  ".join(map(str.ljust, row, widths)).rstrip())
+    click.echo(as_text(min(console().width, 100)))
 
 
 @click.command()

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from optpipe_compiler.cli.common import SCHEDULE, say
+from optpipe_compiler.cli.common import SCHEDULE, console, say
 from optpipe_compiler.errors import BadInput
+from optpipe_compiler.view.progress import Steps
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from optpipe_compiler.documents.ir import BaselineKind, Schedule
+
+BASELINE_KINDS: tuple[BaselineKind, ...] = ("paper", "stock", "composition")
 
 
 @click.command()
@@ -17,7 +25,14 @@ from optpipe_compiler.errors import BadInput
     "--profile",
     "profile_path",
     type=click.Path(path_type=Path),
-    help="The profile it was compiled from, to draw the best baseline above it.",
+    help="The profile it was compiled from, to draw baselines below it.",
+)
+@click.option(
+    "--baseline",
+    "wanted",
+    multiple=True,
+    metavar="NAME",
+    help="Draw this baseline; repeat it, or say all. [default: the best of papers, stock, compositions]",
 )
 @click.option(
     "--trace",
@@ -27,7 +42,9 @@ from optpipe_compiler.errors import BadInput
     help="A measured trace: of run --trace, or of torch's profiler (one per rank: repeat the option).",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("report.html"), show_default=True)
-def report(schedule_path: Path, output: Path, profile_path: Path | None, traces: tuple[Path, ...]) -> None:
+def report(
+    schedule_path: Path, output: Path, profile_path: Path | None, wanted: tuple[str, ...], traces: tuple[Path, ...]
+) -> None:
     """Write one HTML page with the whole schedule to zoom into: ops, what each waited for, memory, the bound.
 
     Example: optpipe report schedule.json --profile profile.json -o report.html
@@ -39,17 +56,23 @@ def report(schedule_path: Path, output: Path, profile_path: Path | None, traces:
 
     check_writable(output)
     schedule = ir.load(schedule_path)
-    ran = measured(traces, schedule) if traces else None
-    above = _best_baseline(schedule, schedule_path, profile_path) if profile_path else None
-    write_atomically(output, render(schedule, above, ran))
+    if wanted and profile_path is None:
+        raise BadInput("--baseline needs the costs to time it with, expected --profile profile.json")
+    with Steps(console(stderr=True)) as steps:
+        ran = measured(traces, schedule) if traces else None
+        below = list(_baselines(schedule, schedule_path, profile_path, wanted, steps.say)) if profile_path else []
+        steps.say(f"drawing {len(below) + 1} schedules" if below else "drawing the schedule")
+        page = render(schedule, below, ran)
+        write_atomically(output, page)
     say(f"wrote {output}")
 
 
-def _best_baseline(schedule: Any, schedule_path: Path, profile_path: Path) -> Any:
-    """Return the best of papers, stock and compositions for the same instance; None if it is the schedule itself."""
+def _baselines(
+    schedule: Schedule, schedule_path: Path, profile_path: Path, wanted: tuple[str, ...], tell: Callable[[str], None]
+) -> Iterator[Schedule]:
+    """Yield baselines for the same instance, the best first; the schedule itself is none."""
     from optpipe_compiler import compiler
     from optpipe_compiler.documents import profile as profiles
-    from optpipe_compiler.view.baselines import best as best_baseline
 
     costs, came_from = profiles.load(profile_path), schedule.provenance
     if costs.digest() != came_from.profile_digest:
@@ -57,17 +80,34 @@ def _best_baseline(schedule: Any, schedule_path: Path, profile_path: Path) -> An
             f"{profile_path}: is not the profile that {schedule_path} was compiled from: its digest is "
             f"{costs.digest()[:19]}, expected {came_from.profile_digest[:19]}"
         )
-    best = best_baseline(schedule)
-    if best is None or best == schedule.forecast.method:
-        return None
-    setup, chosen = schedule.setup, came_from.options
-    options = compiler.Options(
-        mem_bytes=setup.cap_bytes,
-        host_mem_bytes=setup.host_cap_bytes,
-        microbatches=setup.microbatches,
-        devices=setup.devices,
-        objective=schedule.forecast.objective,
-        method=best,
-        **{name: chosen[name] for name in ("placement", "stages_per_device", "offload", "recompute", "split")},
-    )
-    return compiler.compile_schedule(costs, options).schedule
+    setup = schedule.setup
+    chosen: dict[str, Any] = came_from.options
+    names = _chosen(schedule, wanted)
+    for number, name in enumerate(names, start=1):
+        tell(f"timing baseline {number} of {len(names)}, {name}")
+        options = compiler.Options(
+            mem_bytes=setup.cap_bytes,
+            host_mem_bytes=setup.host_cap_bytes,
+            microbatches=setup.microbatches,
+            devices=setup.devices,
+            objective=schedule.forecast.objective,
+            method=name,
+            **{
+                option: chosen[option] for option in ("placement", "stages_per_device", "offload", "recompute", "split")
+            },
+        )
+        yield compiler.compile_schedule(costs, options).schedule
+
+
+def _chosen(schedule: Schedule, wanted: tuple[str, ...]) -> list[str]:
+    """Return the names of the baselines to draw, the best first."""
+    from optpipe_compiler.view.baselines import best, ranked
+
+    fitting = [name for _, name, baseline in ranked(schedule) if baseline.fits and name != schedule.forecast.method]
+    for name in wanted:
+        if name != "all" and name not in fitting:
+            some = ", ".join(fitting[:5]) + (", ..." if len(fitting) > 5 else "") or "none"
+            raise BadInput(f"--baseline is {name!r}, which does not fit this cap here; those that fit: {some}")
+    if not wanted:
+        wanted = tuple(filter(None, (best(schedule), *(best(schedule, (kind,)) for kind in BASELINE_KINDS))))
+    return [name for name in fitting if "all" in wanted or name in wanted]

@@ -53,7 +53,10 @@ def show(
     if width is not None:
         out.width = width
     window = _window(begin, end, analysis.begin_ns, analysis.end_ns)
-    out.print(render(analysis, out.width, devices or None, window, colour=out.is_terminal and not out.no_color))
+    height = out.height - 1 if out.is_terminal and not devices else None  # one screen, with the line of the command
+    colour = out.is_terminal and not out.no_color
+    out.print(render(analysis, out.width, devices or None, window, height=height, colour=colour), end="")
+    out.print()
     out.print(summary(analysis))
 
 

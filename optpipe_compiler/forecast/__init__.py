@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 from optpipe_compiler.forecast.gaps import Gap, find_gaps
 from optpipe_compiler.forecast.items import Item, Message, Reason, Timeline
 from optpipe_compiler.forecast.lines import Cause
-from optpipe_compiler.forecast.memory import Curve, device_curve, host_curve
+from optpipe_compiler.forecast.memory import HOLDERS, Curve, Stack, device_stack, host_curve, total
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents.ir import Schedule
 
-__all__ = ["Analysis", "Cause", "Curve", "Gap", "Item", "Message", "Reason", "analyse"]
+__all__ = ["HOLDERS", "Analysis", "Cause", "Curve", "Gap", "Item", "Message", "Reason", "Stack", "analyse"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,8 @@ class Analysis:
     messages: list[Message]
     memory: list[Curve]
     """Per device: (ns, bytes held from then on)."""
+    holders: list[Stack]
+    """The same by what holds the bytes, in the order of HOLDERS."""
     host: Curve
     """What the offloads of all devices hold on the host together."""
     gaps: list[Gap]
@@ -93,7 +95,8 @@ def analyse(schedule: Schedule) -> Analysis:
     items = timeline.items
     begin = min((item.begin_ns for item in items), default=0)
     end = max((item.end_ns for item in items), default=0)
-    curves = [device_curve(timeline, device) for device in range(len(schedule.devices))]
+    stacks = [device_stack(timeline, device) for device in range(len(schedule.devices))]
+    curves = [total(stack) for stack in stacks]
     host = host_curve(timeline)
     return Analysis(
         schedule=schedule,
@@ -102,6 +105,7 @@ def analyse(schedule: Schedule) -> Analysis:
         items=items,
         messages=timeline.messages,
         memory=curves,
+        holders=stacks,
         host=host,
         gaps=find_gaps(timeline, curves, host, begin, end),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import accumulate, groupby
-from operator import itemgetter
+from operator import add, itemgetter
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents import ir
@@ -16,6 +16,15 @@ if TYPE_CHECKING:
 
 Curve = list[tuple[int, int]]
 """Steps (ns, bytes held from then on), in order of time. Two steps at one time are a level that lasts no time."""
+Holds = tuple[int, ...]
+"""Bytes by what holds them, in the order of HOLDERS."""
+HOLDERS = ("static", "kept", "residue", "captured", "messages", "working")
+"""What holds bytes on a device: weights, optimizer state and the reserve; what forwards keep for backwards (of
+recomputed layers the checkpoint); what stays between input and weight gradient; what an input gradient adds for it
+while it runs; tensors on their way between stages; what ops need only while they run."""
+Stack = list[tuple[int, Holds]]
+"""A curve whose levels are told apart by what holds them."""
+NOTHING: Holds = (0,) * len(HOLDERS)
 
 
 class Table:
@@ -40,17 +49,24 @@ class Table:
 
     def on_device(self, op: ir.Op) -> tuple[int, int]:
         """Return the bytes on the device at the start and at the end of `op`; what is freed is negative."""
+        taken, given = self.by_holder(op)
+        return sum(taken), sum(given)
+
+    def by_holder(self, op: ir.Op) -> tuple[Holds, Holds]:
+        """Return the same by what holds the bytes."""
         entry = self.entries[op.stage].get(type(op))
         if isinstance(op, ir.Forward):
             taken, given = self.entries[op.stage][ir.Forward]
-            return taken, given - self.dropped.get((op.stage, op.microbatch), 0)
+            dropped = self.dropped.get((op.stage, op.microbatch), 0)
+            return (taken, _plus(given, _holds(kept=-dropped))) if dropped else (taken, given)
         if entry is not None:
             return entry
         assert isinstance(op, ir.SavedOp)
         if isinstance(op, ir.Recompute):
             extra = self._forward_of(op)
-            return self._recomputed(op) + extra, -extra
-        return (0, -self.copied(op)) if isinstance(op, ir.Offload) else (self.copied(op), 0)
+            return _holds(kept=self._recomputed(op), working=extra), _holds(working=-extra)
+        copied = self.copied(op)
+        return (NOTHING, _holds(kept=-copied)) if isinstance(op, ir.Offload) else (_holds(kept=copied), NOTHING)
 
     def on_host(self, op: ir.Op) -> tuple[int, int]:
         """Return the same on the host."""
@@ -78,7 +94,15 @@ class Table:
         return self.forward_of[key]
 
 
-def _entries(stage: ir.Stage) -> dict[type[ir.Op], tuple[int, int]]:
+def _holds(*, kept: int = 0, residue: int = 0, captured: int = 0, messages: int = 0, working: int = 0) -> Holds:
+    return 0, kept, residue, captured, messages, working
+
+
+def _plus(one: Holds, other: Holds) -> Holds:
+    return tuple(map(add, one, other))
+
+
+def _entries(stage: ir.Stage) -> dict[type[ir.Op], tuple[Holds, Holds]]:
     """Return the table's rows for one stage, those apart that depend on layers."""
     saved, residue, captured = sum(stage.saved_bytes), sum(stage.residue_bytes), sum(stage.captured_bytes)
     before, after = stage.input_bytes, stage.output_bytes
@@ -90,51 +114,73 @@ def _entries(stage: ir.Stage) -> dict[type[ir.Op], tuple[int, int]]:
     )
     forward, split_input, split_weight, fused = (max(sizes, default=0) for sizes in transients)
     return {
-        ir.RecvActivation: (before, 0),
-        ir.RecvGradient: (after, 0),
-        ir.SendActivation: (0, -after),
-        ir.SendGradient: (0, -before),
-        ir.Forward: (saved + after + forward, -forward - before),
-        ir.BackwardInput: (before + captured + split_input, -split_input - after - (saved + captured - residue)),
-        ir.BackwardWeight: (split_weight, -split_weight - residue),
-        ir.Backward: (before + fused, -fused - after - saved),
+        ir.RecvActivation: (_holds(messages=before), NOTHING),
+        ir.RecvGradient: (_holds(messages=after), NOTHING),
+        ir.SendActivation: (NOTHING, _holds(messages=-after)),
+        ir.SendGradient: (NOTHING, _holds(messages=-before)),
+        ir.Forward: (
+            _holds(kept=saved, messages=after, working=forward),
+            _holds(messages=-before, working=-forward),
+        ),
+        ir.BackwardInput: (
+            _holds(captured=captured, messages=before, working=split_input),
+            _holds(kept=-saved, residue=residue, captured=-captured, messages=-after, working=-split_input),
+        ),
+        ir.BackwardWeight: (_holds(working=split_weight), _holds(residue=-residue, working=-split_weight)),
+        ir.Backward: (
+            _holds(messages=before, working=fused),
+            _holds(kept=-saved, messages=-after, working=-fused),
+        ),
     }
 
 
-def device_curve(timeline: Timeline, device: int) -> Curve:
-    """Return what `device` holds, always-there bytes included."""
+def device_stack(timeline: Timeline, device: int) -> Stack:
+    """Return what `device` holds by holder, always-there bytes included."""
     schedule, table = timeline.schedule, timeline.table
     ops = [timed for lane in ("compute", "d2h", "h2d") for timed in timeline.lanes[device, lane]]
-    changes = ((timed, *table.on_device(timed.op)) for timed in ops)
-    return _curve(timeline.begin_ns, schedule.setup.reserve_bytes + table.static_bytes[device], changes)
+    changes = ((timed, *table.by_holder(timed.op)) for timed in ops)
+    static = schedule.setup.reserve_bytes + table.static_bytes[device]
+    return _stack(timeline.begin_ns, (static, *NOTHING[1:]), changes)
 
 
 def host_curve(timeline: Timeline) -> Curve:
     """Return what the offloads of all devices hold on the host."""
     ops = [timed for (_, lane), timed_lane in timeline.lanes.items() if lane != "compute" for timed in timed_lane]
-    return _curve(timeline.begin_ns, 0, ((timed, *timeline.table.on_host(timed.op)) for timed in ops))
+    changes = ((timed, *timeline.table.on_host(timed.op)) for timed in ops)
+    return total(_stack(timeline.begin_ns, (0,), ((timed, (taken,), (given,)) for timed, taken, given in changes)))
 
 
-def _curve(begin: int, held: int, changes: Iterable[tuple[Timed, int, int]]) -> Curve:
+def total(stack: Stack) -> Curve:
+    """Return what all holders hold together, without the steps that change only what holds the bytes."""
+    curve: Curve = []
+    for time, holds in stack:
+        held = sum(holds)
+        if not curve or held != curve[-1][1]:
+            curve.append((time, held))
+    return curve
+
+
+def _stack(begin: int, held: Holds, changes: Iterable[tuple[Timed, Holds, Holds]]) -> Stack:
     """Return the steps; at one moment what completes is freed before what starts takes its bytes.
 
     What an op of no length takes it frees again in the order of its lane.
     """
-    events: list[tuple[int, int, int, int]] = []
+    events: list[tuple[int, int, int, Holds]] = []
     for number, (timed, taken, given) in enumerate(changes):
-        if taken:
+        takes = any(taken)
+        if takes:
             events.append((timed.begin_ns, 1, number, taken))
-        if given:
-            late = taken > 0 and timed.begin_ns == timed.end_ns
+        if any(given):
+            late = takes and timed.begin_ns == timed.end_ns
             events.append((timed.end_ns, late, number, given))
-    curve = [(begin, held)]
+    stack = [(begin, held)]
     for now, group in groupby(sorted(events), key=itemgetter(0)):
-        peak, before = 0, held
+        before = highest = held
         for *_, change in group:
-            held += change
-            peak = max(peak, held)
-        if peak > max(before, held):
-            curve.append((now, peak))
-        if held != curve[-1][1]:
-            curve.append((now, held))
-    return curve
+            held = _plus(held, change)
+            highest = max(highest, held, key=sum)
+        if sum(highest) > max(sum(before), sum(held)):
+            stack.append((now, highest))
+        if held != stack[-1][1]:
+            stack.append((now, held))
+    return stack

@@ -1,4 +1,4 @@
-"""Columns of text as time: which moments a column covers, and the ruler below a chart."""
+"""Time as an axis: which moments a column of text covers, and the marks below a chart."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class Axis:
 
     def ruler(self, zero_ns: int = 0) -> str:
         """Return marks with times counted from `zero_ns`, at round distances."""
-        step = self._step()
-        factor, unit = next(one for one in UNITS if self.end_ns - zero_ns >= one[0] or one[0] == 1)
-        digits = max(0, len(str(factor)) - len(str(step))) if step < factor else 0
+        least = max(1, (self.end_ns - self.begin_ns) * STEP_COLUMNS // self.columns)
         line = ""
-        time = zero_ns - (zero_ns - self.begin_ns) // step * step
-        while time < self.end_ns:
-            mark = f"│{(time - zero_ns) / factor:.{digits}f} {unit}"
-            at = self.column(time)
+        for time, label in ticks(self.begin_ns - zero_ns, self.end_ns - zero_ns, least):
+            mark, at = f"│{label}", self.column(zero_ns + time)
             if at + len(mark) <= self.columns and at >= len(line):
                 line = line.ljust(at) + mark
-            time += step
         return line
 
-    def _step(self) -> int:
-        least = max(1, (self.end_ns - self.begin_ns) * STEP_COLUMNS // self.columns)
-        power = int(10 ** (len(str(least)) - 1))
-        return next(power * times for times in (1, 2, 5, 10) if power * times >= least)
+
+def ticks(begin_ns: int, end_ns: int, least_ns: int) -> list[tuple[int, str]]:
+    """Return round times in [begin_ns, end_ns) at least `least_ns` apart, each with its label in one unit for all."""
+    power = int(10 ** (len(str(least_ns)) - 1))
+    step = next(power * times for times in (1, 2, 5, 10) if power * times >= least_ns)
+    factor, unit = next(one for one in UNITS if end_ns >= one[0] or one[0] == 1)
+    digits = max(0, len(str(factor)) - len(str(step))) if step < factor else 0
+    first = -(-begin_ns // step) * step
+    return [(time, f"{time / factor:.{digits}f} {unit}") for time in range(first, end_ns, step)]

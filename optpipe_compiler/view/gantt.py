@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from rich.text import Text
@@ -29,33 +29,80 @@ LEVELS = ((0.75, "#44bb99"), (1.0, "#ddaa33"))
 OVER = "#ee6677"
 
 
+class Detail(NamedTuple):
+    """What a chart shows of which devices."""
+
+    devices: Sequence[int]
+    memory: bool = True
+    transfers: bool = True
+
+
 def render(
     analysis: Analysis,
     width: int,
     devices: Sequence[int] | None = None,
     window: tuple[int, int] | None = None,
     *,
+    height: int | None = None,
     colour: bool = True,
 ) -> Text:
     """Return the chart, `width` columns wide, of some devices and of the times `window` (ns).
 
-    An op shows its letter and, where it has room, its microbatch; all but the first stage of a device are lighter.
+    An op shows its letter and, where it has room, its microbatch; all but the first stage of a device are lighter. With
+    `height` it has at most so many lines, as far as one device allows: transfers are left out, then memory, then
+    devices, which a last line says.
     """
     begin, end = window or (analysis.begin_ns, analysis.end_ns)
     axis = Axis(begin, max(end, begin + 1), max(NARROWEST, width) - LEFT - RIGHT)
-    transfers = any(item.lane != "compute" for item in analysis.items)
+    everything = Detail(range(len(analysis.memory)) if devices is None else devices)
+    for detail in _details(everything, height):
+        text = _chart(analysis, width, axis, detail, colour=colour)
+        if detail != everything:
+            _note(text, analysis, everything, detail)
+        if height is None or len(text.plain.splitlines()) <= height:
+            break
+    return text
+
+
+def _details(everything: Detail, height: int | None) -> Iterator[Detail]:
+    """Yield what may be shown, the most first; fewer devices are evenly apart, the first and the last among them."""
+    yield everything
+    if height is None:
+        return
+    yield everything._replace(transfers=False)
+    count = len(everything.devices)
+    for number in range(count, 0, -1):
+        apart = [everything.devices[round(at * (count - 1) / max(1, number - 1))] for at in range(number)]
+        yield Detail(apart, memory=False, transfers=False)
+
+
+def _note(text: Text, analysis: Analysis, everything: Detail, detail: Detail) -> None:
+    """Say what is left out and how to see it."""
+    left = ["transfers"] if any(item.lane != "compute" for item in analysis.items) else []
+    left += [] if detail.memory else ["memory"]
+    missing = len(everything.devices) - len(detail.devices)
+    left += [f"{missing} of {len(everything.devices)} devices"] if missing else []
+    if left:
+        text.append(f"{' ' * LEFT}no room for {' and '.join(left)}: --device N, a larger window\n", style="dim")
+
+
+def _chart(analysis: Analysis, width: int, axis: Axis, detail: Detail, *, colour: bool) -> Text:
+    transfers = detail.transfers and any(item.lane != "compute" for item in analysis.items)
     text = Text(no_wrap=True, overflow="crop")
-    for device in range(len(analysis.memory)) if devices is None else devices:
-        _line(text, f"dev {device}", _ops(analysis.lane(device, "compute"), axis, analysis, colour=colour))
+    cap = analysis.schedule.setup.cap_bytes
+    for device in detail.devices:
+        memory = _memory(analysis.memory[device], axis, cap, None)
+        ops = _ops(analysis.lane(device, "compute"), axis, analysis, colour=colour)
+        _line(text, f"dev {device}", ops, "" if detail.memory else memory[1])
         for lane in ("d2h", "h2d") if transfers else ():
             _line(text, lane, _transfers(analysis.lane(device, lane), axis))
-        cap = analysis.schedule.setup.cap_bytes
-        _line(text, "mem", *_memory(analysis.memory[device], axis, cap, None))
-    if any(held for _, held in analysis.host):
+        if detail.memory:
+            _line(text, "mem", *memory)
+    if transfers and any(held for _, held in analysis.host):
         cap_or_peak = analysis.schedule.setup.host_cap_bytes or max(held for _, held in analysis.host)
         _line(text, "host", *_memory(analysis.host, axis, cap_or_peak, LOOKS["offload"].colour))
     _line(text, "", Text(axis.ruler(analysis.begin_ns), style="dim"))
-    text.append_text(_legend(analysis, width, colour=colour))
+    text.append_text(_legend(analysis, width, transfers=transfers, memory=detail.memory, colour=colour))
     return text
 
 
@@ -148,8 +195,8 @@ def _memory(curve: Curve, axis: Axis, cap: int, colour: str | None) -> tuple[Tex
     return row, f"{max(shares):.0%}".rjust(RIGHT - 1)
 
 
-def _legend(analysis: Analysis, width: int, *, colour: bool) -> Text:
-    present = {item.op.name: item.lane for item in analysis.items}
+def _legend(analysis: Analysis, width: int, *, transfers: bool, memory: bool, colour: bool) -> Text:
+    present = {item.op.name: item.lane for item in analysis.items if transfers or item.lane == "compute"}
     entries = [
         (f" {LETTERS[kind]} ", look.words, f"{ink(look.colour)} on {look.colour}")
         if present[kind] == "compute"
@@ -167,6 +214,6 @@ def _legend(analysis: Analysis, width: int, *, colour: bool) -> Text:
         text.append(mark, style=style)
         text.append(f" {words}  ", style="dim")
         used += len(mark) + len(words) + 3
-    cap = f"mem: of the cap of {short_bytes(analysis.schedule.setup.cap_bytes)}"
+    cap = f"{'mem' if memory else '%'}: of the cap of {short_bytes(analysis.schedule.setup.cap_bytes)}"
     text.append(("" if used + len(cap) <= width else "\n" + " " * LEFT) + cap + "\n", style="dim")
     return text

@@ -1,10 +1,11 @@
-"""How ops look in the terminal, in pictures and on the page: one table of words and colours."""
+"""How ops, idle time and memory look in the terminal, in pictures and on the page: tables of words and colours."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from optpipe_compiler.documents.ops import LETTERS
+from optpipe_compiler.forecast import Cause
 
 
 class Look(NamedTuple):
@@ -25,6 +26,26 @@ LOOKS = {
     "reload": Look("reload from host", "#a7afba", hatch=True),
 }
 """In the order of legends. Colours of Okabe and Ito (2008), which the colour-blind can tell apart, and two greys."""
+IDLE = {
+    Cause.FILL: Look("the pipeline has not come this far", "#7d8896"),
+    Cause.DRAIN: Look("the pipeline is running out", "#8f8577"),
+    Cause.MEMORY: Look("waited for memory", "#dd4b47"),
+    Cause.TRANSFER: Look("waited for a transfer", "#a8743a"),
+    Cause.IMBALANCE: Look("was ready while its device was busy with other work", "#9269d8"),
+    Cause.ORDER: Look("was ready and had room, but the order has it later", "#7f8a1f"),
+    Cause.SLACK: Look("could start earlier than in the forecast", "#c2569b"),
+}
+"""Why a device idles; the op to blame goes before the words where there is one. Each colour has a contrast of 3 with
+light and with dark paper, and the cause's name is written beside it wherever there is room."""
+HELD = {
+    "static": Look("weights, gradients, optimizer state, reserve", "#8d97a5"),
+    "kept": Look("activations that a backward will read", "#6b9bd1"),
+    "residue": Look("what a weight gradient still needs", "#dcae52"),
+    "captured": Look("what a running input gradient adds for the weight gradient", "#5fb39b"),
+    "messages": Look("tensors on their way between stages", "#a98bd0"),
+    "working": Look("what ops need only while they run", "#d98a73"),
+}
+"""What holds memory, by the names of forecast.HOLDERS."""
 
 
 def ink(colour: str) -> str:

@@ -47,3 +47,28 @@ class ProgressLine:
             self.console.print(text, highlight=False, soft_wrap=True)
         self.last = state
         self.phases.add(phase)
+
+
+class Steps:
+    """A context in which `say` shows what is being done; away from a terminal it prints a line for each."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.status = console.status("reading")
+
+    def __enter__(self) -> Steps:
+        if self.console.is_terminal:
+            self.status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.status.stop()
+
+    def say(self, line: str) -> None:
+        """Show what is done now."""
+        if self.console.is_terminal:
+            self.status.update(line)
+        else:
+            self.console.print(line, highlight=False, soft_wrap=True)

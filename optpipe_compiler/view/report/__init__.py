@@ -8,41 +8,52 @@ from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents.units import printable, show_ns
 from optpipe_compiler.forecast import analyse
-from optpipe_compiler.view.baselines import OTHERS
+from optpipe_compiler.view.baselines import OTHERS, whose
 from optpipe_compiler.view.baselines import best as best_of
-from optpipe_compiler.view.look import for_page
+from optpipe_compiler.view.look import HELD, IDLE, for_page
 from optpipe_compiler.view.report import tables
-from optpipe_compiler.view.report.payload import CAUSES, REASONS, chart, encode
+from optpipe_compiler.view.report.payload import REASONS, chart, encode
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from optpipe_compiler.documents.ir import Schedule
     from optpipe_compiler.view.report.trace import Range
 
-SCRIPTS = ("model.js", "rows.js", "draw.js", "marks.js", "card.js", "point.js")
+SCRIPTS = ("model.js", "rows.js", "draw.js", "memory.js", "marks.js", "card.js", "range.js", "point.js", "controls.js")
 
 
-def render(schedule: Schedule, above: Schedule | None = None, measured: dict[str, Range] | None = None) -> str:
-    """Return the page; `above` is drawn above the schedule (its best baseline), `measured` (op id to times) below."""
-    found, best = analyse(schedule), best_of(schedule)
-    charts = [chart(found, _title("this schedule", schedule), measured)]
-    if above is not None:
-        charts.insert(0, chart(analyse(above), _title("best baseline", above), None))
+def render(schedule: Schedule, baselines: Sequence[Schedule] = (), measured: dict[str, Range] | None = None) -> str:
+    """Return the page: the schedule first, `measured` (op id to times) in it, and below it one of `baselines`.
+
+    The reader chooses which; the first is shown at the beginning.
+    """
+    found = analyse(schedule)
+    charts = [chart(found, printable(schedule.forecast.method), _title("this schedule", schedule), measured)]
+    for other in baselines:
+        name = other.forecast.method
+        title = whose(schedule, name) if name in schedule.forecast.baselines else name
+        charts.append(chart(analyse(other), printable(name), _title("baseline", other, title), None))
     page = {
         "kinds": for_page(),
         "charts": charts,
         "lines": _lines(schedule, measured),
         "reasons": list(REASONS.values()),
-        "causes": {cause.value: says for cause, says in CAUSES.items()},
+        "causes": {cause.value: {"says": look.words, "colour": look.colour} for cause, look in IDLE.items()},
+        "holders": {name: {"says": look.words, "colour": look.colour} for name, look in HELD.items()},
+        "microbatches": schedule.setup.microbatches,
     }
     setup = schedule.setup
+    drawn = [other.forecast.method for other in baselines]
     parts = {
         "title": tables.plain(
             f"{schedule.provenance.profile}: {setup.devices} devices, {setup.microbatches} microbatches"
         ),
         "subtitle": tables.plain(f"{len(schedule.stages)} stages, planned by {schedule.forecast.method}"),
         "summary": tables.plain(tables.summary(schedule)),
-        "figures": tables.figures(schedule),
-        "tables": tables.tables(found, _note(schedule, best, above), measured),
+        "figures": tables.figures(found),
+        "idle": tables.idle(found),
+        "tables": tables.tables(found, drawn, measured),
         "data": encode(page),
         "css": _part("page.css"),
         "js": "".join(_part(name) for name in SCRIPTS),
@@ -50,21 +61,10 @@ def render(schedule: Schedule, above: Schedule | None = None, measured: dict[str
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _part("page.html"))
 
 
-def _title(what: str, schedule: Schedule) -> str:
+def _title(what: str, schedule: Schedule, name: str | None = None) -> str:
     forecast = schedule.forecast
     idle = f"idle {forecast.bubble_fraction:.1%}"
-    return f"{what} ({printable(forecast.method)}): {show_ns(forecast.makespan_ns)}, {idle}"
-
-
-def _note(schedule: Schedule, best: str | None, above: Schedule | None) -> str:
-    """Say what is above the schedule, or how to get it there."""
-    if best is None:
-        return "None fits this cap."
-    if best == schedule.forecast.method:
-        return f"This schedule is {best} itself."
-    if above is None:
-        return f"The line in the chart is where {best} ends; --profile draws all of it above this schedule."
-    return f"{best} is drawn above this schedule."
+    return f"{what} ({printable(name or forecast.method)}): {show_ns(forecast.makespan_ns)}, {idle}"
 
 
 def _lines(schedule: Schedule, measured: dict[str, Range] | None) -> list[dict[str, object]]:

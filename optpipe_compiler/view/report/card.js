@@ -6,13 +6,27 @@ function element(name, text = "", properties = {}) {
   return made;
 }
 
-// The name of an op that leads to it; in the tip, which cannot be clicked, the name alone.
-function link(op, dead) {
-  if (dead) return element("b", nameOf(op));
-  const button = element("button", nameOf(op));
-  button.addEventListener("click", () => go(op));
-  return button;
+const swatch = (colour) => {
+  const made = element("i");
+  made.style.background = colour;
+  return made;
+};
+
+// A table whose rows begin with a heading.
+function table(lines, className) {
+  const row = ([name, ...rest]) =>
+    element("tr", [element("th", name, { scope: "row" }), ...rest.map((cell) => element("td", cell))]);
+  return element("table", lines.map(row), { className });
 }
+
+function button(name, act) {
+  const made = element("button", name, { type: "button" });
+  made.addEventListener("click", act);
+  return made;
+}
+
+// The name of an op that leads to it; in the tip, which cannot be clicked, the name alone.
+const link = (op, dead) => (dead ? element("b", nameOf(op)) : button(nameOf(op), () => go(op)));
 
 function describe(op, dead = false) {
   const { lane, index, chart } = op, kind = kindOf(op), letter = lane.kind[index];
@@ -27,15 +41,20 @@ function describe(op, dead = false) {
     ...memoryFacts(op),
     ...waitFacts(op, dead),
   ];
-  const rowsOf = facts.map(([name, value]) => element("tr", [element("th", name), element("td", value)]));
   const place = `device ${lane.device}, ${LANES[lane.lane]}`;
-  return [
+  const said = [
     element("h2", [badge, nameOf(op)]),
-    element("p", `${kind.does}; ${place}; ${layers}`, { className: "where" }),
+    element("p", `${textOf(op)}: ${kind.does}; ${place}; ${layers}`, { className: "where" }),
     element("p", whyOf(op, dead), { className: "why" }),
-    element("table", rowsOf, { className: "facts" }),
+    table(facts, "facts"),
   ];
+  return dead ? said : [...said, element("p", button(followWords(op), () => follow(microbatchToFollow(op))))];
 }
+
+const microbatchOf = (op) => op.lane.microbatch[op.index];
+const microbatchToFollow = (op) => (view.microbatch === microbatchOf(op) ? null : microbatchOf(op));
+const followWords = (op) =>
+  (view.microbatch === microbatchOf(op) ? "show all microbatches" : `follow microbatch ${microbatchOf(op)}`);
 
 function whyOf(op, dead) {
   const cause = causeOf(op), reason = data.reasons[op.chart.reason[numberOf(op)]];
@@ -75,22 +94,61 @@ function nameOfDelivery(id) {
 
 function describePlace(row, time) {
   if (time < 0 || time > row.chart.makespan_ns) return null;
-  if (row.type === "memory") return [element("p", holds(row, time), { className: "where" })];
+  if (row.type === "memory") return describeMemory(row, time);
+  const gap = gapAt(row, time);
+  return gap && describeGap(gap, true);
+}
+
+// -- idle time: a gap is { chart, device, nth } ---------------------------------------------------------------------
+
+const gapsOf = ({ chart, device }) => chart.gaps[device];
+const laneOfGap = ({ chart, device }) => chart.lanes.find((lane) => lane.device === device && lane.lane === "compute");
+const timesOf = (gap) => ({ begin: gapsOf(gap).begin[gap.nth], end: gapsOf(gap).end[gap.nth] });
+const lengthOf = (gap) => timesOf(gap).end - timesOf(gap).begin;
+
+function rootOf(gap) {
+  const root = gapsOf(gap).root[gap.nth];
+  return root < 0 ? null : opAt(gap.chart, root);
+}
+
+function gapAt(row, time) {
   if (row.type !== "lane" || row.lane.lane !== "compute") return null;
-  const gaps = row.chart.gaps[row.lane.device], nth = firstAbove(gaps.end, time);
-  if (nth >= gaps.end.length || gaps.begin[nth] > time) return null;
-  const cause = gaps.cause[nth], resource = gaps.resource[nth] ? ` (${gaps.resource[nth]})` : "";
-  const root = gaps.root[nth] < 0 ? [] : [link(opAt(row.chart, gaps.root[nth]), true), " "];
-  const times = `${showTime(gaps.begin[nth], 6)} to ${showTime(gaps.end[nth], 6)}`;
+  const gap = { chart: row.chart, device: row.lane.device };
+  gap.nth = firstAbove(gapsOf(gap).end, time);
+  return gap.nth < gapsOf(gap).end.length && timesOf(gap).begin <= time ? gap : null;
+}
+
+function describeGap(gap, dead = false) {
+  const cause = gapsOf(gap).cause[gap.nth], resource = gapsOf(gap).resource[gap.nth], root = rootOf(gap);
+  const { begin, end } = timesOf(gap), { says, colour } = data.causes[cause];
+  const named = resource ? `${cause} (${resource})` : cause, blamed = root ? [link(root, dead), " "] : [];
   return [
-    element("h2", `idle for ${showTime(gaps.end[nth] - gaps.begin[nth])}`),
-    element("p", `device ${row.lane.device}, ${times}`, { className: "where" }),
-    element("p", [`${cause}${resource}: `, ...root, data.causes[cause]], { className: "why" }),
+    element("h2", [swatch(colour), `idle for ${showTime(end - begin)}`]),
+    element("p", `device ${gap.device}, ${showTime(begin, 6)} to ${showTime(end, 6)}`, { className: "where" }),
+    element("p", [`${named}: `, ...blamed, `${says}.`], { className: "why" }),
   ];
 }
 
-function holds({ curve, device }, time) {
-  const bytes = curve.bytes[Math.max(0, firstAbove(curve.time, time) - 1)];
-  const part = curve.cap ? `, ${((100 * bytes) / curve.cap).toFixed(1)}% of the cap` : "";
-  return `${showBytes(bytes)} ${device === null ? "offloaded to the host" : `on device ${device}`}${part}`;
+const LISTED = 8;
+
+// The gaps of a cause in this schedule, the longest first.
+function gapsOfCause(cause) {
+  const [chart] = charts;
+  const all = chart.gaps.flatMap((gaps, device) => gaps.cause.map((_, nth) => ({ chart, device, nth })));
+  return all.filter((gap) => gapsOf(gap).cause[gap.nth] === cause).sort((a, b) => lengthOf(b) - lengthOf(a));
+}
+
+function describeCause(cause) {
+  const found = gapsOfCause(cause), whole = charts[0].makespan_ns * charts[0].devices;
+  const time = found.reduce((all, gap) => all + lengthOf(gap), 0);
+  const lines = found.slice(0, LISTED).map((gap) => [
+    button(showTime(lengthOf(gap)), () => goGap(gap)), `device ${gap.device}`, `at ${showTime(timesOf(gap).begin)}`,
+  ]);
+  const more = found.length > LISTED ? ` The ${LISTED} longest:` : "";
+  const share = `${((100 * time) / Math.max(1, whole)).toFixed(2)}% of all device time`;
+  return [
+    element("h2", [swatch(data.causes[cause].colour), cause]),
+    element("p", `${data.causes[cause].says}: ${found.length} gaps, ${share}.${more}`, { className: "where" }),
+    table(lines, "facts"),
+  ];
 }

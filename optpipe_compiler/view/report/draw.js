@@ -21,18 +21,20 @@ function draw() {
   for (const row of seen) if (row.type === "lane") drawBackground(row);
   drawGrid(ticks);
   for (const row of seen) {
+    if (row.type === "lane" && row.lane.lane === "compute") drawGaps(row);
     if (row.type === "lane") drawOps(row, row.lane, null);
     if (row.type === "measured") drawOps(row, row.lane.measured, row.lane.measured.op);
     if (row.type === "memory") drawMemory(row);
   }
+  if (view.microbatch !== null) shown().forEach(drawFollowed);
   drawMarks();
+  drawRange();
   pen.restore();
   for (const row of seen) drawLabel(row);
   drawFoot();
   drawAxis(ticks);
-  drawScrollbar();
-  document.getElementById("range").textContent =
-    `${view.begin > 0 ? showTime(view.begin) : 0} to ${showTime(Math.min(view.end, longest))}`;
+  const from = view.begin > 0 ? showTime(view.begin) : 0;
+  document.getElementById("range").textContent = `${from} to ${showTime(Math.min(view.end, longest))}`;
 }
 
 function drawBackground(row) {
@@ -41,7 +43,42 @@ function drawBackground(row) {
   pen.fillRect(left, rowY(row), right - left, row.height);
 }
 
+// Idle time stands on the floor of its lane in the colour of its cause, lower than any op; gaps within one pixel are
+// drawn as the longest of them. Those of the cause that is looked for are as tall as the lane.
+function drawGaps(row) {
+  const gaps = row.chart.gaps[row.lane.device];
+  let i = firstAbove(gaps.end, view.begin);
+  while (i < gaps.begin.length && gaps.begin[i] < view.end) {
+    const x = toX(gaps.begin[i]);
+    const next = toX(gaps.end[i]) - x < 1 ? Math.max(i + 1, firstAbove(gaps.end, toTime(x + 1))) : i + 1;
+    let shown = i;
+    for (let j = i; j < next; j++) {
+      if (gaps.end[j] - gaps.begin[j] > gaps.end[shown] - gaps.begin[shown]) shown = j;
+    }
+    drawGap(row, gaps.cause[shown], x, Math.max(1, toX(gaps.end[next - 1]) - x));
+    i = next;
+  }
+}
+
+function drawGap(row, cause, x, width) {
+  const wanted = view.cause === cause, height = wanted ? row.height : Math.max(3, row.height * 0.28);
+  pen.globalAlpha = !view.cause || wanted ? 1 : 0.3;
+  pen.fillStyle = data.causes[cause].colour;
+  pen.fillRect(x, rowY(row) + row.height - height, width, height);
+  const left = Math.max(x, GUTTER), space = Math.min(x + width, view.width) - left;
+  if (row.height >= 16 && space > 7 * cause.length + 6) {
+    pen.font = `${Math.min(11, row.height * 0.55)}px ${FONT}`;
+    pen.textAlign = "center";
+    pen.textBaseline = "middle";
+    pen.fillStyle = wanted ? colours.paper : colours.ink;
+    pen.fillText(cause, left + space / 2, rowY(row) + (row.height - (wanted ? 0 : height)) / 2 + 0.5);
+  }
+  pen.globalAlpha = 1;
+}
+
+// Ops of other microbatches step back while one is followed.
 function drawOps(row, times, numbers) {
+  pen.globalAlpha = view.microbatch === null ? 1 : 0.3;
   const { begin, end } = times;
   let i = firstAbove(end, view.begin);
   while (i < begin.length && begin[i] < view.end) {
@@ -55,6 +92,7 @@ function drawOps(row, times, numbers) {
       i = next;
     }
   }
+  pen.globalAlpha = 1;
 }
 
 function drawOp(row, index, x, width) {
@@ -103,34 +141,4 @@ function drawShares(row, from, to, numbers, times, x) {
     pen.fillStyle = fill;
     pen.fillRect(x, y, wide, height);
   }
-}
-
-function drawMemory(row) {
-  const { curve } = row, top = Math.max(curve.peak, curve.cap ?? 0, 1), base = rowY(row) + row.height;
-  const yOf = (bytes) => base - (row.height - 3) * (bytes / top);
-  let i = Math.max(0, firstAbove(curve.time, view.begin) - 1);
-  pen.fillStyle = colours.held;
-  pen.beginPath();
-  pen.moveTo(toX(curve.time[i]), base);
-  while (i < curve.time.length && curve.time[i] <= view.end) {
-    const x = toX(curve.time[i]);
-    const next = Math.max(i + 1, firstAbove(curve.time, toTime(x + 0.5)));
-    let most = 0;
-    for (let j = i; j < next; j++) most = Math.max(most, curve.bytes[j]);
-    const right = next < curve.time.length ? toX(curve.time[next]) : toX(row.chart.makespan_ns);
-    pen.lineTo(x, yOf(most));
-    pen.lineTo(right, yOf(most));
-    i = next;
-  }
-  pen.lineTo(Math.min(toX(row.chart.makespan_ns), view.width + 9), base);
-  pen.fill();
-  if (curve.cap === null) return;
-  pen.strokeStyle = colours.cap;
-  pen.setLineDash([4, 3]);
-  pen.lineWidth = 1;
-  pen.beginPath();
-  pen.moveTo(Math.max(GUTTER, toX(0)), Math.round(yOf(curve.cap)) + 0.5);
-  pen.lineTo(toX(row.chart.makespan_ns), Math.round(yOf(curve.cap)) + 0.5);
-  pen.stroke();
-  pen.setLineDash([]);
 }

@@ -8,20 +8,24 @@ function drawLabel(row) {
   const y = rowY(row) + row.height / 2;
   pen.fillStyle = colours.ink;
   if (row.type === "title") {
-    pen.font = `600 13px ${FONT}`;
-    pen.fillText(row.chart.title, 20, y + 3);
+    pen.font = `600 ${NARROW ? 11 : 13}px ${FONT}`;
+    const wide = pen.measureText(row.chart.title).width;
+    pen.fillStyle = colours.paper;
+    pen.fillRect(GUTTER, rowY(row) + 6, Math.max(0, wide + MARGIN + 4 - GUTTER), row.height - 7);
+    pen.fillStyle = colours.ink;
+    pen.fillText(row.chart.title, MARGIN, y + 3);
   } else if (row.height < (row.type === "memory" ? 16 : 8)) {
     return;
   } else if (row.type === "memory") {
     pen.fillStyle = colours.muted;
     pen.font = `10px ${FONT}`;
-    pen.fillText(row.device === null ? "host memory" : "memory", 20, y - (row.height > 22 ? 6 : 0));
-    if (row.height > 22) pen.fillText(showBytes(row.curve.peak), 20, y + 6);
+    pen.fillText(row.device === null ? "host memory" : "memory", MARGIN, y - (row.height > 22 ? 6 : 0));
+    if (row.height > 22) pen.fillText(showBytes(row.curve.peak), MARGIN, y + 6);
   } else {
     const main = row.type === "lane" && row.lane.lane === "compute";
     pen.fillStyle = main ? colours.ink : colours.muted;
     pen.font = main ? `600 12px ${FONT}` : `10px ${FONT}`;
-    pen.fillText(row.label, 20, y);
+    pen.fillText(row.label, MARGIN, y);
   }
 }
 
@@ -103,15 +107,7 @@ function drawFoot() {
   pen.globalAlpha = 1;
 }
 
-function drawScrollbar() {
-  if (tall <= room()) return;
-  pen.fillStyle = colours.muted;
-  pen.globalAlpha = 0.5;
-  pen.fillRect(view.width - 6, AXIS + (view.top / tall) * room(), 4, (room() / tall) * room());
-  pen.globalAlpha = 1;
-}
-
-// -- the op that is pointed at, and what it waited for ----------------------------------------------------------
+// -- what is chosen, and what it waited for ---------------------------------------------------------------------
 
 function drawMarks() {
   for (let op = view.pinned, steps = 0; op && steps < 4000; op = causeOf(op), steps++) {
@@ -119,7 +115,47 @@ function drawMarks() {
     if (steps && !visible(op) && beginOf(op) < view.begin) break;
   }
   if (view.hover && !same(view.hover, view.pinned)) drawLink(view.hover, 1);
-  for (const op of [view.hover, view.pinned]) if (op) outline(op, colours.ink, 2);
+  for (const op of [view.hover, view.pinned]) if (op && rowOf(op.lane)) outline(op, colours.ink, 2);
+  if (view.gap) drawBlame(view.gap);
+}
+
+// The gap that is pinned, and the op it is blamed on.
+function drawBlame(gap) {
+  const row = rowOf(laneOfGap(gap));
+  if (!row) return;
+  const { begin, end } = timesOf(gap), root = rootOf(gap);
+  pen.strokeStyle = colours.ink;
+  pen.lineWidth = 2;
+  pen.strokeRect(toX(begin), rowY(row), Math.max(3, toX(end) - toX(begin)), row.height);
+  if (root) {
+    outline(root, colours.critical, 2);
+    drawLink(root, 0.45);
+  }
+}
+
+// All ops of the microbatch that is followed, and a line from stage to stage: forwards down, gradients back up.
+function drawFollowed(chart) {
+  const mine = everyOp(chart).filter((op) => op.lane.microbatch[op.index] === view.microbatch);
+  for (const op of mine) {
+    const row = rowOf(op.lane), x = toX(beginOf(op));
+    drawOp(row, op.index, x, Math.max(2, toX(endOf(op)) - x));
+  }
+  const stage = (op) => op.lane.stage[op.index];
+  const of = (letters) => mine.filter((op) => letters.includes(op.lane.kind[op.index]));
+  const forwards = of("F").sort((a, b) => stage(a) - stage(b));
+  const way = [...forwards, ...of("IB").sort((a, b) => stage(b) - stage(a))];
+  way.slice(1).forEach((op, i) => drawCurve(way[i], op, colours.ink));
+}
+
+// The part of time that is selected.
+function drawRange() {
+  if (!view.range) return;
+  const [left, right] = [toX(view.range.begin), toX(view.range.end)];
+  pen.globalAlpha = 0.16;
+  pen.fillStyle = colours.range;
+  pen.fillRect(left, AXIS, right - left, room());
+  pen.globalAlpha = 1;
+  for (const x of [left, right]) pen.fillRect(Math.round(x) - 1, AXIS, 2, room());
 }
 
 function causeOf(op) {
@@ -131,30 +167,33 @@ const visible = (op) => endOf(op) >= view.begin && beginOf(op) <= view.end;
 
 function drawLink(op, strength) {
   const cause = causeOf(op);
-  if (!cause) return;
-  const [from, to] = [cause, op].map((one) => rowOf(one.lane));
-  const x0 = toX(endOf(cause)), y0 = rowY(from) + from.height / 2, x1 = toX(beginOf(op)), y1 = rowY(to) + to.height / 2;
+  if (!cause || !rowOf(cause.lane) || !rowOf(op.lane)) return;
   pen.globalAlpha = strength;
   outline(cause, colours.critical, 2);
   pen.globalAlpha = strength;
-  if (from !== to) {
-    const bend = Math.max(14, Math.abs(x1 - x0) / 2);
-    for (const [colour, width] of [[colours.paper, 5], [colours.critical, 2]]) {
-      pen.strokeStyle = colour;
-      pen.lineWidth = width;
-      pen.beginPath();
-      pen.moveTo(x0, y0);
-      pen.bezierCurveTo(x0 + bend, y0, x1 - bend, y1, x1, y1);
-      pen.stroke();
-    }
-    pen.fillStyle = colours.critical;
-    pen.beginPath();
-    pen.moveTo(x1 + 1, y1);
-    pen.lineTo(x1 - 6, y1 - 4);
-    pen.lineTo(x1 - 6, y1 + 4);
-    pen.fill();
-  }
+  if (cause.lane !== op.lane) drawCurve(cause, op, colours.critical);
   pen.globalAlpha = 1;
+}
+
+// An arrow from the end of one op to the begin of another.
+function drawCurve(cause, op, colour) {
+  const [from, to] = [cause, op].map((one) => rowOf(one.lane));
+  const x0 = toX(endOf(cause)), y0 = rowY(from) + from.height / 2, x1 = toX(beginOf(op)), y1 = rowY(to) + to.height / 2;
+  const bend = Math.max(14, Math.abs(x1 - x0) / 2);
+  for (const [shade, width] of [[colours.paper, 5], [colour, 2]]) {
+    pen.strokeStyle = shade;
+    pen.lineWidth = width;
+    pen.beginPath();
+    pen.moveTo(x0, y0);
+    pen.bezierCurveTo(x0 + bend, y0, x1 - bend, y1, x1, y1);
+    pen.stroke();
+  }
+  pen.fillStyle = colour;
+  pen.beginPath();
+  pen.moveTo(x1 + 1, y1);
+  pen.lineTo(x1 - 6, y1 - 4);
+  pen.lineTo(x1 - 6, y1 + 4);
+  pen.fill();
 }
 
 function outline(op, colour, width) {

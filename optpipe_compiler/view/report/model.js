@@ -2,9 +2,7 @@
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const KINDS = data.kinds; // by letter: name, what it does, colour, hatch (view/look.py)
-const charts = data.charts.map(readChart);
-const moments = [...charts.flatMap((chart) => chart.lanes.flatMap(lastMoments)), ...data.lines.map((line) => line.at)];
-const longest = moments.reduce((a, b) => Math.max(a, b), 1);
+const charts = data.charts.map(readChart); // the schedule, then the baselines that can be shown below it
 
 function readChart(raw) {
   const chart = { ...raw, ops: 0 };
@@ -15,8 +13,9 @@ function readChart(raw) {
   });
   for (const lane of chart.lanes) lane.mean = meanLength(chart.lanes.filter((one) => one.lane === lane.lane));
   chart.gaps = raw.gaps.map((gaps) => ({ ...gaps, ...readTimes(gaps) }));
-  chart.memory = raw.memory.map(readCurve);
-  chart.host = raw.host && readCurve(raw.host);
+  chart.memory = raw.memory.map(readStack);
+  chart.host = raw.host && readStack(raw.host);
+  chart.moments = chart.lanes.flatMap(lastMoments);
   return chart;
 }
 
@@ -36,9 +35,15 @@ function readMeasured(lane) {
   return { ...lane.measured, ...readTimes(lane.measured), at: new Map(lane.measured.op.map((op, i) => [op, i])) };
 }
 
-function readCurve(curve) {
-  const bytes = Float64Array.from(curve.bytes);
-  return { ...curve, time: Float64Array.from(curve.time), bytes, peak: bytes.reduce((a, b) => Math.max(a, b), 0) };
+// A curve of memory: `held` has a column for each holder, `bytes` is their sum at each step.
+function readStack(raw) {
+  const bytes = new Float64Array(raw.time.length), held = {};
+  for (const [holder, changes] of Object.entries(raw.held)) {
+    const column = held[holder] = new Float64Array(bytes.length);
+    changes.step.forEach((step, i) => column.fill(changes.bytes[i], step, changes.step[i + 1] ?? bytes.length));
+    column.forEach((size, step) => { bytes[step] += size; });
+  }
+  return { ...raw, time: Float64Array.from(raw.time), held, bytes, peak: bytes.reduce((a, b) => Math.max(a, b), 0) };
 }
 
 function lastMoments(lane) {
@@ -78,15 +83,24 @@ function idOf(op) {
   return layers ? `${id}:${layers.join("-")}` : id;
 }
 
-// The op of this schedule, which is the last chart, that has the id.
-function opOf(id) {
-  const chart = charts.at(-1);
-  for (let number = 0; number < chart.ops; number++) {
-    const op = opAt(chart, number);
-    if (idOf(op) === id) return op;
-  }
-  return null;
+// The op as people write it: 2F0 is the forward of stage 2 and microbatch 0, 2D0:3-5 offloads layers of it.
+function textOf(op) {
+  const layers = op.chart.layers[numberOf(op)];
+  const name = `${op.lane.stage[op.index]}${op.lane.kind[op.index]}${op.lane.microbatch[op.index]}`;
+  return layers ? `${name}:${layers.join("-")}` : name;
 }
+
+const everyOp = (chart) => chart.lanes.flatMap((lane) => Array.from(lane.kind, (_, index) => ({ chart, lane, index })));
+
+// The ops of this schedule that a text names: by id, by 2F0, or by F0, which are those of all stages.
+function opsNamed(text) {
+  const wanted = text.trim(), short = wanted.toUpperCase();
+  if (!wanted) return [];
+  const hit = (name) => name === short || name.startsWith(`${short}:`) || (/^[A-Z]/.test(short) && isLast(name, short));
+  return everyOp(charts[0]).filter((op) => idOf(op) === wanted || hit(textOf(op)));
+}
+
+const isLast = (name, short) => name.split(":")[0].replace(/^\d+/, "") === short;
 
 function showTime(time, digits = 4) {
   const size = Math.abs(time);

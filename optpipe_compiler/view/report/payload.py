@@ -9,13 +9,13 @@ import msgspec
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import LETTERS
-from optpipe_compiler.forecast import Cause, Reason
+from optpipe_compiler.forecast import HOLDERS, Reason
 from optpipe_compiler.forecast.items import LANES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from optpipe_compiler.forecast import Analysis, Curve, Gap, Item
+    from optpipe_compiler.forecast import Analysis, Curve, Gap, Item, Stack
     from optpipe_compiler.view.report.trace import Range
 
 Columns = dict[str, Any]
@@ -30,16 +30,6 @@ REASONS = {
     Reason.SLACK: "Nothing in the file holds it back: the forecast starts it later than it must.",
 }
 """Why an op does not start earlier; its critical predecessor follows where there is one."""
-CAUSES = {
-    Cause.FILL: "the pipeline has not come this far.",
-    Cause.DRAIN: "the pipeline is running out.",
-    Cause.MEMORY: "stood in line for memory.",
-    Cause.TRANSFER: "stood in line for a transfer.",
-    Cause.IMBALANCE: "was ready while its device was busy with other work.",
-    Cause.ORDER: "was ready and had room, but the order has it later.",
-    Cause.SLACK: "could start earlier than in the forecast.",
-}
-"""Why a device idles; the op to blame goes before where there is one."""
 
 
 def encode(value: object) -> str:
@@ -47,12 +37,12 @@ def encode(value: object) -> str:
     return msgspec.json.encode(value).decode().replace("<", "\\u003c")
 
 
-def chart(found: Analysis, title: str, measured: dict[str, Range] | None) -> Columns:
+def chart(found: Analysis, name: str, title: str, measured: dict[str, Range] | None) -> Columns:
     """Return everything the page draws of one schedule."""
     schedule, setup = found.schedule, found.schedule.setup
     begin, devices = found.begin_ns, len(schedule.devices)
-    caps = [setup.cap_bytes] * devices
     return {
+        "name": name,
         "title": title,
         "makespan_ns": found.end_ns - begin,
         "devices": devices,
@@ -71,8 +61,8 @@ def chart(found: Analysis, title: str, measured: dict[str, Range] | None) -> Col
         "layers": {item.index: item.op.layers for item in found.items if isinstance(item.op, ir.SavedOp)},
         "waits": _waits(found),
         "gaps": [_gaps(found.gaps_of(device), begin) for device in range(devices)],
-        "memory": [_curve(curve, cap, begin) for curve, cap in zip(found.memory, caps, strict=True)],
-        "host": _curve(found.host, setup.host_cap_bytes, begin) if len(found.host) > 1 else None,
+        "memory": [_stack(stack, setup.cap_bytes, begin) for stack in found.holders],
+        "host": _host(found.host, setup.host_cap_bytes, begin) if len(found.host) > 1 else None,
     }
 
 
@@ -106,8 +96,24 @@ def _lane(device: int, lane: str, items: Sequence[Item], begin: int, measured: d
     }
 
 
-def _curve(curve: Curve, cap: int | None, begin: int) -> Columns:
-    return {"time": [time - begin for time, _ in curve], "bytes": [held for _, held in curve], "cap": cap}
+def _stack(stack: Stack, cap: int | None, begin: int) -> Columns:
+    """Return the steps' times, and for each holder at which steps its bytes change, and to what."""
+    held: Columns = {}
+    for nth, holder in enumerate(HOLDERS):
+        column = [holds[nth] for _, holds in stack]
+        changes = [step for step, size in enumerate(column) if size != (column[step - 1] if step else 0)]
+        if changes:
+            held[holder] = {"step": changes, "bytes": [column[step] for step in changes]}
+    return {"time": [time - begin for time, _ in stack], "held": held, "cap": cap}
+
+
+def _host(curve: Curve, cap: int | None, begin: int) -> Columns:
+    steps, sizes = list(range(len(curve))), [size for _, size in curve]
+    return {
+        "time": [time - begin for time, _ in curve],
+        "held": {"kept": {"step": steps, "bytes": sizes}},
+        "cap": cap,
+    }
 
 
 def _gaps(mine: Sequence[Gap], begin: int) -> Columns:

@@ -28,18 +28,18 @@ function fit() {
 }
 
 function scroll(top) {
-  view.top = Math.min(Math.max(top, 0), Math.max(0, tall - room()));
+  scroller.scrollTop = view.top = Math.min(Math.max(top, 0), Math.max(0, tall - room()));
   redraw();
 }
 
-// Bring an op into view, at the present zoom if it is wide enough to be seen.
-function reveal(op) {
-  const span = Math.min(view.end - view.begin, Math.max(60 * (endOf(op) - beginOf(op)), 50));
-  const middle = (beginOf(op) + endOf(op)) / 2;
+// Bring a lane's time into view, at the present zoom if it is wide enough to be seen.
+function reveal(lane, begin, end) {
+  const span = Math.min(view.end - view.begin, Math.max(60 * (end - begin), 50)), middle = (begin + end) / 2;
   const outside = middle < view.begin || middle > view.end;
   if (outside || span < view.end - view.begin) show(middle - span / 2, middle + span / 2);
-  const row = rowOf(op.lane), y = rowY(row);
-  if (y < AXIS || y + row.height > AXIS + room()) scroll(row.y - room() / 2);
+  const row = rowOf(lane);
+  if (!row) return;
+  if (rowY(row) < AXIS || rowY(row) + row.height > AXIS + room()) scroll(row.y - room() / 2);
 }
 
 // -- what is pointed at -----------------------------------------------------------------------------------------
@@ -55,6 +55,11 @@ function opUnder(x, y) {
   if (i >= times.begin.length || times.begin[i] > toTime(x) + slack) return null;
   const next = i + 1 < times.begin.length && times.begin[i + 1] <= toTime(x) ? i + 1 : i;
   return { chart: row.lane.chart, lane: row.lane, index: row.type === "lane" ? next : times.op[next] };
+}
+
+function gapUnder(x, y) {
+  const row = inChart(x, y) && rowAt(y);
+  return row ? gapAt(row, toTime(x)) : null;
 }
 
 function point(x, y) {
@@ -78,22 +83,67 @@ function leave() {
   redraw();
 }
 
-function pin(op) {
-  view.pinned = op;
-  if (op) card.replaceChildren(...describe(op)); else card.replaceChildren(hint);
-  const id = op && op.chart === charts.at(-1) ? `#${idOf(op)}` : "";
+// -- what is chosen: one op or gap, a cause, a microbatch -----------------------------------------------------------
+
+// Say in the card what is chosen.
+function tell() {
+  const { pinned, gap, cause } = view;
+  const says = pinned ? describe(pinned) : gap ? describeGap(gap) : cause ? describeCause(cause) : [hint];
+  card.replaceChildren(...says);
+}
+
+function pin(op, gap = null) {
+  Object.assign(view, { pinned: op, gap });
+  tell();
+  const id = op && op.chart === charts[0] ? `#${idOf(op)}` : "";
   if (id !== location.hash) history.replaceState(null, "", id || location.pathname + location.search);
   redraw();
 }
 
 function go(op) {
-  pin(op);
-  reveal(op);
+  keepFocus(() => pin(op));
+  reveal(op.lane, beginOf(op), endOf(op));
 }
 
-// -- events -----------------------------------------------------------------------------------------------------
+function goGap(gap) {
+  keepFocus(() => pin(null, gap));
+  reveal(laneOfGap(gap), timesOf(gap).begin, timesOf(gap).end);
+}
 
-let drag = null;
+// A button of the card goes when the card says something else; the keyboard then belongs to the chart.
+function keepFocus(change) {
+  const inside = card.contains(document.activeElement);
+  change();
+  if (inside) canvas.focus({ preventScroll: true });
+}
+
+function choose(cause) {
+  view.cause = view.cause === cause ? null : cause;
+  for (const one of document.querySelectorAll("button.cause")) {
+    one.setAttribute("aria-pressed", String(one.dataset.cause === view.cause));
+  }
+  pin(null);
+}
+
+function follow(microbatch) {
+  view.microbatch = microbatch;
+  document.getElementById("microbatch").value = microbatch ?? "";
+  if (!view.range) tell();
+  redraw();
+}
+
+// Take back the last choice.
+function escape() {
+  if (view.range) deselect();
+  else if (view.pinned || view.gap) pin(null);
+  else if (view.cause) choose(view.cause);
+  else follow(null);
+}
+
+// -- mouse, pen and fingers -------------------------------------------------------------------------------------
+
+const fingers = new Map(); // x of every pointer that is down, by its id
+let drag = null, pinch = null;
 
 canvas.addEventListener("wheel", (event) => {
   event.preventDefault();
@@ -106,43 +156,82 @@ canvas.addEventListener("wheel", (event) => {
 }, { passive: false });
 
 canvas.addEventListener("pointerdown", (event) => {
-  drag = { x: event.offsetX, y: event.offsetY, begin: view.begin, end: view.end, top: view.top, moved: false };
+  const x = event.offsetX, y = event.offsetY, { begin, end, top } = view;
+  fingers.set(event.pointerId, x);
+  drag = fingers.size === 1 ? { x, y, begin, end, top, moved: false, selects: y < AXIS || event.shiftKey } : null;
+  pinch = fingers.size === 2 ? [...fingers.values()].map(toTime) : null;
   if (event.isTrusted) canvas.setPointerCapture(event.pointerId);
 });
 
 canvas.addEventListener("pointermove", (event) => {
+  if (fingers.has(event.pointerId)) fingers.set(event.pointerId, event.offsetX);
+  if (pinch) return spread();
   if (!drag || !event.buttons) return point(event.offsetX, event.offsetY);
   const x = event.offsetX - drag.x, y = event.offsetY - drag.y;
   drag.moved ||= Math.hypot(x, y) > 3;
   if (!drag.moved) return;
+  if (drag.selects) return select(toTime(drag.x), toTime(event.offsetX));
   const time = (x / (view.width - GUTTER)) * (drag.end - drag.begin);
   show(drag.begin - time, drag.end - time);
-  scroll(drag.top - y);
+  if (event.pointerType !== "touch") scroll(drag.top - y); // a finger that goes up or down scrolls by itself
   leave();
 });
 
-canvas.addEventListener("pointerup", (event) => {
-  if (drag && !drag.moved) pin(opUnder(event.offsetX, event.offsetY));
+// Keep the times that two fingers took hold of under them.
+function spread() {
+  const [left, right] = fingers.values(), [from, to] = pinch;
+  if (Math.abs(right - left) < 20) return;
+  const each = (to - from) / (right - left);
+  if (each > 0) show(from - (left - GUTTER) * each, from + (view.width - left) * each);
+  leave();
+}
+
+function lift(event) {
+  fingers.delete(event.pointerId);
+  if (fingers.size < 2) pinch = null;
   drag = null;
+}
+
+canvas.addEventListener("pointerup", (event) => {
+  const x = event.offsetX, y = event.offsetY;
+  if (drag && !drag.moved) {
+    if (drag.selects) deselect();
+    else {
+      const op = opUnder(x, y);
+      pin(op, op ? null : gapUnder(x, y));
+    }
+  }
+  lift(event);
+  if (event.pointerType === "touch") leave();
 });
 
+canvas.addEventListener("pointercancel", (event) => { lift(event); leave(); });
 canvas.addEventListener("pointerleave", leave);
 canvas.addEventListener("dblclick", fit);
+scroller.addEventListener("scroll", () => { view.top = scroller.scrollTop; redraw(); });
+
+// -- keys -------------------------------------------------------------------------------------------------------
 
 const KEYS = {
   "+": () => zoom(1 / 1.4), "=": () => zoom(1 / 1.4), "-": () => zoom(1.4), 0: fit,
   ArrowLeft: () => pan(-0.15), ArrowRight: () => pan(0.15),
   ArrowUp: () => scroll(view.top - 60), ArrowDown: () => scroll(view.top + 60),
-  Enter: () => go(view.hover ?? firstInView()), Escape: () => pin(null),
+  Enter: () => go(view.hover ?? firstInView()), Escape: escape,
   n: () => step(1), p: () => step(-1), j: () => change(1), k: () => change(-1),
-  c: () => { const cause = view.pinned && causeOf(view.pinned); if (cause) go(cause); },
+  g: () => stepGap(1), G: () => stepGap(-1),
+  f: () => { if (view.pinned) follow(microbatchToFollow(view.pinned)); else follow(null); },
+  c: () => { const cause = view.gap ? rootOf(view.gap) : view.pinned && causeOf(view.pinned); if (cause) go(cause); },
+  "[": () => select(chosenTime().begin, view.range?.end ?? longest),
+  "]": () => select(view.range?.begin ?? 0, chosenTime().end),
+  "/": () => document.getElementById("search").focus(),
 };
 
 document.addEventListener("keydown", (event) => {
-  const busy = event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, button, summary, aside");
-  if (busy || !(event.key in KEYS)) return;
+  const { key, target } = event, writes = target.closest("input, select");
+  const reads = target.closest("button, summary, aside") && /^(Enter|Arrow)/.test(key);
+  if (event.ctrlKey || event.metaKey || event.altKey || writes || reads || !(key in KEYS)) return;
   event.preventDefault();
-  KEYS[event.key]();
+  KEYS[key]();
 });
 
 function firstInView() {
@@ -163,62 +252,16 @@ function change(by) {
   if (lane) go({ chart: lane.chart, lane, index: Math.min(firstAbove(lane.end, beginOf(op)), lane.count - 1) });
 }
 
-function follow() {
-  const op = opOf(decodeURIComponent(location.hash.slice(1)));
-  if (op) go(op);
+// The next gap: of the cause that is chosen by length, else of this schedule by device and time.
+function stepGap(by) {
+  const chart = charts[0], each = (gaps, device) => gaps.cause.map((_, nth) => ({ chart, device, nth }));
+  const all = view.cause ? gapsOfCause(view.cause) : chart.gaps.flatMap(each);
+  const at = view.gap ? all.findIndex((gap) => gap.device === view.gap.device && gap.nth === view.gap.nth) : -1;
+  const next = all[at < 0 ? 0 : at + by];
+  if (next) goGap(next);
 }
 
-addEventListener("hashchange", follow);
-document.getElementById("in").addEventListener("click", () => zoom(1 / 1.4));
-document.getElementById("out").addEventListener("click", () => zoom(1.4));
-document.getElementById("fit").addEventListener("click", fit);
-document.getElementById("memory").addEventListener("change", resize);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
-
-// -- start ------------------------------------------------------------------------------------------------------
-
-function resize() {
-  view.width = frame.clientWidth;
-  view.height = frame.clientHeight;
-  canvas.width = Math.round(view.width * devicePixelRatio);
-  canvas.height = Math.round(view.height * devicePixelRatio);
-  arrange();
-  scroll(view.top);
+function chosenTime() {
+  if (view.pinned) return { begin: beginOf(view.pinned), end: endOf(view.pinned) };
+  return view.gap ? timesOf(view.gap) : { begin: Math.max(0, view.begin), end: Math.min(view.end, longest) };
 }
-
-function repaint() {
-  readColours();
-  drawLegend();
-  redraw();
-}
-
-function drawLegend() {
-  const present = new Set(charts.flatMap((chart) => chart.lanes.flatMap((lane) => [...lane.kind])));
-  const several = charts.some((chart) => chart.several);
-  const items = Object.keys(KINDS).filter((letter) => present.has(letter)).map((letter) => {
-    const swatch = element("canvas"), size = 18, { fill, ink } = styleOf(letter, 0);
-    swatch.width = swatch.height = size * devicePixelRatio;
-    swatch.style.width = swatch.style.height = `${size}px`;
-    const brush = swatch.getContext("2d");
-    brush.scale(devicePixelRatio, devicePixelRatio);
-    for (const style of KINDS[letter].hatch ? [fill, hatchOf(ink)] : [fill]) {
-      brush.fillStyle = style;
-      brush.fillRect(0, 0, size, size);
-    }
-    brush.fillStyle = ink;
-    brush.font = `600 11px ${FONT}`;
-    brush.textAlign = "center";
-    brush.textBaseline = "middle";
-    brush.fillText(letter, size / 2, size / 2 + 0.5);
-    return element("li", [swatch, KINDS[letter].does]);
-  });
-  if (several) items.push(element("li", "paler: later stages of a device", { className: "note" }));
-  document.getElementById("legend").replaceChildren(...items);
-}
-
-readColours();
-drawLegend();
-resize();
-fit();
-follow();
-new ResizeObserver(resize).observe(frame);

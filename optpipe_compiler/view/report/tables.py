@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents.units import printable, short_bytes, show_ns
 from optpipe_compiler.view.baselines import OTHERS, best, kind, ranked, whose
+from optpipe_compiler.view.look import IDLE
 from optpipe_compiler.view.summary import count
 from optpipe_compiler.view.summary import gap as gap_of
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from optpipe_compiler.documents.ir import Baseline, Schedule
-    from optpipe_compiler.forecast import Analysis
+    from optpipe_compiler.forecast import Analysis, Cause
     from optpipe_compiler.view.report.trace import Range
 
 
@@ -24,8 +25,9 @@ def plain(text: str) -> str:
     return escape(printable(text))
 
 
-def figures(schedule: Schedule) -> str:
+def figures(found: Analysis) -> str:
     """Return the header's list of what matters most."""
+    schedule = found.schedule
     forecast, setup = schedule.forecast, schedule.setup
     peak = max((device.peak_bytes for device in schedule.devices), default=0)
     host = sum(device.host_bytes for device in schedule.devices)
@@ -37,7 +39,7 @@ def figures(schedule: Schedule) -> str:
             forecast.bound,
         ),
         ("gap", f"{gap_of(schedule):.2%}", forecast.outcome),
-        ("idle (bubble)", f"{forecast.bubble_fraction:.1%}", ""),
+        ("idle (bubble)", f"{forecast.bubble_fraction:.1%}", _most(found)),
         ("highest peak", short_bytes(peak), f"of {short_bytes(setup.cap_bytes)}"),
     ]
     if host:
@@ -53,6 +55,15 @@ def figures(schedule: Schedule) -> str:
     )
 
 
+def _most(found: Analysis) -> str:
+    """Name the two causes that cost the most."""
+    lost: dict[str, float] = {}
+    for (cause, _), share in found.shares().items():
+        lost[cause.value] = lost.get(cause.value, 0.0) + share
+    most = sorted(lost.items(), key=lambda one: -one[1])[:2]
+    return ", ".join(f"{cause} {share:.1%}" for cause, share in most)
+
+
 def summary(schedule: Schedule) -> str:
     """Return the schedule in one sentence, for those who do not see the chart."""
     forecast, setup = schedule.forecast, schedule.setup
@@ -63,10 +74,10 @@ def summary(schedule: Schedule) -> str:
     )
 
 
-def tables(found: Analysis, note: str, measured: dict[str, Range] | None) -> str:
-    """Return the tables beside the chart."""
+def tables(found: Analysis, drawn: Sequence[str], measured: dict[str, Range] | None) -> str:
+    """Return the tables beside the chart, `drawn` names the baselines that the chart can show."""
     schedule = found.schedule
-    parts = [_baselines(schedule, note), _idle(found), _devices(found), _promises(schedule)]
+    parts = [_baselines(schedule, drawn), _devices(found), _promises(schedule)]
     return "\n".join(parts if measured is None else [_measured(found, measured), *parts])
 
 
@@ -102,40 +113,59 @@ def _ratio(measured_ns: int, forecast_ns: int) -> str:
     return f"{measured_ns / forecast_ns:.2f} x" if forecast_ns else "-"
 
 
-def _baselines(schedule: Schedule, note: str) -> str:
+def _baselines(schedule: Schedule, drawn: Sequence[str]) -> str:
     known, marked = ranked(schedule), (best(schedule), best(schedule, OTHERS))
-    rows = [
-        (
-            "best" if name in marked else "" if baseline.fits else "off",
-            [name, kind(baseline), show_ns(makespan), _against(makespan, schedule), _peak(baseline)],
-        )
-        for makespan, name, baseline in known
-    ]
+    rows = []
+    for makespan, name, baseline in known:
+        look = "best" if name in marked else "" if baseline.fits else "off"
+        cells = [plain(name), kind(baseline), show_ns(makespan), _against(makespan, schedule), _peak(baseline)]
+        if name in drawn:
+            cells[0] = f'<button type="button" data-chart="{drawn.index(name) + 1}">{cells[0]}</button>'
+        rows.append((look, cells))
     missing = len(schedule.forecast.baselines) - len(known)
-    text = (
-        f"{note} Marked: the best of all, and of papers and stock. A composition is a paper's order with offloads or "
-        "recomputations that neither a paper nor a framework combines with it. Grey: does not fit the cap. "
-        f"{missing} more are not defined for this instance or were not tried."
-    )
+    notes = [
+        _how_to_draw(schedule, drawn),
+        "Bold: the best of all, and of papers and stock. Grey: does not fit the cap.",
+    ]
+    if missing:
+        notes.append(f"{missing} more are not defined for this instance or were not tried.")
     columns = ["schedule", "kind", "makespan", "to this", "peak"]
-    return _block("Baselines, same costs", columns, rows, text, opened=True)
+    return _block("Baselines, same costs", columns, rows, plain(" ".join(notes)), opened=True)
 
 
-def _idle(found: Analysis) -> str:
+def _how_to_draw(schedule: Schedule, drawn: Sequence[str]) -> str:
+    """Say which baselines the chart can show, and how to get more of them."""
+    found = best(schedule)
+    if found is None:
+        return "None fits this cap."
+    if drawn:
+        return (
+            "A name that is underlined is drawn below this schedule when clicked; report --baseline NAME adds others."
+        )
+    if found == schedule.forecast.method:
+        return f"This schedule is {found} itself."
+    return f"The line in the chart is where {found} ends; report --profile draws all of it below this schedule."
+
+
+def idle(found: Analysis) -> str:
     """Show the parts of devices x makespan lost by cause, and the resource that binds most of each."""
-    lost: Counter[str] = Counter()
-    binding: dict[str, Counter[str]] = {}
+    lost: Counter[Cause] = Counter()
+    binding: dict[Cause, Counter[str]] = {}
     for gap in found.gaps:
-        lost[gap.cause.value] += gap.length_ns
-        binding.setdefault(gap.cause.value, Counter())[gap.resource] += gap.length_ns
+        lost[gap.cause] += gap.length_ns
+        binding.setdefault(gap.cause, Counter())[gap.resource] += gap.length_ns
     whole = max(1, (found.end_ns - found.begin_ns) * len(found.schedule.devices))
     rows = []
     for cause, time in lost.most_common():
         (resource, most), others = binding[cause].most_common(1)[0], len(binding[cause]) - 1
         where = f"{resource} ({most / time:.0%})" if others else resource
-        rows.append(("", [cause, f"{time / whole:.2%}", where or "-"]))
-    text = "Parts of devices x makespan. Fill: the pipeline has not come so far; drain: it is running out."
-    return _block("Where the idle time goes", ["cause", "share", "what binds most of it"], rows, text)
+        swatch = f'<i style="background:{IDLE[cause].colour}"></i>'
+        name = f'<button type="button" class="cause" data-cause="{cause.value}">{swatch}{cause.value}</button>'
+        rows.append(("", [name, f"{time / whole:.2%}", plain(where) or IDLE[cause].words]))
+    note = "Parts of devices x makespan. A cause that is clicked shows its gaps in the chart, the longest first."
+    if not rows:
+        return _block("Where the idle time goes", ["cause"], [("", ["No device idles."])], "", opened=True)
+    return _block("Where the idle time goes", ["cause", "share", "what binds most of it"], rows, note, opened=True)
 
 
 def _devices(found: Analysis) -> str:
@@ -169,11 +199,12 @@ def _promises(schedule: Schedule) -> str:
 def _block(
     title: str, columns: Sequence[str], rows: Iterable[tuple[str, list[str]]], note: str, *, opened: bool = False
 ) -> str:
+    """Return a table that can be folded; cells and note are HTML, rows come with their class."""
     head = "".join(f'<th scope="col">{plain(name)}</th>' for name in columns)
     body = "\n".join(
-        f'<tr class="{kind}">' + "".join(f"<td>{plain(cell)}</td>" for cell in cells) + "</tr>" for kind, cells in rows
+        f'<tr class="{look}">' + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>" for look, cells in rows
     )
-    below = f'<p class="note">{plain(note)}</p>' if note else ""
+    below = f'<p class="note">{note}</p>' if note else ""
     return (
         f"<details{' open' if opened else ''}><summary>{plain(title)}</summary>"
         f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>{below}</details>"

@@ -29,7 +29,9 @@ LOWERING_SHARE = 0.7
 MOST_TASKS = 1_000_000
 """Ops of the largest schedule that is planned: some gigabytes of memory."""
 MOST_NEIGHBOURS = 8
-"""Layers of a device up to which each is tried as a stage of its own."""
+"""Layers of a device up to which each is tried as a stage of its own, beside its neighbours or in a loop."""
+FINEST_SHARE = 0.12
+"""Share of the time limit that lowering and verifying may take of loops of more stages per device than in SEVERAL."""
 
 
 def layouts(profile: Profile, options: Options) -> list[Layout]:
@@ -49,12 +51,31 @@ def layouts(profile: Profile, options: Options) -> list[Layout]:
         chosen = [("linear", 1)] if wanted == 1 else [("loop", wanted), ("v", wanted)]
     else:
         chosen = [(name, n) for name, numbers in SEVERAL.items() for n in numbers]
+    if options.placement in ("auto", "loop") and wanted is None:
+        chosen += [("loop", n) for n in _finest(len(work), options)]
     fitting = [(name, n) for name, n in chosen if options.devices * n <= len(work)]
     even = [layout(name, options.devices, n, work) for name, n in fitting or chosen[:1]]
     found = even + [other for one in even for other in others(profile, one, options.mem_bytes)]
     if wanted is None and options.placement in ("auto", "linear"):
         found += [by_layers(one) for one in found[:1] if _is_tight(profile, one, options.mem_bytes)]
     return found
+
+
+def _finest(layers: int, options: Options) -> list[int]:
+    """Return how many stages per device a loop of the smallest stages has, if more than those of SEVERAL.
+
+    The smaller the stages, the shorter are fill and drain, and the finer is what memory holds; even ones pack best.
+    Such plans are long: they are left out where lowering them would take the time for the search.
+    """
+    assert options.devices is not None
+    assert options.microbatches is not None
+    assert options.time_limit_s is not None
+    most = min(MOST_NEIGHBOURS, layers // options.devices)
+    more = range(most, max(SEVERAL["loop"]), -1)
+    even = [n for n in more if layers % (options.devices * n) == 0]
+    found = (even or [*more])[:1]
+    tasks = 4 * options.devices * options.microbatches  # per stage of a device, as Problem.tasks
+    return [n for n in found if lowering_s(n * tasks) <= FINEST_SHARE * options.time_limit_s]
 
 
 def _is_tight(profile: Profile, one: Layout, cap_bytes: int) -> bool:

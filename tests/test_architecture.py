@@ -103,7 +103,7 @@ ROOMS = {
     ),
     "runtime_torch": "documents errors",
     "models": "costs documents errors optpipe_compiler optpipe_torch runtime_torch",
-    "launch": "processes documents errors export models runtime_torch",
+    "launch": "processes documents errors export forecast models runtime_torch",
     "profiler": "processes costs documents errors launch models runtime_torch",
     "estimates": "costs documents errors models profiler runtime_torch",
     "emulate": "documents errors export launch models profiler runtime_torch",

@@ -16,7 +16,7 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import op_id
 from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch import deliveries
-from runtime_torch.bundles import show
+from runtime_torch.bundles import Boundary, show
 from runtime_torch.cuda import Cuda, pinned
 from runtime_torch.execution import StageExecution
 from runtime_torch.lanes import LaneOps, ThreadLanes
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 
 Mark = int | torch.cuda.Event
 """A point of the timeline: host time in ns, or an event on a stream."""
-
-Boundary = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype of what crosses between two stages or layers, for one microbatch."""
 
 
 class StageOps(Protocol):

@@ -13,7 +13,7 @@ import torch
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import op_id
-from optpipe_compiler.forecast.memory import Table
+from optpipe_compiler.forecast.table import Table
 from optpipe_torch.launch.report import forecast_durations
 
 if TYPE_CHECKING:

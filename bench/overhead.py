@@ -29,8 +29,8 @@ from bench.report import machine, publish
 from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from runtime_torch import engine
+from runtime_torch.execution import StageExecution
 from runtime_torch.microbatch import Microbatch
-from runtime_torch.named import NamedStage
 from runtime_torch.runner import Steps
 
 if TYPE_CHECKING:
@@ -88,9 +88,9 @@ def replayed(schedule: ir.Schedule, rank: int) -> Callable[[Tensor, Tensor], obj
     on, last = torch.device("cpu"), len(schedule.stages) - 1
     stages = {}
     for index in _stages_of(schedule, rank):
-        stage = NamedStage([_layer(schedule, index)], index, is_first=index == 0, is_last=index == last, device=on)
-        stage.stage = index
-        stages[index] = stage
+        stages[index] = StageExecution(
+            [_layer(schedule, index)], index, is_first=index == 0, is_last=index == last, device=on
+        )
     first = next(iter(stages.values()))
     for stage in stages.values():
         stage.meter, stage.host_meter = first.meter, first.host_meter

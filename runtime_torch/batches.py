@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from optpipe_compiler.documents import ir
+    from runtime_torch.bundles import Boundary
     from runtime_torch.execution import StageExecution
     from runtime_torch.microbatch import Keywords, Microbatch
-    from runtime_torch.replay import Boundary
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ from runtime_torch.microbatch import Wrapping, current, targets_for
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from runtime_torch.replay import Boundary
+Boundary = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of what crosses between two stages or layers, for one microbatch."""
 
 Made = nn.Module | Callable[[], nn.Module]
 """A layer, or a function without arguments that makes it."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from optpipe_compiler.documents import ir
-    from runtime_torch.replay import Boundary
+    from runtime_torch.bundles import Boundary
 
 BYTES_TOLERANCE = 0.05
 """A stage may save this share more than its profile says; with more the promise of the peak would be void."""

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.documents import ir
     from runtime_torch.batches import Batch
+    from runtime_torch.bundles import Boundary
     from runtime_torch.execution import StageExecution
-    from runtime_torch.replay import Boundary
 
 
 def forward_only(

@@ -16,12 +16,13 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import op_id
 from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch import deliveries
-from runtime_torch.bundles import show
+from runtime_torch.bundles import Boundary, show
 from runtime_torch.cuda import Cuda, pinned
 from runtime_torch.execution import StageExecution
 from runtime_torch.lanes import LaneOps, ThreadLanes
 from runtime_torch.messages import Mailbox, Transport
 from runtime_torch.microbatch import Microbatch, enter
+from runtime_torch.named import named
 from runtime_torch.pinned import PinnedPool
 from runtime_torch.streams import StreamCarrier, StreamLanes
 from runtime_torch.timeline import OpRecorder, OpTime
@@ -39,9 +40,6 @@ if TYPE_CHECKING:
 
 Mark = int | torch.cuda.Event
 """A point of the timeline: host time in ns, or an event on a stream."""
-
-Boundary = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype of what crosses between two stages or layers, for one microbatch."""
 
 
 class StageOps(Protocol):
@@ -253,7 +251,8 @@ class Replay:
         start = self._start(due, own)
         target = None if self._targets is None else self._targets[microbatch]
         enter(self._all[microbatch])
-        out = self.stages[stage].forward(microbatch, x, target, self._recomputed.get((stage, microbatch), ()))
+        with named(due.op):
+            out = self.stages[stage].forward(microbatch, x, target, self._recomputed.get((stage, microbatch), ()))
         expected = None if stage == self.last_stage else self._boundary(stage, microbatch)
         check_output(out, expected, self._names[stage], microbatch)
         if stage == self.last_stage:
@@ -277,7 +276,8 @@ class Replay:
         start = self._start(due, gradient)
         execution = self.stages[stage]
         fused = isinstance(due.op, ir.Backward)
-        found = (execution.backward if fused else execution.backward_input)(microbatch, gradient)
+        with named(due.op):
+            found = (execution.backward if fused else execution.backward_input)(microbatch, gradient)
         if stage > 0:
             if found is None:
                 raise RunFailed(f"{due.id}: the stage's output does not depend on its input")
@@ -293,7 +293,8 @@ class Replay:
 
     def _backward_weight(self, due: _Due, stage: int, microbatch: int) -> None:
         start = self._start(due)
-        self.stages[stage].backward_weight(microbatch)
+        with named(due.op):
+            self.stages[stage].backward_weight(microbatch)
         if self._on_weights is not None:
             self._on_weights(stage)
         self._end(due, start)
@@ -302,7 +303,8 @@ class Replay:
         assert isinstance(due.op, ir.Recompute)
         start = self._start(due)
         enter(self._all[microbatch])
-        self.stages[stage].recompute(microbatch, due.op.layers)
+        with named(due.op):
+            self.stages[stage].recompute(microbatch, due.op.layers)
         self._end(due, start)
 
     def _send(self, due: _Due, stage: int, microbatch: int) -> None:
@@ -329,7 +331,8 @@ class Replay:
         assert isinstance(op, ir.Offload | ir.Reload)
         execution, there = self.stages[op.stage], isinstance(op, ir.Offload)
         start = self._timeline.now()
-        (execution.offload if there else execution.reload)(op.microbatch, op.layers)
+        with named(op):
+            (execution.offload if there else execution.reload)(op.microbatch, op.layers)
         self._timeline.add(op.id, "d2h" if there else "h2d", start, self._timeline.now())
 
     def _start(self, due: _Due, tensor: Tensor | None = None) -> Mark:

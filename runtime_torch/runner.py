@@ -13,7 +13,7 @@ from runtime_torch.batches import Batches, weighted
 from runtime_torch.conform import BYTES_TOLERANCE, agree, prepare
 from runtime_torch.evaluate import forward_only
 from runtime_torch.microbatch import entered
-from runtime_torch.replay import Boundary, Replay, StageOps
+from runtime_torch.replay import Replay, StageOps
 from runtime_torch.replicas import replicated
 from runtime_torch.stages import Stages
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.documents import ir
     from runtime_torch.batches import Batch
+    from runtime_torch.bundles import Boundary
     from runtime_torch.execution import StageExecution
     from runtime_torch.meter import Meter
     from runtime_torch.microbatch import Keywords, Microbatch

@@ -12,7 +12,6 @@ from optpipe_compiler.errors import BadInput
 from runtime_torch.bundles import Bundle, Made, bundled, trace_bundles
 from runtime_torch.execution import StageExecution
 from runtime_torch.meter import Meter
-from runtime_torch.named import NamedStage
 from runtime_torch.replicas import replicated
 from runtime_torch.ties import Ties, shared
 
@@ -166,7 +165,7 @@ def _execution(
     device: torch.device | str,
     meters: tuple[Meter, Meter],
 ) -> StageExecution:
-    execution = NamedStage(
+    return StageExecution(
         layers,
         stage.layers[0],
         is_first=stage.stage == 0,
@@ -175,5 +174,3 @@ def _execution(
         meter=meters[0],
         host_meter=meters[1],
     )
-    execution.stage = stage.stage
-    return execution

@@ -14,7 +14,7 @@ from small_schedules import Shape, build, random_shape
 from optpipe_compiler.documents import ir
 from optpipe_compiler.export.chrome_trace import CELLS, LANES, render
 from optpipe_compiler.export.memory import device_curve, host_curve, timed_ops
-from optpipe_compiler.forecast import memory
+from optpipe_compiler.forecast import table as forecast_table
 from optpipe_compiler.verify import check
 from optpipe_compiler.verify.memory import Table
 from optpipe_compiler.verify.plan import Plan
@@ -122,7 +122,7 @@ def test_arrows_lead_from_the_op_that_makes_a_tensor_to_the_one_that_reads_it(se
 def test_memory_is_counted_by_the_table_of_the_judge(seed):
     schedule = drawn(seed)
     plan = Plan(schedule)
-    table, judge = memory.Table(schedule), Table(plan)
+    table, judge = forecast_table.Table(schedule), Table(plan)
     for place in plan.places:
         assert table.on_device(place.op) == judge.on_device(place.op), place.id
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.forecast.memory import Table
+from optpipe_compiler.forecast.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

@@ -18,7 +18,7 @@ import numpy as np
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import LETTERS, op_id
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.forecast.memory import Table
+from optpipe_compiler.forecast.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

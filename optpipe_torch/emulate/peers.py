@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from runtime_torch.replay import Boundary
+    from runtime_torch.bundles import Boundary
 
 _NS = 10**9
 

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import op_id
+from optpipe_compiler.forecast.table import Table
 from optpipe_torch.launch.report import forecast_durations
 
 if TYPE_CHECKING:
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from optpipe_compiler.documents import ir
     from runtime_torch.execution import Layers
     from runtime_torch.meter import Meter
 
@@ -56,33 +57,52 @@ class Pace:
         self._debt_ns = max(0, now - deadline_ns)
 
 
-class Paces:
-    """The clocks of a device's three lanes, shared by its stages."""
+class RehearsedDevice:
+    """The clocks and bytes of one device, shared by its stages."""
 
-    def __init__(self) -> None:
-        self.compute, self.d2h, self.h2d = Pace(), Pace(), Pace()
-        self.arrival = Pace()
+    def __init__(self, schedule: ir.Schedule, rank: int, scale: float, meter: Meter, host_meter: Meter) -> None:
+        self.schedule = schedule
+        self.scale = scale
+        self._meter, self._host_meter = meter, host_meter
+        plan = schedule.devices[rank]
+        self._ops: dict[str, ir.Op] = {op.id: op for lane in (plan.compute, plan.d2h, plan.h2d) for op in lane}
+        self._durations = forecast_durations(schedule, rank)
+        self._bytes = Table(schedule)
+        self._compute, self._arrival = Pace(), Pace()
+        self._copies = {"offload": Pace(), "reload": Pace()}
 
     def arrive(self, message: Tensor) -> None:
         """Wait until a message from another device is due."""
-        self.arrival.until(int(message[1].item()))
+        self._arrival.until(int(message[1].item()))
+
+    def run(self, kind: str, stage: int, microbatch: int, layers: Layers | None = None) -> None:
+        """Wait as long as the op takes, and count its bytes but for messages, which the replay counts."""
+        op = self._ops[op_id(kind, stage, microbatch, layers)]
+        taken, given = self._bytes.on_device(op)
+        host_taken, host_given = self._bytes.on_host(op)
+        made, read = _messages(op, self.schedule.stages[stage])
+        self._meter.count(taken - made)
+        self._host_meter.count(host_taken)
+        self._copies.get(kind, self._compute).spend(round(self._durations[op.id] * self.scale))
+        self._meter.count(given + read)
+        self._host_meter.count(host_given)
+
+
+def _messages(op: ir.Op, stage: ir.Stage) -> tuple[int, int]:
+    """Return the bytes of what an op passes on, and of what it was passed."""
+    if isinstance(op, ir.Forward):
+        return stage.output_bytes, stage.input_bytes
+    return (stage.input_bytes, stage.output_bytes) if isinstance(op, ir.Backward | ir.BackwardInput) else (0, 0)
 
 
 class RehearsedStage:
     """Has the methods of `StageExecution`; computes nothing."""
 
-    def __init__(
-        self, schedule: ir.Schedule, index: int, scale: float, paces: Paces, meter: Meter, host_meter: Meter
-    ) -> None:
-        self.stage = schedule.stages[index]
-        self._cost = schedule.forecast.stages[index]
-        self._overhead_ns = schedule.forecast.op_overhead_ns
-        self._durations = forecast_durations(schedule, self.stage.device)
-        self._is_last = index == len(schedule.stages) - 1
-        self._scale = scale
-        self._paces = paces
-        self._meter = meter
-        self._host_meter = host_meter
+    def __init__(self, device: RehearsedDevice, index: int) -> None:
+        self._device = device
+        self._index = index
+        self._cost = device.schedule.forecast.stages[index]
+        self._is_last = index == len(device.schedule.stages) - 1
 
     def begin(self) -> None:
         """Nothing changes between steps."""
@@ -92,76 +112,43 @@ class RehearsedStage:
     ) -> Tensor:
         """F."""
         passed = x.reshape(-1)[0].item()
-        self._meter.count(sum(self.stage.saved_bytes))
-        self._spend(self._cost.forward_ns, max(self.stage.forward_transient_bytes))
-        for layers in recomputed:
-            self._meter.count(self._checkpoint(layers) - self._saved(layers))
+        self._device.run("forward", self._index, microbatch)
         if self._is_last:
             return torch.tensor(passed + 1.0)
         return self._message(passed + 1, self._cost.send_activation_ns)
 
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """B."""
-        self._spend(self._cost.backward_ns, max(self.stage.backward_transient_bytes))
-        self._meter.count(-sum(self.stage.saved_bytes))
+        self._device.run("backward", self._index, microbatch)
         return self._input_gradient(gradient)
 
     def backward_input(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """I."""
-        saved, captured = sum(self.stage.saved_bytes), sum(self.stage.captured_bytes)
-        self._meter.count(captured)
-        self._spend(self._cost.backward_input_ns, max(self.stage.backward_input_transient_bytes))
-        self._meter.count(sum(self.stage.residue_bytes) - saved - captured)
+        self._device.run("backward_input", self._index, microbatch)
         return self._input_gradient(gradient)
 
     def backward_weight(self, microbatch: int) -> None:
         """W."""
-        self._spend(self._cost.backward_weight_ns, max(self.stage.backward_weight_transient_bytes))
-        self._meter.count(-sum(self.stage.residue_bytes))
+        self._device.run("backward_weight", self._index, microbatch)
 
     def recompute(self, microbatch: int, layers: Layers) -> None:
         """R."""
-        inside = self._inside(layers)
-        self._meter.count(self._saved(layers) - self._checkpoint(layers))
-        duration = sum(self._cost.recompute_ns[inside]) + self._overhead_ns
-        self._spend(duration, max(self.stage.forward_transient_bytes[inside]))
+        self._device.run("recompute", self._index, microbatch, layers)
 
     def offload(self, microbatch: int, layers: Layers) -> None:
         """D2H."""
-        self._host_meter.count(self._saved(layers))
-        self._paces.d2h.spend(self._transfer_ns("offload", microbatch, layers))
-        self._meter.count(-self._saved(layers))
+        self._device.run("offload", self._index, microbatch, layers)
 
     def reload(self, microbatch: int, layers: Layers) -> None:
         """H2D."""
-        self._meter.count(self._saved(layers))
-        self._paces.h2d.spend(self._transfer_ns("reload", microbatch, layers))
-        self._host_meter.count(-self._saved(layers))
-
-    def _spend(self, duration_ns: int, transient_bytes: int) -> None:
-        self._meter.count(transient_bytes)
-        self._paces.compute.spend(round(duration_ns * self._scale))
-        self._meter.count(-transient_bytes)
-
-    def _transfer_ns(self, kind: str, microbatch: int, layers: Layers) -> int:
-        op = op_id(kind, self.stage.stage, microbatch, layers)
-        return round(self._durations[op] * self._scale)
+        self._device.run("reload", self._index, microbatch, layers)
 
     def _input_gradient(self, gradient: Tensor | None) -> Tensor | None:
-        if self.stage.stage == 0:
+        if self._index == 0:
             return None
         passed = 0.0 if gradient is None or self._is_last else gradient[0].item()
         return self._message(passed + 1, self._cost.send_gradient_ns)
 
     def _message(self, passed: float, travel_ns: int) -> Tensor:
-        due = time.perf_counter_ns() + round(travel_ns * self._scale)
+        due = time.perf_counter_ns() + round(travel_ns * self._device.scale)
         return torch.tensor([passed, float(due)], dtype=torch.float64)
-
-    def _inside(self, layers: Layers) -> slice:
-        return slice(layers[0] - self.stage.layers[0], layers[1] - self.stage.layers[0])
-
-    def _saved(self, layers: Layers) -> int:
-        return sum(self.stage.saved_bytes[self._inside(layers)])
-
-    def _checkpoint(self, layers: Layers) -> int:
-        return self.stage.checkpoint_bytes[self._inside(layers)][0]

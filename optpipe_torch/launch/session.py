@@ -327,18 +327,19 @@ class _Rehearsal(_Session):
         """Set up the clocks and meters."""
         schedule, scale = self.schedule, self.job.time_scale
         self.time_scale = rehearsal.auto_scale(schedule) if scale is None else scale
-        paces, meter, host_meter = rehearsal.Paces(), Meter(), Meter()
+        meter, host_meter = Meter(), Meter()
+        device = rehearsal.RehearsedDevice(schedule, self.rank, self.time_scale, meter, host_meter)
         mine = [stage.stage for stage in schedule.stages if stage.device == self.rank]
         self._steps = Steps(
             schedule,
-            {i: rehearsal.RehearsedStage(schedule, i, self.time_scale, paces, meter, host_meter) for i in mine},
+            {index: rehearsal.RehearsedStage(device, index) for index in mine},
             lambda *_: rehearsal.BOUNDARY,
             group=None,
             on=self.device,
             meter=meter,
             host_meter=host_meter,
             message_bytes=lambda stage: schedule.stages[stage].output_bytes,
-            on_arrival=paces.arrive,
+            on_arrival=device.arrive,
             on_failure=self.on_failure,
         )
 

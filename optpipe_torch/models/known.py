@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.documents.profile import Model
     from optpipe_torch.models.user_model import Batch, UserModel
-    from runtime_torch.replay import Boundary
+    from runtime_torch.bundles import Boundary
     from runtime_torch.ties import Names
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -25,6 +25,7 @@ from optpipe_compiler.plan.cuts import most_bytes, others
 from optpipe_compiler.plan.exact import exact, is_small
 from optpipe_compiler.plan.explore import LOCAL_SHARE, QUICK_SHARE, SMALL_SHARE, explore
 from optpipe_compiler.plan.incumbents import Attempt, Incumbents
+from optpipe_compiler.plan.selective import selectively
 from optpipe_compiler.plan.spare import spare
 from optpipe_compiler.published import METHODS
 from optpipe_compiler.verify import verify
@@ -152,6 +153,8 @@ def layouts(profile: Profile, options: Options) -> list[Layout]:
     found = even + [other for one in even for other in others(profile, one, options.mem_bytes)]
     if wanted is None and options.placement in ("auto", "linear"):
         found += [by_layers(one) for one in found[:1] if _is_tight(profile, one, options.mem_bytes)]
+    if options.recompute and options.method is None:
+        found += list(selectively(profile, found, options.mem_bytes))
     return found
 
 

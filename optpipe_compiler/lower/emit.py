@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from msgspec import UNSET
+
 from optpipe_compiler import __version__
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import op_id
-from optpipe_compiler.documents.profile import in_one_stage, value_of
+from optpipe_compiler.documents.profile import in_one_stage, selected, value_of
 from optpipe_compiler.lower.graph import Graph, Node
 from optpipe_compiler.lower.waits import Waits, planned_peaks
 from optpipe_compiler.model.problem import (
@@ -100,7 +102,7 @@ def promised(schedule: Schedule, profile: Profile, layout: Layout) -> tuple[list
 
 
 def _stages(profile: Profile, layout: Layout) -> list[ir.Stage]:
-    layers = profile.expanded_layers()
+    layers = selected(profile.expanded_layers(), layout.selective)
     return [_stage(layers, layout, index) for index in range(layout.stages)]
 
 
@@ -126,6 +128,7 @@ def _stage(layers: list[Layer], layout: Layout, index: int) -> ir.Stage:
         backward_input_transient_bytes=each("backward_input_transient_bytes"),
         backward_weight_transient_bytes=each("backward_weight_transient_bytes"),
         backward_transient_bytes=each("backward_transient_bytes"),
+        selective=[layer for layer in range(begin, end) if layer in layout.selective] or UNSET,
     )
 
 

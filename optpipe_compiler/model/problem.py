@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.documents.profile import in_one_stage, value_of
+from optpipe_compiler.documents.profile import in_one_stage, selected, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -131,7 +131,7 @@ def build(
     An offload takes the first layers of a stage, as many as hold no more than a share `offloaded` of what it saved, and
     at least one.
     """
-    layers = profile.expanded_layers()
+    layers = selected(profile.expanded_layers(), layout.selective)
     machine = profile.machine
     devices = max(layout.device_of) + 1
     stages = tuple(_stage(layers, layout, index, machine, offloaded) for index in range(layout.stages))

@@ -121,7 +121,7 @@ def _even(instance: Instance) -> Profile:
     saved, captured = shared["saved_bytes"], shared["captured_bytes"]
     averaged["checkpoint_bytes"] = min(averaged["checkpoint_bytes"], saved)
     shared["residue_bytes"] = min(max(shared["residue_bytes"], captured), saved + captured)
-    layer = structs.replace(layers[0], name="even", count=count, shared_bytes=0, **shared, **averaged)
+    layer = structs.replace(layers[0], name="even", count=count, shared_bytes=0, selective=None, **shared, **averaged)
     return structs.replace(instance.profile, layers=[layer])
 
 

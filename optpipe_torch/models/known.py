@@ -15,6 +15,7 @@ from optpipe_compiler.costs.models import Architecture
 from optpipe_compiler.errors import BadInput
 from optpipe_torch.models import user_model
 from runtime_torch.bundles import Bundle
+from runtime_torch.selective import cheap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -58,7 +59,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, sequence, hidden) to the same shape."""
         x = x + self.attend(self.attention_norm(x))
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))  # type: ignore[no-any-return]
+        return x + self.down(cheap(F.gelu, self.up(self.mlp_norm(x))))  # type: ignore[no-any-return]
 
     def attend(self, x: Tensor) -> Tensor:
         """Causal self-attention over the sequence."""

@@ -1,0 +1,237 @@
+"""Selective recompute: what is cheap to make leaves the device after its layer's forward, and is made again when the
+backward reads it.
+
+`cheap(function, *tensors)` marks such a piece of a layer: its result and what it saves inside are dropped, its inputs
+are kept. Norms, activation modules and the gated product of transformers' feed-forward layers are found in any layer.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from optpipe_compiler.errors import RunFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+    from torch import UntypedStorage
+
+    from runtime_torch.store import SavedTensorStore, Slot, Unit
+
+
+class Keeper(Protocol):
+    """What a layer's cheap pieces are told to."""
+
+    def cheap(self, function: Callable[..., Tensor], inputs: tuple[Any, ...]) -> Tensor:
+        """Call the function and remember how to do so again."""
+        ...
+
+
+_KEEPER: ContextVar[Keeper | None] = ContextVar("keeper", default=None)
+
+
+def cheap(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """Return `function(*inputs)`, to be computed again in the backward where the schedule asks for it.
+
+    The function gets all activations as arguments, draws no random numbers, has no parameters but vectors, and returns
+    one tensor that it does not share with its inputs. Anywhere else this is but the call.
+    """
+    keeper = _KEEPER.get()
+    return function(*inputs) if keeper is None else keeper.cheap(function, inputs)
+
+
+@contextmanager
+def told_to(keeper: Keeper | None) -> Iterator[None]:
+    """Within: cheap pieces are told to `keeper`."""
+    token = _KEEPER.set(keeper)
+    try:
+        yield
+    finally:
+        _KEEPER.reset(token)
+
+
+def find_cheap(layer: nn.Module) -> None:
+    """Mark the norms, activations and gated products in a layer of torch's or transformers' modules."""
+    for module in layer.modules():
+        if isinstance(getattr(module, "forward", None), partial):
+            continue  # marked already
+        if _is_gated(module):
+            module.forward = partial(_gated, module)
+        elif _is_cheap(module):
+            module.forward = partial(cheap, module.forward)
+
+
+def _is_cheap(module: nn.Module) -> bool:
+    name = type(module).__name__
+    known = isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GELU | nn.SiLU)
+    return (known or name.endswith(("RMSNorm", "LayerNorm", "Activation"))) and all(
+        parameter.dim() < 2 for parameter in module.parameters()
+    )
+
+
+def _is_gated(module: nn.Module) -> bool:
+    """Whether it is a feed-forward layer as transformers has it in Llama's family."""
+    parts = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj", "act_fn")]
+    return all(isinstance(part, nn.Module) for part in parts)
+
+
+def _gated(module: Any, x: Tensor) -> Tensor:
+    inner = cheap(lambda gate, up: module.act_fn(gate) * up, module.gate_proj(x), module.up_proj(x))
+    return module.down_proj(inner)  # type: ignore[no-any-return]
+
+
+class Region:
+    """One cheap piece of one layer and microbatch."""
+
+    __slots__ = ("autocast", "begin", "function", "inputs", "layer", "needs", "out", "out_unit", "slots", "units")
+
+    def __init__(self, layer: int, function: Callable[..., Tensor], inputs: tuple[Any, ...], begin: int) -> None:
+        self.layer = layer
+        self.function = function
+        self.inputs = inputs
+        """Slots of the activations among them, the others as they are."""
+        self.needs: list[bool] = []
+        self.begin = begin
+        """How many units the store had before."""
+        self.slots: list[Slot] = []
+        """What the piece saved inside."""
+        self.units: list[Unit] = []
+        """What is dropped and made again."""
+        self.out: Tensor | None = None
+        """Its result, alive until the layer's end, so that nothing else has its address."""
+        self.out_unit: Unit | None = None
+        """The unit of the result, where something behind the piece saved it."""
+        self.autocast = (False, torch.float32, False)
+
+
+class Regions:
+    """The cheap pieces of one stage and microbatch, on the saved tensors of its store."""
+
+    def __init__(self, store: SavedTensorStore) -> None:
+        self._store = store
+        self._regions: list[Region] = []
+        self._unread: dict[Unit, set[Slot]] = {}
+        """Of units that were made again: what is still to be read."""
+        self.keeps_results = False
+        """Whether results stay once they are made again: between the halves of a split backward."""
+
+    def cheap(self, function: Callable[..., Tensor], inputs: tuple[Any, ...]) -> Tensor:
+        """In a layer's forward, or in its recompute, which meets the pieces of the forward once more."""
+        store = self._store
+        kept = tuple(store.save(one) if isinstance(one, Tensor) else one for one in inputs)
+        if store.is_refilling:
+            with told_to(None):
+                return function(*inputs)
+        region = Region(store.layer, function, kept, len(store.units))
+        region.needs = [isinstance(one, Tensor) and one.requires_grad for one in inputs]
+        kind = store.device.type
+        region.autocast = (
+            torch.is_autocast_enabled(kind),
+            torch.get_autocast_dtype(kind),
+            torch.is_autocast_cache_enabled(),
+        )
+        first = len(store.slots)
+        with told_to(None):
+            out = function(*inputs)
+        region.slots = store.slots[first:]
+        region.units = store.units[region.begin :]
+        region.out = out.detach()
+        self._regions.append(region)
+        return out
+
+    def end_layer(self, layer: int) -> None:
+        """The forward of a layer is over: drop what its pieces made."""
+        for region in self._regions:
+            if region.layer != layer:
+                continue
+            if region.out is not None:
+                self._settle(region, region.out.untyped_storage())
+            for unit in region.units:
+                self._store.take_off(unit)
+
+    def _settle(self, region: Region, storage: UntypedStorage) -> None:
+        inputs = {handle.unit for handle in _slots_among(region.inputs)}
+        region.units = [unit for unit in region.units if unit not in inputs]
+        result = self._store.unit_at(storage)
+        if result is not None and result not in inputs and result in self._store.units[region.begin :]:
+            region.out_unit = result
+            if result not in region.units:
+                region.units.append(result)
+        for unit in region.units:
+            unit.region = region
+        region.out = None
+
+    def fill(self, region: Region) -> None:
+        """Make again what a piece saved, and its result."""
+        store = self._store
+        given = [store.read(one) if _is_saved(one) else one for one in region.inputs]
+        fresh = [
+            one.detach().requires_grad_(needs) if isinstance(one, Tensor) else one
+            for one, needs in zip(given, region.needs, strict=True)
+        ]
+        slots = iter(region.slots)
+
+        def pack(tensor: Tensor) -> Tensor:
+            if not store.is_constant(tensor):
+                store.refill(next(slots, None), tensor, f"a cheap part of layer {region.layer}", region.units)
+            return tensor.detach()
+
+        enabled, dtype, cached = region.autocast
+        with (
+            torch.enable_grad(),
+            torch.autocast(store.device.type, dtype, enabled=enabled, cache_enabled=cached),
+            saved_tensors_hooks(pack, _same),
+            told_to(None),
+        ):
+            out = region.function(*fresh)
+        if next(slots, None) is not None:
+            raise RunFailed(f"a cheap part of layer {region.layer} saved fewer tensors than in its forward")
+        if region.out_unit is not None and region.out_unit.storage is None:
+            store.put_back(region.out_unit, out.untyped_storage())
+        for unit in region.units:
+            self._unread[unit] = set(unit.slots)
+
+    def has_read(self, slot: Slot) -> None:
+        """Drop a unit again when all of it was read."""
+        unit = slot.unit
+        assert unit.region is not None
+        unread = self._unread.get(unit)
+        if unread is None:
+            return
+        unread.discard(slot)
+        if not unread and not (self.keeps_results and unit is unit.region.out_unit):
+            del self._unread[unit]
+            self._store.take_off(unit)
+
+    def let_go(self, finished: Collection[object]) -> None:
+        """After the first half of a split backward: pieces that nobody computes again need their inputs no longer."""
+        for region in reversed(self._regions):
+            result = region.out_unit
+            is_there = result is None or result.storage is not None or all(slot in finished for slot in result.slots)
+            if is_there and all(slot in finished for slot in region.slots):
+                for slot in _slots_among(region.inputs):
+                    if slot in slot.unit.slots:
+                        slot.unit.slots.remove(slot)
+
+    def result_bytes(self) -> int:
+        """Bytes of what was made again and is still there."""
+        return sum(unit.nbytes for region in self._regions for unit in region.units if unit.storage is not None)
+
+
+def _is_saved(one: object) -> bool:
+    return isinstance(one, Tensor) or hasattr(one, "unit")
+
+
+def _slots_among(inputs: tuple[Any, ...]) -> list[Slot]:
+    return [one for one in inputs if hasattr(one, "unit")]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

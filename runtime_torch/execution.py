@@ -195,6 +195,10 @@ class StageExecution:
         """H2D: bring what `layers` offloaded back to the device, then free it on the host."""
         self._passes[microbatch].store.reload(*layers)
 
+    def make_again(self, microbatch: int) -> None:
+        """Make all cheap tensors again, as a backward does when it reads them: for measuring."""
+        self._passes[microbatch].store.regions.fill_all()
+
     # -- asking
 
     def saved_bytes(self, microbatch: int, layers: Layers | None = None) -> int:

@@ -198,6 +198,12 @@ class Regions:
         for unit in region.units:
             self._unread[unit] = set(unit.slots)
 
+    def fill_all(self) -> None:
+        """Make everything again."""
+        for region in self._regions:
+            if any(unit.storage is None for unit in region.units):
+                self.fill(region)
+
     def has_read(self, slot: Slot) -> None:
         """Drop a unit again when all of it was read."""
         unit = slot.unit

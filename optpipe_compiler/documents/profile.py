@@ -47,7 +47,7 @@ def value_of(cost: Cost) -> int:
 
 
 class Selective(Record, frozen=True, kw_only=True):
-    """What changes where a layer recomputes its cheap tensors (outputs of norms and activation functions) in its backward.
+    """What changes where a layer makes its cheap tensors (results of norms and activations) again in its backward.
 
     Forward, output, checkpoint and what stays between the halves of a split backward are as ever. Until the end of the
     forward all is there, so its transient bytes grow by what is then freed.

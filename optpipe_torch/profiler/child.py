@@ -23,8 +23,10 @@ from optpipe_torch.profiler.layers import (
     Benches,
     bookkeeping_bench,
     layer_bytes,
+    selective_bytes,
     shared_bytes,
     time_ops,
+    time_selective,
     transient_bytes,
 )
 from optpipe_torch.profiler.records import Findings, LayerBytes, Messages, Times
@@ -125,6 +127,10 @@ def _find(gauge: Gauge, place: Place, model: Model, samples: int, say: Callable[
     overhead = _overhead(gauge, samples)
     equal = {name: max(1, min(MOST_EQUAL, room // max(1, size.static))) for name, size in sizes.items()}
     times = _time_kinds(gauge, benches, names, equal, samples, say)
+    for name, size in sizes.items():
+        if size.selective is not None:
+            index = names.index(name)
+            times[name]["selective"] = time_selective(gauge, benches.stage(index, index + 1, selective=True), samples)
     dist.barrier()
     say("host copies of all processes at once", 0.85)
     block = names.index(common(names))
@@ -198,6 +204,7 @@ def measure_sizes(gauge: Gauge, benches: Benches, names: list[str], room: int) -
     for name in sizes:
         index = names.index(name)
         sizes[name].transient = transient_bytes(gauge, benches, index, index + 1, [sizes[name]])
+        sizes[name].selective = selective_bytes(gauge, benches, index, sizes[name])
     for first, end in _telling_stages(names):
         if sum(sizes[name].static for name in names[first:end]) > room:
             continue

@@ -7,11 +7,11 @@ import statistics
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
-from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Model, Profile, Quantity, value_of
+from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Model, Profile, Quantity, Selective, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 
 Times = dict[str, list[int]]
 """Samples in ns by op: forward, backward_input, backward_weight, backward, recompute."""
+
+
+@dataclass
+class SelectiveBytes:
+    """The bytes of a profile's `Selective`."""
+
+    saved: int
+    captured: int
+    transient: int
 
 
 @dataclass
@@ -38,13 +47,28 @@ class LayerBytes:
     """As the profile has it; None: of layers of its kind."""
     transient: dict[str, int] = field(default_factory=dict)
     """By op: forward, backward_input, backward_weight, backward."""
+    selective: SelectiveBytes | None = None
+    """With selective recompute; None: the layer has nothing to recompute so."""
 
-    def costs(self, cost: Callable[[int], Cost]) -> dict[str, Cost]:
+    def costs(self, cost: Callable[[int], Cost]) -> dict[str, Any]:
         """Return the byte figures of a profile's `Layer`, each as `cost` makes it."""
         whole = ("saved", "residue", "captured", "checkpoint", "output", "static", *(["shared"] if self.shared else []))
         ops = ("forward", "backward_input", "backward_weight", "backward")
         found = {f"{name}_bytes": cost(getattr(self, name)) for name in whole}
         return found | {f"{op}_transient_bytes": cost(self.transient[op]) for op in ops}
+
+    def selective_costs(self, cost: Callable[[int], Cost], recompute_ns: Cost) -> Selective | None:
+        """Return the profile's record of selective recompute, which takes `recompute_ns`."""
+        if self.selective is None:
+            return None
+        least = max(self.checkpoint, self.shared)
+        saved = max(self.selective.saved, least)
+        return Selective(
+            saved_bytes=cost(saved),
+            captured_bytes=cost(min(self.residue, max(self.selective.captured, self.residue - saved))),
+            recompute_ns=recompute_ns,
+            transient_bytes=cost(self.selective.transient),
+        )
 
     def saved_after(self, before: LayerBytes | None) -> int:
         """What it saves behind another layer of its stage, as `documents.profile.in_one_stage` has it."""
@@ -175,6 +199,7 @@ def _layer(name: str, count: int, times: Times, sizes: LayerBytes, overhead_ns: 
         backward_ns=net("backward"),
         recompute_ns=net("recompute"),
         chain=sizes.chain,
+        selective=sizes.selective_costs(_once, quantity(times["selective"]) if sizes.selective else 0),
         **sizes.costs(_once),
     )
 

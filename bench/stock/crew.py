@@ -87,7 +87,8 @@ class Crew:
 
     def time(self, specs: Sequence[Spec], rounds: int) -> list[list[float]]:
         """Return the seconds of each round's step of each way, all ranks together, taken in turns."""
-        return self._ask("time", list(specs), rounds)[0]  # type: ignore[no-any-return]
+        self._ask("build", list(specs))
+        return [self._ask("round", number)[0] for number in range(rounds)]
 
     def _ask(self, *question: object) -> Any:
         if not self._processes:
@@ -155,13 +156,23 @@ def _serve(setting: Setting, cores: Sequence[int], store: str, pipe: Any) -> Non
         world_size=setting.devices,
         timeout=timedelta(seconds=LIMIT_S),
     )
+    ways: list[Way] = []
     while True:
         try:
             what, *arguments = pipe.recv()
         except EOFError:
             return
         try:
-            pipe.send(("answer", {"watch": _watch, "time": _time}[what](setting, *arguments)))
+            if what == "watch":
+                pipe.send(("answer", _watch(setting, *arguments)))
+            elif what == "build":
+                ways = [_build(setting, spec) for spec in arguments[0]]
+                _round(setting, ways, 0)
+                gc.collect()
+                gc.freeze()
+                pipe.send(("answer", None))
+            else:
+                pipe.send(("answer", _round(setting, ways, *arguments)))
         except Exception as error:
             if os.environ.get("OPTPIPE_STOCK_TRACEBACK"):
                 traceback.print_exc()
@@ -240,25 +251,19 @@ def _watched_on_cpu(step: Callable[[Tensor, Tensor], None], tokens: Tensor, targ
     return stays + max(accumulate((size for at, size in memory if at >= second), initial=0))
 
 
-def _time(setting: Setting, specs: Sequence[Spec], rounds: int) -> list[list[float]]:
-    ways = [_build(setting, spec) for spec in specs]
-    batch = _batch(setting)
-    found: list[list[float]] = []
-    for number in range(rounds + 1):
-        times = []
-        for way in ways if number % 2 else list(reversed(ways)):
-            gc.collect()
-            if number == 0:
-                gc.freeze()
-            gc.disable()
-            dist.barrier()
-            start = time.perf_counter()
-            way.step(*batch)
-            if setting.device.type == "cuda":
-                torch.cuda.synchronize()
-            dist.barrier()
-            times.append(time.perf_counter() - start)
-            _clear(way)
-        if number:
-            found.append(times if number % 2 else list(reversed(times)))
-    return found
+def _round(setting: Setting, ways: Sequence[Way], number: int) -> list[float]:
+    """Take a step of each way, every other round in reverse; no garbage is collected within."""
+    batch, times = _batch(setting), {}
+    for index in range(len(ways)) if number % 2 else reversed(range(len(ways))):
+        gc.collect()
+        gc.disable()
+        dist.barrier()
+        start = time.perf_counter()
+        ways[index].step(*batch)
+        if setting.device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+        times[index] = time.perf_counter() - start
+        gc.enable()
+        _clear(ways[index])
+    return [times[index] for index in range(len(ways))]

@@ -93,6 +93,10 @@ class Layer(Record, frozen=True, kw_only=True):
     checkpoint_bytes: Cost = 0
     output_bytes: Cost = 0
     static_bytes: Cost = 0
+    tie: str | None = None
+    """Layers of one tie share weights, as part j of an embedding and of the head do."""
+    tied_bytes: Cost = 0
+    """The part of `static_bytes` that a device with several layers of the tie holds once."""
     forward_transient_bytes: Cost = 0
     backward_input_transient_bytes: Cost = 0
     backward_weight_transient_bytes: Cost = 0
@@ -276,6 +280,8 @@ def _check_layers(profile: Profile, name: str) -> None:
             raise BadInput(
                 f"{name}: $.layers[{index}].checkpoint_bytes is {kept}, expected at most saved_bytes ({saved})"
             )
+        if (tied := value_of(layer.tied_bytes)) > (static := value_of(layer.static_bytes)):
+            raise BadInput(f"{name}: $.layers[{index}].tied_bytes is {tied}, expected at most static_bytes ({static})")
         if (shared := value_of(layer.shared_bytes)) > saved:
             raise BadInput(
                 f"{name}: $.layers[{index}].shared_bytes is {shared}, expected at most saved_bytes ({saved})"

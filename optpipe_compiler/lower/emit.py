@@ -20,6 +20,7 @@ from optpipe_compiler.model.problem import (
     recompute_ns,
     residue_bytes,
     static_bytes,
+    statics,
 )
 from optpipe_compiler.model.schedule import Kind, Schedule, Task
 
@@ -103,10 +104,11 @@ def promised(schedule: Schedule, profile: Profile, layout: Layout) -> tuple[list
 
 def _stages(profile: Profile, layout: Layout) -> list[ir.Stage]:
     layers = selected(profile.expanded_layers(), layout.selective)
-    return [_stage(layers, layout, index) for index in range(layout.stages)]
+    held = statics(layers, layout)
+    return [_stage(layers, layout, index, held) for index in range(layout.stages)]
 
 
-def _stage(layers: list[Layer], layout: Layout, index: int) -> ir.Stage:
+def _stage(layers: list[Layer], layout: Layout, index: int, held: list[int]) -> ir.Stage:
     begin, end = layout.cuts[index], layout.cuts[index + 1]
     mine = in_one_stage(layers[begin:end])
 
@@ -117,7 +119,7 @@ def _stage(layers: list[Layer], layout: Layout, index: int) -> ir.Stage:
         stage=index,
         device=layout.device_of[index],
         layers=(begin, end),
-        static_bytes=sum(each("static_bytes")),
+        static_bytes=sum(held[begin:end]),
         input_bytes=value_of(layers[begin - 1].output_bytes) if index > 0 else 0,
         output_bytes=value_of(mine[-1].output_bytes) if index + 1 < layout.stages else 0,
         saved_bytes=each("saved_bytes"),

@@ -45,6 +45,7 @@ def setup(schedule: ir.Schedule, profile: Profile) -> Iterator[Violation]:
 
 def stage_bytes(plan: Plan, expanded: list[Layer]) -> Iterator[Violation]:
     """Every byte figure of a stage is that of its layers; what crosses its ends is the output of the layer before."""
+    tied: set[tuple[int, str]] = set()
     for stage in plan.stages:
         first, end = stage.layers
         mine = expanded[first:end]
@@ -59,11 +60,24 @@ def stage_bytes(plan: Plan, expanded: list[Layer]) -> Iterator[Violation]:
             min(_bytes(layer, "residue_bytes", one), here + _bytes(layer, "captured_bytes", one))
             for layer, here, one in zip(mine, saved, light, strict=True)
         ]
-        expected["static_bytes"] = sum(value_of(layer.static_bytes) for layer in mine)
+        expected["static_bytes"] = sum(value_of(layer.static_bytes) for layer in mine) - _shared_weights(
+            stage, mine, tied
+        )
         expected["input_bytes"] = value_of(expanded[first - 1].output_bytes) if first else 0
         expected["output_bytes"] = value_of(expanded[end - 1].output_bytes) if end < len(expanded) else 0
         for field, figure in expected.items():
             yield from _differs("profile-bytes", stage.stage, field, getattr(stage, field), figure)
+
+
+def _shared_weights(stage: ir.Stage, mine: list[Layer], tied: set[tuple[int, str]]) -> int:
+    """What the layers of a stage share with earlier layers of their ties on the same device, which `tied` names."""
+    shared = 0
+    for layer in mine:
+        if layer.tie is not None:
+            if (stage.device, layer.tie) in tied:
+                shared += value_of(layer.tied_bytes)
+            tied.add((stage.device, layer.tie))
+    return shared
 
 
 def _light(layer: Layer) -> Selective:

@@ -116,6 +116,25 @@ def ties(model: Model) -> list[Names]:
     return [] if model.builder in OWN else _user(model).all_ties()
 
 
+def tied_layers(model: Model) -> list[tuple[str, int] | None]:
+    """Return, for each layer, the first name of its tie and the bytes of the tied parameter; None: of no tie.
+
+    A layer with several ties has that of its largest parameter.
+    """
+    found: list[tuple[str, int] | None] = [None] * layer_count(model)
+    layers = [] if model.builder in OWN else _user(model).layers
+    dtype = _dtype(model)
+    for tie in ties(model):
+        for index, path in ((int(prefix), path) for prefix, _, path in (name.partition(".") for name in tie)):
+            with torch.random.fork_rng(devices=[]):
+                parameters = dict(user_model.sketched(model, index, layers[index]).named_parameters())
+            nbytes = parameters[path].numel() * dtype.itemsize if path in parameters else 0
+            known = found[index]
+            if known is None or known[1] < nbytes:
+                found[index] = tie[0], nbytes
+    return found
+
+
 def layer_count(model: Model) -> int:
     """Return how many layers the model has."""
     return len(OWN[model.builder](model) if model.builder in OWN else _user(model).layers)

@@ -153,6 +153,7 @@ def _find(gauge: Gauge, place: Place, model: Model, samples: int, say: Callable[
         memory=gauge.memory(),
         titles=models.layer_titles(model) if model.builder in models.OWN else [],
         host_link=gauge.host_link,
+        ties=models.tied_layers(model),
     )
 
 

@@ -125,6 +125,8 @@ class Findings:
     """Bytes of the device, and those taken before any tensor; None: its memory is a share of the host's."""
     titles: list[str] = field(default_factory=list)
     """The name of each layer, where it has one of its own; empty: all have that of their kind."""
+    ties: list[tuple[str, int] | None] = field(default_factory=list)
+    """Of each layer: the name of its tie and the bytes of the tied parameter; empty: there are no ties."""
     host_link: str | None = None
     """Equal for devices that share the way to their host; None: not known who does."""
 
@@ -138,9 +140,13 @@ def assemble(model: Model, devices: int, findings: Sequence[Findings], per_host:
     first, here = findings[0], per_host or devices
     overhead = _overhead(findings)
     layers: list[Layer] = []
-    for (title, kind), run in groupby(zip(first.titles or first.names, first.names, strict=True)):
+    ties = first.ties or [None] * len(first.names)
+    for (title, kind, tie), run in groupby(zip(first.titles or first.names, first.names, ties, strict=True)):
         times = {op: [t for found in findings for t in found.times[kind][op]] for op in first.times[kind]}
-        layers.append(_layer(title, len(list(run)), times, first.sizes[kind], overhead.value, is_first=not layers))
+        layer = _layer(title, len(list(run)), times, first.sizes[kind], overhead.value, is_first=not layers)
+        if tie is not None:  # weights, gradients and both moments of AdamW
+            layer = structs.replace(layer, tie=tie[0], tied_bytes=_once(4 * tie[1]))
+        layers.append(layer)
     links = _links(findings, devices, here)
     memory_bytes, reserve_bytes = _memory(findings, here)
     return Profile(

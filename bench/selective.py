@@ -34,7 +34,7 @@ Written by `python -m bench.selective --seconds {seconds:g}`; {machine}. {model}
 the head in {devices} parts, {microbatches} microbatches. A block saves {saved:.0f} MB, with its norms and activation
 functions made again in the backward {light:.0f} MB ({less:.0%} less), for {more:.1%} of its time. A cap leaves room for
 that part of P activations of the fullest device's layers beside what it always holds; ms per step (idle share), planned
-{seconds:g} s each.
+{seconds:g} s each (reproducibly: as much search, whatever else runs).
 
 | cap | ways | without | with selective recompute | layers that have it | step is shorter by |
 |---|---|---|---|---|---|
@@ -55,7 +55,9 @@ def caps(profile: Profile) -> dict[str, int]:
 
 def planned(profile: Profile, cap: int, seconds: float, *, offload: bool) -> Schedule | None:
     """Return the plan; None where none fits or is found."""
-    options = Options(mem_bytes=cap, microbatches=MICROBATCHES, offload=offload, time_limit_s=seconds)
+    options = Options(
+        mem_bytes=cap, microbatches=MICROBATCHES, offload=offload, time_limit_s=seconds, reproducible=True
+    )
     try:
         return compile_schedule(profile, options).schedule
     except (Infeasible, NotFound):

@@ -23,7 +23,7 @@ import torch
 from msgspec import structs
 
 from bench.stock.crew import Crew, FailedWayError, Spec
-from bench.stock.page import page
+from bench.stock.page import INTRO, page
 from bench.stock.ways import SCHEDULES, TREATMENTS, Setting
 from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.documents import ir
@@ -290,7 +290,15 @@ def _say(what: str) -> None:
 
 
 def _command() -> str:
-    return " ".join(["python -m bench.stock", *sys.argv[1:]])
+    """Return the command without the files that it was given."""
+    words = iter(sys.argv[1:])
+    shown = []
+    for word in words:
+        if word in ("--profile", "-o", "--output"):
+            next(words)
+        else:
+            shown.append(word)
+    return " ".join(["python -m bench.stock", *shown])
 
 
 def _commit() -> str:
@@ -300,7 +308,7 @@ def _commit() -> str:
 
 def _put(text: str, path: Path) -> None:
     """Replace the part of the page that the same command wrote, or add it."""
-    known: list[str] = path.read_text(encoding="utf-8").split("\n## ") if path.exists() else []
+    known = (path.read_text(encoding="utf-8") if path.exists() else INTRO).split("\n## ")
     title = text.splitlines()[0].removeprefix("## ")
     parts: list[Any] = [part for part in known if part.splitlines()[:1] != [title]]
     path.write_text(

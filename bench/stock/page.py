@@ -13,6 +13,24 @@ if TYPE_CHECKING:
     from bench.stock.__main__ import Choice, Found
 
 
+INTRO = """# Plans against what users pick
+
+Written by `python -m bench.stock`, one section for each number of devices. A small Llama of transformers, one decoder
+layer per block, is trained in the same processes by torch.distributed.pipelining (1F1B, interleaved zero bubble, ZBV;
+each plain, with every block under torch.utils.checkpoint, with saved tensors in host memory) and by plans in the
+replay, compiled under the peak that each of these reaches and under parts of plain 1F1B's activations. torch gets the
+same balanced cut of the layers as plans start from.
+
+*Peak*: of the fullest device, weights, gradients and Adam's moments by their sizes and all else that torch's allocator
+hands out, torch's own receive buffers included; host copies are not counted for either. *Gradients*: the largest
+difference from the model without a pipeline, relative to the largest entry of its parameter. Ways take their steps in
+turns; *spread* is the interquartile range over the median, and *faster by* the median of the rounds' ratios with its
+quartiles. Another column holds a plan against choices that need as much memory or more. Where there are fewer cores
+and GPUs than devices, the same orders are rehearsed: ops take their costs, peaks are those that the files promise, and
+offloads of torch's orders overlap with compute, which `save_on_cpu` does not do.
+"""
+
+
 def page(found: Found, command: str, commit: str) -> str:
     """Return it as Markdown."""
     return "\n".join(_lines(found, command, commit)) + "\n"
@@ -23,9 +41,10 @@ def _lines(found: Found, command: str, commit: str) -> Iterator[str]:
     config = ", ".join(f"{key} {value}" for key, value in setting.config.items())
     yield f"## {found.what}"
     yield ""
-    yield f"`{command}` at {commit}, {machine()}: {config}; {setting.microbatches} microbatches of"
     rounds = max(len(one.samples) for one in found.stock)
-    yield f"{setting.microbatch_size}; {rounds} rounds. Plain 1F1B holds {_mb(found.activations)} MB of activations."
+    yield f"`{command}` at {commit}, {machine()}."
+    yield f"{config}; {setting.microbatches} microbatches of {setting.microbatch_size}; {rounds} rounds."
+    yield f"Plain 1F1B holds {_mb(found.activations)} MB of activations on its fullest device."
     yield ""
     yield "| torch's schedule | activations | peak MB | s per step | spread | gradients differ by |"
     yield "|---|---|---|---|---|---|"

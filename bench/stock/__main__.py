@@ -95,6 +95,7 @@ def main() -> None:
     parser.add_argument("--microbatch-size", type=int, default=1)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPUs, bfloat16 on GPUs")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--samples", type=int, default=40, help="of every time in the profile")
     parser.add_argument("--plan-s", type=float, default=20.0, help="seconds for each plan")
     parser.add_argument("--profile", type=Path, help="a profile of this model that was measured before, or is kept")
     parser.add_argument("-o", "--output", type=Path)
@@ -128,7 +129,7 @@ def compare(options: argparse.Namespace) -> Found:
         microbatch_size=options.microbatch_size,
         config=config,
     )
-    profile = _profile(options.profile, setting)
+    profile = _profile(options.profile, setting, options.samples)
     rehearsed = not on_gpus and options.devices > cores
     with Crew(setting) as crew:
         found = (_rehearsed if rehearsed else _computed)(crew, setting, profile, options.plan_s)
@@ -140,7 +141,7 @@ def compare(options: argparse.Namespace) -> Found:
     return found
 
 
-def _profile(path: Path | None, setting: Setting) -> Profile:
+def _profile(path: Path | None, setting: Setting, samples: int) -> Profile:
     """Return the costs of the model on these devices; measured where no file has them, and kept there."""
     from optpipe_compiler.documents import profile as documents
     from optpipe_compiler.documents.files import canonical
@@ -156,7 +157,7 @@ def _profile(path: Path | None, setting: Setting) -> Profile:
         known = documents.load(path)
         return known if known.model == model else _grown(known, model, setting)
     _say("profile")
-    measured = measure(MeasureOptions(devices=setting.devices, of=model, samples=40, timeout_s=900), lambda *_: None)
+    measured = measure(MeasureOptions(devices=setting.devices, of=model, samples=samples, timeout_s=900), lambda *_: None)
     if path is not None:
         path.write_text(canonical(measured), encoding="utf-8")
     return measured

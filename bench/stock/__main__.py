@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +61,8 @@ class Choice:
     error: float | None = None
     failure: str = ""
     method: str = ""
+    forecast_s: float | None = None
+    """Of a plan, and of what is rehearsed, at its scale."""
     samples: list[float] = field(default_factory=list)
     """Seconds of each round's step."""
 
@@ -157,7 +159,9 @@ def _profile(path: Path | None, setting: Setting, samples: int) -> Profile:
         known = documents.load(path)
         return known if known.model == model else _grown(known, model, setting)
     _say("profile")
-    measured = measure(MeasureOptions(devices=setting.devices, of=model, samples=samples, timeout_s=900), lambda *_: None)
+    measured = measure(
+        MeasureOptions(devices=setting.devices, of=model, samples=samples, timeout_s=900), lambda *_: None
+    )
     if path is not None:
         path.write_text(canonical(measured), encoding="utf-8")
     return measured
@@ -203,6 +207,7 @@ def _computed(crew: Crew, setting: Setting, profile: Profile, seconds: float) ->
         plan = Choice(name, cap_bytes=cap)
         plans.append(plan)
         _plan(plan, profile, setting, seconds)
+        _take_better(plan, plans)
         if plan.spec is not None:
             placed_on = [stage.device for stage in ir.parse(plan.spec.schedule_text, name).stages]
             cuts = [stage.layers[0] for stage in ir.parse(plan.spec.schedule_text, name).stages]
@@ -247,7 +252,16 @@ def _plan(plan: Choice, profile: Profile, setting: Setting, seconds: float, scal
         plan.failure = str(failure)
         return
     plan.method = schedule.forecast.method
+    plan.forecast_s = schedule.forecast.makespan_ns * (scale or 1.0) / 1e9
     plan.spec = Spec(f"plan {plan.name}", schedule_text=ir.to_text(schedule), time_scale=scale)
+
+
+def _take_better(plan: Choice, plans: Sequence[Choice]) -> None:
+    """A plan for less memory is one for more: take its schedule where its forecast is shorter."""
+    best = min(plans, key=lambda one: one.forecast_s or float("inf"))
+    if best.forecast_s is not None and best.spec is not None and best is not plan:
+        plan.spec = replace(best.spec, name=f"plan {plan.name}")
+        plan.method, plan.forecast_s, plan.failure = f"as for {best.name}", best.forecast_s, ""
 
 
 # -- rehearsed
@@ -265,6 +279,7 @@ def _rehearsed(crew: Crew, setting: Setting, profile: Profile, seconds: float) -
             schedule = stock_order(profile, order, treatment, setting.microbatches)
             scale = scale or auto_scale(schedule)
             one.peak_bytes = max(device.peak_bytes for device in schedule.devices)
+            one.forecast_s = schedule.forecast.makespan_ns * scale / 1e9
             one.spec = Spec(f"{name} {treatment}", schedule_text=ir.to_text(schedule), time_scale=scale)
     plain = ir.parse(stock[0].spec.schedule_text, "1F1B") if stock[0].spec is not None else None
     assert plain is not None
@@ -278,6 +293,7 @@ def _rehearsed(crew: Crew, setting: Setting, profile: Profile, seconds: float) -
         plan = Choice(name, cap_bytes=cap)
         plans.append(plan)
         _plan(plan, profile, setting, seconds, scale)
+        _take_better(plan, plans)
         if plan.spec is not None:
             plan.peak_bytes = max(d.peak_bytes for d in ir.parse(plan.spec.schedule_text, name).devices)
     return Found(setting, f"{setting.devices} processes that rehearse the costs", stock, plans, max(rises))

@@ -46,16 +46,16 @@ def _lines(found: Found, command: str, commit: str) -> Iterator[str]:
     yield f"{config}; {setting.microbatches} microbatches of {setting.microbatch_size}; {rounds} rounds."
     yield f"Plain 1F1B holds {_mb(found.activations)} MB of activations on its fullest device."
     yield ""
-    yield "| torch's schedule | activations | peak MB | s per step | spread | gradients differ by |"
-    yield "|---|---|---|---|---|---|"
+    yield "| torch's schedule | activations | peak MB | forecast s | s per step | spread | gradients differ by |"
+    yield "|---|---|---|---|---|---|---|"
     for one in found.stock:
         yield f"| {one.name} | {one.treatment} | {_row(one)} |"
     yield ""
     yield (
-        "| plan | cap MB | peak MB | s per step | spread | gradients differ by | best stock that fits the cap "
+        "| plan | cap MB | peak MB | forecast s | s per step | spread | gradients differ by | best stock that fits the cap "
         "| plan is faster by | best stock of this peak or more | plan is faster by |"
     )
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|"
     for plan in found.plans:
         name = f"{plan.name} ({plan.method})" if plan.method else plan.name
         yield f"| {name} | {_mb(plan.cap_bytes)} | {_row(plan)} | {_against(plan, found.stock)} |"
@@ -63,9 +63,10 @@ def _lines(found: Found, command: str, commit: str) -> Iterator[str]:
 
 def _row(one: Choice) -> str:
     if one.failure:
-        return f" | | {one.failure.splitlines()[0][:160]} |"
+        return f" | | | {one.failure.splitlines()[0][:160]} |"
     error = "" if one.error is None else f"{one.error:.0e}"
-    return f"{_mb(one.peak_bytes)} | {one.seconds:.3f} | {_spread(one.samples)} | {error}"
+    forecast = "" if one.forecast_s is None else f"{one.forecast_s:.3f}"
+    return f"{_mb(one.peak_bytes)} | {forecast} | {one.seconds:.3f} | {_spread(one.samples)} | {error}"
 
 
 def _against(plan: Choice, stock: Sequence[Choice]) -> str:

@@ -18,13 +18,14 @@ if TYPE_CHECKING:
     from runtime_torch.runner import Runner, StepResult
     from runtime_torch.stages import build_stages, wrap_stages
 
-__all__ = ["Runner", "StepResult", "add_loss", "build_stages", "load_schedule", "wrap_stages"]
+__all__ = ["Runner", "StepResult", "add_loss", "build_stages", "cheap", "load_schedule", "wrap_stages"]
 
 _HOMES = {
     "Runner": ("runtime_torch.runner", "Runner"),
     "StepResult": ("runtime_torch.runner", "StepResult"),
     "add_loss": ("runtime_torch.microbatch", "add_loss"),
     "build_stages": ("runtime_torch.stages", "build_stages"),
+    "cheap": ("runtime_torch.selective", "cheap"),
     "load_schedule": ("optpipe_compiler.documents.ir", "load"),
     "wrap_stages": ("runtime_torch.stages", "wrap_stages"),
 }

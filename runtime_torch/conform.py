@@ -74,7 +74,12 @@ def conform(
     """
     name = f"stage {planned.stage} (layers {planned.layers[0]} to {planned.layers[1] - 1})"
     trial = StageExecution(
-        stage.layers, stage.first_layer, is_first=stage.is_first, is_last=stage.is_last, device=stage.device
+        stage.layers,
+        stage.first_layer,
+        is_first=stage.is_first,
+        is_last=stage.is_last,
+        device=stage.device,
+        selective=stage.selective,
     )
     devices = [stage.device] if stage.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):

@@ -21,10 +21,11 @@ from runtime_torch.bundles import bundle_of
 from runtime_torch.carrier import Carrier, DirectCarrier
 from runtime_torch.meter import Meter
 from runtime_torch.microbatch import keywords_for, takes_target
+from runtime_torch.selective import find_cheap
 from runtime_torch.store import SavedTensorStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from torch import UntypedStorage, nn
 
@@ -98,8 +99,13 @@ class StageExecution:
         device: torch.device | str,
         meter: Meter | None = None,
         host_meter: Meter | None = None,
+        selective: Collection[int] = (),
     ) -> None:
         self.layers = list(layers)
+        self.selective = frozenset(selective)
+        """The layers, by number, whose cheap tensors are made again in their backward."""
+        for index in self.selective:
+            find_cheap(self.layers[index - first_layer])
         self.first_layer = first_layer
         self.is_first = is_first
         self.is_last = is_last
@@ -175,7 +181,7 @@ class StageExecution:
             if run.store.autocast:
                 x = _each(x, _as_view)
             for index in range(*layers):
-                x = self._call(index, x, run.target)
+                x = self._call(run, index, x)
                 if index == run.entry_layer and index + 1 < layers[1]:
                     _, x = _through_one(x)
         for storage in checkpoint.storages():
@@ -189,6 +195,10 @@ class StageExecution:
         """H2D: bring what `layers` offloaded back to the device, then free it on the host."""
         self._passes[microbatch].store.reload(*layers)
 
+    def make_again(self, microbatch: int) -> None:
+        """Make all cheap tensors again, as a backward does when it reads them: for measuring."""
+        self._passes[microbatch].store.regions.fill_all()
+
     # -- asking
 
     def saved_bytes(self, microbatch: int, layers: Layers | None = None) -> int:
@@ -200,6 +210,10 @@ class StageExecution:
         run = self._passes[microbatch]
         saved = {storage.data_ptr() for storage in run.store.storages()}
         return sum({s.data_ptr(): s.nbytes() for s in run.captured if s.data_ptr() not in saved}.values())
+
+    def result_bytes(self, microbatch: int) -> int:
+        """Between I and W: the part of the saved bytes that selective recompute has made again."""
+        return self._passes[microbatch].store.result_bytes()
 
     def checkpoint_bytes(self, microbatch: int) -> int:
         """Bytes of the inputs that are kept for recomputes still to come."""
@@ -229,7 +243,7 @@ class StageExecution:
                 if index in starts:
                     flow = self._keep_input(run, starts[index], flow)
                 run.store.layer = index
-                flow = self._call(index, flow, run.target)
+                flow = self._call(run, index, flow)
                 if index + 1 in ends:
                     run.store.drop(*ends[index + 1], parts_of(run.checkpoints[ends[index + 1]].x))
                 if self.is_first and run.entry is None:
@@ -258,7 +272,13 @@ class StageExecution:
             run.leaf.data = self._stub
         return output
 
-    def _call(self, index: int, x: Flow, target: Tensor | None) -> Flow:
+    def _call(self, run: _Pass, index: int, x: Flow) -> Flow:
+        if index not in self.selective:
+            return self._apply(index, x, run.target)
+        with run.store.selective(index):
+            return self._apply(index, x, run.target)
+
+    def _apply(self, index: int, x: Flow, target: Tensor | None) -> Flow:
         layer = self.layers[index - self.first_layer]
         by_name = self._by_name[index - self.first_layer]
         if not by_name and not (self.is_last and index + 1 == self.end_layer):
@@ -299,6 +319,7 @@ class StageExecution:
             return None
         start = run.entry if run.leaf is None else get_gradient_edge(run.leaf)
         assert start is not None
+        run.store.keep_results()
         found, run.rest = split.backward_input(run.output, self._root(run, gradient), start)
         run.output = run.target = None
         if run.entry is not None:

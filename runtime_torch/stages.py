@@ -135,6 +135,12 @@ def wrap_stages(
         whole = schedule.stages[op.stage].layers
         if tuple(getattr(op, "layers", whole)) != tuple(whole):
             raise BadInput(f"stage {op.stage} is one module, but the schedule has {op.id}: build it from its layers")
+    for stage in mine:
+        if stage.selective_layers:
+            raise BadInput(
+                f"stage {stage.stage} is one module, but the schedule has selective recompute of single layers: build "
+                "it from its layers"
+            )
     own = {f"stage{index}": module for index, module in modules.items()}
     tied = Ties([*ties, *shared(own)], {f"stage{stage.stage}": stage.device for stage in schedule.stages}, own, rank)
     stages = Stages(nn.ModuleDict({name: module.to(device) for name, module in own.items()}), None, tied)
@@ -173,4 +179,5 @@ def _execution(
         device=device,
         meter=meters[0],
         host_meter=meters[1],
+        selective=stage.selective_layers,
     )

@@ -16,60 +16,17 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from optpipe_compiler.errors import RunFailed
 from runtime_torch import engine
+from runtime_torch.regions import Regions
+from runtime_torch.selective import told_to
+from runtime_torch.units import Slot, Unit, geometry
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from torch import Tensor, UntypedStorage
 
-    from runtime_torch.carrier import Carrier, HostCopy
+    from runtime_torch.carrier import Carrier
     from runtime_torch.meter import Meter
-
-
-class Unit:
-    """One saved storage: on the device (`storage`), on the host (`host_copy`), or for the time being nowhere."""
-
-    __slots__ = ("host_copy", "layer", "nbytes", "slots", "storage")
-
-    def __init__(self, layer: int, storage: UntypedStorage) -> None:
-        self.layer = layer
-        self.nbytes = storage.nbytes()
-        self.storage: UntypedStorage | None = storage
-        self.host_copy: HostCopy | None = None
-        self.slots: list[Slot] = []
-
-
-class Slot:
-    """One saved tensor: a geometry on a unit's storage."""
-
-    __slots__ = ("geometry", "layer", "tensor", "unit")
-
-    def __init__(self, layer: int, unit: Unit, tensor: Tensor) -> None:
-        self.layer = layer
-        self.unit = unit
-        self.tensor: Tensor | None = tensor
-        self.geometry: Geometry | None = None
-        """Known once the unit has been taken away."""
-
-    def take_away(self) -> None:
-        """Keep the geometry alone."""
-        self.shape()
-        self.tensor = None
-
-    def shape(self) -> Geometry:
-        """The slot's geometry, on the device or not."""
-        tensor = self.tensor
-        if self.geometry is None and tensor is not None:  # another thread may be taking the tensor away
-            self.geometry = _geometry(tensor)
-        assert self.geometry is not None
-        return self.geometry
-
-
-Geometry = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
-
-
-def _geometry(tensor: Tensor) -> Geometry:
-    return tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride()
 
 
 class SavedTensorStore:
@@ -87,8 +44,12 @@ class SavedTensorStore:
         self.meter = meter
         self._carrier = carrier
         self._constants = constants
-        self._slots: list[Slot] = []
-        self._units: list[Unit] = []
+        self._regions: Regions | None = None
+        self._pack_again: Callable[[Tensor], Tensor] | None = None
+        """In a recompute: what gives dropped units back."""
+        self.slots: list[Slot] = []
+        """In the order of saving."""
+        self.units: list[Unit] = []
         self._by_address: dict[int, Unit] = {}
 
     # -- saving and reading
@@ -100,19 +61,54 @@ class SavedTensorStore:
     @contextmanager
     def refilling(self, first: int, end: int) -> Iterator[None]:
         """Within: a second forward of layers [first, end) gives their dropped units back, in the order of saving."""
-        slots = iter([slot for slot in self._slots if first <= slot.layer < end])
+        slots = iter([slot for slot in self.slots if first <= slot.layer < end])
+
+        units = [unit for unit in self.units if first <= unit.layer < end]
+        what = f"recompute of layers {first} to {end - 1}"
 
         def pack(tensor: Tensor) -> Tensor:
-            if not self._is_constant(tensor):
-                self._refill(next(slots, None), tensor, first, end)
+            if not self.is_constant(tensor):
+                self.refill(next(slots, None), tensor, what, units)
             return tensor.detach()
 
-        with saved_tensors_hooks(pack, _identity):
-            yield
+        self._pack_again = pack
+        try:
+            with saved_tensors_hooks(pack, _identity):
+                yield
+        finally:
+            self._pack_again = None
         if next(slots, None) is not None:
             raise RunFailed(f"recompute of layers {first} to {end - 1} saved fewer tensors than their forward did")
 
-    def _is_constant(self, tensor: Tensor) -> bool:
+    @contextmanager
+    def selective(self, layer: int) -> Iterator[None]:
+        """Within: the forward of a layer, or its recompute, whose cheap pieces are dropped at its end."""
+        with told_to(self.regions):
+            yield
+        self.regions.end_layer(layer)
+
+    @property
+    def regions(self) -> Regions:
+        """The cheap pieces of all layers."""
+        if self._regions is None:
+            self._regions = Regions(self)
+        return self._regions
+
+    @property
+    def is_refilling(self) -> bool:
+        """Whether layers are recomputed now."""
+        return self._pack_again is not None
+
+    def save(self, tensor: Tensor) -> Slot | Tensor:
+        """Save a tensor beside those that autograd saves."""
+        return self._pack(tensor) if self._pack_again is None else self._pack_again(tensor)
+
+    def read(self, handle: Slot | Tensor) -> Tensor:
+        """Return what was saved."""
+        return self._unpack(handle)
+
+    def is_constant(self, tensor: Tensor) -> bool:
+        """Whether a tensor is never stored."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() in self._constants or storage.nbytes() == 0 or tensor.device != self.device:
             return True
@@ -132,38 +128,60 @@ class SavedTensorStore:
             return tensor
         unit = self._by_address.get(address)
         if unit is None:
-            if self._is_constant(tensor):
+            if self.is_constant(tensor):
                 return tensor.detach()
             unit = Unit(self.layer, storage)
             self._by_address[address] = unit
-            self._units.append(unit)
+            self.units.append(unit)
             self.meter.hold(storage)
         slot = Slot(self.layer, unit, tensor.detach())
         if unit.storage is None:  # dropped, but alive as the input of a recompute
             slot.take_away()
         unit.slots.append(slot)
-        self._slots.append(slot)
+        self.slots.append(slot)
         return slot
 
     def _unpack(self, handle: Slot | Tensor) -> Tensor:
         if not isinstance(handle, Slot):
             return handle
+        unit = handle.unit
         if handle.tensor is None:
-            storage = handle.unit.storage
+            if unit.storage is None and unit.region is not None:
+                self.regions.fill(unit.region)
+            storage = unit.storage
             if storage is None:
-                raise RunFailed(f"layer {handle.unit.layer}: a saved tensor was read while it was not on the device")
+                raise RunFailed(f"layer {unit.layer}: a saved tensor was read while it was not on the device")
             assert handle.geometry is not None
             dtype, offset, size, stride = handle.geometry
             handle.tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
-        return handle.tensor
+        found = handle.tensor
+        if unit.region is not None:
+            self.regions.has_read(handle)
+        return found
 
-    def _refill(self, slot: Slot | None, tensor: Tensor, first: int, end: int) -> None:
-        storage = tensor.untyped_storage()
-        if slot is None or not _matches(slot, tensor, whole=first <= slot.unit.layer < end):
-            raise RunFailed(f"recompute of layers {first} to {end - 1} did not save what their forward saved")
-        if slot.unit.storage is None and first <= slot.unit.layer < end:
-            self.meter.hold(storage)
-            slot.unit.storage = storage
+    def refill(self, slot: Slot | None, tensor: Tensor, what: str, units: Collection[Unit]) -> None:
+        """Give the unit of a slot its storage back, where it is one of `units`; raise RunFailed where `what` saves
+        something else than before."""
+        if slot is None or not _matches(slot, tensor, whole=slot.unit in units):
+            raise RunFailed(f"{what} did not save what the forward saved")
+        if slot.unit.storage is None and slot.unit in units:
+            self.put_back(slot.unit, tensor.untyped_storage())
+
+    def put_back(self, unit: Unit, storage: UntypedStorage) -> None:
+        """The unit's storage is there again."""
+        if storage.nbytes() != unit.nbytes:
+            raise RunFailed(f"layer {unit.layer}: a saved tensor came back with {storage.nbytes()} bytes")
+        self.meter.hold(storage)
+        unit.storage = storage
+
+    def take_off(self, unit: Unit) -> None:
+        """Free a unit on the device; how to make it again is known elsewhere."""
+        if unit.storage is not None:
+            self.meter.release(self._detach(unit))
+
+    def unit_at(self, storage: UntypedStorage) -> Unit | None:
+        """The unit of a storage that is alive."""
+        return self._by_address.get(storage.data_ptr())
 
     # -- moving
 
@@ -192,7 +210,7 @@ class SavedTensorStore:
 
     def reload(self, first: int, end: int) -> None:
         """Allocate on the device, copy back what layers [first, end) offloaded, then free it on the host."""
-        units = [unit for unit in self._units if first <= unit.layer < end and unit.host_copy is not None]
+        units = [unit for unit in self.units if first <= unit.layer < end and unit.host_copy is not None]
         host_copies = []
         for unit in units:
             assert unit.host_copy is not None
@@ -201,18 +219,25 @@ class SavedTensorStore:
         for unit, storage in zip(units, self._carrier.bring(host_copies), strict=True):
             unit.storage = storage
 
+    def keep_results(self) -> None:
+        """A backward in two halves begins: results that are made again stay for the second."""
+        if self._regions is not None:
+            self._regions.keeps_results = True
+
     def finish(self, handles: Iterable[object]) -> None:
         """Free every unit of which all slots are among `handles`: nobody reads them any more."""
         finished = {handle for handle in handles if isinstance(handle, Slot)}
+        if self._regions is not None:
+            self._regions.let_go(finished)
         for unit in self._live():
             if finished.issuperset(unit.slots):
                 self.meter.release(self._detach(unit, for_good=True))
 
     def clear(self) -> None:
         """Free everything, on the device and on the host."""
-        for slot in self._slots:
+        for slot in self.slots:
             slot.tensor = None
-        for unit in self._units:
+        for unit in self.units:
             if unit.storage is not None:
                 self.meter.release(unit.storage)
                 unit.storage = None
@@ -227,16 +252,20 @@ class SavedTensorStore:
         """Bytes on the device of what `layers` [first, end) (absent: all) saved, each storage once."""
         return sum(unit.nbytes for unit in self._live(*(layers or (None, None))))
 
+    def result_bytes(self) -> int:
+        """Bytes on the device that cheap pieces have made again."""
+        return 0 if self._regions is None else self._regions.result_bytes()
+
     def storages(self) -> Iterable[UntypedStorage]:
         """The storages that are on the device now."""
-        return (unit.storage for unit in self._units if unit.storage is not None)
+        return (unit.storage for unit in self.units if unit.storage is not None)
 
     # -- helpers
 
     def _live(self, first: int | None = None, end: int | None = None) -> list[Unit]:
         return [
             unit
-            for unit in self._units
+            for unit in self.units
             if unit.storage is not None and (first is None or unit.layer >= first) and (end is None or unit.layer < end)
         ]
 
@@ -256,7 +285,7 @@ class SavedTensorStore:
 def _matches(slot: Slot, tensor: Tensor, *, whole: bool) -> bool:
     """Whether a second forward saved what the slot is for, on an equal storage if it is to take the place of the
     `whole` unit."""
-    expected, found = slot.shape(), _geometry(tensor)
+    expected, found = slot.shape(), geometry(tensor)
     if whole:
         return expected == found and slot.unit.nbytes == tensor.untyped_storage().nbytes()
     return (expected[0], expected[2]) == (found[0], found[2])

@@ -180,6 +180,7 @@ def test_torch_trains_two_steps_with_every_file_and_gets_the_gradients_of_the_un
         "loop": build(Shape(LOOP, microbatches=4, fused=split), 1),
         "v": build(Shape(V, microbatches=4, fused=split), 2),
         "fused": build(Shape(LOOP, microbatches=4, fused=fused), 3),
+        "neighbours": build(Shape((0, 0, 1, 1), microbatches=4, fused=split), 1),
         "dropped": build(mixed, 3),
         "compiled": quick(uniform(2, 2), 3 * 10**9, method="interleaved-zb").schedule,
     }

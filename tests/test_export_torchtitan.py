@@ -95,6 +95,24 @@ def test_a_profile_of_another_model_is_refused():
 
 
 @pytest.mark.parametrize(
+    ("layers", "what"),
+    [
+        (["embedding.0", "embedding.1", "block", "head"], "the embedding and the head whole"),
+        (["embedding", "block", "head-part", "head-part"], "the embedding and the head whole"),
+        (["EmbeddingPart", "Block", "HeadPart", "HeadPart-2"], "the embedding and the head whole"),
+        (["embedding", "block.0.attention", "block.0.mlp", "head"], "blocks whole"),
+    ],
+)
+def test_parts_and_halves_are_refused_by_their_names(layers, what):
+    costs = uniform(2, 2)
+    costs = msgspec.structs.replace(
+        costs, layers=[msgspec.structs.replace(costs.layers[0], name=name, count=1) for name in layers]
+    )
+    with pytest.raises(BadInput, match=f"^the profile has a layer .*: torchtitan has {what}$"):
+        render(check(placed(0, 1)), costs, "plan.csv", "plan")
+
+
+@pytest.mark.parametrize(
     ("devices", "name"),
     [
         ((0, 1), "PipelineScheduleMulti"),

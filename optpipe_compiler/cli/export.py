@@ -106,8 +106,14 @@ def _checked(schedule: Schedule, path: Path) -> Checked:
 
 
 def _refuse_loss(schedule: Schedule, path: Path, drop_memory_ops: bool) -> None:
+    from optpipe_compiler.documents.units import show_layers
     from optpipe_compiler.export.torch_csv import memory_ops
 
+    if layers := [layer for stage in schedule.stages for layer in stage.selective_layers]:
+        raise BadInput(
+            f"{path}: has selective recompute of layers {show_layers(layers)}, which torch's CSV cannot carry, and no "
+            "bytes of these layers without it; expected a schedule compiled with --no-recompute"
+        )
     lost = memory_ops(schedule)
     if lost and not drop_memory_ops:
         shown = " and ".join(f"{count} {kind}s" for kind, count in sorted(lost.items()))

@@ -32,6 +32,8 @@ class RunStage(msgspec.Struct, frozen=True):
     stage: int
     device: int
     layers: tuple[int, int]
+    selective: list[int] = []
+    """Of its layers, those with selective recompute."""
 
 
 class About(msgspec.Struct, frozen=True, tag_field="format", tag="optpipe-trace"):
@@ -160,22 +162,37 @@ def _time(layer: Layer, kind: str) -> int:
     return value_of(layer.forward_ns)
 
 
+def _again(layer: Layer) -> int:
+    """What selective recompute adds to a backward of the layer."""
+    return 0 if layer.selective is None else value_of(layer.selective.recompute_ns)
+
+
 def _retime(layers: list[Layer], stage: RunStage, kind: str, ops: Sequence[RunOp], overhead: int) -> list[Update]:
     """Scale `kind` of the stage's layers, in place, by the median of measured / base."""
     before = [_time(layer, kind) for layer in layers]
+    again = [0] * len(layers)
+    for index in stage.selective if kind in ("backward_input", "backward") else ():
+        again[index] = _again(layers[index])
     ratios = []
     for op in ops:
-        expected = sum(before[slice(*(op.layers or stage.layers))])
+        mine = slice(*(op.layers or stage.layers))
+        expected = sum(before[mine]) + sum(again[mine])
         if expected:
             ratios.append(max(0, op.end_ns - op.begin_ns - overhead) / expected)
     if not ratios:
         return []
     middle, spread = _middle(ratios)
     for index in range(*stage.layers):
+        light = layers[index].selective
+        if light is not None and again[index]:
+            scaled = _measured(again[index] * middle, again[index] * spread, len(ratios))
+            layers[index] = msgspec.structs.replace(
+                layers[index], selective=msgspec.structs.replace(light, recompute_ns=scaled)
+            )
         layers[index] = msgspec.structs.replace(
             layers[index], **{f"{kind}_ns": _measured(before[index] * middle, before[index] * spread, len(ratios))}
         )
-    whole = sum(before[slice(*stage.layers)])
+    whole = sum(before[slice(*stage.layers)]) + sum(again)
     measured = _measured(whole * middle, whole * spread, len(ratios))
     return [Update(f"{kind} of stage {stage.stage}", whole, measured, "ns")]
 

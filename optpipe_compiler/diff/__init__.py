@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from optpipe_compiler.diff import ops
 from optpipe_compiler.diff.records import Change, Difference
 from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.units import show_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -86,6 +87,8 @@ def _stages(old: ir.Schedule, new: ir.Schedule) -> list[Change]:
     for before, after in zip(old.stages, new.stages, strict=True):
         of = f"stage {before.stage}"
         found += _changes([("layers", _range(before.layers), _range(after.layers))], of)
+        old_layers, new_layers = (show_layers(stage.selective_layers) or "none" for stage in (before, after))
+        found += _changes([("selective recompute", old_layers, new_layers)], of)
         for name in before.__struct_fields__:
             if name.endswith("_bytes"):
                 found += _changes([(name, _total(getattr(before, name)), _total(getattr(after, name)))], of)

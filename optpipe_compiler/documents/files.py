@@ -126,7 +126,7 @@ def decode(text: str, kind: type[T], name: str, *, format: str, version: int, re
         record = msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         raise BadInput(_explain(name, raw, str(error))) from error
-    if raw["version"] == version and raw["revision"] <= revision:
+    if raw["revision"] <= revision:
         _refuse_unknown(name, raw, kind)
     return record
 

@@ -16,7 +16,8 @@ from optpipe_compiler.documents.profile import MOST_LAYERS, Count, Model, Positi
 from optpipe_compiler.errors import BadInput
 
 FORMAT = "optpipe-schedule"
-VERSION = 1
+VERSION = 2
+"""2: stages may name layers with selective recompute. Files that name none are of version 1, which older tools read."""
 REVISION = 2
 """1: the kind of a baseline. 2: what each device knows of its deliveries."""
 
@@ -159,6 +160,13 @@ class Stage(Record, frozen=True, kw_only=True, omit_defaults=False):
     backward_input_transient_bytes: list[Count]
     backward_weight_transient_bytes: list[Count]
     backward_transient_bytes: list[Count]
+    selective: list[Count] | msgspec.UnsetType = msgspec.UNSET
+    """The layers whose cheap tensors are recomputed within their backward, by number; absent: none."""
+
+    @property
+    def selective_layers(self) -> list[int]:
+        """The same, empty where there are none."""
+        return [] if isinstance(self.selective, msgspec.UnsetType) else self.selective
 
 
 class Delivered(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -268,7 +276,7 @@ class Schedule(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A whole schedule.json. Contract: everything up to `devices`. Forecast: the rest."""
 
     format: Literal["optpipe-schedule"] = "optpipe-schedule"
-    version: int = VERSION
+    version: int = 1
     revision: int = REVISION
     digest: str
     setup: Setup
@@ -294,7 +302,9 @@ def contract_digest(schedule: Schedule) -> str:
 
 
 def seal(schedule: Schedule) -> Schedule:
-    """Return the schedule with its digest filled in."""
+    """Return the schedule with its version and digest filled in."""
+    version = VERSION if any(stage.selective_layers for stage in schedule.stages) else 1
+    schedule = msgspec.structs.replace(schedule, version=version)
     return msgspec.structs.replace(schedule, digest=contract_digest(schedule))
 
 
@@ -311,6 +321,7 @@ def load(path: Path | str) -> Schedule:
 def parse(text: str, name: str) -> Schedule:
     """Decode the text of a schedule; `name` stands for the file in messages."""
     schedule = decode(text, Schedule, name, format=FORMAT, version=VERSION, revision=REVISION)
+    _check_version(schedule, name)
     _check_sizes(schedule, name)
     expected = contract_digest(schedule)
     if schedule.digest != expected:
@@ -319,6 +330,13 @@ def parse(text: str, name: str) -> Schedule:
             "compile it again"
         )
     return schedule
+
+
+def _check_version(schedule: Schedule, name: str) -> None:
+    """Refuse selective recompute in files of version 1: older tools would run them in more memory than they promise."""
+    for index, stage in enumerate(schedule.stages):
+        if schedule.version == 1 and stage.selective is not msgspec.UNSET:
+            raise BadInput(f"{name}: $.stages[{index}].selective: is not a field of version 1, expected $.version 2")
 
 
 def _check_sizes(schedule: Schedule, name: str) -> None:

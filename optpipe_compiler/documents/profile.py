@@ -13,7 +13,7 @@ from optpipe_compiler.documents.files import Record, canonical, decode, read_tex
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from pathlib import Path
 
 FORMAT = "optpipe-profile"
@@ -44,6 +44,22 @@ Cost = Count | Quantity
 def value_of(cost: Cost) -> int:
     """Return the number itself, whatever its origin."""
     return cost.value if isinstance(cost, Quantity) else cost
+
+
+class Selective(Record, frozen=True, kw_only=True):
+    """What changes where a layer makes its cheap tensors (results of norms and activations) again in its backward.
+
+    Forward, output, checkpoint and what stays between the halves of a split backward are as ever. Until the end of the
+    forward all is there, so its transient bytes grow by what is then freed.
+    """
+
+    saved_bytes: Cost
+    captured_bytes: Cost = 0
+    """As the layer's, and cheap tensors that the weight gradient reads: backward_input makes them again."""
+    recompute_ns: Cost = 0
+    """Added to backward_input and to a fused backward."""
+    transient_bytes: Cost = 0
+    """Added to those of backward_input and of a fused backward: cheap tensors while they are read."""
 
 
 class Layer(Record, frozen=True, kw_only=True):
@@ -77,10 +93,16 @@ class Layer(Record, frozen=True, kw_only=True):
     checkpoint_bytes: Cost = 0
     output_bytes: Cost = 0
     static_bytes: Cost = 0
+    tie: str | None = None
+    """Layers of one tie share weights, as part j of an embedding and of the head do."""
+    tied_bytes: Cost = 0
+    """The part of `static_bytes` that a device with several layers of the tie holds once."""
     forward_transient_bytes: Cost = 0
     backward_input_transient_bytes: Cost = 0
     backward_weight_transient_bytes: Cost = 0
     backward_transient_bytes: Cost = 0
+    selective: Selective | None = None
+    """Absent: the layer has no cheap tensors, or nobody measured them."""
 
 
 class P2P(Record, frozen=True, kw_only=True):
@@ -171,6 +193,33 @@ def alike(layers: Sequence[Layer]) -> list[tuple[int, Layer]]:
     return list(found.values())
 
 
+def selected(layers: Sequence[Layer], chosen: Collection[int]) -> list[Layer]:
+    """Return the layers of a model, those numbered in `chosen` as they are with selective recompute."""
+    return [_selectively(layer) if index in chosen else layer for index, layer in enumerate(layers)]
+
+
+def _selectively(layer: Layer) -> Layer:
+    light = layer.selective
+    if light is None:
+        return layer
+    again, more = value_of(light.recompute_ns), value_of(light.transient_bytes)
+    saved = value_of(layer.saved_bytes)
+    residue = layer.saved_bytes if layer.residue_bytes is None else layer.residue_bytes
+    halves = value_of(layer.backward_input_ns) + value_of(layer.backward_weight_ns)
+    fused = halves if layer.backward_ns is None else value_of(layer.backward_ns)
+    return structs.replace(
+        layer,
+        saved_bytes=light.saved_bytes,
+        residue_bytes=residue,
+        captured_bytes=light.captured_bytes,
+        backward_input_ns=value_of(layer.backward_input_ns) + again,
+        backward_ns=fused + again,
+        forward_transient_bytes=value_of(layer.forward_transient_bytes) + saved - value_of(light.saved_bytes),
+        backward_input_transient_bytes=value_of(layer.backward_input_transient_bytes) + more,
+        backward_transient_bytes=value_of(layer.backward_transient_bytes) + more,
+    )
+
+
 def in_one_stage(layers: Sequence[Layer]) -> list[Layer]:
     """Return the layers of a stage as they are there: what one shares with the one before it is counted once.
 
@@ -231,6 +280,8 @@ def _check_layers(profile: Profile, name: str) -> None:
             raise BadInput(
                 f"{name}: $.layers[{index}].checkpoint_bytes is {kept}, expected at most saved_bytes ({saved})"
             )
+        if (tied := value_of(layer.tied_bytes)) > (static := value_of(layer.static_bytes)):
+            raise BadInput(f"{name}: $.layers[{index}].tied_bytes is {tied}, expected at most static_bytes ({static})")
         if (shared := value_of(layer.shared_bytes)) > saved:
             raise BadInput(
                 f"{name}: $.layers[{index}].shared_bytes is {shared}, expected at most saved_bytes ({saved})"
@@ -242,6 +293,25 @@ def _check_layers(profile: Profile, name: str) -> None:
                 f"{name}: $.layers[{index}].residue_bytes is {residue}, expected captured_bytes ({captured}) to "
                 f"saved_bytes + captured_bytes ({saved + captured})"
             )
+        if layer.selective is not None:
+            _check_selective(layer, residue, f"{name}: $.layers[{index}].selective")
+
+
+def _check_selective(layer: Layer, residue: int, path: str) -> None:
+    light = layer.selective
+    assert light is not None
+    saved, captured = value_of(light.saved_bytes), value_of(light.captured_bytes)
+    least = max(value_of(layer.checkpoint_bytes), value_of(layer.shared_bytes))
+    if not least <= saved <= value_of(layer.saved_bytes):
+        raise BadInput(
+            f"{path}.saved_bytes is {saved}, expected checkpoint_bytes and shared_bytes ({least}) to the layer's "
+            f"saved_bytes ({value_of(layer.saved_bytes)})"
+        )
+    if not residue - saved <= captured <= residue:
+        raise BadInput(
+            f"{path}.captured_bytes is {captured}, expected residue_bytes - saved_bytes ({max(0, residue - saved)}) to "
+            f"the layer's residue_bytes ({residue})"
+        )
 
 
 def _check_machine(machine: Machine, name: str) -> None:

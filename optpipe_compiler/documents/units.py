@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from optpipe_compiler.errors import BadInput
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 FACTORS = {
     "": 1,
@@ -63,6 +67,17 @@ def show_ns(time: int) -> str:
         if time >= factor:
             return f"{time / factor:.4g} {name}" if time < 1000 * factor else f"{time / factor:,.0f} {name}"
     return f"{time} ns"
+
+
+def show_layers(layers: Sequence[int]) -> str:
+    """Return layer numbers in order as runs: `0-3, 5`."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and runs[-1][1] + 1 == layer:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def printable(text: str, keep: str = "") -> str:

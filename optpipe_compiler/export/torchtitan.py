@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from optpipe_compiler.documents.profile import Profile
 
 FIRST, LAST = "tok_embeddings", ("norm", "lm_head")
-PARTS = ("embedding.", "embedding-part", "head.", "head-part")
-"""How profiles name parts of an embedding or a head."""
+PARTS = ("embedding.", "embedding-part", "embeddingpart", "head.", "head-part", "headpart")
+"""How profiles name parts of an embedding or a head, in lower case: those of known models, of uniform profiles, and by
+the class of users' layers."""
 HALVES = "block."
 """How they name halves of blocks."""
 
@@ -113,7 +114,7 @@ def _ends(schedule: Schedule, profile: Profile | None) -> tuple[bool, bool]:
         layers = profile.expanded_layers()
         if len(layers) != schedule.setup.layers:
             raise BadInput(f"the profile has {len(layers)} layers, expected the schedule's {schedule.setup.layers}")
-        if parts := [layer.name for layer in layers if layer.name.startswith(PARTS)]:
+        if parts := [layer.name for layer in layers if layer.name.lower().startswith(PARTS)]:
             raise BadInput(f"the profile has a layer {parts[0]}: torchtitan has the embedding and the head whole")
         if halves := [layer.name for layer in layers if layer.name.startswith(HALVES)]:
             raise BadInput(f"the profile has a layer {halves[0]}: torchtitan has blocks whole")

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from msgspec import UNSET
+
 from optpipe_compiler import __version__
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import op_id
-from optpipe_compiler.documents.profile import in_one_stage, value_of
+from optpipe_compiler.documents.profile import in_one_stage, selected, value_of
 from optpipe_compiler.lower.graph import Graph, Node
 from optpipe_compiler.lower.waits import Waits, planned_peaks
 from optpipe_compiler.model.problem import (
@@ -18,6 +20,7 @@ from optpipe_compiler.model.problem import (
     recompute_ns,
     residue_bytes,
     static_bytes,
+    statics,
 )
 from optpipe_compiler.model.schedule import Kind, Schedule, Task
 
@@ -101,11 +104,12 @@ def promised(schedule: Schedule, profile: Profile, layout: Layout) -> tuple[list
 
 
 def _stages(profile: Profile, layout: Layout) -> list[ir.Stage]:
-    layers = profile.expanded_layers()
-    return [_stage(layers, layout, index) for index in range(layout.stages)]
+    layers = selected(profile.expanded_layers(), layout.selective)
+    held = statics(layers, layout)
+    return [_stage(layers, layout, index, held) for index in range(layout.stages)]
 
 
-def _stage(layers: list[Layer], layout: Layout, index: int) -> ir.Stage:
+def _stage(layers: list[Layer], layout: Layout, index: int, held: list[int]) -> ir.Stage:
     begin, end = layout.cuts[index], layout.cuts[index + 1]
     mine = in_one_stage(layers[begin:end])
 
@@ -116,7 +120,7 @@ def _stage(layers: list[Layer], layout: Layout, index: int) -> ir.Stage:
         stage=index,
         device=layout.device_of[index],
         layers=(begin, end),
-        static_bytes=sum(each("static_bytes")),
+        static_bytes=sum(held[begin:end]),
         input_bytes=value_of(layers[begin - 1].output_bytes) if index > 0 else 0,
         output_bytes=value_of(mine[-1].output_bytes) if index + 1 < layout.stages else 0,
         saved_bytes=each("saved_bytes"),
@@ -127,6 +131,7 @@ def _stage(layers: list[Layer], layout: Layout, index: int) -> ir.Stage:
         backward_input_transient_bytes=each("backward_input_transient_bytes"),
         backward_weight_transient_bytes=each("backward_weight_transient_bytes"),
         backward_transient_bytes=each("backward_transient_bytes"),
+        selective=[layer for layer in range(begin, end) if layer in layout.selective] or UNSET,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,8 @@ class Layout:
     name: str
     cuts: tuple[int, ...]
     device_of: tuple[int, ...]
+    selective: frozenset[int] = frozenset()
+    """The layers that recompute their cheap tensors within their backward."""
 
     @property
     def stages(self) -> int:
@@ -60,7 +62,7 @@ def by_layers(one: Layout) -> Layout:
     owners: list[int] = []
     for device, (begin, end) in zip(one.device_of, pairwise(one.cuts), strict=True):
         owners += [device] * (end - begin)
-    return Layout(one.name, tuple(range(one.cuts[-1] + 1)), tuple(owners))
+    return replace(one, cuts=tuple(range(one.cuts[-1] + 1)), device_of=tuple(owners))
 
 
 def _balanced_cuts(work: Sequence[int], parts: int) -> tuple[int, ...]:

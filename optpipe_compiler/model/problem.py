@@ -11,10 +11,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.documents.profile import in_one_stage, value_of
+from optpipe_compiler.documents.profile import in_one_stage, selected, value_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from optpipe_compiler.documents.profile import Cost, Layer, Link, Machine, Profile
     from optpipe_compiler.model.placement import Layout
@@ -131,7 +131,7 @@ def build(
     An offload takes the first layers of a stage, as many as hold no more than a share `offloaded` of what it saved, and
     at least one.
     """
-    layers = profile.expanded_layers()
+    layers = selected(profile.expanded_layers(), layout.selective)
     machine = profile.machine
     devices = max(layout.device_of) + 1
     stages = tuple(_stage(layers, layout, index, machine, offloaded) for index in range(layout.stages))
@@ -144,14 +144,25 @@ def build(
 
 def static_bytes(profile: Profile, layout: Layout, device: int) -> int:
     """Return what `device` holds all the time: reserve, weights, gradients, optimizer state."""
-    layers = profile.expanded_layers()
-    held = sum(
-        value_of(layer.static_bytes)
-        for index, owner in enumerate(layout.device_of)
+    held = statics(profile.expanded_layers(), layout)
+    mine = (
+        sum(held[begin:end])
+        for owner, (begin, end) in zip(layout.device_of, itertools.pairwise(layout.cuts), strict=True)
         if owner == device
-        for layer in layers[layout.cuts[index] : layout.cuts[index + 1]]
     )
-    return held + value_of(profile.machine.reserve_bytes)
+    return sum(mine) + value_of(profile.machine.reserve_bytes)
+
+
+def statics(layers: Sequence[Layer], layout: Layout) -> list[int]:
+    """Return the static bytes of each layer; what several layers of a tie share on one device is the first one's."""
+    held = [value_of(layer.static_bytes) for layer in layers]
+    seen: set[tuple[int, str]] = set()
+    for owner, (begin, end) in zip(layout.device_of, itertools.pairwise(layout.cuts), strict=True):
+        for index in range(begin, end):
+            if (tie := layers[index].tie) is not None:
+                held[index] -= value_of(layers[index].tied_bytes) * ((owner, tie) in seen)
+                seen.add((owner, tie))
+    return held
 
 
 def host_links(machine: Machine, devices: int) -> list[tuple[list[int], Link]]:

@@ -48,7 +48,7 @@ class Candidates:
     def __init__(self, incumbents: Incumbents) -> None:
         self.incumbents = incumbents
         self.tried: dict[str, list[Tried]] = {}
-        """For each name, one entry per placement."""
+        """For each name, one entry per placement; those with selective recompute, which no paper has, are left out."""
 
     def steps(self, names: Iterable[str] = tuple(METHODS)) -> Iterator[None]:
         """Try the schedules of these names, one at each step, and keep those that fit and are better.
@@ -66,14 +66,14 @@ class Candidates:
         for attempt, name in pairs:
             outcome = self._screened(attempt, name)
             if isinstance(outcome, Tried):
-                self.tried.setdefault(name, []).append(outcome)
+                self._remember(attempt, name, outcome)
             else:
                 promising.append(outcome)
             yield
         for one in sorted(promising, key=lambda promise: promise.ticks):
             worse = self._worse(one)
             outcome = Tried(reason=worse) if worse else self._whole(one.attempt, one.name)
-            self.tried.setdefault(one.name, []).append(outcome)
+            self._remember(one.attempt, one.name, outcome)
             yield
 
     def take(self, name: str, cap_bytes: int) -> None:
@@ -111,6 +111,10 @@ class Candidates:
         ]
         unknown = ir.Baseline(makespan_ns=None, peak_bytes=None, fits=False, reason=reason, kind=kind)
         return min(found, key=lambda b: (not b.fits, b.makespan_ns), default=unknown)
+
+    def _remember(self, attempt: Attempt, name: str, outcome: Tried) -> None:
+        if not attempt.layout.selective:
+            self.tried.setdefault(name, []).append(outcome)
 
     def _screened(self, attempt: Attempt, name: str) -> Tried | _Promise:
         """Try a schedule in full where that is quick, else by its first microbatches.

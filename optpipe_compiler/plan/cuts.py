@@ -40,6 +40,31 @@ def others(profile: Profile, even: Layout, cap_bytes: int) -> Iterator[Layout]:
             yield lean
 
 
+def with_ties(profile: Profile, one: Layout) -> Layout | None:
+    """Return the placement cut so that the layers of each tie are on one device, the heaviest device as light as can
+    be; None where there are no ties, where they are so already, or where no such cut was found."""
+    layers = profile.expanded_layers()
+    named: dict[str, list[int]] = {}
+    for index, layer in enumerate(layers):
+        if layer.tie is not None:
+            named.setdefault(layer.tie, []).append(index)
+    pairs = [pair for members in named.values() for pair in pairwise(members)]
+    if all(_are_together(one, pairs)):
+        return None
+    with suppress(ImportError):
+        from optpipe_compiler.solver.cuts import lightest
+
+        work = [value_of(layer.forward_ns) + fused_ns(layer) for layer in layers]
+        found = replace(one, cuts=lightest(work, one.device_of, one.cuts, pairs))
+        return found if all(_are_together(found, pairs)) else None
+    return None
+
+
+def _are_together(one: Layout, pairs: list[tuple[int, int]]) -> Iterator[bool]:
+    owner = [device for device, (a, b) in zip(one.device_of, pairwise(one.cuts), strict=True) for _ in range(a, b)]
+    return (owner[first] == owner[second] for first, second in pairs)
+
+
 def most_bytes(profile: Profile, one: Layout) -> int:
     """Return no less than any device needs to run one microbatch after the other."""
     return _Costs(profile).most_bytes(one)

@@ -12,8 +12,9 @@ from optpipe_compiler.model import bounds
 from optpipe_compiler.model.placement import Layout, by_layers, layout
 from optpipe_compiler.model.problem import Caps, Freedom, build, fused_ns
 from optpipe_compiler.plan.budget import lowering_s
-from optpipe_compiler.plan.cuts import most_bytes, others
+from optpipe_compiler.plan.cuts import most_bytes, others, with_ties
 from optpipe_compiler.plan.options import settled
+from optpipe_compiler.plan.selective import selectively
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents.profile import Profile
@@ -58,6 +59,9 @@ def layouts(profile: Profile, options: Options) -> list[Layout]:
     found = even + [other for one in even for other in others(profile, one, options.mem_bytes)]
     if wanted is None and options.placement in ("auto", "linear"):
         found += [by_layers(one) for one in found[:1] if _is_tight(profile, one, options.mem_bytes)]
+    found += [tied for one in even if (tied := with_ties(profile, one)) is not None]
+    if options.recompute and options.method is None:
+        found += list(selectively(profile, found, options.mem_bytes))
     return found
 
 

@@ -16,11 +16,14 @@ RESOLUTION = 1_000_000
 """Parts of the whole work in which the search counts; what is nearer to each other counts as equal."""
 
 
-def lightest(work: Sequence[int], device_of: Sequence[int], known: Cuts) -> Cuts:
+def lightest(
+    work: Sequence[int], device_of: Sequence[int], known: Cuts, together: Sequence[tuple[int, int]] = ()
+) -> Cuts:
     """Return cuts that minimise the work of the busiest device, or `known` where nothing lighter was found.
 
     With stage s holding layers [c_s, c_s+1) and prefix sums p over the layers' work, minimise z subject to
-    z >= sum of p[c_s+1] - p[c_s] over the stages of each device, and c_s < c_s+1.
+    z >= sum of p[c_s+1] - p[c_s] over the stages of each device, and c_s < c_s+1. Layers that are `together` are on one
+    device: with a in stage s of device d and b in stage t, c_s <= a < c_s+1, c_t <= b < c_t+1, and t is of device d.
     """
     from ortools.sat.python import cp_model
 
@@ -41,6 +44,18 @@ def lightest(work: Sequence[int], device_of: Sequence[int], known: Cuts) -> Cuts
     for device in set(device_of):
         mine = [s for s in range(stages) if device_of[s] == device]
         model.add(sum(before[s + 1] - before[s] for s in mine) <= busiest)
+    for pair in together:
+        owners = []
+        for layer in pair:
+            stage = model.new_int_var(0, stages - 1, f"s{layer}")
+            begin, end = (model.new_int_var(0, layers, f"{name}{layer}") for name in "be")
+            owners.append(model.new_int_var(0, max(device_of), f"d{layer}"))
+            model.add_element(stage, cuts[:-1], begin)
+            model.add_element(stage, cuts[1:], end)
+            model.add_element(stage, list(device_of), owners[-1])
+            model.add(begin <= layer)
+            model.add(end > layer)
+        model.add(owners[0] == owners[1])
     model.minimize(busiest)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1

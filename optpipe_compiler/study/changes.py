@@ -22,7 +22,7 @@ MORE_MEMORY = (10, 25, 50, 100)
 
 Effect = Literal["same", "relaxed", "restricted", "different"]
 """relaxed: every schedule of the instance is one of the changed one, too, and no slower; restricted: the reverse."""
-Family = Literal["same", "memory", "link", "messages", "offload", "microbatches", "layers"]
+Family = Literal["same", "memory", "link", "messages", "offload", "selective", "microbatches", "layers"]
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,11 @@ class Change:
     amount: str = ""
 
 
-def changes(instance: Instance, *, offloads: bool, uneven: bool) -> Iterator[Change]:
+def changes(instance: Instance, *, offloads: bool, uneven: bool, selective: bool = False) -> Iterator[Change]:
     """Yield the instance unchanged and all variations that change anything; its options must be settled.
 
-    `offloads`: whether the schedule at hand uses any; `uneven`: whether one of its devices has more work than another.
+    `offloads`, `selective`: whether the schedule at hand has any offload, or selective recompute; `uneven`: whether one
+    of its devices has more work than another.
     """
     profile, options = instance.profile, instance.options
     assert options.microbatches is not None
@@ -57,6 +58,10 @@ def changes(instance: Instance, *, offloads: bool, uneven: bool) -> Iterator[Cha
         yield Change("messages", "messages x 0", "relaxed", free)
     if offloads and options.offload:
         yield Change("offload", "no offload", "restricted", _with(instance, offload=False))
+    if selective:
+        layers = [structs.replace(layer, selective=None) for layer in profile.layers]
+        without = replace(instance, profile=structs.replace(profile, layers=layers))
+        yield Change("selective", "no selective recompute", "restricted", without)
     more = options.microbatches + (options.microbatches + 1) // 2
     yield Change("microbatches", f"{more} microbatches", "different", _with(instance, microbatches=more), str(more))
     if uneven:
@@ -121,7 +126,7 @@ def _even(instance: Instance) -> Profile:
     saved, captured = shared["saved_bytes"], shared["captured_bytes"]
     averaged["checkpoint_bytes"] = min(averaged["checkpoint_bytes"], saved)
     shared["residue_bytes"] = min(max(shared["residue_bytes"], captured), saved + captured)
-    layer = structs.replace(layers[0], name="even", count=count, shared_bytes=0, **shared, **averaged)
+    layer = structs.replace(layers[0], name="even", count=count, shared_bytes=0, selective=None, **shared, **averaged)
     return structs.replace(instance.profile, layers=[layer])
 
 

@@ -113,7 +113,8 @@ def listed(schedule: ir.Schedule, instance: Instance) -> list[Change]:
     for stage, cost in zip(schedule.stages, schedule.forecast.stages, strict=True):
         work[stage.device] += cost.forward_ns + cost.backward_ns
     offloads = any(device.d2h for device in schedule.devices)
-    return list(changes(instance, offloads=offloads, uneven=len(set(work)) > 1))
+    selective = any(stage.selective_layers for stage in schedule.stages)
+    return list(changes(instance, offloads=offloads, selective=selective, uneven=len(set(work)) > 1))
 
 
 def _plan(numbered: tuple[int, Instance]) -> Planned:

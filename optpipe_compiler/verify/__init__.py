@@ -76,7 +76,7 @@ def _tables(schedule: ir.Schedule) -> list[Violation]:
     if not found:
         found = [*tables.devices(schedule), *tables.stages(schedule)]
     if not found:
-        found = list(tables.layer_lists(schedule))
+        found = [*tables.layer_lists(schedule), *tables.selective(schedule)]
     if not found:
         found = [*tables.stage_bytes(schedule), *tables.boundaries(schedule)]
     return found

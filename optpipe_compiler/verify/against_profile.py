@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from optpipe_compiler.documents.profile import Layer, Link, Machine, Profile, value_of
+from optpipe_compiler.documents.profile import Layer, Link, Machine, Profile, Selective, value_of
 from optpipe_compiler.verify.forecast import transfer_ns
 from optpipe_compiler.verify.report import Violation
 from optpipe_compiler.verify.tables import PER_LAYER, too_large
@@ -45,27 +45,58 @@ def setup(schedule: ir.Schedule, profile: Profile) -> Iterator[Violation]:
 
 def stage_bytes(plan: Plan, expanded: list[Layer]) -> Iterator[Violation]:
     """Every byte figure of a stage is that of its layers; what crosses its ends is the output of the layer before."""
+    tied: set[tuple[int, str]] = set()
     for stage in plan.stages:
         first, end = stage.layers
         mine = expanded[first:end]
-        expected: dict[str, object] = {field: [_bytes(layer, field) for layer in mine] for field in PER_LAYER}
-        saved = [_saved(layer, mine[n - 1] if n else None) for n, layer in enumerate(mine)]
+        light = [_light(layer) if first + n in stage.selective_layers else None for n, layer in enumerate(mine)]
+        yield from _unknown_light(stage, mine)
+        expected: dict[str, object] = {
+            field: [_bytes(layer, field, one) for layer, one in zip(mine, light, strict=True)] for field in PER_LAYER
+        }
+        saved = [_saved(layer, mine[n - 1] if n else None, light[n]) for n, layer in enumerate(mine)]
         expected["saved_bytes"] = saved
         expected["residue_bytes"] = [
-            min(_bytes(layer, "residue_bytes"), here + value_of(layer.captured_bytes))
-            for layer, here in zip(mine, saved, strict=True)
+            min(_bytes(layer, "residue_bytes", one), here + _bytes(layer, "captured_bytes", one))
+            for layer, here, one in zip(mine, saved, light, strict=True)
         ]
-        expected["static_bytes"] = sum(value_of(layer.static_bytes) for layer in mine)
+        expected["static_bytes"] = sum(value_of(layer.static_bytes) for layer in mine) - _shared_weights(
+            stage, mine, tied
+        )
         expected["input_bytes"] = value_of(expanded[first - 1].output_bytes) if first else 0
         expected["output_bytes"] = value_of(expanded[end - 1].output_bytes) if end < len(expanded) else 0
         for field, figure in expected.items():
             yield from _differs("profile-bytes", stage.stage, field, getattr(stage, field), figure)
 
 
-def _saved(layer: Layer, before: Layer | None) -> int:
+def _shared_weights(stage: ir.Stage, mine: list[Layer], tied: set[tuple[int, str]]) -> int:
+    """What the layers of a stage share with earlier layers of their ties on the same device, which `tied` names."""
+    shared = 0
+    for layer in mine:
+        if layer.tie is not None:
+            if (stage.device, layer.tie) in tied:
+                shared += value_of(layer.tied_bytes)
+            tied.add((stage.device, layer.tie))
+    return shared
+
+
+def _light(layer: Layer) -> Selective:
+    """What the profile says of selective recompute in a layer; nothing: that it changes nothing."""
+    saved, captured = layer.saved_bytes, layer.captured_bytes
+    return layer.selective or Selective(saved_bytes=saved, captured_bytes=captured)
+
+
+def _unknown_light(stage: ir.Stage, mine: list[Layer]) -> Iterator[Violation]:
+    for layer in stage.selective_layers:
+        if mine[layer - stage.layers[0]].selective is None:
+            message = f"stage {stage.stage} has selective recompute of layer {layer}, of which the profile knows none"
+            yield Violation("profile-bytes", message)
+
+
+def _saved(layer: Layer, before: Layer | None, light: Selective | None) -> int:
     """What a layer saves in its stage: without what the layer of its chain before it has saved, but never less than its
     input."""
-    saved, shared = value_of(layer.saved_bytes), value_of(layer.shared_bytes)
+    saved, shared = _bytes(layer, "saved_bytes", light), value_of(layer.shared_bytes)
     if before is None or not shared:
         return saved
     chains = [one.name if one.chain is None else one.chain for one in (before, layer)]
@@ -74,10 +105,20 @@ def _saved(layer: Layer, before: Layer | None) -> int:
     return max(saved - shared, value_of(layer.checkpoint_bytes))
 
 
-def _bytes(layer: Layer, field: str) -> int:
+def _bytes(layer: Layer, field: str, light: Selective | None) -> int:
+    """Return a figure of a layer, with selective recompute (`light`) or without."""
     if field == "residue_bytes" and layer.residue_bytes is None:
         return value_of(layer.saved_bytes)
-    return value_of(getattr(layer, field))
+    figure = value_of(getattr(layer, field))
+    if light is None:
+        return figure
+    if field in ("saved_bytes", "captured_bytes"):
+        return value_of(getattr(light, field))
+    if field == "forward_transient_bytes":  # cheap tensors are freed when the forward is over
+        return figure + value_of(layer.saved_bytes) - value_of(light.saved_bytes)
+    if field in ("backward_input_transient_bytes", "backward_transient_bytes"):
+        return figure + value_of(light.transient_bytes)
+    return figure
 
 
 def _differs(rule: str, stage: int, field: str, found: object, expected: object) -> Iterator[Violation]:
@@ -96,6 +137,9 @@ def stage_times(plan: Plan, profile: Profile, expanded: list[Layer]) -> Iterator
         mine = expanded[stage.layers[0] : stage.layers[1]]
         for field in ("forward_ns", "backward_input_ns", "backward_weight_ns", "backward_ns"):
             expected = sum(_time(layer, field) for layer in mine) + overhead
+            if field in ("backward_input_ns", "backward_ns"):
+                light = [_light(expanded[layer]) for layer in stage.selective_layers]
+                expected += sum(value_of(one.recompute_ns) for one in light)
             yield from _differs("profile-times", cost.stage, field, getattr(cost, field), expected)
         again = [_time(layer, "recompute_ns") for layer in mine]
         yield from _differs("profile-times", cost.stage, "recompute_ns", cost.recompute_ns, again)

@@ -88,6 +88,15 @@ def layer_lists(schedule: ir.Schedule) -> Iterator[Violation]:
                 yield Violation("stages", f"{field} of stage {index} has {found} entries, expected {layers}")
 
 
+def selective(schedule: ir.Schedule) -> Iterator[Violation]:
+    """The layers of selective recompute are the stage's own, in order, none of them twice."""
+    for index, stage in enumerate(schedule.stages):
+        named = stage.selective_layers
+        if named != sorted(set(named)) or any(not stage.layers[0] <= layer < stage.layers[1] for layer in named):
+            shown = f"[{stage.layers[0]}, {stage.layers[1]})"
+            yield Violation("stages", f"selective of stage {index} is {named}, expected layers of {shown} in order")
+
+
 def stage_bytes(schedule: ir.Schedule) -> Iterator[Violation]:
     """Per layer: checkpoint <= saved and captured <= residue <= saved + captured."""
     for index, stage in enumerate(schedule.stages):

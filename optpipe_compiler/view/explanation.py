@@ -33,6 +33,8 @@ LOST = {
     "order": "because {} runs other ops first",
     "slack": "for no reason that the file names",
 }
+DOINGS = {"offload": "offloading", "selective": "selective recompute"}
+"""What a schedule does and a change forbids."""
 SUBJECTS = {
     "link": ("host links twice as fast", "Host links twice as fast would save"),
     "messages": ("messages in no time", "Messages that take no time would save"),
@@ -74,7 +76,7 @@ def sentences(explanation: Explanation) -> Iterator[str]:
             yield f"{one.text} instead of {explanation.microbatches} would save, per microbatch, " + (
                 f"{_saving(one, explanation)}."
             )
-        elif one.family == "offload":
+        elif one.family in DOINGS:
             yield _costs(one, explanation)
 
 
@@ -156,16 +158,17 @@ def _saving(one: WhatIf, explanation: Explanation) -> str:
 
 def _costs(one: WhatIf, explanation: Explanation) -> str:
     """Say what goes without a restriction: a share of time that is added."""
+    what = DOINGS[one.family]
     if one.outcome == "infeasible":
-        return "Without offloading nothing fits this cap."
+        return f"Without {what} nothing fits this cap."
     if one.found is not None and one.found > -NOTHING:
-        return f"Without offloading a step takes no longer: such a schedule was found in {_seconds(explanation)}."
+        return f"Without {what} a step takes no longer: such a schedule was found in {_seconds(explanation)}."
     text = f"no schedule was found in {_seconds(explanation)}"
     if one.found is not None:
         text = f"what was found in {_seconds(explanation)} takes {_share(-one.found)} longer"
     if one.at_most > -NOTHING:
-        return f"Without offloading {text}; that it must is not proven."
-    return f"Without offloading a step takes at least {_share(-one.at_most)} longer (bound); {text}."
+        return f"Without {what} {text}; that it must is not proven."
+    return f"Without {what} a step takes at least {_share(-one.at_most)} longer (bound); {text}."
 
 
 def _share(value: float) -> str:

@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from optpipe_compiler.documents.units import printable, short_bytes, show_bytes, show_ns
+from optpipe_compiler.documents.units import printable, short_bytes, show_bytes, show_layers, show_ns
 from optpipe_compiler.forecast import Cause, analyse
 from optpipe_compiler.view.baselines import OTHERS, best, faster, kind, ranked, whose
 
@@ -72,6 +72,11 @@ def count(schedule: Schedule, name: str) -> int:
     return sum(op.name == name for device in schedule.devices for lane in _lanes(device) for op in lane)
 
 
+def selective_layers(schedule: Schedule) -> list[int]:
+    """Return the layers with selective recompute, in order."""
+    return [layer for stage in schedule.stages for layer in stage.selective_layers]
+
+
 def _lanes(device: Device) -> tuple[Sequence[Op], ...]:
     return device.compute, device.d2h, device.h2d
 
@@ -96,6 +101,10 @@ def _headline(schedule: Schedule) -> Table:
             table.add_row(label, printable(f"{whose(schedule, name)}: this is {faster(schedule, name)}"))
     table.add_row("size", size)
     table.add_row("ops", ops)
+    if layers := selective_layers(schedule):
+        table.add_row(
+            "selective", f"norms and activations of layers {show_layers(layers)} recomputed in their backward"
+        )
     table.add_row("memory", _fullest(schedule))
     return table
 

@@ -6,6 +6,7 @@ splits it (`split.py`), so what is kept between its halves is what the runtime k
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,13 +17,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optpipe_torch.estimates.work import Work, kernel_of, tensors_of
-from optpipe_torch.profiler.records import LayerBytes
+from optpipe_torch.profiler.records import LayerBytes, SelectiveBytes
 from runtime_torch import split
 from runtime_torch.bundles import bundled
 from runtime_torch.microbatch import targets_for
+from runtime_torch.selective import find_cheap, told_to
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch import UntypedStorage
 
@@ -33,7 +35,8 @@ Accumulation = Literal["torch", "fused"]
 
 @dataclass
 class Counted:
-    """Work by op (forward, backward_input, backward_weight, backward) and bytes of a run of layers."""
+    """Work by op (forward, backward_input, backward_weight, backward, and selective: what selective recompute adds) and
+    bytes of a run of layers."""
 
     work: dict[str, Work]
     sizes: LayerBytes
@@ -112,6 +115,48 @@ class _Saved:
         return sum(storage.nbytes() for key, storage in self.storages.items() if among is None or key in among)
 
 
+class _Cheap:
+    """Notes the cheap pieces of a forward: their kernels, and what they would drop."""
+
+    def __init__(self, counter: _Counter, saved: _Saved) -> None:
+        self._counter, self._saved = counter, saved
+        self.work = Work()
+        self.pieces: list[set[int]] = []
+        self.results: set[int] = set()
+        self._alive: list[Tensor] = []
+
+    def cheap(self, function: Callable[..., Tensor], inputs: tuple[Any, ...]) -> Tensor:
+        """See selective.Keeper."""
+        self._alive += [one for one in inputs if isinstance(one, Tensor)]
+        for one in inputs:
+            if isinstance(one, Tensor):
+                self._saved.pack(one)
+        before, kernels = set(self._saved.storages), len(self._counter.work.kernels)
+        with told_to(None):
+            out = function(*inputs)
+        self.work.kernels += self._counter.work.kernels[kernels:]
+        result = out.untyped_storage()._cdata
+        self.pieces.append(set(self._saved.storages) - before | ({result} - before))
+        self.results.add(result)
+        self._alive.append(out)
+        return out
+
+    def dropped(self) -> set[int]:
+        """The storages that are saved without selective recompute only."""
+        return set().union(*self.pieces) & set(self._saved.storages)
+
+    def sizes(self, captured: int) -> SelectiveBytes | None:
+        """Return what stays, `captured` being the gradients that wait for W; None where nothing is dropped."""
+        saved, dropped = self._saved, self.dropped()
+        if not dropped:
+            return None
+        return SelectiveBytes(
+            saved=saved.nbytes() - saved.nbytes(dropped),
+            captured=captured + saved.nbytes(dropped & self.results & saved.reads),
+            transient=max(saved.nbytes(piece & dropped) for piece in self.pieces),
+        )
+
+
 def count(
     layers: Sequence[nn.Module], x: Tensor, target: Tensor | None, *, accumulation: Accumulation = "torch"
 ) -> Counted:
@@ -130,6 +175,7 @@ def count(
         work = {op: Work() for op in ("forward", "backward_input", "backward_weight", "backward")}
         sizes = _split(counter, work, layers, x, target)
         _fused(counter, work["backward"], layers, x, target)
+        work["selective"], sizes.selective = _selective(counter, layers, x, target)
     incoming = x.nbytes if x.is_floating_point() else 0
     sizes.transient = {
         "forward": max(0, work["forward"].rise_bytes - sizes.saved - sizes.output),
@@ -165,11 +211,17 @@ def _forward(layers: Sequence[nn.Module], x: Tensor, target: Tensor | None) -> t
 
 
 def _split(
-    counter: _Counter, work: dict[str, Work], layers: Sequence[nn.Module], x: Tensor, target: Tensor | None
+    counter: _Counter,
+    work: dict[str, Work],
+    layers: Sequence[nn.Module],
+    x: Tensor,
+    target: Tensor | None,
+    saved: _Saved | None = None,
+    cheap: _Cheap | None = None,
 ) -> LayerBytes:
-    saved = _Saved(layers)
+    saved = saved or _Saved(layers)
     counter.begin(work["forward"])
-    with saved_tensors_hooks(saved.pack, saved.unpack):
+    with saved_tensors_hooks(saved.pack, saved.unpack), told_to(cheap):
         leaf, output = _forward(layers, x, target)
     total, edge, output_bytes = saved.nbytes(), get_gradient_edge(output), output.nbytes if output.dim() else 0
     counter.begin(Work())
@@ -195,6 +247,18 @@ def _split(
         output=output_bytes,
         static=0,
     )
+
+
+def _selective(
+    counter: _Counter, layers: Sequence[nn.Module], x: Tensor, target: Tensor | None
+) -> tuple[Work, SelectiveBytes | None]:
+    """Return what selective recompute of all layers adds to a backward, and the bytes that it leaves."""
+    for layer in layers:
+        find_cheap(layer)
+    saved = _Saved(layers)
+    cheap = _Cheap(counter, saved)
+    sizes = _split(counter, defaultdict(Work), layers, x, target, saved, cheap)
+    return cheap.work, cheap.sizes(sizes.captured)
 
 
 def _captured(rest: split.SecondHalf, saved: _Saved) -> int:

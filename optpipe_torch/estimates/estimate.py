@@ -196,6 +196,7 @@ def _layer(name: str, number: int, counted: Counted, options: EstimateOptions) -
         backward_ns=times["backward"],
         recompute_ns=times["forward"],
         chain=sizes.chain,
+        selective=sizes.selective_costs(_estimated, times["selective"]),
         **sizes.costs(_estimated),
     )
 

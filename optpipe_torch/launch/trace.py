@@ -43,7 +43,13 @@ def chrome_trace(schedule: ir.Schedule, steps: Sequence[Sequence[Sequence[Ran]]]
         "real": schedule.model is not None,
         "time_scale": time_scale,
         "stages": [
-            {"stage": stage.stage, "device": stage.device, "layers": list(stage.layers)} for stage in schedule.stages
+            {
+                "stage": stage.stage,
+                "device": stage.device,
+                "layers": list(stage.layers),
+                "selective": stage.selective_layers,
+            }
+            for stage in schedule.stages
         ],
     }
     lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)

@@ -15,6 +15,7 @@ from optpipe_compiler.costs.models import Architecture
 from optpipe_compiler.errors import BadInput
 from optpipe_torch.models import user_model
 from runtime_torch.bundles import Bundle
+from runtime_torch.selective import cheap
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -58,7 +59,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (batch, sequence, hidden) to the same shape."""
         x = x + self.attend(self.attention_norm(x))
-        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))  # type: ignore[no-any-return]
+        return x + self.down(cheap(F.gelu, self.up(self.mlp_norm(x))))  # type: ignore[no-any-return]
 
     def attend(self, x: Tensor) -> Tensor:
         """Causal self-attention over the sequence."""
@@ -113,6 +114,25 @@ def each(model: Model, indices: range | None = None, on: torch.device | None = N
 def ties(model: Model) -> list[Names]:
     """Return the parameters that layers share, by their names in the state dict; models of our own share none."""
     return [] if model.builder in OWN else _user(model).all_ties()
+
+
+def tied_layers(model: Model) -> list[tuple[str, int] | None]:
+    """Return, for each layer, the first name of its tie and the bytes of the tied parameter; None: of no tie.
+
+    A layer with several ties has that of its largest parameter.
+    """
+    found: list[tuple[str, int] | None] = [None] * layer_count(model)
+    layers = [] if model.builder in OWN else _user(model).layers
+    dtype = _dtype(model)
+    for tie in ties(model):
+        for index, path in ((int(prefix), path) for prefix, _, path in (name.partition(".") for name in tie)):
+            with torch.random.fork_rng(devices=[]):
+                parameters = dict(user_model.sketched(model, index, layers[index]).named_parameters())
+            nbytes = parameters[path].numel() * dtype.itemsize if path in parameters else 0
+            known = found[index]
+            if known is None or known[1] < nbytes:
+                found[index] = tie[0], nbytes
+    return found
 
 
 def layer_count(model: Model) -> int:

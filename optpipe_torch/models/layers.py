@@ -25,6 +25,7 @@ from optpipe_torch.models.layer_kernels import (
 )
 from runtime_torch import vocabulary
 from runtime_torch.bundles import Bundle
+from runtime_torch.selective import cheap
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,7 +99,11 @@ class Attention(nn.Module):
         query, key = self.query_norm(query), self.key_norm(key)
         if self.rotary:
             query, key = (rotate(part, self.cosine, self.sine) for part in (query, key))
-        mixed = self.attend(query, key, value, self.dropout if self.training else 0.0)
+        dropout = self.dropout if self.training else 0.0
+        if self.attend is math_attention and not dropout:  # scores and their softmax; a flash kernel keeps neither
+            mixed = cheap(self.attend, query, key, value, dropout)
+        else:
+            mixed = self.attend(query, key, value, dropout)
         return scatter_sequence(self.projection(mixed.transpose(1, 2).reshape(batch, sequence, -1)), self.ranks)
 
 
@@ -115,6 +120,11 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return x * cosine + torch.cat((-right, left), -1) * sine
 
 
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """SwiGLU's product."""
+    return F.silu(gate) * up
+
+
 class FeedForward(nn.Module):
     """GPT-2's GELU layer or Llama's SwiGLU."""
 
@@ -128,7 +138,7 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Keep the shape."""
         x = gather_sequence(x, self.ranks)
-        inner = F.gelu(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x)
+        inner = cheap(F.gelu, self.up(x)) if self.gate is None else cheap(gated, self.gate(x), self.up(x))
         return scatter_sequence(self.down(inner), self.ranks)
 
 
@@ -175,7 +185,7 @@ class Experts(nn.Module):
 
     def apply_experts(self, x: Tensor) -> Tensor:
         """SwiGLU of every expert on its rows: (experts, rows, hidden) to the same shape."""
-        return (F.silu(x @ self.gate) * (x @ self.up)) @ self.down
+        return cheap(gated, x @ self.gate, x @ self.up) @ self.down
 
 
 class AttentionHalf(nn.Module):

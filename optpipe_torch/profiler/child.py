@@ -21,8 +21,10 @@ from optpipe_torch.profiler.layers import (
     Benches,
     bookkeeping_bench,
     layer_bytes,
+    selective_bytes,
     shared_bytes,
     time_ops,
+    time_selective,
     transient_bytes,
 )
 from optpipe_torch.profiler.records import Findings, LayerBytes, Messages, Times
@@ -118,6 +120,10 @@ def _find(timer: Timer, place: Place, model: Model, samples: int, say: Callable[
     overhead = _overhead(timer, samples)
     equal = {name: max(1, min(MOST_EQUAL, room // max(1, size.static))) for name, size in sizes.items()}
     times = _time_kinds(timer, benches, names, equal, samples, say)
+    for name, size in sizes.items():
+        if size.selective is not None:
+            index = names.index(name)
+            times[name]["selective"] = time_selective(timer, benches.stage(index, index + 1, selective=True), samples)
     dist.barrier()
     say("host copies of all processes at once", 0.85)
     block = names.index(common(names))
@@ -140,6 +146,7 @@ def _find(timer: Timer, place: Place, model: Model, samples: int, say: Callable[
         memory=timer.memory(),
         titles=models.layer_titles(model) if model.builder in models.OWN else [],
         host_link=timer.host_link,
+        ties=models.tied_layers(model),
     )
 
 
@@ -191,6 +198,7 @@ def measure_sizes(timer: Timer, benches: Benches, names: list[str], room: int) -
     for name in sizes:
         index = names.index(name)
         sizes[name].transient = transient_bytes(timer, benches, index, index + 1, [sizes[name]])
+        sizes[name].selective = selective_bytes(timer, benches, index, sizes[name])
     for first, end in _telling_stages(names):
         if sum(sizes[name].static for name in names[first:end]) > room:
             continue

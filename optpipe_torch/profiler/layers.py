@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from optpipe_torch.models import known as models
-from optpipe_torch.profiler.records import LayerBytes, Times
+from optpipe_torch.profiler.records import LayerBytes, SelectiveBytes, Times
 from runtime_torch.bundles import bundled
 from runtime_torch.execution import StageExecution
 from runtime_torch.microbatch import takes_target
@@ -137,12 +137,15 @@ class Benches:
             self._gradients[bundle] = gradient.to(self.device)
         return self._gradients[bundle]
 
-    def stage(self, first: int, end: int) -> Bench:
-        """Return the stage of layers [first, end), with gradient buffers."""
+    def stage(self, first: int, end: int, *, selective: bool = False) -> Bench:
+        """Return the stage of layers [first, end), with gradient buffers; all or none with selective recompute."""
         is_last = end == self.head + 1
         built = [layer.to(self.device) for layer in models.build(self.model, range(first, end), self.device)]
         layers = [self._bundled(index, layer, packs=index + 1 == end) for index, layer in enumerate(built, first)]
-        stage = StageExecution(layers, first, is_first=first == 0, is_last=is_last, device=self.device)
+        chosen = range(first, end) if selective else ()
+        stage = StageExecution(
+            layers, first, is_first=first == 0, is_last=is_last, device=self.device, selective=chosen
+        )
         for layer in stage.layers:
             for parameter in layer.parameters():
                 parameter.grad = torch.zeros_like(parameter)
@@ -250,6 +253,35 @@ def layer_bytes(benches: Benches, index: int) -> LayerBytes:
     )
 
 
+def selective_bytes(timer: Timer, benches: Benches, index: int, plain: LayerBytes) -> SelectiveBytes | None:
+    """Measure what one layer keeps with selective recompute, beside what it keeps without (of a stage of its own); None
+    where that is no less."""
+    bench = benches.stage(index, index + 1, selective=True)
+    bench.forward(0)
+    saved = bench.stage.saved_bytes(0)
+    bench.stage.backward_input(0, bench.gradient)
+    captured = bench.stage.captured_bytes(0) + bench.stage.result_bytes(0)
+    bench.stage.backward_weight(0)
+    if max(saved, plain.checkpoint) >= plain.saved:
+        return None
+    light = replace(plain, saved=max(saved, plain.checkpoint), captured=captured)
+    found = transient_bytes(timer, benches, index, index + 1, [light], selective=True)
+    more = max(0, *(found[op] - plain.transient[op] for op in ("backward_input", "backward")))
+    return SelectiveBytes(light.saved, captured, more)
+
+
+def time_selective(timer: Timer, bench: Bench, samples: int) -> list[int]:
+    """Time what selective recompute adds to a backward."""
+    took: list[int] = []
+    for number in range(WARM_UP + samples):
+        bench.forward(0)
+        with timer.timed(took if number >= WARM_UP else []):
+            bench.stage.make_again(0)
+        bench.stage.backward(0, bench.gradient)
+        timer.settle()
+    return took
+
+
 def shared_bytes(benches: Benches, first: int) -> int:
     """Return what two layers of a chain, from layer `first` on, save less than each of them alone: what both get handed
     on is there once."""
@@ -262,14 +294,14 @@ def shared_bytes(benches: Benches, first: int) -> int:
 
 
 def transient_bytes(
-    timer: Timer, benches: Benches, first: int, end: int, layers: Sequence[LayerBytes]
+    timer: Timer, benches: Benches, first: int, end: int, layers: Sequence[LayerBytes], *, selective: bool = False
 ) -> dict[str, int]:
     """Return per op the bytes by which the stage [first, end) exceeds the memory table of docs/IR.md without them.
 
     The allocator's own counts are taken (`Timer.peaks`); `layers` are the bytes of the stage's layers. Stages of
     several layers show the gradients and outputs between layers, too, which no other line of the table counts.
     """
-    bench = benches.stage(first, end)
+    bench = benches.stage(first, end, selective=selective)
     incoming = 0 if bench.stage.is_first else bench.x.nbytes
     captured = sum(layer.captured for layer in layers)
     saved = sum(layer.saved_after(before) for before, layer in zip((None, *layers[:-1]), layers, strict=True))

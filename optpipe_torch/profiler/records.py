@@ -7,11 +7,11 @@ import statistics
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
-from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Model, Profile, Quantity, value_of
+from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Model, Profile, Quantity, Selective, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 
 Times = dict[str, list[int]]
 """Samples in ns by op: forward, backward_input, backward_weight, backward, recompute."""
+
+
+@dataclass
+class SelectiveBytes:
+    """The bytes of a profile's `Selective`."""
+
+    saved: int
+    captured: int
+    transient: int
 
 
 @dataclass
@@ -38,13 +47,28 @@ class LayerBytes:
     """As the profile has it; None: of layers of its kind."""
     transient: dict[str, int] = field(default_factory=dict)
     """By op: forward, backward_input, backward_weight, backward."""
+    selective: SelectiveBytes | None = None
+    """With selective recompute; None: the layer has nothing to recompute so."""
 
-    def costs(self, cost: Callable[[int], Cost]) -> dict[str, Cost]:
+    def costs(self, cost: Callable[[int], Cost]) -> dict[str, Any]:
         """Return the byte figures of a profile's `Layer`, each as `cost` makes it."""
         whole = ("saved", "residue", "captured", "checkpoint", "output", "static", *(["shared"] if self.shared else []))
         ops = ("forward", "backward_input", "backward_weight", "backward")
         found = {f"{name}_bytes": cost(getattr(self, name)) for name in whole}
         return found | {f"{op}_transient_bytes": cost(self.transient[op]) for op in ops}
+
+    def selective_costs(self, cost: Callable[[int], Cost], recompute_ns: Cost) -> Selective | None:
+        """Return the profile's record of selective recompute, which takes `recompute_ns`."""
+        if self.selective is None:
+            return None
+        least = max(self.checkpoint, self.shared)
+        saved = max(self.selective.saved, least)
+        return Selective(
+            saved_bytes=cost(saved),
+            captured_bytes=cost(min(self.residue, max(self.selective.captured, self.residue - saved))),
+            recompute_ns=recompute_ns,
+            transient_bytes=cost(self.selective.transient),
+        )
 
     def saved_after(self, before: LayerBytes | None) -> int:
         """What it saves behind another layer of its stage, as `documents.profile.in_one_stage` has it."""
@@ -101,6 +125,8 @@ class Findings:
     """Bytes of the device, and those taken before any tensor; None: its memory is a share of the host's."""
     titles: list[str] = field(default_factory=list)
     """The name of each layer, where it has one of its own; empty: all have that of their kind."""
+    ties: list[tuple[str, int] | None] = field(default_factory=list)
+    """Of each layer: the name of its tie and the bytes of the tied parameter; empty: there are no ties."""
     host_link: str | None = None
     """Equal for devices that share the way to their host; None: not known who does."""
 
@@ -114,9 +140,13 @@ def assemble(model: Model, devices: int, findings: Sequence[Findings], per_host:
     first, here = findings[0], per_host or devices
     overhead = _overhead(findings)
     layers: list[Layer] = []
-    for (title, kind), run in groupby(zip(first.titles or first.names, first.names, strict=True)):
+    ties = first.ties or [None] * len(first.names)
+    for (title, kind, tie), run in groupby(zip(first.titles or first.names, first.names, ties, strict=True)):
         times = {op: [t for found in findings for t in found.times[kind][op]] for op in first.times[kind]}
-        layers.append(_layer(title, len(list(run)), times, first.sizes[kind], overhead.value, is_first=not layers))
+        layer = _layer(title, len(list(run)), times, first.sizes[kind], overhead.value, is_first=not layers)
+        if tie is not None:  # weights, gradients and both moments of AdamW
+            layer = structs.replace(layer, tie=tie[0], tied_bytes=_once(4 * tie[1]))
+        layers.append(layer)
     links = _links(findings, devices, here)
     memory_bytes, reserve_bytes = _memory(findings, here)
     return Profile(
@@ -175,6 +205,7 @@ def _layer(name: str, count: int, times: Times, sizes: LayerBytes, overhead_ns: 
         backward_ns=net("backward"),
         recompute_ns=net("recompute"),
         chain=sizes.chain,
+        selective=sizes.selective_costs(_once, quantity(times["selective"]) if sizes.selective else 0),
         **sizes.costs(_once),
     )
 

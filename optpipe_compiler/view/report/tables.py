@@ -6,10 +6,10 @@ from collections import Counter
 from html import escape
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.documents.units import printable, short_bytes, show_ns
+from optpipe_compiler.documents.units import printable, short_bytes, show_layers, show_ns
 from optpipe_compiler.view.baselines import OTHERS, best, kind, ranked, whose
 from optpipe_compiler.view.look import IDLE
-from optpipe_compiler.view.summary import count
+from optpipe_compiler.view.summary import count, selective_layers
 from optpipe_compiler.view.summary import gap as gap_of
 
 if TYPE_CHECKING:
@@ -182,11 +182,19 @@ def _devices(found: Analysis) -> str:
     return _block("Devices", ["device", "layers", "promised peak", "host", "idle"], rows, "")
 
 
+def _selective(schedule: Schedule) -> list[str]:
+    layers = selective_layers(schedule)
+    if not layers:
+        return []
+    return [f"Selective recompute: norms and activations of layers {show_layers(layers)} again in their backward."]
+
+
 def _promises(schedule: Schedule) -> str:
     setup = schedule.setup
     lines = [
         f"{count(schedule, 'offload')} offloads, {count(schedule, 'recompute')} recomputations, "
         f"{count(schedule, 'backward_weight')} split and {count(schedule, 'backward')} fused backwards.",
+        *_selective(schedule),
         f"The cap of {short_bytes(setup.cap_bytes)} covers weights, gradients, optimizer state, a reserve of "
         f"{short_bytes(setup.reserve_bytes)}, activations, messages and what ops need while they run.",
         "Promised peaks hold for every execution that order and waits allow; the curves show the forecast one.",

@@ -1,0 +1,40 @@
+"""Placements with selective recompute: where layers make cheap tensors again in their backward, more of them fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.documents.profile import value_of
+from optpipe_compiler.model.problem import static_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from optpipe_compiler.documents.profile import Profile
+    from optpipe_compiler.model.placement import Layout
+
+
+def selectively(profile: Profile, found: Sequence[Layout], cap_bytes: int) -> Iterator[Layout]:
+    """Yield the placements again, with selective recompute of all layers, and of those on tight devices alone.
+
+    A device is tight that cannot hold what 1F1B holds there, or, in placements of several passes, what as many
+    microbatches as there are devices leave on it.
+    """
+    layers = profile.expanded_layers()
+    able = {index for index, layer in enumerate(layers) if layer.selective is not None}
+    saved = [value_of(layer.saved_bytes) for layer in layers]
+    for one in found:
+        devices = max(one.device_of) + 1
+        owned: list[set[int]] = [set() for _ in range(devices)]
+        for device, (begin, end) in zip(one.device_of, pairwise(one.cuts), strict=True):
+            owned[device] |= set(range(begin, end))
+        tight: set[int] = set()
+        for device, mine in enumerate(owned):
+            inflight = devices - device if one.name == "linear" else devices
+            if static_bytes(profile, one, device) + inflight * sum(saved[layer] for layer in mine) > cap_bytes:
+                tight |= mine & able
+        for chosen in {frozenset(tight): None, frozenset(able if tight else ()): None}:
+            if chosen:
+                yield replace(one, selective=chosen)

@@ -1,0 +1,87 @@
+"""Saved storages, the tensors on them, and the cheap pieces that make some of them again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor, UntypedStorage
+
+    from runtime_torch.carrier import HostCopy
+
+
+class Unit:
+    """One saved storage: on the device (`storage`), on the host (`host_copy`), or for the time being nowhere."""
+
+    __slots__ = ("host_copy", "layer", "nbytes", "region", "slots", "storage")
+
+    def __init__(self, layer: int, storage: UntypedStorage) -> None:
+        self.layer = layer
+        self.nbytes = storage.nbytes()
+        self.storage: UntypedStorage | None = storage
+        self.host_copy: HostCopy | None = None
+        self.slots: list[Slot] = []
+        self.region: Region | None = None
+        """The cheap piece that makes it again (regions.py)."""
+
+
+class Slot:
+    """One saved tensor: a geometry on a unit's storage."""
+
+    __slots__ = ("geometry", "layer", "tensor", "unit")
+
+    def __init__(self, layer: int, unit: Unit, tensor: Tensor) -> None:
+        self.layer = layer
+        self.unit = unit
+        self.tensor: Tensor | None = tensor
+        self.geometry: Geometry | None = None
+        """Known once the unit has been taken away."""
+
+    def take_away(self) -> None:
+        """Keep the geometry alone."""
+        self.shape()
+        self.tensor = None
+
+    def shape(self) -> Geometry:
+        """The slot's geometry, on the device or not."""
+        tensor = self.tensor
+        if self.geometry is None and tensor is not None:  # another thread may be taking the tensor away
+            self.geometry = geometry(tensor)
+        assert self.geometry is not None
+        return self.geometry
+
+
+Geometry = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
+
+
+def geometry(tensor: Tensor) -> Geometry:
+    """Return how a tensor lies on its storage."""
+    return tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride()
+
+
+class Region:
+    """One cheap piece of one layer and microbatch."""
+
+    __slots__ = ("autocast", "begin", "function", "inputs", "layer", "needs", "out", "out_unit", "slots", "units")
+
+    def __init__(self, layer: int, function: Callable[..., Tensor], inputs: tuple[Any, ...], begin: int) -> None:
+        self.layer = layer
+        self.function = function
+        self.inputs = inputs
+        """Slots of the activations among them, the others as they are."""
+        self.needs: list[bool] = []
+        self.begin = begin
+        """How many units the store had before."""
+        self.slots: list[Slot] = []
+        """What the piece saved inside."""
+        self.units: list[Unit] = []
+        """What is dropped and made again."""
+        self.out: Tensor | None = None
+        """Its result, alive until the layer's end, so that nothing else has its address."""
+        self.out_unit: Unit | None = None
+        """The unit of the result, where something behind the piece saved it."""
+        self.autocast = (False, torch.float32, False)

@@ -1,0 +1,246 @@
+"""Selective recompute: cheap tensors are made again in the backward; profile, plan, judge and runtime agree on it."""
+
+from __future__ import annotations
+
+import copy
+
+import msgspec
+import pytest
+from msgspec import structs
+
+from optpipe_compiler.compiler import Options, compile_schedule
+from optpipe_compiler.documents import ir, profile
+from optpipe_compiler.documents.files import canonical
+from optpipe_compiler.errors import BadInput
+from optpipe_compiler.verify import verify
+from tests.instances import uniform
+
+MB = 10**6
+LIGHT = profile.Selective(saved_bytes=300 * MB, captured_bytes=150 * MB, recompute_ns=40_000, transient_bytes=100 * MB)
+
+
+def costs(devices: int = 4, **light: int) -> profile.Profile:
+    """Layers of 500 MB that keep 300 where cheap tensors are made again, for 4 % of a backward."""
+    plain = uniform(devices, 2, d2h_ms=2.0, h2d_ms=2.0)
+    layers = [structs.replace(layer, selective=structs.replace(LIGHT, **light)) for layer in plain.layers]
+    return structs.replace(plain, layers=layers)
+
+
+def planned(cap_mb: int, microbatches: int = 12, **options: object) -> ir.Schedule:
+    chosen = Options(mem_bytes=cap_mb * MB, microbatches=microbatches, time_limit_s=3.0, reproducible=True, **options)
+    return compile_schedule(costs(), chosen).schedule
+
+
+def named(schedule: ir.Schedule) -> list[int]:
+    return [layer for stage in schedule.stages for layer in stage.selective_layers]
+
+
+@pytest.fixture(scope="module")
+def tight() -> ir.Schedule:
+    return planned(2000, offload=False)
+
+
+def test_a_plan_chooses_it_where_memory_is_tight_and_is_faster_for_it(tight):
+    assert named(tight)
+    assert tight.version == 2
+    assert verify(tight, costs()) == []
+    without = structs.replace(costs(), layers=[structs.replace(one, selective=None) for one in costs().layers])
+    options = Options(mem_bytes=2000 * MB, microbatches=12, time_limit_s=3.0, reproducible=True, offload=False)
+    assert tight.forecast.makespan_ns < compile_schedule(without, options).schedule.forecast.makespan_ns
+
+
+def test_a_plan_does_without_it_where_memory_is_plenty_or_recompute_is_forbidden():
+    for schedule in (planned(20_000), planned(2000, recompute=False)):
+        assert named(schedule) == []
+        assert schedule.version == 1
+        assert "selective" not in ir.to_text(schedule)
+
+
+def test_a_published_method_is_emitted_as_published():
+    assert named(planned(5000, method="1f1b")) == []
+
+
+def test_a_file_of_version_1_has_no_selective_recompute(tight):
+    old = ir.seal(tight)
+    text = ir.to_text(structs.replace(old, version=1))
+    with pytest.raises(BadInput, match=r"selective: is not a field of version 1, expected \$.version 2"):
+        ir.parse(text, "old.json")
+    assert ir.to_text(ir.parse(ir.to_text(tight), "new.json")) == ir.to_text(tight)
+
+
+def changed(schedule: ir.Schedule, stage: int, **fields: object) -> ir.Schedule:
+    stages = list(schedule.stages)
+    stages[stage] = structs.replace(stages[stage], **fields)
+    return ir.seal(structs.replace(schedule, stages=stages))
+
+
+def test_the_judge_refuses_layers_that_are_not_the_stages_own_in_order(tight):
+    for layers in ([99], [*tight.stages[0].selective_layers] * 2):
+        assert {one.rule for one in verify(changed(tight, 0, selective=layers))} == {"stages"}
+
+
+def test_the_judge_restates_bytes_and_times_from_the_profile(tight):
+    found = {one.message.split(" of ")[0] for one in verify(changed(tight, 0, selective=msgspec.UNSET), costs())}
+    assert {"saved_bytes", "captured_bytes", "forward_transient_bytes", "backward_ns", "backward_input_ns"} <= found
+    for field, figure in (("saved_bytes", 310), ("captured_bytes", 160), ("transient_bytes", 110)):
+        assert verify(tight, costs(**{field: figure * MB}))
+    assert verify(tight, costs(recompute_ns=40_001))
+    nothing = structs.replace(costs(), layers=[structs.replace(one, selective=None) for one in costs().layers])
+    assert any("of which the profile knows none" in one.message for one in verify(tight, nothing))
+
+
+def test_a_profile_says_no_impossible_bytes():
+    for light, expected in (
+        ({"saved_bytes": 600 * MB}, "saved_bytes is 600000000, expected"),
+        ({"captured_bytes": 600 * MB}, "captured_bytes is 600000000, expected"),
+    ):
+        with pytest.raises(BadInput, match=r"\$\.layers\[0\]\.selective\." + expected):
+            profile.parse(canonical(costs(**light)), "p.json")
+
+
+# -- the runtime
+
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402, N812
+
+from optpipe_torch.models.known import Block as GptBlock  # noqa: E402
+from runtime_torch import cheap  # noqa: E402
+from runtime_torch.execution import StageExecution  # noqa: E402
+
+WIDTH, ROWS, LENGTH = 16, 2, 6
+
+
+class Own(nn.Module):
+    """A user's layer: cheap pieces one after another, one with two inputs, one that hands its result on."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.gate, self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+
+    def forward(self, x):
+        y = self.norm(x)
+        product = cheap(lambda gate, up: F.silu(gate) * up, self.gate(y), self.up(y))
+        twice = cheap(torch.tanh, product)
+        return self.norm(x + self.down(twice) + self.down(product))
+
+
+class Pair(nn.Module):
+    """Passes two tensors on, of which one is a cheap result."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        first, second = x if isinstance(x, tuple) else (x, x)
+        return self.linear(self.norm(first)) + second, self.norm(second)
+
+
+class Join(nn.Module):
+    def forward(self, x):
+        return x[0] + x[1]
+
+
+def llama() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama import modeling_llama as modeling
+
+    config = transformers.LlamaConfig(
+        hidden_size=WIDTH, intermediate_size=40, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1
+    )
+    table = modeling.LlamaRotaryEmbedding(config)(torch.empty(1, LENGTH, 1), torch.arange(LENGTH)[None])
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = modeling.LlamaDecoderLayer(config, 0)
+
+        def forward(self, x):
+            return self.layer(x, position_embeddings=table)
+
+    return Layer()
+
+
+MODELS = {
+    "gpt": lambda: [GptBlock(WIDTH, 2) for _ in range(3)],
+    "transformers' Llama": lambda: [llama() for _ in range(3)],
+    "own": lambda: [Own() for _ in range(2)],
+    "several tensors": lambda: [Pair(), Pair(), Join()],
+}
+
+
+def taken(layers, selective, *, fused, way):
+    """Return all gradients, the saved bytes, those between the halves, and the meter's peak in the backward."""
+    count = len(layers)
+    stage = StageExecution(layers, 0, is_first=False, is_last=False, device="cpu", selective=selective)
+    generator = torch.Generator().manual_seed(3)
+    x, gradient = (torch.randn(ROWS, LENGTH, WIDTH, generator=generator) for _ in range(2))
+    stage.forward(0, x, None, [(0, count)] if way == "recompute" else [(0, 1)] if way == "both" else ())
+    if way in ("recompute", "both"):
+        stage.recompute(0, (0, count) if way == "recompute" else (0, 1))
+    if way in ("offload", "both"):
+        moved = (1 if way == "both" else 0, count)
+        stage.offload(0, moved)
+        stage.reload(0, moved)
+    saved = stage.saved_bytes(0)
+    between = 0
+    if fused:
+        found = stage.backward(0, gradient)
+    else:
+        found = stage.backward_input(0, gradient)
+        between = stage.meter.current_bytes
+        stage.backward_weight(0)
+    assert stage.meter.current_bytes == stage.host_meter.current_bytes == 0
+    return [found, *(p.grad for layer in layers for p in layer.parameters())], saved, between
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+@pytest.mark.parametrize("way", ["keep", "recompute", "offload", "both"])
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_are_those_of_keeping_bit_by_bit_in_fewer_bytes(name, way, fused):
+    torch.manual_seed(0)
+    layers = MODELS[name]()
+    expected, saved, between = taken(copy.deepcopy(layers), (), fused=fused, way="keep")
+    for selective in ([0], range(len(layers))):
+        found, less, stays = taken(copy.deepcopy(layers), selective, fused=fused, way=way)
+        assert less < saved
+        assert stays <= between
+        assert all(map(torch.equal, found, expected))
+
+
+def test_a_piece_that_saves_something_else_the_second_time_is_refused():
+    from optpipe_compiler.errors import RunFailed
+
+    turns = iter([torch.tanh, lambda x: x.sigmoid().sigmoid()])
+
+    class Fickle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return self.linear(cheap(lambda y: next(turns)(y), self.linear(x)))
+
+    stage = StageExecution([Fickle()], 0, is_first=False, is_last=False, device="cpu", selective=[0])
+    x = torch.randn(ROWS, LENGTH, WIDTH)
+    stage.forward(0, x)
+    with pytest.raises(RunFailed, match="did not save what the forward saved"):
+        stage.backward(0, x)
+
+
+def test_estimates_know_it_and_drop_what_the_runtime_drops():
+    from optpipe_torch.estimates.count import count
+
+    torch.manual_seed(0)
+    layer = GptBlock(WIDTH, 2)
+    _, saved, _ = taken([copy.deepcopy(layer)], [], fused=False, way="keep")
+    _, less, _ = taken([layer], [0], fused=False, way="keep")
+    with torch.device("meta"):
+        counted = count([GptBlock(WIDTH, 2)], torch.empty(ROWS, LENGTH, WIDTH), None)
+    light = counted.sizes.selective
+    assert light is not None
+    assert counted.sizes.saved - light.saved == saved - less
+    assert counted.work["selective"].kernels

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from optpipe_compiler.errors import RunFailed
+from optpipe_compiler.errors import BadInput, RunFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -41,7 +41,7 @@ def cheap(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
     """Return `function(*inputs)`, to be computed again in the backward where the schedule asks for it.
 
     The function gets all activations as arguments, draws no random numbers, has no parameters but vectors, and returns
-    one tensor that it does not share with its inputs. Anywhere else this is but the call.
+    one new tensor: it changes none in place. Anywhere else this is but the call.
     """
     keeper = _KEEPER.get()
     return function(*inputs) if keeper is None else keeper.cheap(function, inputs)
@@ -70,7 +70,7 @@ def find_cheap(layer: nn.Module) -> None:
 
 def _is_cheap(module: nn.Module) -> bool:
     name = type(module).__name__
-    known = isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GELU | nn.SiLU)
+    known = isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GELU | nn.SiLU) and not getattr(module, "inplace", False)
     return (known or name.endswith(("RMSNorm", "LayerNorm", "Activation"))) and all(
         parameter.dim() < 2 for parameter in module.parameters()
     )
@@ -138,8 +138,11 @@ class Regions:
             torch.is_autocast_cache_enabled(),
         )
         first = len(store.slots)
+        versions = [one._version for one in inputs if isinstance(one, Tensor)]
         with told_to(None):
             out = function(*inputs)
+        if versions != [one._version for one in inputs if isinstance(one, Tensor)]:
+            raise BadInput(f"layer {store.layer}: a cheap part changes its input in place, expected a new tensor")
         region.slots = store.slots[first:]
         region.units = store.units[region.begin :]
         region.out = out.detach()

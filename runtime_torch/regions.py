@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from optpipe_compiler.errors import RunFailed
+from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch.selective import told_to
 from runtime_torch.units import Region, Slot, Unit
 
@@ -79,8 +79,11 @@ class Regions:
             torch.is_autocast_cache_enabled(),
         )
         first = len(store.slots)
+        versions = [one._version for one in inputs if isinstance(one, Tensor)]
         with told_to(None):
             out = function(*inputs)
+        if versions != [one._version for one in inputs if isinstance(one, Tensor)]:
+            raise BadInput(f"layer {store.layer}: a cheap part changes its input in place, expected a new tensor")
         region.slots = store.slots[first:]
         region.units = store.units[region.begin :]
         region.out = out.detach()

@@ -33,7 +33,7 @@ def cheap(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
     """Return `function(*inputs)`, to be computed again in the backward where the schedule asks for it.
 
     The function gets all activations as arguments, draws no random numbers, has no parameters but vectors, and returns
-    one tensor that it does not share with its inputs. Anywhere else this is but the call.
+    one new tensor: it changes none in place. Anywhere else this is but the call.
     """
     keeper = _KEEPER.get()
     return function(*inputs) if keeper is None else keeper.cheap(function, inputs)
@@ -62,7 +62,7 @@ def find_cheap(layer: nn.Module) -> None:
 
 def _is_cheap(module: nn.Module) -> bool:
     name = type(module).__name__
-    known = isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GELU | nn.SiLU)
+    known = isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GELU | nn.SiLU) and not getattr(module, "inplace", False)
     return (known or name.endswith(("RMSNorm", "LayerNorm", "Activation"))) and all(
         parameter.dim() < 2 for parameter in module.parameters()
     )

@@ -231,6 +231,34 @@ def test_a_piece_that_saves_something_else_the_second_time_is_refused():
         stage.backward(0, x)
 
 
+def test_a_piece_that_changes_its_input_in_place_is_refused():
+    class Silent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.inner = nn.Linear(WIDTH, WIDTH), nn.SiLU(inplace=True)
+
+        def forward(self, x):
+            return self.linear(self.inner(self.linear(x)))
+
+    class Told(Silent):
+        def forward(self, x):
+            return self.linear(cheap(self.inner, self.linear(x)))
+
+    x = torch.randn(ROWS, LENGTH, WIDTH)
+    taken([Silent()], [0], fused=True, way="keep")  # torch's in-place activations are not taken for cheap
+    stage = StageExecution([Told()], 0, is_first=False, is_last=False, device="cpu", selective=[0])
+    with pytest.raises(BadInput, match="layer 0: a cheap part changes its input in place"):
+        stage.forward(0, x)
+
+
+def test_a_stage_that_is_one_module_is_refused(tight):
+    from runtime_torch import wrap_stages
+
+    mine = {stage.stage: nn.Linear(2, 2) for stage in tight.stages if stage.device == 0}
+    with pytest.raises(BadInput, match="is one module, but the schedule has selective recompute of single layers"):
+        wrap_stages(tight, mine, 0, "cpu")
+
+
 def test_estimates_know_it_and_drop_what_the_runtime_drops():
     from optpipe_torch.estimates.count import count
 

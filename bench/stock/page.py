@@ -52,8 +52,8 @@ def _lines(found: Found, command: str, commit: str) -> Iterator[str]:
         yield f"| {one.name} | {one.treatment} | {_row(one)} |"
     yield ""
     yield (
-        "| plan | cap MB | peak MB | forecast s | s per step | spread | gradients differ by | best stock that fits "
-        "the cap | plan is faster by | best stock of this peak or more | plan is faster by |"
+        "| plan | cap MB | peak MB | forecast s | s per step | spread | gradients differ by | best stock that fits the "
+        "cap | plan is faster by | best stock of this peak or more | plan is faster by |"
     )
     yield "|---|---|---|---|---|---|---|---|---|---|---|"
     for plan in found.plans:

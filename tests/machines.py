@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from optpipe_compiler.machine import orders
 from optpipe_compiler.machine.dispatch import DONE, play
 from optpipe_compiler.machine.policy import Setting, policy, setting, value
 from optpipe_compiler.machine.state import (
@@ -12,9 +13,11 @@ from optpipe_compiler.machine.state import (
     A_FORWARD,
     A_MODE,
     A_WEIGHT,
+    D_HOST_BUDGET,
     D_RESERVE,
     FUSED,
     NEVER,
+    NONE,
     Machine,
     machine,
 )
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.machine.policy import Policy
     from optpipe_compiler.model.problem import Problem
+    from optpipe_compiler.model.schedule import Plan
     from tests.list_scheduler import Guide
 
 
@@ -82,3 +86,15 @@ def dispatched(problem: Problem) -> Iterator[Schedule]:
     for one, given in first_policies(problem):
         if value(x, one, given, NEVER // 2) < NEVER:
             yield Schedule(problem, "local-search", starts(x))
+
+
+def simulate(problem: Problem, plan: Plan, method: str) -> Schedule:
+    """Return the earliest schedule that follows `plan` under the caps of `problem`, by the compiled machine.
+
+    Raises Stuck when the plan waits for itself or its memory never comes.
+    """
+    x = machine(problem)
+    x.devices[:, D_HOST_BUDGET] = plan.host_limit
+    x.acts[:, :, A_BACKWARD] = NONE
+    given = orders._arrays(problem, [*plan.compute, *plan.d2h, *plan.h2d], plan.allocations)
+    return orders._followed(problem, x, given, method)

@@ -401,3 +401,18 @@ def test_help_starts_quickly_because_it_imports_little(folder):
         "import sys; import optpipe_compiler.cli; print([n for n in ('numpy', 'rich', 'ortools') if n in sys.modules])"
     )
     assert without([], code, folder).stdout == "[]\n"
+
+
+def test_the_replay_imports_neither_click_nor_rich_nor_planning(folder):
+    pytest.importorskip("torch")
+    code = """
+import sys
+import runtime_torch
+for name in runtime_torch.__all__:
+    getattr(runtime_torch, name)
+print({".".join(name.split(".")[:2]) for name in sys.modules if name.startswith("optpipe_")})
+"""
+    ended = without(["click", "rich", "ortools", "numba"], code, folder)
+    assert ended.returncode == 0, ended.stderr
+    replay = {"optpipe_compiler", "optpipe_compiler.documents", "optpipe_compiler.errors"}
+    assert ast.literal_eval(ended.stdout) == replay

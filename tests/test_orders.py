@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from optpipe_compiler.lower import promised
-from optpipe_compiler.machine.orders import held, retime, simulate
+from optpipe_compiler.machine.orders import held, retime
 from optpipe_compiler.model.placement import layout
 from optpipe_compiler.model.problem import Caps, Freedom, build, static_bytes
 from optpipe_compiler.model.schedule import Kind, Plan, Stuck, Task
 from tests import given_order
 from tests.instances import profiles
-from tests.machines import dispatched
+from tests.machines import dispatched, simulate
 from tests.strategies import problems
 
 if TYPE_CHECKING:

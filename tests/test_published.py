@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.lower import Certificate, lower
-from optpipe_compiler.machine.orders import peaks, retime, simulate
+from optpipe_compiler.machine.orders import peaks, retime
 from optpipe_compiler.model.placement import layout, stage_devices
 from optpipe_compiler.model.problem import Caps, Freedom, Problem, Stage, build
 from optpipe_compiler.model.schedule import Kind, Plan, Schedule, Task
 from optpipe_compiler.published import METHODS, PLACEMENTS, NotDefined, Recipe, published
 from optpipe_compiler.published.transfers import timed
 from optpipe_compiler.verify import verify
+from tests.machines import simulate
 
 PLENTY = 1 << 40
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from optpipe_compiler.machine.orders import peaks, retime, simulate
+from optpipe_compiler.machine.orders import peaks, retime
 from optpipe_compiler.model.schedule import Kind, Mode, Plan, Schedule, Stuck, Task
 from tests.given_order import memory_curve
 from tests.instances import problem
-from tests.machines import dispatched
+from tests.machines import dispatched, simulate
 from tests.plans import serial
 from tests.strategies import problems
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from optpipe_compiler.machine.orders import peaks, simulate
+from optpipe_compiler.machine.orders import peaks
 from optpipe_compiler.model.problem import Freedom, Problem, coarsen
 from optpipe_compiler.model.schedule import Kind, Schedule
 from optpipe_compiler.solver import minimum
 from optpipe_compiler.solver.minimum import one_at_a_time
 from optpipe_compiler.solver.worker import Request, SearchEvent, solve
 from tests.instances import problem
-from tests.machines import dispatched
+from tests.machines import dispatched, simulate
 from tests.plans import best, optimum, start
 from tests.strategies import problems
 

@@ -69,7 +69,6 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.machine.state import Ints, Machine, Row
     from optpipe_compiler.model.problem import Problem
-    from optpipe_compiler.model.schedule import Plan
 
 TRIES = 4
 """Runs of one order, each with more room for messages than the one before, until its peaks fit."""
@@ -263,17 +262,6 @@ class Held(NamedTuple):
     """By op of `Schedule.sequence`, from its start to that of its device's next op; 0 for offloads."""
 
 
-def simulate(problem: Problem, plan: Plan, method: str) -> Schedule:
-    """Return the earliest schedule that follows `plan` under the caps of `problem`, messages included.
-
-    Raises Stuck when the plan waits for itself or its memory never comes.
-    """
-    x = machine(problem)
-    x.devices[:, D_HOST_BUDGET] = plan.host_limit
-    x.acts[:, :, A_BACKWARD] = NONE
-    return _followed(problem, x, _orders(problem, plan), method)
-
-
 def retime(schedule: Schedule, problem: Problem, method: str | None = None) -> Schedule:
     """Return `schedule`'s orders at their earliest on `problem`, which may count in other ticks and units."""
     old, new = schedule.problem.unit_bytes, problem.unit_bytes
@@ -346,10 +334,6 @@ def _set_modes(x: Machine, kind: Ints, stage: Ints, microbatch: Ints) -> None:
     x.acts[:, :, A_MODE] = KEEP
     for of, mode in ((R, RECOMPUTE), (H, OFFLOAD)):
         x.acts[stage[kind == of], microbatch[kind == of], A_MODE] = mode
-
-
-def _orders(problem: Problem, plan: Plan) -> Orders:
-    return _arrays(problem, [*plan.compute, *plan.d2h, *plan.h2d], plan.allocations)
 
 
 def _orders_of(schedule: Schedule) -> Orders:

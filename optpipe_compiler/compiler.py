@@ -19,6 +19,7 @@ from optpipe_compiler.lower import Certificate, lower, promised
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.placement import Layout, by_layers, layout
 from optpipe_compiler.model.problem import Caps, Freedom, build, fused_ns, static_bytes
+from optpipe_compiler.plan import seeds
 from optpipe_compiler.plan.budget import Budget, Limits, lowering_s
 from optpipe_compiler.plan.candidates import Candidates
 from optpipe_compiler.plan.cuts import most_bytes, others
@@ -72,6 +73,8 @@ class Options:
     """Whether to run the exact search after the heuristics."""
     workers: int = 0
     """Search threads; 0: one per core."""
+    seeds: tuple[ir.Checked, ...] = ()
+    """Earlier schedules; the result is no worse than one of them that still fits (plan/seeds.py)."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +174,17 @@ def instances(profile: Profile, options: Options) -> list[tuple[Layout, Problem]
     freedom = Freedom(options.offload, options.recompute, options.split)
     whole = [(one, build(profile, one, options.microbatches, caps, freedom)) for one in layouts(profile, options)]
     parts = [(one, build(profile, one, options.microbatches, caps, freedom, link_share(p))) for one, p in whole]
-    return whole + [(one, p) for one, p in parts if any(stage.staying for stage in p.stages)]
+    found = whole + [(one, p) for one, p in parts if any(stage.staying for stage in p.stages)]
+
+    def like(one: Layout, share: float) -> Problem | None:
+        assert options.microbatches is not None
+        is_allowed = options.placement in ("auto", one.name)
+        per_device = options.stages_per_device
+        if not is_allowed or (per_device is not None and one.stages != per_device * (options.devices or 0)):
+            return None
+        return build(profile, one, options.microbatches, caps, freedom, share)
+
+    return found + list(seeds.added(options.seeds, profile, found, like))
 
 
 def in_time(found: list[tuple[Layout, Problem]], options: Options) -> list[tuple[Layout, Problem]]:
@@ -286,6 +299,7 @@ class _Compilation:
 
     def _search(self) -> None:
         """The phases in order, each of which makes incumbents better."""
+        seeds.plant(self.incumbents, self.options.seeds)
         any_small = any(map(is_small, self.incumbents.attempts))
         share = QUICK_SHARE if not self.options.search else SMALL_SHARE if any_small else LOCAL_SHARE
         explore(self.incumbents, self.candidates, self.budget, share=share)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.profile import Profile
     from optpipe_compiler.study.changes import Effect, Family
+    from optpipe_compiler.study.pool import Pool
+
+
+DECIDED = 0.005
+"""Share of the time per microbatch that may lie between plan and bound where a question counts as answered."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,13 @@ class WhatIf:
     bound_ns: int
     microbatches: int
     outcome: str
+    finished: bool
+    """Whether the plan is unlikely to get much better with more time (study/planned.py)."""
+
+    @property
+    def decided(self) -> bool:
+        """Whether plan and bound leave less than `DECIDED` open."""
+        return self.outcome == "infeasible" or (self.found is not None and self.at_most - self.found < DECIDED)
 
 
 @dataclass(frozen=True)
@@ -65,7 +77,9 @@ class Explanation:
     bound_ns: int
     """What no schedule of the unchanged instance can beat."""
     time_limit_s: float
-    """Of each change."""
+    """Of each search for a change, of which there may be up to study/planned.ROUNDS."""
+    finished: bool
+    """Whether the best plan of the unchanged instance is."""
     bubble_fraction: float
     idle: tuple[Idle, ...]
     what_ifs: tuple[WhatIf, ...]
@@ -97,14 +111,26 @@ def explain(
     instance: Instance,
     jobs: int,
     on_change: Callable[[Change], None] = lambda change: None,
+    pool: Pool | None = None,
 ) -> Explanation:
-    """Plan every change of the instance, which must be the schedule's, and set it against the schedule."""
+    """Plan every change of the instance, which must be the schedule's, and set it against the schedule.
+
+    Each starts from the best schedule of the unchanged instance.
+    """
     asked = listed(checked.schedule, instance)
     found: dict[int, Planned] = {}
-    for number, planned in answers(_plan, list(enumerate(change.instance for change in asked)), jobs):
-        found[number[0]] = planned
-        on_change(asked[number[0]])
+    base, *others = list(enumerate(change.instance for change in asked))
+    for part, workers in (([base], jobs), (others, 1)):  # the unchanged instance first: there the others start from
+        seed = (found[0].schedule if found else None) or checked
+        seeded = [(number, _with(each, seeds=(seed,), workers=workers)) for number, each in part]
+        for (number, _), planned in (pool or answers)(_plan, seeded, jobs):
+            found[number] = planned
+            on_change(asked[number])
     return summed_up(checked.schedule, asked, [found[number] for number in range(len(asked))])
+
+
+def _with(instance: Instance, **options: Any) -> Instance:
+    return replace(instance, options=replace(instance.options, **options))
 
 
 def listed(schedule: ir.Schedule, instance: Instance) -> list[Change]:
@@ -144,6 +170,7 @@ def summed_up(schedule: ir.Schedule, asked: Sequence[Change], found: Sequence[Pl
         best_ns=best,
         bound_ns=bound,
         time_limit_s=asked[0].instance.options.time_limit_s or 0.0,
+        finished=found[0].finished,
         bubble_fraction=forecast.bubble_fraction,
         idle=idle(schedule),
         what_ifs=tuple(_what_if(c, one, each) for c, one in zip(asked, found, strict=True) if c.effect != "same"),
@@ -159,6 +186,10 @@ def _carried(asked: Sequence[Change], found: Sequence[Planned], best: int, bound
         elif change.effect == "restricted":
             result[number] = replace(result[number], bound_ns=max(bound, result[number].bound_ns))
     memory = [number for number, change in enumerate(asked) if change.family == "memory"]
+    for smaller, larger in reversed(list(pairwise(memory))):  # a plan may need less than its cap
+        peak, value = result[larger].peak_bytes, result[larger].value_ns
+        if value is not None and peak is not None and peak <= asked[smaller].instance.options.mem_bytes:
+            result[smaller] = _at_least_as_good(result[smaller], value, peak)
     for smaller, larger in pairwise(memory):
         result[larger] = _at_least_as_good(result[larger], result[smaller].value_ns or best)
     for smaller, larger in reversed(list(pairwise(memory))):
@@ -167,10 +198,10 @@ def _carried(asked: Sequence[Change], found: Sequence[Planned], best: int, bound
     return result
 
 
-def _at_least_as_good(planned: Planned, value: int) -> Planned:
+def _at_least_as_good(planned: Planned, value: int, peak: int | None = None) -> Planned:
     if planned.value_ns is not None and planned.value_ns <= value:
         return planned
-    return replace(planned, value_ns=value, outcome="feasible", reason="")
+    return replace(planned, value_ns=value, outcome="feasible", reason="", peak_bytes=peak)
 
 
 def _what_if(change: Change, planned: Planned, best_each: float) -> WhatIf:
@@ -191,6 +222,7 @@ def _what_if(change: Change, planned: Planned, best_each: float) -> WhatIf:
         bound_ns=planned.bound_ns,
         microbatches=microbatches,
         outcome=planned.outcome,
+        finished=planned.finished,
     )
 
 

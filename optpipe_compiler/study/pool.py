@@ -8,28 +8,48 @@ import signal
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from itertools import islice
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
 from optpipe_compiler.child import as_environment
 from optpipe_compiler.errors import NotFound
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
 Question = TypeVar("Question")
 Answer = TypeVar("Answer")
 
 
+class Pool(Protocol):
+    """Where questions are answered: `answers` or `answers_here`."""
+
+    def __call__(
+        self, function: Callable[[Question], Answer], questions: Iterable[Question], jobs: int, /
+    ) -> Iterator[tuple[Question, Answer]]:
+        """Yield each question with its answer."""
+
+
+def answers_here(
+    function: Callable[[Question], Answer], questions: Iterable[Question], jobs: int = 1
+) -> Iterator[tuple[Question, Answer]]:
+    """Yield each question with its answer, one after the other in this process, which needs no importable function."""
+    for question in questions:
+        yield question, function(question)
+
+
 def answers(
-    function: Callable[[Question], Answer], questions: Sequence[Question], jobs: int
+    function: Callable[[Question], Answer], questions: Iterable[Question], jobs: int
 ) -> Iterator[tuple[Question, Answer]]:
     """Yield each question with its answer, in the order in which they are found; `function` must be importable.
+
+    A question is drawn when a process is free for it, so that it may depend on answers that there are by then.
 
     Raises what `function` raises, and NotFound when a process dies. When the caller stops early, by an exception or by
     closing the iterator, all processes end, and whatever they have started.
     """
     before = set(multiprocessing.active_children())
-    with _pool(max(1, min(jobs, len(questions)))) as pool:
+    with _pool(max(1, jobs)) as pool:
         try:
             yield from _in_turn(pool, function, questions, jobs)
         except BrokenProcessPool as error:
@@ -62,16 +82,17 @@ def _undisturbed() -> Iterator[None]:
 
 
 def _in_turn(
-    pool: ProcessPoolExecutor, function: Callable[[Question], Answer], questions: Sequence[Question], jobs: int
+    pool: ProcessPoolExecutor, function: Callable[[Question], Answer], questions: Iterable[Question], jobs: int
 ) -> Iterator[tuple[Question, Answer]]:
     """Keep as many questions in flight as there are processes, so that none is begun after an interruption."""
-    waiting = list(reversed(questions))
+    waiting = iter(questions)
     running: dict[Future[Answer], Question] = {}
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            question = waiting.pop()
+    while True:
+        for question in islice(waiting, max(1, jobs) - len(running)):
             with as_environment(), _undisturbed():  # a process is started where all others are busy
                 running[pool.submit(_answer, function, question)] = question
+        if not running:
+            return
         for done in wait(running, return_when=FIRST_COMPLETED).done:
             yield running.pop(done), done.result()
 

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from optpipe_compiler.compiler import Options
     from optpipe_compiler.documents.profile import Profile
     from optpipe_compiler.study.planned import Planned
+    from optpipe_compiler.study.pool import Pool
 
 FORMAT = "optpipe-sweep"
 VERSION = 1
-REVISION = 1
-"""1: GPUs."""
+REVISION = 2
+"""1: GPUs. 2: whether a point is finished."""
 
 Scalar = str | int | float | bool | None
 
@@ -102,7 +103,7 @@ def parse_counts(text: str | None, option: str) -> tuple[int, ...]:
 
 def begin(path: Path, costs: Costs, common: Options) -> Sweep:
     """Return what is in the file, or an empty sweep; raise BadInput where the file is of other costs or options."""
-    varies = ("mem_bytes", "microbatches", "devices", "workers")
+    varies = ("mem_bytes", "microbatches", "devices", "workers", "seeds")
     digests = {gpu: profile.digest() for gpu, profile in costs.profiles.items()}
     empty = Sweep(
         profile=costs.name,
@@ -156,14 +157,35 @@ def missing(sweep: Sweep, costs: Costs, common: Options, grid: Grid) -> list[Ins
     return instances
 
 
-def run(path: Path, sweep: Sweep, instances: list[Instance], jobs: int) -> Iterator[tuple[Point, Sweep]]:
-    """Plan the instances; yield each new point and the sweep with it, which the file then holds."""
-    for instance, planned in answers(plan, instances, jobs):
+def run(
+    path: Path | None, sweep: Sweep, instances: list[Instance], jobs: int, pool: Pool | None = None
+) -> Iterator[tuple[Point, Sweep]]:
+    """Plan the instances; yield each new point and the sweep with it, which the file, if any, then holds.
+
+    Each starts from the best schedule that was found by then for a smaller cap of the same line.
+    """
+    best: dict[tuple[object, ...], list[Planned]] = {}
+    for instance, planned in (pool or answers)(plan, _seeded(instances, best), jobs):
+        best.setdefault(_line(instance), []).append(planned)
         new = _point(instance, planned)
         points = frontier([*sweep.points, new])
         sweep = msgspec.structs.replace(sweep, points=points)
-        write_atomically(path, canonical(sweep))
+        if path is not None:
+            write_atomically(path, canonical(sweep))
         yield next(point for point in points if _place(point) == _place(new)), sweep
+
+
+def _seeded(instances: list[Instance], best: Mapping[tuple[object, ...], list[Planned]]) -> Iterator[Instance]:
+    """Yield each instance, when it is asked for, with the best schedule so far that fits it."""
+    for instance in instances:
+        known = [one for one in best.get(_line(instance), ()) if (one.peak_bytes or 0) <= instance.options.mem_bytes]
+        fitting = sorted((one for one in known if one.schedule is not None), key=lambda one: one.value_ns or 0)
+        seeds = tuple(one.schedule for one in fitting[:1] if one.schedule is not None)
+        yield replace(instance, options=replace(instance.options, seeds=seeds))
+
+
+def _line(instance: Instance) -> tuple[object, ...]:
+    return instance.gpu, instance.options.devices, instance.options.microbatches
 
 
 def _place(point: Point) -> tuple[str | None, int, int, int]:
@@ -185,4 +207,5 @@ def _point(instance: Instance, planned: Planned) -> Point:
         peak_bytes=planned.peak_bytes,
         method=planned.method,
         reason=planned.reason,
+        finished=planned.finished,
     )

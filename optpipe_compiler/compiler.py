@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import value_of
-from optpipe_compiler.documents.units import show_bytes
+from optpipe_compiler.documents.units import short_bytes, show_bytes, show_ns
 from optpipe_compiler.errors import BadInput, Infeasible, NotFound
 from optpipe_compiler.lower import Certificate, lower, promised
 from optpipe_compiler.model import bounds
@@ -27,7 +27,7 @@ from optpipe_compiler.plan.exact import exact, is_small
 from optpipe_compiler.plan.explore import LOCAL_SHARE, QUICK_SHARE, SMALL_SHARE, explore
 from optpipe_compiler.plan.incumbents import Attempt, Incumbents
 from optpipe_compiler.plan.spare import spare
-from optpipe_compiler.published import METHODS
+from optpipe_compiler.published import METHODS, is_for
 from optpipe_compiler.verify import verify
 
 if TYPE_CHECKING:
@@ -324,7 +324,7 @@ class _Compilation:
                 f"({show_bytes(min(needed))}) on its fullest device"
             )
         reasons = sorted({one.reason for one in tried if one.reason is not None})
-        raise BadInput(f"--method {name}: {'; '.join(reasons) or 'not for the placements searched'}")
+        raise BadInput(f"--method {name}: {'; '.join(reasons) or METHODS[name].not_searched}")
 
     def _one_at_a_time(self) -> None:
         """No heuristic found anything: solve for the least memory; either it fits or the instance is infeasible."""
@@ -364,14 +364,16 @@ class _Compilation:
 
     def _baseline(self, name: str) -> ir.Baseline:
         tried, kind = self.candidates.tried.get(name, []), METHODS[name].kind
-        reason = next((one.reason for one in tried if one.reason is not None), "not for the placements searched")
-        found = [
-            ir.Baseline(makespan_ns=one.makespan, peak_bytes=one.need.peak_bytes, fits=one.need.over is None, kind=kind)
-            for one in tried
-            if one.makespan is not None and one.need is not None
-        ]
-        unknown = ir.Baseline(makespan_ns=None, peak_bytes=None, fits=False, reason=reason, kind=kind)
-        return min(found, key=lambda b: (not b.fits, b.makespan_ns), default=unknown)
+        could = any(is_for(name, attempt.placed) for attempt in self.incumbents.attempts)
+        reasons = [one.reason for one in tried if one.reason is not None]
+        reason = next(iter(reasons), "not tried" if could else METHODS[name].not_searched)
+        known = [(one, one.need) for one in tried if one.makespan is not None and one.need is not None]
+        if not known:
+            return ir.Baseline(makespan_ns=None, peak_bytes=None, fits=False, reason=reason, kind=kind)
+        best, need = min(known, key=lambda one: (one[1].over is not None, one[0].value))
+        remark = "" if best.as_defined is None else _waits(*best.as_defined)
+        fits = need.over is None
+        return ir.Baseline(makespan_ns=best.makespan, peak_bytes=need.peak_bytes, fits=fits, reason=remark, kind=kind)
 
     def _bound(self) -> bounds.Bound:
         """Return what no searched placement can beat: the smallest of their bounds."""
@@ -406,6 +408,10 @@ class _Compilation:
         violations = verify(schedule, self.profile)
         assert not violations, f"the compiler made a schedule that verify rejects: {violations[0]}"
         return schedule
+
+
+def _waits(makespan_ns: int, peak_bytes: int) -> str:
+    return f"waits for memory; as defined it takes {show_ns(makespan_ns)} and needs {short_bytes(peak_bytes)}"
 
 
 def _recorded(options: Options) -> dict[str, str | int | float | bool | None]:

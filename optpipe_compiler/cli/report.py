@@ -49,6 +49,7 @@ def _best_baseline(schedule: Any, schedule_path: Path, profile_path: Path) -> An
     """Return the best of papers, stock and compositions for the same instance; None if it is the schedule itself."""
     from optpipe_compiler import compiler
     from optpipe_compiler.documents import profile as profiles
+    from optpipe_compiler.study.comparison import options_for
     from optpipe_compiler.view.baselines import best as best_baseline
 
     costs, came_from = profiles.load(profile_path), schedule.provenance
@@ -60,14 +61,5 @@ def _best_baseline(schedule: Any, schedule_path: Path, profile_path: Path) -> An
     best = best_baseline(schedule)
     if best is None or best == schedule.forecast.method:
         return None
-    setup, chosen = schedule.setup, came_from.options
-    options = compiler.Options(
-        mem_bytes=setup.cap_bytes,
-        host_mem_bytes=setup.host_cap_bytes,
-        microbatches=setup.microbatches,
-        devices=setup.devices,
-        objective=schedule.forecast.objective,
-        method=best,
-        **{name: chosen[name] for name in ("placement", "stages_per_device", "offload", "recompute", "split")},
-    )
+    options = options_for(schedule, best, str(schedule_path))
     return compiler.compile_schedule(costs, options).schedule

@@ -26,6 +26,10 @@ class Tried:
     makespan: int | None = None
     need: Need | None = None
     reason: str | None = None
+    value: int = 0
+    """Of the objective."""
+    as_defined: tuple[int, int] | None = None
+    """Makespan and peak of the schedule as it is defined, where this is the same order waiting for memory."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class Candidates:
     def __init__(self, incumbents: Incumbents) -> None:
         self.incumbents = incumbents
         self.tried: dict[str, list[Tried]] = {}
-        """For each name, one entry per placement."""
+        """For each name, one entry per placement, and one more where it fits that only by waiting for memory."""
 
     def steps(self, names: Iterable[str] = tuple(METHODS)) -> Iterator[None]:
         """Try the schedules of these names, one at each step, and keep those that fit and are better.
@@ -60,18 +64,18 @@ class Candidates:
         ]
         for attempt, name in pairs:
             outcome = self._screened(attempt, name)
-            if isinstance(outcome, Tried):
-                self.tried.setdefault(name, []).append(outcome)
-            else:
+            if isinstance(outcome, _Promise):
                 promising.append(outcome)
+            else:
+                self.tried.setdefault(name, []).extend(outcome)
             yield
         for one in sorted(promising, key=lambda promise: promise.ticks):
             worse = self._worse(one)
-            outcome = Tried(reason=worse) if worse else self._whole(one.attempt, one.name)
-            self.tried.setdefault(one.name, []).append(outcome)
+            outcome = [Tried(reason=worse)] if worse else self._whole(one.attempt, one.name)
+            self.tried.setdefault(one.name, []).extend(outcome)
             yield
 
-    def _screened(self, attempt: Attempt, name: str) -> Tried | _Promise:
+    def _screened(self, attempt: Attempt, name: str) -> list[Tried] | _Promise:
         """Try a schedule in full where that is quick, else by its first microbatches.
 
         Published schedules repeat themselves: their makespan grows by the same amount with every `devices`
@@ -89,14 +93,14 @@ class Candidates:
             away = {s for s, _ in recipe(short, name).offloaded}
             promise = _Promise(self._extended(first, attempt, work), attempt, name)
             if worse := self._worse(promise):
-                return Tried(reason=worse)
+                return [Tried(reason=worse)]
             if any(map(operator.gt, _least_peaks(first, away), problem.budget)):
-                return Tried(reason=f"needs more memory by its first {few} microbatches, not run in full")
+                return [Tried(reason=f"needs more memory by its first {few} microbatches, not run in full")]
             second = published(replace(problem, microbatches=more), name, transfers=False)
             growth = (self.incumbents.value(second) - self.incumbents.value(first)) / (more - few)
             return replace(promise, ticks=max(promise.ticks, self._extended(second, attempt, growth)))
         except NotDefined as error:
-            return Tried(reason=str(error))
+            return [Tried(reason=str(error))]
 
     def _extended(self, timed: Schedule, attempt: Attempt, growth: float) -> float:
         """Return the value of a schedule of few microbatches, grown to all of them."""
@@ -109,24 +113,27 @@ class Candidates:
             return ""
         return "slower by its first microbatches, not run in full"
 
-    def _whole(self, attempt: Attempt, name: str) -> Tried:
-        """Time a schedule, and run it under the caps if it does not fit."""
+    def _whole(self, attempt: Attempt, name: str) -> list[Tried]:
+        """Time a schedule, and where it does not fit also the same orders under the caps; keep what is better."""
         from optpipe_compiler.machine.orders import retime
 
         try:
             timed = earliest(published(attempt.problem, name))
         except NotDefined as error:
-            return Tried(reason=str(error))
+            return [Tried(reason=str(error))]
+        found = [self._kept(attempt, timed)]
+        if (need := found[0].need) is not None and need.over is not None:
+            with suppress(Stuck):  # each op waiting for its memory
+                waiting = self._kept(attempt, retime(timed, attempt.problem, f"{name}-waiting"))
+                found.append(replace(waiting, as_defined=(timed.makespan, need.peak_bytes)))
+        return found
+
+    def _kept(self, attempt: Attempt, timed: Schedule) -> Tried:
+        """Keep a schedule if it fits and is better; return how it went."""
         incumbents, need = self.incumbents, attempt.need(timed)
-        if incumbents.is_better(attempt, timed):
-            if need.over is None:
-                incumbents.keep(attempt, timed, "published", need)
-            else:
-                with suppress(Stuck):  # the same orders, each op waiting for its memory
-                    waiting = retime(timed, attempt.problem, f"{name}-waiting")
-                    if incumbents.is_better(attempt, waiting):
-                        incumbents.keep(attempt, waiting, "published")
-        return Tried(timed.makespan, need)
+        if need.over is None and incumbents.is_better(attempt, timed):
+            incumbents.keep(attempt, timed, "published", need)
+        return Tried(timed.makespan, need, value=incumbents.value(timed))
 
     def _is_large(self, attempt: Attempt) -> bool:
         """Whether published schedules take so long to time that the hopeless ones are passed over."""

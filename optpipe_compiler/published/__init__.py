@@ -67,6 +67,14 @@ class Method:
     kind: BaselineKind
     source: str
 
+    @property
+    def not_searched(self) -> str:
+        """Say which placements it is for."""
+        counts = [str(count) for _, count in self.placements]
+        several = " or ".join([", ".join(counts[:-1]), counts[-1]] if len(counts) > 1 else counts)
+        stages = "1 stage" if several == "1" else f"{several} stages"
+        return f"is for a {self.placements[0][0]} of {stages} per device, which is not searched here"
+
 
 _1F1B = "arXiv:2006.09503"
 _INTERLEAVED = "arXiv:2104.04473"

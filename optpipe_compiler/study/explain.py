@@ -6,13 +6,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from optpipe_compiler import compiler
-from optpipe_compiler.errors import BadInput
 from optpipe_compiler.forecast import analyse
 from optpipe_compiler.study.changes import Change, changes
-from optpipe_compiler.study.planned import Instance, Planned, plan
+from optpipe_compiler.study.planned import Instance, Planned, options_of, plan
 from optpipe_compiler.study.pool import answers
 
 if TYPE_CHECKING:
@@ -87,22 +84,7 @@ class Explanation:
 
 def instance_of(schedule: ir.Schedule, profile: Profile, name: str, time_limit_s: float) -> Instance:
     """Return the instance that the schedule was compiled for; raise BadInput for options that are none."""
-    setup = schedule.setup
-    recorded = schedule.provenance.options
-    kept = ("placement", "stages_per_device", "objective", "offload", "recompute", "split", "seed")
-    options = {key: recorded[key] for key in kept if key in recorded} | {
-        "mem_bytes": setup.cap_bytes,
-        "microbatches": setup.microbatches,
-        "devices": setup.devices,
-        "host_mem_bytes": setup.host_cap_bytes,
-        "objective": schedule.forecast.objective,
-        "time_limit_s": time_limit_s,
-        "workers": 1,
-    }
-    try:
-        chosen = msgspec.convert(options, compiler.Options)
-    except msgspec.ValidationError as error:
-        raise BadInput(f"{name}: $.provenance.options are none of `compile`: {error}") from error
+    chosen = replace(options_of(schedule, name), time_limit_s=time_limit_s, workers=1)
     return Instance(profile, compiler.settled(profile, chosen))
 
 

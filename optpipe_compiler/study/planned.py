@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
+
 from optpipe_compiler import compiler
 from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.documents.units import short_bytes
-from optpipe_compiler.errors import Infeasible, NotFound
+from optpipe_compiler.errors import BadInput, Infeasible, NotFound
 from optpipe_compiler.verify import check
 
 if TYPE_CHECKING:
@@ -90,6 +92,26 @@ def _searched(instance: Instance, bound: int) -> Planned:
         finished=forecast.outcome == "optimal" or halfway.is_near(value),
         schedule=check(schedule),
     )
+
+
+def options_of(schedule: ir.Schedule, name: str) -> compiler.Options:
+    """Return the options that a schedule was compiled with, without its time limit; `name` stands for the file.
+
+    Raises BadInput for what are none.
+    """
+    setup, recorded = schedule.setup, schedule.provenance.options
+    kept = ("placement", "stages_per_device", "offload", "recompute", "split", "seed")
+    options = {key: recorded[key] for key in kept if key in recorded} | {
+        "mem_bytes": setup.cap_bytes,
+        "microbatches": setup.microbatches,
+        "devices": setup.devices,
+        "host_mem_bytes": setup.host_cap_bytes,
+        "objective": schedule.forecast.objective,
+    }
+    try:
+        return msgspec.convert(options, compiler.Options)
+    except msgspec.ValidationError as error:
+        raise BadInput(f"{name}: $.provenance.options are none of `compile`: {error}") from error
 
 
 class _Halfway:

@@ -11,6 +11,8 @@ from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
+from msgspec import UNSET
+
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.documents.units import short_bytes, show_bytes, show_ns
@@ -363,7 +365,8 @@ class _Compilation:
         return {name: self._baseline(name) for name in METHODS}
 
     def _baseline(self, name: str) -> ir.Baseline:
-        tried, kind = self.candidates.tried.get(name, []), METHODS[name].kind
+        tried, whose = self.candidates.tried.get(name, []), METHODS[name].kind
+        kind = UNSET if whose == "own" else whose  # older tools know three kinds
         could = any(is_for(name, attempt.placed) for attempt in self.incumbents.attempts)
         reasons = [one.reason for one in tried if one.reason is not None]
         reason = next(iter(reasons), "not tried" if could else METHODS[name].not_searched)

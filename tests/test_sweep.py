@@ -68,7 +68,7 @@ def test_caps_are_a_range_or_a_list():
     assert parse_caps("10GB:80GB:8", "--mem") == tuple(n * 10 * GB for n in range(1, 9))
     assert parse_caps("1GiB:2GiB:2", "--mem") == (2**30, 2**31)
     assert parse_caps("3GB, 1GB,3GB", "--mem") == (GB, 3 * GB)
-    assert parse_caps("0:2:5", "--mem") == (0, 1, 2)
+    assert parse_caps("0:2B:5", "--mem") == (0, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -79,13 +79,14 @@ def test_caps_are_a_range_or_a_list():
         ("10GB:80GB:8:9", "expected FROM:TO:COUNT with a count of 2 to 1000, such as 10GB:80GB:8"),
         ("10GB:80GB:x", "expected FROM:TO:COUNT with a count of 2 to 1000, such as 10GB:80GB:8"),
         ("80GB:10GB:3", "expected FROM to be less than TO"),
+        ("10:80:8", "--mem is 10, which is 10 bytes; did you mean 10GB?"),
         ("10XB", "expected a size such as 40GB, 37.25GiB or 512MB"),
     ],
 )
 def test_caps_that_cannot_be_meant_are_refused(text, expected):
     with pytest.raises(BadInput, match=expected) as said:
         parse_caps(text, "--mem")
-    assert str(said.value).startswith("--mem is '")
+    assert str(said.value).startswith("--mem is ")
 
 
 @pytest.mark.parametrize("text", ["0", "4,-1", "4,", "x", "", "1.5"])

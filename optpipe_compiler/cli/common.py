@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from optpipe_compiler.documents.units import parse_bytes, printable
+from optpipe_compiler.documents.units import parse_cap, printable
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Size(click.ParamType[int]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Return bytes; the units are those of `units.parse_bytes`."""
-        return value if isinstance(value, int) else parse_bytes(str(value), param.opts[0] if param else "size")
+        return value if isinstance(value, int) else parse_cap(str(value), param.opts[0] if param else "size")
 
 
 jobs_option = click.option(

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from optpipe_compiler.cli.common import PROFILE, SCHEDULE, Size, console, say, say_json
-from optpipe_compiler.documents.units import parse_bytes
+from optpipe_compiler.documents.units import parse_cap
 from optpipe_compiler.errors import BadInput
 
 
@@ -103,7 +103,7 @@ def bounds(profile_path: Path, mems: str, **options: Any) -> None:
     costs = profiles.load(profile_path)
     table = Table("cap", f"{options['objective']} at least", "because of", box=None, pad_edge=False)
     for text in mems.split(","):
-        cap = parse_bytes(text, "--mem")
+        cap = parse_cap(text, "--mem")
         reached, name = compiler.lower_bound(costs, compiler.Options(mem_bytes=cap, **options))
         table.add_row(show_bytes(cap), show_ns(reached), name)
     console().print(table)

@@ -178,20 +178,12 @@ def _plan(output: Path, found: Sweep, todo: list[Instance], jobs: int) -> tuple[
 
 
 def _show(found: Sweep, tolerance: float) -> None:
-    from optpipe_compiler.study.frontier import answer
     from optpipe_compiler.view import sweep as view
 
-    out, answers = console(), answer(found.points, tolerance)
+    out = console()
     out.print(view.table(found))
     out.print()
-    sentences = [
-        *view.memory_sentences(answers.cheapest_memory, tolerance),
-        *view.microbatch_sentences(answers.enough_microbatches, tolerance),
-        *view.device_sentences(answers.best_devices, found.tokens_per_microbatch),
-        *view.gpu_sentences(answers.best_gpus, found.tokens_per_microbatch),
-        *view.notes(found),
-    ]
-    for sentence in sentences:
+    for sentence in view.sentences(found, tolerance):
         out.print(sentence)
 
 

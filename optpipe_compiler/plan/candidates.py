@@ -49,8 +49,8 @@ class Candidates:
         self.tried: dict[str, list[Tried]] = {}
         """For each name, one entry per placement, and one more where it fits that only by waiting for memory."""
 
-    def steps(self, names: Iterable[str] = tuple(METHODS)) -> Iterator[None]:
-        """Try the schedules of these names, one at each step, and keep those that fit and are better.
+    def steps(self, names: Iterable[str] | None = None) -> Iterator[None]:
+        """Try the schedules of these names, or all, one at each step, and keep those that fit and are better.
 
         Those of large instances are looked at with few microbatches first; what is promising then is tried in full,
         the most promising first.
@@ -59,7 +59,7 @@ class Candidates:
         pairs = [
             (attempt, name)
             for attempt in sorted(self.incumbents.attempts, key=lambda a: (a.placed != ("linear", 1), -a.layout.stages))
-            for name in names
+            for name in (METHODS if names is None else names)
             if is_for(name, attempt.placed) and not attempt.is_partial
         ]
         for attempt, name in pairs:
@@ -99,7 +99,7 @@ class Candidates:
             second = published(replace(problem, microbatches=more), name, transfers=False)
             growth = (self.incumbents.value(second) - self.incumbents.value(first)) / (more - few)
             return replace(promise, ticks=max(promise.ticks, self._extended(second, attempt, growth)))
-        except NotDefined as error:
+        except (NotDefined, Stuck) as error:
             return [Tried(reason=str(error))]
 
     def _extended(self, timed: Schedule, attempt: Attempt, growth: float) -> float:
@@ -119,7 +119,7 @@ class Candidates:
 
         try:
             timed = earliest(published(attempt.problem, name))
-        except NotDefined as error:
+        except (NotDefined, Stuck) as error:
             return [Tried(reason=str(error))]
         found = [self._kept(attempt, timed)]
         if (need := found[0].need) is not None and need.over is not None:

@@ -61,7 +61,8 @@ def plan(instance: Instance) -> Planned:
         reason = f"{instance.gpu} has {short_bytes(value_of(memory))}, less than the cap of {short_bytes(cap)}"
         return Planned("beyond memory", None, 0, reason=reason)
     bound, _ = compiler.lower_bound(instance.profile, instance.options)
-    options, rounds = instance.options, 1 if instance.options.reproducible else ROUNDS
+    options = instance.options
+    rounds = ROUNDS if options.time_limit_s and not options.reproducible else 1
     for number in range(rounds):
         try:
             found = _searched(Instance(instance.profile, options, instance.gpu), bound)

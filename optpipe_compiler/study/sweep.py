@@ -10,7 +10,7 @@ import msgspec
 
 from optpipe_compiler import compiler
 from optpipe_compiler.documents.files import Record, canonical, decode, read_text, write_atomically
-from optpipe_compiler.documents.units import parse_bytes
+from optpipe_compiler.documents.units import parse_cap
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.study.frontier import Point, frontier
 from optpipe_compiler.study.planned import Instance, plan
@@ -80,12 +80,12 @@ class Grid:
 def parse_caps(text: str, option: str) -> tuple[int, ...]:
     """Read caps: `10GB:80GB:8` (from, to, how many, evenly spaced) or `10GB,20GB,40GB`."""
     if ":" not in text:
-        return tuple(sorted({parse_bytes(part, option) for part in text.split(",")}))
+        return tuple(sorted({parse_cap(part, option) for part in text.split(",")}))
     parts = text.split(":")
     count = int(parts[2]) if len(parts) == 3 and parts[2].strip().isdecimal() else 0
     if not 2 <= count <= 1000:
         raise BadInput(f"{option} is {text!r}, expected FROM:TO:COUNT with a count of 2 to 1000, such as 10GB:80GB:8")
-    low, high = parse_bytes(parts[0], option), parse_bytes(parts[1], option)
+    low, high = parse_cap(parts[0], option), parse_cap(parts[1], option)
     if low >= high:
         raise BadInput(f"{option} is {text!r}, expected FROM to be less than TO")
     return tuple(sorted({low + (high - low) * step // (count - 1) for step in range(count)}))
@@ -101,7 +101,7 @@ def parse_counts(text: str | None, option: str) -> tuple[int, ...]:
     return tuple(sorted(set(map(int, parts))))
 
 
-def begin(path: Path, costs: Costs, common: Options) -> Sweep:
+def begin(path: Path | None, costs: Costs, common: Options) -> Sweep:
     """Return what is in the file, or an empty sweep; raise BadInput where the file is of other costs or options."""
     varies = ("mem_bytes", "microbatches", "devices", "workers", "seeds")
     digests = {gpu: profile.digest() for gpu, profile in costs.profiles.items()}
@@ -113,7 +113,7 @@ def begin(path: Path, costs: Costs, common: Options) -> Sweep:
         tokens_per_microbatch=costs.tokens_per_microbatch,
         points=[],
     )
-    if not path.is_file():
+    if path is None or not path.is_file():
         return empty
     found = decode(read_text(path), Sweep, str(path), format=FORMAT, version=VERSION, revision=REVISION)
     again = "name another file with -o, or delete this one"

@@ -107,6 +107,18 @@ def _remark(point: Point) -> str:
     return ", ".join([*parts, *["unfinished"] * (point.finished is False)])
 
 
+def sentences(sweep: Sweep, tolerance: float) -> Iterator[str]:
+    """Yield all answers in words, and what the table's last column means."""
+    from optpipe_compiler.study.frontier import answer
+
+    answers = answer(sweep.points, tolerance)
+    yield from memory_sentences(answers.cheapest_memory, tolerance)
+    yield from microbatch_sentences(answers.enough_microbatches, tolerance)
+    yield from device_sentences(answers.best_devices, sweep.tokens_per_microbatch)
+    yield from gpu_sentences(answers.best_gpus, sweep.tokens_per_microbatch)
+    yield from notes(sweep)
+
+
 def memory_sentences(found: Sequence[CheapestMemory], tolerance: float) -> Iterator[str]:
     """Yield what memory is enough, lines with the same answer in one sentence."""
     groups: dict[tuple[str, int, int], list[CheapestMemory]] = {}

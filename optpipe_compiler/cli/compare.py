@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from optpipe_compiler.cli.common import PROFILE, SCHEDULE, console, jobs_option, say_json
+from optpipe_compiler.cli.common import PROFILE, SCHEDULE, complete_methods, console, jobs_option, say_json
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents.ir import Schedule
@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from optpipe_compiler.study.facts import Facts
 
 
-@click.command()
+@click.command(short_help="Set schedules side by side: time, idle, memory, traffic.")
 @click.argument("schedule_paths", metavar="[SCHEDULE]...", type=click.Path(path_type=Path), nargs=-1)
 @click.option(
     "--methods",
+    shell_complete=complete_methods,
     metavar="all|KIND|NAME[,...]",
     help="Add known schedules for the first one's setup; KIND is paper, stock or composition.",
 )

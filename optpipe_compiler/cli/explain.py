@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from optpipe_compiler.study.explain import Explanation
 
 
-@click.command()
+@click.command(short_help="Say what binds, and what more memory or bandwidth would save.")
 @click.argument("schedule_path", metavar="[SCHEDULE]", type=click.Path(path_type=Path), default=SCHEDULE)
 @click.option("--profile", "profile_path", type=click.Path(path_type=Path), default=PROFILE, show_default=True)
 @click.option(

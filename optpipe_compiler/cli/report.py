@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
-from optpipe_compiler.cli.common import SCHEDULE, say
+from optpipe_compiler.cli.common import SCHEDULE, say, say_json
 from optpipe_compiler.errors import BadInput
 
 
-@click.command()
+@click.command(short_help="Write one HTML page with the whole schedule to zoom into.")
 @click.argument("schedule_path", metavar="SCHEDULE", type=click.Path(path_type=Path), default=SCHEDULE)
 @click.option(
     "--profile",
@@ -27,7 +27,10 @@ from optpipe_compiler.errors import BadInput
     help="A measured trace: of run --trace, or of torch's profiler (one per rank: repeat the option).",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("report.html"), show_default=True)
-def report(schedule_path: Path, output: Path, profile_path: Path | None, traces: tuple[Path, ...]) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def report(
+    schedule_path: Path, output: Path, profile_path: Path | None, traces: tuple[Path, ...], as_json: bool
+) -> None:
     """Write one HTML page with the whole schedule to zoom into: ops, what each waited for, memory, the bound.
 
     Example: optpipe report schedule.json --profile profile.json -o report.html
@@ -42,7 +45,10 @@ def report(schedule_path: Path, output: Path, profile_path: Path | None, traces:
     ran = measured(traces, schedule) if traces else None
     above = _best_baseline(schedule, schedule_path, profile_path) if profile_path else None
     write_atomically(output, render(schedule, above, ran))
-    say(f"wrote {output}")
+    if as_json:
+        say_json({"schedule": str(schedule_path), "report": str(output)})
+    else:
+        say(f"wrote {output}")
 
 
 def _best_baseline(schedule: Any, schedule_path: Path, profile_path: Path) -> Any:

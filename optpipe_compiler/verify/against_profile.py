@@ -45,6 +45,7 @@ def setup(schedule: ir.Schedule, profile: Profile) -> Iterator[Violation]:
 
 def stage_bytes(plan: Plan, expanded: list[Layer]) -> Iterator[Violation]:
     """Every byte figure of a stage is that of its layers; what crosses its ends is the output of the layer before."""
+    differences = _Differences("profile-bytes")
     for stage in plan.stages:
         first, end = stage.layers
         mine = expanded[first:end]
@@ -59,7 +60,8 @@ def stage_bytes(plan: Plan, expanded: list[Layer]) -> Iterator[Violation]:
         expected["input_bytes"] = value_of(expanded[first - 1].output_bytes) if first else 0
         expected["output_bytes"] = value_of(expanded[end - 1].output_bytes) if end < len(expanded) else 0
         for field, figure in expected.items():
-            yield from _differs("profile-bytes", stage.stage, field, getattr(stage, field), figure)
+            differences.see(stage.stage, field, getattr(stage, field), figure)
+    yield from differences.violations()
 
 
 def _saved(layer: Layer, before: Layer | None) -> int:
@@ -80,14 +82,33 @@ def _bytes(layer: Layer, field: str) -> int:
     return value_of(getattr(layer, field))
 
 
-def _differs(rule: str, stage: int, field: str, found: object, expected: object) -> Iterator[Violation]:
-    if found != expected:
-        yield Violation(rule, f"{field} of stage {stage} is {found}, by the profile it is {expected}")
+class _Differences:
+    """What the stages have otherwise than the profile, for one rule: one cost of the profile is in many stages."""
+
+    def __init__(self, rule: str) -> None:
+        self.rule = rule
+        self.fields: dict[str, list[tuple[int, object, object]]] = {}
+
+    def see(self, stage: int, field: str, found: object, expected: object) -> None:
+        """Remember what differs."""
+        if found != expected:
+            self.fields.setdefault(field, []).append((stage, found, expected))
+
+    def violations(self) -> Iterator[Violation]:
+        """Yield one violation, of the first difference in each field and of how many stages have it; or none."""
+        parts = []
+        for field, found in self.fields.items():
+            stage, here, expected = found[0]
+            others = len(found) - 1
+            also = "" if not others else f", and {others} other stage{'s' if others > 1 else ''} likewise"
+            parts.append(f"{field} of stage {stage} is {here}, by the profile it is {expected}{also}")
+        if parts:
+            yield Violation(self.rule, "; ".join(parts))
 
 
 def stage_times(plan: Plan, profile: Profile, expanded: list[Layer]) -> Iterator[Violation]:
     """The time of a stage's op is the sum over its layers plus the overhead of an op."""
-    forecast = plan.schedule.forecast
+    forecast, differences = plan.schedule.forecast, _Differences("profile-times")
     overhead = value_of(profile.machine.op_overhead_ns)
     if forecast.op_overhead_ns != overhead:
         message = f"forecast.op_overhead_ns is {forecast.op_overhead_ns}, the profile has {overhead}"
@@ -96,9 +117,10 @@ def stage_times(plan: Plan, profile: Profile, expanded: list[Layer]) -> Iterator
         mine = expanded[stage.layers[0] : stage.layers[1]]
         for field in ("forward_ns", "backward_input_ns", "backward_weight_ns", "backward_ns"):
             expected = sum(_time(layer, field) for layer in mine) + overhead
-            yield from _differs("profile-times", cost.stage, field, getattr(cost, field), expected)
+            differences.see(cost.stage, field, getattr(cost, field), expected)
         again = [_time(layer, "recompute_ns") for layer in mine]
-        yield from _differs("profile-times", cost.stage, "recompute_ns", cost.recompute_ns, again)
+        differences.see(cost.stage, "recompute_ns", cost.recompute_ns, again)
+    yield from differences.violations()
 
 
 def _time(layer: Layer, field: str) -> int:
@@ -113,12 +135,14 @@ def _time(layer: Layer, field: str) -> int:
 
 def message_times(plan: Plan, machine: Machine) -> Iterator[Violation]:
     """A message to another device takes latency + round(bytes * 10^9 / bandwidth) of the pair's p2p entry."""
+    differences = _Differences("profile-p2p")
     for stage, cost in zip(plan.stages, plan.schedule.forecast.stages, strict=True):
         after, before = plan.peer(stage.stage, 1), plan.peer(stage.stage, -1)
         activation = _message_ns(machine, stage.device, after, stage.output_bytes)
         gradient = _message_ns(machine, stage.device, before, stage.input_bytes)
-        yield from _differs("profile-p2p", stage.stage, "send_activation_ns", cost.send_activation_ns, activation)
-        yield from _differs("profile-p2p", stage.stage, "send_gradient_ns", cost.send_gradient_ns, gradient)
+        differences.see(stage.stage, "send_activation_ns", cost.send_activation_ns, activation)
+        differences.see(stage.stage, "send_gradient_ns", cost.send_gradient_ns, gradient)
+    yield from differences.violations()
 
 
 def _message_ns(machine: Machine, device: int, peer: int | None, moved: int) -> int:

@@ -13,6 +13,8 @@ from optpipe_compiler.documents.units import printable, short_bytes, show_bytes,
 from optpipe_compiler.view.bar import Bar, description_column
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console, RenderableType
 
     from optpipe_compiler.study.comparison import Comparison
@@ -83,13 +85,13 @@ def _table(comparison: Comparison, width: int) -> Table:
     table.add_column("schedule", no_wrap=True)
     for title in columns:
         table.add_column(title, justify="left" if title in ("kind", "memory") else "right", no_wrap=True)
-    room = max(NAME, _room(columns, width))
+    names = short_names([row.name for row in comparison.rows], max(NAME, _room(columns, width)))
     for number, row in enumerate(comparison.rows):
         best = row is comparison.best
         cells = [Text(column[number]) for column in columns.values()]
         cells[-1].stylize("" if row.safe else "bold red")
         style = "bold green" if best else None
-        table.add_row("*" if best else "", Text(_short(row.name, room)), *cells, style=style)
+        table.add_row("*" if best else "", Text(names[number]), *cells, style=style)
     return table
 
 
@@ -117,10 +119,34 @@ def _room(columns: dict[str, list[str]], width: int) -> int:
     return width - 3 - sum(max(len(title), *map(len, cells)) + 1 for title, cells in columns.items())
 
 
-def _short(name: str, room: int) -> str:
-    """Keep the end of a long path, which tells it from others."""
-    name = printable(name)
-    return name if len(name) <= room else "…" + name[len(name) - room + 1 :]
+def short_names(names: Sequence[str], room: int) -> list[str]:
+    """Return the names in at most so many columns each, as different as they are: what all paths share goes first.
+
+    Where what is left is still too long, the middle of a name goes, then its number in the list tells it from others.
+    """
+    shown = [printable(name) for name in names]
+    paths = [index for index, name in enumerate(shown) if "/" in name]
+    if len(paths) > 1 and any(len(shown[index]) > room for index in paths):
+        folders = {index: shown[index].split("/") for index in paths}
+        shared = 0
+        while len({folder[shared] if len(folder) > shared + 1 else index for index, folder in folders.items()}) == 1:
+            shared += 1
+        for index, folder in folders.items():
+            shown[index] = "/".join(["…"] * (shared > 0) + folder[shared:])
+    cut = [_cut(name, room) for name in shown]
+    for index, name in enumerate(cut):
+        if name != shown[index] and cut.count(name) > 1:
+            number = f"#{index + 1} "
+            cut[index] = number + _cut(shown[index], room - len(number))
+    return cut
+
+
+def _cut(name: str, room: int) -> str:
+    """Leave out the middle: beginning and end of a path tell it from others."""
+    if len(name) <= room:
+        return name
+    head = (room - 1) // 2
+    return name[:head] + "…" + name[len(name) - (room - 1 - head) :]
 
 
 def _traffic(size: int) -> str:

@@ -74,7 +74,7 @@ def table(sweep: Sweep) -> RenderableType:
 def _table(points: Sequence[Point], tokens: int | None) -> Table:
     rows = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     best = {point.line: point.throughput for point in points if point.makespan_ns}  # the last has the largest cap
-    throughput = unit(tokens)
+    throughput = "mb/s" if tokens is None else "tokens/s"
     for title in ("devices", "mb", "cap", "step", throughput, "of most", "gap", "peak"):
         rows.add_column(title, justify="right", no_wrap=True)
     rows.add_column("", style="dim", no_wrap=True)

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import structs
 from rich.console import Console
 
@@ -17,7 +19,7 @@ from optpipe_compiler.published import METHODS
 from optpipe_compiler.study import comparison as study
 from optpipe_compiler.study.comparison import Absent, Wanted, chosen_methods, compare, options_for, published_row
 from optpipe_compiler.study.facts import Facts, facts
-from optpipe_compiler.view.comparison import render
+from optpipe_compiler.view.comparison import render, short_names
 from tests.instances import quick, uniform
 from tests.test_cli import refused, run  # noqa: F401  (run is a fixture)
 
@@ -116,6 +118,28 @@ def test_what_the_judge_rejects_is_never_the_best(offloading, recomputing):
     assert re.search(r"^  wrong .* unsafe *$", text, re.MULTILINE)
     assert re.search(r"wrong: verify finds \d+ violation", text)
     assert "none is safe, so none is best" in shown(compare([facts(broken(better), "wrong")]))
+
+
+@pytest.mark.parametrize(
+    ("names", "room", "expected"),
+    [
+        (["a.json", "b.json"], 8, ["a.json", "b.json"]),
+        (["runs/monday/plan.json", "runs/tuesday/plan.json"], 20, ["…/monday/plan.json", "…/tuesday/plan.json"]),
+        (["x" * 30 + "1.json", "x" * 30 + "2.json"], 14, ["…" + "x" * 7 + "1.json", "…" + "x" * 7 + "2.json"]),
+        (["/data/a/schedule.json", "/data/b/schedule.json"], 14, ["…/a/sch…e.json", "…/b/sch…e.json"]),
+        (["first/" + "y" * 30 + ".json", "gpipe"], 14, ["…" + "y" * 8 + ".json", "gpipe"]),
+        (["same/" * 5 + "plan.json"] * 2, 14, ["…/plan.json"] * 2),
+    ],
+)
+def test_two_rows_that_are_different_have_names_that_are(names, room, expected):
+    assert short_names(names, room) == expected
+
+
+@given(st.lists(st.text("ab/", min_size=1, max_size=40), min_size=1, max_size=5, unique=True), st.integers(14, 30))
+def test_short_names_fit_and_stay_different(names, room):
+    found = short_names(names, room)
+    assert all(len(name) <= room for name in found)
+    assert len(set(found)) == len(names)
 
 
 def test_schedules_of_different_instances_are_warned_about_and_compared_per_microbatch(offloading):

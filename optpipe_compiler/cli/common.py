@@ -133,7 +133,7 @@ def say(line: str, *, err: bool = False) -> None:
 def note(line: str) -> None:
     """Print one line on stderr, unless `-q` was given."""
     if not is_said(QUIET):
-        say(f"optpipe: {line}", err=True)
+        say(line, err=True)
 
 
 def say_json(answer: Any) -> None:

@@ -86,7 +86,7 @@ def compile_command(
         result = compiler.compile_schedule(costs, chosen, line.update)
     write_atomically(output, ir.to_text(result.schedule))
     for remark in result.notes:
-        note(remark)
+        note(f"optpipe: {remark}")
     if as_json:
         say_json(_report(result))
         return

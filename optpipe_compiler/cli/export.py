@@ -154,4 +154,4 @@ def _say_peaks(checked: Checked, found: list[int], *, stderr: bool) -> None:
         table.add_row(*map(str, row))
     console(stderr=stderr).print(table)
     if max(found) > cap:
-        note("without its waits and memory ops the schedule does not fit the cap")
+        note("optpipe: without its waits and memory ops the schedule does not fit the cap")

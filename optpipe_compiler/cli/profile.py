@@ -122,7 +122,7 @@ def _finish(record: Profile, output: Path, shown: Callable[[], RenderableType], 
     write(output, record)
     found = noisy(record)
     for line in noise_lines(found):
-        note(line)
+        note(f"optpipe: {line}")
     if as_json:
         about = {"profile": str(output), "name": record.name, "digest": record.digest(), "noisy": found}
         click.echo(msgspec.json.encode(about))

@@ -120,33 +120,29 @@ def _room(columns: dict[str, list[str]], width: int) -> int:
 
 
 def short_names(names: Sequence[str], room: int) -> list[str]:
-    """Return the names in at most so many columns each, as different as they are: what all paths share goes first.
+    """Return the names in at most so many columns each, as different as they are.
 
-    Where what is left is still too long, the middle of a name goes, then its number in the list tells it from others.
+    What all paths share goes first, then the beginning of what is too long; where that leaves two alike, the middle
+    goes instead, and at last a number tells them apart.
     """
     shown = [printable(name) for name in names]
-    paths = [index for index, name in enumerate(shown) if "/" in name]
+    paths = {index: name.split("/") for index, name in enumerate(shown) if "/" in name}
     if len(paths) > 1 and any(len(shown[index]) > room for index in paths):
-        folders = {index: shown[index].split("/") for index in paths}
         shared = 0
-        while len({folder[shared] if len(folder) > shared + 1 else index for index, folder in folders.items()}) == 1:
+        while len({parts[shared] if len(parts) > shared + 1 else index for index, parts in paths.items()}) == 1:
             shared += 1
-        for index, folder in folders.items():
-            shown[index] = "/".join(["…"] * (shared > 0) + folder[shared:])
-    cut = [_cut(name, room) for name in shown]
-    for index, name in enumerate(cut):
-        if name != shown[index] and cut.count(name) > 1:
-            number = f"#{index + 1} "
-            cut[index] = number + _cut(shown[index], room - len(number))
-    return cut
+        for index, parts in paths.items():
+            shown[index] = "/".join(["…"] * (shared > 0) + parts[shared:])
+    for head in (0, room // 2):
+        cut = [_cut(name, room, head) for name in shown]
+        if len(set(cut)) == len(set(shown)):
+            return cut
+    return [f"#{n} " + _cut(name, room - 1 - len(f"#{n}"), 0) for n, name in enumerate(shown, start=1)]
 
 
-def _cut(name: str, room: int) -> str:
-    """Leave out the middle: beginning and end of a path tell it from others."""
-    if len(name) <= room:
-        return name
-    head = (room - 1) // 2
-    return name[:head] + "…" + name[len(name) - (room - 1 - head) :]
+def _cut(name: str, room: int, head: int) -> str:
+    """Leave out what is too long behind the first letters; the end of a path tells most."""
+    return name if len(name) <= room else name[:head] + "…" + name[len(name) - (room - 1 - head) :]
 
 
 def _traffic(size: int) -> str:

@@ -99,31 +99,30 @@ def _headline(schedule: Schedule) -> Table:
     table.add_row("size", size)
     table.add_row("ops", ops)
     table.add_row("memory", _fullest(schedule))
-    for line in host_links(schedule):
-        table.add_row("host link", line)
+    for first, second in host_links(schedule):
+        table.add_row("host links", first)
+        table.add_row("", second)
     return table
 
 
-def host_links(schedule: Schedule) -> list[str]:
-    """Say k of each host link, links alike in one line, and what offloading over it does."""
+def host_links(schedule: Schedule) -> list[tuple[str, str]]:
+    """Say k of each host link, links alike together, and what offloading over it does: two lines each."""
     alike: dict[tuple[object, ...], list[LinkLoad]] = {}
     for one in link_loads(schedule):
-        alike.setdefault((one.round_trip_ns, one.compute_ns, one.verdict, len(one.devices)), []).append(one)
+        alike.setdefault((one.round_trip_ns, one.compute_ns, one.load, len(one.devices)), []).append(one)
     return [_link(same) for same in alike.values()]
 
 
-def _link(same: list[LinkLoad]) -> str:
-    one = same[0]
-    of = "device " if len(same) == len(one.devices) == 1 else "devices "
-    names = ", ".join("+".join(map(str, each.devices)) for each in same)
+def _link(same: list[LinkLoad]) -> tuple[str, str]:
+    one, behind = same[0], len(same[0].devices)
+    of = f"{len(same)} of {behind} device{'s' if behind > 1 else ''}"
     words = {
         "free": "offload is free",
         "pays": f"offload pays, for {1 / one.load:.0%} of the activations",
         "does not pay": "offload does not pay",
     }
-    trip = f"round trip {show_ns(one.round_trip_ns)} / compute {show_ns(one.compute_ns)}"
-    busy = f"busy {one.load:.0%} if all is offloaded"
-    return f"{of}{names}: k {one.k:.2f} ({trip} of a microbatch), {busy}: {words[one.verdict]}"
+    trip = f"round trip {show_ns(one.round_trip_ns)}, compute {show_ns(one.compute_ns)}"
+    return f"{of}: k {one.k:.2f} ({trip})", f"{words[one.verdict]} (all of them: busy {one.load:.0%} of the time)"
 
 
 def _fullest(schedule: Schedule) -> str:

@@ -48,11 +48,8 @@ def test_the_summary_and_json_say_k_and_what_is_taken_for_granted(run):  # noqa:
     assert "offload is free (all of them: busy 17% of the time)" in out
     assert "the profile has no static bytes: weights, gradients and optimizer state count 0" in out
     held = sum(device.host_bytes for device in schedule.devices)
-    assert (
-        f"taken as unlimited, all devices together; this schedule may hold {held / 1e9:.2f} GB there"
-        in " ".join(out.split())
-        or not held
-    )
+    assert held > 0
+    assert f"taken as unlimited, all devices together; this schedule may hold {held / 1e9:.2f} GB there" in out
     assert [one["k"] for one in json.loads(run("show", "--json").out)["host_links"]] == [pytest.approx(1 / 3)] * 2
     weighty = quick(uniform(2, 2, static_gb=1), 4 * GB, host_mem_bytes=5 * GB, time_limit_s=0.0).schedule
     said = " ".join(assumptions(weighty))

@@ -83,25 +83,27 @@ def _bytes(layer: Layer, field: str) -> int:
 
 
 class _Differences:
-    """What the stages have otherwise than the profile, for one rule: one cost of the profile is in many stages."""
+    """What stages or links have otherwise than the profile, for one rule: one cost of it is in many of them."""
 
-    def __init__(self, rule: str) -> None:
-        self.rule = rule
+    def __init__(self, rule: str, what: str = "stage") -> None:
+        self.rule, self.what = rule, what
         self.fields: dict[str, list[tuple[int, object, object]]] = {}
+        self.parts: list[str] = []
+        """What differs once."""
 
-    def see(self, stage: int, field: str, found: object, expected: object) -> None:
+    def see(self, number: int, field: str, found: object, expected: object) -> None:
         """Remember what differs."""
         if found != expected:
-            self.fields.setdefault(field, []).append((stage, found, expected))
+            self.fields.setdefault(field, []).append((number, found, expected))
 
     def violations(self) -> Iterator[Violation]:
-        """Yield one violation, of the first difference in each field and of how many stages have it; or none."""
-        parts = []
+        """Yield one violation, of the first difference in each field and of how many others there are; or none."""
+        parts = list(self.parts)
         for field, found in self.fields.items():
-            stage, here, expected = found[0]
+            number, here, expected = found[0]
             others = len(found) - 1
-            also = "" if not others else f", and {others} other stage{'s' if others > 1 else ''} likewise"
-            parts.append(f"{field} of stage {stage} is {here}, by the profile it is {expected}{also}")
+            also = "" if not others else f", and {others} other {self.what}{'s' if others > 1 else ''} likewise"
+            parts.append(f"{field} of {self.what} {number} is {here}, by the profile it is {expected}{also}")
         if parts:
             yield Violation(self.rule, "; ".join(parts))
 
@@ -111,8 +113,7 @@ def stage_times(plan: Plan, profile: Profile, expanded: list[Layer]) -> Iterator
     forecast, differences = plan.schedule.forecast, _Differences("profile-times")
     overhead = value_of(profile.machine.op_overhead_ns)
     if forecast.op_overhead_ns != overhead:
-        message = f"forecast.op_overhead_ns is {forecast.op_overhead_ns}, the profile has {overhead}"
-        yield Violation("profile-times", message)
+        differences.parts.append(f"forecast.op_overhead_ns is {forecast.op_overhead_ns}, the profile has {overhead}")
     for stage, cost in zip(plan.stages, forecast.stages, strict=True):
         mine = expanded[stage.layers[0] : stage.layers[1]]
         for field in ("forward_ns", "backward_input_ns", "backward_weight_ns", "backward_ns"):
@@ -157,7 +158,8 @@ def _message_ns(machine: Machine, device: int, peer: int | None, moved: int) -> 
 
 def links(plan: Plan, machine: Machine) -> Iterator[Violation]:
     """A link of the forecast is shared by the devices that share it in the profile, with its bandwidths."""
-    count = len(plan.schedule.devices)
+    count, differences = len(plan.schedule.devices), _Differences("profile-links", "link")
+    seen: set[tuple[int, str]] = set()
     for number, found in enumerate(plan.schedule.forecast.links):
         for device in found.devices:
             entry = _link_of(machine, device)
@@ -170,9 +172,10 @@ def links(plan: Plan, machine: Machine) -> Iterator[Violation]:
                 message = f"forecast.links[{number}] is of the devices {sorted(found.devices)}, the profile's of"
                 yield Violation("profile-links", f"{message} {sorted(shared)}", device)
             for field, figure in _link_figures(entry).items():
-                if getattr(found, field) != figure:
-                    message = f"{field} of forecast.links[{number}] is {getattr(found, field)}, by the profile {figure}"
-                    yield Violation("profile-links", message, device)
+                if (number, field) not in seen:
+                    seen.add((number, field))
+                    differences.see(number, field, getattr(found, field), figure)
+    yield from differences.violations()
 
 
 def _link_of(machine: Machine, device: int) -> Link | None:

@@ -13,6 +13,7 @@ from optpipe_compiler.errors import NotFound
 from optpipe_compiler.lower import Certificate, lower, promised
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.problem import Caps, static_bytes
+from optpipe_compiler.plan import seeds
 from optpipe_compiler.plan.budget import Budget, Limits
 from optpipe_compiler.plan.candidates import Candidates
 from optpipe_compiler.plan.exact import exact, is_small
@@ -155,6 +156,7 @@ class _Compilation:
 
     def _search(self) -> None:
         """The phases in order, each of which makes incumbents better."""
+        seeds.plant(self.incumbents, self.options.seeds)
         any_small = any(map(is_small, self.incumbents.attempts))
         share = QUICK_SHARE if not self.options.search else SMALL_SHARE if any_small else LOCAL_SHARE
         explore(self.incumbents, self.candidates, self.budget, share=share)

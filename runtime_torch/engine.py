@@ -104,3 +104,8 @@ def base_of(tensor: Tensor) -> Tensor:
     """Return what a tensor is a view of; itself where it is no view, or where that cannot be told."""
     found: Tensor | None = None if _base is None else getattr(tensor, _base, None)
     return tensor if found is None else found
+
+
+def changes(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place; 0 where this torch does not say."""
+    return int(getattr(tensor, "_version", 0))

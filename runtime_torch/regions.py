@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from optpipe_compiler.errors import BadInput, RunFailed
+from runtime_torch import engine
 from runtime_torch.selective import told_to
 from runtime_torch.units import Region, Slot, Unit
 
@@ -79,10 +80,10 @@ class Regions:
             torch.is_autocast_cache_enabled(),
         )
         first = len(store.slots)
-        versions = [one._version for one in inputs if isinstance(one, Tensor)]
+        versions = [engine.changes(one) for one in inputs if isinstance(one, Tensor)]
         with told_to(None):
             out = function(*inputs)
-        if versions != [one._version for one in inputs if isinstance(one, Tensor)]:
+        if versions != [engine.changes(one) for one in inputs if isinstance(one, Tensor)]:
             raise BadInput(f"layer {store.layer}: a cheap part changes its input in place, expected a new tensor")
         region.slots = store.slots[first:]
         region.units = store.units[region.begin :]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("optpipe_compiler", "optpipe_torch", "runtime_torch")
+PACKAGES = ("optpipe", "optpipe_compiler", "optpipe_torch", "runtime_torch")
 TORCH = ("optpipe_torch", "runtime_torch")
 FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
@@ -96,7 +96,7 @@ ROOMS = {
     "costs": "documents errors",
     "model": "documents errors",
     "machine": "model",
-    "published": "documents machine model",
+    "published": "documents errors machine model",
     "solver": "errors model processes",
     "plan": "documents errors machine model published solver",
     "lower": "documents model optpipe_compiler",
@@ -111,6 +111,7 @@ ROOMS = {
         "compiler costs diff documents errors export forecast published study verify view optpipe_compiler "
         "emulate estimates launch models profiler"
     ),
+    "optpipe": "compiler costs documents errors estimates model published study verify view",
     "runtime_torch": "documents errors",
     "models": "costs documents errors optpipe_compiler optpipe_torch runtime_torch",
     "launch": "processes documents errors export forecast models runtime_torch",
@@ -127,7 +128,7 @@ own __init__: they say where a package is, and its version."""
 def room(module: str) -> str:
     """The folder or file below the package; the replay is one room, and a package's own __init__ bears its name."""
     package, _, rest = module.partition(".")
-    return package if package == "runtime_torch" or not rest else rest.split(".")[0]
+    return package if package in ("optpipe", "runtime_torch") or not rest else rest.split(".")[0]
 
 
 def arrows() -> dict[str, set[str]]:

@@ -250,7 +250,7 @@ def test_all_published_schedules_are_listed_without_a_profile(run):
 def test_bounds_of_several_caps_are_printed_without_solving(run):
     outcome = run("bounds", "--mem", "1GB,2GB,9GB", "--microbatches", "4")
     assert outcome.code == 0
-    rows = [line.split() for line in outcome.out.splitlines()[1:]]
+    rows = [line.split() for line in outcome.out.splitlines()[1:4]]
     assert [" ".join(row[:2]) for row in rows] == ["1.00 GB", "2.00 GB", "9.00 GB"]
     assert rows[0][4] > rows[2][4]
     assert refused(run("bounds", "--mem", "1GB,x"), 2).startswith("--mem is 'x', expected a size such as ")

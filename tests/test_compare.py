@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec import structs
 from rich.console import Console
 
@@ -15,9 +17,9 @@ from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.documents.profile import Model
 from optpipe_compiler.published import METHODS
 from optpipe_compiler.study import comparison as study
-from optpipe_compiler.study.comparison import Absent, Wanted, chosen_methods, compare, published_row
+from optpipe_compiler.study.comparison import Absent, Wanted, chosen_methods, compare, options_for, published_row
 from optpipe_compiler.study.facts import Facts, judged
-from optpipe_compiler.view.comparison import render
+from optpipe_compiler.view.comparison import render, short_names
 from tests.instances import quick, uniform
 from tests.test_cli import refused, run  # noqa: F401  (run is a fixture)
 
@@ -39,6 +41,10 @@ def recomputing() -> ir.Schedule:
 def here(monkeypatch):
     """Answer in this process instead of others."""
     monkeypatch.setattr(study, "answers", lambda function, questions, jobs: [(q, function(q)) for q in questions])
+
+
+def wanted(method: str, profile, schedule: ir.Schedule) -> Wanted:
+    return Wanted(method, profile, options_for(schedule, method, "s"))
 
 
 def shown(comparison: study.Comparison, width: int = 80) -> str:
@@ -114,6 +120,28 @@ def test_what_the_judge_rejects_is_never_the_best(offloading, recomputing):
     assert "none is safe, so none is best" in shown(compare([judged(broken(better), "wrong")]))
 
 
+@pytest.mark.parametrize(
+    ("names", "room", "expected"),
+    [
+        (["a.json", "b.json"], 8, ["a.json", "b.json"]),
+        (["runs/monday/plan.json", "runs/tuesday/plan.json"], 20, ["…/monday/plan.json", "…/tuesday/plan.json"]),
+        (["x" * 30 + "1.json", "x" * 30 + "2.json"], 14, ["…" + "x" * 7 + "1.json", "…" + "x" * 7 + "2.json"]),
+        (["/data/a/schedule.json", "/data/b/schedule.json"], 14, ["…/a/sch…e.json", "…/b/sch…e.json"]),
+        (["first/" + "y" * 30 + ".json", "gpipe"], 14, ["…" + "y" * 8 + ".json", "gpipe"]),
+        (["same/" * 5 + "plan.json"] * 2, 14, ["…/plan.json"] * 2),
+    ],
+)
+def test_two_rows_that_are_different_have_names_that_are(names, room, expected):
+    assert short_names(names, room) == expected
+
+
+@given(st.lists(st.text("ab/", min_size=1, max_size=40), min_size=1, max_size=5, unique=True), st.integers(14, 30))
+def test_short_names_fit_and_stay_different(names, room):
+    found = short_names(names, room)
+    assert all(len(name) <= room for name in found)
+    assert len(set(found)) == len(names)
+
+
 def test_schedules_of_different_instances_are_warned_about_and_compared_per_microbatch(offloading):
     longer = quick(COSTS, 3 * GB, microbatches=8).schedule
     assert longer.forecast.makespan_ns > offloading.forecast.makespan_ns
@@ -165,34 +193,50 @@ def test_the_table_is_no_wider_than_the_terminal_and_loses_no_number(offloading)
 
 
 def test_a_published_schedule_is_what_compile_makes_of_it(offloading):
-    row = published_row(Wanted("1f1b", COSTS, quick(COSTS, 2 * GB).schedule.setup))
+    row = published_row(wanted("1f1b", COSTS, quick(COSTS, 2 * GB).schedule))
     expected = quick(COSTS, 2 * GB, method="1f1b").schedule.forecast
     assert isinstance(row, Facts)
     assert (row.name, row.makespan_ns, row.cap_bytes, row.microbatches) == ("1f1b", expected.makespan_ns, 2 * GB, 4)
 
 
 def test_one_that_does_not_fit_or_is_not_defined_has_the_reason(offloading):
-    row = published_row(Wanted("gpipe", COSTS, offloading.setup))
+    row = published_row(wanted("gpipe", COSTS, offloading))
     assert isinstance(row, Absent)
     free = quick(COSTS, 100 * GB, method="gpipe").schedule.forecast.makespan_ns
     assert row.reason == f"does not fit: needs 4.00 GB and would take {free / 10**6:.4g} ms"
-    missing = published_row(Wanted("gis", uniform(2, 1), quick(uniform(2, 1), GB).schedule.setup))
+    missing = published_row(wanted("gis", uniform(2, 1), quick(uniform(2, 1), GB).schedule))
     assert missing == Absent("gis", "2 layers cannot fill 2 devices x 2 stages per device: expected at most 2 stages")
 
 
 def test_methods_are_named_by_kind_too_and_a_row_says_its_kind():
     assert chosen_methods("stock") == [name for name, method in METHODS.items() if method.kind == "stock"]
     assert chosen_methods("paper,gis-offload,1f1b") == [*chosen_methods("paper"), "gis-offload"]
-    rows = [published_row(Wanted(name, COSTS, quick(COSTS, 2 * GB).schedule.setup)) for name in ("1f1b", "gis-offload")]
+    rows = [published_row(wanted(name, COSTS, quick(COSTS, 2 * GB).schedule)) for name in ("1f1b", "gis-offload")]
     assert [row.kind for row in rows] == ["paper", "composition"]
     assert {"paper", "composition"} <= set(shown(compare(rows)).split())
 
 
 def test_too_little_host_memory_is_the_reason_where_it_is():
-    short = quick(COSTS, GB, host_mem_bytes=1, offload=False).schedule.setup
-    row = published_row(Wanted("gis-offload", COSTS, short))
+    short = quick(COSTS, GB, host_mem_bytes=1).schedule
+    row = published_row(wanted("gis-offload", COSTS, short))
     assert isinstance(row, Absent)
     assert row.reason.startswith("does not fit the host's memory; with enough it would take ")
+
+
+@pytest.mark.parametrize(
+    ("cap", "options"), [(GB, {}), (3 * GB // 2, {"objective": "span"}), (2 * GB, {"split": False})]
+)
+def test_one_schedule_has_one_number_in_its_file_in_compare_and_in_report(cap, options):
+    """Also where it fits by waiting for its memory, and where it fits on one placement and is faster on another."""
+    costs = uniform(3, 4, d2h_ms=1.5, h2d_ms=1.5, shared_links="pairs")
+    plan = quick(costs, cap, microbatches=6, time_limit_s=0.0, **options).schedule
+    rows = [published_row(wanted(name, costs, plan)) for name in METHODS]
+    compared = {row.name: row.makespan_ns for row in rows if isinstance(row, Facts)}
+    told = {name: one.makespan_ns for name, one in plan.forecast.baselines.items() if one.fits}
+    assert compared == told
+    remarks = {row.name: row.remark for row in rows if isinstance(row, Facts)}
+    assert remarks == {name: plan.forecast.baselines[name].reason for name in told}
+    assert any(remark.startswith("waits for memory; as defined it takes ") for remark in remarks.values())
 
 
 def test_all_published_schedules_have_a_row_or_a_reason(run, here):  # noqa: F811

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
@@ -15,7 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
+from rich.console import Console
 
+from optpipe_compiler.compiler import Options
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.study import sweep as study
@@ -31,12 +34,13 @@ from optpipe_compiler.study.frontier import (
 )
 from optpipe_compiler.study.sweep import parse_caps, parse_counts
 from optpipe_compiler.view import frontier_svg
-from optpipe_compiler.view.sweep import device_sentences, memory_sentences, microbatch_sentences, notes
+from optpipe_compiler.view.sweep import device_sentences, memory_sentences, microbatch_sentences, notes, table
 from tests.instances import uniform
 from tests.processes import children
 from tests.test_cli import refused, run, start  # noqa: F401  (run is a fixture)
 
 GB = 10**9
+OPEN = ", by the plans found; the bounds leave it open."
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -64,7 +68,7 @@ def test_caps_are_a_range_or_a_list():
     assert parse_caps("10GB:80GB:8", "--mem") == tuple(n * 10 * GB for n in range(1, 9))
     assert parse_caps("1GiB:2GiB:2", "--mem") == (2**30, 2**31)
     assert parse_caps("3GB, 1GB,3GB", "--mem") == (GB, 3 * GB)
-    assert parse_caps("0:2:5", "--mem") == (0, 1, 2)
+    assert parse_caps("0:2B:5", "--mem") == (0, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -75,13 +79,14 @@ def test_caps_are_a_range_or_a_list():
         ("10GB:80GB:8:9", "expected FROM:TO:COUNT with a count of 2 to 1000, such as 10GB:80GB:8"),
         ("10GB:80GB:x", "expected FROM:TO:COUNT with a count of 2 to 1000, such as 10GB:80GB:8"),
         ("80GB:10GB:3", "expected FROM to be less than TO"),
+        ("10:80:8", "--mem is 10, which is 10 bytes; did you mean 10GB?"),
         ("10XB", "expected a size such as 40GB, 37.25GiB or 512MB"),
     ],
 )
 def test_caps_that_cannot_be_meant_are_refused(text, expected):
     with pytest.raises(BadInput, match=expected) as said:
         parse_caps(text, "--mem")
-    assert str(said.value).startswith("--mem is '")
+    assert str(said.value).startswith("--mem is ")
 
 
 @pytest.mark.parametrize("text", ["0", "4,-1", "4,", "x", "", "1.5"])
@@ -144,7 +149,9 @@ def test_more_memory_never_shows_less_throughput_nor_a_tighter_bound(rows):
 def test_the_cheapest_memory_is_the_first_cap_that_loses_less_than_the_tolerance():
     points = frontier([point(1, None), point(2, 110), point(3, 101), point(4, 100)])
     [found] = cheapest_memory(points, 0.02)
-    assert found == CheapestMemory(2, 10, 3 * GB, pytest.approx(1 - 100 / 101), 4 * GB)
+    assert found == CheapestMemory(
+        2, 10, 3 * GB, pytest.approx(1 - 100 / 101), 4 * GB, most_loss=pytest.approx(1 - 1 / 101)
+    )
     assert cheapest_memory(points, 0.2)[0].mem_bytes == 2 * GB
     assert cheapest_memory(points, 0.001)[0].mem_bytes == 4 * GB
     assert cheapest_memory([point(1, 100)], 0.02) == []
@@ -159,7 +166,7 @@ def test_enough_microbatches_are_the_fewest_that_lose_less_than_the_tolerance_at
         point(1, 900, microbatches=80),
     ]
     [found] = enough_microbatches(points, 0.02)
-    assert found == EnoughMicrobatches(2, 20, 40, pytest.approx(0.01), 9 * GB)
+    assert found == EnoughMicrobatches(2, 20, 40, pytest.approx(0.01), 9 * GB, most_gain=pytest.approx(403))
     assert enough_microbatches(points, 0.005)[0].microbatches == 40
     assert enough_microbatches(points[:1], 0.02) == []
 
@@ -173,7 +180,7 @@ def test_the_best_number_of_devices_has_the_most_throughput_per_device_under_eac
         point(8, 59, devices=4, microbatches=9),
     ]
     low, high = best_devices(points)
-    assert low == BestDevices(GB, 4, pytest.approx(25), ((2, 0.0),))
+    assert low == BestDevices(GB, 4, pytest.approx(25), ((2, 0.0),), decided=True)
     assert high == BestDevices(8 * GB, 2, pytest.approx(50), ((4, pytest.approx(10 / 0.06 / 4)),))
     assert best_devices([point(1, 100)]) == []
 
@@ -193,19 +200,64 @@ def test_the_answers_are_sentences():
     )
     assert list(memory_sentences(cheapest_memory(points, 0.02), 0.02)) == [
         "With 2 devices and 10 or 20 microbatches 2.00 GB is the cheapest memory that loses less than 2% against "
-        "4.00 GB (1.0%).",
-        "With 4 devices and 10 microbatches every cap below 4.00 GB loses 2% or more.",
+        "4.00 GB (1.0%; by the bounds at most 99.5%)" + OPEN,
+        "With 4 devices and 10 microbatches every cap below 4.00 GB loses 2% or more, which is proven.",
     ]
     assert list(microbatch_sentences(enough_microbatches(points, 0.02), 0.02)) == [
-        "With 2 devices under 4.00 GB fewer than 20 microbatches lose 2% or more."
+        "With 2 devices under 4.00 GB fewer than 20 microbatches lose 2% or more" + OPEN
     ]
     assert list(microbatch_sentences(enough_microbatches(points, 0.1), 0.1)) == [
-        "With 2 devices under 4.00 GB 10 microbatches are enough: 20 would give 5.3% more."
+        "With 2 devices under 4.00 GB 10 microbatches are enough: 20 would give 5.3% more, by the bounds "
+        "at most 19900.0%" + OPEN
     ]
     assert list(device_sentences(best_devices(points), None)) == [
         "From 1.00 GB to 4.00 GB 2 devices have the most throughput per device: 52.63 microbatches/s under 4.00 GB, "
-        "against 41.67 with 4."
+        "against 41.67 with 4" + OPEN
     ]
+
+
+def test_an_answer_is_decided_where_the_bounds_exclude_every_other():
+    tight = frontier([point(1, 120, bound=110), point(2, 101, bound=100), point(4, 100, bound=100)])
+    [found] = cheapest_memory(tight, 0.02)
+    assert (found.mem_bytes, found.decided) == (2 * GB, True)
+    assert found.most_loss == pytest.approx(1 - 100 / 101)
+    assert next(memory_sentences([found], 0.02)).endswith("(1.0%; by the bounds at most 1.0%), which is proven.")
+    better = frontier([point(1, 120, bound=101), point(2, 101, bound=100), point(4, 100, bound=100)])
+    assert not cheapest_memory(better, 0.02)[0].decided  # 1 GB may do
+    worse = frontier([point(1, 120, bound=110), point(2, 101, bound=90), point(4, 100, bound=90)])
+    assert not cheapest_memory(worse, 0.02)[0].decided  # 4 GB may be faster than what was found
+
+
+def test_a_point_whose_search_had_not_ended_says_so():
+    rough = structs.replace(point(1, 100), finished=False)
+    found = sweep_of(rough, structs.replace(point(2, 90), finished=True))
+    assert "1 of 2 points were still getting better when their time was over" in " ".join(notes(found))
+    out = Console(width=100, file=StringIO())
+    out.print(table(found))
+    assert [line.rstrip().endswith("unfinished") for line in out.file.getvalue().splitlines()[1:3]] == [True, False]
+
+
+def test_a_lean_schedule_of_a_larger_cap_stands_in_for_a_worse_one():
+    lean = structs.replace(point(4, 90), peak_bytes=2 * GB)
+    found = frontier([point(1, 130), point(2, 100), lean])
+    assert [p.makespan_ns // 10**6 for p in found] == [130, 90, 90]
+    assert [p.carried_from_bytes for p in found] == [None, 4 * GB, None]
+
+
+def test_each_point_starts_from_the_best_plan_of_a_smaller_cap():
+    costs, common = study.Costs.of(uniform(2, 2)), Options(mem_bytes=0, time_limit_s=0.0, reproducible=True)
+    grid = study.Grid((GB, 2 * GB, 3 * GB), (4,))
+    started: list[tuple[int, ...]] = []
+
+    def pool(function, questions, jobs):
+        for question in questions:
+            started.append(tuple(one.schedule.setup.cap_bytes for one in question.options.seeds))
+            yield question, function(question)
+
+    begin = study.begin(Path("no.json"), costs, common)
+    points = [one for one, _ in study.run(None, begin, study.missing(begin, costs, common, grid), 1, pool)]
+    assert started == [(), (GB,), (2 * GB,)]
+    assert [one.throughput for one in points] == sorted(one.throughput for one in points)
 
 
 # -- the picture --------------------------------------------------------------------------------------------------
@@ -253,7 +305,7 @@ def test_a_sweep_of_few_points_can_be_drawn(points):
 def test_carried_points_are_explained():
     assert list(notes(sweep_of(point(1, 10), point(2, 10)))) == []
     [said] = notes(sweep_of(point(1, 10), point(2, 11)))
-    assert said.startswith("1 of 2 points show the schedule of a smaller cap")
+    assert said.startswith("1 of 2 points show the schedule of another cap")
 
 
 # -- runs ---------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from optpipe_compiler.view import frontier_svg
 from optpipe_compiler.view.sweep import device_sentences, gpu_sentences, memory_sentences, microbatch_sentences
 from tests.test_cli import refused, run  # noqa: F401  (run is a fixture)
 from tests.test_estimate_presets import LLAMA
-from tests.test_sweep import GB, SVG, here, point, sweep_of  # noqa: F401  (here is a fixture)
+from tests.test_sweep import GB, OPEN, SVG, here, point, sweep_of  # noqa: F401  (here is a fixture)
 
 GRID = ("--devices", "2", "--microbatches", "3", "--seq", "64", "--time-limit", "0.1")
 MEM = ("--mem", "1GB,3GB,90GB")
@@ -71,15 +71,17 @@ def test_every_answer_is_per_gpu_and_leaves_out_caps_that_the_gpu_does_not_have(
     )
     found = answer(points, 0.02)
     assert list(memory_sentences(found.cheapest_memory, 0.02)) == [
-        "With 2 devices of a and 10 microbatches every cap below 4.00 GB loses 2% or more.",
+        "With 2 devices of a and 10 microbatches every cap below 4.00 GB loses 2% or more" + OPEN,
         "With 2 devices of b and 10 microbatches 4.00 GB is the cheapest memory that loses less than 2% against "
-        "8.00 GB (1.0%).",
+        "8.00 GB (1.0%; by the bounds at most 99.0%)" + OPEN,
     ]
     assert list(microbatch_sentences(found.enough_microbatches, 0.02)) == [
-        "With 2 devices of a under 4.00 GB 10 microbatches are enough: 20 would give 0.5% more."
+        "With 2 devices of a under 4.00 GB 10 microbatches are enough: 20 would give 0.5% more, by the "
+        "bounds at most 19900.0%" + OPEN
     ]
     assert list(device_sentences(found.best_devices, None)) == [
-        "Under 4.00 GB 2 devices of a have the most throughput per device: 50.25 microbatches/s, against 41.67 with 4."
+        "Under 4.00 GB 2 devices of a have the most throughput per device: 50.25 microbatches/s, against 41.67 with 4"
+        + OPEN
     ]
 
 
@@ -101,9 +103,9 @@ def test_the_best_gpu_is_that_of_the_best_point_and_may_differ_per_device():
     )
     assert list(gpu_sentences([together, each], None)) == [
         "b has the most throughput: 166.7 microbatches/s (4 devices, 10 microbatches, 8.00 GB), against 100 with a, "
-        "0 with c.",
+        "0 with c" + OPEN,
         "a has the most throughput per device: 50 microbatches/s (2 devices, 10 microbatches, 4.00 GB), against 41.67 "
-        "with b, 0 with c.",
+        "with b, 0 with c" + OPEN,
     ]
 
 
@@ -205,7 +207,7 @@ def test_a_file_of_before_there_were_gpus_is_continued_but_not_with_gpus(tiny, h
     sentence = refused(tiny("sweep", *BOTH, *MEM, *GRID), 2)
     assert sentence.endswith(", expected one of tiny on GPUs; name another file with -o, or delete this one")
     assert tiny("sweep", *grid, "--mem", "3GB").code == 0
-    assert json.loads(Path("sweep.json").read_text())["revision"] == 1
+    assert json.loads(Path("sweep.json").read_text())["revision"] == 2
 
 
 @pytest.mark.parametrize(

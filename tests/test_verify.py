@@ -16,6 +16,7 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import P2P, Link, Model, Quantity
 from optpipe_compiler.verify import Violated, Violation, causality, check, memory, verify
 from optpipe_compiler.verify.plan import Plan
+from tests.instances import quick, uniform
 
 ROOT = Path(__file__).parents[1]
 Change = Callable[[Any], None]
@@ -572,6 +573,28 @@ def test_a_schedule_that_differs_from_its_profile_is_refused(part: str, change: 
     plain[part] = change(plain[part])
     found = verify(schedule, msgspec.convert(plain, type(profile)))
     assert rule in {violation.rule for violation in found}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda costs: costs["layers"][0].update(forward_ns=10**6 + 1),
+            "forward_ns of stage 0 is 1000000, by the profile it is 1000001, and 3 other stages likewise; recompute_ns",
+        ),
+        (lambda costs: costs["layers"][0].update(saved_bytes=10**9 + 8), "saved_bytes of stage 0 is "),
+        (lambda costs: costs["machine"].update(op_overhead_ns=5), "forecast.op_overhead_ns is 0, the profile has 5; "),
+        (lambda costs: costs["machine"]["links"][0].update(latency_ns=7), "latency_ns of link 0 is 0, by the profile "),
+        (lambda costs: costs["machine"]["p2p"][0].update(latency_ns=7), "send_activation_ns of stage 0 is 50000, "),
+    ],
+)
+def test_one_changed_cost_is_one_line_however_many_stages_have_it(change: Any, said: str) -> None:
+    costs = uniform(4, 1)
+    schedule = quick(costs, 9 * 10**9, method="1f1b").schedule
+    plain = msgspec.to_builtins(costs)
+    change(plain)
+    [found] = verify(schedule, msgspec.convert(plain, type(costs)))
+    assert found.message.startswith(said)
 
 
 def test_the_model_of_the_schedule_is_the_one_that_the_profile_measured() -> None:

@@ -8,14 +8,16 @@ import signal
 import sys
 import traceback
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn, TextIO
 
 import click
 
 from optpipe_compiler import __version__
-from optpipe_compiler.cli.common import say
+from optpipe_compiler.cli.common import add_common_options, say
 from optpipe_compiler.cli.compare import compare
 from optpipe_compiler.cli.compile import bounds, compile_command
+from optpipe_compiler.cli.defaults import defaults, nearest
 from optpipe_compiler.cli.diff import diff
 from optpipe_compiler.cli.explain import explain
 from optpipe_compiler.cli.export import export
@@ -83,7 +85,7 @@ def _run() -> int:
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except OptPipeError as error:
-        return _fail(str(error), error.exit_code)
+        return _fail(str(error) + _origin(str(error)), error.exit_code)
     except (click.exceptions.Abort, KeyboardInterrupt):
         return _fail("interrupted", INTERRUPTED)
     except click.ClickException as error:
@@ -108,6 +110,15 @@ def _run() -> int:
         with suppress(OSError):
             traceback.print_exc()
         return OptPipeError.exit_code
+
+
+def _origin(sentence: str) -> str:
+    """Name the file that an option in the sentence has its value from, if it was not typed."""
+    typed = {argument.partition("=")[0] for argument in sys.argv}
+    for key, where in TAKEN.items():
+        if f"--{key} " in sentence and f"--{key}" not in typed:
+            return f" ({where})"
+    return ""
 
 
 def _fail(sentence: str, code: int) -> int:
@@ -140,16 +151,31 @@ def _terminate(number: int, frame: object) -> NoReturn:
     raise Terminated(str(number))
 
 
+TAKEN: dict[str, str] = {}
+"""Options of this call whose defaults come from a file, and where they stand."""
+
+
 @click.group(epilog=EXIT_CODES)
-@click.version_option(__version__, prog_name="optpipe")
-def cli() -> None:
+@click.version_option(__version__, "-V", "--version", prog_name="optpipe")
+@click.pass_context
+def cli(context: click.Context) -> None:
     """Plan, verify and replay pipeline-parallel training schedules.
 
     \b
     optpipe profile                 measure this machine      -> profile.json
     optpipe compile --mem 40GB      plan under a memory cap   -> schedule.json
     optpipe run schedule.json       replay it
+
+    Defaults of options stand in [tool.optpipe] of pyproject.toml.
     """
+    TAKEN.clear()
+    path, chosen = nearest(Path.cwd()), context.invoked_subcommand or ""
+    if path is not None and chosen in cli.commands:
+        context.default_map, origins = defaults(cli, chosen, path)
+        TAKEN.update(origins)
+        if {"-v", "--verbose"} & set(sys.argv):
+            for key, where in origins.items():
+                say(f"optpipe: --{key} has its default from {where}", err=True)
 
 
 for command in (
@@ -168,3 +194,4 @@ for command in (
     run,
 ):
     cli.add_command(command)
+add_common_options(cli)

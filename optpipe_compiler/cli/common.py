@@ -8,16 +8,50 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from optpipe_compiler.documents.units import parse_bytes, printable
+from optpipe_compiler.documents.units import parse_cap, printable
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
 
 PROFILE, SCHEDULE = Path("profile.json"), Path("schedule.json")
+
+
+QUIET, VERBOSE = "optpipe.quiet", "optpipe.verbose"
+"""Keys of click's context, for `-q` and `-v`."""
+
+
+def add_common_options(command: click.Command) -> None:
+    """Give a command and all below it `-h`, `-q` and `-v`."""
+    command.context_settings.setdefault("help_option_names", ["-h", "--help"])
+    if isinstance(command, click.Group):
+        for inner in command.commands.values():
+            add_common_options(inner)
+    for short, name, key, about in (
+        ("-q", "--quiet", QUIET, "No progress and no notes on stderr, only errors."),
+        ("-v", "--verbose", VERBOSE, "More on stderr: where defaults come from, each better plan."),
+    ):
+        option = click.Option(
+            [short, name], is_flag=True, expose_value=False, is_eager=True, help=about, callback=_remember(key)
+        )
+        command.params.append(option)
+
+
+def _remember(key: str) -> Callable[[click.Context, click.Parameter, bool], None]:
+    def remember(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+        if value:
+            context.meta[key] = True
+
+    return remember
+
+
+def is_said(key: str) -> bool:
+    """Whether `-q` or `-v` was given."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get(key))
 
 
 class Size(click.ParamType[int]):
@@ -27,7 +61,7 @@ class Size(click.ParamType[int]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Return bytes; the units are those of `units.parse_bytes`."""
-        return value if isinstance(value, int) else parse_bytes(str(value), param.opts[0] if param else "size")
+        return value if isinstance(value, int) else parse_cap(str(value), param.opts[0] if param else "size")
 
 
 jobs_option = click.option(
@@ -38,6 +72,33 @@ jobs_option = click.option(
     show_default="one per core",
     help="Processes that plan at the same time.",
 )
+
+
+def complete_methods(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Return names and kinds of schedules that begin so, behind the last comma."""
+    from optpipe_compiler.published import METHODS
+
+    kinds = ["all", *dict.fromkeys(method.kind for method in METHODS.values())] if parameter.name == "methods" else []
+    return _completed(incomplete, [*kinds, *METHODS])
+
+
+def complete_gpus(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Return names of GPUs that begin so."""
+    from optpipe_compiler.costs import gpus
+
+    return _completed(incomplete, gpus.presets())
+
+
+def complete_models(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Return names of models that begin so."""
+    from optpipe_compiler.costs import models
+
+    return _completed(incomplete, models.presets())
+
+
+def _completed(incomplete: str, names: Iterable[str]) -> list[str]:
+    before, comma, last = incomplete.rpartition(",")
+    return [before + comma + name for name in names if name.startswith(last)]
 
 
 def refuse_png(path: Path | None) -> None:
@@ -61,12 +122,18 @@ def console(*, stderr: bool = False) -> Console:
             for part in super().render(renderable, options):
                 yield part if part.control else part._replace(text=printable(part.text, keep="\n"))
 
-    return Output(stderr=stderr, highlight=False, markup=False, emoji=False)
+    return Output(stderr=stderr, highlight=False, markup=False, emoji=False, quiet=stderr and is_said(QUIET))
 
 
 def say(line: str, *, err: bool = False) -> None:
     """Print one line, whatever the names in it hold."""
     click.echo(printable(line), err=err)
+
+
+def note(line: str) -> None:
+    """Print one line on stderr, unless `-q` was given."""
+    if not is_said(QUIET):
+        say(line, err=True)
 
 
 def say_json(answer: Any) -> None:

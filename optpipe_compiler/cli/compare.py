@@ -8,17 +8,19 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from optpipe_compiler.cli.common import PROFILE, SCHEDULE, console, jobs_option, say_json
+from optpipe_compiler.cli.common import PROFILE, SCHEDULE, complete_methods, console, jobs_option, say_json
 
 if TYPE_CHECKING:
+    from optpipe_compiler.documents.ir import Schedule
     from optpipe_compiler.study.comparison import Absent, Comparison
     from optpipe_compiler.study.facts import Facts
 
 
-@click.command()
+@click.command(short_help="Set schedules side by side: time, idle, memory, traffic.")
 @click.argument("schedule_paths", metavar="[SCHEDULE]...", type=click.Path(path_type=Path), nargs=-1)
 @click.option(
     "--methods",
+    shell_complete=complete_methods,
     metavar="all|KIND|NAME[,...]",
     help="Add known schedules for the first one's setup; KIND is paper, stock or composition.",
 )
@@ -49,7 +51,7 @@ def compare(
     paths = schedule_paths or (SCHEDULE,)
     schedules = [ir.load(path) for path in paths]
     rows = [judged(schedule, str(path)) for schedule, path in zip(schedules, paths, strict=True)]
-    more, absent = _published(schedules[0].setup, names, profile_path, jobs) if names else ([], [])
+    more, absent = _published(schedules[0], str(paths[0]), names, profile_path, jobs) if names else ([], [])
     comparison = side_by_side(rows + more, absent)
     if as_json:
         say_json(_report(comparison))
@@ -58,14 +60,16 @@ def compare(
         out.print(render(comparison, out.width))
 
 
-def _published(setup: Any, names: list[str], profile_path: Path, jobs: int) -> tuple[list[Facts], list[Absent]]:
+def _published(
+    schedule: Schedule, name: str, names: list[str], profile_path: Path, jobs: int
+) -> tuple[list[Facts], list[Absent]]:
     from optpipe_compiler.documents import profile as profiles
     from optpipe_compiler.study.comparison import Absent, published_rows
     from optpipe_compiler.view.comparison import MethodsBar
 
     costs = profiles.load(profile_path)
     with MethodsBar(console(stderr=True), len(names)) as bar:
-        found = list(published_rows(costs, setup, names, jobs, bar.update))
+        found = list(published_rows(costs, schedule, name, names, jobs, bar.update))
     rows = [row for row in found if not isinstance(row, Absent)]
     return rows, [row for row in found if isinstance(row, Absent)]
 

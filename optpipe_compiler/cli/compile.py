@@ -7,12 +7,23 @@ from typing import Any
 
 import click
 
-from optpipe_compiler.cli.common import PROFILE, SCHEDULE, Size, console, say, say_json
-from optpipe_compiler.documents.units import parse_bytes
-from optpipe_compiler.errors import BadInput
+from optpipe_compiler.cli.common import (
+    PROFILE,
+    SCHEDULE,
+    VERBOSE,
+    Size,
+    complete_methods,
+    console,
+    is_said,
+    note,
+    say,
+    say_json,
+)
+from optpipe_compiler.documents.units import parse_cap
+from optpipe_compiler.errors import BadInput, Rejected
 
 
-@click.command(name="compile")
+@click.command(name="compile", short_help="Plan a schedule under a memory cap, with a proven bound.")
 @click.argument("profile_path", metavar="[PROFILE]", type=click.Path(path_type=Path), default=PROFILE)
 @click.option("--mem", type=Size(), help="Memory cap per device, such as 40GB or 37.25GiB [default: the profile's].")
 @click.option("--microbatches", type=int, help="Microbatches per step [default: 4 per device].")
@@ -29,12 +40,29 @@ from optpipe_compiler.errors import BadInput
 )
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--reproducible", is_flag=True, help="Same bytes on every run and machine; one search thread.")
-@click.option("--method", help="Emit this known schedule instead of searching (see --list-methods).")
+@click.option(
+    "--from",
+    "seeds",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="Start from an earlier schedule: no worse than it where it still fits. May be repeated.",
+)
+@click.option(
+    "--method",
+    shell_complete=complete_methods,
+    help="Emit this known schedule instead of searching (see --list-methods).",
+)
 @click.option("--list-methods", is_flag=True, help="Tell what the known schedules are, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=SCHEDULE, show_default=True)
 def compile_command(
-    profile_path: Path, output: Path, as_json: bool, mem: int | None, list_methods: bool, **options: Any
+    profile_path: Path,
+    output: Path,
+    as_json: bool,
+    mem: int | None,
+    seeds: tuple[Path, ...],
+    list_methods: bool,
+    **options: Any,
 ) -> None:
     """Plan a schedule under a memory cap and prove how good it is.
 
@@ -52,18 +80,19 @@ def compile_command(
         return
     check_writable(output)
     costs = profiles.load(profile_path)
-    chosen = compiler.Options(mem_bytes=_cap(mem, costs), **_renamed(options))
-    with ProgressLine(console(stderr=True)) as line:
+    chosen = compiler.Options(mem_bytes=_cap(mem, costs), seeds=tuple(map(_checked, seeds)), **_renamed(options))
+    limit_s = compiler.settled(costs, chosen).time_limit_s
+    with ProgressLine(console(stderr=True), limit_s, every_plan=is_said(VERBOSE)) as line:
         result = compiler.compile_schedule(costs, chosen, line.update)
     write_atomically(output, ir.to_text(result.schedule))
-    for note in result.notes:
-        say(f"optpipe: {note}", err=True)
+    for remark in result.notes:
+        note(f"optpipe: {remark}")
     if as_json:
         say_json(_report(result))
         return
     console().print(render(result.schedule))
     if result.interrupted:
-        say("interrupted: this is the best schedule so far", err=True)
+        note("interrupted: this is the best schedule so far")
     click.echo()
     say(f"wrote {output} in {result.wall_s:.1f} s")
 
@@ -75,7 +104,7 @@ def _list_methods() -> None:
     click.echo(as_text(min(console().width, 100)))
 
 
-@click.command()
+@click.command(short_help="Print lower bounds for a range of caps, without solving.")
 @click.argument("profile_path", metavar="[PROFILE]", type=click.Path(path_type=Path), default=PROFILE)
 @click.option("--mem", "mems", required=True, metavar="SIZE[,SIZE...]", help="Caps, such as 10GB,20GB,40GB.")
 @click.option("--microbatches", type=int, help="Microbatches per step [default: 4 per device].")
@@ -83,7 +112,8 @@ def _list_methods() -> None:
 @click.option("--placement", type=click.Choice(["auto", "linear", "loop", "v"]), default="auto", show_default=True)
 @click.option("--stages-per-device", type=int, help="[default: all that are searched]")
 @click.option("--objective", type=click.Choice(["makespan", "span"]), default="makespan", show_default=True)
-def bounds(profile_path: Path, mems: str, **options: Any) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def bounds(profile_path: Path, mems: str, as_json: bool, **options: Any) -> None:
     """Print lower bounds for a range of caps, without solving.
 
     Example: optpipe bounds profile.json --mem 10GB,20GB,40GB --microbatches 16
@@ -95,12 +125,47 @@ def bounds(profile_path: Path, mems: str, **options: Any) -> None:
     from optpipe_compiler.documents.units import show_bytes, show_ns
 
     costs = profiles.load(profile_path)
-    table = Table("cap", f"{options['objective']} at least", "because of", box=None, pad_edge=False)
+    rows = []
     for text in mems.split(","):
-        cap = parse_bytes(text, "--mem")
-        reached, name = compiler.lower_bound(costs, compiler.Options(mem_bytes=cap, **options))
+        chosen = compiler.settled(costs, compiler.Options(mem_bytes=parse_cap(text, "--mem"), **options))
+        rows.append((chosen.mem_bytes, *compiler.lower_bound(costs, chosen)))
+    taken = _taken_for_granted(costs, chosen, asked=options["microbatches"] is not None)
+    if as_json:
+        found = [{"mem_bytes": cap, "lower_bound_ns": reached, "argument": name} for cap, reached, name in rows]
+        about = {"objective": chosen.objective, "devices": chosen.devices, "microbatches": chosen.microbatches}
+        say_json(about | {"assumptions": taken, "bounds": found})
+        return
+    table = Table("cap", f"{options['objective']} at least", "because of", box=None, pad_edge=False)
+    for cap, reached, name in rows:
         table.add_row(show_bytes(cap), show_ns(reached), name)
     console().print(table)
+    click.echo()
+    for line in taken:
+        say(line)
+
+
+def _taken_for_granted(costs: Any, chosen: Any, *, asked: bool) -> list[str]:
+    """Say for what the bounds are, and what the profile leaves out."""
+    from optpipe_compiler.documents.profile import value_of
+    from optpipe_compiler.documents.units import show_bytes
+
+    default = "" if asked else " (default: 4 per device)"
+    host = "taken as unlimited" if chosen.host_mem_bytes is None else show_bytes(chosen.host_mem_bytes)
+    said = [f"{chosen.devices} devices, {chosen.microbatches} microbatches{default}, host memory {host}"]
+    if not any(value_of(layer.static_bytes) for layer in costs.layers):
+        said.append("the profile has no static bytes: weights, gradients and optimizer state count 0")
+    return said
+
+
+def _checked(path: Path) -> Any:
+    """Return an earlier schedule that the judge has passed."""
+    from optpipe_compiler.documents import ir
+    from optpipe_compiler.verify import Violated, check
+
+    try:
+        return check(ir.load(path))
+    except Violated as error:
+        raise Rejected(f"{path}: not taken as a start, verify rejects it: {error} (optpipe verify {path})") from error
 
 
 def _cap(mem: int | None, costs: Any) -> int:
@@ -124,8 +189,9 @@ def _renamed(options: dict[str, Any]) -> dict[str, Any]:
 
 def _report(result: Any) -> dict[str, Any]:
     """Return what `compile --json` prints."""
+    from optpipe_compiler.forecast.links import link_loads
     from optpipe_compiler.view.baselines import OTHERS, best, kind
-    from optpipe_compiler.view.summary import count, gap
+    from optpipe_compiler.view.summary import assumptions, count, gap
 
     schedule = result.schedule
     forecast = schedule.forecast
@@ -152,6 +218,8 @@ def _report(result: Any) -> dict[str, Any]:
         "num_recomputes": count(schedule, "recompute"),
         "wall_s": result.wall_s,
         "digest": schedule.digest,
+        "assumptions": assumptions(schedule),
+        "host_links": list(link_loads(schedule)),
         "best_baseline": best(schedule),
         "best_of_papers_and_stock": best(schedule, OTHERS),
         "baselines": {

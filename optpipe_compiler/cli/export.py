@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from optpipe_compiler.cli.common import SCHEDULE, console, refuse_png, say
+from optpipe_compiler.cli.common import SCHEDULE, console, note, refuse_png, say, say_json
 from optpipe_compiler.errors import BadInput, Rejected
 
 if TYPE_CHECKING:
@@ -30,8 +30,9 @@ ENDINGS = {
 )
 @click.option("--drop-memory-ops", is_flag=True, help="torch: leave out offloads, reloads and recomputes.")
 @click.option("--profile", "profile_path", type=click.Path(path_type=Path), help="torchtitan: names the layers.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def export(
-    schedule_path: Path, kind: str, output: Path | None, drop_memory_ops: bool, profile_path: Path | None
+    schedule_path: Path, kind: str, output: Path | None, drop_memory_ops: bool, profile_path: Path | None, as_json: bool
 ) -> None:
     """Write a schedule for another tool.
 
@@ -44,20 +45,25 @@ def export(
     Example: optpipe export schedule.json --to chrome-trace
     """
     from optpipe_compiler.documents import ir
-    from optpipe_compiler.documents.files import check_writable
+    from optpipe_compiler.documents.files import check_writable, is_special
 
     refuse_png(output)
     path = output or _default(schedule_path, kind)
     check_writable(path)
     checked = _checked(ir.load(schedule_path), schedule_path)
     if kind not in ("torch-csv", "torchtitan"):
-        _write(path, _picture(checked, kind))
-        return
-    _refuse_loss(checked.schedule, schedule_path, drop_memory_ops)
-    if kind == "torch-csv":
-        _write_csv(path, checked)
+        files = {path: _picture(checked, kind)}
     else:
-        _write_torchtitan(path, checked, profile_path)
+        _refuse_loss(checked.schedule, schedule_path, drop_memory_ops)
+        files = _for_torch(path, checked) if kind == "torch-csv" else _for_torchtitan(path, checked, profile_path)
+    for where, content in files.items():
+        _write(where, content, silent=as_json)
+    peaks = _torch_peaks(checked) if kind in ("torch-csv", "torchtitan") else None
+    if as_json:
+        about = {"schedule": str(schedule_path), "to": kind, "wrote": list(map(str, files))}
+        say_json(about if peaks is None else about | {"torch_peak_bytes": peaks})
+    elif peaks is not None:
+        _say_peaks(checked, peaks, stderr=is_special(path))
 
 
 def _picture(checked: Checked, kind: str) -> str:
@@ -67,7 +73,7 @@ def _picture(checked: Checked, kind: str) -> str:
     return svg.render(checked.schedule) if kind == "svg" else chrome_trace.render(checked)
 
 
-def _write_torchtitan(path: Path, checked: Checked, profile_path: Path | None) -> None:
+def _for_torchtitan(path: Path, checked: Checked, profile_path: Path | None) -> dict[Path, str]:
     from optpipe_compiler.documents import profile as profiles
     from optpipe_compiler.export import torchtitan
 
@@ -76,16 +82,13 @@ def _write_torchtitan(path: Path, checked: Checked, profile_path: Path | None) -
     table = path.with_name(path.stem.removesuffix("_torchtitan") + ENDINGS["torch-csv"])
     profile = profiles.load(profile_path) if profile_path else None
     settings = torchtitan.render(checked, profile, table.name, path.stem)
-    _write_csv(table, checked)
-    _write(path, settings)
+    return _for_torch(table, checked) | {path: settings}
 
 
-def _write_csv(path: Path, checked: Checked) -> None:
-    from optpipe_compiler.documents.files import is_special
+def _for_torch(path: Path, checked: Checked) -> dict[Path, str]:
     from optpipe_compiler.export import torch_csv
 
-    _write(path, torch_csv.render(checked))
-    _say_peaks(checked, stderr=is_special(path))
+    return {path: torch_csv.render(checked)}
 
 
 def _default(schedule_path: Path, kind: str) -> Path:
@@ -123,20 +126,27 @@ def _refuse_loss(schedule: Schedule, path: Path, drop_memory_ops: bool) -> None:
         )
 
 
-def _write(path: Path, content: str) -> None:
+def _write(path: Path, content: str, *, silent: bool) -> None:
     from optpipe_compiler.documents.files import is_special, write_atomically
 
     write_atomically(path, content)
-    say(f"wrote {path}", err=is_special(path))
+    if not silent:
+        say(f"wrote {path}", err=is_special(path))
 
 
-def _say_peaks(checked: Checked, *, stderr: bool) -> None:
+def _torch_peaks(checked: Checked) -> list[int]:
+    """Return what every device can hold when torch runs the order without waits and memory ops."""
+    from optpipe_compiler.export.torch_csv import as_torch_runs_it
+    from optpipe_compiler.verify.peaks import peaks
+
+    return peaks(as_torch_runs_it(checked))
+
+
+def _say_peaks(checked: Checked, found: list[int], *, stderr: bool) -> None:
     """Say what every device can hold when torch runs the order without waits and memory ops."""
     from rich.table import Table
 
     from optpipe_compiler.documents.units import short_bytes
-    from optpipe_compiler.export.torch_csv import as_torch_runs_it
-    from optpipe_compiler.verify.peaks import peaks
 
     schedule = checked.schedule
     cap = schedule.setup.cap_bytes
@@ -144,11 +154,10 @@ def _say_peaks(checked: Checked, *, stderr: bool) -> None:
     for column in ("device", "planned peak", "peak in torch", "cap"):
         table.add_column(column, justify="right")
     table.add_column()
-    found = peaks(as_torch_runs_it(checked))
     for device, peak in zip(schedule.devices, found, strict=True):
         verdict = f"{short_bytes(peak - cap)} over" if peak > cap else "fits"
         row = (device.device, short_bytes(device.peak_bytes), short_bytes(peak), short_bytes(cap), verdict)
         table.add_row(*map(str, row))
     console(stderr=stderr).print(table)
     if max(found) > cap:
-        say("optpipe: without its waits and memory ops the schedule does not fit the cap", err=True)
+        note("optpipe: without its waits and memory ops the schedule does not fit the cap")

@@ -8,14 +8,15 @@ from typing import Any
 
 import click
 
-from optpipe_compiler.cli.common import say
+from optpipe_compiler.cli.common import say, say_json
 from optpipe_compiler.errors import BadInput, Rejected
 
 
-@click.command()
+@click.command(short_help="Rewrite schedules and profiles as their canonical text.")
 @click.argument("paths", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--check", is_flag=True, help="Write nothing; exit with 1 and name the files that would change.")
-def fmt(paths: tuple[Path, ...], check: bool) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def fmt(paths: tuple[Path, ...], check: bool, as_json: bool) -> None:
     """Rewrite schedules and profiles as their canonical text: one op or layer per line, fixed key order.
 
     Only the text changes, never its meaning. Nothing is written unless all files can be read.
@@ -26,11 +27,16 @@ def fmt(paths: tuple[Path, ...], check: bool) -> None:
 
     wanted = {path: canonical_text(read_text(path), str(path)) for path in paths}
     others = [path for path, text in wanted.items() if path.read_bytes() != text.encode()]
+    if as_json and check:
+        say_json({"would_change": list(map(str, others))})
     if check and others:
         raise Rejected(f"not in canonical form: {', '.join(map(str, others))}")
     for path in others:
         write_atomically(path, wanted[path])
-        say(f"rewrote {path}")
+        if not as_json:
+            say(f"rewrote {path}")
+    if as_json and not check:
+        say_json({"rewrote": list(map(str, others))})
 
 
 def canonical_text(text: str, name: str) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 import msgspec
 
-from optpipe_compiler.cli.common import PROFILE, console, say, write
+from optpipe_compiler.cli.common import PROFILE, complete_gpus, complete_models, console, note, say, say_json, write
 from optpipe_compiler.cli.estimate import (
     ESTIMATED,
     chosen,
@@ -37,7 +37,9 @@ FROM_RUN = Path("measured.json")
 """Where the profile of a run goes when nothing is said: beside the one that the run was planned with."""
 
 
-@click.group(invoke_without_command=True)
+@click.group(
+    invoke_without_command=True, short_help="Write a cost profile: measured, estimated, or from a few numbers."
+)
 @click.option(
     "--devices", type=click.IntRange(min=1), help="Pipeline devices [default: the GPUs, or 2 to 4 cores; estimated: 8]."
 )
@@ -49,6 +51,7 @@ FROM_RUN = Path("measured.json")
 @click.option(
     "--model",
     metavar="MODEL",
+    shell_complete=complete_models,
     help="A config.json of Hugging Face, a name (--list-models), or a package.module:function that returns layers.",
 )
 @click.option(
@@ -64,7 +67,12 @@ FROM_RUN = Path("measured.json")
     help="With --model: a block is one layer, or attention and MLP are two; auto: two where a device has at most 4 "
     "blocks [default: block].",
 )
-@click.option("--gpu", metavar="GPU", help="Estimate: a name (--list-gpus), or a JSON file of that form.")
+@click.option(
+    "--gpu",
+    metavar="GPU",
+    shell_complete=complete_gpus,
+    help="Estimate: a name (--list-gpus), or a JSON file of that form.",
+)
 @dtype_option("fp32", "bf16", "fp16", help="Weights and activations [default: fp32; estimated: bf16].")
 @estimate_options
 @click.option("--from-run", type=click.Path(path_type=Path), help="Take times from a trace of run --trace.")
@@ -94,7 +102,7 @@ def profile(
     given = {name: value for name, value in options.items() if value is not None}
     output = output or (FROM_RUN if "from_run" in given else PROFILE)
     if list_gpus or list_models:
-        _list(gpus=list_gpus, models=list_models)
+        _list(gpus=list_gpus, models=list_models, as_json=as_json)
     elif "from_run" in given:
         _from_run(output, given, as_json=as_json)
     elif "model" in given and "gpu" in given:
@@ -114,7 +122,7 @@ def _finish(record: Profile, output: Path, shown: Callable[[], RenderableType], 
     write(output, record)
     found = noisy(record)
     for line in noise_lines(found):
-        click.echo(f"optpipe: {line}", err=True)
+        note(f"optpipe: {line}")
     if as_json:
         about = {"profile": str(output), "name": record.name, "digest": record.digest(), "noisy": found}
         click.echo(msgspec.json.encode(about))
@@ -122,11 +130,17 @@ def _finish(record: Profile, output: Path, shown: Callable[[], RenderableType], 
         console().print(shown())
 
 
-def _list(*, gpus: bool, models: bool) -> None:
+def _list(*, gpus: bool, models: bool, as_json: bool) -> None:
     from optpipe_compiler.costs import gpus as gpu_presets
     from optpipe_compiler.costs import models as model_presets
     from optpipe_compiler.view.estimated import gpu_table, model_table
 
+    if as_json:
+        found: dict[str, Any] = {"gpus": list(gpu_presets.presets().values())} if gpus else {}
+        if models:
+            found["models"] = {name: vars(model_presets.load(name)) for name in model_presets.presets()}
+        say_json(found)
+        return
     if gpus:
         console().print(gpu_table(gpu_presets.presets()))
     if models:
@@ -301,8 +315,11 @@ def _uniform_option(name: str, default: Any, help: str) -> Callable[[Any], Any]:
 @click.option("--head-ms", metavar="F,I,W", help="An extra last layer.")
 @click.option("--embedding-parts", type=int, default=1, metavar="N", help="Cut the first layer into N equal ones.")
 @click.option("--head-parts", type=int, default=1, metavar="N", help="Cut the last layer into N equal ones.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=PROFILE, show_default=True)
-def uniform(output: Path, embedding_ms: str | None, head_ms: str | None, duplex_slowdown: str, **options: Any) -> None:
+def uniform(
+    output: Path, as_json: bool, embedding_ms: str | None, head_ms: str | None, duplex_slowdown: str, **options: Any
+) -> None:
     """Write a profile of equal layers from a handful of numbers.
 
     Example: optpipe profile uniform --devices 8 --activation-gb 2 --d2h-ms 1.05 --h2d-ms 1.05 --shared-links pairs
@@ -319,4 +336,7 @@ def uniform(output: Path, embedding_ms: str | None, head_ms: str | None, duplex_
     )
     write(output, record)
     layers = len(record.expanded_layers())
+    if as_json:
+        say_json({"profile": str(output), "name": record.name, "digest": record.digest(), "noisy": []})
+        return
     say(f"{output}: {record.machine.devices} devices, {layers} layers, all numbers manual")

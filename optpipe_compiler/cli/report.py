@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from optpipe_compiler.cli.common import SCHEDULE, console, say
+from optpipe_compiler.cli.common import SCHEDULE, console, say, say_json
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.view.progress import Steps
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 BASELINE_KINDS: tuple[BaselineKind, ...] = ("paper", "stock", "composition")
 
 
-@click.command()
+@click.command(short_help="Write one HTML page with the whole schedule to zoom into.")
 @click.argument("schedule_path", metavar="SCHEDULE", type=click.Path(path_type=Path), default=SCHEDULE)
 @click.option(
     "--profile",
@@ -42,8 +42,14 @@ BASELINE_KINDS: tuple[BaselineKind, ...] = ("paper", "stock", "composition")
     help="A measured trace: of run --trace, or of torch's profiler (one per rank: repeat the option).",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("report.html"), show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def report(
-    schedule_path: Path, output: Path, profile_path: Path | None, wanted: tuple[str, ...], traces: tuple[Path, ...]
+    schedule_path: Path,
+    output: Path,
+    profile_path: Path | None,
+    wanted: tuple[str, ...],
+    traces: tuple[Path, ...],
+    as_json: bool,
 ) -> None:
     """Write one HTML page with the whole schedule to zoom into: ops, what each waited for, memory, the bound.
 
@@ -64,7 +70,10 @@ def report(
         steps.say(f"drawing {len(below) + 1} schedules" if below else "drawing the schedule")
         page = render(schedule, below, ran)
         write_atomically(output, page)
-    say(f"wrote {output}")
+    if as_json:
+        say_json({"schedule": str(schedule_path), "report": str(output)})
+    else:
+        say(f"wrote {output}")
 
 
 def _baselines(
@@ -73,6 +82,7 @@ def _baselines(
     """Yield baselines for the same instance, the best first; the schedule itself is none."""
     from optpipe_compiler import compiler
     from optpipe_compiler.documents import profile as profiles
+    from optpipe_compiler.study.comparison import options_for
 
     costs, came_from = profiles.load(profile_path), schedule.provenance
     if costs.digest() != came_from.profile_digest:
@@ -80,23 +90,10 @@ def _baselines(
             f"{profile_path}: is not the profile that {schedule_path} was compiled from: its digest is "
             f"{costs.digest()[:19]}, expected {came_from.profile_digest[:19]}"
         )
-    setup = schedule.setup
-    chosen: dict[str, Any] = came_from.options
     names = _chosen(schedule, wanted)
     for number, name in enumerate(names, start=1):
         tell(f"timing baseline {number} of {len(names)}, {name}")
-        options = compiler.Options(
-            mem_bytes=setup.cap_bytes,
-            host_mem_bytes=setup.host_cap_bytes,
-            microbatches=setup.microbatches,
-            devices=setup.devices,
-            objective=schedule.forecast.objective,
-            method=name,
-            **{
-                option: chosen[option] for option in ("placement", "stages_per_device", "offload", "recompute", "split")
-            },
-        )
-        yield compiler.compile_schedule(costs, options).schedule
+        yield compiler.compile_schedule(costs, options_for(schedule, name, str(schedule_path))).schedule
 
 
 def _chosen(schedule: Schedule, wanted: tuple[str, ...]) -> list[str]:

@@ -12,7 +12,7 @@ from optpipe_compiler.cli.common import SCHEDULE, console, say_json
 from optpipe_compiler.errors import BadInput, MissingDependency, Rejected
 
 
-@click.command()
+@click.command(short_help="Replay a schedule: real processes, messages and gradients.")
 @click.argument("schedule_path", metavar="SCHEDULE", type=click.Path(path_type=Path), default=SCHEDULE)
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Training steps.")
 @click.option("--data", type=click.Path(path_type=Path), multiple=True, help="Text files to train on.")

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from optpipe_compiler.cli.common import SCHEDULE, console, refuse_png, say
+from optpipe_compiler.cli.common import SCHEDULE, console, refuse_png, say, say_json
 from optpipe_compiler.documents.units import parse_ns, show_ns
 from optpipe_compiler.errors import BadInput
 
+if TYPE_CHECKING:
+    from optpipe_compiler.forecast import Analysis
 
-@click.command()
+
+@click.command(short_help="Show a schedule in the terminal: what runs when, and why it idles.")
 @click.argument("schedule_path", metavar="SCHEDULE", type=click.Path(path_type=Path), default=SCHEDULE)
 @click.option("--device", "devices", type=int, multiple=True, metavar="N", help="Only this device; may be repeated.")
 @click.option("--from", "begin", metavar="TIME", help="Zoom: start at a time such as 12.5ms.")
 @click.option("--to", "end", metavar="TIME", help="Zoom: end at a time such as 2s.")
 @click.option("--width", type=click.IntRange(min=40), help="Columns of text [default: the window's].")
 @click.option("--svg", type=click.Path(path_type=Path), help="Write the chart as a picture instead.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def show(
     schedule_path: Path,
     devices: tuple[int, ...],
@@ -25,6 +30,7 @@ def show(
     end: str | None,
     width: int | None,
     svg: Path | None,
+    as_json: bool,
 ) -> None:
     """Show what a schedule does when, what it promises, and where its devices idle.
 
@@ -46,9 +52,17 @@ def show(
         if devices or begin or end or width:
             raise BadInput("--svg draws the whole schedule, expected it without --device, --from, --to and --width")
         write_atomically(svg, picture.render(schedule))
-        say(f"wrote {svg}")
+        if as_json:
+            say_json({"schedule": str(schedule_path), "svg": str(svg)})
+        else:
+            say(f"wrote {svg}")
         return
     analysis = analyse(schedule)
+    if as_json:
+        if devices or begin or end or width:
+            raise BadInput("--json has the whole schedule, expected it without --device, --from, --to and --width")
+        say_json(_report(analysis, schedule_path))
+        return
     out = console()
     if width is not None:
         out.width = width
@@ -58,6 +72,46 @@ def show(
     out.print(render(analysis, out.width, devices or None, window, height=height, colour=colour), end="")
     out.print()
     out.print(summary(analysis))
+
+
+def _report(analysis: Analysis, path: Path) -> dict[str, Any]:
+    """Return what `show --json` prints: what the summary says; the ops are in the file itself."""
+    from optpipe_compiler.forecast.links import link_loads
+    from optpipe_compiler.view.baselines import best
+    from optpipe_compiler.view.summary import assumptions, count, gap
+
+    schedule, whole = analysis.schedule, max(1, analysis.end_ns - analysis.begin_ns)
+    forecast, setup = schedule.forecast, schedule.setup
+    return {
+        "schedule": str(path),
+        "method": forecast.method,
+        "objective": forecast.objective,
+        "makespan_ns": forecast.makespan_ns,
+        "span_ns": forecast.span_ns,
+        "lower_bound_ns": forecast.lower_bound_ns,
+        "bound": forecast.bound,
+        "outcome": forecast.outcome,
+        "gap": gap(schedule),
+        "bubble_fraction": forecast.bubble_fraction,
+        "idle": [{"cause": c.value, "resource": r, "share": share} for (c, r), share in analysis.shares().items()],
+        "microbatches": setup.microbatches,
+        "cap_bytes": setup.cap_bytes,
+        "host_cap_bytes": setup.host_cap_bytes,
+        "best_baseline": best(schedule),
+        "num_offloads": count(schedule, "offload"),
+        "num_recomputes": count(schedule, "recompute"),
+        "devices": [
+            {
+                "device": device.device,
+                "idle": analysis.idle_ns(number) / whole,
+                "peak_bytes": device.peak_bytes,
+                "host_bytes": device.host_bytes,
+            }
+            for number, device in enumerate(schedule.devices)
+        ],
+        "host_links": list(link_loads(schedule)),
+        "assumptions": assumptions(schedule),
+    }
 
 
 def _window(begin: str | None, end: str | None, first_ns: int, last_ns: int) -> tuple[int, int]:

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from optpipe_compiler.cli.common import PROFILE, Size, console, jobs_option, refuse_png, say, say_json
+from optpipe_compiler.cli.common import (
+    PROFILE,
+    Size,
+    complete_gpus,
+    complete_models,
+    console,
+    jobs_option,
+    note,
+    refuse_png,
+    say,
+    say_json,
+)
 from optpipe_compiler.cli.estimate import (
     ESTIMATED,
     chosen,
@@ -28,13 +39,20 @@ FOR_ESTIMATES = (
 )  # fmt: skip
 
 
-@click.command()
+@click.command(short_help="Plan for a range of caps: how throughput grows with memory.")
 @click.argument("profile_path", metavar="[PROFILE]", type=click.Path(path_type=Path), required=False)
 @click.option("--mem", "mems", required=True, metavar="FROM:TO:COUNT", help="Caps: 10GB:80GB:8, or 10GB,20GB,40GB.")
 @click.option("--microbatches", metavar="N[,N...]", help="Microbatches per step [default: 4 per device].")
 @click.option("--devices", metavar="N[,N...]", help="Pipeline devices [default: the profile's; estimated: 8].")
-@click.option("--model", metavar="CONFIG", help="Instead of PROFILE: a model as in profile --model.")
-@click.option("--gpu", metavar="GPU[,GPU...]", help="Its GPUs, to be compared, as in profile --gpu.")
+@click.option(
+    "--model",
+    metavar="CONFIG",
+    shell_complete=complete_models,
+    help="Instead of PROFILE: a model as in profile --model.",
+)
+@click.option(
+    "--gpu", metavar="GPU[,GPU...]", shell_complete=complete_gpus, help="Its GPUs, to be compared, as in profile --gpu."
+)
 @click.option("--seq", type=click.IntRange(min=1), help="Estimate: sequence length [default: 4096].")
 @click.option("--microbatch-size", type=click.IntRange(min=1), help="Estimate: [default: 1].")
 @estimate_options
@@ -44,7 +62,14 @@ FOR_ESTIMATES = (
 @click.option("--no-offload", is_flag=True)
 @click.option("--no-recompute", is_flag=True)
 @click.option("--no-split", is_flag=True, help="Only fused backwards.")
-@click.option("--time-limit", type=float, default=10.0, show_default=True, metavar="SECONDS", help="Per point.")
+@click.option(
+    "--time-limit",
+    type=float,
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Per search; a point gets up to 3.",
+)
 @click.option("--loss", default="2%", show_default=True, help="What may be lost in the answers.")
 @jobs_option
 @click.option("--svg", type=click.Path(path_type=Path), help="Draw the picture, too.")
@@ -106,7 +131,7 @@ def sweep(
         say("wrote " + " and ".join(str(path) for path in (output, svg) if path is not None))
     if left:
         points = "1 point is" if left == 1 else f"{left} points are"
-        say(f"interrupted: {points} left; the same command continues", err=True)
+        note(f"interrupted: {points} left; the same command continues")
 
 
 def _costs(profile_path: Path | None, given: dict[str, Any]) -> Costs:
@@ -178,20 +203,12 @@ def _plan(output: Path, found: Sweep, todo: list[Instance], jobs: int) -> tuple[
 
 
 def _show(found: Sweep, tolerance: float) -> None:
-    from optpipe_compiler.study.frontier import answer
     from optpipe_compiler.view import sweep as view
 
-    out, answers = console(), answer(found.points, tolerance)
+    out = console()
     out.print(view.table(found))
     out.print()
-    sentences = [
-        *view.memory_sentences(answers.cheapest_memory, tolerance),
-        *view.microbatch_sentences(answers.enough_microbatches, tolerance),
-        *view.device_sentences(answers.best_devices, found.tokens_per_microbatch),
-        *view.gpu_sentences(answers.best_gpus, found.tokens_per_microbatch),
-        *view.notes(found),
-    ]
-    for sentence in sentences:
+    for sentence in view.sentences(found, tolerance):
         out.print(sentence)
 
 

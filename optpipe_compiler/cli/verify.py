@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from optpipe_compiler.verify import Violation
 
 
-@click.command()
+@click.command(short_help="Check schedules: complete, free of deadlock, within their caps.")
 @click.argument("schedule_paths", metavar="[SCHEDULE]...", nargs=-1, type=click.Path(path_type=Path))
 @click.option("--profile", "profile_path", type=click.Path(path_type=Path), help="Check the costs against it, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

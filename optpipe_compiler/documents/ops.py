@@ -65,8 +65,11 @@ def range_name(kind: str, stage: int, microbatch: int) -> str:
     return f"{kind} {stage} m{microbatch}"
 
 
-def parse(name: str) -> OpName:
-    """Read an id or a text form; raise BadInput for what is neither."""
+def parse(name: str, *, whole: bool = False) -> OpName:
+    """Read an id or a text form; raise BadInput for what is neither.
+
+    With `whole`, ops that have layers may leave them out, which are then all of their stage's.
+    """
     if found := _ID.fullmatch(name):
         kind, stage, microbatch, *layers = found.groups()
     elif found := _TEXT.fullmatch(name):
@@ -74,7 +77,8 @@ def parse(name: str) -> OpName:
         kind = _KINDS.get(way + letter, "")
     else:
         kind, stage, microbatch, layers = "", "0", "0", [None, None]
-    if kind not in _KINDS.values() or (kind in WITH_LAYERS) != (layers[0] is not None):
+    has_layers = kind in WITH_LAYERS and not (whole and layers[0] is None)
+    if kind not in _KINDS.values() or has_layers != (layers[0] is not None):
         raise BadInput(f"{name!r} is no op, expected one such as 'forward:2:0', '2F0' or '2D0:3-5'")
     first, end = layers
     return OpName(kind, int(stage), int(microbatch), None if first is None else (int(first), int(end)))

@@ -23,6 +23,8 @@ FACTORS = {
     "gib": 2**30,
     "tib": 2**40,
 }
+SMALLEST_CAP = 10**6
+"""Bytes below which a cap without a unit was meant to have one."""
 SECONDS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9}
 LARGEST = (1 << 62) - 1
 """Sums of what the files hold stay within 64 bits."""
@@ -36,6 +38,17 @@ def parse_bytes(text: str, option: str) -> int:
     size = int(Fraction(match[1]) * FACTORS[match[2].lower()])
     if size > LARGEST:
         raise BadInput(f"{option} is {text!r}, expected less than 2^62 bytes")
+    return size
+
+
+def parse_cap(text: str, option: str) -> int:
+    """Return the bytes of a memory cap; raise BadInput for a small number without a unit, which can hardly be meant."""
+    size = parse_bytes(text, option)
+    if text.strip().isdigit() and 0 < size < SMALLEST_CAP:
+        number = text.strip()
+        raise BadInput(
+            f"{option} is {number}, which is {number} bytes; did you mean {number}GB? (write {number}B if not)"
+        )
     return size
 
 

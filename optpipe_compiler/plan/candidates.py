@@ -7,8 +7,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from msgspec import UNSET
+
 from optpipe_compiler.documents import ir
-from optpipe_compiler.documents.units import show_bytes
+from optpipe_compiler.documents.units import short_bytes, show_bytes, show_ns
 from optpipe_compiler.errors import BadInput, Infeasible
 from optpipe_compiler.model.schedule import Schedule, Stuck
 from optpipe_compiler.published import METHODS, NotDefined, earliest, is_for, published, recipe
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
 
 SCREENED = 20_000
 """Ops of an instance from which on a published schedule is tried on few microbatches first."""
-NOT_FOR_THESE = "not for the placements searched"
-"""Why a published schedule is not known."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,10 @@ class Tried:
     makespan: int | None = None
     need: Need | None = None
     reason: str | None = None
+    value: int = 0
+    """Of the objective."""
+    as_defined: tuple[int, int] | None = None
+    """Makespan and peak of the schedule as it is defined, where this is the same order waiting for memory."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +52,13 @@ class Candidates:
     def __init__(self, incumbents: Incumbents) -> None:
         self.incumbents = incumbents
         self.tried: dict[str, list[Tried]] = {}
-        """For each name, one entry per placement; those with selective recompute, which no paper has, are left out."""
+        """For each name, one entry per placement, and one more where it fits that only by waiting for memory.
 
-    def steps(self, names: Iterable[str] = tuple(METHODS)) -> Iterator[None]:
-        """Try the schedules of these names, one at each step, and keep those that fit and are better.
+        Placements with selective recompute, which no paper has, are left out.
+        """
+
+    def steps(self, names: Iterable[str] | None = None) -> Iterator[None]:
+        """Try the schedules of these names, or all, one at each step, and keep those that fit and are better.
 
         Those of large instances are looked at with few microbatches first; what is promising then is tried in full,
         the most promising first.
@@ -60,19 +67,19 @@ class Candidates:
         pairs = [
             (attempt, name)
             for attempt in sorted(self.incumbents.attempts, key=lambda a: (a.placed != ("linear", 1), -a.layout.stages))
-            for name in names
+            for name in (METHODS if names is None else names)
             if is_for(name, attempt.placed) and not attempt.is_partial
         ]
         for attempt, name in pairs:
             outcome = self._screened(attempt, name)
-            if isinstance(outcome, Tried):
-                self._remember(attempt, name, outcome)
-            else:
+            if isinstance(outcome, _Promise):
                 promising.append(outcome)
+            else:
+                self._remember(attempt, name, outcome)
             yield
         for one in sorted(promising, key=lambda promise: promise.ticks):
             worse = self._worse(one)
-            outcome = Tried(reason=worse) if worse else self._whole(one.attempt, one.name)
+            outcome = [Tried(reason=worse)] if worse else self._whole(one.attempt, one.name)
             self._remember(one.attempt, one.name, outcome)
             yield
 
@@ -95,28 +102,31 @@ class Candidates:
                 f"({show_bytes(min(needed))}) on its fullest device"
             )
         reasons = sorted({one.reason for one in tried if one.reason is not None})
-        raise BadInput(f"--method {name}: {'; '.join(reasons) or NOT_FOR_THESE}")
+        raise BadInput(f"--method {name}: {'; '.join(reasons) or METHODS[name].not_searched}")
 
     def baselines(self) -> dict[str, ir.Baseline]:
         """Return papers, stock and compositions to compare with: each at its best that fits, over its placements."""
         return {name: self._baseline(name) for name in METHODS}
 
     def _baseline(self, name: str) -> ir.Baseline:
-        tried, kind = self.tried.get(name, []), METHODS[name].kind
-        reason = next((one.reason for one in tried if one.reason is not None), NOT_FOR_THESE)
-        found = [
-            ir.Baseline(makespan_ns=one.makespan, peak_bytes=one.need.peak_bytes, fits=one.need.over is None, kind=kind)
-            for one in tried
-            if one.makespan is not None and one.need is not None
-        ]
-        unknown = ir.Baseline(makespan_ns=None, peak_bytes=None, fits=False, reason=reason, kind=kind)
-        return min(found, key=lambda b: (not b.fits, b.makespan_ns), default=unknown)
+        tried, whose = self.tried.get(name, []), METHODS[name].kind
+        kind = UNSET if whose == "own" else whose  # older tools know three kinds
+        could = any(is_for(name, attempt.placed) for attempt in self.incumbents.attempts)
+        reasons = [one.reason for one in tried if one.reason is not None]
+        reason = next(iter(reasons), "not tried" if could else METHODS[name].not_searched)
+        known = [(one, one.need) for one in tried if one.makespan is not None and one.need is not None]
+        if not known:
+            return ir.Baseline(makespan_ns=None, peak_bytes=None, fits=False, reason=reason, kind=kind)
+        best, need = min(known, key=lambda one: (one[1].over is not None, one[0].value))
+        remark = "" if best.as_defined is None else _waits(*best.as_defined)
+        fits = need.over is None
+        return ir.Baseline(makespan_ns=best.makespan, peak_bytes=need.peak_bytes, fits=fits, reason=remark, kind=kind)
 
-    def _remember(self, attempt: Attempt, name: str, outcome: Tried) -> None:
+    def _remember(self, attempt: Attempt, name: str, outcome: list[Tried]) -> None:
         if not attempt.layout.selective:
-            self.tried.setdefault(name, []).append(outcome)
+            self.tried.setdefault(name, []).extend(outcome)
 
-    def _screened(self, attempt: Attempt, name: str) -> Tried | _Promise:
+    def _screened(self, attempt: Attempt, name: str) -> list[Tried] | _Promise:
         """Try a schedule in full where that is quick, else by its first microbatches.
 
         Published schedules repeat themselves: their makespan grows by the same amount with every `devices`
@@ -134,14 +144,14 @@ class Candidates:
             away = {s for s, _ in recipe(short, name).offloaded}
             promise = _Promise(self._extended(first, attempt, work), attempt, name)
             if worse := self._worse(promise):
-                return Tried(reason=worse)
+                return [Tried(reason=worse)]
             if any(map(operator.gt, _least_peaks(first, away), problem.budget)):
-                return Tried(reason=f"needs more memory by its first {few} microbatches, not run in full")
+                return [Tried(reason=f"needs more memory by its first {few} microbatches, not run in full")]
             second = published(replace(problem, microbatches=more), name, transfers=False)
             growth = (self.incumbents.value(second) - self.incumbents.value(first)) / (more - few)
             return replace(promise, ticks=max(promise.ticks, self._extended(second, attempt, growth)))
-        except NotDefined as error:
-            return Tried(reason=str(error))
+        except (NotDefined, Stuck) as error:
+            return [Tried(reason=str(error))]
 
     def _extended(self, timed: Schedule, attempt: Attempt, growth: float) -> float:
         """Return the value of a schedule of few microbatches, grown to all of them."""
@@ -154,24 +164,27 @@ class Candidates:
             return ""
         return "slower by its first microbatches, not run in full"
 
-    def _whole(self, attempt: Attempt, name: str) -> Tried:
-        """Time a schedule, and run it under the caps if it does not fit."""
+    def _whole(self, attempt: Attempt, name: str) -> list[Tried]:
+        """Time a schedule, and where it does not fit also the same orders under the caps; keep what is better."""
         from optpipe_compiler.machine.orders import retime
 
         try:
             timed = earliest(published(attempt.problem, name))
-        except NotDefined as error:
-            return Tried(reason=str(error))
+        except (NotDefined, Stuck) as error:
+            return [Tried(reason=str(error))]
+        found = [self._kept(attempt, timed)]
+        if (need := found[0].need) is not None and need.over is not None:
+            with suppress(Stuck):  # each op waiting for its memory
+                waiting = self._kept(attempt, retime(timed, attempt.problem, f"{name}-waiting"))
+                found.append(replace(waiting, as_defined=(timed.makespan, need.peak_bytes)))
+        return found
+
+    def _kept(self, attempt: Attempt, timed: Schedule) -> Tried:
+        """Keep a schedule if it fits and is better; return how it went."""
         incumbents, need = self.incumbents, attempt.need(timed)
-        if incumbents.is_better(attempt, timed):
-            if need.over is None:
-                incumbents.keep(attempt, timed, "published", need)
-            else:
-                with suppress(Stuck):  # the same orders, each op waiting for its memory
-                    waiting = retime(timed, attempt.problem, f"{name}-waiting")
-                    if incumbents.is_better(attempt, waiting):
-                        incumbents.keep(attempt, waiting, "published")
-        return Tried(timed.makespan, need)
+        if need.over is None and incumbents.is_better(attempt, timed):
+            incumbents.keep(attempt, timed, "published", need)
+        return Tried(timed.makespan, need, value=incumbents.value(timed))
 
     def _is_large(self, attempt: Attempt) -> bool:
         """Whether published schedules take so long to time that the hopeless ones are passed over."""
@@ -192,3 +205,7 @@ def _least_peaks(timed: Schedule, away: set[int]) -> list[int]:
     from optpipe_compiler.machine.orders import peaks
 
     return peaks(Schedule(replace(timed.problem, stages=stages), timed.method, timed.ticks))
+
+
+def _waits(makespan_ns: int, peak_bytes: int) -> str:
+    return f"waits for memory; as defined it takes {show_ns(makespan_ns)} and needs {short_bytes(peak_bytes)}"

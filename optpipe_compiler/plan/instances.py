@@ -11,6 +11,7 @@ from optpipe_compiler.errors import BadInput
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.placement import Layout, by_layers, layout
 from optpipe_compiler.model.problem import Caps, Freedom, build, fused_ns
+from optpipe_compiler.plan import seeds
 from optpipe_compiler.plan.budget import lowering_s
 from optpipe_compiler.plan.cuts import most_bytes, others, with_ties
 from optpipe_compiler.plan.options import settled
@@ -98,7 +99,17 @@ def instances(profile: Profile, options: Options) -> list[tuple[Layout, Problem]
     freedom = Freedom(options.offload, options.recompute, options.split)
     whole = [(one, build(profile, one, options.microbatches, caps, freedom)) for one in layouts(profile, options)]
     parts = [(one, build(profile, one, options.microbatches, caps, freedom, link_share(p))) for one, p in whole]
-    return whole + [(one, p) for one, p in parts if any(stage.staying for stage in p.stages)]
+    found = whole + [(one, p) for one, p in parts if any(stage.staying for stage in p.stages)]
+
+    def like(one: Layout, share: float) -> Problem | None:
+        assert options.microbatches is not None
+        is_allowed = options.placement in ("auto", one.name)
+        per_device = options.stages_per_device
+        if not is_allowed or (per_device is not None and one.stages != per_device * (options.devices or 0)):
+            return None
+        return build(profile, one, options.microbatches, caps, freedom, share)
+
+    return found + list(seeds.added(options.seeds, profile, found, like))
 
 
 def in_time(found: list[tuple[Layout, Problem]], options: Options) -> list[tuple[Layout, Problem]]:

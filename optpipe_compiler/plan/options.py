@@ -10,6 +10,7 @@ from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
+    from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.profile import Profile
 
 TIME_LIMITS = ((8, 60.0), (32, 180.0), (math.inf, 270.0))
@@ -39,6 +40,8 @@ class Options:
     """Whether to run the exact search after the heuristics."""
     workers: int = 0
     """Search threads; 0: one per core."""
+    seeds: tuple[ir.Checked, ...] = ()
+    """Earlier schedules; the result is no worse than one of them that still fits (plan/seeds.py)."""
 
 
 def settled(profile: Profile, options: Options) -> Options:

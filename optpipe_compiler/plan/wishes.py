@@ -13,7 +13,7 @@ import numpy as np
 from optpipe_compiler.model.neighbours import is_linear, joined, runs
 from optpipe_compiler.model.schedule import Kind, Mode, Task
 from optpipe_compiler.plan.modulo import modulo
-from optpipe_compiler.published import is_for, published
+from optpipe_compiler.published import METHODS, is_for, published
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,7 +47,8 @@ def names(problem: Problem, placed: Placed) -> list[str]:
     """Return the wished orders that the placement has."""
     groups = sorted({1, 2, max(1, problem.devices // 2), problem.devices} & set(range(1, problem.devices + 1)))
     steady = [f"modulo-{group}{back}" for group in groups for back in ("", "-back")]
-    return steady + [name for name in ORDERS if is_for(name, placed)]
+    own = [name for name, method in METHODS.items() if method.kind == "own"]
+    return steady + [name for name in (*ORDERS, *own) if is_for(name, placed)]
 
 
 def wish(problem: Problem, name: str) -> Wish:

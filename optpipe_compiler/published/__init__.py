@@ -14,8 +14,9 @@ Orders of our own are in plan/modulo.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
+from optpipe_compiler.errors import BadInput
 from optpipe_compiler.model.neighbours import is_linear, joined, runs
 from optpipe_compiler.model.schedule import Kind, Schedule, Stuck, Task
 from optpipe_compiler.published.bfs import bfs
@@ -28,6 +29,8 @@ from optpipe_compiler.published.hanayo import hanayo
 from optpipe_compiler.published.interleaved_1f1b import interleaved_1f1b
 from optpipe_compiler.published.interleaved_zb import interleaved_zb
 from optpipe_compiler.published.one_f_one_b import one_f_one_b
+from optpipe_compiler.published.own import PLACEMENTS as NAMES
+from optpipe_compiler.published.own import OwnOrder, recipe_of
 from optpipe_compiler.published.pipeoffload import offloading, po_f, po_h
 from optpipe_compiler.published.recompute import recomputing
 from optpipe_compiler.published.streaming import streaming
@@ -64,8 +67,17 @@ class Method:
 
     order: Callable[[Problem], Order | Recipe]
     placements: tuple[Placed, ...]
-    kind: BaselineKind
+    kind: BaselineKind | Literal["own"]
+    """own: registered from outside of this package."""
     source: str
+
+    @property
+    def not_searched(self) -> str:
+        """Say which placements it is for."""
+        counts = [str(count) for _, count in self.placements]
+        several = " or ".join([", ".join(counts[:-1]), counts[-1]] if len(counts) > 1 else counts)
+        stages = "1 stage" if several == "1" else f"{several} stages"
+        return f"is for a {self.placements[0][0]} of {stages} per device, which is not searched here"
 
 
 _1F1B = "arXiv:2006.09503"
@@ -161,6 +173,20 @@ METHODS: dict[str, Method] = {
 PLACEMENTS: dict[str, tuple[Placed, ...]] = {name: method.placements for name, method in METHODS.items()}
 
 
+def register(name: str, order: OwnOrder, placements: tuple[Placed, ...], source: str) -> None:
+    """Add a schedule from outside of this package; raise BadInput for a name that is built in, or no placement."""
+    if name in METHODS and METHODS[name].kind != "own":
+        raise BadInput(f"{name!r} is the name of a built-in schedule, expected another one")
+    if not name or not name.isprintable() or "," in name or name in ("all", "paper", "stock", "composition", "own"):
+        raise BadInput(f"{name!r} cannot name a schedule, expected printable text without commas")
+    if not placements or any(one not in NAMES or count < 1 for one, count in placements):
+        raise BadInput(
+            f"{name} is for {placements}, expected one of {', '.join(NAMES)} and at least 1 stage per device"
+        )
+    METHODS[name] = Method(lambda problem: recipe_of(name, problem, order), placements, "own", source)
+    PLACEMENTS[name] = placements
+
+
 def published(problem: Problem, name: str, *, transfers: bool = True) -> Schedule:
     """Return the published schedule `name`, timed on the costs of `problem` but without its caps.
 
@@ -222,4 +248,15 @@ def is_for(name: str, placed: Placed) -> bool:
     return (placed if placed[0] != "linear" else ("linear", 1)) in METHODS[name].placements
 
 
-__all__ = ["METHODS", "PLACEMENTS", "Method", "NotDefined", "Recipe", "earliest", "is_for", "published", "recipe"]
+__all__ = [
+    "METHODS",
+    "PLACEMENTS",
+    "Method",
+    "NotDefined",
+    "Recipe",
+    "earliest",
+    "is_for",
+    "published",
+    "recipe",
+    "register",
+]

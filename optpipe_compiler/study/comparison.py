@@ -10,6 +10,7 @@ from optpipe_compiler.documents.units import LARGEST, short_bytes, show_ns
 from optpipe_compiler.errors import BadInput, Infeasible, NotFound
 from optpipe_compiler.published import METHODS
 from optpipe_compiler.study.facts import Facts, facts
+from optpipe_compiler.study.planned import options_of
 from optpipe_compiler.study.pool import answers
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.profile import Profile
+    from optpipe_compiler.study.pool import Pool
 
 PLAN_S = 5.0
 """Time limit of a published schedule, which is written down rather than searched."""
@@ -88,11 +90,11 @@ def _some(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A published schedule for the setup of another one."""
+    """A published schedule for the instance of another one."""
 
     name: str
     profile: Profile
-    setup: ir.Setup
+    options: compiler.Options
 
 
 def chosen_methods(text: str) -> list[str]:
@@ -109,47 +111,47 @@ def chosen_methods(text: str) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+def options_for(schedule: ir.Schedule, method: str, name: str) -> compiler.Options:
+    """Return the options for a published schedule on the instance of the one that is called `name`.
+
+    They are those that the other one was compiled with, so that the result is the one that its file compares with;
+    where these exclude the placements that the published one is for, these. Raises BadInput for options that are none.
+    """
+    options = replace(options_of(schedule, name), method=method, time_limit_s=PLAN_S, workers=1)
+    placed = METHODS[method].placements
+    if not any(options.placement in ("auto", one) and options.stages_per_device in (None, n) for one, n in placed):
+        options = replace(options, stages_per_device=None)
+    return replace(options, placement=placed[0][0])  # type: ignore[arg-type]  # others need not be looked at
+
+
 def published_rows(
     profile: Profile,
-    setup: ir.Setup,
-    names: Sequence[str],
+    schedule: ir.Schedule,
+    name: str,
+    methods: Sequence[str],
     jobs: int,
     on_progress: Callable[[str], None] = lambda name: None,
+    pool: Pool | None = None,
 ) -> Iterator[Facts | Absent]:
-    """Yield each published schedule for the setup, or why there is none, in the order of `names`."""
+    """Yield each published schedule for the instance of the schedule called `name`, or why there is none, in order."""
     found: dict[str, Facts | Absent] = {}
-    wanted = [Wanted(name, profile, setup) for name in names]
-    for question, row in answers(published_row, wanted, jobs):
+    wanted = [Wanted(method, profile, options_for(schedule, method, name)) for method in methods]
+    for question, row in (pool or answers)(published_row, wanted, jobs):
         found[question.name] = row
         on_progress(question.name)
-    for name in names:
-        yield found[name]
+    for method in methods:
+        yield found[method]
 
 
 def published_row(wanted: Wanted) -> Facts | Absent:
-    """Write the published schedule down for the setup, in its best placement."""
-    placements = METHODS[wanted.name].placements
-    options = compiler.Options(
-        mem_bytes=wanted.setup.cap_bytes,
-        microbatches=wanted.setup.microbatches,
-        devices=wanted.setup.devices,
-        host_mem_bytes=wanted.setup.host_cap_bytes,
-        placement=placements[0][0],  # type: ignore[arg-type]
-        stages_per_device=placements[0][1] if len(placements) == 1 else None,
-        time_limit_s=PLAN_S,
-        method=wanted.name,
-        workers=1,
-    )
+    """Write the published schedule down in its best placement, and judge it."""
     try:
-        checked = compiler.compile_schedule(wanted.profile, options).checked
+        checked = compiler.compile_schedule(wanted.profile, wanted.options).checked
     except Infeasible:
-        return Absent(wanted.name, _too_large(wanted, options))
+        return Absent(wanted.name, _too_large(wanted, wanted.options))
     except (NotFound, BadInput) as error:
         return Absent(wanted.name, str(error).removeprefix(f"--method {wanted.name}: "))
-    remark = ""
-    as_defined = checked.schedule.forecast.baselines[wanted.name]
-    if not as_defined.fits and as_defined.peak_bytes is not None:
-        remark = f"waits for memory; as defined it needs {short_bytes(as_defined.peak_bytes)}"
+    remark = checked.schedule.forecast.baselines[wanted.name].reason
     return facts(checked, wanted.name, remark, METHODS[wanted.name].kind)
 
 

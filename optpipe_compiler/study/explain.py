@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
-
-import msgspec
+from typing import TYPE_CHECKING, Any
 
 from optpipe_compiler import compiler
-from optpipe_compiler.errors import BadInput
 from optpipe_compiler.forecast import analyse
 from optpipe_compiler.study.changes import Change, changes
-from optpipe_compiler.study.planned import Instance, Planned, plan
+from optpipe_compiler.study.planned import Instance, Planned, options_of, plan
 from optpipe_compiler.study.pool import answers
 
 if TYPE_CHECKING:
@@ -21,6 +18,11 @@ if TYPE_CHECKING:
     from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.profile import Profile
     from optpipe_compiler.study.changes import Effect, Family
+    from optpipe_compiler.study.pool import Pool
+
+
+DECIDED = 0.005
+"""Share of the time per microbatch that may lie between plan and bound where a question counts as answered."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,13 @@ class WhatIf:
     bound_ns: int
     microbatches: int
     outcome: str
+    finished: bool
+    """Whether the plan is unlikely to get much better with more time (study/planned.py)."""
+
+    @property
+    def decided(self) -> bool:
+        """Whether plan and bound leave less than `DECIDED` open."""
+        return self.outcome == "infeasible" or (self.found is not None and self.at_most - self.found < DECIDED)
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,9 @@ class Explanation:
     bound_ns: int
     """What no schedule of the unchanged instance can beat."""
     time_limit_s: float
-    """Of each change."""
+    """Of each search for a change, of which there may be up to study/planned.ROUNDS."""
+    finished: bool
+    """Whether the best plan of the unchanged instance is."""
     bubble_fraction: float
     idle: tuple[Idle, ...]
     what_ifs: tuple[WhatIf, ...]
@@ -73,22 +84,7 @@ class Explanation:
 
 def instance_of(schedule: ir.Schedule, profile: Profile, name: str, time_limit_s: float) -> Instance:
     """Return the instance that the schedule was compiled for; raise BadInput for options that are none."""
-    setup = schedule.setup
-    recorded = schedule.provenance.options
-    kept = ("placement", "stages_per_device", "objective", "offload", "recompute", "split", "seed")
-    options = {key: recorded[key] for key in kept if key in recorded} | {
-        "mem_bytes": setup.cap_bytes,
-        "microbatches": setup.microbatches,
-        "devices": setup.devices,
-        "host_mem_bytes": setup.host_cap_bytes,
-        "objective": schedule.forecast.objective,
-        "time_limit_s": time_limit_s,
-        "workers": 1,
-    }
-    try:
-        chosen = msgspec.convert(options, compiler.Options)
-    except msgspec.ValidationError as error:
-        raise BadInput(f"{name}: $.provenance.options are none of `compile`: {error}") from error
+    chosen = replace(options_of(schedule, name), time_limit_s=time_limit_s, workers=1)
     return Instance(profile, compiler.settled(profile, chosen))
 
 
@@ -97,14 +93,26 @@ def explain(
     instance: Instance,
     jobs: int,
     on_change: Callable[[Change], None] = lambda change: None,
+    pool: Pool | None = None,
 ) -> Explanation:
-    """Plan every change of the instance, which must be the schedule's, and set it against the schedule."""
+    """Plan every change of the instance, which must be the schedule's, and set it against the schedule.
+
+    Each starts from the best schedule of the unchanged instance.
+    """
     asked = listed(checked.schedule, instance)
     found: dict[int, Planned] = {}
-    for number, planned in answers(_plan, list(enumerate(change.instance for change in asked)), jobs):
-        found[number[0]] = planned
-        on_change(asked[number[0]])
+    base, *others = list(enumerate(change.instance for change in asked))
+    for part, workers in (([base], jobs), (others, 1)):  # the unchanged instance first: there the others start from
+        seed = (found[0].schedule if found else None) or checked
+        seeded = [(number, _with(each, seeds=(seed,), workers=workers)) for number, each in part]
+        for (number, _), planned in (pool or answers)(_plan, seeded, jobs):
+            found[number] = planned
+            on_change(asked[number])
     return summed_up(checked.schedule, asked, [found[number] for number in range(len(asked))])
+
+
+def _with(instance: Instance, **options: Any) -> Instance:
+    return replace(instance, options=replace(instance.options, **options))
 
 
 def listed(schedule: ir.Schedule, instance: Instance) -> list[Change]:
@@ -145,6 +153,7 @@ def summed_up(schedule: ir.Schedule, asked: Sequence[Change], found: Sequence[Pl
         best_ns=best,
         bound_ns=bound,
         time_limit_s=asked[0].instance.options.time_limit_s or 0.0,
+        finished=found[0].finished,
         bubble_fraction=forecast.bubble_fraction,
         idle=idle(schedule),
         what_ifs=tuple(_what_if(c, one, each) for c, one in zip(asked, found, strict=True) if c.effect != "same"),
@@ -160,6 +169,10 @@ def _carried(asked: Sequence[Change], found: Sequence[Planned], best: int, bound
         elif change.effect == "restricted":
             result[number] = replace(result[number], bound_ns=max(bound, result[number].bound_ns))
     memory = [number for number, change in enumerate(asked) if change.family == "memory"]
+    for smaller, larger in reversed(list(pairwise(memory))):  # a plan may need less than its cap
+        peak, value = result[larger].peak_bytes, result[larger].value_ns
+        if value is not None and peak is not None and peak <= asked[smaller].instance.options.mem_bytes:
+            result[smaller] = _at_least_as_good(result[smaller], value, peak)
     for smaller, larger in pairwise(memory):
         result[larger] = _at_least_as_good(result[larger], result[smaller].value_ns or best)
     for smaller, larger in reversed(list(pairwise(memory))):
@@ -168,10 +181,10 @@ def _carried(asked: Sequence[Change], found: Sequence[Planned], best: int, bound
     return result
 
 
-def _at_least_as_good(planned: Planned, value: int) -> Planned:
+def _at_least_as_good(planned: Planned, value: int, peak: int | None = None) -> Planned:
     if planned.value_ns is not None and planned.value_ns <= value:
         return planned
-    return replace(planned, value_ns=value, outcome="feasible", reason="")
+    return replace(planned, value_ns=value, outcome="feasible", reason="", peak_bytes=peak)
 
 
 def _what_if(change: Change, planned: Planned, best_each: float) -> WhatIf:
@@ -192,6 +205,7 @@ def _what_if(change: Change, planned: Planned, best_each: float) -> WhatIf:
         bound_ns=planned.bound_ns,
         microbatches=microbatches,
         outcome=planned.outcome,
+        finished=planned.finished,
     )
 
 

@@ -1,7 +1,8 @@
 """Throughput against memory: the points of a sweep, what follows from one for another, and what they answer.
 
-A schedule within a cap is within every larger cap, and no schedule within a cap beats the bound of a larger one. So
-along one line (GPU, devices and microbatches fixed) values never grow with the cap, and bounds never do either.
+A schedule is one for every cap that holds its peak, and no schedule within a cap beats the bound of a larger one. So
+along one line (GPU, devices and microbatches fixed) values never grow with the cap, and bounds never do either. An
+answer is decided where the bounds exclude every other one.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ class Point(Record, frozen=True, kw_only=True, omit_defaults=False):
     peak_bytes: Count | None
     method: str = ""
     carried_from_bytes: Count | None = None
-    """The smaller cap whose schedule this is, because it is better than what was found for this cap."""
+    """The cap whose schedule this is, because it fits and is better than what was found for this cap."""
     reason: str = ""
+    finished: bool | None = None
+    """Whether more time is unlikely to give a much better schedule; None in files of revision 1."""
 
     @property
     def line(self) -> tuple[str | None, int, int]:
@@ -69,8 +72,11 @@ def frontier(points: Iterable[Point]) -> list[Point]:
     result: list[Point] = []
     for line in lines(points):
         carried: list[Point] = []
-        for point in line:
-            carried.append(_carried(point, carried[-1]) if carried else point)
+        for index, point in enumerate(line):
+            leaner = [p for p in line[index + 1 :] if p.peak_bytes is not None and p.peak_bytes <= point.mem_bytes]
+            for other in [*carried[-1:], *sorted(leaner, key=lambda p: p.makespan_ns or 0)[:1]]:
+                point = _carried(point, other)
+            carried.append(point)
         bound = 0
         for index in range(len(carried) - 1, -1, -1):
             bound = max(bound, carried[index].lower_bound_ns)
@@ -92,6 +98,7 @@ def _carried(point: Point, before: Point) -> Point:
         method=before.method,
         carried_from_bytes=before.carried_from_bytes or before.mem_bytes,
         reason="",
+        finished=before.finished,
     )
 
 
@@ -117,6 +124,10 @@ class CheapestMemory:
     loss: float
     largest_bytes: int
     gpu: str | None = None
+    most_loss: float = 1.0
+    """What is lost at most, whatever better schedule there is for the largest cap (bound)."""
+    decided: bool = False
+    """Whether the bounds say so, too: this cap loses less than the tolerance, and each smaller one more."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +141,10 @@ class EnoughMicrobatches:
     """By how much the throughput of the most exceeds this one's."""
     mem_bytes: int
     gpu: str | None = None
+    most_gain: float = float("inf")
+    """By how much it can exceed this one's at most (bound)."""
+    decided: bool = False
+    """Whether the bounds say so, too: these lose less than the tolerance, and fewer lose more."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +157,8 @@ class BestDevices:
     """Microbatches per second and device."""
     others: tuple[tuple[int, float], ...]
     gpu: str | None = None
+    decided: bool = False
+    """Whether the bounds say so, too."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +173,8 @@ class BestGpu:
     microbatches: int
     mem_bytes: int
     others: tuple[tuple[str, float], ...]
+    decided: bool = False
+    """Whether the bounds say so, too."""
 
 
 @dataclass(frozen=True)
@@ -187,9 +206,22 @@ def cheapest_memory(points: Sequence[Point], tolerance: float) -> list[CheapestM
         if len(line) < 2 or not top.throughput:
             continue
         first = next(point for point in line if _loss(point, top) < tolerance or point is top)
-        loss = _loss(first, top)
-        found.append(CheapestMemory(first.devices, first.microbatches, first.mem_bytes, loss, top.mem_bytes, first.gpu))
+        loss, most, decided = _loss(first, top), _most_loss(first, top), _is_decided(line, first, top, tolerance)
+        mine = first.devices, first.microbatches, first.mem_bytes, loss, top.mem_bytes, first.gpu
+        found.append(CheapestMemory(*mine, most, decided))
     return found
+
+
+def _most_loss(point: Point, reference: Point) -> float:
+    """Return what a point's schedule can lose at most against the best of the reference's cap, whatever that is."""
+    return max(0.0, 1 - point.throughput / reference.ceiling) if reference.ceiling else 0.0
+
+
+def _is_decided(tried: Sequence[Point], first: Point, top: Point, tolerance: float) -> bool:
+    """Whether the first of those tried that loses less than the tolerance would be the same with perfect schedules."""
+    before = tried[: tried.index(first)]
+    excluded = all(1 - point.ceiling / top.throughput >= tolerance for point in before if _is_open(point))
+    return excluded and (first is top or _most_loss(first, top) < tolerance)
 
 
 def enough_microbatches(points: Sequence[Point], tolerance: float) -> list[EnoughMicrobatches]:
@@ -202,8 +234,9 @@ def enough_microbatches(points: Sequence[Point], tolerance: float) -> list[Enoug
             continue
         top = tried[-1]
         first = next(point for point in tried if _loss(point, top) < tolerance or point is top)
-        gain = _gain(top, first)
-        found.append(EnoughMicrobatches(top.devices, first.microbatches, top.microbatches, gain, cap, top.gpu))
+        gain, most = _gain(top, first), max(0.0, top.ceiling / first.throughput - 1)
+        here = top.devices, first.microbatches, top.microbatches, gain, cap, top.gpu
+        found.append(EnoughMicrobatches(*here, most, _is_decided(tried, first, top, tolerance)))
     return found
 
 
@@ -216,7 +249,9 @@ def best_devices(points: Sequence[Point]) -> list[BestDevices]:
             best[point.devices] = max(best.get(point.devices, 0.0), point.throughput / point.devices)
         ranked = sorted(best.items(), key=lambda item: (-item[1], item[0]))
         if len(ranked) > 1 and ranked[0][1]:
-            found.append(BestDevices(mine[0].mem_bytes, *ranked[0], tuple(ranked[1:]), mine[0].gpu))
+            devices, value = ranked[0]
+            open_ = any(p.ceiling / p.devices > value for p in mine if p.devices != devices and _is_open(p))
+            found.append(BestDevices(mine[0].mem_bytes, devices, value, tuple(ranked[1:]), mine[0].gpu, not open_))
     return found
 
 
@@ -234,7 +269,15 @@ def _best_gpu(points: Sequence[Point], *, per_device: bool) -> Iterator[BestGpu]
     others = tuple((point.gpu, value(point)) for point in ranked[1:] if point.gpu is not None)
     top = ranked[0] if others else None
     if top is not None and top.gpu is not None and top.throughput:
-        yield BestGpu(top.gpu, per_device, value(top), top.devices, top.microbatches, top.mem_bytes, others)
+        rest = [point for point in points if point.gpu != top.gpu and _is_open(point)]
+        most = max((p.ceiling / (p.devices if per_device else 1) for p in rest), default=0.0)
+        mine = top.gpu, per_device, value(top), top.devices, top.microbatches, top.mem_bytes, others
+        yield BestGpu(*mine, most <= value(top))
+
+
+def _is_open(point: Point) -> bool:
+    """Whether some schedule may be there."""
+    return point.outcome not in ("infeasible", "beyond memory")
 
 
 def _gain(point: Point, reference: Point) -> float:

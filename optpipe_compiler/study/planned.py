@@ -1,20 +1,30 @@
-"""One instance, planned: what came out, or why nothing did. Picklable, so that other processes can plan."""
+"""One instance, planned until it is finished: what came out, or why nothing did. Picklable, for other processes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from optpipe_compiler import compiler
 from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.documents.units import short_bytes
-from optpipe_compiler.errors import Infeasible, NotFound
+from optpipe_compiler.errors import BadInput, Infeasible, NotFound
+from optpipe_compiler.verify import check
 
 if TYPE_CHECKING:
+    from optpipe_compiler.compiler import Progress
+    from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.profile import Profile
 
 Outcome = Literal["optimal", "feasible", "infeasible", "not found", "beyond memory"]
 """`infeasible`: proven that nothing fits. `beyond memory`: not planned, the GPU has less memory than the cap."""
+
+ROUNDS = 3
+"""Searches of one instance at most, each of which starts from what the one before has found."""
+STEP = 0.002
+"""A plan is finished when the second half of a search has made it better by less than this share."""
 
 
 @dataclass(frozen=True)
@@ -36,26 +46,85 @@ class Planned:
     method: str = ""
     peak_bytes: int | None = None
     reason: str = ""
+    finished: bool = True
+    """Whether more time for the search is unlikely to give much: see STEP."""
+    schedule: ir.Checked | None = None
 
 
 def plan(instance: Instance) -> Planned:
-    """Plan the instance; that nothing fits, or was found in time, is an answer too. Raises BadInput."""
+    """Plan the instance until it is finished, each search within the time limit, or for ROUNDS of them.
+
+    That nothing fits, or was found in time, is an answer too. Raises BadInput, and KeyboardInterrupt when interrupted.
+    """
     memory, cap = instance.profile.machine.memory_bytes, instance.options.mem_bytes
     if instance.gpu is not None and memory is not None and value_of(memory) < cap:
         reason = f"{instance.gpu} has {short_bytes(value_of(memory))}, less than the cap of {short_bytes(cap)}"
         return Planned("beyond memory", None, 0, reason=reason)
     bound, _ = compiler.lower_bound(instance.profile, instance.options)
-    try:
-        schedule = compiler.compile_schedule(instance.profile, instance.options).schedule
-    except Infeasible as error:
-        return Planned("infeasible", None, bound, reason=str(error))
-    except NotFound as error:
-        return Planned("not found", None, bound, reason=str(error))
-    forecast = schedule.forecast
+    options = instance.options
+    rounds = ROUNDS if options.time_limit_s and not options.reproducible else 1
+    for number in range(rounds):
+        try:
+            found = _searched(Instance(instance.profile, options, instance.gpu), bound)
+        except Infeasible as error:
+            return Planned("infeasible", None, bound, reason=str(error))
+        except NotFound as error:
+            return Planned("not found", None, bound, reason=str(error), finished=False)
+        if found.finished or number == rounds - 1 or found.schedule is None:
+            break
+        options = replace(options, seeds=(found.schedule,), seed=options.seed + 1)
+    return found
+
+
+def _searched(instance: Instance, bound: int) -> Planned:
+    """Return what one search finds."""
+    halfway = _Halfway((instance.options.time_limit_s or 0.0) / 2)
+    result = compiler.compile_schedule(instance.profile, instance.options, halfway.see)
+    if result.interrupted:
+        raise KeyboardInterrupt
+    schedule, forecast = result.schedule, result.schedule.forecast
+    value = forecast.makespan_ns if forecast.objective == "makespan" else forecast.span_ns
     return Planned(
         outcome=forecast.outcome,
-        value_ns=forecast.makespan_ns if forecast.objective == "makespan" else forecast.span_ns,
+        value_ns=value,
         bound_ns=max(bound, forecast.lower_bound_ns),
         method=forecast.method,
         peak_bytes=max(device.peak_bytes for device in schedule.devices),
+        finished=forecast.outcome == "optimal" or halfway.is_near(value),
+        schedule=check(schedule),
     )
+
+
+def options_of(schedule: ir.Schedule, name: str) -> compiler.Options:
+    """Return the options that a schedule was compiled with, without its time limit; `name` stands for the file.
+
+    Raises BadInput for what are none.
+    """
+    setup, recorded = schedule.setup, schedule.provenance.options
+    kept = ("placement", "stages_per_device", "offload", "recompute", "split", "seed")
+    options = {key: recorded[key] for key in kept if key in recorded} | {
+        "mem_bytes": setup.cap_bytes,
+        "microbatches": setup.microbatches,
+        "devices": setup.devices,
+        "host_mem_bytes": setup.host_cap_bytes,
+        "objective": schedule.forecast.objective,
+    }
+    try:
+        return msgspec.convert(options, compiler.Options)
+    except msgspec.ValidationError as error:
+        raise BadInput(f"{name}: $.provenance.options are none of `compile`: {error}") from error
+
+
+class _Halfway:
+    """What had been found when half of the time limit had passed."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.value_ns: int | None = None
+
+    def see(self, progress: Progress) -> None:
+        if progress.elapsed_s <= self.seconds and progress.incumbent_ns is not None:
+            self.value_ns = progress.incumbent_ns
+
+    def is_near(self, value_ns: int) -> bool:
+        return self.value_ns is not None and value_ns >= (1 - STEP) * self.value_ns

@@ -2,36 +2,58 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from optpipe_compiler.errors import NotFound
 from optpipe_compiler.processes import Ended, Processes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
     from multiprocessing.connection import Connection
 
 Question = TypeVar("Question")
 Answer = TypeVar("Answer")
 
 
+class Pool(Protocol):
+    """Where questions are answered: `answers` or `answers_here`."""
+
+    def __call__(
+        self, function: Callable[[Question], Answer], questions: Iterable[Question], jobs: int, /
+    ) -> Iterator[tuple[Question, Answer]]:
+        """Yield each question with its answer."""
+
+
+def answers_here(
+    function: Callable[[Question], Answer], questions: Iterable[Question], jobs: int = 1
+) -> Iterator[tuple[Question, Answer]]:
+    """Yield each question with its answer, one after the other in this process, which needs no importable function."""
+    for question in questions:
+        yield question, function(question)
+
+
 def answers(
-    function: Callable[[Question], Answer], questions: Sequence[Question], jobs: int
+    function: Callable[[Question], Answer], questions: Iterable[Question], jobs: int
 ) -> Iterator[tuple[Question, Answer]]:
     """Yield each question with its answer, in the order in which they are found; `function` must be importable.
+
+    A question is drawn when a process is free for it, so that it may depend on answers that there are by then.
 
     Raises what `function` raises, and NotFound when a process dies. When the caller stops early, by an exception or by
     closing the iterator, all processes end, and whatever they have started.
     """
-    waiting = list(reversed(questions))
+    waiting, most = iter(questions), max(1, jobs)
     asked: dict[int, Question] = {}
+    idle: list[int] = []
     with Processes() as pool:
-        idle = [pool.start(_serve, function) for _ in range(min(max(1, jobs), len(questions)))]
-        while waiting or asked:
-            while waiting and idle:
-                number = idle.pop()
-                asked[number] = waiting.pop()
-                pool.send(number, asked[number])
+        while True:
+            for question in islice(waiting, most - len(asked)):
+                number = idle.pop() if idle else pool.start(_serve, function)
+                asked[number] = question
+                pool.send(number, question)
+            if not asked:
+                return
             for number, found in pool.listen():
                 if isinstance(found, Ended):
                     raise NotFound("a process that plans has died, perhaps for want of memory; fewer jobs need less")

@@ -10,7 +10,7 @@ import msgspec
 
 from optpipe_compiler import compiler
 from optpipe_compiler.documents.files import Record, canonical, decode, read_text, write_atomically
-from optpipe_compiler.documents.units import parse_bytes
+from optpipe_compiler.documents.units import parse_cap
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.study.frontier import Point, frontier
 from optpipe_compiler.study.planned import Instance, plan
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from optpipe_compiler.compiler import Options
     from optpipe_compiler.documents.profile import Profile
     from optpipe_compiler.study.planned import Planned
+    from optpipe_compiler.study.pool import Pool
 
 FORMAT = "optpipe-sweep"
 VERSION = 1
-REVISION = 1
-"""1: GPUs."""
+REVISION = 2
+"""1: GPUs. 2: whether a point is finished."""
 
 Scalar = str | int | float | bool | None
 
@@ -79,12 +80,12 @@ class Grid:
 def parse_caps(text: str, option: str) -> tuple[int, ...]:
     """Read caps: `10GB:80GB:8` (from, to, how many, evenly spaced) or `10GB,20GB,40GB`."""
     if ":" not in text:
-        return tuple(sorted({parse_bytes(part, option) for part in text.split(",")}))
+        return tuple(sorted({parse_cap(part, option) for part in text.split(",")}))
     parts = text.split(":")
     count = int(parts[2]) if len(parts) == 3 and parts[2].strip().isdecimal() else 0
     if not 2 <= count <= 1000:
         raise BadInput(f"{option} is {text!r}, expected FROM:TO:COUNT with a count of 2 to 1000, such as 10GB:80GB:8")
-    low, high = parse_bytes(parts[0], option), parse_bytes(parts[1], option)
+    low, high = parse_cap(parts[0], option), parse_cap(parts[1], option)
     if low >= high:
         raise BadInput(f"{option} is {text!r}, expected FROM to be less than TO")
     return tuple(sorted({low + (high - low) * step // (count - 1) for step in range(count)}))
@@ -100,9 +101,9 @@ def parse_counts(text: str | None, option: str) -> tuple[int, ...]:
     return tuple(sorted(set(map(int, parts))))
 
 
-def begin(path: Path, costs: Costs, common: Options) -> Sweep:
+def begin(path: Path | None, costs: Costs, common: Options) -> Sweep:
     """Return what is in the file, or an empty sweep; raise BadInput where the file is of other costs or options."""
-    varies = ("mem_bytes", "microbatches", "devices", "workers")
+    varies = ("mem_bytes", "microbatches", "devices", "workers", "seeds")
     digests = {gpu: profile.digest() for gpu, profile in costs.profiles.items()}
     empty = Sweep(
         profile=costs.name,
@@ -112,7 +113,7 @@ def begin(path: Path, costs: Costs, common: Options) -> Sweep:
         tokens_per_microbatch=costs.tokens_per_microbatch,
         points=[],
     )
-    if not path.is_file():
+    if path is None or not path.is_file():
         return empty
     found = decode(read_text(path), Sweep, str(path), format=FORMAT, version=VERSION, revision=REVISION)
     again = "name another file with -o, or delete this one"
@@ -156,14 +157,35 @@ def missing(sweep: Sweep, costs: Costs, common: Options, grid: Grid) -> list[Ins
     return instances
 
 
-def run(path: Path, sweep: Sweep, instances: list[Instance], jobs: int) -> Iterator[tuple[Point, Sweep]]:
-    """Plan the instances; yield each new point and the sweep with it, which the file then holds."""
-    for instance, planned in answers(plan, instances, jobs):
+def run(
+    path: Path | None, sweep: Sweep, instances: list[Instance], jobs: int, pool: Pool | None = None
+) -> Iterator[tuple[Point, Sweep]]:
+    """Plan the instances; yield each new point and the sweep with it, which the file, if any, then holds.
+
+    Each starts from the best schedule that was found by then for a smaller cap of the same line.
+    """
+    best: dict[tuple[object, ...], list[Planned]] = {}
+    for instance, planned in (pool or answers)(plan, _seeded(instances, best), jobs):
+        best.setdefault(_line(instance), []).append(planned)
         new = _point(instance, planned)
         points = frontier([*sweep.points, new])
         sweep = msgspec.structs.replace(sweep, points=points)
-        write_atomically(path, canonical(sweep))
+        if path is not None:
+            write_atomically(path, canonical(sweep))
         yield next(point for point in points if _place(point) == _place(new)), sweep
+
+
+def _seeded(instances: list[Instance], best: Mapping[tuple[object, ...], list[Planned]]) -> Iterator[Instance]:
+    """Yield each instance, when it is asked for, with the best schedule so far that fits it."""
+    for instance in instances:
+        known = [one for one in best.get(_line(instance), ()) if (one.peak_bytes or 0) <= instance.options.mem_bytes]
+        fitting = sorted((one for one in known if one.schedule is not None), key=lambda one: one.value_ns or 0)
+        seeds = tuple(one.schedule for one in fitting[:1] if one.schedule is not None)
+        yield replace(instance, options=replace(instance.options, seeds=seeds))
+
+
+def _line(instance: Instance) -> tuple[object, ...]:
+    return instance.gpu, instance.options.devices, instance.options.microbatches
 
 
 def _place(point: Point) -> tuple[str | None, int, int, int]:
@@ -185,4 +207,5 @@ def _point(instance: Instance, planned: Planned) -> Point:
         peak_bytes=planned.peak_bytes,
         method=planned.method,
         reason=planned.reason,
+        finished=planned.finished,
     )

@@ -46,6 +46,7 @@ def setup(schedule: ir.Schedule, profile: Profile) -> Iterator[Violation]:
 def stage_bytes(plan: Plan, expanded: list[Layer]) -> Iterator[Violation]:
     """Every byte figure of a stage is that of its layers; what crosses its ends is the output of the layer before."""
     tied: set[tuple[int, str]] = set()
+    differences = _Differences("profile-bytes")
     for stage in plan.stages:
         first, end = stage.layers
         mine = expanded[first:end]
@@ -66,7 +67,8 @@ def stage_bytes(plan: Plan, expanded: list[Layer]) -> Iterator[Violation]:
         expected["input_bytes"] = value_of(expanded[first - 1].output_bytes) if first else 0
         expected["output_bytes"] = value_of(expanded[end - 1].output_bytes) if end < len(expanded) else 0
         for field, figure in expected.items():
-            yield from _differs("profile-bytes", stage.stage, field, getattr(stage, field), figure)
+            differences.see(stage.stage, field, getattr(stage, field), figure)
+    yield from differences.violations()
 
 
 def _shared_weights(stage: ir.Stage, mine: list[Layer], tied: set[tuple[int, str]]) -> int:
@@ -121,18 +123,38 @@ def _bytes(layer: Layer, field: str, light: Selective | None) -> int:
     return figure
 
 
-def _differs(rule: str, stage: int, field: str, found: object, expected: object) -> Iterator[Violation]:
-    if found != expected:
-        yield Violation(rule, f"{field} of stage {stage} is {found}, by the profile it is {expected}")
+class _Differences:
+    """What stages or links have otherwise than the profile, for one rule: one cost of it is in many of them."""
+
+    def __init__(self, rule: str, what: str = "stage") -> None:
+        self.rule, self.what = rule, what
+        self.fields: dict[str, list[tuple[int, object, object]]] = {}
+        self.parts: list[str] = []
+        """What differs once."""
+
+    def see(self, number: int, field: str, found: object, expected: object) -> None:
+        """Remember what differs."""
+        if found != expected:
+            self.fields.setdefault(field, []).append((number, found, expected))
+
+    def violations(self) -> Iterator[Violation]:
+        """Yield one violation, of the first difference in each field and of how many others there are; or none."""
+        parts = list(self.parts)
+        for field, found in self.fields.items():
+            number, here, expected = found[0]
+            others = len(found) - 1
+            also = "" if not others else f", and {others} other {self.what}{'s' if others > 1 else ''} likewise"
+            parts.append(f"{field} of {self.what} {number} is {here}, by the profile it is {expected}{also}")
+        if parts:
+            yield Violation(self.rule, "; ".join(parts))
 
 
 def stage_times(plan: Plan, profile: Profile, expanded: list[Layer]) -> Iterator[Violation]:
     """The time of a stage's op is the sum over its layers plus the overhead of an op."""
-    forecast = plan.schedule.forecast
+    forecast, differences = plan.schedule.forecast, _Differences("profile-times")
     overhead = value_of(profile.machine.op_overhead_ns)
     if forecast.op_overhead_ns != overhead:
-        message = f"forecast.op_overhead_ns is {forecast.op_overhead_ns}, the profile has {overhead}"
-        yield Violation("profile-times", message)
+        differences.parts.append(f"forecast.op_overhead_ns is {forecast.op_overhead_ns}, the profile has {overhead}")
     for stage, cost in zip(plan.stages, forecast.stages, strict=True):
         mine = expanded[stage.layers[0] : stage.layers[1]]
         for field in ("forward_ns", "backward_input_ns", "backward_weight_ns", "backward_ns"):
@@ -140,9 +162,10 @@ def stage_times(plan: Plan, profile: Profile, expanded: list[Layer]) -> Iterator
             if field in ("backward_input_ns", "backward_ns"):
                 light = [_light(expanded[layer]) for layer in stage.selective_layers]
                 expected += sum(value_of(one.recompute_ns) for one in light)
-            yield from _differs("profile-times", cost.stage, field, getattr(cost, field), expected)
+            differences.see(cost.stage, field, getattr(cost, field), expected)
         again = [_time(layer, "recompute_ns") for layer in mine]
-        yield from _differs("profile-times", cost.stage, "recompute_ns", cost.recompute_ns, again)
+        differences.see(cost.stage, "recompute_ns", cost.recompute_ns, again)
+    yield from differences.violations()
 
 
 def _time(layer: Layer, field: str) -> int:
@@ -157,12 +180,14 @@ def _time(layer: Layer, field: str) -> int:
 
 def message_times(plan: Plan, machine: Machine) -> Iterator[Violation]:
     """A message to another device takes latency + round(bytes * 10^9 / bandwidth) of the pair's p2p entry."""
+    differences = _Differences("profile-p2p")
     for stage, cost in zip(plan.stages, plan.schedule.forecast.stages, strict=True):
         after, before = plan.peer(stage.stage, 1), plan.peer(stage.stage, -1)
         activation = _message_ns(machine, stage.device, after, stage.output_bytes)
         gradient = _message_ns(machine, stage.device, before, stage.input_bytes)
-        yield from _differs("profile-p2p", stage.stage, "send_activation_ns", cost.send_activation_ns, activation)
-        yield from _differs("profile-p2p", stage.stage, "send_gradient_ns", cost.send_gradient_ns, gradient)
+        differences.see(stage.stage, "send_activation_ns", cost.send_activation_ns, activation)
+        differences.see(stage.stage, "send_gradient_ns", cost.send_gradient_ns, gradient)
+    yield from differences.violations()
 
 
 def _message_ns(machine: Machine, device: int, peer: int | None, moved: int) -> int:
@@ -177,7 +202,8 @@ def _message_ns(machine: Machine, device: int, peer: int | None, moved: int) -> 
 
 def links(plan: Plan, machine: Machine) -> Iterator[Violation]:
     """A link of the forecast is shared by the devices that share it in the profile, with its bandwidths."""
-    count = len(plan.schedule.devices)
+    count, differences = len(plan.schedule.devices), _Differences("profile-links", "link")
+    seen: set[tuple[int, str]] = set()
     for number, found in enumerate(plan.schedule.forecast.links):
         for device in found.devices:
             entry = _link_of(machine, device)
@@ -190,9 +216,10 @@ def links(plan: Plan, machine: Machine) -> Iterator[Violation]:
                 message = f"forecast.links[{number}] is of the devices {sorted(found.devices)}, the profile's of"
                 yield Violation("profile-links", f"{message} {sorted(shared)}", device)
             for field, figure in _link_figures(entry).items():
-                if getattr(found, field) != figure:
-                    message = f"{field} of forecast.links[{number}] is {getattr(found, field)}, by the profile {figure}"
-                    yield Violation("profile-links", message, device)
+                if (number, field) not in seen:
+                    seen.add((number, field))
+                    differences.see(number, field, getattr(found, field), figure)
+    yield from differences.violations()
 
 
 def _link_of(machine: Machine, device: int) -> Link | None:

@@ -13,6 +13,8 @@ from optpipe_compiler.documents.units import printable, short_bytes, show_bytes,
 from optpipe_compiler.view.bar import Bar, description_column
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console, RenderableType
 
     from optpipe_compiler.study.comparison import Comparison
@@ -83,13 +85,13 @@ def _table(comparison: Comparison, width: int) -> Table:
     table.add_column("schedule", no_wrap=True)
     for title in columns:
         table.add_column(title, justify="left" if title in ("kind", "memory") else "right", no_wrap=True)
-    room = max(NAME, _room(columns, width))
+    names = short_names([row.name for row in comparison.rows], max(NAME, _room(columns, width)))
     for number, row in enumerate(comparison.rows):
         best = row is comparison.best
         cells = [Text(column[number]) for column in columns.values()]
         cells[-1].stylize("" if row.safe else "bold red")
         style = "bold green" if best else None
-        table.add_row("*" if best else "", Text(_short(row.name, room)), *cells, style=style)
+        table.add_row("*" if best else "", Text(names[number]), *cells, style=style)
     return table
 
 
@@ -117,10 +119,30 @@ def _room(columns: dict[str, list[str]], width: int) -> int:
     return width - 3 - sum(max(len(title), *map(len, cells)) + 1 for title, cells in columns.items())
 
 
-def _short(name: str, room: int) -> str:
-    """Keep the end of a long path, which tells it from others."""
-    name = printable(name)
-    return name if len(name) <= room else "…" + name[len(name) - room + 1 :]
+def short_names(names: Sequence[str], room: int) -> list[str]:
+    """Return the names in at most so many columns each, as different as they are.
+
+    What all paths share goes first, then the beginning of what is too long; where that leaves two alike, the middle
+    goes instead, and at last a number tells them apart.
+    """
+    shown = [printable(name) for name in names]
+    paths = {index: name.split("/") for index, name in enumerate(shown) if "/" in name}
+    if len(paths) > 1 and any(len(shown[index]) > room for index in paths):
+        shared = 0
+        while len({parts[shared] if len(parts) > shared + 1 else index for index, parts in paths.items()}) == 1:
+            shared += 1
+        for index, parts in paths.items():
+            shown[index] = "/".join(["…"] * (shared > 0) + parts[shared:])
+    for head in (0, room // 2):
+        cut = [_cut(name, room, head) for name in shown]
+        if len(set(cut)) == len(set(shown)):
+            return cut
+    return [f"#{n} " + _cut(name, room - 1 - len(f"#{n}"), 0) for n, name in enumerate(shown, start=1)]
+
+
+def _cut(name: str, room: int, head: int) -> str:
+    """Leave out what is too long behind the first letters; the end of a path tells most."""
+    return name if len(name) <= room else name[:head] + "…" + name[len(name) - (room - 1 - head) :]
 
 
 def _traffic(size: int) -> str:

@@ -88,9 +88,9 @@ def _standing(explanation: Explanation) -> str:
     text += f"the bound is {show_ns(bound)}, so another schedule of the same instance saves at most "
     text += f"{_share(1 - bound / value)}"
     if best < value:
-        found = f"{_share(1 - best / value)} was found in {_seconds(explanation)}, {show_ns(best)}"
+        found = f"{_share(1 - best / value)} was found in {_searches(explanation)}, {show_ns(best)}"
         return text + f"; {found}. What follows is against that."
-    return text + f"; nothing was found in {_seconds(explanation)}."
+    return text + f"; nothing was found in {_searches(explanation)}."
 
 
 def _idle(explanation: Explanation) -> Iterator[str]:
@@ -117,15 +117,23 @@ def _and(parts: Sequence[str]) -> str:
 
 
 def _binding(explanation: Explanation) -> str:
-    """Name what was found to save most, or say that nothing does."""
+    """Name what was found to save most, and what may save more by its bound; or say that nothing does."""
     tried = [one for one in explanation.what_ifs if one.effect in ("relaxed", "different")]
     if max((one.at_most for one in tried), default=0.0) < NOTHING:
         return "Nothing that was tried can save anything: the work itself binds."
     best = max((one for one in tried if one.found is not None), key=lambda one: one.found or 0.0, default=None)
     if best is None or best.found is None or best.found < NOTHING:
-        return f"Nothing that was tried saved anything in {_seconds(explanation)} each, though the bounds leave room."
-    what = {"memory": "more memory", "microbatches": f"{best.text}"}.get(best.family) or SUBJECTS[best.family][0]
-    return f"What helps most is {what}: {_share(best.found)} less time per microbatch."
+        return f"Nothing that was tried saved anything in {_searches(explanation)}, though the bounds leave room."
+    text = (
+        f"What helps most, as far as it was found, is {_subject(best)}: {_share(best.found)} less time per microbatch"
+    )
+    most = best.found + NOTHING
+    open_ = dict.fromkeys(_subject(one) for one in tried if one.family != best.family and one.at_most > most)
+    return f"{text}; the bounds do not exclude more for {_and(list(open_))}." if open_ else f"{text}."
+
+
+def _subject(one: WhatIf) -> str:
+    return {"memory": "more memory", "microbatches": f"{one.text}"}.get(one.family) or SUBJECTS[one.family][0]
 
 
 def _memory(memory: Sequence[WhatIf], explanation: Explanation) -> str:
@@ -141,19 +149,23 @@ def _memory(memory: Sequence[WhatIf], explanation: Explanation) -> str:
 
 
 def _saving(one: WhatIf, explanation: Explanation) -> str:
+    """Say what was found and what the bound leaves, and whether that decides it."""
     if one.at_most < NOTHING:
         return "nothing (bound)"
     unchanged = 1 - explanation.bound_ns / max(1, explanation.best_ns)
     alike = ", as unchanged" if abs(one.at_most - unchanged) < NOTHING else ""
-    text = f"at most {_share(one.at_most)} (bound{alike}); "
+    most = f"at most {_share(one.at_most)} (bound{alike})"
     if one.outcome == "infeasible":
-        return text + "nothing fits"
+        return f"{most}; nothing fits"
     if one.found is None:
-        return text + f"no schedule was found in {_seconds(explanation)}"
+        return f"{most}; no schedule was found in {_searches(explanation)}: not decided"
+    if one.decided:
+        return f"{_share(max(0.0, one.found))}, {most}"
+    open_ = "not decided" if one.finished else "not decided, and the search was still finding better ones"
     if one.found < -NOTHING:
-        return text + f"what was found in {_seconds(explanation)} takes {_share(-one.found)} longer"
+        return f"{most}; what was found in {_searches(explanation)} takes {_share(-one.found)} longer: {open_}"
     found = _share(one.found) if one.found >= NOTHING else "nothing"
-    return text + f"{found} was found in {_seconds(explanation)}"
+    return f"{most}; {found} was found in {_searches(explanation)}: {open_}"
 
 
 def _costs(one: WhatIf, explanation: Explanation) -> str:
@@ -162,10 +174,10 @@ def _costs(one: WhatIf, explanation: Explanation) -> str:
     if one.outcome == "infeasible":
         return f"Without {what} nothing fits this cap."
     if one.found is not None and one.found > -NOTHING:
-        return f"Without {what} a step takes no longer: such a schedule was found in {_seconds(explanation)}."
-    text = f"no schedule was found in {_seconds(explanation)}"
+        return f"Without {what} a step takes no longer: such a schedule was found in {_searches(explanation)}."
+    text = f"no schedule was found in {_searches(explanation)}"
     if one.found is not None:
-        text = f"what was found in {_seconds(explanation)} takes {_share(-one.found)} longer"
+        text = f"what was found in {_searches(explanation)} takes {_share(-one.found)} longer"
     if one.at_most > -NOTHING:
         return f"Without {what} {text}; that it must is not proven."
     return f"Without {what} a step takes at least {_share(-one.at_most)} longer (bound); {text}."
@@ -179,20 +191,22 @@ def _signed(value: float) -> str:
     return f"{value:.1%}" if abs(value) >= NOTHING else "0.0%"
 
 
-def _seconds(explanation: Explanation) -> str:
-    return f"{explanation.time_limit_s:g} s"
+def _searches(explanation: Explanation) -> str:
+    return f"searches of {explanation.time_limit_s:g} s"
 
 
 def _table(explanation: Explanation) -> Table:
     table = Table(title="time per microbatch", title_justify="left", box=None, pad_edge=False)
     table.add_column("if")
-    for column in ("saves at most (bound)", f"found in {_seconds(explanation)}", "step found"):
+    for column in ("saves (found)", "at most (bound)", "step found"):
         table.add_column(column, justify="right")
+    table.add_column("")
     for one in explanation.what_ifs:
         table.add_row(
             one.text,
-            _signed(one.at_most),
             "nothing fits" if one.outcome == "infeasible" else "-" if one.found is None else _signed(one.found),
+            _signed(one.at_most),
             "-" if one.value_ns is None else show_ns(one.value_ns),
+            "" if one.decided else "not decided" if one.finished else "not decided, unfinished",
         )
     return table

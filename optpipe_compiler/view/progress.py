@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING
+
+from rich.text import Text
 
 from optpipe_compiler.documents.units import show_ns
 
@@ -15,11 +18,18 @@ if TYPE_CHECKING:
 
 
 class ProgressLine:
-    """A context in which `update` shows where the search stands: incumbent, bound, gap, time."""
+    """A context in which `update` shows where the search stands: incumbent, bound, gap, and time of the limit.
 
-    def __init__(self, console: Console) -> None:
+    On a terminal the time goes on by itself; with `every_plan` each better plan leaves a line there, too.
+    """
+
+    def __init__(self, console: Console, limit_s: float | None = None, *, every_plan: bool = False) -> None:
         self.console = console
-        self.status = console.status("planning")
+        self.limit = "" if limit_s is None else f" of {limit_s:g} s"
+        self.every_plan = every_plan
+        self.begin = time.monotonic()
+        self.state = "planning"
+        self.status = console.status(_Clock(self), refresh_per_second=4)
         self.last = ""
         self.phases: set[str] = set()
 
@@ -40,9 +50,11 @@ class ProgressLine:
         gap = "-" if progress.gap is None else f"{progress.gap:.1%}"
         state = f"incumbent {best} ({progress.method or 'none'})  bound {bound}  gap {gap}"
         phase = progress.phase.split()[0]
-        text = f"{progress.phase}: {state}  {progress.elapsed_s:.1f} s"
+        self.state = f"{progress.phase}: {state}"
+        text = f"{self.state}  {progress.elapsed_s:.1f} s{self.limit}"
         if self.console.is_terminal:
-            self.status.update(text)
+            if self.every_plan and state != self.last:
+                self.console.print(text, highlight=False)
         elif state != self.last or phase not in self.phases:
             self.console.print(text, highlight=False, soft_wrap=True)
         self.last = state
@@ -72,3 +84,14 @@ class Steps:
             self.status.update(line)
         else:
             self.console.print(line, highlight=False, soft_wrap=True)
+
+
+class _Clock:
+    """The line as it is at the moment when it is drawn."""
+
+    def __init__(self, line: ProgressLine) -> None:
+        self.line = line
+
+    def __rich__(self) -> Text:
+        passed = int(time.monotonic() - self.line.begin)
+        return Text(f"{passed} s{self.line.limit}  {self.line.state}", no_wrap=True, overflow="ellipsis")

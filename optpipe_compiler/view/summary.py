@@ -10,6 +10,7 @@ from rich.text import Text
 
 from optpipe_compiler.documents.units import printable, short_bytes, show_bytes, show_layers, show_ns
 from optpipe_compiler.forecast import Cause, analyse
+from optpipe_compiler.forecast.links import link_loads
 from optpipe_compiler.view.baselines import OTHERS, best, faster, kind, ranked, whose
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.documents.ir import Device, Op, Schedule
     from optpipe_compiler.forecast import Analysis
+    from optpipe_compiler.forecast.links import LinkLoad
 
 SHOWN = 6
 """Baselines that the summary lists; the file has all."""
@@ -106,7 +108,30 @@ def _headline(schedule: Schedule) -> Table:
             "selective", f"norms and activations of layers {show_layers(layers)} recomputed in their backward"
         )
     table.add_row("memory", _fullest(schedule))
+    for first, second in host_links(schedule):
+        table.add_row("host links", first)
+        table.add_row("", second)
     return table
+
+
+def host_links(schedule: Schedule) -> list[tuple[str, str]]:
+    """Say k of each host link, links alike together, and what offloading over it does: two lines each."""
+    alike: dict[tuple[object, ...], list[LinkLoad]] = {}
+    for one in link_loads(schedule):
+        alike.setdefault((one.round_trip_ns, one.compute_ns, one.load, len(one.devices)), []).append(one)
+    return [_link(same) for same in alike.values()]
+
+
+def _link(same: list[LinkLoad]) -> tuple[str, str]:
+    one, behind = same[0], len(same[0].devices)
+    of = f"{len(same)} of {behind} device{'s' if behind > 1 else ''}"
+    words = {
+        "free": "offload is free",
+        "pays": f"offload pays, for {1 / one.load:.0%} of the activations",
+        "does not pay": "offload does not pay",
+    }
+    trip = f"round trip {show_ns(one.round_trip_ns)}, compute {show_ns(one.compute_ns)}"
+    return f"{of}: k {one.k:.2f} ({trip})", f"{words[one.verdict]} (all of them: busy {one.load:.0%} of the time)"
 
 
 def _fullest(schedule: Schedule) -> str:
@@ -200,20 +225,27 @@ def _range(first: int, end: int) -> str:
     return str(first) if end == first + 1 else f"{first}-{end - 1}"
 
 
-def _assumptions(schedule: Schedule) -> Table:
+def assumptions(schedule: Schedule) -> list[str]:
+    """Return in words what the numbers take for granted; what is missing in the profile first."""
     setup = schedule.setup
-    host = "unlimited" if setup.host_cap_bytes is None else show_bytes(setup.host_cap_bytes)
-    lines = [
+    held = sum(device.host_bytes for device in schedule.devices)
+    host = show_bytes(setup.host_cap_bytes) if setup.host_cap_bytes is not None else "taken as unlimited"
+    weightless = ["the profile has no static bytes: weights, gradients and optimizer state count 0"]
+    return [
+        *(weightless if not any(stage.static_bytes for stage in schedule.stages) else []),
         f"cap per device {show_bytes(setup.cap_bytes)}: covers weights, gradients and optimizer state, a reserve of "
         f"{show_bytes(setup.reserve_bytes)}, activations, messages and what ops need while they run",
-        f"host memory for offloads: {host}, all devices together",
+        f"host memory for offloads: {host}, all devices together; this schedule may hold {short_bytes(held)} there",
         "the promised peaks hold for every execution that the order and the waits allow, not only at forecast times",
         "a transfer takes the time alone on its link only if none of the other direction overlaps it",
         "microbatches run in order per stage and kind; a stage's activation is kept, recomputed, or offloaded, whole "
         "or its first layers, as many as fit the link; the bound is over such schedules and the placements searched",
     ]
+
+
+def _assumptions(schedule: Schedule) -> Table:
     table = Table.grid(padding=(0, 1))
     table.title, table.title_justify = "\nassumptions", "left"
-    for line in lines:
+    for line in assumptions(schedule):
         table.add_row("-", line)
     return table

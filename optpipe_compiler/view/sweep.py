@@ -92,15 +92,31 @@ def _cells(point: Point, most: float, tokens: int | None) -> list[str]:
     if point.makespan_ns is None or point.peak_bytes is None:
         said = {"infeasible": "nothing fits", "beyond memory": BEYOND}.get(point.outcome, "none found in time")
         return ["-", "-", "-", "-", "-", said]
-    carried = point.carried_from_bytes
     return [
         show_ns(point.makespan_ns),
         rate(point.throughput, tokens),
         f"{point.throughput / most:.1%}",
         f"{1 - point.lower_bound_ns / point.makespan_ns:.1%}",
         short_bytes(point.peak_bytes),
-        "" if carried is None else f"from {short_bytes(carried)}",
+        _remark(point),
     ]
+
+
+def _remark(point: Point) -> str:
+    parts = [] if point.carried_from_bytes is None else [f"from {short_bytes(point.carried_from_bytes)}"]
+    return ", ".join([*parts, *["unfinished"] * (point.finished is False)])
+
+
+def sentences(sweep: Sweep, tolerance: float) -> Iterator[str]:
+    """Yield all answers in words, and what the table's last column means."""
+    from optpipe_compiler.study.frontier import answer
+
+    answers = answer(sweep.points, tolerance)
+    yield from memory_sentences(answers.cheapest_memory, tolerance)
+    yield from microbatch_sentences(answers.enough_microbatches, tolerance)
+    yield from device_sentences(answers.best_devices, sweep.tokens_per_microbatch)
+    yield from gpu_sentences(answers.best_gpus, sweep.tokens_per_microbatch)
+    yield from notes(sweep)
 
 
 def memory_sentences(found: Sequence[CheapestMemory], tolerance: float) -> Iterator[str]:
@@ -112,12 +128,20 @@ def memory_sentences(found: Sequence[CheapestMemory], tolerance: float) -> Itera
         numbers = " or ".join(str(one.microbatches) for one in same)
         head = f"With {devices} and {numbers} microbatches "
         if cap == largest:
-            yield head + f"every cap below {short_bytes(largest)} loses {percent(tolerance)} or more."
+            yield head + f"every cap below {short_bytes(largest)} loses {percent(tolerance)} or more{_proof(same)}."
         else:
             yield head + (
                 f"{short_bytes(cap)} is the cheapest memory that loses less than {percent(tolerance)} against "
-                f"{short_bytes(largest)} ({max(one.loss for one in same):.1%})."
+                f"{short_bytes(largest)} ({max(one.loss for one in same):.1%}; by the bounds at most "
+                f"{max(one.most_loss for one in same):.1%}){_proof(same)}."
             )
+
+
+def _proof(found: Sequence[CheapestMemory | EnoughMicrobatches | BestDevices | BestGpu]) -> str:
+    """Say whether an answer is more than a comparison of what was found."""
+    return (
+        ", which is proven" if all(one.decided for one in found) else ", by the plans found; the bounds leave it open"
+    )
 
 
 def microbatch_sentences(found: Sequence[EnoughMicrobatches], tolerance: float) -> Iterator[str]:
@@ -125,9 +149,12 @@ def microbatch_sentences(found: Sequence[EnoughMicrobatches], tolerance: float) 
     for one in found:
         head = f"With {_devices(one.devices, one.gpu)} under {short_bytes(one.mem_bytes)} "
         if one.microbatches == one.most:
-            yield head + f"fewer than {one.most} microbatches lose {percent(tolerance)} or more."
+            yield head + f"fewer than {one.most} microbatches lose {percent(tolerance)} or more{_proof([one])}."
         else:
-            yield head + f"{one.microbatches} microbatches are enough: {one.most} would give {one.gain:.1%} more."
+            yield head + (
+                f"{one.microbatches} microbatches are enough: {one.most} would give {one.gain:.1%} more, by the bounds "
+                f"at most {one.most_gain:.1%}{_proof([one])}."
+            )
 
 
 def device_sentences(found: Sequence[BestDevices], tokens: int | None) -> Iterator[str]:
@@ -142,7 +169,8 @@ def device_sentences(found: Sequence[BestDevices], tokens: int | None) -> Iterat
         others = ", ".join(f"{rate(each, tokens)} with {number}" for number, each in top.others)
         yield (
             f"{where} {_devices(devices, gpu)} {'has' if devices == 1 else 'have'} the most throughput per device: "
-            f"{rate(top.per_device, tokens)} {unit(tokens)}{last}, against {others}."
+            f"{rate(top.per_device, tokens)} {unit(tokens)}{last}, against {others}"
+            f"{_proof(same)}."
         )
 
 
@@ -153,7 +181,7 @@ def gpu_sentences(found: Sequence[BestGpu], tokens: int | None) -> Iterator[str]
         yield (
             f"{printable(one.gpu)} has the most throughput{' per device' if one.per_device else ''}: "
             f"{rate(one.throughput, tokens)} {unit(tokens)} ({_devices(one.devices)}, {one.microbatches} microbatches, "
-            f"{short_bytes(one.mem_bytes)}), against {others}."
+            f"{short_bytes(one.mem_bytes)}), against {others}{_proof([one])}."
         )
 
 
@@ -171,8 +199,14 @@ def notes(sweep: Sweep) -> Iterator[str]:
     carried = sum(point.carried_from_bytes is not None for point in sweep.points)
     if carried:
         yield (
-            f"{carried} of {len(sweep.points)} points show the schedule of a smaller cap (`from`): it is valid there, "
+            f"{carried} of {len(sweep.points)} points show the schedule of another cap (`from`): it is valid there, "
             "too, and faster than what was found for that cap in time."
+        )
+    unfinished = sum(point.finished is False and point.makespan_ns is not None for point in sweep.points)
+    if unfinished:
+        yield (
+            f"{unfinished} of {len(sweep.points)} points were still getting better when their time was over "
+            "(`unfinished`): a longer --time-limit may find more."
         )
     if sweep.profile_digest is None:
         yield f"All costs of {printable(sweep.profile)} are estimated from data sheets, none is measured."

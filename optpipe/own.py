@@ -1,0 +1,42 @@
+"""Schedules of your own: registered by a decorator, then timed, judged and named like the built-in ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from optpipe_compiler import published
+from optpipe_compiler.published.own import OwnOrder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Function = TypeVar("Function", bound=OwnOrder)
+
+
+def schedule(
+    name: str, *, placement: str = "linear", stages_per_device: int | tuple[int, ...] = 1, source: str = "own"
+) -> Callable[[Function], Function]:
+    """Register a function from an instance to an order, under `name`, for a placement (`linear`, `loop` or `v`).
+
+        @optpipe.schedule("my-gpipe")
+        def my_gpipe(problem):
+            m = range(problem.microbatches)
+            return [[f"{s}F{i}" for i in m] + [f"{s}B{i}" for i in m] for s in range(problem.devices)]
+
+    The function gets a `Problem` (devices, microbatches, stages with their times and sizes, budgets) and returns, for
+    each device, its ops in order: a list of texts, or one text with blanks. An op is stage, letter and microbatch:
+    F forward, B backward or I and W (input and weight gradient), R recompute before its backward. `2D0` anywhere in the
+    list of its device has the activation offloaded and reloaded. A heuristic may look at the costs; it raises
+    `NotDefined` with a reason where it has no schedule.
+
+    It is then a baseline of every plan made in this process, a candidate and a start of the search, a name for
+    `compile(method=...)` and `compare(methods=...)`. A name may be registered again, but not one that is built in.
+    """
+
+    counts = (stages_per_device,) if isinstance(stages_per_device, int) else stages_per_device
+
+    def register(order: Function) -> Function:
+        published.register(name, order, tuple((placement, count) for count in counts), source)
+        return order
+
+    return register

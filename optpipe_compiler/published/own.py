@@ -1,0 +1,90 @@
+"""Schedules that are written outside of this package: their ops as text, checked before anything is timed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Protocol
+
+from optpipe_compiler.documents.ops import LETTERS, parse
+from optpipe_compiler.errors import BadInput
+from optpipe_compiler.model.schedule import Kind, Task
+from optpipe_compiler.published.common import Recipe
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from optpipe_compiler.model.problem import Problem
+
+PLACEMENTS = ("linear", "loop", "v")
+
+
+class OwnOrder(Protocol):
+    """A function from an instance to the ops of every device, in order."""
+
+    def __call__(self, problem: Problem, /) -> Sequence[str | Iterable[str]]:
+        """Return for each device a list of ops such as `2F0`, or one text with blanks between them."""
+
+
+def recipe_of(name: str, problem: Problem, order: OwnOrder) -> Recipe:
+    """Return the order of `problem` as a recipe; raise BadInput for what is no complete order."""
+    lists = [one.split() if isinstance(one, str) else list(one) for one in order(problem)]
+    if len(lists) != problem.devices:
+        raise BadInput(f"{name} returns {len(lists)} lists, expected one for each of {problem.devices} devices")
+    compute: list[list[Task]] = []
+    offloaded: set[tuple[int, int]] = set()
+    for device, texts in enumerate(lists):
+        tasks = [_task(name, text, device, problem) for text in texts]
+        offloaded |= {(task.stage, task.microbatch) for task in tasks if task.kind is Kind.D}
+        compute.append([task for task in tasks if task.kind is not Kind.D])
+    _check(name, problem, compute, offloaded)
+    return Recipe(compute, frozenset(offloaded))
+
+
+def _task(name: str, text: str, device: int, problem: Problem) -> Task:
+    try:
+        op = parse(text, whole=True)
+        task = Task(Kind[LETTERS[op.kind]], op.stage, op.microbatch)
+    except (BadInput, KeyError) as error:
+        raise BadInput(f"{name} has {text!r} on device {device}, expected an op such as '2F0'") from error
+    if task.kind is Kind.H:
+        raise BadInput(f"{name} has {text!r} on device {device}, expected none: an activation with D is reloaded, too")
+    mine = problem.stages_of(device)
+    if task.stage not in mine or task.microbatch >= problem.microbatches:
+        raise BadInput(
+            f"{name} has {text!r} on device {device}, expected stages {', '.join(map(str, mine))} and microbatches "
+            f"0 to {problem.microbatches - 1}"
+        )
+    return task
+
+
+def _check(name: str, problem: Problem, compute: list[list[Task]], offloaded: set[tuple[int, int]]) -> None:
+    """Every stage and microbatch has one forward and one backward, whole or in halves, in the order of microbatches."""
+    counts = Counter(task for order in compute for task in order)
+    for s in range(len(problem.stages)):
+        for m in range(problem.microbatches):
+            n = {kind: counts[Task(kind, s, m)] for kind in Kind}
+            backwards = n[Kind.B], n[Kind.I], n[Kind.W]
+            if n[Kind.F] != 1 or backwards not in ((1, 0, 0), (0, 1, 1)) or n[Kind.R] > 1:
+                found = " ".join(f"{s}{kind.name}{m}" for kind in Kind for _ in range(n[kind])) or "nothing"
+                raise BadInput(
+                    f"{name} has {found} of stage {s} and microbatch {m}, expected F once, and B once or I and W"
+                )
+            if n[Kind.R] and (s, m) in offloaded:
+                raise BadInput(f"{name} has {s}R{m} and {s}D{m}, expected one of them")
+    for order in compute:
+        _check_order(name, order)
+
+
+def _check_order(name: str, order: list[Task]) -> None:
+    place = {task: n for n, task in enumerate(order)}
+    last: dict[tuple[str, int], int] = {}
+    for task in order:
+        kind, s, m = task
+        before = {Kind.W: (Kind.I,), Kind.F: ()}.get(kind, (Kind.F, Kind.R))
+        for other in (Task(one, s, m) for one in before if one is not kind):
+            if place.get(other, -1) > place[task]:
+                raise BadInput(f"{name} has {s}{kind.name}{m} before {s}{other.kind.name}{m}, expected it behind")
+        row = ("B" if kind is Kind.I else kind.name, s)
+        if last.get(row, -1) > m:
+            raise BadInput(f"{name} has {s}{kind.name}{m} after microbatch {last[row]}, expected them in order")
+        last[row] = m

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from optpipe_compiler.documents import ir  # noqa: TC001  (msgspec reads the types of Options)
 from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
-    from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.profile import Profile
 
 TIME_LIMITS = ((8, 60.0), (32, 180.0), (math.inf, 270.0))

@@ -11,7 +11,6 @@ from optpipe_compiler import compiler
 from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.documents.units import short_bytes
 from optpipe_compiler.errors import BadInput, Infeasible, NotFound
-from optpipe_compiler.verify import check
 
 if TYPE_CHECKING:
     from optpipe_compiler.compiler import Progress
@@ -91,7 +90,7 @@ def _searched(instance: Instance, bound: int) -> Planned:
         method=forecast.method,
         peak_bytes=max(device.peak_bytes for device in schedule.devices),
         finished=forecast.outcome == "optimal" or halfway.is_near(value),
-        schedule=check(schedule),
+        schedule=result.checked,
     )
 
 

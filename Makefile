@@ -32,7 +32,7 @@ test: $(READY) browser ## Run all tests
 	$(BIN)/python -m pytest
 
 browser: $(READY) ## Install a browser for the tests of the report's page, unless there is one
-	@sh tests/install_browser.sh $(BIN)
+	@sh tests/install_browser.sh $(BIN) || true
 
 test-torch: ## Run the runtime's tests with another torch: make test-torch TORCH=torch==2.11.0
 	$(PYTHON) -m venv $(TORCH_VENV)

@@ -2,7 +2,8 @@
 
 Chromium or Chrome on the path is used, or else the one that `playwright install chromium` has put beside playwright;
 `make browser`, which `make test` runs before, installs one where it can. Without a browser the tests of the page are
-skipped on a person's machine, with one red line at the end. In CI (CI=true) they fail: there nobody would read it.
+skipped on a person's machine, with one red line at the end. In CI (CI=true) they fail, because there nobody would read
+it, unless OPTPIPE_NO_BROWSER=1 says that the machine can have none.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def path_of(playwright: Playwright) -> str | None:
 
 
 def missing() -> None:
-    """End a test that needs a browser: skipped, in CI failed."""
-    if os.environ.get("CI") == "true":
+    """End a test that needs a browser: skipped, in CI failed where there could be one."""
+    if os.environ.get("CI") == "true" and os.environ.get("OPTPIPE_NO_BROWSER") != "1":
         pytest.fail(HOW, pytrace=False)
     pytest.skip(HOW)
 

@@ -8,4 +8,6 @@ done
 if [ "$(id -u)" = 0 ] && command -v apt-get > /dev/null; then
     apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium > /dev/null && exit 0
 fi
-"$1/playwright" install chromium || echo "no browser could be installed: the report's page is not tested" >&2
+"$1/playwright" install chromium && exit 0
+echo "no browser could be installed: the report's page is not tested" >&2
+exit 1

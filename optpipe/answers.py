@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe import shown
-from optpipe.plans import Plan, as_plan
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.study import comparison as _comparison
 from optpipe_compiler.study import explain as _explain
@@ -15,7 +14,7 @@ from optpipe_compiler.study.pool import Pool, answers, answers_here
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from optpipe.profiles import PathLike
+    from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.profile import Profile
     from optpipe_compiler.study.explain import WhatIf
     from optpipe_compiler.study.facts import Facts
@@ -76,22 +75,21 @@ class Comparison:
         return shown.html(str(self))
 
 
-def explained(plan: Plan, time_limit: float, jobs: int) -> Explanation:
-    """Return what binds in the plan."""
-    instance = _explain.instance_of(plan.schedule, _profile(plan, "explain"), "the plan", time_limit)
-    return Explanation(_explain.explain(plan.checked, instance, jobs, pool=_pool(jobs)))
+def explained(checked: ir.Checked, costs: Profile | None, time_limit: float, jobs: int) -> Explanation:
+    """Return what binds in a plan."""
+    instance = _explain.instance_of(checked.schedule, _given(costs, "explain"), "the plan", time_limit)
+    return Explanation(_explain.explain(checked, instance, jobs, pool=_pool(jobs)))
 
 
-def compared(plan: Plan, others: Sequence[Plan | PathLike], methods: str, jobs: int) -> Comparison:
-    """Return the plan beside others and known schedules."""
-    rows = [facts(plan.checked, "this plan")]
-    for number, other in enumerate(others, start=2):
-        rows.append(facts(as_plan(other).checked, f"plan {number}" if isinstance(other, Plan) else str(other)))
+def compared(plans: Sequence[tuple[str, ir.Checked]], costs: Profile | None, methods: str, jobs: int) -> Comparison:
+    """Return named plans beside each other, and known schedules on the first one's costs."""
+    rows = [facts(checked, name) for name, checked in plans]
     absent = []
     if methods:
         names = _comparison.chosen_methods(methods)
-        costs = _profile(plan, "compare")
-        for row in _comparison.published_rows(costs, plan.schedule, "the plan", names, jobs, pool=_pool(jobs)):
+        first = plans[0][1].schedule
+        known = _given(costs, "compare")
+        for row in _comparison.published_rows(known, first, "the plan", names, jobs, pool=_pool(jobs)):
             if isinstance(row, _comparison.Absent):
                 absent.append(row)
             else:
@@ -104,7 +102,7 @@ def _pool(jobs: int) -> Pool:
     return answers if jobs > 1 else answers_here
 
 
-def _profile(plan: Plan, what: str) -> Profile:
-    if plan.profile is None:
+def _given(costs: Profile | None, what: str) -> Profile:
+    if costs is None:
         raise BadInput(f"{what} needs the plan's costs, expected read_schedule(path, profile=...)")
-    return plan.profile
+    return costs

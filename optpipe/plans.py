@@ -196,11 +196,11 @@ class Plan:
         """Say what binds: where devices idle, and what more memory, faster links and other changes would save.
 
         Each change is planned from this plan on in up to three searches of `time_limit` seconds, and bounded. `jobs`
-        above 1 plans in as many processes; a script then needs `if __name__ == "__main__":`.
+        above 1 plans in as many processes.
         """
         from optpipe.answers import explained
 
-        return explained(self, time_limit, jobs)
+        return explained(self.checked, self.profile, time_limit, jobs)
 
     def compare(self, *others: Plan | PathLike, methods: str = "all", jobs: int = 1) -> Comparison:
         """Set this plan beside others and known schedules for the same instance, before the same judge.
@@ -210,7 +210,10 @@ class Plan:
         """
         from optpipe.answers import compared
 
-        return compared(self, others, methods, jobs)
+        rows = [("this plan", self.checked)]
+        for number, other in enumerate(others, start=2):
+            rows.append((f"plan {number}" if isinstance(other, Plan) else str(other), as_plan(other).checked))
+        return compared(rows, self.profile, methods, jobs)
 
     def __str__(self) -> str:
         from optpipe.shown import text

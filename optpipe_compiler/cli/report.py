@@ -9,7 +9,6 @@ import click
 
 from optpipe_compiler.cli.common import SCHEDULE, console, say, say_json
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.view.progress import Steps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -57,6 +56,7 @@ def report(
     """
     from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.files import check_writable, write_atomically
+    from optpipe_compiler.view.progress import Steps
     from optpipe_compiler.view.report import render
     from optpipe_compiler.view.report.trace import measured
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
+from bench.planner import commit
 from bench.report import machine, publish
 from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.costs import gpus, models
@@ -30,7 +31,7 @@ PARTS = (2, 4, 8)
 
 HEADER = """# Selective recompute as a plan's choice
 
-Written by `python -m bench.selective --seconds {seconds:g}`; {machine}. {model} on {devices} x {gpu}, estimated,
+Written by `python -m bench.selective --seconds {seconds:g}` at {commit}; {machine}. {model} on {devices} x {gpu}, estimated,
 the head in {devices} parts, {microbatches} microbatches. A block saves {saved:.0f} MB, with its norms and activation
 functions made again in the backward {light:.0f} MB ({less:.0%} less), for {more:.1%} of its time. A cap leaves room for
 that part of P activations of the fullest device's layers beside what it always holds; ms per step (idle share), planned
@@ -104,6 +105,7 @@ def main() -> None:
             print(rows[-1], flush=True)
     header = HEADER.format(
         seconds=options.seconds,
+        commit=commit(),
         machine=machine(),
         model=options.model,
         devices=DEVICES,

@@ -31,10 +31,11 @@ PARTS = (2, 4, 8)
 
 HEADER = """# Selective recompute as a plan's choice
 
-Written by `python -m bench.selective --seconds {seconds:g}` at {commit}; {machine}. {model} on
-{devices} x {gpu}, estimated, the head in {devices} parts, {microbatches} microbatches. A block saves {saved:.0f} MB, with its norms and activation
-functions made again in the backward {light:.0f} MB ({less:.0%} less), for {more:.1%} of its time. A cap leaves room for
-that part of P activations of the fullest device's layers beside what it always holds; ms per step (idle share), planned
+Written by `python -m bench.selective --seconds {seconds:g}` at {commit}; {machine}.
+{model} on {devices} x {gpu}, estimated, the head in {devices} parts, {microbatches} microbatches. A block saves
+{saved:.0f} MB, with its norms and activation functions made again in the backward {light:.0f} MB ({less:.0%} less), for
+{more:.1%} of its time. A cap leaves room for that part of P activations of the fullest device's layers beside what it
+always holds; ms per step (idle share), planned
 {seconds:g} s each (reproducibly: as much search, whatever else runs).
 
 | cap | ways | without | with selective recompute | layers that have it | step is shorter by |

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.model.placement import Layout
 
-LIMIT_S = 300.0
+LIMIT_S = 900.0
 """Until the peers of a way that failed are given up."""
 
 

@@ -16,6 +16,7 @@ from optpipe_compiler.cli.common import (
     console,
     is_said,
     note,
+    plan_json,
     say,
     say_json,
 )
@@ -189,38 +190,19 @@ def _renamed(options: dict[str, Any]) -> dict[str, Any]:
 
 def _report(result: Any) -> dict[str, Any]:
     """Return what `compile --json` prints."""
-    from optpipe_compiler.forecast.links import link_loads
     from optpipe_compiler.view.baselines import OTHERS, best, kind
-    from optpipe_compiler.view.summary import assumptions, count, gap
 
     schedule = result.schedule
-    forecast = schedule.forecast
     return {
-        "outcome": forecast.outcome,
+        **plan_json(schedule),
         "interrupted": result.interrupted,
-        "method": forecast.method,
-        "objective": forecast.objective,
-        "makespan_ns": forecast.makespan_ns,
-        "span_ns": forecast.span_ns,
-        "lower_bound_ns": forecast.lower_bound_ns,
-        "bound": forecast.bound,
-        "gap": gap(schedule),
-        "bubble_fraction": forecast.bubble_fraction,
         "peak_bytes": [device.peak_bytes for device in schedule.devices],
         "host_bytes": [device.host_bytes for device in schedule.devices],
-        "cap_bytes": schedule.setup.cap_bytes,
-        "host_cap_bytes": schedule.setup.host_cap_bytes,
         "devices": schedule.setup.devices,
         "stages": len(schedule.stages),
         "placement": result.placement,
-        "microbatches": schedule.setup.microbatches,
-        "num_offloads": count(schedule, "offload"),
-        "num_recomputes": count(schedule, "recompute"),
         "wall_s": result.wall_s,
         "digest": schedule.digest,
-        "assumptions": assumptions(schedule),
-        "host_links": list(link_loads(schedule)),
-        "best_baseline": best(schedule),
         "best_of_papers_and_stock": best(schedule, OTHERS),
         "baselines": {
             name: {
@@ -230,6 +212,6 @@ def _report(result: Any) -> dict[str, Any]:
                 "kind": kind(baseline),
                 **({"reason": baseline.reason} if baseline.reason else {}),
             }
-            for name, baseline in forecast.baselines.items()
+            for name, baseline in schedule.forecast.baselines.items()
         },
     }

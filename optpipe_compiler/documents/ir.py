@@ -262,6 +262,16 @@ class Forecast(Record, frozen=True, kw_only=True, omit_defaults=False):
     links: list[LinkCost]
     times: list[Times]
 
+    @property
+    def value_ns(self) -> int:
+        """What was minimised: the makespan, or the span."""
+        return self.makespan_ns if self.objective == "makespan" else self.span_ns
+
+    @property
+    def gap(self) -> float:
+        """(value - bound) / value: how much shorter another schedule could be, as a share of the value."""
+        return 1 - self.lower_bound_ns / self.value_ns if self.value_ns else 0.0
+
 
 class Provenance(Record, frozen=True, kw_only=True, omit_defaults=False):
     """Where the file comes from; no dates, no hosts."""

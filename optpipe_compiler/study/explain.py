@@ -136,7 +136,7 @@ def summed_up(schedule: ir.Schedule, asked: Sequence[Change], found: Sequence[Pl
     hold the other way round. Larger caps relax smaller ones.
     """
     forecast = schedule.forecast
-    value = forecast.makespan_ns if forecast.objective == "makespan" else forecast.span_ns
+    value = forecast.value_ns
     effects = [change.effect for change in asked]
     inner = [one.value_ns for one, effect in zip(found, effects, strict=True) if effect in ("same", "restricted")]
     best = min([value, *(reached for reached in inner if reached is not None)])

@@ -57,18 +57,6 @@ def summary(analysis: Analysis) -> RenderableType:
     )
 
 
-def gap(schedule: Schedule) -> float:
-    """Return (value - bound) / value for the objective's value."""
-    value = reached(schedule)
-    return 1 - schedule.forecast.lower_bound_ns / value if value else 0.0
-
-
-def reached(schedule: Schedule) -> int:
-    """Return the value of the objective in ns."""
-    forecast = schedule.forecast
-    return forecast.makespan_ns if forecast.objective == "makespan" else forecast.span_ns
-
-
 def count(schedule: Schedule, name: str) -> int:
     """Return how many ops of one kind the schedule has."""
     return sum(op.name == name for device in schedule.devices for lane in _lanes(device) for op in lane)
@@ -89,7 +77,7 @@ def _headline(schedule: Schedule) -> Table:
     time = Text(show_ns(forecast.makespan_ns), style="bold")
     time.append(f" per step by {printable(forecast.method)}", style="not bold")
     if forecast.objective != "makespan":
-        time.append(f"; {forecast.objective} {show_ns(reached(schedule))}", style="not bold")
+        time.append(f"; {forecast.objective} {show_ns(forecast.value_ns)}", style="not bold")
     argument = printable(forecast.bound)
     bound = f"{show_ns(forecast.lower_bound_ns)}, {BOUNDS.get(argument, argument)} ({argument})"
     size = f"{setup.devices} devices, {len(schedule.stages)} stages, {setup.microbatches} microbatches"
@@ -97,7 +85,7 @@ def _headline(schedule: Schedule) -> Table:
     ops = ", ".join(f"{count(schedule, name)} {word}" for name, word in (*counted, ("recompute", "recomputes")))
     table.add_row("makespan", time)
     table.add_row("proven bound", bound)
-    table.add_row("gap", f"{gap(schedule):.2%}: {forecast.outcome}")
+    table.add_row("gap", f"{forecast.gap:.2%}: {forecast.outcome}")
     for label, name in (("best of all", best(schedule)), ("papers, stock", best(schedule, OTHERS))):
         if name is not None:
             table.add_row(label, printable(f"{whose(schedule, name)}: this is {faster(schedule, name)}"))

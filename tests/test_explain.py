@@ -16,9 +16,9 @@ from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.documents.profile import Layer, value_of
 from optpipe_compiler.study import explain as study
 from optpipe_compiler.study import planned
-from optpipe_compiler.study.changes import changes
 from optpipe_compiler.study.explain import instance_of, listed, summed_up
 from optpipe_compiler.study.planned import Instance, Planned, plan
+from optpipe_compiler.study.variations import variations
 from optpipe_compiler.verify import check
 from optpipe_compiler.view.explanation import sentences
 from tests.instances import quick, uniform
@@ -48,7 +48,7 @@ def here(monkeypatch):
 
 
 def test_the_changes_are_what_they_say():
-    found = {change.text: change for change in changes(instance(), offloads=True, uneven=True)}
+    found = {change.text: change for change in variations(instance(), offloads=True, uneven=True)}
     assert list(found) == [
         "nothing",
         "memory +10%",
@@ -72,10 +72,10 @@ def test_the_changes_are_what_they_say():
 
 
 def test_what_changes_nothing_is_not_asked():
-    texts = {change.text for change in changes(instance(), offloads=False, uneven=False)}
+    texts = {change.text for change in variations(instance(), offloads=False, uneven=False)}
     assert not texts & {"no offload", "even layers"}
     bare = structs.replace(COSTS, machine=structs.replace(COSTS.machine, links=[], p2p=[]))
-    texts = {change.text for change in changes(instance(bare), offloads=False, uneven=False)}
+    texts = {change.text for change in variations(instance(bare), offloads=False, uneven=False)}
     assert not texts & {"host links x 2", "messages x 0"}
 
 
@@ -103,7 +103,7 @@ def test_even_layers_have_the_same_work_and_bytes_in_all():
         output_bytes=13,
     )
     profile = structs.replace(heavy, layers=[*heavy.layers, odd])
-    found = [one for one in changes(instance(profile), offloads=False, uneven=True) if one.text == "even layers"]
+    found = [one for one in variations(instance(profile), offloads=False, uneven=True) if one.text == "even layers"]
     [layer] = found[0].instance.profile.layers
     assert layer.count == 6
     for name in ("forward_ns", "backward_input_ns", "backward_weight_ns", "saved_bytes", "static_bytes"):
@@ -114,7 +114,7 @@ def test_even_layers_have_the_same_work_and_bytes_in_all():
 
 
 def test_a_change_can_be_planned_and_its_bound_holds():
-    for change in changes(instance(), offloads=True, uneven=True):
+    for change in variations(instance(), offloads=True, uneven=True):
         found = plan(change.instance)
         assert found.value_ns is not None, change.text
         assert found.bound_ns <= found.value_ns, change.text

@@ -69,7 +69,7 @@ class ProgressLine(_Status):
         self.phases.add(phase)
 
 
-class Steps(_Status):
+class StatusLine(_Status):
     """A context in which `say` shows what is being done; away from a terminal it prints a line for each."""
 
     def __init__(self, console: Console) -> None:

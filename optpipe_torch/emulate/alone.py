@@ -46,7 +46,7 @@ class OpReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfers:
+class CopyTimes:
     """Time of a device's copies in a step: while its compute lane was busy (hidden), and while it was not."""
 
     hidden_ns: int
@@ -65,8 +65,8 @@ class EmulationReport:
     spans_ns: list[int]
     """Of each step after the first."""
     forecast_span_ns: int
-    transfers: Transfers
-    forecast_transfers: Transfers
+    transfers: CopyTimes
+    forecast_transfers: CopyTimes
     peak_activation_bytes: int
     promised_activation_bytes: int
     peak_host_bytes: int
@@ -208,7 +208,7 @@ class _Alone:
             span_ns=round(median(spans)),
             spans_ns=spans,
             forecast_span_ns=_span(planned),
-            transfers=Transfers(
+            transfers=CopyTimes(
                 round(median(t.hidden_ns for t in measured)), round(median(t.exposed_ns for t in measured))
             ),
             forecast_transfers=transfers(planned),
@@ -227,12 +227,12 @@ class _Alone:
                 yield op.id, lanes.get(op.name, "compute"), round(start * self._scale), round(end * self._scale)
 
 
-def transfers(ran: Sequence[Ran]) -> Transfers:
+def transfers(ran: Sequence[Ran]) -> CopyTimes:
     """Return how much of the copies' time the compute lane was busy for."""
     busy = [(start, end) for _, lane, start, end in ran if lane == "compute"]
     copies = [(start, end) for _, lane, start, end in ran if lane != "compute"]
     hidden = sum(max(0, min(end, e) - max(start, s)) for start, end in copies for s, e in busy)
-    return Transfers(hidden, sum(end - start for start, end in copies) - hidden)
+    return CopyTimes(hidden, sum(end - start for start, end in copies) - hidden)
 
 
 def _span(ran: Sequence[Ran]) -> int:

@@ -26,7 +26,7 @@ Family = Literal["same", "memory", "link", "messages", "offload", "selective", "
 
 
 @dataclass(frozen=True)
-class Change:
+class Variation:
     """A variation: `text` names it in a table, `amount` says how much in a sentence."""
 
     family: Family
@@ -36,7 +36,7 @@ class Change:
     amount: str = ""
 
 
-def changes(instance: Instance, *, offloads: bool, uneven: bool, selective: bool = False) -> Iterator[Change]:
+def variations(instance: Instance, *, offloads: bool, uneven: bool, selective: bool = False) -> Iterator[Variation]:
     """Yield the instance unchanged and all variations that change anything; its options must be settled.
 
     `offloads`, `selective`: whether the schedule at hand has any offload, or selective recompute; `uneven`: whether one
@@ -44,28 +44,28 @@ def changes(instance: Instance, *, offloads: bool, uneven: bool, selective: bool
     """
     profile, options = instance.profile, instance.options
     assert options.microbatches is not None
-    yield Change("same", "nothing", "same", instance)
+    yield Variation("same", "nothing", "same", instance)
     for percent in MORE_MEMORY:
         more = options.mem_bytes * percent // 100
         amount = f"{short_bytes(more)} more per device (+{percent}%)"
         text = f"memory +{percent}%"
-        yield Change("memory", text, "relaxed", _with(instance, mem_bytes=options.mem_bytes + more), amount)
+        yield Variation("memory", text, "relaxed", _with(instance, mem_bytes=options.mem_bytes + more), amount)
     if profile.machine.links and options.offload:
-        yield Change("link", "host links x 2", "relaxed", replace(instance, profile=_faster_links(profile)))
+        yield Variation("link", "host links x 2", "relaxed", replace(instance, profile=_faster_links(profile)))
     if any(value_of(entry.latency_ns) or entry.bytes_per_s is not None for entry in profile.machine.p2p):
         machine = structs.replace(profile.machine, p2p=[])
         free = replace(instance, profile=structs.replace(profile, machine=machine))
-        yield Change("messages", "messages x 0", "relaxed", free)
+        yield Variation("messages", "messages x 0", "relaxed", free)
     if offloads and options.offload:
-        yield Change("offload", "no offload", "restricted", _with(instance, offload=False))
+        yield Variation("offload", "no offload", "restricted", _with(instance, offload=False))
     if selective:
         layers = [structs.replace(layer, selective=None) for layer in profile.layers]
         without = replace(instance, profile=structs.replace(profile, layers=layers))
-        yield Change("selective", "no selective recompute", "restricted", without)
+        yield Variation("selective", "no selective recompute", "restricted", without)
     more = options.microbatches + (options.microbatches + 1) // 2
-    yield Change("microbatches", f"{more} microbatches", "different", _with(instance, microbatches=more), str(more))
+    yield Variation("microbatches", f"{more} microbatches", "different", _with(instance, microbatches=more), str(more))
     if uneven:
-        yield Change("layers", "even layers", "different", replace(instance, profile=_even(instance)))
+        yield Variation("layers", "even layers", "different", replace(instance, profile=_even(instance)))
 
 
 def _with(instance: Instance, **options: Any) -> Instance:

@@ -489,6 +489,8 @@ def test_every_method_says_whose_it_is_and_cites_it():
         "interleaved-1f1b-recompute",
         "interleaved-1f1b-offload",
         *(f"interleaved-1f1b-recompute-{n}" for n in (1, 2, 3)),
+        "1f1b-selective",
+        "interleaved-1f1b-selective",
     }
     for name, method in METHODS.items():
         assert (method.kind == "composition") == (

@@ -51,10 +51,11 @@ class Candidates:
 
     def __init__(self, incumbents: Incumbents) -> None:
         self.incumbents = incumbents
+        self._all_selective = max((one.layout.selective for one in incumbents.attempts), key=len)
         self.tried: dict[str, list[Tried]] = {}
         """For each name, one entry per placement, and one more where it fits that only by waiting for memory.
 
-        Placements with selective recompute, which no paper has, are left out.
+        Placements with selective recompute count for those alone that are for all layers with it.
         """
 
     def steps(self, names: Iterable[str] | None = None) -> Iterator[None]:
@@ -68,7 +69,7 @@ class Candidates:
             (attempt, name)
             for attempt in sorted(self.incumbents.attempts, key=lambda a: (a.placed != ("linear", 1), -a.layout.stages))
             for name in (METHODS if names is None else names)
-            if is_for(name, attempt.placed) and not attempt.is_partial
+            if self._is_for(name, attempt) and not attempt.is_partial
         ]
         for attempt, name in pairs:
             outcome = self._screened(attempt, name)
@@ -111,7 +112,7 @@ class Candidates:
     def _baseline(self, name: str) -> ir.Baseline:
         tried, whose = self.tried.get(name, []), METHODS[name].kind
         kind = UNSET if whose == "own" else whose  # older tools know three kinds
-        could = any(is_for(name, attempt.placed) for attempt in self.incumbents.attempts)
+        could = any(self._is_for(name, attempt) for attempt in self.incumbents.attempts)
         reasons = [one.reason for one in tried if one.reason is not None]
         reason = next(iter(reasons), "not tried" if could else METHODS[name].not_searched)
         known = [(one, one.need) for one in tried if one.makespan is not None and one.need is not None]
@@ -123,8 +124,14 @@ class Candidates:
         return ir.Baseline(makespan_ns=best.makespan, peak_bytes=need.peak_bytes, fits=fits, reason=remark, kind=kind)
 
     def _remember(self, attempt: Attempt, name: str, outcome: list[Tried]) -> None:
-        if not attempt.layout.selective:
+        if METHODS[name].is_selective or not attempt.layout.selective:
             self.tried.setdefault(name, []).extend(outcome)
+
+    def _is_for(self, name: str, attempt: Attempt) -> bool:
+        """Whether the schedule is worth trying there: the selective ones where all layers are that can."""
+        return is_for(name, attempt.placed) and (
+            not METHODS[name].is_selective or (attempt.layout.selective == self._all_selective != frozenset())
+        )
 
     def _screened(self, attempt: Attempt, name: str) -> list[Tried] | _Promise:
         """Try a schedule in full where that is quick, else by its first microbatches.

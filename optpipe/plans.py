@@ -245,6 +245,7 @@ def compile(
     time_limit: float | None = None,
     method: str | None = None,
     start: Plan | PathLike | Sequence[Plan | PathLike] = (),
+    keep_placement: Plan | PathLike | None = None,
     on_progress: Callable[[compiler.Progress], None] | None = None,
     **options: Unpack[CompileKeywords],
 ) -> Plan:
@@ -253,6 +254,7 @@ def compile(
     `mem` is the cap per device, in bytes or as a text such as "40GB" (default: the profile's); `host_mem` that of all
     offloads together. `microbatches` per step (default: 4 per device). `time_limit` in seconds. `method` emits a known
     schedule instead of searching. `start` names earlier plans: the result is no worse than one that still fits.
+    `keep_placement` names one whose cut and owners of stages are kept, so that no weight moves.
     Raises Infeasible with the smallest `mem` that would do, NotFound when the time is over before there is any plan,
     and BadInput. Ctrl-C returns the best plan so far.
     """
@@ -266,6 +268,7 @@ def compile(
         time_limit_s=time_limit,
         method=method,
         seeds=tuple(as_plan(one).checked for one in starts),
+        keep=None if keep_placement is None else as_plan(keep_placement).checked,
         **known(options, compiler.Options),
     )
     result = compiler.compile_schedule(costs, chosen, on_progress or (lambda progress: None))

@@ -53,6 +53,13 @@ def test_every_name_that_is_promised_is_there_and_documented():
         optpipe.compil  # noqa: B018
 
 
+def test_a_plan_for_other_microbatches_keeps_the_placement_of_the_one_before(plan):
+    again = optpipe.compile(COSTS, mem="2GB", start=plan, keep_placement=plan, microbatches=7, time_limit=0.0)
+    where = [[(stage.device, stage.layers) for stage in one.schedule.stages] for one in (plan, again)]
+    assert where[0] == where[1]
+    assert again.schedule.setup.microbatches == 7
+
+
 def test_a_plan_says_what_its_file_says(plan, tmp_path):
     plan.save(tmp_path / "schedule.json")
     record = ir.load(tmp_path / "schedule.json")

@@ -213,6 +213,16 @@ def test_compile_starts_from_an_earlier_schedule_and_refuses_a_broken_one(there,
     assert sentence.startswith("old.json: not taken as a start, verify rejects it: ")
 
 
+def test_compile_keeps_the_placement_of_an_earlier_schedule(there, schedule):
+    old = ir.parse(schedule, "s")
+    arguments = ("compile", "--mem", "3GB", "--microbatches", "6", "--time-limit", "0", "--keep-placement")
+    assert there(*arguments, "schedule.json", "-o", "new.json").code == 0
+    new = ir.load("new.json")
+    assert [(s.device, s.layers) for s in new.stages] == [(s.device, s.layers) for s in old.stages]
+    sentence = refused(there(*arguments, "schedule.json", "--placement", "v"), 2)
+    assert sentence.startswith("--keep-placement says which stages there are, ")
+
+
 # -- the progress line ----------------------------------------------------------------------------------------------
 
 

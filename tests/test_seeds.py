@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
 from optpipe_compiler.compiler import Options, compile_schedule, instances, settled
-from optpipe_compiler.errors import Infeasible
+from optpipe_compiler.errors import BadInput, Infeasible
+from optpipe_compiler.model.problem import Caps, Freedom, build
+from optpipe_compiler.plan import seeds
+from optpipe_compiler.plan.carried import Start
+from optpipe_compiler.plan.local_search import Effort, Instance, LocalSearch
 from optpipe_compiler.plan.seeds import layout_of
-from optpipe_compiler.verify import check
+from optpipe_compiler.verify import check, verify
 from tests.instances import profiles, quick, uniform
 
 if TYPE_CHECKING:
@@ -81,6 +86,86 @@ def test_what_the_options_forbid_is_not_taken_from_a_seed(best, without, ops):
 
     assert names(best) >= ops
     assert not names(seeded(COSTS, best, GB, **{without: False})) & ops
+
+
+@pytest.mark.parametrize("microbatches", [1, 3, 5, 9])
+def test_other_microbatches_start_from_the_same_order(best, microbatches):
+    wanted = settled(COSTS, Options(mem_bytes=GB, microbatches=microbatches, seeds=(check(best),)))
+    found = [
+        timed
+        for layout, problem in instances(COSTS, wanted)
+        for timed in seeds._timed(best, problem, layout)
+        if layout == seeds.layout_or_given(best)
+    ]
+    assert {timed.ticks.shape[2] for timed in found} == {microbatches}
+    one = quick(COSTS, GB, microbatches=1).schedule.forecast.makespan_ns  # at worst one comes after the other
+    assert min(timed.makespan for timed in found) <= best.forecast.makespan_ns + one * max(0, microbatches - 4)
+    for timed in found:
+        forwards = timed.ticks[0]
+        assert (np.diff(forwards, axis=1) > 0).all()  # microbatches in order
+
+
+@settings(max_examples=20, deadline=None)
+@given(profiles(), st.integers(1, 5), st.integers(1, 12))
+def test_any_plan_starts_any_number_of_microbatches_that_fits(profile, before, after):
+    seed = quick(profile, 10**6, microbatches=before).schedule
+    again = seeded(profile, seed, 10**6, microbatches=after)
+    assert again.setup.microbatches == after
+
+
+def test_other_devices_start_from_the_order_of_those_that_were_as_far_along():
+    old, new = uniform(2, 4), uniform(4, 2)
+    seed = quick(old, 2 * GB, placement="linear", stages_per_device=1, microbatches=8).schedule
+    starts, _ = seeds._times(seed)
+    start = Start.of(starts, np.array([cost.backward_input_ns for cost in seed.forecast.stages]))
+    moved = start.of_devices((0, 1), (0, 1, 2, 3))
+    assert (moved.wish[:, 0] == start.wish[:, 0]).all()
+    assert (moved.wish[:, 3] == start.wish[:, 1]).all()
+    assert (np.diff(moved.wish[0], axis=0) > 0).all()  # later devices later
+    assert moved.modes.shape == (4, 8)
+    result = quick(new, 2 * GB, seeds=(check(seed),), microbatches=8)
+    assert result.notes == ()
+
+
+def test_the_search_starts_from_the_seed():
+    """With no wished order but the seed's, a search that may climb finds something better."""
+    seed = quick(COSTS, GB, method="gpipe-recompute").schedule
+    layout = seeds.layout_or_given(seed)
+    problem = build(COSTS, layout, 4, Caps(GB, None), Freedom())
+    timed = next(seeds._timed(seed, problem, layout))
+    start = Start.of(timed.ticks, np.array([stage.backward_input for stage in problem.stages]))
+    instance = Instance(problem, ("given", 1), 0, (start,))
+    assert instance.names(problem)[0] == "start 0"
+    with LocalSearch([instance], Effort(0.5, 0, 1, True, False)) as search:
+        while search.is_running:
+            search.take(0.05)
+        assert search.error is None
+        screened = search._screen(0, "start 0")
+    assert screened.value <= timed.makespan
+
+
+def test_what_no_instance_can_take_over_is_said(best):
+    linear = quick(COSTS, GB, placement="linear", seeds=(check(best),))
+    is_linear = seeds.layout_or_given(best).name == "linear"
+    assert bool(linear.notes) != is_linear
+
+
+def test_the_placement_of_a_schedule_can_be_kept(best):
+    slower = structs.replace(COSTS, layers=[structs.replace(COSTS.layers[0], forward_ns=10**7, count=3), *COSTS.layers])
+    slower = structs.replace(slower, layers=[slower.layers[0], structs.replace(COSTS.layers[0], count=5)])
+    free = quick(slower, 4 * GB).schedule
+    kept = quick(slower, 4 * GB, keep=check(best)).schedule
+    where = [(stage.device, stage.layers) for stage in best.stages]
+    assert [(stage.device, stage.layers) for stage in kept.stages] == where
+    assert [(stage.device, stage.layers) for stage in free.stages] != where
+    assert kept.provenance.options["keep_placement"] == best.digest
+    assert verify(kept, slower) == []
+
+
+def test_a_placement_of_other_devices_or_layers_cannot_be_kept(best):
+    for profile, options in ((uniform(2, 5), {}), (COSTS, {"devices": 1}), (COSTS, {"placement": "loop"})):
+        with pytest.raises(BadInput, match="--keep-placement"):
+            quick(profile, GB, keep=check(best), **options)
 
 
 @settings(max_examples=6, deadline=None)

@@ -49,6 +49,13 @@ from optpipe_compiler.errors import BadInput, Rejected
     help="Start from an earlier schedule: no worse than it where it still fits. May be repeated.",
 )
 @click.option(
+    "--keep-placement",
+    "keep",
+    metavar="SCHEDULE",
+    type=click.Path(path_type=Path),
+    help="Keep this schedule's cut and owners of stages, so that no weight moves.",
+)
+@click.option(
     "--method",
     shell_complete=complete_methods,
     help="Emit this known schedule instead of searching (see --list-methods).",
@@ -62,6 +69,7 @@ def compile_command(
     as_json: bool,
     mem: int | None,
     seeds: tuple[Path, ...],
+    keep: Path | None,
     list_methods: bool,
     **options: Any,
 ) -> None:
@@ -81,7 +89,12 @@ def compile_command(
         return
     check_writable(output)
     costs = profiles.load(profile_path)
-    chosen = compiler.Options(mem_bytes=_cap(mem, costs), seeds=tuple(map(_checked, seeds)), **_renamed(options))
+    chosen = compiler.Options(
+        mem_bytes=_cap(mem, costs),
+        seeds=tuple(map(_checked, seeds)),
+        keep=None if keep is None else _checked(keep),
+        **_renamed(options),
+    )
     limit_s = compiler.settled(costs, chosen).time_limit_s
     with ProgressLine(console(stderr=True), limit_s, every_plan=is_said(VERBOSE)) as line:
         result = compiler.compile_schedule(costs, chosen, line.update)

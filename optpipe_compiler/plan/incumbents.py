@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from optpipe_compiler.model.placement import Layout
     from optpipe_compiler.model.problem import Problem
     from optpipe_compiler.model.schedule import Schedule
+    from optpipe_compiler.plan.carried import Start
 
 
 @dataclass
@@ -33,6 +34,8 @@ class Attempt:
     """The peaks in bytes that lowering a schedule leads to: by device, and of its offloads on the host."""
     best: Schedule | None = None
     notes: list[str] = field(default_factory=list)
+    starts: list[Start] = field(default_factory=list)
+    """Earlier schedules, for the local search to start from."""
 
     @property
     def placed(self) -> tuple[str, int]:

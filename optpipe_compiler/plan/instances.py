@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,10 @@ def layouts(profile: Profile, options: Options) -> list[Layout]:
     less memory, that placement comes again (cuts.py).
     """
     assert options.devices is not None
+    if options.keep is not None:
+        kept = replace(seeds.layout_or_given(options.keep.schedule), selective=frozenset())
+        again = selectively(profile, [kept], options.mem_bytes) if options.recompute and options.method is None else ()
+        return [kept, *again]
     work = [value_of(layer.forward_ns) + fused_ns(layer) for layer in profile.expanded_layers()]
     wanted = options.stages_per_device
     if options.placement != "auto":
@@ -106,6 +111,8 @@ def instances(profile: Profile, options: Options) -> list[tuple[Layout, Problem]
 
     def like(one: Layout, share: float) -> Problem | None:
         assert options.microbatches is not None
+        if options.keep is not None and not seeds.is_placed(one, options.keep.schedule):
+            return None
         is_allowed = options.placement in ("auto", one.name)
         per_device = options.stages_per_device
         if not is_allowed or (per_device is not None and one.stages != per_device * (options.devices or 0)):

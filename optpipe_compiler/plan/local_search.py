@@ -1,6 +1,7 @@
 """Local search over policies, in threads: the compiled machine runs without the interpreter's lock.
 
-Every wished order of every instance is run with each first treatment of its activations. The best of the different
+Every wished order of every instance is run with each first treatment of its activations; an earlier schedule is such a
+wish, too, with what it does with its activations as one more treatment. The best of the different
 (instance, wish) pairs then climb, each on its own, in rounds; after each of the first rounds the worse half is dropped,
 later the worst goes on from where the best is. Long steps are searched on few microbatches.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from typing import TYPE_CHECKING
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from optpipe_compiler.machine.policy import Policy, Setting
     from optpipe_compiler.machine.state import Machine
     from optpipe_compiler.model.problem import Problem
+    from optpipe_compiler.plan.carried import Start
+    from optpipe_compiler.plan.wishes import Wish
     from optpipe_compiler.published import Placed
 
 CLIMBERS = 8
@@ -40,6 +44,8 @@ WHOLE = 4096
 JOIN_S = 1.0
 """Seconds to wait for threads that were told to stop; a first compilation, which cannot be stopped, goes on beside."""
 NEVER = 1 << 62
+START = "start"
+"""The wish of an earlier schedule, with its number."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,22 @@ class Instance:
     problem: Problem
     placed: Placed
     bound: int
+    starts: tuple[Start, ...] = ()
+    """Earlier schedules to start from, too."""
+
+    def wish(self, problem: Problem, name: str) -> Wish:
+        """Return a wished order for the problem, or one of fewer microbatches; raises NotDefined."""
+        start = self.start(problem, name)
+        return wish(problem, name) if start is None else start.wish
+
+    def start(self, problem: Problem, name: str) -> Start | None:
+        """Return the earlier schedule of that name."""
+        word, _, number = name.partition(" ")
+        return self.starts[int(number)].of_microbatches(problem.microbatches) if word == START else None
+
+    def names(self, problem: Problem) -> list[str]:
+        """Return all wished orders."""
+        return [f"{START} {number}" for number in range(len(self.starts))] + names(problem, self.placed)
 
 
 @dataclass(frozen=True)
@@ -144,14 +166,14 @@ class LocalSearch:
 
     def _screened(self, pool: ThreadPoolExecutor) -> list[_Climber]:
         """Return the best climber of every pair of instance and wish, the best pairs first."""
-        pairs = [(n, name) for n, one in enumerate(self.instances) for name in names(self.problems[n], one.placed)]
-        pairs.sort(key=lambda pair: not pair[1].startswith("modulo"))
+        pairs = [(n, name) for n, one in enumerate(self.instances) for name in one.names(self.problems[n])]
+        pairs.sort(key=lambda pair: not pair[1].startswith((START, "modulo")))
         climbers = [climber for climber in pool.map(lambda pair: self._screen(*pair), pairs) if climber is not None]
         return sorted(climbers, key=lambda one: (one.value, one.instance, one.wish))
 
     def _screen(self, number: int, name: str) -> _Climber | None:
         """Run a wish with each first treatment of the activations, until half the time is over."""
-        from optpipe_compiler.machine.policy import policy, setting, value
+        from optpipe_compiler.machine.policy import copied, policy, setting, value
 
         is_clocked = not self.effort.reproducible
         if is_clocked and self._best < NEVER and (self._used() > 0.5 or self.instances[number].bound >= self._best):
@@ -160,14 +182,16 @@ class LocalSearch:
             return None
         problem = self.problems[number]
         try:
-            wished = wish(problem, name)
+            wished = self.instances[number].wish(problem, name)
         except (NotDefined, Stuck):
             return None
         x = self._machine(number)
         given = setting(problem, wished, self.instances[number].problem.microbatches, is_span=self.effort.is_span)
         best: _Climber | None = None
-        for modes in treatments(problem, wished):
-            one, trial = policy(problem, modes), policy(problem, modes)
+        start = self.instances[number].start(problem, name)
+        first = [] if start is None else [start.policy(problem)]
+        for one in chain(first, (policy(problem, modes) for modes in treatments(problem, wished))):
+            trial = copied(one)
             reached = value(x, one, given, NEVER // 2 if best is None else best.value)
             if reached < (NEVER if best is None else best.value):
                 best = _Climber(number, name, one, trial, reached, given)
@@ -258,7 +282,10 @@ class Realiser:
 
         problem = self.instance.problem
         if found.wish not in self.settings:
-            wished = wish(problem, found.wish)
+            try:
+                wished = self.instance.wish(problem, found.wish)
+            except (NotDefined, Stuck):  # a round of a published order may divide fewer microbatches, and not all
+                return None
             self.settings[found.wish] = setting(problem, wished, problem.microbatches, is_span=self.is_span)
         reached = value(self.machine, copied(found.policy), self.settings[found.wish], NEVER // 2)
         return None if reached >= NEVER // 2 else Schedule(problem, "local-search", self.machine.starts.copy())

@@ -42,12 +42,17 @@ class Options:
     """Search threads; 0: one per core."""
     seeds: tuple[ir.Checked, ...] = ()
     """Earlier schedules; the result is no worse than one of them that still fits (plan/seeds.py)."""
+    keep: ir.Checked | None = None
+    """The schedule whose cut and owners of stages are kept, so that no weight moves."""
 
 
 def settled(profile: Profile, options: Options) -> Options:
     """Return the options with every default filled in from the profile; raises BadInput for impossible ones."""
-    devices = options.devices or profile.machine.devices
+    kept = None if options.keep is None else options.keep.schedule.setup
+    devices = options.devices or (profile.machine.devices if kept is None else kept.devices)
     layers = len(profile.expanded_layers())
+    if kept is not None:
+        _check_kept(kept, options, devices, layers)
     if devices > layers:
         raise BadInput(f"--devices is {devices}, expected at most the profile's {layers} layers")
     for name in ("microbatches", "stages_per_device"):
@@ -69,6 +74,15 @@ def settled(profile: Profile, options: Options) -> Options:
     )
 
 
+def _check_kept(kept: ir.Setup, options: Options, devices: int, layers: int) -> None:
+    """Raise BadInput where the placement of a schedule cannot be kept."""
+    for what, found, expected in (("devices", kept.devices, devices), ("layers", kept.layers, layers)):
+        if found != expected:
+            raise BadInput(f"--keep-placement names a schedule of {found} {what}, expected {expected}")
+    if options.placement != "auto" or options.stages_per_device is not None:
+        raise BadInput("--keep-placement says which stages there are, expected no --placement, no --stages-per-device")
+
+
 def recorded(options: Options) -> dict[str, str | int | float | bool | None]:
     """Return the options that shaped the result, for the file's provenance."""
     return {
@@ -86,4 +100,5 @@ def recorded(options: Options) -> dict[str, str | int | float | bool | None]:
         "seed": options.seed,
         "reproducible": options.reproducible,
         "method": options.method,
+        **({} if options.keep is None else {"keep_placement": options.keep.schedule.digest}),
     }

@@ -1,7 +1,8 @@
 """Earlier schedules as first candidates: their orders and what they do with activations, timed on the new instance.
 
-A seed counts where the instance has its placement and microbatches and permits what it does. A placement that is not
-searched by itself is added, if the options permit it. The result is then no worse than a seed that still fits.
+A seed counts where the instance has its placement and permits what it does. A placement that is not searched by itself
+is added, if the options permit it. The result is then no worse than a seed of as many microbatches that still fits. For
+other microbatches its order is shortened or repeated in the middle; for other devices it is where the search starts.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.model.placement import Layout, stage_devices
 from optpipe_compiler.model.schedule import NONE, Ints, Kind, Schedule, Stuck
+from optpipe_compiler.plan.carried import Start, to_microbatches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from optpipe_compiler.documents.profile import Profile
     from optpipe_compiler.model.problem import Problem
-    from optpipe_compiler.plan.incumbents import Incumbents
+    from optpipe_compiler.plan.incumbents import Attempt, Incumbents
 
 KINDS = {
     "forward": Kind.F,
@@ -49,8 +51,8 @@ def added(
     """
     found = list(known)
     for seed in seeds:
-        layout = layout_of(seed.schedule)
-        if layout is None or layout.cuts[-1] != len(profile.expanded_layers()):
+        layout = layout_or_given(seed.schedule)
+        if layout.cuts[-1] != len(profile.expanded_layers()):
             continue
         if any(one == replace(layout, name=one.name) and _read(seed.schedule, problem, one) for one, problem in found):
             continue
@@ -61,12 +63,26 @@ def added(
 
 
 def plant(incumbents: Incumbents, seeds: Iterable[ir.Checked]) -> None:
-    """Make each seed the best of its placement if it fits and is better."""
-    for seed in seeds:
+    """Make each seed the best of its placement if it fits and is better; note those that none can take over."""
+    for number, seed in enumerate(seeds):
+        taken = False
         for attempt in incumbents.attempts:
             for timed in _timed(seed.schedule, attempt.problem, attempt.layout):
+                taken = True
                 if incumbents.is_better(attempt, timed):
                     incumbents.keep(attempt, timed, "seed")
+            if (start := _elsewhere(seed.schedule, attempt)) is not None:
+                attempt.starts.append(start)
+                taken = True
+        if not taken:
+            incumbents.attempts[0].notes.append(
+                f"start {number + 1} ({seed.schedule.digest[:15]}) has a placement or ops that are not searched here: "
+                "it is not taken over"
+            )
+    for attempt in incumbents.attempts:
+        if attempt.best is not None:
+            halves = np.array([stage.backward_input for stage in attempt.problem.stages])
+            attempt.starts.append(Start.of(attempt.best.ticks, halves))
 
 
 def layout_of(schedule: ir.Schedule) -> Layout | None:
@@ -78,6 +94,17 @@ def layout_of(schedule: ir.Schedule) -> Layout | None:
     if not patterns and list(owners) == sorted(owners) and set(owners) == set(range(devices)):
         patterns = ["linear"]  # neighbouring stages, not the same number on every device
     return Layout(patterns[0], _cuts(schedule), owners, _selective(schedule)) if patterns else None
+
+
+def layout_or_given(schedule: ir.Schedule) -> Layout:
+    """Return the placement that a file has, whether it would be searched or not."""
+    owners = tuple(stage.device for stage in schedule.stages)
+    return layout_of(schedule) or Layout("given", _cuts(schedule), owners, _selective(schedule))
+
+
+def is_placed(one: Layout, schedule: ir.Schedule) -> bool:
+    """Whether cut and owners are those of the schedule, so that no weight moves."""
+    return (one.cuts, one.device_of) == (_cuts(schedule), tuple(stage.device for stage in schedule.stages))
 
 
 def offloaded_share(schedule: ir.Schedule, profile: Profile) -> float:
@@ -106,7 +133,14 @@ def _timed(seed: ir.Schedule, problem: Problem, layout: Layout) -> Iterator[Sche
     found = _read(seed, problem, layout)
     if found is None:
         return
-    timed, ends = found
+    starts, ends = found
+    count = seed.setup.microbatches
+    if count != problem.microbatches:
+        for carried in to_microbatches(starts, problem.microbatches, (1, 2, problem.devices)):
+            with suppress(Stuck):
+                yield retime(Schedule(problem, seed.forecast.method, carried), problem)
+        return
+    timed = Schedule(problem, seed.forecast.method, starts)
     columns = timed.columns
     is_sent = all(
         stage.send_activation <= cost.send_activation_ns and stage.send_gradient <= cost.send_gradient_ns
@@ -118,25 +152,42 @@ def _timed(seed: ir.Schedule, problem: Problem, layout: Layout) -> Iterator[Sche
         yield retime(timed, problem)
 
 
-def _read(seed: ir.Schedule, problem: Problem, layout: Layout) -> tuple[Schedule, Ints] | None:
-    """Return the seed's ops at its own starts, and their ends; None where the instance has not the same ops."""
+def _elsewhere(seed: ir.Schedule, attempt: Attempt) -> Start | None:
+    """Return where the search starts from a seed of other devices; None where it has the same, or another pattern."""
+    found = layout_of(seed)
+    if found is None or seed.setup.devices == attempt.problem.devices or found.name != attempt.layout.name:
+        return None
+    starts, _ = _times(seed)
+    halves = np.array([cost.backward_input_ns for cost in seed.forecast.stages])
+    moved = Start.of(starts, halves).of_devices(found.device_of, attempt.layout.device_of)
+    return None if moved is None else moved.of_microbatches(attempt.problem.microbatches)
+
+
+def _read(seed: ir.Schedule, problem: Problem, layout: Layout) -> tuple[Ints, Ints] | None:
+    """Return starts and ends [kind, stage, microbatch] of the seed; None where the instance has not the same ops."""
     if layout.cuts != _cuts(seed) or layout.device_of != tuple(stage.device for stage in seed.stages):
         return None
     if layout.selective != _selective(seed):
         return None
-    if (seed.setup.devices, seed.setup.microbatches) != (problem.devices, problem.microbatches):
+    if seed.setup.devices != problem.devices:
         return None
-    shape = len(Kind), len(problem.stages), problem.microbatches
+    lanes = (op for device in seed.devices for lane in (device.compute, device.d2h, device.h2d) for op in lane)
+    if not all(_is_possible(op, problem, layout) for op in lanes if op.name in KINDS):
+        return None
+    return _times(seed)
+
+
+def _times(seed: ir.Schedule) -> tuple[Ints, Ints]:
+    """Return starts and ends [kind, stage, microbatch]; of several recomputes or copies of one stage the last."""
+    shape = len(Kind), len(seed.stages), seed.setup.microbatches
     starts, ends = np.full(shape, NONE, np.int64), np.full(shape, NONE, np.int64)
     for times in seed.forecast.times:
         ops = getattr(seed.devices[times.device], times.lane)
         for op, start, end in zip(ops, times.start_ns, times.end_ns, strict=True):
             if op.name in KINDS:
                 place = KINDS[op.name], op.stage, op.microbatch
-                if starts[place] != NONE or not _is_possible(op, problem, layout):
-                    return None
                 starts[place], ends[place] = start, end
-    return Schedule(problem, seed.forecast.method, starts), ends
+    return starts, ends
 
 
 def _is_possible(op: ir.Op, problem: Problem, layout: Layout) -> bool:

@@ -1,0 +1,154 @@
+"""Orders of an earlier schedule on an instance of another size: other microbatches, other devices.
+
+Times are arrays [row, stage, microbatch] in ticks; what they stand for is the order that they give.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from optpipe_compiler.model.schedule import NONE, Ints, Kind, Mode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from optpipe_compiler.machine.policy import Policy
+    from optpipe_compiler.model.problem import Problem
+
+LONGER = (1.0, 1.25, 2.0)
+"""Multiples of the period at which microbatches are added: the longer, the fewer of them are in flight."""
+
+
+def to_microbatches(starts: Ints, count: int, blocks: tuple[int, ...]) -> Iterator[Ints]:
+    """Yield the starts for `count` microbatches: some of the middle left out, or blocks of the middle repeated.
+
+    `blocks` are numbers of microbatches after which an order may repeat itself. The last starts of each have one block
+    after the other, so that they fit wherever a block does.
+    """
+    known = starts.shape[2]
+    if count <= known:
+        yield np.ascontiguousarray(starts[:, :, _source(known, count, 1)])
+        return
+    for block in sorted({one for one in blocks if one <= known}):
+        middle = starts[:, :, (known - block) // 2 :][:, :, :block]
+        times = middle[middle != NONE]
+        whole = int(times.max() - times.min()) + 1
+        for period in (*(int(factor * _period(starts, block)) for factor in LONGER), whole):
+            yield _repeated(starts, count, block, period)
+
+
+def _source(known: int, count: int, block: int) -> Ints:
+    """Return which of the known microbatches each of `count` is like: from the middle some are left out or repeated."""
+    if count <= known:
+        return np.delete(np.arange(known), np.arange(known - count) + count // 2)
+    first = (known - block) // 2
+    end = first + block
+    return np.concatenate([np.arange(end), first + np.arange(count - known) % block, np.arange(end, known)])
+
+
+def _period(starts: Ints, block: int) -> int:
+    """Return the ticks from a microbatch of the middle to that which comes `block` later, on the average."""
+    known = starts.shape[2]
+    low = min((known - block) // 2, known - 1)
+    high = min(low + block, known - 1)
+    low = min(low, max(0, high - 1))
+    both = (starts[:, :, low] != NONE) & (starts[:, :, high] != NONE)
+    passed = (starts[:, :, high] - starts[:, :, low])[both]
+    return max(1, int(passed.mean()) * block // max(1, high - low)) if passed.size else 1
+
+
+def _repeated(starts: Ints, count: int, block: int, period: int) -> Ints:
+    """Return the starts with the block in the middle repeated, each time `period` later."""
+    known, extra = starts.shape[2], count - starts.shape[2]
+    source, end = _source(known, count, block), (known - block) // 2 + block
+    later = np.zeros(count, np.int64)
+    later[end : end + extra] = (np.arange(extra) // block + 1) * period
+    later[end + extra :] = -(-extra // block) * period
+    found: Ints = np.where(starts[:, :, source] == NONE, NONE, starts[:, :, source] + later)
+    return found
+
+
+@dataclass(frozen=True)
+class Start:
+    """An earlier schedule as the local search takes it: a wished order, and what becomes of each activation."""
+
+    wish: Ints
+    """[k, s, m] starts in ticks of forwards, backwards or input gradients, and weight gradients."""
+    modes: Ints
+    """[s, m] as Mode."""
+    fused: Ints
+    """[s, m] 1 where the backward is in one piece."""
+
+    @staticmethod
+    def of(starts: Ints, backward_input: Ints) -> Start:
+        """Return the start that a schedule is: its starts [kind, stage, m]; ticks of each stage's input gradient."""
+        fused = starts[Kind.B] != NONE
+        weight = np.where(fused, starts[Kind.B] + backward_input[:, None], starts[Kind.W])
+        modes = np.where(starts[Kind.D] != NONE, Mode.OFFLOAD, np.where(starts[Kind.R] != NONE, Mode.RECOMPUTE, 0))
+        wish = np.stack([starts[Kind.F], np.where(fused, starts[Kind.B], starts[Kind.I]), weight])
+        return Start(wish, modes.astype(np.int64), fused.astype(np.int64))
+
+    def of_microbatches(self, count: int) -> Start:
+        """Return the start for another number of microbatches."""
+        known, block = self.wish.shape[2], min(2, self.wish.shape[2])
+        source = _source(known, count, block)
+        wish = self.wish[:, :, source]
+        if count > known:
+            wish = _repeated(self.wish, count, block, _period(self.wish, block))
+        return Start(wish, self.modes[:, source], self.fused[:, source])
+
+    def of_devices(self, owners: tuple[int, ...], wanted: tuple[int, ...]) -> Start | None:
+        """Return the start for stages on other devices; None where they have another number of stages each.
+
+        `owners` and `wanted` are the device of each stage. In each turn, times are those of the devices that were as
+        far along the pipeline, with straight lines between them.
+        """
+        before, after = _turns(owners), _turns(wanted)
+        if before is None or after is None or before.shape[0] != after.shape[0]:
+            return None
+        place = np.linspace(0, before.shape[1] - 1, after.shape[1])
+        low = np.floor(place).astype(np.int64)
+        high, share, nearest = np.ceil(place).astype(np.int64), place - low, np.rint(place).astype(np.int64)
+        wish = np.empty((3, len(wanted), self.wish.shape[2]), np.int64)
+        modes, fused = (np.empty(wish.shape[1:], np.int64) for _ in range(2))
+        for turn in range(after.shape[0]):
+            stages = after[turn]
+            lower, upper = self.wish[:, before[turn, low]], self.wish[:, before[turn, high]]
+            wish[:, stages] = np.rint(lower + share[None, :, None] * (upper - lower))
+            modes[stages] = self.modes[before[turn, nearest]]
+            fused[stages] = self.fused[before[turn, nearest]]
+        return Start(wish, modes, fused)
+
+    def policy(self, problem: Problem) -> Policy:
+        """Return the policy that treats activations as the start does, most of each part of the step."""
+        from optpipe_compiler.machine.policy import PARITIES, PARTS, policy
+
+        stages = range(len(problem.stages))
+        found = policy(problem, np.zeros(len(problem.stages), np.int64))
+        count = self.modes.shape[1]
+        fill = min(problem.devices, count // 2)
+        drain = min(problem.devices, count - fill)
+        ends = (0, fill, count - drain, count)
+        for part in range(PARTS):
+            for parity in range(PARITIES):
+                inside = [m for m in range(ends[part], ends[part + 1]) if m % PARITIES == parity]
+                for s in stages if inside else ():
+                    mode = int(np.bincount(self.modes[s, inside], minlength=3).argmax())
+                    able = (True, problem.can_offload(s), problem.can_recompute(s))[mode]
+                    found.modes[part, s, parity] = mode if able else Mode.KEEP
+        if problem.freedom.split:
+            for device in range(problem.devices):
+                for turn, s in enumerate(problem.stages_of(device)):
+                    found.fused[turn] = bool(found.fused[turn]) or 2 * int(self.fused[s].sum()) > count
+        return found
+
+
+def _turns(owners: tuple[int, ...]) -> Ints | None:
+    """Return [turn, device] the stage; None where devices have different numbers of stages."""
+    mine = [[s for s, owner in enumerate(owners) if owner == device] for device in range(max(owners) + 1)]
+    if len({len(stages) for stages in mine}) != 1:
+        return None
+    return np.array(mine, dtype=np.int64).T

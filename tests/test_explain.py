@@ -71,6 +71,31 @@ def test_the_changes_are_what_they_say():
     assert found["6 microbatches"].instance.options.microbatches == 6
 
 
+def test_a_heavy_head_is_asked_about_in_parts_that_sum_up_to_it():
+    whole = uniform(4, 2, head_ms=(2, 2.4, 2.8), head_parts=1)
+    head = structs.replace(whole.layers[-1], static_bytes=8 * GB, forward_transient_bytes=400)
+    heavy = structs.replace(whole, layers=[structs.replace(whole.layers[0], output_bytes=7), head])
+    found = {change.text: change for change in variations(instance(heavy), offloads=False, uneven=False)}
+    *others, last = found["head in 4 parts"].instance.profile.expanded_layers()
+    assert [one.output_bytes for one in (*others, last)] == [7] * 11 + [0]
+    assert [one.forward_ns for one in (*others[-3:], last)] == [500_000] * 4
+    assert [one.static_bytes for one in (*others[-3:], last)] == [2 * GB] * 4
+    assert last.forward_transient_bytes == 100
+    for light in (COSTS, uniform(4, 2, head_ms=(0.1, 0.1, 0.1)), uniform(4, 2, head_ms=(2, 2, 2), head_parts=4)):
+        texts = {change.text for change in variations(instance(light), offloads=False, uneven=False)}
+        assert not any("head" in text for text in texts)
+
+
+def test_a_head_in_parts_saves_what_it_costs_to_wait_for_it(here):
+    heavy = uniform(4, 2, head_ms=(2, 2, 2))
+    checked = compiler.compile_schedule(heavy, compiler.Options(mem_bytes=4 * GB, microbatches=16, time_limit_s=2.0))
+    explained = study.explain(checked.checked, instance_of(checked.schedule, heavy, "plan", 0.5), 1)
+    head = next(one for one in explained.what_ifs if one.family == "head")
+    assert head.found is not None
+    assert head.found > 0.2
+    assert any(line.startswith("The head in 4 parts of equal cost would save ") for line in sentences(explained))
+
+
 def test_what_changes_nothing_is_not_asked():
     texts = {change.text for change in variations(instance(), offloads=False, uneven=False)}
     assert not texts & {"no offload", "even layers"}

@@ -1,9 +1,10 @@
-"""What-if variations of an instance: more memory, a faster link, no offload, other microbatches, even layers."""
+"""What-if variations of an instance: more memory, a faster link, no offload, other microbatches, even layers, a head
+in parts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import structs
@@ -22,7 +23,7 @@ MORE_MEMORY = (10, 25, 50, 100)
 
 Effect = Literal["same", "relaxed", "restricted", "different"]
 """relaxed: every schedule of the instance is one of the changed one, too, and no slower; restricted: the reverse."""
-Family = Literal["same", "memory", "link", "messages", "offload", "selective", "microbatches", "layers"]
+Family = Literal["same", "memory", "link", "messages", "offload", "selective", "microbatches", "head", "layers"]
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,10 @@ def variations(instance: Instance, *, offloads: bool, uneven: bool, selective: b
         yield Variation("selective", "no selective recompute", "restricted", without)
     more = options.microbatches + (options.microbatches + 1) // 2
     yield Variation("microbatches", f"{more} microbatches", "different", _with(instance, microbatches=more), str(more))
+    parts = _head_in_parts(instance)
+    if parts is not None:
+        count = f"{options.devices} parts"
+        yield Variation("head", f"head in {count}", "different", replace(instance, profile=parts), count)
     if uneven:
         yield Variation("layers", "even layers", "different", replace(instance, profile=_even(instance)))
 
@@ -92,7 +97,7 @@ def _faster_links(profile: Profile) -> Profile:
     return structs.replace(profile, machine=structs.replace(profile.machine, links=links))
 
 
-# -- even layers --------------------------------------------------------------------------------------------------
+# -- other layers -------------------------------------------------------------------------------------------------
 
 SHARED = (
     "forward_ns",
@@ -114,6 +119,45 @@ AVERAGED = (
     "backward_weight_transient_bytes",
     "backward_transient_bytes",
 )
+
+
+def _head_in_parts(instance: Instance) -> Profile | None:
+    """Return the same model with its last layer in as many parts as devices; None where that is no heavy head.
+
+    Each part has its share of the work, the weights and the transient bytes, saves its input, and passes that on.
+    """
+    layers, devices = instance.profile.expanded_layers(), instance.options.devices
+    assert devices is not None
+    *others, head = layers
+    if devices < 2 or not others or value_of(head.output_bytes) or any(one.name == head.name for one in others):
+        return None
+    if _work(head) < median(map(_work, others)):
+        return None
+    passed = value_of(others[-1].output_bytes)
+    shared = {
+        name: round(_of(head, name) / devices) for name in SHARED if name.endswith("_ns") or name == "static_bytes"
+    }
+    shared |= {name: round(_of(head, name) / devices) for name in AVERAGED if "transient" in name}
+    saved = min(_of(head, "saved_bytes"), passed) if passed else round(_of(head, "saved_bytes") / devices)
+    part = structs.replace(
+        head,
+        name="head-part",
+        saved_bytes=saved,
+        residue_bytes=saved,
+        captured_bytes=0,
+        checkpoint_bytes=min(value_of(head.checkpoint_bytes), saved),
+        shared_bytes=saved,
+        tied_bytes=0,
+        tie=None,
+        selective=None,
+        **shared,
+    )
+    first = structs.replace(part, count=devices - 1, output_bytes=passed)
+    return structs.replace(instance.profile, layers=[*instance.profile.layers[:-1], first, part])
+
+
+def _work(layer: Layer) -> int:
+    return _of(layer, "forward_ns") + _of(layer, "backward_ns")
 
 
 def _even(instance: Instance) -> Profile:

@@ -76,6 +76,8 @@ def sentences(explanation: Explanation) -> Iterator[str]:
             yield f"{one.text} instead of {explanation.microbatches} would save, per microbatch, " + (
                 f"{_saving(one, explanation)}."
             )
+        elif one.family == "head":
+            yield f"The head in {one.amount} of equal cost would save {_saving(one, explanation)}."
         elif one.family in DOINGS:
             yield _costs(one, explanation)
 
@@ -133,7 +135,8 @@ def _binding(explanation: Explanation) -> str:
 
 
 def _subject(one: WhatIf) -> str:
-    return {"memory": "more memory", "microbatches": f"{one.text}"}.get(one.family) or SUBJECTS[one.family][0]
+    named = {"memory": "more memory", "microbatches": one.text, "head": f"the {one.text}"}
+    return named.get(one.family) or SUBJECTS[one.family][0]
 
 
 def _memory(memory: Sequence[WhatIf], explanation: Explanation) -> str:

@@ -12,6 +12,7 @@ from optpipe_compiler.cli.common import (
     SCHEDULE,
     VERBOSE,
     Size,
+    cache_option,
     complete_methods,
     console,
     is_said,
@@ -59,6 +60,7 @@ from optpipe_compiler.errors import BadInput, Rejected
     shell_complete=complete_methods,
     help="Emit this known schedule instead of searching (see --list-methods).",
 )
+@cache_option
 @click.option("--list-methods", is_flag=True, help="Tell what the known schedules are, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=SCHEDULE, show_default=True)
@@ -69,6 +71,7 @@ def compile_command(
     mem: int | None,
     seeds: tuple[Path, ...],
     keep: Path | None,
+    cached: bool,
     list_methods: bool,
     **options: Any,
 ) -> None:
@@ -76,7 +79,7 @@ def compile_command(
 
     Example: optpipe compile profile.json --mem 40GB --microbatches 16 -o schedule.json
     """
-    from optpipe_compiler import compiler
+    from optpipe_compiler import cache, compiler
     from optpipe_compiler.documents import ir
     from optpipe_compiler.documents import profile as profiles
     from optpipe_compiler.documents.files import check_writable, write_atomically
@@ -96,7 +99,7 @@ def compile_command(
     )
     limit_s = compiler.settled(costs, chosen).time_limit_s
     with ProgressLine(console(stderr=True), limit_s, every_plan=is_said(VERBOSE)) as line:
-        result = compiler.compile_schedule(costs, chosen, line.update)
+        result = cache.compile_schedule(costs, chosen, line.update, cache.users() if cached else None)
     write_atomically(output, ir.to_text(result.schedule))
     for remark in result.notes:
         note(f"optpipe: {remark}")
@@ -107,7 +110,8 @@ def compile_command(
     if result.interrupted:
         note("interrupted: this is the best schedule so far")
     click.echo()
-    say(f"wrote {output} in {result.wall_s:.1f} s")
+    before = ", as planned before (--no-cache plans anew)" if result.is_cached else ""
+    say(f"wrote {output} in {result.wall_s:.1f} s{before}")
 
 
 def _list_methods() -> None:
@@ -230,6 +234,7 @@ def _report(result: Any) -> dict[str, Any]:
         "num_offloads": count(schedule, "offload"),
         "num_recomputes": count(schedule, "recompute"),
         "wall_s": result.wall_s,
+        "cached": result.is_cached,
         "digest": schedule.digest,
         "assumptions": assumptions(schedule),
         "host_links": list(link_loads(schedule)),

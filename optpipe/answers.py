@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from optpipe import shown
@@ -75,9 +76,10 @@ class Comparison:
         return shown.html(str(self))
 
 
-def explained(checked: ir.Checked, costs: Profile | None, time_limit: float, jobs: int) -> Explanation:
+def explained(checked: ir.Checked, costs: Profile | None, time_limit: float, jobs: int, *, cached: bool) -> Explanation:
     """Return what binds in a plan."""
     instance = _explain.instance_of(checked.schedule, _given(costs, "explain"), "the plan", time_limit)
+    instance = replace(instance, cached=cached)
     return Explanation(_explain.explain(checked, instance, jobs, pool=pool_for(jobs)))
 
 

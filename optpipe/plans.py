@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, Unpack
 
 from optpipe.keywords import known
 from optpipe.profiles import PathLike, as_profile
+from optpipe_compiler import cache as _cache
 from optpipe_compiler import compiler
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import write_atomically
@@ -192,15 +193,15 @@ class Plan:
 
         return svg.render(self.schedule)
 
-    def explain(self, *, time_limit: float = 5.0, jobs: int = 1) -> Explanation:
+    def explain(self, *, time_limit: float = 5.0, jobs: int = 1, cache: bool = True) -> Explanation:
         """Say what binds: where devices idle, and what more memory, faster links and other changes would save.
 
         Each change is planned from this plan on in up to three searches of `time_limit` seconds, and bounded. `jobs`
-        above 1 plans in as many processes.
+        above 1 plans in as many processes; `cache` as in `compile`.
         """
         from optpipe.answers import explained
 
-        return explained(self.checked, self.profile, time_limit, jobs)
+        return explained(self.checked, self.profile, time_limit, jobs, cached=cache)
 
     def compare(self, *others: Plan | PathLike, methods: str = "all", jobs: int = 1) -> Comparison:
         """Set this plan beside others and known schedules for the same instance, before the same judge.
@@ -246,6 +247,7 @@ def compile(
     method: str | None = None,
     start: Plan | PathLike | Sequence[Plan | PathLike] = (),
     keep_placement: Plan | PathLike | None = None,
+    cache: bool = True,
     on_progress: Callable[[compiler.Progress], None] | None = None,
     **options: Unpack[CompileKeywords],
 ) -> Plan:
@@ -254,7 +256,8 @@ def compile(
     `mem` is the cap per device, in bytes or as a text such as "40GB" (default: the profile's); `host_mem` that of all
     offloads together. `microbatches` per step (default: 4 per device). `time_limit` in seconds. `method` emits a known
     schedule instead of searching. `start` names earlier plans: the result is no worse than one that still fits.
-    `keep_placement` names one whose cut and owners of stages are kept, so that no weight moves.
+    `keep_placement` names one whose cut and owners of stages are kept, so that no weight moves. With `cache` an equal
+    question is answered from the user's cache folder, and others start from near plans there.
     Raises Infeasible with the smallest `mem` that would do, NotFound when the time is over before there is any plan,
     and BadInput. Ctrl-C returns the best plan so far.
     """
@@ -271,7 +274,8 @@ def compile(
         keep=None if keep_placement is None else as_plan(keep_placement).checked,
         **known(options, compiler.Options),
     )
-    result = compiler.compile_schedule(costs, chosen, on_progress or (lambda progress: None))
+    kept = _cache.users() if cache else None
+    result = _cache.compile_schedule(costs, chosen, on_progress or (lambda progress: None), kept)
     return Plan(result.checked, costs, interrupted=result.interrupted)
 
 

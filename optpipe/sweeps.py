@@ -107,6 +107,7 @@ def sweep(
     time_limit: float = 10.0,
     path: PathLike | None = None,
     jobs: int = 1,
+    cache: bool = True,
     on_point: Callable[[PointRow], None] | None = None,
     **options: Unpack[CompileKeywords],
 ) -> Sweep:
@@ -126,7 +127,8 @@ def sweep(
     )
     where = None if path is None else Path(path)
     found = _sweep.begin(where, costs, common)
-    todo = _sweep.missing(found, costs, common, _sweep.Grid(caps, tuple(microbatches), tuple(devices)))
+    grid = _sweep.Grid(caps, tuple(microbatches), tuple(devices))
+    todo = _sweep.missing(found, costs, common, grid, cached=cache)
     for point, now in _sweep.run(where, found, todo, jobs, pool_for(jobs)):
         found = now
         if on_point is not None:

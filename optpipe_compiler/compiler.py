@@ -43,6 +43,7 @@ __all__ = [
     "layouts",
     "link_share",
     "lower_bound",
+    "placement_of",
     "recorded",
     "settled",
 ]
@@ -77,6 +78,8 @@ class Result:
     wall_s: float
     notes: tuple[str, ...] = ()
     """What went wrong on the way without preventing a result."""
+    is_cached: bool = False
+    """Whether it was planned before (cache.py)."""
 
     @property
     def schedule(self) -> ir.Schedule:
@@ -94,6 +97,11 @@ def compile_schedule(
     """
     with uncollected():
         return _Compilation(profile, settled(profile, options), on_progress).run()
+
+
+def placement_of(schedule: ir.Schedule) -> str:
+    """Return the name of a schedule's placement, `given` where it is none of those that are searched."""
+    return seeds.layout_or_given(schedule).name
 
 
 @contextmanager

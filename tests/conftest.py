@@ -25,6 +25,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # OpenMP's threads spin while they wait, on the cores of whatever else runs: beside four busy processes on 2 cores
     # `pytest tests/test_runtime_streams.py -k "any_pace and 0-"` took 20 s, and 6 s with threads that sleep.
+    os.environ["OPTPIPE_CACHE"] = (
+        ""  # plans of the user are neither read nor added to; tests of the cache name a folder
+    )
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 

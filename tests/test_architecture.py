@@ -102,16 +102,17 @@ ROOMS = {
     "lower": "documents model optpipe_compiler",
     "verify": "documents errors",
     "compiler": "documents errors lower model plan verify",
+    "cache": "compiler documents errors published verify",
     "forecast": "documents errors",
     "diff": "documents",
     "export": "documents errors forecast",
-    "study": "compiler documents errors forecast processes published verify",
+    "study": "cache compiler documents errors forecast processes published verify",
     "view": "compiler costs diff documents errors forecast study verify",
     "cli": (
-        "compiler costs diff documents errors export forecast published study verify view optpipe_compiler "
+        "cache compiler costs diff documents errors export forecast published study verify view optpipe_compiler "
         "emulate estimates launch models profiler"
     ),
-    "optpipe": "compiler costs documents errors estimates model published study verify view",
+    "optpipe": "cache compiler costs documents errors estimates model published study verify view",
     "runtime_torch": "documents errors",
     "models": "costs documents errors optpipe_compiler optpipe_torch runtime_torch",
     "launch": "processes documents errors export forecast models runtime_torch",

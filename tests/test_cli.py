@@ -270,6 +270,7 @@ FIELDS = {
     "num_offloads": int,
     "num_recomputes": int,
     "wall_s": float,
+    "cached": bool,
     "baselines": dict,
 }
 """What issue 2 asks of `compile --json`."""

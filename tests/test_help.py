@@ -73,7 +73,8 @@ def test_the_help_of_every_command_has_examples_of_that_command_and_says_one_las
     ("name", "example"),
     [(name, example) for name in COMMANDS if name not in SKIPPED for example in examples(COMMANDS[name])],
 )
-def test_the_example_runs(run, texts, name, example):
+def test_the_example_runs(run, texts, name, example, monkeypatch):
+    monkeypatch.setenv("OPTPIPE_CACHE", "plans")
     if name in NEEDS_TORCH or "--model" in example:
         pytest.importorskip("torch")
     for path, text in texts.items():

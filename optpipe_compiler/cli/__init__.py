@@ -14,6 +14,7 @@ from typing import NoReturn, TextIO
 import click
 
 from optpipe_compiler import __version__
+from optpipe_compiler.cli.cache import cache
 from optpipe_compiler.cli.common import add_common_options, say
 from optpipe_compiler.cli.compare import compare
 from optpipe_compiler.cli.compile import bounds, compile_command
@@ -192,6 +193,7 @@ for command in (
     fmt,
     export,
     run,
+    cache,
 ):
     cli.add_command(command)
 add_common_options(cli)

@@ -76,6 +76,11 @@ jobs_option = click.option(
 )
 
 
+cache_option = click.option(
+    "--no-cache", "cached", is_flag=True, flag_value=False, default=True, help="Plan anew, and keep no plan."
+)
+
+
 def complete_methods(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
     """Return names and kinds of schedules that begin so, behind the last comma."""
     from optpipe_compiler.published import METHODS

@@ -12,6 +12,7 @@ from optpipe_compiler.cli.common import (
     SCHEDULE,
     VERBOSE,
     Size,
+    cache_option,
     complete_methods,
     console,
     is_said,
@@ -60,6 +61,7 @@ from optpipe_compiler.errors import BadInput, Rejected
     shell_complete=complete_methods,
     help="Emit this known schedule instead of searching (see --list-methods).",
 )
+@cache_option
 @click.option("--list-methods", is_flag=True, help="Tell what the known schedules are, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=SCHEDULE, show_default=True)
@@ -70,6 +72,7 @@ def compile_command(
     mem: int | None,
     seeds: tuple[Path, ...],
     keep: Path | None,
+    cached: bool,
     list_methods: bool,
     **options: Any,
 ) -> None:
@@ -77,7 +80,7 @@ def compile_command(
 
     Example: optpipe compile profile.json --mem 40GB --microbatches 16 -o schedule.json
     """
-    from optpipe_compiler import compiler
+    from optpipe_compiler import cache, compiler
     from optpipe_compiler.documents import ir
     from optpipe_compiler.documents import profile as profiles
     from optpipe_compiler.documents.files import check_writable, write_atomically
@@ -97,7 +100,7 @@ def compile_command(
     )
     limit_s = compiler.settled(costs, chosen).time_limit_s
     with ProgressLine(console(stderr=True), limit_s, every_plan=is_said(VERBOSE)) as line:
-        result = compiler.compile_schedule(costs, chosen, line.update)
+        result = cache.compile_schedule(costs, chosen, line.update, cache.users() if cached else None)
     write_atomically(output, ir.to_text(result.schedule))
     for remark in result.notes:
         note(f"optpipe: {remark}")
@@ -108,7 +111,8 @@ def compile_command(
     if result.interrupted:
         note("interrupted: this is the best schedule so far")
     click.echo()
-    say(f"wrote {output} in {result.wall_s:.1f} s")
+    before = ", as planned before (--no-cache plans anew)" if result.is_cached else ""
+    say(f"wrote {output} in {result.wall_s:.1f} s{before}")
 
 
 def _list_methods() -> None:
@@ -215,6 +219,7 @@ def _report(result: Any) -> dict[str, Any]:
         "stages": len(schedule.stages),
         "placement": result.placement,
         "wall_s": result.wall_s,
+        "cached": result.is_cached,
         "digest": schedule.digest,
         "best_of_papers_and_stock": best(schedule, OTHERS),
         "baselines": {

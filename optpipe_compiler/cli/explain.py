@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 import msgspec
 
-from optpipe_compiler.cli.common import PROFILE, SCHEDULE, console, jobs_option, say_json
+from optpipe_compiler.cli.common import PROFILE, SCHEDULE, cache_option, console, jobs_option, say_json
 from optpipe_compiler.errors import Rejected
 
 if TYPE_CHECKING:
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
     help="Per search; a change gets up to 3.",
 )
 @jobs_option
+@cache_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def explain(schedule_path: Path, profile_path: Path, time_limit: float, jobs: int, as_json: bool) -> None:
+def explain(schedule_path: Path, profile_path: Path, time_limit: float, jobs: int, cached: bool, as_json: bool) -> None:
     """Say what binds: where devices idle, and what more memory, faster links and other changes would save.
 
     Each change is planned from the schedule on, until more time gives little, and bounded: what is found can be had,
@@ -47,7 +49,7 @@ def explain(schedule_path: Path, profile_path: Path, time_limit: float, jobs: in
         checked = check(schedule, costs)
     except Violated as error:
         raise Rejected(f"{schedule_path}: not explained, verify rejects it with {profile_path}: {error}") from error
-    instance = study.instance_of(schedule, costs, str(schedule_path), time_limit)
+    instance = replace(study.instance_of(schedule, costs, str(schedule_path), time_limit), cached=cached)
     with ChangesBar(console(stderr=True), len(study.listed(schedule, instance))) as bar:
         explanation = study.explain(checked, instance, jobs, bar.update)
     if as_json:

@@ -11,6 +11,7 @@ import msgspec
 from optpipe_compiler.cli.common import (
     PROFILE,
     Size,
+    cache_option,
     complete_gpus,
     complete_models,
     console,
@@ -72,6 +73,7 @@ FOR_ESTIMATES = (
 )
 @click.option("--loss", default="2%", show_default=True, help="What may be lost in the answers.")
 @jobs_option
+@cache_option
 @click.option("--svg", type=click.Path(path_type=Path), help="Draw the picture, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("sweep.json"), show_default=True)
@@ -80,6 +82,7 @@ def sweep(
     mems: str,
     loss: str,
     jobs: int,
+    cached: bool,
     svg: Path | None,
     as_json: bool,
     output: Path,
@@ -119,7 +122,7 @@ def sweep(
         split=not options["no_split"],
     )
     found = study.begin(output, costs, common)
-    todo = study.missing(found, costs, common, grid)
+    todo = study.missing(found, costs, common, grid, cached=cached)
     found, left = _plan(output, found, todo, jobs)
     if svg is not None:
         write_atomically(svg, frontier_svg.render(found))

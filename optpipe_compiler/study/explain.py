@@ -104,7 +104,8 @@ def explain(
     base, *others = list(enumerate(variation.instance for variation in asked))
     for part, workers in (([base], jobs), (others, 1)):  # the unchanged instance first: there the others start from
         seed = (found[0].schedule if found else None) or checked
-        seeded = [(number, _with(each, seeds=(seed,), workers=workers)) for number, each in part]
+        kept = [(number, replace(each, cached=instance.cached)) for number, each in part]
+        seeded = [(number, _with(each, seeds=(seed,), workers=workers)) for number, each in kept]
         for (number, _), planned in (pool or answers)(_plan, seeded, jobs):
             found[number] = planned
             on_change(asked[number])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from optpipe_compiler import compiler
+from optpipe_compiler import cache, compiler
 from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.documents.units import short_bytes
 from optpipe_compiler.errors import BadInput, Infeasible, NotFound
@@ -33,6 +33,8 @@ class Instance:
     profile: Profile
     options: compiler.Options
     gpu: str | None = None
+    cached: bool = False
+    """Whether plans that were made before are used, and new ones kept."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def plan(instance: Instance) -> Planned:
     rounds = ROUNDS if options.time_limit_s and not options.reproducible else 1
     for number in range(rounds):
         try:
-            found = _searched(Instance(instance.profile, options, instance.gpu), bound)
+            found = _searched(replace(instance, options=options), bound)
         except Infeasible as error:
             return Planned("infeasible", None, bound, reason=str(error))
         except NotFound as error:
@@ -78,7 +80,8 @@ def plan(instance: Instance) -> Planned:
 def _searched(instance: Instance, bound: int) -> Planned:
     """Return what one search finds."""
     halfway = _Halfway((instance.options.time_limit_s or 0.0) / 2)
-    result = compiler.compile_schedule(instance.profile, instance.options, halfway.see)
+    kept = cache.users() if instance.cached else None
+    result = cache.compile_schedule(instance.profile, instance.options, halfway.see, kept)
     if result.interrupted:
         raise KeyboardInterrupt
     schedule, forecast = result.schedule, result.schedule.forecast

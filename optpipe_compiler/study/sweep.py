@@ -103,7 +103,7 @@ def parse_counts(text: str | None, option: str) -> tuple[int, ...]:
 
 def begin(path: Path | None, costs: Costs, common: Options) -> Sweep:
     """Return what is in the file, or an empty sweep; raise BadInput where the file is of other costs or options."""
-    varies = ("mem_bytes", "microbatches", "devices", "workers", "seeds")
+    varies = ("mem_bytes", "microbatches", "devices", "workers", "seeds", "keep")
     digests = {gpu: profile.digest() for gpu, profile in costs.profiles.items()}
     empty = Sweep(
         profile=costs.name,
@@ -144,7 +144,7 @@ def _digests(sweep: Sweep) -> dict[str, str]:
     return {f"gpu_profile_digests.{gpu}": digest for gpu, digest in sweep.gpu_profile_digests.items()}
 
 
-def missing(sweep: Sweep, costs: Costs, common: Options, grid: Grid) -> list[Instance]:
+def missing(sweep: Sweep, costs: Costs, common: Options, grid: Grid, *, cached: bool = False) -> list[Instance]:
     """Return the grid's instances that the sweep has no point for; raise BadInput for impossible ones."""
     done = {_place(point) for point in sweep.points}
     instances = []
@@ -153,7 +153,7 @@ def missing(sweep: Sweep, costs: Costs, common: Options, grid: Grid) -> list[Ins
             for microbatches, cap in product(grid.microbatches or (4 * devices,), grid.mem_bytes):
                 if (gpu, devices, microbatches, cap) not in done:
                     options = replace(common, devices=devices, microbatches=microbatches, mem_bytes=cap, workers=1)
-                    instances.append(Instance(profile, compiler.settled(profile, options), gpu))
+                    instances.append(Instance(profile, compiler.settled(profile, options), gpu, cached))
     return instances
 
 

@@ -1,0 +1,316 @@
+"""Plans that were made before, in the user's cache folder: equal questions are answered, near ones start from them.
+
+A question is the digest of a profile, options and version. A file is named by the digest of what near questions have in
+common (devices, layers, freedoms), and by that of its question; it holds a line about itself and the schedule. Files
+are written to another name and renamed, so that any number of processes may read and write them. What is read is judged
+again; what does not hold is removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib import metadata
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from optpipe_compiler import __version__, compiler
+from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.files import write_atomically
+from optpipe_compiler.documents.profile import value_of
+from optpipe_compiler.errors import BadInput
+from optpipe_compiler.verify import Violated, check
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from optpipe_compiler.compiler import Options, Progress, Result
+    from optpipe_compiler.documents.profile import Profile
+
+MOST_BYTES = 500 * 10**6
+"""Of all plans together; those that were not used for the longest time are removed beyond it."""
+NEAR = 0.3
+"""Costs are near that differ by no more than this share: a plan for others is rarely better than a new one."""
+NEIGHBOURS = 2
+"""Near plans to start from at most, the nearest first."""
+FOLDER = "OPTPIPE_CACHE"
+"""The environment's variable that names another folder; empty: nothing is kept."""
+SUFFIX = ".plan"
+
+
+class About(msgspec.Struct, frozen=True, kw_only=True):
+    """The first line of a file."""
+
+    version: str
+    profile: str
+    """The profile's name."""
+    profile_digest: str
+    devices: int
+    microbatches: int
+    mem_bytes: int
+    host_mem_bytes: int | None
+    objective: str
+    value_ns: int
+    peak_bytes: int
+    host_bytes: int
+    outcome: str
+    wall_s: float
+    halfway_ns: int | None
+    """What had been found when half of the time limit had passed."""
+    costs: list[float]
+    """Times, sizes and speeds, for the distance to other costs."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One plan that is kept."""
+
+    path: Path
+    about: About
+    size_bytes: int
+    used_s: float
+    """When it was last read or written; seconds since the epoch."""
+
+
+class Cache:
+    """The plans of one folder."""
+
+    def __init__(self, folder: Path, most_bytes: int = MOST_BYTES) -> None:
+        self.folder = folder
+        self.most_bytes = most_bytes
+
+    def entries(self, family: str = "") -> list[Entry]:
+        """Return what is kept, of one family or all; the latest used first."""
+        found = []
+        for path in self.folder.glob(f"{family}*{SUFFIX}"):
+            with suppress(OSError, msgspec.DecodeError):
+                with path.open("rb") as file:
+                    about = msgspec.json.decode(file.readline(), type=About)
+                status = path.stat()
+                found.append(Entry(path, about, status.st_size, status.st_mtime))
+        return sorted(found, key=lambda entry: (-entry.used_s, entry.path.name))
+
+    def read(self, entry: Entry, profile: Profile | None) -> ir.Checked | None:
+        """Return a plan that the judge passes, with these costs if they are given; remove one that it does not."""
+        try:
+            text = entry.path.read_text("utf-8").partition("\n")[2]
+            found = check(ir.parse(text, str(entry.path)), profile)
+        except OSError:  # another process has removed it
+            return None
+        except (BadInput, Violated, UnicodeDecodeError):
+            self._remove(entry.path)
+            return None
+        with suppress(OSError):
+            os.utime(entry.path)
+        return found
+
+    def write(self, name: str, about: About, schedule: ir.Schedule) -> None:
+        """Keep a plan, and no more than there is room for; where nothing can be written nothing is kept."""
+        with suppress(OSError, BadInput):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            line = msgspec.json.encode(about) + b"\n"
+            write_atomically(self.folder / f"{name}{SUFFIX}", line + ir.to_text(schedule).encode())
+            self._shrink()
+
+    def clear(self) -> int:
+        """Remove all plans; return how many there were."""
+        return sum(self._remove(path) for path in self.folder.glob(f"*{SUFFIX}"))
+
+    def _shrink(self) -> None:
+        files = []
+        for path in self.folder.glob(f"*{SUFFIX}"):
+            with suppress(OSError):
+                status = path.stat()
+                files.append((status.st_mtime, status.st_size, path))
+        over = sum(size for _, size, _ in files) - self.most_bytes
+        for _, size, path in sorted(files)[:-1]:
+            if over <= 0:
+                return
+            over -= size * self._remove(path)
+
+    def _remove(self, path: Path) -> bool:
+        try:
+            path.unlink()
+        except OSError:
+            return False
+        return True
+
+
+def users() -> Cache | None:
+    """Return the user's cache; None where the environment says that nothing is kept, or where there is no home."""
+    named = os.environ.get(FOLDER)
+    if named is not None:
+        return Cache(Path(named)) if named else None
+    try:
+        return Cache(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "optpipe" / "plans")
+    except RuntimeError:
+        return None
+
+
+def compile_schedule(
+    profile: Profile,
+    options: Options,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+    cache: Cache | None = None,
+) -> Result:
+    """Plan as `compiler.compile_schedule`, with what the cache knows; keep the answer.
+
+    An equal question has its answer back. Any other starts from near plans: of the same costs the best that fits, so
+    that more memory is never worse than less, and of near costs, caps and microbatches the nearest. With
+    `reproducible` only an equal question is answered, because a start would change the answer. One schedule alone
+    (`method`) is not kept, nor are plans while schedules of one's own are registered.
+    """
+    from optpipe_compiler.published import METHODS
+
+    is_own = any(method.kind == "own" for method in METHODS.values())
+    if cache is None or options.method is not None or is_own:
+        return compiler.compile_schedule(profile, options, on_progress)
+    begin = time.monotonic()
+    chosen = compiler.settled(profile, options)
+    question = _Question(profile, chosen)
+    known = cache.entries(question.family)
+    better = [] if chosen.reproducible else [entry for entry in known if question.is_answered_by(entry)]
+    for entry in known:
+        if entry.path.stem == question.name and not any(o.about.value_ns < entry.about.value_ns for o in better):
+            found = cache.read(entry, profile)
+            if found is not None:
+                return _again(found, chosen, entry.about, time.monotonic() - begin, on_progress)
+    seeds = () if chosen.reproducible else tuple(question.starts(cache, known))
+    halfway = _Halfway(chosen.time_limit_s or 0.0, on_progress)
+    result = compiler.compile_schedule(profile, replace(chosen, seeds=(*chosen.seeds, *seeds)), halfway.see)
+    if not result.interrupted:
+        cache.write(question.name, question.about(result, halfway.value_ns), result.schedule)
+    return replace(result, options=chosen)
+
+
+def _again(
+    found: ir.Checked, options: Options, about: About, wall_s: float, on_progress: Callable[[Progress], None]
+) -> Result:
+    """Return a kept answer; who listens hears what had been found halfway, as in the search."""
+    forecast = found.schedule.forecast
+    for value in (about.halfway_ns, about.value_ns):
+        on_progress(compiler.Progress("cache", value, forecast.lower_bound_ns, forecast.method, 0.0))
+    placement = compiler.placement_of(found.schedule)
+    return compiler.Result(found, options, placement, interrupted=False, wall_s=wall_s, is_cached=True)
+
+
+class _Halfway:
+    """Remembers what had been found when half of the time limit had passed."""
+
+    def __init__(self, limit_s: float, on_progress: Callable[[Progress], None]) -> None:
+        self.limit_s = limit_s
+        self.on_progress = on_progress
+        self.value_ns: int | None = None
+
+    def see(self, progress: Progress) -> None:
+        if progress.elapsed_s <= self.limit_s / 2 and progress.incumbent_ns is not None:
+            self.value_ns = progress.incumbent_ns
+        self.on_progress(progress)
+
+
+class _Question:
+    """A profile and settled options, as the cache names and compares them."""
+
+    def __init__(self, profile: Profile, options: Options) -> None:
+        self.profile = profile
+        self.options = options
+        self.profile_digest = profile.digest()
+        self.costs = costs_of(profile)
+        asked = compiler.recorded(options)
+        varies = ("mem_bytes", "host_mem_bytes", "microbatches", "time_limit_s", "seed", "reproducible")
+        common = {name: value for name, value in asked.items() if name not in varies}
+        layers = len(profile.expanded_layers())
+        self.family = _digest(ir.FORMAT, ir.VERSION, layers, sorted(common.items()))
+        starts = [seed.schedule.digest for seed in options.seeds]
+        exact = (self.profile_digest, sorted(asked.items()), options.search, options.workers, starts, planner())
+        self.name = f"{self.family}-{_digest(*exact)}"
+
+    def about(self, result: Result, halfway_ns: int | None) -> About:
+        """Return what is said of an answer."""
+        schedule, forecast = result.schedule, result.schedule.forecast
+        return About(
+            version=__version__,
+            profile=self.profile.name,
+            profile_digest=self.profile_digest,
+            devices=schedule.setup.devices,
+            microbatches=schedule.setup.microbatches,
+            mem_bytes=schedule.setup.cap_bytes,
+            host_mem_bytes=schedule.setup.host_cap_bytes,
+            objective=forecast.objective,
+            value_ns=forecast.value_ns,
+            peak_bytes=max(device.peak_bytes for device in schedule.devices),
+            host_bytes=sum(device.host_bytes for device in schedule.devices),
+            outcome=forecast.outcome,
+            wall_s=round(result.wall_s, 3),
+            halfway_ns=halfway_ns,
+            costs=self.costs,
+        )
+
+    def is_answered_by(self, entry: Entry) -> bool:
+        """Whether a plan is one for this question, whatever it was made for."""
+        about, options = entry.about, self.options
+        return (
+            about.profile_digest == self.profile_digest
+            and about.microbatches == options.microbatches
+            and about.peak_bytes <= options.mem_bytes
+            and (options.host_mem_bytes is None or about.host_bytes <= options.host_mem_bytes)
+        )
+
+    def starts(self, cache: Cache, known: list[Entry]) -> Iterator[ir.Checked]:
+        """Yield plans to start from: the best that is an answer, then the nearest others."""
+        answers = sorted(filter(self.is_answered_by, known), key=lambda entry: entry.about.value_ns)
+        others = [entry for entry in known if not self.is_answered_by(entry) and self._distance(entry)[0] <= NEAR]
+        found = 0
+        for entry in chain(answers[:1], sorted(others, key=self._distance)):
+            if found < NEIGHBOURS and (seed := cache.read(entry, None)) is not None:
+                found += 1
+                yield seed
+
+    def _distance(self, entry: Entry) -> tuple[float, float]:
+        """Return the largest relative difference of a cost, and how far cap and microbatches are."""
+        about = entry.about
+        if len(about.costs) != len(self.costs):
+            return float("inf"), 0.0
+        pairs = zip(about.costs, self.costs, strict=True)
+        costs = max((abs(a - b) / max(a, b) for a, b in pairs if max(a, b) > 0), default=0.0)
+        most = max(about.microbatches, self.options.microbatches or 1)
+        far = abs(about.microbatches - (self.options.microbatches or 1)) / most
+        return costs, far + abs(about.mem_bytes - self.options.mem_bytes) / max(1, about.mem_bytes)
+
+
+def costs_of(profile: Profile) -> list[float]:
+    """Return what plans depend on most: time and saved bytes of every layer, speeds of links and messages."""
+    layers = profile.expanded_layers()
+    times = [
+        float(value_of(one.forward_ns) + value_of(one.backward_input_ns) + value_of(one.backward_weight_ns))
+        for one in layers
+    ]
+    sizes = [float(value_of(one.saved_bytes)) for one in layers]
+    machine = profile.machine
+    speeds = [float(value_of(s)) for link in machine.links for s in (link.d2h_bytes_per_s, link.h2d_bytes_per_s)]
+    speeds += [0.0 if one.bytes_per_s is None else float(value_of(one.bytes_per_s)) for one in machine.p2p]
+    return times + sizes + speeds
+
+
+@lru_cache(maxsize=1)
+def planner() -> str:
+    """Return a digest of what plans: this version, its files as they are now, and the libraries that it uses."""
+    room = Path(__file__).parent
+    files = sorted(room.rglob("*.py"))
+    states = [(str(path.relative_to(room)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    libraries = []
+    for name in ("numba", "numpy", "ortools"):
+        with suppress(metadata.PackageNotFoundError):
+            libraries.append((name, metadata.version(name)))
+    return _digest(__version__, states, libraries)
+
+
+def _digest(*parts: object) -> str:
+    return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:24]

@@ -1,0 +1,208 @@
+"""Plans that are kept: equal questions have equal answers at once, near ones start there, broken ones are removed."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from optpipe_compiler import cache, compiler
+from optpipe_compiler.compiler import Options
+from optpipe_compiler.documents import ir
+from optpipe_compiler.study.planned import Instance, plan
+from tests.instances import uniform
+from tests.test_cli import FAST, run  # noqa: F401  (a fixture)
+
+GB = 10**9
+COSTS = uniform(2, 4, d2h_ms=0.5, h2d_ms=0.5)
+SOON = Options(mem_bytes=GB, microbatches=4, time_limit_s=0.3, search=False, workers=1)
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch) -> cache.Cache:
+    """An empty folder for plans, also for commands."""
+    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "plans"))
+    found = cache.users()
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def searches(monkeypatch) -> list[Options]:
+    """The options of every search that was needed."""
+    seen: list[Options] = []
+    real = compiler.compile_schedule
+
+    def compile_schedule(profile, options, on_progress=lambda progress: None):
+        seen.append(options)
+        return real(profile, options, on_progress)
+
+    monkeypatch.setattr(compiler, "compile_schedule", compile_schedule)
+    return seen
+
+
+def planned(options: Options, kept: cache.Cache, profile=COSTS) -> compiler.Result:
+    return cache.compile_schedule(profile, options, cache=kept)
+
+
+def value(result: compiler.Result) -> int:
+    return result.schedule.forecast.makespan_ns
+
+
+def test_the_same_question_is_answered_at_once_with_the_same_bytes(kept, searches):
+    first = planned(SOON, kept)
+    begin = time.monotonic()
+    again = planned(SOON, kept)
+    assert time.monotonic() - begin < 2
+    assert (len(searches), first.is_cached, again.is_cached) == (1, False, True)
+    assert ir.to_text(again.schedule) == ir.to_text(first.schedule)
+    assert (again.placement, again.options) == (first.placement, first.options)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"mem_bytes": 2 * GB}, {"microbatches": 5}, {"offload": False}, {"seed": 1}, {"time_limit_s": 0.2}],
+    ids=str,
+)
+def test_another_question_is_planned(kept, searches, other):
+    planned(SOON, kept)
+    assert not planned(replace(SOON, **other), kept).is_cached
+    assert len(searches) == 2
+
+
+def test_another_planner_plans_anew(kept, searches, monkeypatch):
+    planned(SOON, kept)
+    monkeypatch.setattr(cache, "planner", lambda: "another")
+    assert not planned(SOON, kept).is_cached
+
+
+def test_near_questions_start_from_the_nearest_plans(kept, searches):
+    near, far = uniform(2, 4, d2h_ms=0.52, h2d_ms=0.5), uniform(2, 4, d2h_ms=0.5, h2d_ms=0.5, forward_ms=9)
+    first = planned(SOON, kept)
+    planned(SOON, kept, near)
+    planned(replace(SOON, microbatches=6), kept)
+    planned(SOON, kept, far)
+    planned(replace(SOON, offload=False), kept)
+    digests = [[seed.schedule.digest for seed in one.seeds] for one in searches]
+    assert digests[0] == digests[3] == digests[4] == []
+    assert digests[1] == [first.schedule.digest]
+    assert digests[2][0] == first.schedule.digest  # its costs are equal
+    assert len(digests[2]) == 2
+
+
+def test_more_memory_is_never_worse_than_less_in_whatever_order_it_is_asked(kept):
+    roomy = planned(replace(SOON, mem_bytes=4 * GB, method=None, time_limit_s=0.0), kept)
+    tight = planned(replace(SOON, time_limit_s=1.0, search=True), kept)
+    again = planned(replace(SOON, mem_bytes=4 * GB, time_limit_s=0.0), kept)
+    assert value(again) <= min(value(roomy), value(tight))
+    assert value(planned(replace(SOON, mem_bytes=2 * GB, time_limit_s=0.0), kept)) <= value(tight)
+
+
+def test_a_better_plan_for_less_memory_takes_the_place_of_an_answer(kept, searches):
+    tight = planned(SOON, kept)
+    roomy = planned(replace(SOON, mem_bytes=4 * GB), kept)
+    entry = next(one for one in kept.entries() if one.about.mem_bytes == 4 * GB)
+    kept.write(entry.path.stem, structs.replace(entry.about, value_ns=value(tight) + 1), roomy.schedule)
+    again = planned(replace(SOON, mem_bytes=4 * GB), kept)
+    assert not again.is_cached
+    assert searches[-1].seeds[0].schedule == tight.schedule
+    assert value(again) <= value(tight)
+
+
+def test_a_reproducible_answer_does_not_depend_on_what_is_kept(kept, searches, tmp_path):
+    options = replace(SOON, reproducible=True)
+    alone = planned(options, cache.Cache(tmp_path / "empty"))
+    planned(replace(SOON, mem_bytes=GB + 1, time_limit_s=1.0), kept)
+    among = planned(options, kept)
+    assert searches[-1].seeds == ()
+    assert ir.to_text(among.schedule) == ir.to_text(alone.schedule)
+    assert planned(options, kept).is_cached
+
+
+def test_what_does_not_hold_is_removed_and_planned_again(kept, searches):
+    planned(SOON, kept)
+    (entry,) = kept.entries()
+    text = entry.path.read_text()
+    for broken in (text.replace('"op": "forward"', '"op": "backward"', 1), text[: len(text) // 2], ""):
+        entry.path.write_text(broken)
+        assert not planned(SOON, kept).is_cached
+        assert planned(SOON, kept).is_cached
+
+
+def test_a_plan_whose_forecast_was_changed_is_not_an_answer(kept):
+    first = planned(SOON, kept)
+    (entry,) = kept.entries()
+    entry.path.write_text(entry.path.read_text().replace(f'"makespan_ns": {value(first)}', '"makespan_ns": 1', 1))
+    again = planned(SOON, kept)
+    assert not again.is_cached
+    assert value(again) == value(first)
+
+
+def test_the_folder_stays_within_its_size_and_loses_what_was_not_used_for_longest(kept):
+    size = len(ir.to_text(planned(SOON, kept).schedule))
+    small = cache.Cache(kept.folder, most_bytes=int(2.9 * size))
+    for seed in (1, 2):
+        planned(replace(SOON, seed=seed, time_limit_s=0.0), small)
+        assert planned(SOON, small).is_cached  # used, so it stays
+    assert len(small.entries()) == 2
+    assert sum(entry.size_bytes for entry in small.entries()) <= small.most_bytes
+
+
+def test_many_at_a_time_read_write_and_clear(kept):
+    result = planned(SOON, kept)
+    (entry,) = kept.entries()
+
+    def work(number: int) -> None:
+        if number % 7 == 0:
+            kept.clear()
+        kept.write(entry.path.stem, entry.about, result.schedule)
+        for one in kept.entries():
+            found = kept.read(one, COSTS)
+            assert found is None or found.schedule == result.schedule
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(40)))
+    assert [path.suffix for path in kept.folder.iterdir()] == [cache.SUFFIX]
+
+
+def test_a_folder_that_cannot_be_written_keeps_nothing_and_says_nothing(tmp_path, searches):
+    (tmp_path / "file").write_text("")
+    nowhere = cache.Cache(tmp_path / "file" / "plans")
+    assert not planned(SOON, nowhere).is_cached
+    assert not planned(SOON, nowhere).is_cached
+
+
+def test_studies_ask_the_cache_and_hear_whether_a_plan_is_finished(kept, searches):
+    instance = Instance(COSTS, compiler.settled(COSTS, SOON), cached=True)
+    first = plan(instance)
+    count = len(searches)
+    again = plan(instance)
+    assert len(searches) == count
+    assert (again.value_ns, again.finished, again.outcome) == (first.value_ns, first.finished, first.outcome)
+
+
+def test_commands_use_list_and_clear_the_cache(run, kept):  # noqa: F811
+    first = json.loads(run("compile", "--mem", "2GB", "--json", *FAST).out)
+    text = Path("schedule.json").read_text()
+    again = json.loads(run("compile", "--mem", "2GB", "--json", *FAST).out)
+    assert (first["cached"], again["cached"]) == (False, True)
+    assert Path("schedule.json").read_text() == text
+    assert "as planned before" in run("compile", "--mem", "2GB", *FAST).out
+    assert not json.loads(run("compile", "--mem", "2GB", "--json", "--no-cache", *FAST).out)["cached"]
+    listed = json.loads(run("cache", "list", "--json").out)
+    assert [one["value_ns"] for one in listed["plans"]] == [first["makespan_ns"]]
+    assert "1 plans" in run("cache", "list").out
+    assert json.loads(run("cache", "clear", "--json").out)["removed"] == 1
+    assert "0 plans" in run("cache", "list").out
+
+
+def test_an_empty_variable_keeps_nothing(run, monkeypatch):  # noqa: F811
+    monkeypatch.setenv(cache.FOLDER, "")
+    assert cache.users() is None
+    outcome = run("cache", "list")
+    assert (outcome.code, outcome.err.count("\n")) == (2, 1)

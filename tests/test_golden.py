@@ -12,6 +12,13 @@ and `*-v2.json`, whose layers know selective recompute, by tests/test_selective.
 
     optpipe compile profile-v2.json --mem 2GB --microbatches 4 --no-offload --reproducible --time-limit 3
         -o schedule-v2.json
+
+and `*-v3.json`, whose microbatches are cut into slices, by
+
+    optpipe profile uniform --devices 2 --layers-per-device 2 --d2h-ms 0.6 --h2d-ms 0.6 --sliceable
+        --attention-share 0.3 --kv-fraction 0.1 --slice-overhead-ms 0.01 -o profile-v3.json
+    optpipe compile profile-v3.json --mem 1GB --microbatches 3 --slices 2 --reproducible --time-limit 3
+        -o schedule-v3.json
 """
 
 from __future__ import annotations

@@ -66,6 +66,10 @@ class Batches:
         self._sizes: list[int] = []
         self._rows: dict[str, int] = {}
 
+    def go_on_from(self, other: Batches) -> None:
+        """Expect batches as another division of the same schedule's size did."""
+        self._announced, self._sizes, self._rows = other._announced, other._sizes, other._rows
+
     def boundary(self, layer: int, microbatch: int) -> Boundary:
         """Return shape and dtype of what leaves a layer."""
         size = self._sizes[microbatch]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 
 from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch.batches import Batches, weighted
@@ -15,7 +17,8 @@ from runtime_torch.evaluate import forward_only
 from runtime_torch.microbatch import entered
 from runtime_torch.replay import Replay, StageOps
 from runtime_torch.replicas import replicated
-from runtime_torch.stages import Stages
+from runtime_torch.stages import Stages, refuse_parts
+from runtime_torch.swap import Mover, Swap, agree_on, is_same_cut, moves, restaged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from runtime_torch.meter import Meter
     from runtime_torch.microbatch import Keywords, Microbatch
     from runtime_torch.replicas import Replicas, Shards
+    from runtime_torch.swap import Move
     from runtime_torch.timeline import OpTime
 
 
@@ -77,31 +81,20 @@ class Runner:
         bytes_tolerance: float | None = BYTES_TOLERANCE,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
-        first = next(iter(stages.values()))
         self._batches = Batches(schedule, stages, boundary, group)
         self.schedule = schedule
         self._stages = stages
+        self._boundary = boundary
         self._group = group
         self._tolerance = bytes_tolerance
+        self._on_failure = on_failure
         self._ready = False
-        self._steps = Steps(
-            schedule,
-            stages,
-            lambda stage, microbatch: self._batches.boundary(schedule.stages[stage].layers[1] - 1, microbatch),
-            group=group,
-            on=first.device,
-            meter=first.meter,
-            host_meter=first.host_meter,
-            on_weights=self._collect,
-            on_failure=on_failure,
-        )
+        self._steps = self._replay(schedule, stages)
         agree(schedule, group)
         self._ties = stages.ties if isinstance(stages, Stages) else None
         if self._ties is not None:
             self._ties.join(group)
-        self._replicated = {
-            index: [part for layer in stage.layers for part in replicated(layer)] for index, stage in stages.items()
-        }
+        self._replicated = _replicated(stages)
 
     @property
     def promised_activation_bytes(self) -> int:
@@ -162,6 +155,64 @@ class Runner:
             losses[:] = found
         return weighted(found, batch.microbatches) if found else None
 
+    def replace(self, schedule: ir.Schedule, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> Swap:
+        """Go on with another schedule; called on all ranks between two steps, with one that `verify` has passed.
+
+        It is for as many devices, microbatches and layers. Where stages are the same layers on the same ranks, nothing
+        moves. Otherwise layers move with their gradients and with what `optimizer` (one, several, or () for none) keeps
+        for them; `stages.module` and the optimizer's groups then have this rank's. Layers in DDP are wrapped again.
+        Raises BadInput on all ranks, with nothing changed, where a layer cannot move (FSDP2, ties, whole stage modules)
+        and RunFailed where ranks name different schedules. The new stages are held against the profile in the next
+        step. After a move other ranks may have the first and the last stage, and need `inputs` and `target`.
+        """
+        begin = time.perf_counter_ns()
+        rank, stages = dist.get_rank(self._group), self._stages
+        mover: Mover | None = None
+        problem: BadInput | None = None
+        wanted: list[Move] = []
+        packages: dict[int, Any] = {}
+        same = is_same_cut(self.schedule, schedule)
+        try:
+            wanted = moves(self.schedule, schedule)
+            if not same:
+                if wanted and optimizer is None:
+                    raise BadInput("layers move to other ranks, expected replace(schedule, optimizer), or () for none")
+                several = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+                mover = Mover(stages, several, rank)
+                packages = mover.pack(wanted, schedule)
+            elif not isinstance(stages, Stages) or any(name.startswith("stage") for name in stages.module):
+                refuse_parts(schedule, rank)
+        except BadInput as error:
+            problem = error
+        packages = agree_on(schedule, problem, packages, self._group)
+        moved = 0
+        if mover is not None and isinstance(stages, Stages):
+            moved = mover.move(wanted, packages, self._group)
+            found = restaged(schedule, stages, rank)
+            stages.clear()
+            stages.update(found)
+            batches = Batches(schedule, stages, self._boundary, self._group)
+            batches.go_on_from(self._batches)
+            self._batches, self._ready = batches, False
+            self._replicated = _replicated(stages)
+        self.schedule = schedule
+        self._steps = self._replay(schedule, stages)
+        return Swap(len(wanted), moved, time.perf_counter_ns() - begin)
+
+    def _replay(self, schedule: ir.Schedule, stages: Mapping[int, StageExecution]) -> Steps:
+        first = next(iter(stages.values()))
+        return Steps(
+            schedule,
+            stages,
+            lambda stage, microbatch: self._batches.boundary(schedule.stages[stage].layers[1] - 1, microbatch),
+            group=self._group,
+            on=first.device,
+            meter=first.meter,
+            host_meter=first.host_meter,
+            on_weights=self._collect,
+            on_failure=self._on_failure,
+        )
+
     def _prepare(self, batch: Batch) -> None:
         shapes = self._batches.boundary
         with entered(batch.microbatches[0]):
@@ -174,6 +225,11 @@ class Runner:
     def _collect(self, stage: int) -> None:
         for part in self._replicated[stage]:
             part.collect()
+
+
+def _replicated(stages: Mapping[int, StageExecution]) -> dict[int, list[Shards | Replicas]]:
+    """Return the parts of each stage in DDP or FSDP2."""
+    return {index: [part for layer in stage.layers for part in replicated(layer)] for index, stage in stages.items()}
 
 
 class Steps:

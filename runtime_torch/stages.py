@@ -26,8 +26,16 @@ class Stages(dict[int, StageExecution]):
     same names under any placement. `bundles`: what enters each layer and leaves the last; None where unknown.
     """
 
-    def __init__(self, module: nn.ModuleDict, bundles: Sequence[Bundle] | None, ties: Ties) -> None:
+    def __init__(
+        self,
+        module: nn.ModuleDict,
+        bundles: Sequence[Bundle] | None,
+        ties: Ties,
+        prepare: Callable[[nn.Module], nn.Module] | None = None,
+    ) -> None:
         super().__init__()
+        self.prepare = prepare
+        """What was applied to each layer, if anything was: for those that come from another rank later."""
         self.module = module
         self.ties = ties
         self.bundles = bundles
@@ -47,7 +55,7 @@ def build_stages(
     inputs: Sequence[Tensor] = (),
     target: Tensor | None = None,
     float_dtype: torch.dtype | None = None,
-    prepare: Callable[[nn.Module], nn.Module] = lambda layer: layer,
+    prepare: Callable[[nn.Module], nn.Module] | None = None,
     ties: Iterable[Sequence[str]] = (),
 ) -> Stages:
     """Return the stages of `rank`, made of `layers`; of a mapping by layer number, only the rank's own are needed.
@@ -80,7 +88,7 @@ def stages_between(
     rank: int,
     device: torch.device | str,
     bundles: Sequence[Bundle] | None,
-    prepare: Callable[[nn.Module], nn.Module] = lambda layer: layer,
+    prepare: Callable[[nn.Module], nn.Module] | None = None,
     ties: Iterable[Sequence[str]] = (),
 ) -> Stages:
     """Return what `build_stages` does, where `bundles` (what enters each layer, and leaves the last) are known."""
@@ -94,23 +102,38 @@ def stages_between(
     owner = {str(index): stage.device for stage in schedule.stages for index in range(*stage.layers)}
     tied = Ties([*ties, *shared(known | own)], owner, own, rank)
     tied.separate()
-    built = {index: prepare(layer.to(device)) for index, layer in built.items()}
-    stages = Stages(nn.ModuleDict({str(index): layer for index, layer in built.items()}), bundles, tied)
+    built = {index: layer.to(device) for index, layer in built.items()}
+    if prepare is not None:
+        built = {index: prepare(layer) for index, layer in built.items()}
+    stages = Stages(nn.ModuleDict({str(index): layer for index, layer in built.items()}), bundles, tied, prepare)
     tied.unite(lambda layer: bool(replicated(layer)), dict(stages.module.items()))
     sharded = [part for layer in built.values() for part in replicated(layer)]
     for part in sharded:  # a stage must know the whole parameters, to tell them from activations
         part.unshard()
-    meters = Meter(), Meter()
-    for stage in mine:
+    stages.update(executions(schedule, built, rank, device, bundles, (Meter(), Meter())))
+    for part in sharded:
+        part.reshard()
+    return stages
+
+
+def executions(
+    schedule: ir.Schedule,
+    built: Mapping[int, nn.Module],
+    rank: int,
+    device: torch.device | str,
+    bundles: Sequence[Bundle] | None,
+    meters: tuple[Meter, Meter],
+) -> dict[int, StageExecution]:
+    """Return the stages of `rank` by number, of its layers by number; whole parameters must be there."""
+    found = {}
+    for stage in (stage for stage in schedule.stages if stage.device == rank):
         run = [built[index] for index in range(*stage.layers)]
         if bundles is not None:
             first, end = stage.layers
             names = {index: f"rank {rank}: layer {index}" for index in range(first, end)}
             run = [bundled(built[i], bundles[i], bundles[i + 1], name, packs=i + 1 == end) for i, name in names.items()]
-        stages[stage.stage] = _execution(schedule, stage, run, device, meters)
-    for part in sharded:
-        part.reshard()
-    return stages
+        found[stage.stage] = _execution(schedule, stage, run, device, meters)
+    return found
 
 
 def wrap_stages(
@@ -131,16 +154,7 @@ def wrap_stages(
     if set(modules) != {stage.stage for stage in mine}:
         expected = [stage.stage for stage in mine]
         raise BadInput(f"rank {rank} has modules for stages {sorted(modules)}, the schedule expects {expected}")
-    for op in (*schedule.devices[rank].compute, *schedule.devices[rank].d2h):
-        whole = schedule.stages[op.stage].layers
-        if tuple(getattr(op, "layers", whole)) != tuple(whole):
-            raise BadInput(f"stage {op.stage} is one module, but the schedule has {op.id}: build it from its layers")
-    for stage in mine:
-        if stage.selective_layers:
-            raise BadInput(
-                f"stage {stage.stage} is one module, but the schedule has selective recompute of single layers: build "
-                "it from its layers"
-            )
+    refuse_parts(schedule, rank)
     own = {f"stage{index}": module for index, module in modules.items()}
     tied = Ties([*ties, *shared(own)], {f"stage{stage.stage}": stage.device for stage in schedule.stages}, own, rank)
     stages = Stages(nn.ModuleDict({name: module.to(device) for name, module in own.items()}), None, tied)
@@ -150,6 +164,20 @@ def wrap_stages(
         nothing = [nn.Identity() for _ in range(stage.layers[1] - stage.layers[0] - 1)]
         stages[stage.stage] = _execution(schedule, stage, [*nothing, modules[stage.stage]], device, meters)
     return stages
+
+
+def refuse_parts(schedule: ir.Schedule, rank: int) -> None:
+    """Raise BadInput where the schedule does something with a part of a stage, which is one module."""
+    for op in (*schedule.devices[rank].compute, *schedule.devices[rank].d2h):
+        whole = schedule.stages[op.stage].layers
+        if tuple(getattr(op, "layers", whole)) != tuple(whole):
+            raise BadInput(f"stage {op.stage} is one module, but the schedule has {op.id}: build it from its layers")
+    for stage in schedule.stages:
+        if stage.device == rank and stage.selective_layers:
+            raise BadInput(
+                f"stage {stage.stage} is one module, but the schedule has selective recompute of single layers: build "
+                "it from its layers"
+            )
 
 
 def _count(schedule: ir.Schedule, layers: Sequence[Any] | Mapping[int, Any]) -> None:

@@ -195,6 +195,10 @@ class Ties:
         for one in copies:
             one.copy_(value)
 
+    def names(self) -> list[Names]:
+        """What is tied, over all ranks."""
+        return [tie.names for tie in self._ties]
+
     def repeated(self) -> set[nn.Parameter]:
         """This rank's copies of parameters that come first elsewhere, or in another layer of this rank."""
         return {one for tie in self._ties for one in tie.parameters()[tie.first == self._rank :]}

@@ -1,0 +1,252 @@
+"""Another schedule between two steps: what may be swapped, and how layers move to another rank.
+
+A layer moves with its parameters and buffers, what earlier steps left in `.grad`, and what the optimizer keeps for each
+parameter. Nothing is changed before all ranks have said that they can.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from optpipe_compiler.errors import BadInput, RunFailed
+from runtime_torch.replicas import replicated
+from runtime_torch.stages import Stages, executions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch.optim import Optimizer
+
+    from optpipe_compiler.documents import ir
+    from runtime_torch.execution import StageExecution
+
+Move = tuple[int, int, int]
+"""A layer, the rank that has it, and the rank that gets it."""
+TensorKind = tuple[tuple[int, ...], torch.dtype, bool, bool]
+"""Shape, dtype, whether it is a parameter, whether it needs a gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """What `Runner.replace` did."""
+
+    moved_layers: int
+    """Over all ranks."""
+    moved_bytes: int
+    """That this rank sent and received."""
+    wall_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Package:
+    """A layer on its way: its structure and optimizer state, pickled, and the tensors in it, by number."""
+
+    text: bytes
+    kinds: list[TensorKind]
+
+
+class _Packer(pickle.Pickler):
+    """Pickles all but the tensors of one device."""
+
+    def __init__(self, file: io.BytesIO, device: torch.device) -> None:
+        super().__init__(file)
+        self.device = device
+        self.tensors: list[Tensor] = []
+        self._numbers: dict[int, int] = {}
+
+    def persistent_id(self, one: Any) -> int | None:
+        if not isinstance(one, Tensor) or one.device != self.device:
+            return None
+        if id(one) not in self._numbers:
+            self._numbers[id(one)] = len(self.tensors)
+            self.tensors.append(one)
+        return self._numbers[id(one)]
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, number: int) -> Tensor:
+        return self._tensors[number]
+
+
+def moves(before: ir.Schedule, after: ir.Schedule) -> list[Move]:
+    """Return the layers that change their rank, in model order; raise BadInput where the schedules do not compare."""
+    for name in ("devices", "microbatches", "layers"):
+        old, new = getattr(before.setup, name), getattr(after.setup, name)
+        if old != new:
+            raise BadInput(f"the schedule is for {new} {name}, expected {old}, as the one that it replaces")
+    owners = [_owners(schedule) for schedule in (before, after)]
+    if missing := set(range(after.setup.devices)) - set(owners[1]):
+        raise BadInput(f"rank {min(missing)} has no stage in the schedule, expected one on every rank")
+    return [(layer, *pair) for layer, pair in enumerate(zip(*owners, strict=True)) if pair[0] != pair[1]]
+
+
+def is_same_cut(before: ir.Schedule, after: ir.Schedule) -> bool:
+    """Whether stages are the same layers on the same ranks, with the same selective recompute."""
+    old, new = ([(s.device, s.layers, s.selective_layers) for s in one.stages] for one in (before, after))
+    return old == new
+
+
+def _owners(schedule: ir.Schedule) -> list[int]:
+    return [stage.device for stage in schedule.stages for _ in range(*stage.layers)]
+
+
+class Mover:
+    """Takes this rank's part in moving layers; made on every rank, whether it has a part or not."""
+
+    def __init__(self, stages: Mapping[int, StageExecution], optimizers: Sequence[Optimizer], rank: int) -> None:
+        self._stages = stages
+        self._optimizers = optimizers
+        self._rank = rank
+        self._device = next(iter(stages.values())).device
+        self._packages: dict[int, tuple[_Package, list[Tensor]]] = {}
+
+    def pack(self, wanted: Sequence[Move], schedule: ir.Schedule) -> dict[int, _Package]:
+        """Return what leaves this rank; raise BadInput, naming the layer, where it cannot, or where stages cannot be
+        cut so."""
+        stages = self._stages
+        if not isinstance(stages, Stages) or any(name.startswith("stage") for name in stages.module):
+            raise BadInput("the stages are whole modules, expected a schedule with the same stages on the same ranks")
+        if wanted and (ties := stages.ties.names()):
+            raise BadInput(
+                f"{' = '.join(ties[0])} are tied, expected a schedule with every layer on the rank where it is"
+            )
+        for layer, source, _ in wanted:
+            if source == self._rank:
+                self._packages[layer] = self._packed(layer, stages.module[str(layer)], stages)
+        return {layer: package for layer, (package, _) in self._packages.items()}
+
+    def _packed(self, number: int, layer: nn.Module, stages: Stages) -> tuple[_Package, list[Tensor]]:
+        wrapped = isinstance(layer, DistributedDataParallel)
+        if wrapped and stages.prepare is None:
+            raise BadInput(f"layer {number} is wrapped in DDP, expected build_stages(prepare=...) to wrap it again")
+        if not wrapped and replicated(layer):
+            raise BadInput(
+                f"layer {number} has parts in FSDP2 or DDP, which cannot move, expected a schedule with the same "
+                "stages on the same ranks"
+            )
+        inner: nn.Module = layer.module if isinstance(layer, DistributedDataParallel) else layer
+        parameters = list(inner.parameters())
+        kept = [
+            (parameter, parameter.grad, [_kept(optimizer, parameter) for optimizer in self._optimizers])
+            for parameter in parameters
+        ]
+        file = io.BytesIO()
+        packer = _Packer(file, self._device)
+        try:
+            packer.dump((inner, kept, wrapped))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise BadInput(f"layer {number} cannot move: {error}") from error
+        kinds = [(tuple(t.shape), t.dtype, isinstance(t, nn.Parameter), t.requires_grad) for t in packer.tensors]
+        return _Package(file.getvalue(), kinds), packer.tensors
+
+    @torch.no_grad()
+    def move(self, wanted: Sequence[Move], packages: Mapping[int, _Package], group: dist.ProcessGroup | None) -> int:
+        """Move the layers one after the other; return the bytes that this rank sent and received."""
+        assert isinstance(self._stages, Stages)
+        layers = dict(self._stages.module.items())
+        passed = 0
+        for layer, source, target in wanted:
+            if source == self._rank:
+                tensors = self._packages.pop(layer)[1]
+                passed += _pass_on(tensors, dist.isend, target, group)
+                self._forget(layers.pop(str(layer)))
+            elif target == self._rank:
+                package = packages[layer]
+                tensors = [self._empty(kind) for kind in package.kinds]
+                passed += _pass_on(tensors, dist.irecv, source, group)
+                layers[str(layer)] = self._unpacked(package, tensors)
+        self._stages.module.clear()
+        self._stages.module.update({name: layers[name] for name in sorted(layers, key=int)})
+        return passed
+
+    def _empty(self, kind: TensorKind) -> Tensor:
+        shape, dtype, is_parameter, needs_gradient = kind
+        found = torch.empty(shape, dtype=dtype, device=self._device)
+        return nn.Parameter(found, needs_gradient) if is_parameter else found.requires_grad_(needs_gradient)
+
+    def _unpacked(self, package: _Package, tensors: Sequence[Tensor]) -> nn.Module:
+        inner, kept, wrapped = _Unpacker(io.BytesIO(package.text), tensors).load()
+        for parameter, gradient, groups in kept:
+            parameter.grad = gradient
+            for optimizer, known in zip(self._optimizers, groups, strict=True):
+                if known is not None:
+                    group, state = known
+                    optimizer.param_groups[group]["params"].append(parameter)
+                    if state:
+                        optimizer.state[parameter] = state
+        assert isinstance(self._stages, Stages)
+        found: nn.Module = inner
+        if wrapped:
+            assert self._stages.prepare is not None
+            with torch.enable_grad():
+                found = self._stages.prepare(inner)
+        return found
+
+    def _forget(self, layer: nn.Module) -> None:
+        gone = {id(parameter) for parameter in layer.parameters()}
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in gone]
+            for parameter in layer.parameters():
+                optimizer.state.pop(parameter, None)
+
+
+def _kept(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[int, dict[str, Any]] | None:
+    """Return the number of the parameter's group, and what the optimizer keeps for it."""
+    for number, group in enumerate(optimizer.param_groups):
+        if any(one is parameter for one in group["params"]):
+            return number, dict(optimizer.state.get(parameter, {}))
+    return None
+
+
+def _pass_on(tensors: Sequence[Tensor], way: Callable[..., Any], peer: int, group: dist.ProcessGroup | None) -> int:
+    """Send or receive tensors as bytes, whatever their dtype; return how many."""
+    whole = [tensor.detach() for tensor in tensors if tensor.numel()]
+    parts = [tensor.contiguous() for tensor in whole]
+    flat = [part.view(-1).view(torch.uint8) for part in parts]
+    if flat:
+        for work in dist.batch_isend_irecv([dist.P2POp(way, one, group=group, group_peer=peer) for one in flat]):
+            work.wait()
+    return sum(part.nbytes for part in parts)
+
+
+def agree_on(
+    schedule: ir.Schedule, error: Exception | None, packages: Mapping[int, _Package], group: dist.ProcessGroup | None
+) -> dict[int, _Package]:
+    """Compare digests over all ranks and return all packages; raise on all ranks what kept any of them."""
+    mine = (schedule.digest, None if error is None else str(error), packages)
+    found: list[tuple[str, str | None, dict[int, _Package]]] = [("", None, {})] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    if error is not None:
+        raise error
+    for rank, (digest, said, _) in enumerate(found):
+        if said is not None:
+            raise BadInput(f"rank {rank} keeps its schedule: {said}")
+        if digest != found[0][0]:
+            raise RunFailed(f"rank {rank} has another schedule than rank 0: digest {digest}, not {found[0][0]}")
+    return {layer: package for _, _, theirs in found for layer, package in theirs.items()}
+
+
+def restaged(schedule: ir.Schedule, stages: Stages, rank: int) -> dict[int, StageExecution]:
+    """Return the rank's stages as the schedule cuts them, of the layers that it has."""
+    old = next(iter(stages.values()))
+    layers = {int(name): layer for name, layer in stages.module.items()}
+    sharded = [part for layer in layers.values() for part in replicated(layer)]
+    for part in sharded:
+        part.unshard()
+    found = executions(schedule, layers, rank, old.device, stages.bundles, (old.meter, old.host_meter))
+    for part in sharded:
+        part.reshard()
+    return found

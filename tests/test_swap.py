@@ -1,0 +1,222 @@
+"""Another schedule between two steps: losses, gradients, weights and optimizer state are as without a swap."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+pytest.importorskip("torch")
+import torch
+from test_runtime_library import RANGES, alone, batch, builders, microbatch, plan, start_ranks  # noqa: F401  (a fixture)
+from torch import nn
+
+import runtime_torch
+from optpipe_compiler.errors import BadInput
+from runtime_torch import conform
+from runtime_torch.swap import is_same_cut, moves
+
+TRAIN = """
+import sys
+sys.path[:0] = sys.argv[1:]
+import torch, torch.distributed as dist
+from functools import partial
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+import runtime_torch, test_runtime_library as case
+from optpipe_compiler.documents import ir
+from optpipe_compiler.errors import BadInput
+
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+STEPS = 6
+
+def train(schedules, group=None, prepare=None, rank=None, data=0):
+    '''Losses by step, and this rank's weights, gradients and optimizer state after the last, by name.'''
+    rank = dist.get_rank() if rank is None else rank
+    torch.manual_seed(data)
+    shapes = case.microbatch()
+    stages = runtime_torch.build_stages(schedules[0], case.builders(), rank, "cpu", prepare=prepare, **shapes)
+    runner = runtime_torch.Runner(schedules[0], stages, group=group)
+    module = stages.module
+    optimizer = torch.optim.AdamW([
+        {"params": [p for p in module.parameters() if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in module.parameters() if p.dim() == 1], "weight_decay": 0.0},
+    ], lr=0.1)
+    losses, swaps = [], []
+    inputs, target = case.batch()
+    if data:
+        target = (target + data) % 16
+    for step in range(STEPS):
+        if step and step < len(schedules):
+            swaps.append(runner.replace(schedules[step], optimizer))
+            assert stages.module is module
+            assert runner.schedule is schedules[step]
+        result = runner.step(*inputs, target=target)
+        losses.append(result.loss)
+        if step % 2:  # every second step adds to gradients that may have moved
+            optimizer.step()
+            optimizer.zero_grad()
+    runner.eval(*inputs, target=target)
+    runner.step(*inputs, target=target)
+    assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in module.parameters()}
+    state = {}
+    for name, p in module.named_parameters():
+        decay = next(g["weight_decay"] for g in optimizer.param_groups if any(q is p for q in g["params"]))
+        state[name.replace("module.", "")] = [p.detach(), p.grad, decay, *optimizer.state[p].values()]
+    return losses, state, swaps
+
+def together(found, group=None):
+    losses, state, swaps = found
+    parts = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, (losses, state), group=group)
+    merged = {}
+    for _, part in parts:
+        assert not merged.keys() & part.keys()
+        merged |= part
+    return [next(loss for loss in step if loss is not None) for step in zip(*(one for one, _ in parts))], merged
+
+def assert_equal(found, wanted):
+    assert found[0] == wanted[0], (found[0], wanted[0])
+    assert found[1].keys() == wanted[1].keys()
+    for name, tensors in wanted[1].items():
+        for a, b in zip(found[1][name], tensors, strict=True):
+            assert a == b if isinstance(a, float) else torch.equal(a, b), name
+"""
+
+ORDERS = (
+    TRAIN
+    + """
+first, *others = [case.plan((0, 1), fused=False, ranges=ranges) for ranges in case.RANGES.values()]
+wanted = together(train([first]))
+found = train([first, *others, first, others[0]])
+assert_equal(together(found), wanted)
+assert all(swap.moved_bytes == swap.moved_layers == 0 for swap in found[2])
+dist.destroy_process_group()
+"""
+)
+
+PLACEMENTS = (
+    TRAIN
+    + """
+world = dist.get_world_size()
+chosen = [(0, 1), (0, 1, 1, 0), (1, 0), (0, 1, 0, 1)] if world == 2 else [(0, 1, 2, 1), (2, 0, 1, 0), (1, 0, 2, 2)]
+plans = [case.plan(one, fused=False, ranges=case.RANGES["keep"]) for one in chosen]
+wanted = together(train(plans[:1]))
+found = train([*plans, plans[0]])
+assert_equal(together(found), wanted)
+assert any(swap.moved_bytes for swap in found[2])
+dist.destroy_process_group()
+"""
+)
+
+REPLICAS = (
+    TRAIN
+    + """
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
+pipeline, data = mesh.get_group("pipeline"), mesh.get_group("data")
+plans = [case.plan(one, fused=False) for one in ((0, 1), (0, 1, 1, 0), (1, 0))]
+wrap = partial(DistributedDataParallel, process_group=data)
+here = {"rank": mesh.get_local_rank("pipeline"), "data": mesh.get_local_rank("data")}
+place = {"group": pipeline, "prepare": wrap, **here}
+wanted = together(train(plans[:1], **place), pipeline)
+assert_equal(together(train(plans, **place), pipeline), wanted)
+place["prepare"] = partial(fully_shard, mesh=mesh["data"])
+same = case.plan((0, 1), fused=False, ranges=case.RANGES["recompute"])
+wanted = train(plans[:1], **place)
+found = train([plans[0], same], **place)
+assert found[0] == wanted[0]
+try:
+    train(plans, **place)
+except BadInput as error:
+    said = str(error)
+else:
+    raise AssertionError("moved")
+assert "has parts in FSDP2 or DDP, which cannot move" in said, said
+dist.destroy_process_group()
+"""
+)
+
+REFUSED = (
+    TRAIN
+    + """
+rank = dist.get_rank()
+plans = [case.plan(one, fused=False) for one in ((0, 1), (1, 0))]
+stages = runtime_torch.build_stages(plans[0], case.builders(), rank, "cpu", **case.microbatch())
+if rank == 1:
+    stages.module["3"].broken = lambda: None
+runner = runtime_torch.Runner(plans[0], stages)
+inputs, target = case.batch()
+before = runner.step(*inputs, target=target).loss
+for schedule, optimizer, word in (
+    (plans[1], None, "expected replace(schedule, optimizer)"),
+    (plans[1], (), "layer 3 cannot move"),
+    (case.plan((0, 1), fused=rank == 0), None, "rank 1 has another schedule than rank 0"),
+):
+    try:
+        runner.replace(schedule, optimizer)
+    except Exception as error:
+        assert word in str(error), (rank, error)
+    else:
+        raise AssertionError(word)
+    assert runner.schedule is plans[0]
+assert runner.step(*inputs, target=target).loss == before
+dist.destroy_process_group()
+"""
+)
+
+
+@pytest.mark.runtime
+@pytest.mark.parametrize(
+    ("code", "world"),
+    [(ORDERS, 2), (PLACEMENTS, 2), (PLACEMENTS, 3), (REPLICAS, 4), (REFUSED, 2)],
+    ids=["orders", "placements", "placements of three", "replicas", "refused"],
+)
+def test_training_goes_on_as_without_a_swap(code, world):
+    for rank in start_ranks(code, world=world):
+        _, errors = rank.communicate(timeout=200)
+        assert rank.returncode == 0, errors
+
+
+def test_what_moves_is_every_layer_with_another_owner():
+    before, after = plan((0, 1)), plan((0, 1, 1, 0))
+    assert moves(before, after) == [(1, 0, 1), (3, 1, 0)]
+    assert not is_same_cut(before, after)
+    assert is_same_cut(before, plan((0, 1), fused=True))
+
+
+def test_a_schedule_of_another_size_is_refused(alone):  # noqa: F811
+    schedule = plan((0, 0))
+    runner = runtime_torch.Runner(schedule, runtime_torch.build_stages(schedule, builders(), 0, "cpu", **microbatch()))
+    setup = msgspec.structs.replace(schedule.setup, microbatches=3)
+    with pytest.raises(BadInput, match="for 3 microbatches, expected 2"):
+        runner.replace(msgspec.structs.replace(schedule, setup=setup))
+
+
+def test_stages_that_are_whole_modules_keep_their_placement_and_are_not_cut(alone):  # noqa: F811
+    schedule = plan((0, 0))
+    modules = {0: nn.Linear(4, 4), 1: nn.Sequential(nn.Linear(4, 4))}
+    stages = runtime_torch.wrap_stages(schedule, modules, 0, "cpu")
+    runner = runtime_torch.Runner(schedule, stages, lambda layer: ((2, 4), torch.float32))
+    runner.replace(plan((0, 0), ranges=RANGES["recompute"]))
+    part = plan((0, 0), ranges=lambda stage, microbatch: [("recompute", 2 * stage, 2 * stage + 1)])
+    with pytest.raises(BadInput, match="is one module, but the schedule has recompute:0:0:0-1"):
+        runner.replace(part)
+    with pytest.raises(BadInput, match="the stages are whole modules"):
+        runner.replace(plan((0,)))
+
+
+def test_other_cuts_on_one_rank_move_nothing_and_are_held_against_the_profile(alone, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(conform, "_SLACK_BYTES", 0)
+    inputs, target = batch()
+    schedule = plan((0, 0))
+    stages = runtime_torch.build_stages(schedule, builders(), 0, "cpu", **microbatch())
+    runner = runtime_torch.Runner(schedule, stages)
+    loss = runner.step(*inputs, target=target).loss
+    assert runner.replace(plan((0, 0, 0, 0))).moved_layers == 0
+    assert len(stages) == 4
+    assert runner.step(*inputs, target=target).loss == loss
+    runner.replace(plan((0, 0), saved=1))
+    runner.replace(plan((0,), saved=1))
+    with pytest.raises(BadInput, match="its profile says 4: more than 5% above"):
+        runner.step(*inputs, target=target)

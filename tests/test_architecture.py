@@ -112,7 +112,7 @@ ROOMS = {
         "cache compiler costs diff documents errors export forecast published study verify view optpipe_compiler "
         "emulate estimates launch models profiler"
     ),
-    "optpipe": "cache compiler costs documents errors estimates model published study verify view",
+    "optpipe": "cache compiler costs documents errors estimates export model published study verify view",
     "runtime_torch": "documents errors",
     "frameworks": "documents errors runtime_torch",
     "models": "costs documents errors frameworks optpipe_compiler optpipe_torch runtime_torch",

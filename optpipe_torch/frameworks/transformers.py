@@ -57,9 +57,12 @@ def layers_of(model: Any, inputs: Sequence[str] = ("input_ids",), *, shifted: bo
     names = tuple(inputs[1:])
     kinds = getattr(model.config, "layer_types", None) or [""] * anatomy.depth
     layers: list[nn.Module] = [
-        _Embedding(anatomy.thinned(), names, "embedding"),
-        *(_Block(anatomy.thinned(index), names, f"decoder layer {kinds[index]}") for index in range(anatomy.depth)),
-        _Head(anatomy.thinned(anatomy.depth), names, "head", shifted=shifted),
+        Embedding(anatomy.thinned(), names, "embedding"),
+        *(
+            DecoderLayer(anatomy.thinned(index), names, f"decoder layer {kinds[index]}")
+            for index in range(anatomy.depth)
+        ),
+        Head(anatomy.thinned(anatomy.depth), names, "head", shifted=shifted),
     ]
     _try(model, layers, inputs)
     return layers
@@ -244,7 +247,7 @@ class _Layer(nn.Module):
         return dict(zip(self._names, rest, strict=True))
 
 
-class _Embedding(_Layer):
+class Embedding(_Layer):
     """Tokens to hidden states."""
 
     def forward(self, tokens: Tensor, *rest: Tensor) -> Any:
@@ -253,7 +256,7 @@ class _Embedding(_Layer):
         return (hidden, *rest) if rest else hidden
 
 
-class _Block(_Layer):
+class DecoderLayer(_Layer):
     """One decoder layer."""
 
     def forward(self, hidden: Tensor, *rest: Tensor) -> Any:
@@ -267,7 +270,7 @@ class _Block(_Layer):
         return (hidden, *rest) if rest else hidden
 
 
-class _Head(_Layer):
+class Head(_Layer):
     """Final norm, logits, loss."""
 
     def __init__(self, thinned: _Thinned, names: tuple[str, ...], title: str, *, shifted: bool) -> None:

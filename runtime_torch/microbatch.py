@@ -83,7 +83,7 @@ def keywords_for(layer: nn.Module) -> dict[str, Any]:
 def takes_target(layer: nn.Module) -> bool:
     """Whether a layer is given the target by name, wherever in the model it is: its `forward` has `*, target`."""
     if layer not in _by_name:
-        target = inspect.signature(_inner(layer).forward).parameters.get("target")
+        target = inspect.signature(inner_layer(layer).forward).parameters.get("target")
         _by_name[layer] = target is not None and target.kind is target.KEYWORD_ONLY
     return _by_name[layer]
 
@@ -104,7 +104,7 @@ class Wrapping(nn.Module):
     layer: nn.Module
 
 
-def _inner(layer: nn.Module) -> nn.Module:
+def inner_layer(layer: nn.Module) -> nn.Module:
     """The layer as the model has it, without what wraps it."""
     while isinstance(layer, DistributedDataParallel | Wrapping):
         layer = layer.module if isinstance(layer, DistributedDataParallel) else layer.layer
@@ -112,7 +112,7 @@ def _inner(layer: nn.Module) -> nn.Module:
 
 
 def _parameters(layer: nn.Module) -> frozenset[str] | None:
-    parameters = inspect.signature(_inner(layer).forward).parameters.values()
+    parameters = inspect.signature(inner_layer(layer).forward).parameters.values()
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return None
     return frozenset(one.name for one in parameters if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD))

@@ -61,25 +61,21 @@ def backward(
     All are contiguous; `result` and `logsumexp` are those of all blocks together.
     """
     if not own:
-        batch, heads, tokens, width = query.shape
-        shape = batch, block[0].shape[1], -1, width
-        found = _differentiate(
-            gradient.view(shape), query.view(shape), *block, result.view(shape), logsumexp.view(shape[:-1]), False, scale
-        )
+        sums = _folded(logsumexp.unsqueeze(-1), block).squeeze(-1)
+        folded = _folded(gradient, block), _folded(query, block)
+        found = _differentiate(*folded, *block, _folded(result, block), sums, False, scale)
         return found[0].reshape(query.shape), found[1], found[2]
     grouped, key, value = _grouped(query, block)
-    shape = grouped.shape
-    found = _differentiate(
-        gradient.view(shape), grouped, key, value, result.view(shape), logsumexp.view(shape[:-1]), True, scale
-    )
-    dk, dv = (one.sum(1).view_as(block[0]) if shape[1] > 1 else one.reshape(block[0].shape) for one in found[1:])
+    about = result.view(grouped.shape), logsumexp.view(grouped.shape[:-1])
+    found = _differentiate(gradient.view(grouped.shape), grouped, key, value, *about, True, scale)
+    dk, dv = (one.sum(1).view_as(block[0]) if one.shape[1] > 1 else one.reshape(block[0].shape) for one in found[1:])
     return found[0].reshape(query.shape), dk, dv
 
 
 def _grouped(query: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
     """Return views in which every key-value head is a sample, and the heads are those that read it: for the own block,
     whose mask has to meet each head's tokens by themselves."""
-    batch, heads, tokens, width = query.shape
+    _, heads, tokens, width = query.shape
     groups = heads // block[0].shape[1]
     key, value = (one.view(-1, 1, tokens, width).expand(-1, groups, -1, -1) for one in block)
     return query.view(-1, groups, tokens, width), key, value
@@ -127,10 +123,10 @@ def _differentiate(
     if kernel == "cuda":
         nothing = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the random state of no dropout
         lengths = None, None, query.shape[2], key.shape[2]
-        found = aten._scaled_dot_product_flash_attention_backward(
+        on_cuda: Sequence[Tensor] = aten._scaled_dot_product_flash_attention_backward(
             *given, *lengths, 0.0, causal, nothing, nothing, scale=scale
         )
-        return found
+        return on_cuda
     return _plain_backward(*given, causal=causal, scale=scale)
 
 
@@ -188,9 +184,7 @@ def _rows(query: Tensor, key: Tensor) -> list[tuple[int, Tensor]]:
     return list(zip(starts, torch.split(query, count, 2), strict=True))
 
 
-def _scores(
-    rows: Tensor, key: Tensor, first: int, wide: torch.dtype, *, causal: bool, scale: float | None
-) -> Tensor:
+def _scores(rows: Tensor, key: Tensor, first: int, wide: torch.dtype, *, causal: bool, scale: float | None) -> Tensor:
     factor = rows.shape[-1] ** -0.5 if scale is None else scale
     scores = (rows.to(wide) @ key.to(wide).transpose(-1, -2)).mul_(factor)
     if causal:

@@ -29,6 +29,10 @@ class Microbatch:
     """What its loss counts in the step's."""
     samples: int | None = None
     keywords: Keywords = field(default_factory=dict)
+    tokens: int | None = None
+    """Of the slice that is computed; None: the microbatch is as long as announced."""
+    share: float = 1.0
+    """The slice's tokens by those of its microbatch."""
 
 
 _OUTSIDE = Microbatch()
@@ -124,7 +128,7 @@ def add_loss(x: Tensor, loss: Tensor) -> Tensor:
     For losses that arise within the model, such as those that balance the experts of a mixture: call it in any layer
     with a tensor that the layer returns. The loss counts in gradients, not in the loss that a step returns.
     """
-    added: Tensor = _AddLoss.apply(x, loss, _current.weight)  # type: ignore[no-untyped-call]
+    added: Tensor = _AddLoss.apply(x, loss, _current.weight * _current.share)  # type: ignore[no-untyped-call]
     return added
 
 

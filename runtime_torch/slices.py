@@ -7,8 +7,8 @@ A layer that can be sliced names the carry, as layers name the target, and calls
         ...
         mixed = carry.attend(query, key, value)  # causal, over this slice and those before it
 
-`WHOLE` is the carry of a microbatch in one piece, so the layer is the same with and without slices, and any other caller
-leaves the argument out. A layer that looks at each token by itself needs no carry and says so: `sliceable = True`.
+`WHOLE` is the carry of a microbatch in one piece, so the layer is the same with and without slices, and any other
+caller leaves the argument out. A layer that looks at each token by itself says so: `sliceable = True`.
 
 Keys and values of a slice live from its forward to the end of its own backward, and are neither offloaded nor
 recomputed; autograd saves them beside queries and result, and nothing of other slices. Forwards ascend, backwards
@@ -68,6 +68,9 @@ class Carry:
 WHOLE = Carry()
 """The carry of a microbatch in one piece."""
 
+BY_TOKEN = (nn.Identity, nn.Linear, nn.Embedding, nn.RMSNorm, nn.Dropout)
+"""Layers of torch that look at each token by itself."""
+
 _named: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
@@ -80,9 +83,24 @@ def takes_carry(layer: nn.Module) -> bool:
 
 
 def is_sliceable(layer: nn.Module) -> bool:
-    """Whether a layer says that it can be sliced: by `sliceable`, or, where it has no such word, by naming the carry."""
-    said = getattr(inner_layer(layer), "sliceable", None)
-    return takes_carry(layer) if said is None else bool(said)
+    """Whether a layer says that it can be sliced: by its `sliceable`, or, without that, by naming the carry."""
+    inner = inner_layer(layer)
+    said = getattr(inner, "sliceable", None)
+    return takes_carry(layer) or type(inner) in BY_TOKEN if said is None else bool(said)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Which part of its microbatch a unit is."""
+
+    microbatch: int
+    index: int
+    starts: tuple[int, ...]
+    """The position of the first token of each slice of the microbatch."""
+    share: float
+    """Its tokens by those of the microbatch."""
+    target: Tensor | None = None
+    """Of the whole microbatch."""
 
 
 @dataclass(slots=True)
@@ -102,6 +120,8 @@ class StageCarry:
 
     def __init__(self, starts: tuple[int, ...], meter: Meter) -> None:
         self.starts = starts
+        self.last = len(starts) - 1
+        """The slice that no other reads: its keys and values are saved like anything else."""
         self._meter = meter
         self._kept: list[dict[tuple[int, int], _Kept]] = [{} for _ in starts]
         """By slice: by layer and number of the attention in it."""
@@ -112,8 +132,12 @@ class StageCarry:
         """Return what a layer gets for slice `index`; `target` is that of the whole microbatch."""
         return SliceCarry(self, index, layer, target)
 
+    def has_kept(self, index: int, layers: Collection[int]) -> bool:
+        """Whether one of these layers keeps anything of a slice."""
+        return any(layer in layers for layer, _ in self._kept[index])
+
     def nbytes(self, index: int, layers: Collection[int] | None = None) -> int:
-        """Bytes of the keys and values of one slice (of some layers)."""
+        """Bytes of the keys and values of one slice (of some layers) that are kept for others."""
         return sum(
             one.nbytes
             for (layer, _), kept in self._kept[index].items()
@@ -132,8 +156,8 @@ class StageCarry:
     # -- for the attention
 
     def keep(self, index: int, place: tuple[int, int], block: attention.Block, needs_gradient: bool) -> None:
-        """Keep a slice's own block; the second forward of a recompute finds it kept."""
-        if place in self._kept[index]:
+        """Keep a slice's own block for later ones; the second forward of a recompute finds it kept."""
+        if index == self.last or place in self._kept[index]:
             return
         self._kept[index][place] = _Kept(block, needs_gradient)
         for one in block:
@@ -163,6 +187,8 @@ class StageCarry:
 
     def take(self, index: int, place: tuple[int, int]) -> list[Tensor]:
         """Return what later slices have added to the gradients of a slice's block, and forget it; empty: nothing."""
+        if index == self.last:
+            return []
         kept = self._kept[index][place]
         found, kept.gradients = kept.gradients, []
         for one in found:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +14,9 @@ from optpipe_compiler.errors import BadInput
 from runtime_torch.bundles import Bundle, Made, bundled, trace_bundles
 from runtime_torch.execution import StageExecution
 from runtime_torch.meter import Meter
+from runtime_torch.microbatch import inner_layer
 from runtime_torch.replicas import replicated
+from runtime_torch.slices import is_sliceable
 from runtime_torch.ties import Ties, shared
 
 if TYPE_CHECKING:
@@ -97,12 +101,14 @@ def stages_between(
     built = {index: prepare(layer.to(device)) for index, layer in built.items()}
     stages = Stages(nn.ModuleDict({str(index): layer for index, layer in built.items()}), bundles, tied)
     tied.unite(lambda layer: bool(replicated(layer)), dict(stages.module.items()))
+    bundles = _with_tokens(schedule, bundles)
     sharded = [part for layer in built.values() for part in replicated(layer)]
     for part in sharded:  # a stage must know the whole parameters, to tell them from activations
         part.unshard()
     meters = Meter(), Meter()
     for stage in mine:
         run = [built[index] for index in range(*stage.layers)]
+        _refuse_unsliceable(schedule, stage, run)
         if bundles is not None:
             first, end = stage.layers
             names = {index: f"rank {rank}: layer {index}" for index in range(first, end)}
@@ -147,6 +153,7 @@ def wrap_stages(
     tied.unite(lambda module: bool(replicated(module)), dict(stages.module.items()))
     meters = Meter(), Meter()
     for stage in mine:
+        _refuse_unsliceable(schedule, stage, [modules[stage.stage]])
         nothing = [nn.Identity() for _ in range(stage.layers[1] - stage.layers[0] - 1)]
         stages[stage.stage] = _execution(schedule, stage, [*nothing, modules[stage.stage]], device, meters)
     return stages
@@ -155,6 +162,26 @@ def wrap_stages(
 def _count(schedule: ir.Schedule, layers: Sequence[Any] | Mapping[int, Any]) -> None:
     if isinstance(layers, Sequence) and len(layers) != schedule.setup.layers:
         raise BadInput(f"the model has {len(layers)} layers, the schedule is for {schedule.setup.layers}")
+
+
+def _with_tokens(schedule: ir.Schedule, bundles: Sequence[Bundle] | None) -> Sequence[Bundle] | None:
+    """Return the bundles with the length of the sequences, where the schedule cuts them."""
+    units = schedule.setup.units
+    if bundles is None or isinstance(units, msgspec.UnsetType):
+        return bundles
+    return [replace(bundle, tokens=units.tokens) for bundle in bundles]
+
+
+def _refuse_unsliceable(schedule: ir.Schedule, stage: ir.Stage, layers: Sequence[nn.Module]) -> None:
+    if schedule.setup.slices == 1:
+        return
+    for index, layer in enumerate(layers, stage.layers[0]):
+        if not is_sliceable(layer):
+            raise BadInput(
+                f"layer {index} ({type(inner_layer(layer)).__name__}) does not say that it can be sliced, and the "
+                f"schedule has {schedule.setup.slices} slices: expected `forward(..., *, carry)`, or, where it looks at "
+                "each token by itself, `sliceable = True`"
+            )
 
 
 def _built(made: Made, index: int) -> nn.Module:

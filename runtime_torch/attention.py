@@ -11,15 +11,16 @@ keys and values, o and s, whatever the number of slices before it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from runtime_torch import engine
 
-aten = torch.ops.aten
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
 Block = tuple[Tensor, Tensor]
 """Keys and values of one slice, each (batch, key-value heads, tokens, head width), contiguous."""
 
@@ -91,16 +92,11 @@ def _folded(query: Tensor, block: Block) -> Tensor:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
-    kernel = _kernel(query)
-    if kernel == "cpu":
-        found: tuple[Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, causal, scale=scale
-        )
-        return found
-    if kernel == "cuda":
-        out, logsumexp, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, causal, scale=scale)
-        return out, logsumexp
-    return _plain(query, key, value, causal=causal, scale=scale)
+    kernels = _kernels(query)
+    if kernels is None:
+        return _plain(query, key, value, causal=causal, scale=scale)
+    out, logsumexp, *_ = kernels[0](query, key, value, 0.0, causal, scale=scale)
+    return out, logsumexp
 
 
 def _differentiate(
@@ -114,29 +110,23 @@ def _differentiate(
     scale: float | None,
 ) -> Sequence[Tensor]:
     given = gradient, query, key, value, result, logsumexp
-    kernel = _kernel(query)
-    if kernel == "cpu":
-        found: Sequence[Tensor] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *given, 0.0, causal, scale=scale
-        )
-        return found
-    if kernel == "cuda":
+    kernels = _kernels(query)
+    if kernels is None:
+        return _plain_backward(*given, causal=causal, scale=scale)
+    if query.is_cuda:
         nothing = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the random state of no dropout
         lengths = None, None, query.shape[2], key.shape[2]
-        on_cuda: Sequence[Tensor] = aten._scaled_dot_product_flash_attention_backward(
-            *given, *lengths, 0.0, causal, nothing, nothing, scale=scale
-        )
+        on_cuda: Sequence[Tensor] = kernels[1](*given, *lengths, 0.0, causal, nothing, nothing, scale=scale)
         return on_cuda
-    return _plain_backward(*given, causal=causal, scale=scale)
+    on_cpu: Sequence[Tensor] = kernels[1](*given, 0.0, causal, scale=scale)
+    return on_cpu
 
 
-def _kernel(query: Tensor) -> Literal["cpu", "cuda", "plain"]:
-    """Return which flash kernel takes these queries."""
+def _kernels(query: Tensor) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return the flash kernel that takes these queries, and its backward."""
     width = query.shape[-1]
-    if query.is_cpu:
-        return "cpu"
     fits = query.dtype in (torch.float16, torch.bfloat16) and width <= _WIDEST and width % 8 == 0
-    return "cuda" if query.is_cuda and fits else "plain"
+    return engine.flash_attention(query.device.type) if query.is_cpu or (query.is_cuda and fits) else None
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:

@@ -91,6 +91,7 @@ def stages_between(
     mine = [stage for stage in schedule.stages if stage.device == rank]
     if not mine:
         raise BadInput(f"rank {rank} has no stage: the schedule is for {schedule.setup.devices} devices")
+    bundles = _with_tokens(schedule, bundles)
     built = {index: _built(layers[index], index) for stage in mine for index in range(*stage.layers)}
     whole = enumerate(layers) if isinstance(layers, Sequence) else layers.items()
     known = {str(index): made for index, made in whole if isinstance(made, nn.Module)}
@@ -101,7 +102,6 @@ def stages_between(
     built = {index: prepare(layer.to(device)) for index, layer in built.items()}
     stages = Stages(nn.ModuleDict({str(index): layer for index, layer in built.items()}), bundles, tied)
     tied.unite(lambda layer: bool(replicated(layer)), dict(stages.module.items()))
-    bundles = _with_tokens(schedule, bundles)
     sharded = [part for layer in built.values() for part in replicated(layer)]
     for part in sharded:  # a stage must know the whole parameters, to tell them from activations
         part.unshard()
@@ -179,8 +179,8 @@ def _refuse_unsliceable(schedule: ir.Schedule, stage: ir.Stage, layers: Sequence
         if not is_sliceable(layer):
             raise BadInput(
                 f"layer {index} ({type(inner_layer(layer)).__name__}) does not say that it can be sliced, and the "
-                f"schedule has {schedule.setup.slices} slices: expected `forward(..., *, carry)`, or, where it looks at "
-                "each token by itself, `sliceable = True`"
+                f"schedule has {schedule.setup.slices} slices: expected `forward(..., *, carry)`, or, where it looks "
+                "at each token by itself, `sliceable = True`"
             )
 
 

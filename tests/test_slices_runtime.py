@@ -14,7 +14,7 @@ from torch import nn
 
 from optpipe_compiler.costs.models import Architecture
 from optpipe_torch.models import known, layers
-from runtime_torch import attention, vocabulary
+from runtime_torch import attention, engine, vocabulary
 from runtime_torch.bundles import bundled, trace_bundles
 from runtime_torch.execution import StageExecution
 from runtime_torch.meter import Meter
@@ -68,7 +68,7 @@ def in_slices(tensors, cuts):
 @pytest.mark.parametrize("kernel", ["flash", "plain"])
 def test_slices_attend_as_exactly_as_torch_does_at_once(monkeypatch, cuts, dtype, kv_heads, kernel):
     if kernel == "plain":
-        monkeypatch.setattr(attention, "_kernel", lambda query: "plain")
+        monkeypatch.setattr(engine, "_flash", {})
         monkeypatch.setattr(attention, "SCORES", 500)
     tensors = drawn(4, kv_heads, dtype)
     exact = at_once(tensors, torch.float64)

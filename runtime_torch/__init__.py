@@ -14,6 +14,7 @@ from optpipe_compiler.errors import MissingDependency
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents.ir import load as load_schedule
+    from runtime_torch.decoder import DecoderLayer
     from runtime_torch.microbatch import add_loss
     from runtime_torch.runner import Runner, StepResult
     from runtime_torch.slices import WHOLE, Carry
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "WHOLE",
     "Carry",
+    "DecoderLayer",
     "Runner",
     "StepResult",
     "add_loss",
@@ -34,6 +36,7 @@ __all__ = [
 _HOMES = {
     "WHOLE": ("runtime_torch.slices", "WHOLE"),
     "Carry": ("runtime_torch.slices", "Carry"),
+    "DecoderLayer": ("runtime_torch.decoder", "DecoderLayer"),
     "Runner": ("runtime_torch.runner", "Runner"),
     "StepResult": ("runtime_torch.runner", "StepResult"),
     "add_loss": ("runtime_torch.microbatch", "add_loss"),

@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from optpipe_compiler.costs.models import Architecture
+from optpipe_compiler.errors import BadInput
 from optpipe_torch.models import known, layers
 from runtime_torch import attention, engine, vocabulary
 from runtime_torch.bundles import bundled, trace_bundles
+from runtime_torch.decoder import DecoderLayer
 from runtime_torch.execution import StageExecution
 from runtime_torch.meter import Meter
 from runtime_torch.microbatch import Microbatch, entered
@@ -112,6 +114,24 @@ def in_parts():
     return [*embedding, known.Block(32, 4), *(make() for make in ignoring)]
 
 
+def decoders(kind):
+    """Layers of transformers, between an embedding and a head of ours."""
+    transformers = pytest.importorskip("transformers")
+    if kind == "llama":
+        from transformers.models.llama import modeling_llama as llamas
+
+        config = transformers.LlamaConfig(
+            hidden_size=32, intermediate_size=40, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2
+        )
+        made = [DecoderLayer(llamas.LlamaDecoderLayer(config, i), llamas.LlamaRotaryEmbedding(config)) for i in (0, 1)]
+    else:
+        from transformers.models.gpt2 import modeling_gpt2 as gpts
+
+        config = transformers.GPT2Config(n_embd=32, n_head=4, n_layer=2, attn_pdrop=0.0, resid_pdrop=0.0)
+        made = [DecoderLayer(gpts.GPT2Block(config, layer_idx=index)) for index in (0, 1)]
+    return [known.Embedding(256, TOKENS, 32), *made, known.Head(32, 256)]
+
+
 LLAMA_FIELDS = {name: getattr(LLAMA, name) for name in LLAMA.__dataclass_fields__}
 
 MODELS = {
@@ -121,6 +141,8 @@ MODELS = {
     "gpt-2": partial(llama, kind="gpt2", kv_heads=4, positions=64),
     "gpt": gpt,
     "ignored tokens": in_parts,
+    "transformers' Llama": partial(decoders, "llama"),
+    "transformers' GPT-2": partial(decoders, "gpt2"),
 }
 
 
@@ -207,6 +229,7 @@ def test_gradients_equal_those_of_whole_microbatches(name, cuts):
         found_loss, found = run_sliced(model, cuts, how)
         assert found_loss == pytest.approx(loss, rel=1e-5)
         for one, other in zip(found, wanted, strict=True):
+            assert other.abs().max() > 0
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
         for layer in model:
             layer.zero_grad()
@@ -223,3 +246,46 @@ def test_gradients_in_bf16_are_as_close_as_those_of_whole_microbatches(name):
         return sum(((one - wanted).norm() / wanted.norm()).item() for one, wanted in zip(gradients, exact, strict=True))
 
     assert off(found) < 1.5 * off(usual)
+
+
+def test_adapted_layers_are_those_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama import modeling_llama as llamas
+
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=40, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1
+    )
+    layer, rotary = llamas.LlamaDecoderLayer(config, 0), llamas.LlamaRotaryEmbedding(config)
+    layer.self_attn.config._attn_implementation = "sdpa"
+    x = torch.randn(2, TOKENS, 32)
+    mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()[None, None]
+    usual = layer(x, attention_mask=mask, position_embeddings=rotary(x, torch.arange(TOKENS)[None]))
+    torch.testing.assert_close(DecoderLayer(layer, rotary)(x), usual)
+    assert config._attn_implementation == "sdpa"  # of other layers
+
+
+def test_attention_that_slices_cannot_have_is_refused():
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.mistral import modeling_mistral as mistrals
+
+    config = transformers.MistralConfig(
+        hidden_size=32, intermediate_size=40, num_attention_heads=4, num_key_value_heads=2, sliding_window=16
+    )
+    layer = DecoderLayer(mistrals.MistralDecoderLayer(config, 0), mistrals.MistralRotaryEmbedding(config))
+    with pytest.raises(BadInput, match="MistralAttention has a sliding window of 16 tokens, expected at least as many"):
+        layer(torch.randn(2, TOKENS, 32))
+    with pytest.raises(BadInput, match="Linear has no attention with a config"):
+        DecoderLayer(nn.Linear(4, 4))
+
+
+def test_a_first_layer_with_attention_over_its_own_weights_is_refused():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.block = known.Embedding(256, TOKENS, 32), known.Block(32, 4)
+
+        def forward(self, x, *, carry=WHOLE):
+            return self.block(self.embedding(x), carry=carry)
+
+    with pytest.raises(BadInput, match="layer 0 has weights below its attention and is the model's first"):
+        run_sliced([Both(), known.Head(32, 256)], CUTS[0], "split", cut=1)

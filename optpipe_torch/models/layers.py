@@ -112,9 +112,9 @@ class Attention(nn.Module):
         return scatter_sequence(self.projection(mixed.transpose(1, 2).reshape(batch, sequence, -1)), self.ranks)
 
 
-def _attention_is_sliceable(model: Architecture, ranks: int) -> bool:
+def _attention_is_sliceable(model: Architecture) -> bool:
     """Whether slices of a sequence can be attended to one after another: by a flash kernel, without dropout."""
-    return model.attention == "flash" and not model.attention_dropout and ranks == 1
+    return model.attention == "flash" and not model.attention_dropout
 
 
 def rotation(sequence: int, width: int) -> tuple[Tensor, Tensor]:
@@ -206,7 +206,7 @@ class AttentionHalf(nn.Module):
         self.dropout = model.residual_dropout
         self.attention_norm = norm(model)
         self.attention = Attention(model, sequence, ranks)
-        self.sliceable = _attention_is_sliceable(model, ranks)
+        self.sliceable = _attention_is_sliceable(model)
 
     def forward(self, x: Tensor, *, carry: Carry = WHOLE) -> Tensor:
         """Keep the shape."""
@@ -237,7 +237,7 @@ class Block(nn.Module):
         self.attention_norm, self.ffn_norm = norm(model), norm(model)
         self.attention = Attention(model, sequence, ranks)
         self.ffn = (Experts if model.experts else FeedForward)(model, ranks)
-        self.sliceable = _attention_is_sliceable(model, ranks) and not model.experts
+        self.sliceable = _attention_is_sliceable(model) and not model.experts
 
     def forward(self, x: Tensor, *, carry: Carry = WHOLE) -> Tensor:
         """Keep the shape."""

@@ -38,6 +38,8 @@ from optpipe_compiler.errors import BadInput, Rejected
 @click.option(
     "--time-limit", type=float, metavar="SECONDS", help="[default: 60 up to 8 devices, 180 up to 32, 270 above]"
 )
+@click.option("--slices", metavar="N|auto", help="Slices of every sequence [default: auto where layers allow it].")
+@click.option("--lengths", type=click.Path(path_type=Path), help="File with the tokens of each microbatch.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--reproducible", is_flag=True, help="Same bytes on every run and machine; one search thread.")
 @click.option(
@@ -183,8 +185,33 @@ def _renamed(options: dict[str, Any]) -> dict[str, Any]:
     for name in ("offload", "recompute", "split"):
         options[name] = not options.pop(f"no_{name}")
     options["host_mem_bytes"] = options.pop("host_mem")
+    options["slices"] = _number_of_slices(options["slices"])
+    options["lengths"] = None if options["lengths"] is None else read_lengths(options["lengths"])
     options["time_limit_s"] = options.pop("time_limit")
     return options
+
+
+def _number_of_slices(text: str | None) -> int | str | None:
+    if text is None or text == "auto":
+        return text
+    if not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise BadInput(f"--slices is {text!r}, expected a number, or auto")
+    return int(text)
+
+
+def read_lengths(path: Path) -> tuple[int, ...]:
+    """Return the tokens of each microbatch that a file lists, with blanks, commas or line ends between them."""
+    from optpipe_compiler.documents.files import read_text
+
+    words = read_text(path).replace(",", " ").split()
+    for word in words:
+        if not word.isascii() or not word.isdigit() or len(word) > 9 or not int(word):
+            raise BadInput(
+                f"{path}: has {word[:40]!r}, expected the tokens of each microbatch: whole numbers from 1 on"
+            )
+    if not words:
+        raise BadInput(f"{path}: is empty, expected the tokens of each microbatch")
+    return tuple(map(int, words))
 
 
 def _report(result: Any) -> dict[str, Any]:

@@ -55,6 +55,11 @@ class Op(Record, frozen=True, kw_only=True):
         return None if isinstance(self.slice, msgspec.UnsetType) else self.slice
 
     @property
+    def unit(self) -> tuple[int, int | None]:
+        """The microbatch and the slice."""
+        return self.microbatch, self.slice_or_none
+
+    @property
     def id(self) -> str:
         """The op's name in waits: `kind:stage:microbatch` or `kind:stage:microbatch.slice`, unique in a schedule."""
         return op_id(self.name, self.stage, self.microbatch, None, self.slice_or_none)

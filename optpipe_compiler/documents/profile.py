@@ -258,6 +258,56 @@ def _selectively(layer: Layer) -> Layer:
     )
 
 
+def of_unit(layer: Layer, tokens: tuple[int, int], whole: int, *, is_cut: bool) -> Layer:
+    """Return what a layer, as it is in its stage, costs for the tokens [begin, end) of a sequence.
+
+    Its costs are for `whole` tokens. Bytes are rounded up, times to the nearest ns; a slice (`is_cut`) has overhead.
+    """
+    begin, end = tokens
+    slices = layer.slices or Sliceable()
+    carried = value_of(slices.carry_bytes) if is_cut else 0
+
+    def size(cost: Cost) -> int:
+        return -(-value_of(cost) * (end - begin) // whole)
+
+    def before(cost: Cost) -> int:
+        return -(-value_of(cost) * begin // whole)
+
+    def time(cost: Cost, attention: Cost = 0, overhead: Cost = 0) -> int:
+        total, quadratic = value_of(cost), value_of(attention)
+        twice = 2 * ((total - quadratic) * (end - begin) * whole + quadratic * (end**2 - begin**2))
+        return (twice + whole**2) // (2 * whole**2) + (value_of(overhead) if is_cut else 0)
+
+    again = value_of(layer.forward_ns if layer.recompute_ns is None else layer.recompute_ns)
+    halves = value_of(layer.backward_input_ns) + value_of(layer.backward_weight_ns)
+    extra = value_of(slices.backward_input_overhead_ns) + value_of(slices.backward_weight_overhead_ns)
+    return structs.replace(
+        layer,
+        forward_ns=time(layer.forward_ns, slices.forward_attention_ns, slices.forward_overhead_ns),
+        backward_input_ns=time(
+            layer.backward_input_ns, slices.backward_input_attention_ns, slices.backward_input_overhead_ns
+        ),
+        backward_weight_ns=time(layer.backward_weight_ns, 0, slices.backward_weight_overhead_ns),
+        backward_ns=time(
+            halves if layer.backward_ns is None else layer.backward_ns,
+            slices.backward_input_attention_ns,
+            extra if slices.backward_overhead_ns is None else slices.backward_overhead_ns,
+        ),
+        recompute_ns=time(again, min(again, value_of(slices.forward_attention_ns)), slices.forward_overhead_ns),
+        saved_bytes=size(value_of(layer.saved_bytes) - carried) + size(carried),
+        residue_bytes=size(layer.saved_bytes if layer.residue_bytes is None else layer.residue_bytes),
+        shared_bytes=0,
+        captured_bytes=size(layer.captured_bytes),
+        checkpoint_bytes=size(layer.checkpoint_bytes),
+        output_bytes=size(layer.output_bytes),
+        forward_transient_bytes=size(layer.forward_transient_bytes) + before(slices.forward_prefix_bytes),
+        backward_input_transient_bytes=size(layer.backward_input_transient_bytes)
+        + before(slices.backward_prefix_bytes),
+        backward_weight_transient_bytes=size(layer.backward_weight_transient_bytes),
+        backward_transient_bytes=size(layer.backward_transient_bytes) + before(slices.backward_prefix_bytes),
+    )
+
+
 def in_one_stage(layers: Sequence[Layer]) -> list[Layer]:
     """Return the layers of a stage as they are there: what one shares with the one before it is counted once.
 

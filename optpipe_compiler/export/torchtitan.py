@@ -86,6 +86,8 @@ def schedule_class(schedule: Schedule) -> str:
     """Return the name that makes torchtitan put the stages on the schedule's devices; raise BadInput if none does."""
     devices, stages = schedule.setup.devices, len(schedule.stages)
     found = [stage.device for stage in schedule.stages]
+    if schedule.setup.slices > 1:
+        raise BadInput("torchtitan runs whole microbatches; expected a schedule without slices (--slices 1)")
     if devices == 1:
         raise BadInput("torchtitan has no pipeline on 1 device; expected a schedule for at least 2")
     if stages % devices == 0:

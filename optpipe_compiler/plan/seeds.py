@@ -12,17 +12,19 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import UnsetType
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.model.placement import Layout, stage_devices
+from optpipe_compiler.model.problem import Slicing
 from optpipe_compiler.model.schedule import NONE, Ints, Kind, Schedule, Stuck
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from optpipe_compiler.documents.profile import Profile
-    from optpipe_compiler.model.problem import Problem
+    from optpipe_compiler.model.problem import Problem, Stage
     from optpipe_compiler.plan.incumbents import Incumbents
 
 KINDS = {
@@ -41,7 +43,7 @@ def added(
     seeds: Iterable[ir.Checked],
     profile: Profile,
     known: list[tuple[Layout, Problem]],
-    like: Callable[[Layout, float], Problem | None],
+    like: Callable[[Layout, float, Slicing | None], Problem | None],
 ) -> Iterator[tuple[Layout, Problem]]:
     """Yield the instances of seeds that are not among the known ones.
 
@@ -54,7 +56,7 @@ def added(
             continue
         if any(one == replace(layout, name=one.name) and _read(seed.schedule, problem, one) for one, problem in found):
             continue
-        problem = like(layout, offloaded_share(seed.schedule, profile))
+        problem = like(layout, offloaded_share(seed.schedule, profile), slicing_of(seed.schedule))
         if problem is not None and _read(seed.schedule, problem, layout) is not None:
             found.append((layout, problem))
             yield found[-1]
@@ -78,6 +80,14 @@ def layout_of(schedule: ir.Schedule) -> Layout | None:
     if not patterns and list(owners) == sorted(owners) and set(owners) == set(range(devices)):
         patterns = ["linear"]  # neighbouring stages, not the same number on every device
     return Layout(patterns[0], _cuts(schedule), owners, _selective(schedule)) if patterns else None
+
+
+def slicing_of(schedule: ir.Schedule) -> Slicing | None:
+    """Return how a file cuts microbatches, and how long they are."""
+    units = schedule.setup.units
+    if isinstance(units, UnsetType):
+        return None
+    return Slicing(units.tokens, tuple(map(tuple, units.cuts)), tuple(units.shape_of))
 
 
 def offloaded_share(schedule: ir.Schedule, profile: Profile) -> float:
@@ -110,12 +120,18 @@ def _timed(seed: ir.Schedule, problem: Problem, layout: Layout) -> Iterator[Sche
     columns = timed.columns
     is_sent = all(
         stage.send_activation <= cost.send_activation_ns and stage.send_gradient <= cost.send_gradient_ns
-        for stage, cost in zip(problem.stages, seed.forecast.stages, strict=True)
+        for stage, cost in zip(_by_stage(problem), seed.forecast.stages, strict=True)
     )
     if is_sent and (columns.end <= ends[columns.kind, columns.stage, columns.microbatch]).all():
         yield timed
     with suppress(Stuck):
         yield retime(timed, problem)
+
+
+def _by_stage(problem: Problem) -> list[Stage]:
+    """Return the figures of each stage and class of units, in the order of a file's costs."""
+    every = problem.classes or (problem.stages,)
+    return [stages[s] for s in range(len(problem.stages)) for stages in every]
 
 
 def _read(seed: ir.Schedule, problem: Problem, layout: Layout) -> tuple[Schedule, Ints] | None:
@@ -124,7 +140,9 @@ def _read(seed: ir.Schedule, problem: Problem, layout: Layout) -> tuple[Schedule
         return None
     if layout.selective != _selective(seed):
         return None
-    if (seed.setup.devices, seed.setup.microbatches) != (problem.devices, problem.microbatches):
+    if (seed.setup.devices, seed.setup.microbatches) != (problem.devices, problem.whole):
+        return None
+    if slicing_of(seed) != problem.slicing:
         return None
     shape = len(Kind), len(problem.stages), problem.microbatches
     starts, ends = np.full(shape, NONE, np.int64), np.full(shape, NONE, np.int64)
@@ -132,7 +150,7 @@ def _read(seed: ir.Schedule, problem: Problem, layout: Layout) -> tuple[Schedule
         ops = getattr(seed.devices[times.device], times.lane)
         for op, start, end in zip(ops, times.start_ns, times.end_ns, strict=True):
             if op.name in KINDS:
-                place = KINDS[op.name], op.stage, op.microbatch
+                place = KINDS[op.name], op.stage, op.microbatch * problem.slices + (op.slice_or_none or 0)
                 if starts[place] != NONE or not _is_possible(op, problem, layout):
                     return None
                 starts[place], ends[place] = start, end

@@ -13,6 +13,7 @@ SYMBOLS = {
     "P": "devices",
     "M": "microbatches of a step",
     "v": "stages of a device",
+    "n": "slices of a microbatch, of equal time",
     "F, I, W, B": "forward, input gradient, weight gradient and both, of all stages of a device, one microbatch",
     "bubble": "idle time of a device",
     "memory": "of the fullest device, in activations of all its stages for one microbatch",
@@ -27,6 +28,8 @@ CITATIONS = {
     "arXiv:2401.10241": "Qi et al., Zero Bubble Pipeline Parallelism",
     "arXiv:2405.15362": "Qi et al., Pipeline Parallelism with Controllable Memory",
     "arXiv:2503.01328": "Wan et al., PipeOffload: Improving Scalability of Pipeline Parallelism",
+    "arXiv:2406.03488": "Sun et al., Seq1F1B: Efficient Sequence-Level Pipeline Parallelism for Large Language Models",
+    "arXiv:2504.14519": "Li et al., SlimPipe: Memory-Thrifty and Efficient Pipeline Parallelism for Long-Context LLMs",
     "github.com/deepseek-ai/DualPipe": "DeepSeek, DualPipe",
     "Megatron-LM": "NVIDIA, Megatron-LM: activation recomputation",
     "torch": "PyTorch, torch.distributed.pipelining: ScheduleInterleavedZeroBubble",
@@ -153,6 +156,41 @@ DESCRIPTIONS = {
         "ZB-H1 on a loop of stages, as torch runs it; M is a whole number of rounds.",
         "(P - 1) * (F + I - W) / v",
         "P",
+    ),
+    "seq1f1b": Description(
+        "1F1B on slices of sequences: forwards ascend, backwards descend; the warm-up is n - 1 slices longer.",
+        "(P - 1) * (F + B) / n",
+        "(P + n - 1) / n",
+    ),
+    "seq1f1b-zb": Description(
+        "ZB-H1 on slices; weight gradients that are put off fill the end.",
+        "(P - 1) * (F + I - W) / n",
+        "(P + n - 1) / n",
+    ),
+    "seq1f1b-interleaved": Description(
+        "Interleaved 1F1B in groups of P slices, n of which are a microbatch.",
+        "(P - 1) * (F + B) / (n * v)",
+        "(v * P + P + n - 2) / (n * v)",
+    ),
+    "seq1f1b-interleaved-zb": Description(
+        "seq1f1b-interleaved with split backwards; device d puts off its first d weight gradients.",
+        "(P - 1) * (F + I - W) / (n * v)",
+        "(v * P + P + n - 2) / (n * v)",
+    ),
+    "slimpipe": Description(
+        "Interleaved 1F1B on slices, one microbatch after the other; n is a multiple of P.",
+        "(P - 1) * (F + B) / (n * v)",
+        "1 + 2 * (P - 1) / (n * v)",
+    ),
+    "seq1f1b-recompute": Description(
+        "seq1f1b with every forward run again right before its backward.",
+        "as seq1f1b, beside M * F more work",
+        "1 / n, and the keys and values of a microbatch",
+    ),
+    "seq1f1b-offload": Description(
+        "seq1f1b with every activation copied to the host by hooks as soon as it is there, and back in time.",
+        "as seq1f1b where all activations fit through the link",
+        "what is on its way to the host and back, and the keys and values that later slices read",
     ),
     "1f1b-offload": Description(
         "1F1B with every activation copied to the host by hooks as soon as it is there, and back in time.",

@@ -118,8 +118,8 @@ def _with(instance: Instance, **options: Any) -> Instance:
 def listed(schedule: ir.Schedule, instance: Instance) -> list[Change]:
     """Return the changes that are worth asking about for this schedule."""
     work = [0] * schedule.setup.devices
-    for stage, cost in zip(schedule.stages, schedule.forecast.stages, strict=True):
-        work[stage.device] += cost.forward_ns + cost.backward_ns
+    for cost in schedule.forecast.stages:
+        work[schedule.stages[cost.stage].device] += cost.forward_ns + cost.backward_ns
     offloads = any(device.d2h for device in schedule.devices)
     selective = any(stage.selective_layers for stage in schedule.stages)
     return list(changes(instance, offloads=offloads, selective=selective, uneven=len(set(work)) > 1))

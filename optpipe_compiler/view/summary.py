@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from msgspec import UnsetType
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -93,6 +94,7 @@ def _headline(schedule: Schedule) -> Table:
     argument = printable(forecast.bound)
     bound = f"{show_ns(forecast.lower_bound_ns)}, {BOUNDS.get(argument, argument)} ({argument})"
     size = f"{setup.devices} devices, {len(schedule.stages)} stages, {setup.microbatches} microbatches"
+    size += _units(schedule)
     counted = (("backward_weight", "split"), ("backward", "fused backwards"), ("offload", "offloads"))
     ops = ", ".join(f"{count(schedule, name)} {word}" for name, word in (*counted, ("recompute", "recomputes")))
     table.add_row("makespan", time)
@@ -112,6 +114,16 @@ def _headline(schedule: Schedule) -> Table:
         table.add_row("host links", first)
         table.add_row("", second)
     return table
+
+
+def _units(schedule: Schedule) -> str:
+    """Say into how many slices microbatches are cut, and how long they are."""
+    units = schedule.setup.units
+    if isinstance(units, UnsetType):
+        return ""
+    lengths = sorted({cuts[-1] for cuts in units.cuts})
+    tokens = f"{lengths[0]}" if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
+    return f" of {tokens} tokens" + (f" in {schedule.setup.slices} slices" if schedule.setup.slices > 1 else "")
 
 
 def host_links(schedule: Schedule) -> list[tuple[str, str]]:

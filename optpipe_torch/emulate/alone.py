@@ -22,6 +22,7 @@ from optpipe_torch.launch.trace import Ran, chrome_trace
 from optpipe_torch.launch.worker import settle_on_cpu
 from optpipe_torch.models import known as models
 from optpipe_torch.profiler.timer import CpuTimer
+from runtime_torch.batches import Batches
 from runtime_torch.conform import BYTES_TOLERANCE, prepare
 from runtime_torch.replay import Replay
 from runtime_torch.stages import stages_between
@@ -126,12 +127,9 @@ class _Alone:
         self._stages = stages_between(schedule, layers, rank, device, bundles, ties=models.ties(model))
         microbatches = schedule.setup.microbatches
         inputs, target = models.batches(model, data)(torch.Generator().manual_seed(seed), microbatches)
-        self._inputs = bundles[0].carry_batch([one.to(device).tensor_split(microbatches) for one in inputs])
-        self._targets = target.to(device).tensor_split(microbatches)
-        boundaries = [bundle.boundary for bundle in bundles[1:]]
-        prepare(
-            schedule, self._stages, lambda layer, _: boundaries[layer], self._inputs, self._targets, BYTES_TOLERANCE
-        )
+        batches = Batches(schedule, self._stages, None, None)
+        self._batch = batches.cut_all([one.to(device) for one in inputs], target.to(device))
+        prepare(schedule, self._stages, batches.boundary, self._batch, BYTES_TOLERANCE)
         first = next(iter(self._stages.values()))
         self._meter, self._host_meter = first.meter, first.host_meter
         carriers = [bundle.boundary for bundle in bundles[1:] if not bundle.is_single]
@@ -141,7 +139,7 @@ class _Alone:
             schedule,
             rank,
             self._stages,
-            lambda stage, _: boundaries[schedule.stages[stage].layers[1] - 1],
+            lambda stage, unit: batches.boundary(schedule.stages[stage].layers[1] - 1, unit),
             group=self._peers,
             on=device,
             meter=self._meter,
@@ -157,7 +155,8 @@ class _Alone:
         """Run the device's ops once; return when each ran, from the start of the step, by end."""
         self._meter.reset_peak()
         self._host_meter.reset_peak()
-        ops = self._replay.step(self._inputs, self._targets)
+        batch = self._batch
+        ops = self._replay.step(batch.inputs, batch.targets, batch.microbatches, batch.slices)
         start = self._peers.start_ns
         self._stages.module.zero_grad(set_to_none=False)
         self._peaks.append((self._meter.peak_bytes, self._host_meter.peak_bytes))

@@ -71,7 +71,7 @@ def wanted() -> Iterator[tuple[str, Profile, Options]]:
         shape = Shape(placement=tuple(range(2 + seed % 2)) * 2, **random_cuts(rng, 3))
         profile = profile_for(shape, rng, shared=bool(seed % 2))
         total = sum(one.saved_bytes + one.static_bytes for one in profile.layers)
-        cap = int(total / shape.devices * (0.6 + 0.2 * (seed % 4))) + 40
+        cap = int(total / shape.devices * (1 + 0.3 * (seed % 4))) + 60
         asked = {"slices": 2 + seed % 3, "lengths": (8, 12, 8) if seed % 4 == 3 else None}
         yield f"sliced {seed}", profile, Options(cap, 3, time_limit_s=0.02, reproducible=True, **asked)
     for seed in range(4):

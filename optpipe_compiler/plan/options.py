@@ -57,6 +57,8 @@ def settled(profile: Profile, options: Options) -> Options:
     layers = len(profile.expanded_layers())
     if kept is not None:
         _check_kept(kept, options, devices, layers)
+    if (known := profile.machine.time_permille) is not None and devices > len(known):
+        raise BadInput(f"--devices is {devices}, expected at most the {len(known)} whose times the profile has")
     if devices > layers:
         raise BadInput(f"--devices is {devices}, expected at most the profile's {layers} layers")
     for name in ("microbatches", "stages_per_device"):

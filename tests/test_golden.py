@@ -12,6 +12,15 @@ and `*-v2.json`, whose layers know selective recompute, by tests/test_selective.
 
     optpipe compile profile-v2.json --mem 2GB --microbatches 4 --no-offload --reproducible --time-limit 3
         -o schedule-v2.json
+
+and `*-v3.json`, whose layers can run slice by slice, by
+
+    optpipe profile uniform --devices 2 --layers-per-device 2 --recompute-ms 0.8 --d2h-ms 1.6 --h2d-ms 1.6
+        --boundary-fraction 0.1 --static-gb 0.5 --head-ms 0.1,0.1,0.05 --sliceable --sequence-length 4096
+        --attention-share 0.3 --kv-fraction 0.2 --slice-overhead-ms 0.01 -o profile-v3.json
+    echo 4096 4096 3000 > lengths
+    optpipe compile profile-v3.json --mem 1.6GB --host-mem 3GB --lengths lengths --slices 3 --reproducible
+        --time-limit 1 -o schedule-v3.json
 """
 
 from __future__ import annotations
@@ -41,8 +50,9 @@ def test_a_profile_of_every_version_loads_and_is_written_back_to_the_same_bytes(
     assert len(costs.expanded_layers()) == 5
 
 
-def test_a_profile_with_selective_recompute_is_written_back_to_the_same_bytes():
-    path = GOLDEN / "profile-v2.json"
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_profile_with_selective_recompute_or_slices_is_written_back_to_the_same_bytes(version):
+    path = GOLDEN / f"profile-v{version}.json"
     assert canonical(profile.load(path)).encode() == path.read_bytes()
 
 

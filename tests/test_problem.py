@@ -104,6 +104,8 @@ def test_kept_bytes_add_up_and_transient_bytes_do_not():
         "backward_extra": 7 + message,
         "incoming": 0,
         "outgoing": message,
+        "accumulators": 0,
+        "gradient": 0,
     }
 
 

@@ -259,4 +259,4 @@ def test_the_commands_plan_show_and_check_slices(tmp_path, monkeypatch) -> None:
     assert "4 microbatches of 1000 to 32768 tokens in 2 slices" in run("show")
     refused = CliRunner().invoke(cli, ["compile", "--mem", "2GB", "--lengths", "profile.json"])
     assert isinstance(refused.exception, BadInput)
-    assert "expected tokens: whole numbers from 1 on" in str(refused.exception)
+    assert "expected the tokens of each microbatch" in str(refused.exception)

@@ -69,8 +69,6 @@ from optpipe_compiler.machine.state import (
     RESTORED,
     SAVED,
     TAKEN,
-    U_BACK,
-    U_CLASS,
     B,
     D,
     F,
@@ -78,6 +76,8 @@ from optpipe_compiler.machine.state import (
     I,
     R,
     W,
+    back,
+    sort,
 )
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _work(x: Machine, d: int) -> int:
     while s != NONE:
         is_fused = x.stages[s, FUSED]
         for m in range(x.acts.shape[1]):
-            row = x.costs[x.units[m, U_CLASS], s]
+            row = x.costs[sort(x, m), s]
             total += row[LENGTH + F] + (row[LENGTH + B] if is_fused else row[LENGTH + I] + row[LENGTH + W])
             if x.acts[s, m, A_MODE] == RECOMPUTE:
                 total += row[LENGTH + R]
@@ -147,11 +147,11 @@ def _merge(x: Machine, device: Row) -> None:
         while s != NONE:
             there = x.stages[s, DONE_W]  # counts those that are in place; nothing has run yet
             if there < microbatches:
-                rank = x.acts[s, x.units[there, U_BACK], A_BACKWARD]
+                rank = x.acts[s, back(x, there), A_BACKWARD]
                 if rank <= lowest:
                     best, lowest = s, rank
             s = x.stages[s, NEXT]
-        x.order[place] = best * microbatches + x.units[x.stages[best, DONE_W], U_BACK]
+        x.order[place] = best * microbatches + back(x, x.stages[best, DONE_W])
         x.stages[best, DONE_W] += 1
     s = device[D_FIRST_STAGE]
     while s != NONE:
@@ -180,7 +180,7 @@ def _start_next(x: Machine, now: int, d: int, is_span: bool, cutoff: int) -> boo
     kind, s, m = _choose(x, now, d)
     if kind == NONE:
         return True
-    device, stage, act, row = x.devices[d], x.stages[s], x.acts[s, m], x.costs[x.units[m, U_CLASS], s]
+    device, stage, act, row = x.devices[d], x.stages[s], x.acts[s, m], x.costs[sort(x, m), s]
     first = now if device[D_FIRST] == NONE else device[D_FIRST]
     if now + device[D_REMAINING] - (first if is_span else 0) > cutoff:
         return False
@@ -214,12 +214,12 @@ def _choose(x: Machine, now: int, d: int) -> tuple[int, int, int]:
         if m < x.acts.shape[1]:
             act = x.acts[s, m]
             if act[A_INPUT] <= now and act[A_FORWARD] < lowest:
-                fits = x.costs[x.units[m, U_CLASS], s, TAKEN + F] <= room
+                fits = x.costs[sort(x, m), s, TAKEN + F] <= room
                 if fits and _may_run(x, d, s, m):
                     best, best_s, best_m, lowest = F, s, m, act[A_FORWARD]
         place = stage[BEGUN_B]
         if place < x.acts.shape[1]:
-            m = x.units[place, U_BACK]
+            m = back(x, place)
             act = x.acts[s, m]
             if act[A_GRADIENT] <= now and act[A_BACKWARD] < lowest:
                 kind = _backward(x, d, s, m)
@@ -227,8 +227,8 @@ def _choose(x: Machine, now: int, d: int) -> tuple[int, int, int]:
                     best, best_s, best_m, lowest = kind, s, m, act[A_BACKWARD]
         place = stage[BEGUN_W]
         if not stage[FUSED] and place < stage[DONE_B]:
-            m = x.units[place, U_BACK]
-            rank, taken = x.acts[s, m, A_WEIGHT], x.costs[x.units[m, U_CLASS], s, TAKEN + W]
+            m = back(x, place)
+            rank, taken = x.acts[s, m, A_WEIGHT], x.costs[sort(x, m), s, TAKEN + W]
             if rank < lowest and (taken <= room or taken == 0):
                 best, best_s, best_m, lowest = W, s, m, rank
         s = stage[NEXT]
@@ -238,7 +238,7 @@ def _choose(x: Machine, now: int, d: int) -> tuple[int, int, int]:
 @compiled
 def _may_run(x: Machine, d: int, s: int, m: int) -> bool:
     """Whether the forward of (s, m) is safe."""
-    row, mode = x.costs[x.units[m, U_CLASS], s], _mode(x, d, s, m)
+    row, mode = x.costs[sort(x, m), s], _mode(x, d, s, m)
     given = row[GIVEN + (7 if mode == RECOMPUTE else 0) + F] + sent(x, s, F, m)
     given += row[MOVED] if mode == OFFLOAD else 0
     return is_safe(x, d, row[TAKEN + F], given, F, s, m)
@@ -248,13 +248,13 @@ def _may_run(x: Machine, d: int, s: int, m: int) -> bool:
 def _mode(x: Machine, d: int, s: int, m: int) -> int:
     """Return what becomes of an activation whose forward begins now: it is kept where the host has no room for it."""
     mode = x.acts[s, m, A_MODE]
-    return KEEP if mode == OFFLOAD and x.devices[d, D_HOST] < x.costs[x.units[m, U_CLASS], s, MOVED] else int(mode)
+    return KEEP if mode == OFFLOAD and x.devices[d, D_HOST] < x.costs[sort(x, m), s, MOVED] else int(mode)
 
 
 @compiled
 def _backward(x: Machine, d: int, s: int, m: int) -> int:
     """Return the kind of op with which the backward of (s, m) may go on now, NONE if it may not."""
-    act, stage, row = x.acts[s, m], x.stages[s], x.costs[x.units[m, U_CLASS], s]
+    act, stage, row = x.acts[s, m], x.stages[s], x.costs[sort(x, m), s]
     kept = 0
     if act[A_MODE] == RECOMPUTE and act[A_WHERE] == COMPUTED:
         kind, kept = R, row[SAVED] - row[CHECKPOINT]
@@ -322,7 +322,7 @@ def _next_reload(x: Machine, link: Row) -> tuple[int, int]:
             device[D_BACK] += 1
         if device[D_BACK] < device[D_LAST_PLACE] and not (device[D_AHEAD] >= AHEAD and device[D_OPENING]):
             s, m = divmod(x.order[device[D_BACK]], x.acts.shape[1])
-            act, moved = x.acts[s, m], x.costs[x.units[m, U_CLASS], s, MOVED]
+            act, moved = x.acts[s, m], x.costs[sort(x, m), s, MOVED]
             if act[A_WHERE] == AWAY and act[A_BACKWARD] < lowest and is_safe(x, d, moved, 0, H, s, m):
                 best, best_m, lowest = s, m, act[A_BACKWARD]
         d = device[D_NEXT_BEHIND]

@@ -76,8 +76,6 @@ from optpipe_compiler.machine.state import (
     RELOADING,
     RESTORED,
     TAKEN,
-    U_BACK,
-    U_CLASS,
     WAKE,
     B,
     D,
@@ -85,8 +83,10 @@ from optpipe_compiler.machine.state import (
     H,
     R,
     W,
+    back,
     pop,
     push,
+    sort,
 )
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def next_moment(x: Machine) -> int:
 @compiled
 def begin(x: Machine, now: int, kind: int, s: int, m: int) -> None:
     """A compute op starts."""
-    device, row = x.devices[x.stages[s, DEVICE]], x.costs[x.units[m, U_CLASS], s]
+    device, row = x.devices[x.stages[s, DEVICE]], x.costs[sort(x, m), s]
     if device[D_FIRST] == NONE:
         device[D_FIRST] = now
     take(device, now, row[TAKEN + kind], True)
@@ -168,13 +168,13 @@ def sent(x: Machine, s: int, kind: int, m: int) -> int:
     target = s + 1 if kind == F else s - 1
     if target < 0 or target >= x.acts.shape[0] or x.stages[target, DEVICE] == x.stages[s, DEVICE]:
         return 0
-    return int(x.costs[x.units[m, U_CLASS], s, MESSAGE + (0 if kind == F else 1)])
+    return int(x.costs[sort(x, m), s, MESSAGE + (0 if kind == F else 1)])
 
 
 @compiled
 def complete(x: Machine, now: int, kind: int, s: int, m: int) -> None:
     """A compute op has completed: it gives its memory back and hands its result on."""
-    stage, act, row = x.stages[s], x.acts[s, m], x.costs[x.units[m, U_CLASS], s]
+    stage, act, row = x.stages[s], x.acts[s, m], x.costs[sort(x, m), s]
     device = x.devices[stage[DEVICE]]
     device[D_BUSY], device[D_TOUCHED] = 0, 1
     device[D_HELD] -= row[GIVEN + (7 if act[A_MODE] == RECOMPUTE else 0) + kind]
@@ -198,7 +198,7 @@ def complete(x: Machine, now: int, kind: int, s: int, m: int) -> None:
         stage[DONE_W] += 1
         while device[D_FINISHED] < device[D_LAST_PLACE]:
             done, number = divmod(x.order[device[D_FINISHED]], x.acts.shape[1])
-            if x.units[number, U_BACK] >= x.stages[done, DONE_W]:
+            if back(x, number) >= x.stages[done, DONE_W]:
                 break
             device[D_FINISHED] += 1
 
@@ -218,7 +218,7 @@ def hand_on(x: Machine, now: int, kind: int, s: int, m: int) -> None:
     target = s + 1 if kind == F else s - 1
     time = now
     if x.stages[target, DEVICE] != x.stages[s, DEVICE]:
-        time += x.costs[x.units[m, U_CLASS], s, LAG + way]
+        time += x.costs[sort(x, m), s, LAG + way]
         x.counts[BOX + x.counts[PRODUCED]] = (kind * x.acts.shape[0] + s) * x.acts.shape[1] + m
         x.counts[PRODUCED] += 1
         if time > now:
@@ -241,7 +241,7 @@ def receive_all(x: Machine, now: int) -> None:
         device = x.devices[x.stages[s + 1 if kind == F else s - 1, DEVICE]]
         is_running = device[D_KIND] != NONE and device[D_END] > now
         is_last = device[D_END] == now and is_later(x, device, kind, s, m, x.starts[kind, s, m])
-        receive(device, x.costs[x.units[m, U_CLASS], s, MESSAGE + (0 if kind == F else 1)], is_running or is_last)
+        receive(device, x.costs[sort(x, m), s, MESSAGE + (0 if kind == F else 1)], is_running or is_last)
     x.counts[RECEIVED] = x.counts[PRODUCED]
 
 
@@ -249,7 +249,7 @@ def receive_all(x: Machine, now: int) -> None:
 def arrive(x: Machine, now: int, way: int, s: int, m: int) -> None:
     """A message of stage s has arrived."""
     sender = x.devices[x.stages[s, DEVICE]]
-    deliver(sender, now, x.costs[x.units[m, U_CLASS], s, MESSAGE + way])
+    deliver(sender, now, x.costs[sort(x, m), s, MESSAGE + way])
     sender[D_TOUCHED] = 1
     x.devices[x.stages[s - 1 if way else s + 1, DEVICE], D_TOUCHED] = 1
 
@@ -261,7 +261,7 @@ def arrive_at_once(x: Machine, now: int) -> None:
         rest, m = divmod(x.counts[BOX + number], x.acts.shape[1])
         kind, s = divmod(rest, x.acts.shape[0])
         way = 0 if kind == F else 1
-        if x.costs[x.units[m, U_CLASS], s, LAG + way] == 0:
+        if x.costs[sort(x, m), s, LAG + way] == 0:
             arrive(x, now, way, s, m)
     x.counts[PRODUCED] = x.counts[RECEIVED] = 0
 
@@ -272,7 +272,7 @@ def arrive_at_once(x: Machine, now: int) -> None:
 @compiled
 def begin_transfer(x: Machine, now: int, kind: int, s: int, m: int) -> None:
     """A transfer starts; one of the other direction that is running takes longer from now on, and so does this one."""
-    device, row = x.devices[x.stages[s, DEVICE]], x.costs[x.units[m, U_CLASS], s]
+    device, row = x.devices[x.stages[s, DEVICE]], x.costs[sort(x, m), s]
     link = x.links[device[D_LINK]]
     if kind == D:
         x.acts[s, m, A_WHERE] = OFFLOADING
@@ -297,7 +297,7 @@ def begin_transfer(x: Machine, now: int, kind: int, s: int, m: int) -> None:
 @compiled
 def slow_down(x: Machine, kind: int, s: int, m: int) -> None:
     """A running transfer meets one of the other direction."""
-    end = x.starts[kind, s, m] + x.costs[x.units[m, U_CLASS], s, LENGTH + kind]
+    end = x.starts[kind, s, m] + x.costs[sort(x, m), s, LENGTH + kind]
     if end != (x.acts[s, m, A_END_D] if kind == D else x.acts[s, m, A_END_H]):
         end_transfer(x, kind, s, m, end)
 
@@ -318,7 +318,7 @@ def transferred(x: Machine, now: int, kind: int, s: int, m: int) -> None:
     act = x.acts[s, m]
     if now != (act[A_END_D] if kind == D else act[A_END_H]):
         return
-    device, moved = x.devices[x.stages[s, DEVICE]], x.costs[x.units[m, U_CLASS], s, MOVED]
+    device, moved = x.devices[x.stages[s, DEVICE]], x.costs[sort(x, m), s, MOVED]
     link = x.links[device[D_LINK]]
     if kind == D:
         link[L_D_STAGE] = NONE

@@ -55,13 +55,13 @@ from optpipe_compiler.machine.state import (
     RESIDUE,
     SAVED,
     TAKEN,
-    U_BACK,
-    U_CLASS,
     U_FIRST,
     F,
     H,
     R,
     W,
+    back,
+    sort,
 )
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def _finish(x: Machine, d: int, activation: int, left: int, kind: int, granted_s
         while earlier != NONE and earlier <= s:
             act = x.acts[earlier, slice]
             if slice >= x.stages[earlier, BEGUN_F] and act[A_CHECK] != x.counts[CHECKS]:
-                row = x.costs[x.units[slice, U_CLASS], earlier]
+                row = x.costs[sort(x, slice), earlier]
                 act[A_CHECK] = x.counts[CHECKS]
                 is_there = act[A_INPUT] < NEVER
                 if row[TAKEN + F] + (0 if is_there else row[MESSAGE + 1]) > left:
@@ -177,12 +177,12 @@ def _finish(x: Machine, d: int, activation: int, left: int, kind: int, granted_s
             earlier = x.stages[earlier, NEXT]
     there, more = _held(x, s, m, kind, granted_s, granted_m)
     if there or more:
-        row = x.costs[x.units[m, U_CLASS], s]
+        row = x.costs[sort(x, m), s]
         outgoing = row[MESSAGE] if x.acts[s, m, A_GRADIENT] < NEVER else 0
-        added = row[ACCUMULATORS] if x.units[m, U_BACK] >= x.stages[s, BEGUN_B] else 0
+        added = row[ACCUMULATORS] if back(x, m) >= x.stages[s, BEGUN_B] else 0
         if more + added + row[EXTRA] - outgoing > left:
             return NONE
-        left += there + outgoing - added + (row[GRADIENT] if x.units[m, U_BACK] >= x.stages[s, BEGUN_B] else 0)
+        left += there + outgoing - added + (row[GRADIENT] if back(x, m) >= x.stages[s, BEGUN_B] else 0)
     return left
 
 
@@ -197,7 +197,7 @@ def _staying(act: Row, row: Row) -> int:
 @compiled
 def _held(x: Machine, s: int, m: int, kind: int, granted_s: int, granted_m: int) -> tuple[int, int]:
     """Return the units of one activation on the device now, and those that its backward will still add."""
-    stage, act, row, place = x.stages[s], x.acts[s, m], x.costs[x.units[m, U_CLASS], s], x.units[m, U_BACK]
+    stage, act, row, place = x.stages[s], x.acts[s, m], x.costs[sort(x, m), s], back(x, m)
     if place < stage[BEGUN_W] or (place < stage[BEGUN_B] and stage[FUSED]):
         return 0, 0
     if place < stage[BEGUN_B]:
@@ -218,7 +218,7 @@ def enough(x: Machine, d: int) -> int:
     while s != NONE:
         most = slices = 0
         for m in range(x.acts.shape[1]):
-            act, row = x.acts[s, m], x.costs[x.units[m, U_CLASS], s]
+            act, row = x.acts[s, m], x.costs[sort(x, m), s]
             may_stay = act[A_MODE] == KEEP or (act[A_MODE] == OFFLOAD and has_host_cap)
             stays = (row[SAVED] if may_stay else _staying(act, row)) + row[ACCUMULATORS]
             slices = stays if x.units[m, U_FIRST] == m else slices + stays

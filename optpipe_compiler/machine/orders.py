@@ -53,7 +53,6 @@ from optpipe_compiler.machine.state import (
     RECOMPUTE,
     RESTORED,
     TAKEN,
-    U_CLASS,
     U_FIRST,
     WAKE,
     D,
@@ -63,6 +62,7 @@ from optpipe_compiler.machine.state import (
     W,
     machine,
     push,
+    sort,
 )
 from optpipe_compiler.model.schedule import Schedule, Stuck, Task
 
@@ -142,7 +142,7 @@ def _start_next(x: Machine, o: Orders, now: int, lane: int) -> bool:
         begin(x, now, kind, s, m)
     else:
         if kind == D:
-            x.devices[d, D_HOST] -= x.costs[x.units[m, U_CLASS], s, MOVED]
+            x.devices[d, D_HOST] -= x.costs[sort(x, m), s, MOVED]
         begin_transfer(x, now, kind, s, m)
     return True
 
@@ -184,17 +184,17 @@ def _fits(x: Machine, o: Orders, d: int, code: int, kind: int, s: int, m: int) -
     """Whether the memory is there, also for the ops that the plan lets take theirs earlier."""
     device = x.devices[d]
     if kind == D:
-        return bool(device[D_HOST] >= x.costs[x.units[m, U_CLASS], s, MOVED])
+        return bool(device[D_HOST] >= x.costs[sort(x, m), s, MOVED])
     row = o.rows[x.devices.shape[0] + 2 * x.links.shape[0] + d]
     while row[2] < row[1] and _has_started(x, o.codes[row[2]]):
         row[2] += 1
-    need, room = x.costs[x.units[m, U_CLASS], s, TAKEN + kind], free(device)
+    need, room = x.costs[sort(x, m), s, TAKEN + kind], free(device)
     place = row[2]
     while place < row[1] and o.codes[place] != code:
         other = o.codes[place]
         if not _has_started(x, other):
             rest, other_m = divmod(other, x.acts.shape[1])
-            need += x.costs[x.units[other_m, U_CLASS], rest % x.acts.shape[0], TAKEN + rest // x.acts.shape[0]]
+            need += x.costs[sort(x, other_m), rest % x.acts.shape[0], TAKEN + rest // x.acts.shape[0]]
             if need > room:
                 return False
         place += 1
@@ -229,7 +229,7 @@ def hold(x: Machine, sequence: Ints, ticks: Ints, levels: Ints) -> None:
             next_moment(x)
         device = x.devices[x.stages[s, DEVICE]]
         if kind == D:
-            device[D_HOST] -= x.costs[x.units[m, U_CLASS], s, MOVED]
+            device[D_HOST] -= x.costs[sort(x, m), s, MOVED]
             device[D_HOST_BUDGET] = min(device[D_HOST_BUDGET], device[D_HOST])
         else:
             _close(device, levels)

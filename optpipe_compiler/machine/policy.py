@@ -26,12 +26,12 @@ from optpipe_compiler.machine.state import (
     NEVER,
     OPS,
     RECOMPUTE,
-    U_BACK,
     U_FIRST,
     B,
     I,
     Ints,
     Machine,
+    back,
 )
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def _guide(x: Machine, by: Policy, given: Setting) -> None:
         for kind in range(3):
             highest = -NEVER
             for place in range(count):
-                m = place if kind == 0 else x.units[place, U_BACK]
+                m = place if kind == 0 else back(x, place)
                 part = 0 if place < fill else 1 if place < count - drain else 2
                 highest = max(highest, given.wish[kind, s, m] + by.shift[kind, part, turn])
                 x.acts[s, m, A_FORWARD + kind] = highest
@@ -183,7 +183,7 @@ def _period(x: Machine) -> int:
     passed = 0
     for s in range(x.acts.shape[0]):
         kind = B if x.stages[s, FUSED] else I
-        passed += x.starts[kind, s, x.units[last, U_BACK]] - x.starts[kind, s, x.units[first, U_BACK]]
+        passed += x.starts[kind, s, back(x, last)] - x.starts[kind, s, back(x, first)]
     return int(passed // (x.acts.shape[0] * max(1, last - first)))
 
 

@@ -111,7 +111,7 @@ class Machine(NamedTuple):
     stages: Ints
     """[s, COLUMNS]"""
     costs: Ints
-    """[c, s, COSTS]"""
+    """[c, s, COSTS]; one row where, and only where, all microbatches are whole and equal."""
     units: Ints
     """[m, U_*]"""
     devices: Ints
@@ -160,11 +160,11 @@ def _constants(problem: Problem) -> tuple[Ints, Ints, Ints, Ints]:
     links = np.zeros((count, L_H_MICROBATCH + 1), np.int64)
     for s, stage in enumerate(problem.stages):
         stages[s, DEVICE], stages[s, NEXT] = stage.device, after[s]
-    every = problem.classes or (problem.stages,)
+    every = problem.classes or (problem.stages,) * (1 if problem.slicing is None else 2)
     costs = np.zeros((len(every), len(problem.stages), COSTS), np.int64)
     for number, s in np.ndindex(costs.shape[:2]):
         stage, row = every[number][s], costs[number, s]
-        row[LENGTH:TAKEN] = lengths(problem)[:, s, number]
+        row[LENGTH:TAKEN] = lengths(problem)[:, s, number if problem.classes else 0]
         row[TAKEN:GIVEN] = [op_memory(stage, kind, False)[0] for kind in Kind]
         row[GIVEN:ALONE] = [op_memory(stage, kind, again)[1] for again in (False, True) for kind in Kind]
         row[ALONE:LAG] = stage.offload_alone, stage.reload_alone
@@ -207,6 +207,18 @@ def _host_shares(problem: Problem, owned: list[list[int]]) -> list[int]:
         return [NEVER] * problem.devices
     weight = [sum(problem.stages[s].moved for s in mine if problem.can_offload(s)) for mine in owned]
     return [problem.host_budget * item // max(1, sum(weight)) for item in weight]
+
+
+@compiled
+def sort(x: Machine, m: int) -> int:
+    """Return the class of a microbatch in `Machine.costs`."""
+    return int(x.units[m, U_CLASS]) if x.costs.shape[0] > 1 else 0
+
+
+@compiled
+def back(x: Machine, place: int) -> int:
+    """Return the microbatch at a position of the backwards of a stage, or the position of a microbatch."""
+    return int(x.units[place, U_BACK]) if x.costs.shape[0] > 1 else place
 
 
 @compiled

@@ -96,7 +96,7 @@ def _code(text: str) -> str:
 
 def is_formula(text: str) -> bool:
     """Whether a text is a formula in the symbols and not words."""
-    names = ("P", "M", "v", "F", "I", "W", "B", "ceil", "gcd", "min")
+    names = ("P", "M", "v", "n", "F", "I", "W", "B", "ceil", "gcd", "min")
     try:
         code = compile(text, "formula", "eval")
     except SyntaxError:

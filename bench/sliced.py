@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from optpipe_compiler.documents.profile import Profile
 
 DEVICES, STEPS = 2, 3
-NUMBERS = (1, 2, 4, 8)
+NUMBERS = (1, 4, 8)
 TITLE = "## Measured"
 
 TEXT = """{title}
@@ -98,14 +98,14 @@ def planned(profile: Profile, cap: int, slices: int, options: argparse.Namespace
 
 
 def caps(profile: Profile, options: argparse.Namespace) -> list[int]:
-    """Return what whole microbatches take when they may take all, and as much with 60% and 40% of the activations."""
+    """Return what whole microbatches take when they may take all, and as much with half of the activations."""
     roomy = planned(profile, 10**12, 1, options)
     assert roomy is not None
     peak = max(device.peak_bytes for device in roomy.devices)
     static = max(
         sum(stage.static_bytes for stage in roomy.stages if stage.device == device) for device in range(DEVICES)
     )
-    return [peak, *(static + (peak - static) * part // 100 for part in (60, 40))]
+    return [peak, static + (peak - static) // 2]
 
 
 def compare(ways: list[Way], rounds: int) -> None:

@@ -41,6 +41,8 @@ class CompileKeywords(TypedDict, total=False):
     offload: bool
     recompute: bool
     split: bool
+    slices: int | Literal["auto"]
+    lengths: tuple[int, ...]
     seed: int
     reproducible: bool
     workers: int

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import pytest
-from small_schedules import Shape, changed, profile_for
+from small_schedules import Shape, changed, profile_for, random_cuts
 
 from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
@@ -66,6 +66,14 @@ def wanted() -> Iterator[tuple[str, Profile, Options]]:
         cap = int(total / devices * (0.8 + 0.15 * (seed % 8))) + 30
         options = Options(cap, 4, placement=("auto", "v", "loop")[seed % 3], time_limit_s=0.0)
         yield f"uneven {seed}", profile, options
+    for seed in range(10):
+        rng = Random(seed)
+        shape = Shape(placement=tuple(range(2 + seed % 2)) * 2, **random_cuts(rng, 3))
+        profile = profile_for(shape, rng, shared=bool(seed % 2))
+        total = sum(one.saved_bytes + one.static_bytes for one in profile.layers)
+        cap = int(total / shape.devices * (1 + 0.3 * (seed % 4))) + 60
+        asked = {"slices": 2 + seed % 3, "lengths": (8, 12, 8) if seed % 4 == 3 else None}
+        yield f"sliced {seed}", profile, Options(cap, 3, time_limit_s=0.02, reproducible=True, **asked)
     for seed in range(4):
         placement = "v" if seed % 2 else "linear"
         options = Options(
@@ -107,8 +115,13 @@ class Site(NamedTuple):
 
 
 def identity(op: Plain) -> str:
-    text = f"{op['op']}:{op['stage']}:{op['microbatch']}"
+    text = f"{op['op']}:{suffix_of(op)}"
     return text + (":{}-{}".format(*op["layers"]) if "layers" in op else "")
+
+
+def suffix_of(op: Plain) -> str:
+    """Stage and unit as they stand in ids."""
+    return f"{op['stage']}:{op['microbatch']}" + (f".{op['slice']}" if "slice" in op else "")
 
 
 def sites(plain: Plain, *kinds: str) -> list[Site]:
@@ -173,7 +186,7 @@ def any_of(found: list[Site], rng: Random) -> Site | None:
 def swap_two_ops_of_a_lane_of_which_one_reads_the_other(plain: Plain, rng: Random) -> bool:
     found, pairs = by_id(plain), []
     for site in found.values():
-        suffix = f"{site.op['stage']}:{site.op['microbatch']}"
+        suffix = suffix_of(site.op)
         sources = {
             "backward": ["forward"],
             "backward_input": ["forward"],
@@ -324,13 +337,88 @@ def swap_two_microbatches_of_one_stage_and_kind(plain: Plain, rng: Random) -> bo
     return True
 
 
+@refused_by("order")
+def swap_two_slices_of_one_microbatch(plain: Plain, rng: Random) -> bool:
+    first = any_of([site for site in sites(plain) if "slice" in site.op], rng)
+    if first is None:
+        return False
+    key = ("op", "stage", "microbatch")
+    same = [s for s in sites(plain, first.op["op"]) if all(s.op[name] == first.op[name] for name in key)]
+    same = [s for s in same if s.op["slice"] != first.op["slice"]]
+    if same:
+        swap(first, rng.choice(same))
+    return bool(same)
+
+
+@refused_by("data", "order")
+def run_a_backward_before_that_of_a_later_slice(plain: Plain, rng: Random) -> bool:
+    """Its carry would be gone, and the gradients that add up would not be complete."""
+    found = by_id(plain)
+    pairs = [
+        (site, found[later])
+        for site in found.values()
+        if site.op["op"] in ("backward", "backward_input") and "slice" in site.op
+        for kind in ("backward", "backward_input")
+        if (later := f"{kind}:{site.op['stage']}:{site.op['microbatch']}.{site.op['slice'] + 1}") in found
+    ]
+    if not pairs:
+        return False
+    early, late = rng.choice(pairs)
+    early.lane.insert(late.index, early.lane.pop(early.index))
+    return True
+
+
+@refused_by("data", "order", "deadlock")
+def run_a_forward_before_that_of_an_earlier_slice(plain: Plain, rng: Random) -> bool:
+    found = by_id(plain)
+    pairs = [
+        (site, found[earlier])
+        for site in found.values()
+        if site.op["op"] == "forward" and site.op.get("slice")
+        if (earlier := f"forward:{site.op['stage']}:{site.op['microbatch']}.{site.op['slice'] - 1}") in found
+    ]
+    if not pairs:
+        return False
+    late, early = rng.choice(pairs)
+    late.lane.insert(early.index, late.lane.pop(late.index))
+    return True
+
+
+@refused_by("completeness")
+def name_a_slice_that_is_not_there(plain: Plain, rng: Random) -> bool:
+    site = any_of([site for site in sites(plain, "forward", "backward", "send_gradient") if "slice" in site.op], rng)
+    if site is not None:
+        site.op["slice"] += 10
+    return site is not None
+
+
+@refused_by("profile-bytes")
+def understate_what_slices_carry(plain: Plain, rng: Random) -> bool:
+    found = [(stage["carry"], n) for stage in plain["stages"] if "carry" in stage for n in range(2)]
+    found = [(carry[field], n) for carry, n in found for field in ("bytes", "gradient_bytes") if carry[field][n]]
+    if found:
+        figures, number = rng.choice(found)
+        figures[number] -= 1
+    return bool(found)
+
+
+@refused_by("cost", "profile-times", "device-memory", "host-memory", "units")
+def move_a_cut(plain: Plain, rng: Random) -> bool:
+    units = plain["setup"].get("units")
+    if units is None or len(units["cuts"][0]) < 3:
+        return False
+    row = rng.choice(units["cuts"])
+    row[rng.randrange(1, len(row) - 1)] += rng.choice([-1, 1])
+    return True
+
+
 @refused_by("deadlock", "pair-order")
 def issue_a_receive_after_its_reader(plain: Plain, rng: Random) -> bool:
     site = any_of(sites(plain, "recv_activation", "recv_gradient"), rng)
     if site is None:
         return False
     kinds = ["forward"] if site.op["op"] == "recv_activation" else ["backward", "backward_input"]
-    suffix = f"{site.op['stage']}:{site.op['microbatch']}"
+    suffix = suffix_of(site.op)
     reader = next(by_id(plain)[f"{kind}:{suffix}"] for kind in kinds if f"{kind}:{suffix}" in by_id(plain))
     site.lane.insert(reader.index, site.lane.pop(site.index))
     return True

@@ -198,6 +198,20 @@ def test_seeds_of_slices_start_the_search() -> None:
     assert again.schedule.forecast.makespan_ns <= first.schedule.forecast.makespan_ns
 
 
+def test_slower_devices_get_fewer_layers_and_the_judge_knows_their_times() -> None:
+    uneven = UniformOptions(devices=3, layers_per_device=4, p2p_ms=0, device_times=(1, 2, 1), sliceable=True)
+    profile = uniform_profile(uneven)
+    for slices in (1, 2):
+        options = Options(PLENTY, 6, slices=slices, placement="linear", time_limit_s=0.2, reproducible=True)
+        schedule = compile_schedule(profile, options).schedule
+        sizes = [end - begin for begin, end in (stage.layers for stage in schedule.stages)]
+        assert sizes[1] < min(sizes[0], sizes[2])
+        equal = uniform_profile(replace(uneven, device_times=None))
+        assert {violation.rule for violation in verify(schedule, equal)} == {"profile-times"}
+    with pytest.raises(BadInput, match="--device-times has 1 numbers, expected one for each of 3 devices"):
+        uniform_profile(replace(uneven, device_times=(1.0,)))
+
+
 # -- bad input
 
 

@@ -315,6 +315,7 @@ def _uniform_option(name: str, default: Any, help: str) -> Callable[[Any], Any]:
 @click.option("--head-ms", metavar="F,I,W", help="An extra last layer.")
 @click.option("--embedding-parts", type=int, default=1, metavar="N", help="Cut the first layer into N equal ones.")
 @click.option("--head-parts", type=int, default=1, metavar="N", help="Cut the last layer into N equal ones.")
+@click.option("--device-times", metavar="X,X,...", help="How long each device takes, as a multiple of these times.")
 @click.option("--sliceable", is_flag=True, help="Layers can run slice by slice of a sequence (compile --slices).")
 @click.option("--sequence-length", type=int, default=32768, show_default=True, help="Tokens; with --sliceable.")
 @_uniform_option("--attention-share", 0.0, "Share of F and I that grows with the square of the tokens.")
@@ -323,19 +324,32 @@ def _uniform_option(name: str, default: Any, help: str) -> Callable[[Any], Any]:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=PROFILE, show_default=True)
 def uniform(
-    output: Path, as_json: bool, embedding_ms: str | None, head_ms: str | None, duplex_slowdown: str, **options: Any
+    output: Path,
+    as_json: bool,
+    embedding_ms: str | None,
+    head_ms: str | None,
+    duplex_slowdown: str,
+    device_times: str | None,
+    **options: Any,
 ) -> None:
     """Write a profile of equal layers from a handful of numbers.
 
     Example: optpipe profile uniform --devices 8 --activation-gb 2 --d2h-ms 1.05 --h2d-ms 1.05 --shared-links pairs
     """
-    from optpipe_compiler.costs.uniform import UniformOptions, parse_ratio, parse_triple, uniform_profile
+    from optpipe_compiler.costs.uniform import (
+        UniformOptions,
+        parse_factors,
+        parse_ratio,
+        parse_triple,
+        uniform_profile,
+    )
 
     record = uniform_profile(
         UniformOptions(
             embedding_ms=parse_triple(embedding_ms, "--embedding-ms") if embedding_ms else None,
             head_ms=parse_triple(head_ms, "--head-ms") if head_ms else None,
             duplex_slowdown=parse_ratio(duplex_slowdown, "--duplex-slowdown"),
+            device_times=parse_factors(device_times, "--device-times") if device_times else None,
             **options,
         )
     )

@@ -54,6 +54,8 @@ class UniformOptions:
     head_ms: Triple | None = None
     embedding_parts: int = 1
     head_parts: int = 1
+    device_times: tuple[float, ...] | None = None
+    """By device, how long its ops take as a multiple of the times above; None: all alike."""
     sliceable: bool = False
     """Whether layers can run slice by slice of a sequence."""
     sequence_length: int = 32768
@@ -103,11 +105,31 @@ def uniform_profile(options: UniformOptions) -> Profile:
         machine=Machine(
             devices=options.devices,
             kind="uniform",
+            time_permille=_permille(options),
             p2p=[P2P(latency_ns=_nearest(_exact(options.p2p_ms) * NS_PER_MS))],
             links=_links(options, value_of(block.saved_bytes) * options.layers_per_device),
         ),
         layers=layers,
     )
+
+
+def parse_factors(text: str, option: str) -> tuple[float, ...]:
+    """Read `1,1,1.5`; raise BadInput naming `option`."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError as error:
+        raise BadInput(f"{option} is {text!r}, expected a number for each device, such as 1,1,1.5") from error
+
+
+def _permille(options: UniformOptions) -> list[int] | None:
+    times = options.device_times
+    if times is None:
+        return None
+    if len(times) != options.devices:
+        raise BadInput(f"--device-times has {len(times)} numbers, expected one for each of {options.devices} devices")
+    for one in times:
+        _check_range("--device-times", one, 0.001, 1000)
+    return [_nearest(_exact(one) * 1000) for one in times]
 
 
 def _block(options: UniformOptions) -> Layer:

@@ -169,6 +169,8 @@ class Machine(Record, frozen=True, kw_only=True):
     """Per device, for what is no activation, weight or optimizer state (context, workspace, fragmentation)."""
     host_memory_bytes: Cost | None = None
     """Of the host, for all devices together; absent: unlimited."""
+    time_permille: list[Positive] | None = None
+    """By device: how long its ops take, in thousandths of the layers' times; absent: 1000 everywhere."""
     op_overhead_ns: Cost = 0
     """Time that every compute op costs whatever its layers (launch, bookkeeping)."""
     p2p: list[P2P] = msgspec.field(default_factory=list)
@@ -308,6 +310,26 @@ def of_unit(layer: Layer, tokens: tuple[int, int], whole: int, *, is_cut: bool) 
     )
 
 
+def on_device(layer: Layer, machine: Machine, device: int) -> Layer:
+    """Return what a layer costs on a device, its times rounded to the nearest ns."""
+    if machine.time_permille is None or machine.time_permille[device] == 1000:
+        return layer
+    permille = machine.time_permille[device]
+
+    def time(cost: Cost) -> int:
+        return (2 * value_of(cost) * permille + 1000) // 2000
+
+    halves = value_of(layer.backward_input_ns) + value_of(layer.backward_weight_ns)
+    return structs.replace(
+        layer,
+        forward_ns=time(layer.forward_ns),
+        backward_input_ns=time(layer.backward_input_ns),
+        backward_weight_ns=time(layer.backward_weight_ns),
+        backward_ns=time(halves if layer.backward_ns is None else layer.backward_ns),
+        recompute_ns=time(layer.forward_ns if layer.recompute_ns is None else layer.recompute_ns),
+    )
+
+
 def in_one_stage(layers: Sequence[Layer]) -> list[Layer]:
     """Return the layers of a stage as they are there: what one shares with the one before it is counted once.
 
@@ -420,6 +442,11 @@ def _check_slices(profile: Profile, layer: Layer, slices: Sliceable, path: str) 
 
 
 def _check_machine(machine: Machine, name: str) -> None:
+    if machine.time_permille is not None and len(machine.time_permille) != machine.devices:
+        raise BadInput(
+            f"{name}: $.machine.time_permille has {len(machine.time_permille)} entries, expected one for each of "
+            f"{machine.devices} devices"
+        )
     owner: dict[int, int] = {}
     for index, link in enumerate(machine.links):
         for field in ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_d2h_bytes_per_s", "duplex_h2d_bytes_per_s"):

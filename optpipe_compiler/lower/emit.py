@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType, structs
 from optpipe_compiler import __version__
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import op_id
-from optpipe_compiler.documents.profile import Sliceable, in_one_stage, of_unit, selected, value_of
+from optpipe_compiler.documents.profile import Sliceable, in_one_stage, of_unit, on_device, selected, value_of
 from optpipe_compiler.lower.graph import Graph, Node
 from optpipe_compiler.lower.waits import Waits, planned_peaks
 from optpipe_compiler.model.problem import (
@@ -271,17 +271,19 @@ def _end(node: Node, arrivals: dict[tuple[str, int, int], int]) -> int:
 
 def _stage_costs(problem: Problem, profile: Profile, layout: Layout) -> list[ir.StageCost]:
     """Return a record for each stage and, where units differ, each shape and slice."""
-    layers, slicing = profile.expanded_layers(), problem.slicing
+    layers, slicing, machine = profile.expanded_layers(), problem.slicing, profile.machine
     found = []
     for index, (begin, end) in enumerate(pairwise(layout.cuts)):
+        device = layout.device_of[index]
         if slicing is None:
-            found.append(_stage_cost(index, problem.stages[index], layers[begin:end]))
+            mine = [on_device(one, machine, device) for one in layers[begin:end]]
+            found.append(_stage_cost(index, problem.stages[index], mine))
             continue
         for number, stages in enumerate(problem.classes):
             shape, slice = divmod(number, slicing.slices)
             tokens = slicing.cuts[shape][slice], slicing.cuts[shape][slice + 1]
             mine = [of_unit(one, tokens, slicing.tokens, is_cut=slicing.slices > 1) for one in layers[begin:end]]
-            cost = _stage_cost(index, stages[index], mine)
+            cost = _stage_cost(index, stages[index], [on_device(one, machine, device) for one in mine])
             found.append(structs.replace(cost, shape=shape, slice=slice))
     return found
 

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.documents.profile import Sliceable, in_one_stage, of_unit, selected, value_of
+from optpipe_compiler.documents.profile import Sliceable, in_one_stage, of_unit, on_device, selected, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -373,6 +373,7 @@ def _stage(
     if part is not None:
         carried, (accumulators, gradient) = [part.carried(layer) for layer in mine], part.gradients(mine)
         mine, source = part.of(mine), part.of(source)
+    mine = [on_device(layer, machine, device) for layer in mine]
     incoming = _total(layer.output_bytes for layer in source)
     outgoing = value_of(mine[-1].output_bytes) if after else 0
     saved = _total(layer.saved_bytes for layer in mine)

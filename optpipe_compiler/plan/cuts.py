@@ -30,7 +30,11 @@ def others(profile: Profile, even: Layout, cap_bytes: int) -> Iterator[Layout]:
     costs = _Costs(profile)
     devices = max(even.device_of) + 1
     quick = even
-    if even.stages > devices and costs.compute(even)[0] > -(-costs.work[-1] // devices):
+    if costs.differ and even.stages <= MOST_STAGES:
+        quick = recut(even, costs.compute)
+        if quick != even:
+            yield quick
+    elif even.stages > devices and costs.compute(even)[0] > -(-costs.work[-1] // devices):
         quick = _lightest(even, costs)
         if costs.compute(quick)[0] < costs.compute(even)[0]:
             yield quick
@@ -115,6 +119,9 @@ class _Costs:
         def sums(of: Callable[[Layer], int]) -> Numbers:
             return list(accumulate(map(of, layers), initial=0))
 
+        self.permille = profile.machine.time_permille
+        self.differ = len(set(self.permille or ())) > 1
+        """Whether the same work takes some devices longer than others."""
         self.reserve = value_of(profile.machine.reserve_bytes)
         self.work = sums(lambda layer: value_of(layer.forward_ns) + fused_ns(layer))
         self.static = sums(lambda layer: value_of(layer.static_bytes))
@@ -124,6 +131,8 @@ class _Costs:
     def compute(self, one: Layout) -> tuple[int, int]:
         """Return the busiest device's ns for one microbatch, then the sum over devices of its squares."""
         load = self._per_device(one, self.work)
+        if self.permille is not None:
+            load = [ns * permille // 1000 for ns, permille in zip(load, self.permille, strict=False)]
         return max(load), sum(ns * ns for ns in load)
 
     def memory(self, one: Layout) -> tuple[int, int, int]:

@@ -52,6 +52,8 @@ def settled(profile: Profile, options: Options) -> Options:
     """Return the options with every default filled in from the profile; raises BadInput for impossible ones."""
     devices = options.devices or profile.machine.devices
     layers = len(profile.expanded_layers())
+    if (known := profile.machine.time_permille) is not None and devices > len(known):
+        raise BadInput(f"--devices is {devices}, expected at most the {len(known)} whose times the profile has")
     if devices > layers:
         raise BadInput(f"--devices is {devices}, expected at most the profile's {layers} layers")
     for name in ("microbatches", "stages_per_device"):

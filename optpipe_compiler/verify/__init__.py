@@ -134,6 +134,7 @@ def _forecast(plan: Plan, *, complete: bool) -> list[Violation]:
 def _profile(plan: Plan, profile: Profile) -> list[Violation]:
     """Return where the schedule differs from its profile; the tables of the schedule are in order."""
     found = [*against_profile.numbers(profile), *against_profile.layers(plan.schedule, profile)]
+    found += against_profile.devices(plan.schedule, profile)
     if found:
         return found
     layers = profile.expanded_layers()

@@ -35,6 +35,14 @@ def layers(schedule: ir.Schedule, profile: Profile) -> Iterator[Violation]:
         yield Violation("profile-layers", message)
 
 
+def devices(schedule: ir.Schedule, profile: Profile) -> Iterator[Violation]:
+    """Where devices differ the profile knows each of them."""
+    known = profile.machine.time_permille
+    if known is not None and len(known) < len(schedule.devices):
+        message = f"the schedule has {len(schedule.devices)} devices, the profile's times are of {len(known)}"
+        yield Violation("profile-times", message)
+
+
 def setup(schedule: ir.Schedule, profile: Profile) -> Iterator[Violation]:
     """The reserve and the model are the profile's."""
     reserve = value_of(profile.machine.reserve_bytes)
@@ -187,22 +195,26 @@ def stage_times(plan: Plan, profile: Profile, expanded: list[Layer]) -> Iterator
         differences.parts.append(f"forecast.op_overhead_ns is {forecast.op_overhead_ns}, the profile has {overhead}")
     for cost in forecast.stages:
         for field in ("forward_ns", "backward_input_ns", "backward_weight_ns", "backward_ns"):
-            expected = sum(_layer_times(plan, cost, expanded, field)) + overhead
+            expected = sum(_layer_times(plan, profile.machine, cost, expanded, field)) + overhead
             differences.see(cost.stage, field, getattr(cost, field), expected)
-        again = _layer_times(plan, cost, expanded, "recompute_ns")
+        again = _layer_times(plan, profile.machine, cost, expanded, "recompute_ns")
         differences.see(cost.stage, "recompute_ns", cost.recompute_ns, again)
     yield from differences.violations()
 
 
-def _layer_times(plan: Plan, cost: ir.StageCost, expanded: list[Layer], field: str) -> list[int]:
-    """Return the time of one kind of op by layer, for the unit that the record is for."""
+def _layer_times(plan: Plan, machine: Machine, cost: ir.StageCost, expanded: list[Layer], field: str) -> list[int]:
+    """Return the time of one kind of op by layer, for the unit that the record is for, on the stage's device."""
+    slowness = Fraction(1)
+    if machine.time_permille is not None:
+        slowness = Fraction(machine.time_permille[plan.stages[cost.stage].device], 1000)
     stage, found = plan.stages[cost.stage], []
     tokens, whole = _tokens(plan.schedule.setup, cost)
     for number in range(*stage.layers):
         layer, time = expanded[number], _time(expanded[number], field)
         if number in stage.selective_layers and field in ("backward_input_ns", "backward_ns"):
             time += value_of(_light(layer).recompute_ns)
-        found.append(_of_unit(layer, field, time, tokens, whole, plan.slices > 1))
+        time = _of_unit(layer, field, time, tokens, whole, plan.slices > 1)
+        found.append(math.floor(time * slowness + Fraction(1, 2)))
     return found
 
 

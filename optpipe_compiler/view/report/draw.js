@@ -111,7 +111,7 @@ function drawOp(row, index, x, width) {
 
 // The longest name for which such lanes' mean op has room, if this one has: 2F3 (stage, kind, microbatch), F3, 3.
 function drawName(row, index, ink, left, right) {
-  const { lane } = row, letter = lane.kind[index], number = lane.microbatch[index];
+  const { lane } = row, letter = lane.kind[index], number = unitAt(lane, index);
   const size = Math.min(11, Math.max(8, row.height * 0.6)), mean = toX(lane.mean) - toX(0);
   const names = [`${letter}${number}`, `${number}`];
   if (lane.chart.several) names.unshift(`${lane.stage[index]}${letter}${number}`);

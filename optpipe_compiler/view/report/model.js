@@ -72,21 +72,24 @@ const beginOf = (op) => op.lane.begin[op.index];
 const endOf = (op) => op.lane.end[op.index];
 const kindOf = (op) => KINDS[op.lane.kind[op.index]];
 
+// A microbatch, or a slice of one: 0, 0.1.
+const unitAt = (lane, index) => (lane.slice ? `${lane.microbatch[index]}.${lane.slice[index]}` : lane.microbatch[index]);
+
 function nameOf(op) {
-  return `${kindOf(op).name}, stage ${op.lane.stage[op.index]}, microbatch ${op.lane.microbatch[op.index]}`;
+  return `${kindOf(op).name}, stage ${op.lane.stage[op.index]}, microbatch ${unitAt(op.lane, op.index)}`;
 }
 
 // The op's id as docs/IR.md defines it; it is also the page's fragment, so an address can lead to an op.
 function idOf(op) {
   const layers = op.chart.layers[numberOf(op)];
-  const id = `${kindOf(op).name}:${op.lane.stage[op.index]}:${op.lane.microbatch[op.index]}`;
+  const id = `${kindOf(op).name}:${op.lane.stage[op.index]}:${unitAt(op.lane, op.index)}`;
   return layers ? `${id}:${layers.join("-")}` : id;
 }
 
 // The op as people write it: 2F0 is the forward of stage 2 and microbatch 0, 2D0:3-5 offloads layers of it.
 function textOf(op) {
   const layers = op.chart.layers[numberOf(op)];
-  const name = `${op.lane.stage[op.index]}${op.lane.kind[op.index]}${op.lane.microbatch[op.index]}`;
+  const name = `${op.lane.stage[op.index]}${op.lane.kind[op.index]}${unitAt(op.lane, op.index)}`;
   return layers ? `${name}:${layers.join("-")}` : name;
 }
 

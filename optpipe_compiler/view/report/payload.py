@@ -88,6 +88,11 @@ def _lane(device: int, lane: str, items: Sequence[Item], begin: int, measured: d
         "kind": "".join(LETTERS[item.op.name] for item in items),
         "stage": [item.op.stage for item in items],
         "microbatch": [item.op.microbatch for item in items],
+        **(
+            {"slice": [item.op.slice for item in items]}
+            if any(item.op.slice_or_none is not None for item in items)
+            else {}
+        ),
         "begin": [item.begin_ns - begin for item in items],
         "end": [item.end_ns - begin for item in items],
         "measured": {"begin": [r[0] for r in ran], "end": [r[1] for r in ran], "op": [r[2] for r in ran]}

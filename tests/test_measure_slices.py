@@ -36,6 +36,7 @@ def sliced_findings(wrong_ns=0):
             tokens, pairs = (end - begin) / length, (end**2 - begin**2) / length**2
             ns = (BLOCK_NS - attention) * tokens + attention * pairs + OVERHEAD + OP_NS + wrong_ns * (index == 1)
             times[sample_name(op, index)] = [round(ns)] * 3
+        times[sample_name(op, None)] = [BLOCK_NS + OP_NS] * 3
     sizes = replace(found.sizes["block"], sliced=SlicedBytes(20, 3, 5))
     return replace(found, sizes={**found.sizes, "block": sizes}, sliced={"block": times})
 
@@ -120,7 +121,7 @@ def test_every_op_of_every_slice_is_timed():
     benches = Benches(TINY.model(), text.default_text())
     sliced = [one for one in (sliced_bench(benches, index) for index in (1, 2)) if one is not None]
     times = time_slices(CpuTimer(), sliced, 2)
-    assert len(times) == 16
+    assert len(times) == 20
     assert {len(samples) for name, samples in times.items() if not name.startswith("forward")} == {4}
 
 

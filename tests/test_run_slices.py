@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import msgspec
 import pytest
 
 pytest.importorskip("torch")
 
 import torch
-from runtime_cases import MODEL, TEXT, promise_exactly, schedule
+from runtime_cases import MODEL, TEXT, promise_exactly, schedule, tiny_profile
 from small_schedules import Shape
 from test_runtime_library import start_ranks
 from torch import nn
 
 import runtime_torch
+from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.verify import verify
 from optpipe_torch.launch.run import run
@@ -67,6 +71,36 @@ def test_gradients_equal_the_unpipelined_model(case):
     for rank in report.ranks:
         assert 0 < rank.peak_activation_bytes <= rank.promised_activation_bytes
         assert rank.peak_host_bytes <= rank.promised_host_bytes
+
+
+@pytest.mark.runtime
+@pytest.mark.parametrize("devices", [2, 4])
+def test_what_is_compiled_under_a_tight_cap_runs(devices):
+    model = msgspec.structs.replace(MODEL, config={**MODEL.config, "layers": 6}, sequence_length=24)
+    profile = tiny_profile(model, devices, cuts=(0, 8, 16, 24))
+    options = Options(mem_bytes=10**9, microbatches=3, slices=3, time_limit_s=4.0, search=False, reproducible=True)
+    roomy = compile_schedule(profile, options).schedule
+    tight = max(device.peak_bytes for device in roomy.devices) * 3 // 5
+    plan = compile_schedule(profile, dataclasses.replace(options, mem_bytes=tight)).schedule
+    assert plan.setup.slices == 3
+    kinds = {op.name for device in plan.devices for op in (*device.compute, *device.d2h)}
+    assert kinds & {"offload", "recompute"}
+    report = run(plan, steps=1, data_paths=[TEXT], check=True)
+    assert report.check is not None
+    assert report.check.ok, report.check
+    for rank in report.ranks:
+        assert 0 < rank.peak_activation_bytes <= rank.promised_activation_bytes
+        assert rank.peak_host_bytes <= rank.promised_host_bytes
+
+
+@pytest.mark.runtime
+def test_slices_are_rehearsed():
+    shape = Shape(V_2, microbatches=3, fused=by_turns(False), ranges=moved("offload"), tokens=8, cuts=THREE)
+    plan = promise_exactly(schedule(shape, model=None))
+    report = run(plan, steps=2, time_scale=2.0)
+    assert report.losses == pytest.approx([4.0, 4.0])  # every microbatch passed all stages
+    for rank in report.ranks:
+        assert 0 < rank.peak_activation_bytes <= rank.promised_activation_bytes
 
 
 REPLICAS = """

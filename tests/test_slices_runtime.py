@@ -174,14 +174,15 @@ def reference(model, inputs, target):
     return loss.item(), [one.clone() for one in found]
 
 
-def stages_of(model, cut, meter, inputs, target):
+def stages_of(model, cut, meter, inputs, target, *, selective=False):
     """Two stages, cut behind so many layers."""
     traced = trace_bundles(model, [inputs], target)
     bundles = [replace(bundle, tokens=TOKENS) for bundle in traced]
     ends = {cut - 1, len(model) - 1}
     run = [bundled(layer, bundles[i], bundles[i + 1], packs=i in ends) for i, layer in enumerate(model)]
-    first = StageExecution(run[:cut], 0, is_first=True, is_last=False, device="cpu", meter=meter)
-    last = StageExecution(run[cut:], cut, is_first=False, is_last=True, device="cpu", meter=meter)
+    chosen = (range(cut), range(cut, len(model))) if selective else ((), ())
+    first = StageExecution(run[:cut], 0, is_first=True, is_last=False, device="cpu", meter=meter, selective=chosen[0])
+    last = StageExecution(run[cut:], cut, is_first=False, is_last=True, device="cpu", meter=meter, selective=chosen[1])
     return first, last
 
 
@@ -189,7 +190,7 @@ def run_sliced(model, cuts, how, cut=2):
     """Run one microbatch through two stages; `how`: split or fused, and what becomes of what the forwards save."""
     inputs, target = batch()
     meter = Meter()
-    stages = stages_of(model, cut, meter, inputs, target)
+    stages = stages_of(model, cut, meter, inputs, target, selective="selective" in how)
     spans = list(pairwise(cuts))
     parts = [Slice(0, index, cuts[:-1], (b - a) / cuts[-1], target) for index, (a, b) in enumerate(spans)]
     loss = 0.0
@@ -225,7 +226,7 @@ def run_sliced(model, cuts, how, cut=2):
 def test_gradients_equal_those_of_whole_microbatches(name, cuts):
     model = made(name, torch.float32)
     loss, wanted = reference(model, *batch())
-    for how in ("fused", "split", "split offload", "fused recompute", "split recompute"):
+    for how in ("fused", "split", "split offload", "fused recompute", "split recompute", "split selective"):
         found_loss, found = run_sliced(model, cuts, how)
         assert found_loss == pytest.approx(loss, rel=1e-5)
         for one, other in zip(found, wanted, strict=True):

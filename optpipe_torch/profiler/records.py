@@ -51,9 +51,9 @@ def slice_spans(tokens: int) -> list[tuple[int, int]]:
     return list(pairwise(tokens * k // SLICES for k in range(SLICES + 1))) if tokens >= SLICES else []
 
 
-def sample_name(op: str, index: int) -> str:
-    """Name the samples of one op of one slice."""
-    return f"{op} of slice {index}"
+def sample_name(op: str, index: int | None) -> str:
+    """Name the samples of one op of one slice; None: of the whole, measured in turn with its slices."""
+    return f"{op} of the whole" if index is None else f"{op} of slice {index}"
 
 
 @dataclass
@@ -255,15 +255,22 @@ def _layer(name: str, count: int, times: Times, sizes: LayerBytes, overhead_ns: 
 def _sliceable(
     layer: Layer, times: Times, spans: Sequence[tuple[int, int]], sizes: LayerBytes, overhead_ns: int
 ) -> Sliceable:
-    """Return what the layer costs in slices; see `profiler.slices`."""
+    """Return what the layer costs in slices; see `profiler.slices`.
+
+    Slices are held against the whole that was measured in turn with them: what else ran then has touched both.
+    """
     assert sizes.sliced is not None
     sliced = sizes.sliced
     attention, more = {}, {}
     for op in ("forward", "backward_input", "backward_weight", "backward"):
-        whole = value_of(getattr(layer, f"{op}_ns") or 0)
-        found = [quantity(max(0, t - overhead_ns) for t in times[sample_name(op, k)]) for k in range(len(spans))]
+        names = [sample_name(op, k) for k in (None, *range(len(spans)))]
+        beside, *found = [quantity(max(0, t - overhead_ns) for t in times[name]) for name in names]
+        known, whole = value_of(getattr(layer, f"{op}_ns") or 0), beside.value if _has_op(layer, op) else 0
         if whole and op in ("forward", "backward_input"):
-            attention[op] = _attention(whole, found, spans)
+            one = _attention(whole, found, spans)
+            attention[op] = structs.replace(
+                one, value=round(one.value * known / whole), spread=round(one.spread * known / whole)
+            )
         more[op] = structs.replace(
             found[0], value=max(0, round((sum(one.value for one in found) - whole) / len(spans))) if whole else 0
         )
@@ -282,6 +289,11 @@ def _sliceable(
         forward_prefix_bytes=_once(sliced.forward_prefix),
         backward_prefix_bytes=_once(sliced.backward_prefix),
     )
+
+
+def _has_op(layer: Layer, op: str) -> bool:
+    """Whether an op of the layer takes time: nothing is before the first layer, whose input has no gradient."""
+    return bool(value_of(getattr(layer, f"{op}_ns") or 0))
 
 
 def _attention(whole: int, found: Sequence[Quantity], spans: Sequence[tuple[int, int]]) -> Quantity:

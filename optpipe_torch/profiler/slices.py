@@ -161,13 +161,14 @@ def time_slices(timer: Timer, sliced: Sequence[SlicedBench], samples: int) -> Ti
     """Time every op of every slice on equal layers in turn, as `time_ops` does; samples by op and slice."""
     count = len(sliced[0].spans)
     ops = ("forward", "backward_input", "backward_weight", "backward")
-    times: Times = {sample_name(op, index): [] for op in ops for index in range(count)}
+    times: Times = {sample_name(op, index): [] for op in ops for index in (None, *range(count))}
     begin = time.monotonic()
     for turn in range(WARM_UP + samples):
         if turn >= WARM_UP + LEAST and time.monotonic() - begin > MOST_S / 2:
             break
         into: Times = times if turn >= WARM_UP else {name: [] for name in times}
         for split in (True, False):
+            _whole_round(timer, sliced, into, split=split)
             for index in range(count):
                 for one in sliced:
                     with timer.timed(into[sample_name("forward", index)]):
@@ -183,3 +184,16 @@ def time_slices(timer: Timer, sliced: Sequence[SlicedBench], samples: int) -> Ti
                         one.backward_weight(index)
         timer.settle()
     return times
+
+
+def _whole_round(timer: Timer, sliced: Sequence[SlicedBench], into: Times, *, split: bool) -> None:
+    benches = [one.bench for one in sliced]
+    for bench in benches:
+        with timer.timed(into[sample_name("forward", None)]):
+            bench.forward(0)
+    for bench in reversed(benches):
+        with timer.timed(into[sample_name("backward_input" if split else "backward", None)]):
+            (bench.stage.backward_input if split else bench.stage.backward)(0, bench.gradient)
+    for bench in reversed(benches) if split else ():
+        with timer.timed(into[sample_name("backward_weight", None)]):
+            bench.stage.backward_weight(0)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.report import machine, publish
-from optpipe_compiler.compiler import Options, compile_schedule, link_share
+from optpipe_compiler.compiler import Options, compile_schedule, link_share, under_noise
 from optpipe_compiler.costs.models import Architecture
 from optpipe_compiler.costs.noise import noisy
 from optpipe_compiler.documents.profile import Model
@@ -95,11 +95,13 @@ def train(schedule: ir.Schedule, steps: int) -> tuple[float, float]:
 def row(name: str, cap: str, schedule: ir.Schedule, rounds: list[Round]) -> str:
     """Return a line of the table."""
     ratios = [one.measured_ns / one.forecast_ns for one in rounds]
+    noisy = statistics.median(one.measured_ns / one.noisy_ns for one in rounds)
     transfers = sum(len(device.d2h) for device in schedule.devices)
     forecast = statistics.median(one.forecast_ns for one in rounds) / 1e6
     measured = statistics.median(one.measured_ns for one in rounds) / 1e6
     return (
         f"| {name} | {cap} | {transfers} | {forecast:.0f} | {measured:.0f} | {statistics.median(ratios):.2f} | "
+        f"{noisy:.2f} | "
         f"{min(ratios):.2f} to {max(ratios):.2f} | {max(one.used for one in rounds):.0%} |"
     )
 
@@ -111,6 +113,14 @@ class Round:
     measured_ns: float
     forecast_ns: float
     used: float
+    noisy_ns: float
+    """What was forecast for half of the steps, with the noise of the measured costs."""
+
+
+def with_noise(schedule: ir.Schedule, profile: Profile) -> float:
+    """Return by which factor the noise of a profile's ops makes half of the steps longer."""
+    found = under_noise(schedule, profile)
+    return 1.0 if found is None else found.p50_ns / schedule.forecast.makespan_ns
 
 
 def rounds_of(model: Model, options: argparse.Namespace) -> dict[str, tuple[ir.Schedule, list[Round]]]:
@@ -132,7 +142,8 @@ def rounds_of(model: Model, options: argparse.Namespace) -> dict[str, tuple[ir.S
         after = measured()
         for cap, (schedule, rounds) in found.items():
             forecast = (forecast_ns(schedule, before) + forecast_ns(schedule, after)) / 2
-            rounds.append(Round(runs[cap][0], forecast, runs[cap][1]))
+            factor = (with_noise(schedule, before) + with_noise(schedule, after)) / 2
+            rounds.append(Round(runs[cap][0], forecast, runs[cap][1], forecast * factor))
         before = after
     return found
 
@@ -155,13 +166,14 @@ def main() -> None:
         f"Written by `python -m bench.forecast`; {DEVICES} processes on {machine()}.",
         f"Medians of {options.rounds} rounds, step times in ms. A round trains for {options.steps - 1} steps; its",
         "forecast is the plan's order with the costs measured just before and just after it, and `ratio` the median of",
-        "what each round measured over its own forecast. `used` is the largest",
+        "what each round measured over its own forecast; `with noise`: over the forecast of half of the steps, with",
+        "the spread of the measured op times (what ranks lose by waiting for each other). `used` is the largest",
         "measured activation peak of a rank over its promise, by the store, which does not see transient bytes. On",
         "CPUs the lanes of a rank share its core, so offloads take time from compute, which no forecast counts; on",
         "GPUs they do not.",
         "",
-        "| model | cap | offloads | forecast | measured | ratio | of a round | used |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | cap | offloads | forecast | measured | ratio | with noise | of a round | used |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name in options.model or MODELS:
         for cap, (schedule, rounds) in rounds_of(MODELS[name], options).items():

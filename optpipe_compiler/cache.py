@@ -181,7 +181,7 @@ def compile_schedule(
         if entry.path.stem == question.name and not any(o.about.value_ns < entry.about.value_ns for o in better):
             found = cache.read(entry, profile)
             if found is not None:
-                return _again(found, chosen, entry.about, time.monotonic() - begin, on_progress)
+                return _again(found, profile, chosen, entry.about, time.monotonic() - begin, on_progress)
     seeds = () if chosen.reproducible else tuple(question.starts(cache, known))
     halfway = _Halfway(chosen.time_limit_s or 0.0, on_progress)
     result = compiler.compile_schedule(profile, replace(chosen, seeds=(*chosen.seeds, *seeds)), halfway.see)
@@ -191,14 +191,20 @@ def compile_schedule(
 
 
 def _again(
-    found: ir.Checked, options: Options, about: About, wall_s: float, on_progress: Callable[[Progress], None]
+    found: ir.Checked,
+    profile: Profile,
+    options: Options,
+    about: About,
+    wall_s: float,
+    on_progress: Callable[[Progress], None],
 ) -> Result:
     """Return a kept answer; who listens hears what had been found halfway, as in the search."""
     forecast = found.schedule.forecast
     for value in (about.halfway_ns, about.value_ns):
         on_progress(compiler.Progress("cache", value, forecast.lower_bound_ns, forecast.method, 0.0))
     placement = compiler.placement_of(found.schedule)
-    return compiler.Result(found, options, placement, interrupted=False, wall_s=wall_s, is_cached=True)
+    noisy = compiler.under_noise(found.schedule, profile, options.noise)
+    return compiler.Result(found, options, placement, False, wall_s, quantiles=noisy, is_cached=True)
 
 
 class _Halfway:

@@ -62,7 +62,7 @@ def test_a_run_writes_every_op_of_every_rank_beside_its_forecast_and_report_read
 def test_lanes_of_forecast_and_measured_stand_side_by_side():
     plan = schedule(BOTH, model=None)
     ran = [[("forward:0:0", "compute", 5000, 9000)], [("offload:1:0:2-3", "d2h", 7000, 8000)]]
-    events = json.loads(chrome_trace(plan, [ran], time_scale=2.0))["traceEvents"]
+    events = json.loads(chrome_trace([(plan, [ran])], time_scale=2.0))["traceEvents"]
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     lanes = ["compute forecast", "compute measured", "d2h forecast", "d2h measured", "h2d forecast", "h2d measured"]
     assert [threads[0, tid] for tid in range(6)] == lanes

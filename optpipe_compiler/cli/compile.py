@@ -42,6 +42,12 @@ from optpipe_compiler.errors import BadInput, Rejected
 )
 @click.option("--slices", metavar="N|auto", help="Slices of every sequence [default: auto where layers allow it].")
 @click.option("--lengths", type=click.Path(path_type=Path), help="File with the tokens of each microbatch.")
+@click.option(
+    "--noise",
+    type=float,
+    metavar="SHARE",
+    help="Standard deviation of an op's time, such as 0.15 [default: the profile's spreads].",
+)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--reproducible", is_flag=True, help="Same bytes on every run and machine; one search thread.")
 @click.option(
@@ -86,6 +92,7 @@ def compile_command(
     from optpipe_compiler.documents import ir
     from optpipe_compiler.documents import profile as profiles
     from optpipe_compiler.documents.files import check_writable, write_atomically
+    from optpipe_compiler.documents.units import show_ns
     from optpipe_compiler.view.progress import ProgressLine
     from optpipe_compiler.view.summary import render
 
@@ -110,6 +117,9 @@ def compile_command(
         say_json(_report(result))
         return
     console().print(render(result.schedule))
+    if result.quantiles is not None:
+        noisy = result.quantiles
+        say(f"with the noise of ops: {show_ns(noisy.p50_ns)} in half of the steps, {show_ns(noisy.p95_ns)} in 95%")
     if result.interrupted:
         note("interrupted: this is the best schedule so far")
     click.echo()
@@ -245,6 +255,8 @@ def _report(result: Any) -> dict[str, Any]:
         "devices": schedule.setup.devices,
         "stages": len(schedule.stages),
         "placement": result.placement,
+        "p50_ns": None if result.quantiles is None else result.quantiles.p50_ns,
+        "p95_ns": None if result.quantiles is None else result.quantiles.p95_ns,
         "wall_s": result.wall_s,
         "cached": result.is_cached,
         "digest": schedule.digest,

@@ -58,7 +58,7 @@ def report(
     from optpipe_compiler.documents.files import check_writable, write_atomically
     from optpipe_compiler.view.progress import StatusLine
     from optpipe_compiler.view.report import render
-    from optpipe_compiler.view.report.trace import measured
+    from optpipe_compiler.view.report.trace import measured, swaps
 
     check_writable(output)
     schedule = ir.load(schedule_path)
@@ -68,7 +68,7 @@ def report(
         ran = measured(traces, schedule) if traces else None
         below = list(_baselines(schedule, schedule_path, profile_path, wanted, steps.say)) if profile_path else []
         steps.say(f"drawing {len(below) + 1} schedules" if below else "drawing the schedule")
-        page = render(schedule, below, ran)
+        page = render(schedule, below, ran, swaps(traces))
         write_atomically(output, page)
     if as_json:
         say_json({"schedule": str(schedule_path), "report": str(output)})

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from optpipe_compiler.cli.common import SCHEDULE, console, say_json
+from optpipe_compiler.cli.common import PROFILE, SCHEDULE, console, say_json
 from optpipe_compiler.errors import BadInput, MissingDependency, Rejected
 
 
@@ -45,6 +45,27 @@ from optpipe_compiler.errors import BadInput, MissingDependency, Rejected
     metavar="FUNCTION",
     help="The schedule's package.module:function; needed where it lies outside of the current folder.",
 )
+@click.option("--replan", is_flag=True, help="Measure, plan beside training, and swap better plans in between steps.")
+@click.option("--profile", "profile_path", type=click.Path(path_type=Path), default=PROFILE, show_default=True)
+@click.option("--keep-placement", is_flag=True, help="With --replan: swap orders only, so that no weight moves.")
+@click.option(
+    "--threshold",
+    type=click.FloatRange(min=0, max=1, max_open=True),
+    default=0.02,
+    show_default=True,
+    help="With --replan: the share of a step that a swap must save.",
+)
+@click.option(
+    "--plan-time",
+    type=click.FloatRange(min=0, min_open=True),
+    default=20.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="With --replan: the time limit of a search; those that find nothing double it.",
+)
+@click.option(
+    "--save", "save_path", type=click.Path(path_type=Path), help="With --replan: where the last schedule goes."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def run(
     schedule_path: Path,
@@ -52,6 +73,7 @@ def run(
     data: tuple[Path, ...],
     trace_path: Path | None,
     model: str | None,
+    save_path: Path | None,
     **options: Any,
 ) -> None:
     """Replay a schedule: one process per device, real messages, real gradients.
@@ -78,13 +100,17 @@ def run(
     schedule = ir.load(schedule_path)
     _may_build(schedule, schedule_path, model)
     _judged(schedule, schedule_path)
-    if trace_path is not None:
-        check_writable(trace_path)
+    for path in filter(None, (trace_path, save_path)):
+        check_writable(path)
+    replanning = _replanning(schedule, schedule_path, emulated, **{name: options.pop(name) for name in REPLANNING})
     with ReplayBar(console(stderr=True), schedule, options["steps"]) as bar:
 
         def take(event: dict[str, Any]) -> None:
             if event["event"] == "trace" and trace_path is not None:
                 write_atomically(trace_path, event["text"])
+            elif event["event"] == "schedule":
+                if save_path is not None:
+                    write_atomically(save_path, event["text"])
             else:
                 bar.update(event)
 
@@ -93,7 +119,7 @@ def run(
         if emulated:
             _alone(schedule, rank, paths, take, as_json=as_json, **options)
             return
-        report = replay(schedule, data_paths=paths, on_event=take, model=model, **options)
+        report = replay(schedule, data_paths=paths, on_event=take, model=model, replanning=replanning, **options)
     if report is None:  # a rank of a group that torchrun started: rank 0 prints
         return
     if as_json:
@@ -104,6 +130,40 @@ def run(
         click.echo(f"optpipe: {slow}", err=True)
     if report.check is not None and not report.check.ok:
         raise Rejected("run --check: loss or gradients differ from the unpipelined model")
+
+
+REPLANNING = ("replan", "profile_path", "keep_placement", "threshold", "plan_time")
+"""The options that only matter with --replan."""
+
+
+def _replanning(
+    schedule: Any,
+    schedule_path: Path,
+    emulated: bool,
+    *,
+    replan: bool,
+    profile_path: Path,
+    keep_placement: bool,
+    threshold: float,
+    plan_time: float,
+) -> Any:
+    """Return how the plan is improved; None where it is not."""
+    from optpipe_compiler.documents import profile as profiles
+    from optpipe_compiler.documents.files import canonical
+    from optpipe_torch.launch.job import Replanning
+
+    if not replan:
+        return None
+    if emulated:
+        raise BadInput("--replan needs all ranks, expected no --emulate-peers")
+    costs = profiles.load(profile_path)
+    known, planned = costs.digest(), schedule.provenance.profile_digest
+    if known != planned:
+        raise BadInput(
+            f"{profile_path}: is not the profile that {schedule_path} was planned with: its digest is {known[:19]}, "
+            f"expected {planned[:19]} (--profile)"
+        )
+    return Replanning(canonical(costs), keep_placement, threshold, plan_time)
 
 
 def _alone(

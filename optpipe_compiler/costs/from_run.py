@@ -43,6 +43,8 @@ class About(msgspec.Struct, frozen=True, tag_field="format", tag="optpipe-trace"
     real: bool
     time_scale: float
     stages: list[RunStage]
+    first_step: int = 0
+    """Of the schedule that has these stages; steps before it ran another one."""
 
 
 class RunOp(msgspec.Struct, frozen=True):
@@ -106,6 +108,7 @@ def read_run(path: Path) -> Run:
     if not trace.about.real:
         raise BadInput(f"{path}: is of a rehearsal, which takes the times of its forecast; expected a run with a model")
     ops = [_op(event) for event in trace.events if event.ph == "X" and "op" in event.args]
+    ops = [op for op in ops if op.step >= trace.about.first_step]
     first = min((op.step for op in ops), default=0)
     timed = [op for op in ops if op.step > first] or ops
     if not timed:

@@ -59,6 +59,44 @@ def noisy(profile: Profile) -> list[Noisy]:
     return [*found, *_messages(profile, total), *_links(profile)]
 
 
+IQR_PER_SIGMA = 1.349
+"""Of a normal distribution."""
+KINDS = {
+    "forward": "forward_ns",
+    "backward_input": "backward_input_ns",
+    "backward_weight": "backward_weight_ns",
+    "backward": "backward_ns",
+    "recompute": "recompute_ns",
+}
+"""Ops of compute, and the times of a layer that they are sums of."""
+
+
+def op_spreads(profile: Profile, stages: Sequence[tuple[int, int]]) -> dict[tuple[str, int], float]:
+    """Return, by kind of op and stage, the standard deviation of its time as a share of it; empty without any spread.
+
+    `stages` are the layers `[first, end)` of each. What disturbs an op disturbs all of its layers, so their spreads add
+    up; what is not said is that of the halves or of the forward, as times are.
+    """
+    layers = profile.expanded_layers()
+    overhead = value_of(profile.machine.op_overhead_ns)
+    found = {}
+    for number, (first, end) in enumerate(stages):
+        for kind in KINDS:
+            costs = [cost for layer in layers[first:end] for cost in _costs(layer, kind)]
+            total = overhead + sum(map(value_of, costs))
+            spread = sum(cost.spread for cost in costs if isinstance(cost, Quantity)) / IQR_PER_SIGMA
+            if total and spread:
+                found[kind, number] = min(BOUND, spread / total)
+    return found
+
+
+def _costs(layer: Layer, kind: str) -> list[Cost]:
+    own: Cost | None = getattr(layer, KINDS[kind])
+    if own is not None:
+        return [own]
+    return [layer.backward_input_ns, layer.backward_weight_ns] if kind == "backward" else [layer.forward_ns]
+
+
 def _messages(profile: Profile, total: int) -> Iterator[Noisy]:
     for index, entry in enumerate(profile.machine.p2p):
         path, name = f"$.machine.p2p[{index}]", "messages" + _between(entry.devices)

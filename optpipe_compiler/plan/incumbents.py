@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from optpipe_compiler.plan.carried import Start
 
 
+RECENT = 4
+"""Schedules of each attempt that may be compared under noise."""
+
+
 @dataclass
 class Attempt:
     """One placement: its exact problem (ns, bytes), the best schedule and the best bound so far."""
@@ -34,6 +38,8 @@ class Attempt:
     """The peaks in bytes that lowering a schedule leads to: by device, and of its offloads on the host."""
     best: Schedule | None = None
     notes: list[str] = field(default_factory=list)
+    recent: list[Schedule] = field(default_factory=list)
+    """The best schedules of late, the best last."""
     starts: list[Start] = field(default_factory=list)
     """Earlier schedules, for the local search to start from."""
 
@@ -110,6 +116,12 @@ class Incumbents:
         assert attempt.best is not None
         return self.value(attempt.best)
 
+    def near(self, share: float, most: int) -> list[tuple[Attempt, Schedule]]:
+        """Return the best schedules that are no more than a share worse than the best, itself first."""
+        found = [(self.value(one), attempt, one) for attempt in self.attempts for one in attempt.recent]
+        found.sort(key=lambda each: each[0])
+        return [(attempt, one) for reached, attempt, one in found[:most] if reached <= found[0][0] * (1 + share)]
+
     def is_better(self, attempt: Attempt, timed: Schedule) -> bool:
         """Whether `timed` is better than the attempt's best."""
         return attempt.best is None or self.value(timed) < self.reached(attempt)
@@ -119,6 +131,7 @@ class Incumbents:
         over = (need or attempt.need(timed)).over
         if over is None:
             attempt.best = timed
+            attempt.recent = [*attempt.recent[1 - RECENT :], timed]
             self.report(f"{phase} {attempt.layout.name}")
         return over
 

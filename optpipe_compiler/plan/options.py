@@ -46,6 +46,8 @@ class Options:
     """Tokens of each microbatch; None: all are as long as the profile's."""
     seeds: tuple[ir.Checked, ...] = ()
     """Earlier schedules; the result is no worse than one of them that still fits (plan/seeds.py)."""
+    noise: float | None = None
+    """The standard deviation of an op's time as a share of it, for all ops; None: as the profile says."""
     keep: ir.Checked | None = None
     """The schedule whose cut and owners of stages are kept, so that no weight moves."""
 
@@ -65,6 +67,8 @@ def settled(profile: Profile, options: Options) -> Options:
         number = getattr(options, name)
         if number is not None and number < 1:
             raise BadInput(f"--{name.replace('_', '-')} is {number}, expected at least 1")
+    if options.noise is not None and not 0 <= options.noise <= 1:
+        raise BadInput(f"--noise is {options.noise:g}, expected a share from 0 to 1")
     limit = options.time_limit_s
     if limit is not None and not 0 <= limit < float("inf"):
         raise BadInput(f"--time-limit is {limit}, expected seconds, at least 0")
@@ -110,6 +114,7 @@ def recorded(options: Options) -> dict[str, str | int | float | bool | None]:
         "seed": options.seed,
         "reproducible": options.reproducible,
         "method": options.method,
+        **({} if options.noise is None else {"noise": options.noise}),
         **({} if options.keep is None else {"keep_placement": options.keep.schedule.digest}),
         **({} if options.slices == 1 else {"slices": options.slices}),
     }

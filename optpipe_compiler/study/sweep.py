@@ -103,7 +103,7 @@ def parse_counts(text: str | None, option: str) -> tuple[int, ...]:
 
 def begin(path: Path | None, costs: Costs, common: Options) -> Sweep:
     """Return what is in the file, or an empty sweep; raise BadInput where the file is of other costs or options."""
-    varies = ("mem_bytes", "microbatches", "devices", "workers", "seeds", "keep")
+    varies = ("mem_bytes", "microbatches", "devices", "workers", "seeds", "keep", "noise")
     digests = {gpu: profile.digest() for gpu, profile in costs.profiles.items()}
     empty = Sweep(
         profile=costs.name,

@@ -36,6 +36,9 @@ class ReplayBar(Bar):
 
     def update(self, event: dict[str, Any]) -> None:
         """Show an event of the run."""
+        if (words := _planned(event)) is not None:
+            self.say(words)
+            return
         if event["event"] != "step":
             self.bar.update(self.task, description=str(event["event"]))
             return
@@ -43,6 +46,22 @@ class ReplayBar(Bar):
         text = "rehearsing" if self.rehearsal else f"loss {event['loss']:.4f}"
         self.bar.update(self.task, completed=step, description=text)
         self.say(f"step {step}: {text}")
+
+
+def _planned(event: dict[str, Any]) -> str | None:
+    """Say what an event of planning beside the run is."""
+    step = f"step {event.get('step')}: "
+    if event["event"] == "measured":
+        return f"{step}measured, {show_ns(round(event['step_ns']))} per step; planning beside the run"
+    if event["event"] == "planned":
+        before, after = (show_ns(event[f"forecast_{when}_ns"]) for when in ("before", "after"))
+        return (
+            f"{step}planned: {before} to {after} forecast, {'to be swapped in' if event['swaps'] else 'kept as it is'}"
+        )
+    if event["event"] == "swap":
+        moved = f", {event['moved_layers']} layers moved" if event["moved_layers"] else ""
+        return f"{step}swapped in {show_ns(event['swap_ns'])}{moved}"
+    return f"{step}{event['said']}" if event["event"] == "planner" else None
 
 
 SLOW = 1.15
@@ -65,6 +84,7 @@ def note(report: Any, schedule: Path, trace: Path | None) -> str | None:
 def render(report: Any) -> RenderableType:
     """Return loss, times, memory per rank and the check's verdict."""
     parts: list[RenderableType] = [_headline(report), _ranks(report), _kinds(report)]
+    parts += [_swap(swap) for swap in report.swaps]
     if report.check is not None:
         parts.append(_check(report.check))
     return Group(*parts)
@@ -107,6 +127,15 @@ def _ranks(report: Any) -> Table:
 def _kinds(report: Any) -> Text:
     parts = [f"{name} {time.ratio:.2f} x" for name, time in report.kinds.items()]
     return Text("\nop times measured / forecast: " + ", ".join(parts)) if parts else Text("")
+
+
+def _swap(swap: Any) -> Text:
+    after = "not measured" if swap.measured_after_ns is None else show_ns(swap.measured_after_ns)
+    return Text(
+        f"swapped before step {swap.step + 1}: forecast {show_ns(swap.forecast_before_ns)} to "
+        f"{show_ns(swap.forecast_after_ns)}, measured {show_ns(swap.measured_before_ns)} to {after}, stood still for "
+        f"{show_ns(swap.swap_ns)}, {swap.moved_layers} layers moved"
+    )
 
 
 def _check(check: Any) -> Text:

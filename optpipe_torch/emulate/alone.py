@@ -107,7 +107,7 @@ def emulate(
     if trace:
         nobody: list[Ran] = []
         devices = [[run if other == rank else nobody for other in range(schedule.setup.devices)] for run in runs]
-        on_event({"event": "trace", "text": chrome_trace(schedule, devices, time_scale)})
+        on_event({"event": "trace", "text": chrome_trace([(schedule, devices)], time_scale)})
     return alone.report(runs)
 
 

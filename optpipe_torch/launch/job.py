@@ -18,6 +18,16 @@ RunEvent = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
+class Replanning:
+    """How a run improves its plan."""
+
+    profile_text: str
+    keeps_placement: bool
+    threshold: float
+    plan_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """What all ranks of a run are told."""
 
@@ -31,6 +41,7 @@ class Job:
     timeout_s: float
     pinned: bool = False
     trace: bool = False
+    replanning: Replanning | None = None
     allowed: str | None = None
     """The function that the command line names; the schedule may have it called wherever it lies."""
 

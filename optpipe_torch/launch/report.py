@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from optpipe_compiler.documents import ir
+    from optpipe_torch.replan.replanner import SwapRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,10 @@ class RunReport:
     forecast_bubble: float
     ranks: list[RankReport]
     check: CheckReport | None = None
+    swaps: list[SwapRecord] = field(default_factory=list)
+    """Of schedules, with `--replan`. Forecast and kinds are then of the last schedule, and of its steps."""
+    first_timed: int = 1
+    """The first step that counts for times."""
 
     @property
     def losses(self) -> list[float]:
@@ -94,8 +99,8 @@ class RunReport:
 
     @property
     def timed_steps(self) -> list[StepRecord]:
-        """The steps that count for times."""
-        return self.steps[1:] or self.steps
+        """The steps that count for times: without the first, or those of the last schedule without its first."""
+        return self.steps[self.first_timed :] or self.steps
 
     @property
     def makespan_ns(self) -> float | None:

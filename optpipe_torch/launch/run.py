@@ -18,7 +18,15 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.units import printable
 from optpipe_compiler.errors import BadInput, MissingDependency, OptPipeError, RunFailed
 from optpipe_compiler.processes import Ended, Processes
-from optpipe_torch.launch.job import Job, Place, RunEvent, check_torch, place_from_environment, shares_of_cores
+from optpipe_torch.launch.job import (
+    Job,
+    Place,
+    Replanning,
+    RunEvent,
+    check_torch,
+    place_from_environment,
+    shares_of_cores,
+)
 from optpipe_torch.models import text, user_functions
 
 if TYPE_CHECKING:
@@ -46,6 +54,7 @@ def run(
     timeout_s: float = 600.0,
     trace: bool = False,
     model: str | None = None,
+    replanning: Replanning | None = None,
 ) -> RunReport | None:
     """Replay `schedule`: train its model for `steps` on the bytes of `data_paths` (default: a text that ships with
     optpipe), or rehearse it if it has none. Under torchrun, ranks other than 0 return None.
@@ -55,8 +64,12 @@ def run(
     fails ends the run within seconds: RunFailed names it. `timeout_s`: how long a rank waits for another's message
     before it gives up, and the run for a next step. `model`: the schedule's own `package.module:function`, which then
     is called wherever it lies; otherwise only functions of the project in the current folder are (user_functions.py).
+    `replanning`: measure, plan beside training and swap; `on_event` then also hears what `Replanner` tells, and
+    {"event": "schedule", "text": ...} at the end, the schedule that training ended with.
     """
     check_torch()
+    if replanning is not None and schedule.model is None:
+        raise BadInput("--replan needs a schedule with a model, expected no rehearsal: it has the forecast's times")
     training = schedule.model is not None
     if model is not None:
         user_functions.allow(model)
@@ -72,6 +85,7 @@ def run(
         seed=seed,
         timeout_s=timeout_s,
         trace=trace,
+        replanning=replanning,
         allowed=model,
     )
     tell = on_event or (lambda _: None)

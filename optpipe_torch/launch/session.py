@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from abc import ABC, abstractmethod
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from statistics import median
@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from optpipe_compiler.documents import ir
+from optpipe_compiler.documents import profile as profiles
 from optpipe_compiler.errors import BadInput, RunFailed
 from optpipe_torch.launch import rehearsal
 from optpipe_torch.launch.check import check
@@ -25,6 +26,7 @@ from optpipe_torch.launch.report import KindTime, RankReport, RunReport, StepRec
 from optpipe_torch.launch.trace import chrome_trace
 from optpipe_torch.launch.worker import settle_on_cpu
 from optpipe_torch.models import known as models
+from optpipe_torch.replan.replanner import Replanner
 from runtime_torch.conform import agree
 from runtime_torch.meter import Meter
 from runtime_torch.microbatch import Microbatch
@@ -38,7 +40,9 @@ if TYPE_CHECKING:
 
     from optpipe_torch.launch.job import Job, Place, RunEvent
     from optpipe_torch.launch.report import CheckReport
+    from optpipe_torch.launch.trace import Ran
     from optpipe_torch.models.user_model import Batch
+    from optpipe_torch.replan.replanner import SwapRecord
 
     Tell = Callable[[RunEvent], None]
     Failed = Callable[[BaseException], None]
@@ -144,6 +148,9 @@ class _Session(ABC):
         self.rank = dist.get_rank(control)
         self._records: list[StepRecord] = []
         self._results: list[StepResult] = []
+        self._begins = [(0, schedule)]
+        """The first step of each schedule, and the schedule."""
+        self.replanner: Replanner | None = None
 
     def run(self) -> RunReport:
         """Everything after joining."""
@@ -156,6 +163,10 @@ class _Session(ABC):
                 self._one_step(number)
         if self.job.trace and self._results:
             self._trace()
+        if self.job.replanning is not None:
+            self.tell({"event": "schedule", "text": ir.to_text(self.schedule)})
+        if self.replanner is not None:
+            self.replanner.close()
         return self._report(checked)
 
     @abstractmethod
@@ -181,6 +192,9 @@ class _Session(ABC):
         self._records.append(record)
         self._results.append(result)
         _collect_garbage(first=number == 0)
+        if self.replanner is not None and self.replanner.after(result) is not None:
+            self.schedule = self.replanner.schedule
+            self._begins.append((number + 1, self.schedule))
         self.tell(
             {
                 "event": "step",
@@ -215,8 +229,14 @@ class _Session(ABC):
         found = [mine] * dist.get_world_size(self.control)
         dist.all_gather_object(found, mine, group=self.control)
         if self.rank == 0:
-            text = chrome_trace(self.schedule, list(zip(*found, strict=True)), self.time_scale)
+            steps = list(zip(*found, strict=True))
+            text = chrome_trace(self._eras(steps), self.time_scale, [asdict(swap) for swap in self._swaps()])
             self.tell({"event": "trace", "text": text})
+
+    def _eras(self, steps: list[tuple[list[Ran], ...]]) -> list[tuple[ir.Schedule, list[tuple[list[Ran], ...]]]]:
+        """Return the schedules in turn with their steps."""
+        ends = [first for first, _ in self._begins[1:]] + [len(steps)]
+        return [(one, steps[first:end]) for (first, one), end in zip(self._begins, ends, strict=True) if first < end]
 
     def _report(self, checked: CheckReport | None) -> RunReport:
         mine = self._rank_report()
@@ -228,21 +248,31 @@ class _Session(ABC):
             pinned=False,
             time_scale=self.time_scale,
             steps=self._records,
-            forecast_makespan_ns=self.schedule.forecast.makespan_ns * self.time_scale,
-            forecast_bubble=self.schedule.forecast.bubble_fraction,
+            forecast_makespan_ns=self._last()[1].forecast.makespan_ns * self.time_scale,
+            forecast_bubble=self._last()[1].forecast.bubble_fraction,
             ranks=ranks,
             check=checked,
+            swaps=self._swaps(),
+            first_timed=self._last()[0] + 1,
         )
 
+    def _swaps(self) -> list[SwapRecord]:
+        return [] if self.replanner is None else self.replanner.swaps
+
+    def _last(self) -> tuple[int, ir.Schedule]:
+        """Return the first step of the last schedule that has run, and the schedule."""
+        return next(era for era in reversed(self._begins) if era[0] < max(1, len(self._results)))
+
     def _rank_report(self) -> RankReport:
-        timed = self._results[1:] or self._results
-        plan = self.schedule.devices[self.rank]
+        first, schedule = self._last()
+        timed = self._results[first + 1 :] or self._results[first:]
+        plan, mine = schedule.devices[self.rank], self._results[first:]
         return RankReport(
             rank=self.rank,
-            stages=[stage.stage for stage in self.schedule.stages if stage.device == self.rank],
-            peak_activation_bytes=max((result.peak_activation_bytes for result in self._results), default=0),
+            stages=[stage.stage for stage in schedule.stages if stage.device == self.rank],
+            peak_activation_bytes=max((result.peak_activation_bytes for result in mine), default=0),
             promised_activation_bytes=self.promised_bytes(),
-            peak_host_bytes=max((result.peak_host_bytes for result in self._results), default=0),
+            peak_host_bytes=max((result.peak_host_bytes for result in mine), default=0),
             promised_host_bytes=plan.host_bytes,
             busy_ns=median([result.busy_ns for result in timed] or [0]),
             kinds=self._kinds(timed),
@@ -250,7 +280,7 @@ class _Session(ABC):
 
     def _kinds(self, timed: list[StepResult]) -> dict[str, KindTime]:
         """Measured and forecast time of each kind of op in an average step."""
-        forecast = forecast_durations(self.schedule, self.rank)
+        forecast = forecast_durations(self._last()[1], self.rank)
         measured: dict[str, float] = {}
         planned: dict[str, float] = {}
         for result in timed:
@@ -292,8 +322,19 @@ class _Training(_Session):
         self._runner = Runner(self.schedule, self._stages, on_failure=self.on_failure)
         self._draw = models.batches(model, self.job.data)
         parameters = list(self._stages.module.parameters())
-        self._optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE) if parameters else None
+        self._optimizer = torch.optim.AdamW([{"params": parameters}], lr=LEARNING_RATE)
         self._generator = torch.Generator().manual_seed(self.job.seed)
+        if (how := self.job.replanning) is not None:
+            self.replanner = Replanner(
+                self._runner,
+                profiles.parse(how.profile_text, "the profile"),
+                optimizer=self._optimizer,
+                keeps_placement=how.keeps_placement,
+                threshold=how.threshold,
+                plan_s=how.plan_s,
+                group=self.control,
+                on_event=self.tell,
+            )
 
     def check(self) -> CheckReport:
         """One step on a batch of its own."""
@@ -305,9 +346,8 @@ class _Training(_Session):
         """Gradients of one batch, then the optimizer (outside the step's time)."""
         inputs, target = self._batch(self._generator)
         result = self._runner.step(*inputs, target=target)
-        if self._optimizer is not None:
-            self._optimizer.step()
-            self._optimizer.zero_grad()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
         return result
 
     def promised_bytes(self) -> int:

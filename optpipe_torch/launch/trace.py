@@ -24,25 +24,36 @@ LANES = ("compute", "d2h", "h2d")
 _KINDS = {"offload": "d2h", "reload": "h2d"}
 
 
-def chrome_trace(schedule: ir.Schedule, steps: Sequence[Sequence[Sequence[Ran]]], time_scale: float = 1.0) -> str:
-    """Return the file for `steps`, each the ops of every device, one event per line.
+def chrome_trace(
+    eras: Sequence[tuple[ir.Schedule, Sequence[Sequence[Sequence[Ran]]]]],
+    time_scale: float = 1.0,
+    swaps: Sequence[dict[str, Any]] = (),
+) -> str:
+    """Return the file for the schedules in turn and their steps, each the ops of every device; one event per line.
 
-    Each step's forecast starts with its first op. `time_scale`: what the forecast's times are multiplied by.
+    Each step's forecast starts with its first op. `time_scale`: what the forecast's times are multiplied by. `swaps`:
+    what is known of the changes from one schedule to the next; each is a mark, too.
     """
-    origin = _start(steps[0])
-    ops = {op.id: op for device in schedule.devices for op in (*device.compute, *device.d2h, *device.h2d)}
-    events = list(_names(schedule))
-    for number, devices in enumerate(steps):
-        shift = _start(devices) - origin
-        for device, ran in enumerate(devices):
-            events += _forecast(schedule, device, number, shift, time_scale)
-            events += [_measured(schedule, ops[op[0]], device, number, op, origin) for op in ran]
+    origin = _start(eras[0][1][0])
+    schedule = eras[-1][0]
+    events, first = list(_names(schedule)), 0
+    for number, (one, steps) in enumerate(eras):
+        ops = {op.id: op for device in one.devices for op in (*device.compute, *device.d2h, *device.h2d)}
+        if number:
+            events.append(_mark(one, first, _start(steps[0]) - origin))
+        for step, devices in enumerate(steps, start=first):
+            shift = _start(devices) - origin
+            for device, ran in enumerate(devices):
+                events += _forecast(one, device, step, shift, time_scale)
+                events += [_measured(one, ops[op[0]], device, step, op, origin) for op in ran]
+        first += len(steps)
     about = {
         "format": FORMAT,
         "schedule": schedule.digest,
         "profile_digest": schedule.provenance.profile_digest,
         "real": schedule.model is not None,
         "time_scale": time_scale,
+        **({"first_step": first - len(eras[-1][1]), "swaps": list(swaps)} if len(eras) > 1 else {}),
         "stages": [
             {
                 "stage": stage.stage,
@@ -55,6 +66,12 @@ def chrome_trace(schedule: ir.Schedule, steps: Sequence[Sequence[Sequence[Ran]]]
     }
     lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
     return f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n{lines}\n]}}\n'
+
+
+def _mark(schedule: ir.Schedule, step: int, shift: int) -> TraceEvent:
+    """Return a mark through all lanes where another schedule begins."""
+    about = {"schedule": schedule.digest, "step": step}
+    return {"ph": "i", "s": "g", "name": "swap", "pid": 0, "tid": 0, "ts": shift / 1000, "args": about}
 
 
 def _start(devices: Sequence[Sequence[Ran]]) -> int:

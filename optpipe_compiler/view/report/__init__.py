@@ -18,15 +18,20 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from optpipe_compiler.documents.ir import Schedule
-    from optpipe_compiler.view.report.trace import Range
+    from optpipe_compiler.view.report.trace import Range, TraceSwap
 
 SCRIPTS = ("model.js", "rows.js", "draw.js", "memory.js", "marks.js", "card.js", "range.js", "point.js", "controls.js")
 
 
-def render(schedule: Schedule, baselines: Sequence[Schedule] = (), measured: dict[str, Range] | None = None) -> str:
+def render(
+    schedule: Schedule,
+    baselines: Sequence[Schedule] = (),
+    measured: dict[str, Range] | None = None,
+    swaps: Sequence[TraceSwap] = (),
+) -> str:
     """Return the page: the schedule first, `measured` (op id to times) in it, and below it one of `baselines`.
 
-    The reader chooses which; the first is shown at the beginning.
+    The reader chooses which; the first is shown at the beginning. `swaps` of the run get a table.
     """
     found = analyse(schedule)
     charts = [chart(found, printable(schedule.forecast.method), _title("this schedule", schedule), measured)]
@@ -53,7 +58,7 @@ def render(schedule: Schedule, baselines: Sequence[Schedule] = (), measured: dic
         "summary": tables.plain(tables.summary(schedule)),
         "figures": tables.figures(found),
         "idle": tables.idle(found),
-        "tables": tables.tables(found, drawn, measured),
+        "tables": tables.tables(found, drawn, measured, swaps),
         "data": encode(page),
         "css": _part("page.css"),
         "js": "".join(_part(name) for name in SCRIPTS),

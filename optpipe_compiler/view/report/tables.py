@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.documents.ir import Baseline, Schedule
     from optpipe_compiler.forecast import Analysis, Cause
-    from optpipe_compiler.view.report.trace import Range
+    from optpipe_compiler.view.report.trace import Range, TraceSwap
 
 
 def plain(text: str) -> str:
@@ -73,11 +73,37 @@ def summary(schedule: Schedule) -> str:
     )
 
 
-def tables(found: Analysis, drawn: Sequence[str], measured: dict[str, Range] | None) -> str:
+def tables(
+    found: Analysis, drawn: Sequence[str], measured: dict[str, Range] | None, swaps: Sequence[TraceSwap] = ()
+) -> str:
     """Return the tables beside the chart, `drawn` names the baselines that the chart can show."""
     schedule = found.schedule
     parts = [_baselines(schedule, drawn), _devices(found), _promises(schedule)]
+    if swaps:
+        parts.insert(0, _swaps(schedule, swaps))
     return "\n".join(parts if measured is None else [_measured(found, measured), *parts])
+
+
+def _swaps(schedule: Schedule, swaps: Sequence[TraceSwap]) -> str:
+    """Return a row for each change to another schedule while the run went on."""
+    rows = [
+        (
+            "best" if swap.digest == schedule.digest else "",
+            [
+                str(swap.step),
+                plain(swap.digest[:15]),
+                f"{show_ns(swap.forecast_before_ns)} to {show_ns(swap.forecast_after_ns)}",
+                f"{show_ns(swap.measured_before_ns)} to "
+                + ("-" if swap.measured_after_ns is None else show_ns(swap.measured_after_ns)),
+                show_ns(swap.swap_ns),
+                str(swap.moved_layers),
+            ],
+        )
+        for swap in swaps
+    ]
+    names = ["first step", "schedule", "forecast", "measured", "stood still", "layers moved"]
+    text = "Swaps while the run went on; bold: the schedule of this page. Steps count from 0."
+    return _block("Swaps", names, rows, text, opened=True)
 
 
 def _measured(found: Analysis, measured: dict[str, Range]) -> str:

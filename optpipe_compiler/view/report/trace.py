@@ -32,11 +32,49 @@ class TraceEvent(msgspec.Struct, frozen=True):
     args: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
+class TraceSwap(msgspec.Struct, frozen=True):
+    """A change to another schedule while the run went on, as `run --replan --trace` says it; times in ns."""
+
+    step: int
+    digest: str
+    forecast_before_ns: int
+    forecast_after_ns: int
+    measured_before_ns: int
+    swap_ns: int
+    moved_layers: int
+    measured_after_ns: int | None = None
+
+
+class TraceAbout(msgspec.Struct, frozen=True):
+    """What a trace of ours says of itself."""
+
+    schedule: str = ""
+    swaps: list[TraceSwap] = []
+
+
 class Trace(msgspec.Struct, frozen=True):
     """A trace file; torch's times count from `baseTimeNanoseconds`."""
 
     trace_events: list[TraceEvent] = msgspec.field(name="traceEvents")
     base_ns: int = msgspec.field(name="baseTimeNanoseconds", default=0)
+    about: TraceAbout = msgspec.field(name="otherData", default=TraceAbout())
+
+    def steps_of(self, digest: str) -> range | None:
+        """Return the steps that ran a schedule, of a trace with swaps; None: all steps, or nothing is said."""
+        swaps = self.about.swaps
+        if not swaps:
+            return None
+        ends = [swap.step for swap in swaps]
+        names = [swap.digest for swap in swaps]
+        if digest in names:
+            number = len(names) - 1 - names[::-1].index(digest)
+            return range(ends[number], [*ends, 2**31][number + 1])
+        return range(ends[0])
+
+
+def swaps(paths: Sequence[Path]) -> list[TraceSwap]:
+    """Return the swaps that traces tell of, in order."""
+    return sorted({swap for path in paths for swap in _read(path).about.swaps}, key=lambda swap: swap.step)
 
 
 def measured(paths: Sequence[Path], schedule: Schedule) -> dict[str, Range]:
@@ -50,7 +88,11 @@ def measured(paths: Sequence[Path], schedule: Schedule) -> dict[str, Range]:
     found: dict[str, tuple[int, Range]] = {}
     for path in paths:
         before = len(found)
-        for step, op_id, ran in _ranges(_read(path), names):
+        trace = _read(path)
+        steps = trace.steps_of(schedule.digest)
+        for step, op_id, ran in _ranges(trace, names):
+            if steps is not None and step not in steps:
+                continue
             if op_id not in found or (step, ran) > found[op_id]:
                 found[op_id] = step, ran
         if len(found) == before:

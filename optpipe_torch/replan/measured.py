@@ -1,0 +1,72 @@
+"""What steps of any loop have cost: the ops of all ranks, and a profile of them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from optpipe_compiler.costs.from_run import About, Run, RunOp, RunStage, profile_from_run
+from optpipe_compiler.documents.ops import parse
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from optpipe_compiler.documents import ir
+    from optpipe_compiler.documents.profile import Profile
+    from runtime_torch.runner import StepResult
+
+Ran = tuple[str, str, int, int]
+"""Op id, lane, start and end in ns of a monotonic clock."""
+Steps = list[list[list[Ran]]]
+"""By step and rank."""
+
+
+def gathered(results: Sequence[StepResult], group: dist.ProcessGroup | None = None) -> Steps:
+    """Return the ops of these steps of all ranks; called on all of them."""
+    mine = [[(op.op_id, op.lane, op.start_ns, op.end_ns) for op in result.ops] for result in results]
+    found = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    return [list(ranks) for ranks in zip(*found, strict=True)]
+
+
+def profile_of(
+    profile: Profile, schedule: ir.Schedule, results: Sequence[StepResult], group: dist.ProcessGroup | None = None
+) -> Profile:
+    """Return `profile`, with which `schedule` was planned, with the times and copy speeds that these steps had.
+
+    Called on all ranks; every number that was seen has its spread over the ops of all steps.
+    """
+    return profile_from_steps(profile, schedule, gathered(results, group))
+
+
+def profile_from_steps(profile: Profile, schedule: ir.Schedule, steps: Steps) -> Profile:
+    """Return the same of steps that have been gathered."""
+    return profile_from_run(profile, "the profile", run_of(profile, schedule, steps)).profile
+
+
+def run_of(profile: Profile, schedule: ir.Schedule, steps: Steps) -> Run:
+    """Return the steps as costs/from_run.py takes a run."""
+    stages = [RunStage(stage.stage, stage.device, stage.layers, stage.selective_layers) for stage in schedule.stages]
+    ops = []
+    for number, ranks in enumerate(steps):
+        for name, _, start, end in (op for ran in ranks for op in ran):
+            op = parse(name)
+            nbytes = 0
+            if op.layers is not None:
+                stage = schedule.stages[op.stage]
+                first, last = (layer - stage.layers[0] for layer in op.layers)
+                nbytes = sum(stage.saved_bytes[first:last])
+            ops.append(RunOp(op.kind, op.stage, number, start, end, op.layers, nbytes))
+    return Run("these steps", About(profile.digest(), True, 1.0, stages), ops)
+
+
+def taken_ns(steps: Steps) -> dict[tuple[str, int], float]:
+    """Return the median time of each kind of op and stage."""
+    found: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for name, _, start, end in (op for ranks in steps for ran in ranks for op in ran):
+        op = parse(name)
+        found[op.kind, op.stage].append(end - start)
+    return {place: float(median(times)) for place, times in found.items()}

@@ -1,0 +1,73 @@
+"""Executions of a contract: without noise they are the forecast, with noise no op starts before what it waits for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from optpipe_compiler.documents import ir
+from optpipe_compiler.errors import Infeasible
+from optpipe_compiler.forecast.executions import durations, makespans, quantiles
+from tests.instances import profiles, quick, uniform
+from tests.small_schedules import Builder, Shape, profile_for
+
+GB = 10**9
+KINDS = ("forward", "backward", "backward_input", "backward_weight", "recompute", "offload", "reload")
+PLAN = quick(uniform(2, 4, d2h_ms=0.5, h2d_ms=0.5, shared_links="pairs"), GB, time_limit_s=1.0).schedule
+
+
+def spread(schedule, share):
+    return {(kind, stage.stage): share for kind in KINDS for stage in schedule.stages}
+
+
+@settings(max_examples=15, deadline=None)
+@given(profiles(), st.integers(1, 5), st.sampled_from([1.0, 0.6]))
+def test_without_noise_an_execution_takes_no_longer_than_forecast(profile, microbatches, share):
+    roomy = quick(profile, 10**6, microbatches=microbatches).schedule
+    try:
+        plan = quick(profile, int(share * max(d.peak_bytes for d in roomy.devices)), microbatches=microbatches).schedule
+    except Infeasible:
+        plan = roomy
+    found = makespans(plan, durations(plan))
+    messages = sum(cost.send_activation_ns + cost.send_gradient_ns for cost in plan.forecast.stages)
+    # a channel serves one message at a time, which the forecast does not count
+    assert found[0] <= plan.forecast.makespan_ns + messages * microbatches
+
+
+def test_without_noise_and_messages_at_one_time_the_execution_is_the_forecast():
+    assert makespans(PLAN, durations(PLAN)).tolist() == [PLAN.forecast.makespan_ns]
+    assert quantiles(PLAN, {}).p95_ns == PLAN.forecast.makespan_ns
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_longer_ops_never_make_a_step_shorter(seed):
+    random = Random(seed)
+    shape = Shape((0, 1, 1, 0) if seed % 2 else (0, 1, 2), microbatches=3)
+    plan = Builder(shape, profile_for(shape, random), random).build()
+    before = durations(plan)
+    longer = {op: np.array([time[0], time[0] + random.randint(0, 30)]) for op, time in before.items()}
+    found = makespans(plan, longer)
+    assert found[0] <= found[1] <= found[0] + sum(time[1] - time[0] for time in longer.values())
+
+
+def test_noise_costs_time_and_more_noise_more():
+    found = [quantiles(PLAN, spread(PLAN, share)) for share in (0.05, 0.15, 0.3)]
+    assert PLAN.forecast.makespan_ns < found[0].p50_ns < found[1].p50_ns < found[2].p50_ns
+    assert all(one.p50_ns < one.p95_ns for one in found)
+    assert found[1] == quantiles(PLAN, spread(PLAN, 0.15))
+    assert found[1] != quantiles(PLAN, spread(PLAN, 0.15), seed=1)
+
+
+def test_slices_have_executions_of_their_own():
+    plan = ir.load(Path(__file__).parent / "golden" / "schedule-v3.json")
+    assert plan.setup.slices == 3
+    assert plan.setup.classes == 6
+    taken = makespans(plan, durations(plan))[0]
+    messages = sum(cost.send_activation_ns + cost.send_gradient_ns for cost in plan.forecast.stages)
+    assert taken <= plan.forecast.makespan_ns + messages * plan.setup.microbatches
+    assert taken >= 0.9 * plan.forecast.makespan_ns

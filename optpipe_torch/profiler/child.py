@@ -267,7 +267,7 @@ def _time_kinds(
     main = common(names)
     others = [name for name in dict.fromkeys(names) if name != main]
     done = 0.2
-    for name, part in (*((name, 0.1 / len(others)) for name in others), (main, 0.55)):
+    for name, part in (*((name, 0.1 / len(others)) for name in others), (main, 0.5)):
         own = [index for index, other in enumerate(names) if other == name][: equal[name]]
         stages = [benches.stage(index, index + 1) for index in own]
         dist.barrier()

@@ -44,3 +44,4 @@ class CompileKeywords(TypedDict, total=False):
     seed: int
     reproducible: bool
     workers: int
+    noise: float | None

@@ -165,7 +165,7 @@ def main() -> None:
         "",
         f"Written by `python -m bench.forecast`; {DEVICES} processes on {machine()}.",
         f"Medians of {options.rounds} rounds, step times in ms. A round trains for {options.steps - 1} steps; its",
-        "forecast is the plan's order with the costs measured just before and just after it, and `ratio` the median of",
+        "forecast is the plan's order with the costs measured just before and just after it, `ratio` the median of",
         "what each round measured over its own forecast; `with noise`: over the forecast of half of the steps, with",
         "the spread of the measured op times (what ranks lose by waiting for each other). `used` is the largest",
         "measured activation peak of a rank over its promise, by the store, which does not see transient bytes. On",

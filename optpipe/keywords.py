@@ -50,6 +50,7 @@ class CompileKeywords(TypedDict, total=False):
     seed: int
     reproducible: bool
     workers: int
+    noise: float | None
 
 
 def known(options: CompileKeywords | UniformKeywords, record: type) -> dict[str, Any]:

@@ -85,6 +85,8 @@ class Result:
     """What went wrong on the way without preventing a result."""
     quantiles: Quantiles | None = None
     """What a step takes with noise; None where no noise is known."""
+    considered: tuple[ir.Checked, ...] = ()
+    """The plans that were compared under noise, the least forecast first."""
     is_cached: bool = False
     """Whether it was planned before (cache.py)."""
 
@@ -106,11 +108,9 @@ def compile_schedule(
         return _Compilation(profile, settled(profile, options), on_progress).run()
 
 
-NEAR = 0.02
-"""Schedules are compared under noise that are no more than this share worse than the best."""
-MOST_NEAR = 5
 GRACE_S = 1.0
-"""Beyond the time limit, for that comparison."""
+GRACE_SHARE = 0.1
+"""Seconds and share of the time limit beyond it, for the comparison of near plans under noise."""
 
 
 def under_noise(schedule: ir.Schedule, profile: Profile, noise: float | None = None) -> Quantiles | None:
@@ -183,15 +183,15 @@ class _Compilation:
             raise KeyboardInterrupt
         if self.incumbents.winner() is None:
             raise NotFound("no schedule was found within the time limit")
-        attempt, checked, noisy = self._chosen()
+        (attempt, checked, noisy), considered = self._chosen()
         notes = tuple(note for each in self.incumbents.attempts for note in each.notes)
         wall_s = time.monotonic() - self.begin
-        return Result(checked, self.options, attempt.layout.name, interrupted, wall_s, notes, quantiles=noisy)
+        return Result(checked, self.options, attempt.layout.name, interrupted, wall_s, notes, noisy, considered)
 
-    def _chosen(self) -> tuple[Attempt, ir.Checked, Quantiles | None]:
-        """Return the best schedule; of several that are nearly as good, the one that noise makes least worse."""
+    def _chosen(self) -> tuple[tuple[Attempt, ir.Checked, Quantiles | None], tuple[ir.Checked, ...]]:
+        """Return the best schedule, of several nearly as good ones that of least 95th percentile; and all of these."""
         limits = self.budget.limits
-        near = self.incumbents.near(NEAR, MOST_NEAR)
+        near = self.incumbents.near()
         found: list[tuple[int, int, Attempt, ir.Checked, Quantiles | None]] = []
         for number, (attempt, timed) in enumerate(near):
             begin = time.monotonic()
@@ -200,11 +200,11 @@ class _Compilation:
             reached = self.incumbents.value(timed)
             found.append((reached if noisy is None else noisy.p95_ns, number, attempt, checked, noisy))
             took_s = time.monotonic() - begin
-            late = not limits.reproducible and time.monotonic() + took_s > self.begin + limits.time_limit_s + GRACE_S
+            most_s = limits.time_limit_s * (1 + GRACE_SHARE) + GRACE_S
+            late = not limits.reproducible and time.monotonic() + took_s > self.begin + most_s
             if noisy is None or limits.objective == "span" or self.options.method is not None or late:
                 break
-        _, _, attempt, checked, noisy = min(found, key=lambda one: one[:2])
-        return attempt, checked, noisy
+        return min(found, key=lambda one: one[:2])[2:], tuple(one[3] for one in found)
 
     def _search(self) -> None:
         """The phases in order, each of which makes incumbents better."""

@@ -14,6 +14,7 @@ from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.documents.profile import Quantity
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.forecast.executions import quantiles
+from optpipe_compiler.plan.incumbents import NEAR
 from tests.instances import quick, uniform
 from tests.test_cli import FAST, run  # noqa: F401  (a fixture)
 
@@ -53,7 +54,7 @@ def test_of_near_plans_the_one_with_the_least_95th_percentile_is_chosen():
     known = [compiler.under_noise(one, COSTS, 0.3) for one in tried]
     assert result.quantiles == min(known, key=lambda one: one.p95_ns)
     least = min(one.forecast.makespan_ns for one in tried)
-    assert least <= result.schedule.forecast.makespan_ns <= (1 + compiler.NEAR) * least
+    assert least <= result.schedule.forecast.makespan_ns <= (1 + NEAR) * least
     assert result.schedule.provenance.options["noise"] == 0.3
 
 

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 pytest.importorskip("torch")
+from runtime_cases import TEXT, tiny_profile
 from test_runtime_library import LAYERS, alone, batch, builders, microbatch, start_ranks  # noqa: F401  (a fixture)
 
 import runtime_torch
@@ -22,9 +23,12 @@ from optpipe_compiler.errors import BadInput
 from optpipe_compiler.study import beside
 from optpipe_compiler.view.report import render
 from optpipe_compiler.view.report.trace import measured, swaps
+from optpipe_torch.launch.job import Replanning
+from optpipe_torch.launch.run import run as launch
 from optpipe_torch.launch.trace import chrome_trace
 from optpipe_torch.replan import Replanner, planner, profile_of
 from tests.instances import quick
+from tests.test_cli import run  # noqa: F401  (a fixture)
 
 GB = 10**9
 
@@ -181,6 +185,32 @@ def test_the_costs_of_any_loop_make_a_profile_with_its_noise(loop):
     times = [layer.forward_ns for layer in found.expanded_layers()]
     assert all(isinstance(time, Quantity) and time.source == "measured" and time.samples == 6 for time in times)
     assert min(took) <= sum(time.value for time in times) <= max(took)
+
+
+def test_the_command_refuses_what_cannot_be_planned_anew(run):  # noqa: F811
+    schedule = poor(costs(2), 2)
+    Path("schedule.json").write_text(canonical(schedule))
+    outcome = run("run", "schedule.json", "--replan")
+    assert (outcome.code, outcome.err.count("\n")) == (2, 1)
+    assert "profile.json: is not the profile that schedule.json was planned with" in outcome.err
+    Path("costs.json").write_text(canonical(costs(2)))
+    outcome = run("run", "schedule.json", "--replan", "--profile", "costs.json")
+    assert (outcome.code, outcome.err.count("\n")) == (2, 1)
+    assert "--replan needs a schedule with a model" in outcome.err
+
+
+@pytest.mark.runtime
+def test_a_run_that_finds_nothing_in_time_ends_with_the_schedule_that_it_began_with():
+    profile = tiny_profile()
+    schedule = quick(profile, GB, method="1f1b", microbatches=2).schedule
+    events = []
+    how = Replanning(canonical(profile), True, 0.9, 60.0)
+    report = launch(schedule, steps=5, data_paths=[TEXT], on_event=events.append, replanning=how)
+    assert report.swaps == []
+    assert len(report.losses) == 5
+    (text,) = (event["text"] for event in events if event["event"] == "schedule")
+    assert text == canonical(schedule)
+    assert [event["step"] for event in events if event["event"] == "measured"] == [4]
 
 
 def test_the_planner_answers_for_measured_costs():

@@ -199,6 +199,8 @@ class Candidates:
         incumbents, need = self.incumbents, attempt.need(timed)
         if need.over is None and incumbents.is_better(attempt, timed):
             incumbents.keep(attempt, timed, "published", need)
+        elif need.over is None:
+            incumbents.keep_near(attempt, timed)
         return Tried(timed.makespan, need, value=incumbents.value(timed))
 
     def _is_large(self, attempt: Attempt) -> bool:

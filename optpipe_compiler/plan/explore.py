@@ -39,6 +39,7 @@ def explore(incumbents: Incumbents, candidates: Candidates, budget: Budget, *, s
             found.gather()
         else:
             found.follow(time.monotonic() + seconds)
+        found.compare()
     if search.error is not None:
         incumbents.attempts[0].notes.append(f"local search ended early: {search.error!r}")
     budget.spent += seconds * DETERMINISTIC_PER_S
@@ -91,6 +92,12 @@ class _Exploration:
         for found in self.search.take(0.0)[-1:]:
             self._realise(found)
 
+    def compare(self) -> None:
+        """Take the others that were still climbing, too: near plans are compared under noise."""
+        for found in self.search.climbing():
+            if not self.budget.is_over():
+                self._realise(found)
+
     def _realise(self, found: Found) -> None:
         """Run a policy on the whole instance, unless that takes longer than there is time, by what it took before."""
         begin, attempt = time.monotonic(), self.attempts[found.instance]
@@ -101,4 +108,6 @@ class _Exploration:
         if timed is not None and self.incumbents.is_better(attempt, timed):
             need = None if attempt.has_instants else Need(0, None)
             self.incumbents.keep(attempt, timed, "local search", need)
+        elif timed is not None and attempt.need(timed).over is None:
+            self.incumbents.keep_near(attempt, timed)
         self.realise_s = time.monotonic() - begin

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from optpipe_compiler.plan.carried import Start
 
 
-RECENT = 4
-"""Schedules of each attempt that may be compared under noise."""
+NEAR = 0.02
+"""Schedules are compared under noise that are no more than this share worse than the best."""
+MOST_NEAR = 8
+"""Of each attempt, and of all."""
 
 
 @dataclass
@@ -38,8 +40,8 @@ class Attempt:
     """The peaks in bytes that lowering a schedule leads to: by device, and of its offloads on the host."""
     best: Schedule | None = None
     notes: list[str] = field(default_factory=list)
-    recent: list[Schedule] = field(default_factory=list)
-    """The best schedules of late, the best last."""
+    near: list[Schedule] = field(default_factory=list)
+    """Schedules that fit and are nearly as good as the best, for a comparison under noise."""
     starts: list[Start] = field(default_factory=list)
     """Earlier schedules, for the local search to start from."""
 
@@ -116,11 +118,23 @@ class Incumbents:
         assert attempt.best is not None
         return self.value(attempt.best)
 
-    def near(self, share: float, most: int) -> list[tuple[Attempt, Schedule]]:
-        """Return the best schedules that are no more than a share worse than the best, itself first."""
-        found = [(self.value(one), attempt, one) for attempt in self.attempts for one in attempt.recent]
-        found.sort(key=lambda each: each[0])
-        return [(attempt, one) for reached, attempt, one in found[:most] if reached <= found[0][0] * (1 + share)]
+    def keep_near(self, attempt: Attempt, timed: Schedule) -> None:
+        """Remember a schedule that fits, if it is nearly as good as the best."""
+        winner = self.winner()
+        if winner is None or self.value(timed) > (1 + NEAR) * self.reached(winner):
+            return
+        known = {one.ticks.tobytes(): one for one in (timed, *attempt.near)}
+        attempt.near = sorted(known.values(), key=self.value)[:MOST_NEAR]
+
+    def near(self) -> list[tuple[Attempt, Schedule]]:
+        """Return the schedules that are nearly as good as the best, itself first."""
+        winner = self.winner()
+        if winner is None or winner.best is None:
+            return []
+        best, most = winner.best, self.reached(winner) * (1 + NEAR)
+        others = [(attempt, one) for attempt in self.attempts for one in attempt.near if one is not best]
+        others = sorted((each for each in others if self.value(each[1]) <= most), key=lambda each: self.value(each[1]))
+        return [(winner, best), *others[: MOST_NEAR - 1]]
 
     def is_better(self, attempt: Attempt, timed: Schedule) -> bool:
         """Whether `timed` is better than the attempt's best."""
@@ -131,7 +145,7 @@ class Incumbents:
         over = (need or attempt.need(timed)).over
         if over is None:
             attempt.best = timed
-            attempt.recent = [*attempt.recent[1 - RECENT :], timed]
+            self.keep_near(attempt, timed)
             self.report(f"{phase} {attempt.layout.name}")
         return over
 

@@ -130,6 +130,7 @@ class LocalSearch:
         self._found: SimpleQueue[Found] = SimpleQueue()
         self._stop = Event()
         self._best = NEVER
+        self._last: list[_Climber] = []
         self._begin = time.monotonic()
         self._thread = Thread(target=self._run, daemon=True)
 
@@ -155,6 +156,10 @@ class LocalSearch:
                 found.append(self._found.get_nowait())
         except Empty:
             return sorted(found, key=lambda one: -one.value)
+
+    def climbing(self) -> list[Found]:
+        """Return what has climbed to the end, the best first."""
+        return [climber.found() for climber in sorted(self._last, key=lambda one: one.value)]
 
     # -- in threads ---------------------------------------------------------------------------------------------
 
@@ -222,6 +227,7 @@ class LocalSearch:
             list(pool.map(lambda job: self._climb(*job), jobs))
             climbers.sort(key=lambda one: one.value)
             self._tell(climbers[0])
+            self._last = list(climbers)
             if len(climbers) > least:
                 climbers = climbers[: max(least, len(climbers) // 2)]
             else:

@@ -282,6 +282,9 @@ class Replanner:
             if self._rank == 0:
                 self._tell({"event": "planner", "step": self._step, "said": str(error)})
             return None
+        if self._runner.schedule.digest == before.digest:  # nobody could read it
+            self._watch.done = True
+            return None
         answer = offer.answer
         known = [] if answer is None else [answer.present_ns, answer.found_ns]
         planning_ns = 0 if self._planner is None else self._planner.took_ns

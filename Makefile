@@ -12,7 +12,7 @@ DEMO := demo
 # The tests of the report's page drive a browser; playwright's own goes into the environment.
 export PLAYWRIGHT_BROWSERS_PATH = 0
 
-.PHONY: help demo test browser docs test-torch check format lint type golden schemas methods bench estimates gpu clean
+.PHONY: help demo test coverage browser docs test-torch check format lint type golden schemas methods bench estimates gpu clean
 
 help: ## Show this help
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -30,6 +30,9 @@ demo: $(READY) ## Profile this machine, plan under two caps, verify and train on
 
 test: $(READY) browser ## Run all tests
 	$(BIN)/python -m pytest
+
+coverage: $(READY) browser ## Run all tests and say which lines none of them runs (coverage.xml); not those of child processes
+	$(BIN)/python -m pytest --cov --cov-report=xml --cov-report=term:skip-covered
 
 browser: $(READY) ## Install a browser for the tests of the report's page, unless there is one
 	@sh tests/install_browser.sh $(BIN) || true

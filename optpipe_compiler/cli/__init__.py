@@ -14,6 +14,7 @@ from typing import NoReturn, TextIO
 import click
 
 from optpipe_compiler import __version__
+from optpipe_compiler.cli.advise import advise
 from optpipe_compiler.cli.cache import cache
 from optpipe_compiler.cli.common import add_common_options, say
 from optpipe_compiler.cli.compare import compare
@@ -187,6 +188,7 @@ for command in (
     show,
     compare,
     sweep,
+    advise,
     explain,
     report,
     diff,

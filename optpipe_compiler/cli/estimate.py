@@ -46,11 +46,22 @@ class Parts(click.ParamType):  # type: ignore[type-arg]  # not generic in older 
 
 Command = TypeVar("Command", bound="Callable[..., Any]")
 
-ESTIMATED: dict[str, Any] = {"devices": 8, "seq": 4096, "microbatch_size": 1, "tp": 1, "links": "none", "dtype": "bf16"}
+ESTIMATED: dict[str, Any] = {
+    "devices": 8,
+    "seq": 4096,
+    "microbatch_size": 1,
+    "tp": 1,
+    "dp": 1,
+    "links": "none",
+    "dtype": "bf16",
+}
 """What is estimated when nothing is said."""
 
 OPTIONS = (
     click.option("--tp", type=click.IntRange(min=1), help="Estimate: tensor-parallel GPUs per device [default: 1]."),
+    click.option(
+        "--dp", type=click.IntRange(min=1), help="Estimate: replicas that share the optimizer out [default: 1]."
+    ),
     click.option("--links", type=click.Choice(["pairs", "none"]), help="Estimate: pairs of GPUs share a host link."),
     click.option(
         "--attention", type=click.Choice(["flash", "math"]), help="Estimate: math keeps the attention matrix."
@@ -128,6 +139,7 @@ def chosen(given: dict[str, Any], model: Architecture, gpu: Gpu) -> EstimateOpti
         sequence_length=values["seq"],
         microbatch_size=values["microbatch_size"],
         tensor_parallel=values["tp"],
+        data_parallel=values["dp"],
         shared_links=values["links"],
         dtype=values["dtype"],
         accumulation=values.get("accumulation", "torch"),

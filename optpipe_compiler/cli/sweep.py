@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from optpipe_compiler.study.sweep import Costs, Sweep
 
 FOR_ESTIMATES = (
-    "model", "gpu", "seq", "microbatch_size", "tp", "links", "dtype", "attention", "accumulation", "granularity",
+    "model", "gpu", "seq", "microbatch_size", "tp", "dp", "links", "dtype", "attention", "accumulation", "granularity",
 )  # fmt: skip
 
 

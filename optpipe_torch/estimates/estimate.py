@@ -32,6 +32,8 @@ RESERVE_BYTES = 2_000_000_000
 """Context, communication buffers, workspaces, fragmentation."""
 BYTES_PER_PARAMETER = 16
 """Weight 2, gradient 2, fp32 weight 4, both moments of Adam in fp32 4 each."""
+SHARED_OUT = 12
+"""Of these: fp32 weight and moments, of which each replica may keep its share alone."""
 LARGEST_SIZE = 1 << 20
 
 
@@ -47,6 +49,8 @@ class EstimateOptions:
     sequence_length: int = 4096
     microbatch_size: int = 1
     tensor_parallel: int = 1
+    data_parallel: int = 1
+    """Replicas of the pipeline, over which the optimizer's state and the fp32 weights are shared out."""
     shared_links: Literal["pairs", "none"] = "none"
     """`pairs`: GPUs 2i and 2i + 1 of a node share one host link."""
     dtype: Literal["bf16", "fp16"] = "bf16"
@@ -54,10 +58,13 @@ class EstimateOptions:
     """Who adds up the gradients of microbatches: an operation of its own, or the matrix product that computes them."""
 
 
-def estimate(options: EstimateOptions) -> Profile:
-    """Return the profile; raise BadInput for options that do not fit together, MissingDependency without torch."""
+def estimate(options: EstimateOptions, counted: dict[str, tuple[int, Counted]] | None = None) -> Profile:
+    """Return the profile; raise BadInput for options that do not fit together, MissingDependency without torch.
+
+    `counted`: what `count_layers` has found for the same model, microbatch and tensor parallel degree.
+    """
     check(options)
-    counted = count_layers(options)
+    counted = count_layers(options) if counted is None else counted
     return Profile(
         name=f"{options.name}-{options.gpu.name}",
         sequence_length=options.sequence_length,
@@ -74,6 +81,11 @@ def assumptions(options: EstimateOptions) -> list[str]:
         f"{RESERVE_BYTES / 1e9:g} GB per GPU reserved for context, workspaces and fragmentation",
         "dense causal attention; nothing overlaps within an op; head and embedding have weights of their own",
     ]
+    if options.data_parallel > 1:
+        said.append(
+            f"of these {SHARED_OUT} bytes are shared out over {options.data_parallel} replicas; their exchange of "
+            "gradients is not in the step"
+        )
     if ranks > 1:
         said.append(
             f"bytes and times of one of {ranks} tensor-parallel GPUs, activations between layers split by sequence"
@@ -93,6 +105,7 @@ def check(options: EstimateOptions) -> None:
         ("--seq", options.sequence_length, LARGEST_SIZE),
         ("--microbatch-size", options.microbatch_size, LARGEST_SIZE),
         ("--tp", ranks, options.gpu.devices_per_node),
+        ("--dp", options.data_parallel, 1_000_000),
     ):
         if not 1 <= value <= largest:
             raise BadInput(f"{option} is {value}, expected 1 to {largest}")
@@ -196,7 +209,12 @@ def _layer(name: str, number: int, counted: Counted, options: EstimateOptions) -
 
     times = {op: _estimated(work_ns(work, options.gpu, options.tensor_parallel)) for op, work in counted.work.items()}
     # a profile has no activation that is smaller than the input
-    sizes = replace(counted.sizes, saved=max(counted.sizes.saved, counted.sizes.checkpoint))
+    parameters = counted.sizes.static // BYTES_PER_PARAMETER
+    sizes = replace(
+        counted.sizes,
+        saved=max(counted.sizes.saved, counted.sizes.checkpoint),
+        static=(BYTES_PER_PARAMETER - SHARED_OUT) * parameters + -(-SHARED_OUT * parameters // options.data_parallel),
+    )
     return Layer(
         name=name,
         count=number,

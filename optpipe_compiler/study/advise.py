@@ -1,0 +1,315 @@
+"""Which degrees of parallelism: every way to spread a model over so many GPUs is bounded, the most promising planned.
+
+A way is a pipeline, tensor and data parallel degree and a microbatch size. Its step cannot be shorter than the work of
+its microbatches over its devices and the exchange of gradients, nor than what `compile` proves, which takes longer to
+find out. The way with the least bound is next: its better bound is proved, or, where that is done, it is planned; until
+the least bound is above the time of the last of the best. So nothing that was left out can be among the best, unless a
+longer search had made its plan that much better than the plans of the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.compiler import Options, lower_bound, settled
+from optpipe_compiler.documents.profile import value_of
+from optpipe_compiler.errors import BadInput, Infeasible
+from optpipe_compiler.study.facts import facts
+from optpipe_compiler.study.planned import Instance, Planned, plan
+from optpipe_compiler.study.pool import answers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from optpipe_compiler.documents import ir
+    from optpipe_compiler.documents.profile import Profile
+    from optpipe_compiler.study.pool import Pool
+
+PER_DEVICE = 4
+"""Microbatches per device that are planned at most; a longer step repeats its steady state."""
+NEARLY_FULL = 0.97
+"""A device is said to be limited by memory from this share of the cap on."""
+WORTH_SAYING = 0.05
+"""Shares of the step below this limit nothing."""
+
+
+@dataclass(frozen=True, order=True)
+class Degrees:
+    """One way to spread a step over the GPUs."""
+
+    pipeline: int
+    tensor: int
+    data: int
+    microbatch_size: int
+    """Sequences."""
+    microbatches: int
+    """Of one replica in one step."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a way costs. Times are in ns."""
+
+    profile: Profile
+    """Of one replica's pipeline, one device for each tensor-parallel group."""
+    tensor_ns: int
+    """Collectives of tensor parallelism in all layers, forward and backward, for one microbatch."""
+    data_ns: int
+    """Exchange of gradients and weights between replicas in one step; overlaps nothing."""
+
+
+@dataclass(frozen=True, order=True)
+class Candidate:
+    """A way, and what its step takes at least, in ns."""
+
+    bound_ns: int
+    degrees: Degrees
+    costs: Costs = field(compare=False)
+    is_proved: bool = field(default=False, compare=False)
+    """Whether the bound is the one that `compile` proves."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A way that was planned. Shares are of the step, averaged over the devices."""
+
+    degrees: Degrees
+    step_ns: int
+    bound_ns: int
+    tokens_per_s: float
+    peak_bytes: int
+    """Of the fullest device, activations and all that stays there."""
+    stages_per_device: int
+    method: str
+    planned_microbatches: int
+    bubble_share: float
+    tensor_share: float
+    data_share: float
+    recompute_share: float
+    offloaded_bytes: int
+    """By all devices of one pipeline, in the step that was planned, there and back."""
+    limits: list[str]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The best ways, best first, and how many there were."""
+
+    configurations: list[Configuration]
+    considered: int
+    """Ways that divide everything evenly."""
+    too_large: int
+    """Of these: the weights alone do not fit."""
+    planned: int
+    infeasible: int
+    """Planned, but nothing fits."""
+    next_bound_ns: int | None
+    """The bound of the best way that was not planned; None: all were."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked. `batch`: sequences in one step of all replicas."""
+
+    gpus: int
+    gpus_per_node: int
+    batch: int
+    sequence: int
+    mem_bytes: int
+    microbatch_sizes: tuple[int, ...] = (1, 2, 4)
+    best: int = 5
+    time_limit_s: float = 0.0
+    """Of the search for one plan."""
+    jobs: int = 1
+
+
+def ways(question: Question, layers: int, divided: Iterable[int]) -> Iterator[Degrees]:
+    """Yield every way that divides GPUs and batch evenly; tensor-parallel groups lie within a node and divide `divided`
+    (heads, widths); a device has at least one layer."""
+    numbers = tuple(divided)
+    for tensor in _divisors(question.gpus):
+        if question.gpus_per_node % tensor or any(number % tensor for number in numbers):
+            continue
+        for pipeline in _divisors(question.gpus // tensor):
+            data = question.gpus // tensor // pipeline
+            for size in question.microbatch_sizes:
+                if pipeline <= layers and question.batch % (data * size) == 0:
+                    yield Degrees(pipeline, tensor, data, size, question.batch // (data * size))
+
+
+def _divisors(number: int) -> list[int]:
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
+def advise(
+    question: Question,
+    degrees: Iterable[Degrees],
+    costs_of: Callable[[Degrees], Costs],
+    on_planned: Callable[[int, Configuration | None], None] = lambda number, found: None,
+    pool: Pool = answers,
+) -> Advice:
+    """Return the best configurations; raise BadInput where there is no way, Infeasible where none fits."""
+    candidates, too_large = [], 0
+    for one in degrees:
+        costs = costs_of(one)
+        if _least_bytes(costs.profile) > question.mem_bytes:
+            too_large += 1
+        else:
+            candidates.append(Candidate(_bound(one, costs), one, costs))
+    if not candidates and not too_large:
+        raise BadInput(
+            f"--gpus is {question.gpus} and --global-batch {question.batch}: no degrees of parallelism divide both, "
+            "expected numbers with common divisors"
+        )
+    heapify(candidates)
+    found: list[Configuration] = []
+    infeasible = 0
+    asked: dict[int, tuple[Instance, Candidate]] = {}
+    answered = 0
+    for instance, planned in pool(plan, _promising(candidates, found, question, asked), question.jobs):
+        answered += 1
+        configuration = _configuration(asked[id(instance)][1], planned, question)
+        infeasible += configuration is None
+        if configuration is not None:
+            found.append(configuration)
+        on_planned(answered, configuration)
+    considered = len(candidates) + answered + too_large
+    best = sorted(found, key=lambda one: one.step_ns)[: question.best]
+    if not best:
+        raise Infeasible(
+            f"no way to spread the model over {question.gpus} GPUs fits {question.mem_bytes} bytes each: of "
+            f"{considered}, the weights alone are too large in {too_large}"
+        )
+    return Advice(
+        configurations=best,
+        considered=considered,
+        too_large=too_large,
+        planned=answered,
+        infeasible=infeasible,
+        next_bound_ns=candidates[0].bound_ns if candidates else None,
+    )
+
+
+def _promising(
+    candidates: list[Candidate],
+    found: list[Configuration],
+    question: Question,
+    asked: dict[int, tuple[Instance, Candidate]],
+) -> Iterator[Instance]:
+    """Take from the heap what to plan next, when it is asked for, until the bound says that nothing better is left.
+
+    `asked` gets the instances by identity, and whose they are."""
+    while candidates:
+        steps = sorted(configuration.step_ns for configuration in found)
+        if len(steps) >= question.best and candidates[0].bound_ns > steps[question.best - 1]:
+            return
+        one = heappop(candidates)
+        options = Options(
+            mem_bytes=question.mem_bytes,
+            microbatches=one.degrees.microbatches,
+            devices=one.degrees.pipeline,
+            time_limit_s=question.time_limit_s,
+            workers=1,
+            search=False,
+        )
+        profile = one.costs.profile
+        if not one.is_proved:
+            proved, _ = lower_bound(profile, settled(profile, options))
+            bound_ns = max(one.bound_ns, proved + one.costs.data_ns)
+            heappush(candidates, replace(one, bound_ns=bound_ns, is_proved=True))
+            continue
+        most = min(one.degrees.microbatches, PER_DEVICE * one.degrees.pipeline)
+        instance = Instance(profile, settled(profile, replace(options, microbatches=most)))
+        asked[id(instance)] = instance, one  # kept, so that no other gets its id
+        yield instance
+
+
+def _least_bytes(profile: Profile) -> int:
+    """What the fullest device holds at least, however the layers are cut: an even share of the weights, the reserve."""
+    layers = profile.expanded_layers()
+    static = [value_of(layer.static_bytes) for layer in layers]
+    reserve = value_of(profile.machine.reserve_bytes)
+    return reserve + max(-(-sum(static) // profile.machine.devices), max(static))
+
+
+def _work_ns(profile: Profile) -> int:
+    """What all layers compute for one microbatch, with the faster of a whole backward and its halves."""
+    total = 0
+    for layer in profile.expanded_layers():
+        halves = value_of(layer.backward_input_ns) + value_of(layer.backward_weight_ns)
+        backward = halves if layer.backward_ns is None else min(halves, value_of(layer.backward_ns))
+        total += value_of(layer.forward_ns) + backward
+    return total
+
+
+def _bound(degrees: Degrees, costs: Costs) -> int:
+    """All work is done by somebody: the mean device computes microbatches x work / devices."""
+    return degrees.microbatches * _work_ns(costs.profile) // degrees.pipeline + costs.data_ns
+
+
+def _configuration(candidate: Candidate, planned: Planned, question: Question) -> Configuration | None:
+    if planned.schedule is None or planned.value_ns is None:
+        return None
+    schedule, degrees, costs = planned.schedule.schedule, candidate.degrees, candidate.costs
+    count = schedule.setup.microbatches
+    further = degrees.microbatches - count
+    pipeline_ns = planned.value_ns + further * _steady_ns(schedule)
+    step_ns = pipeline_ns + costs.data_ns
+    about = facts(planned.schedule, "")
+    work = (1 - schedule.forecast.bubble_fraction) * schedule.forecast.makespan_ns / count * degrees.microbatches
+    again = about.recompute_fraction or 0.0
+    tensor = costs.tensor_ns * degrees.microbatches / degrees.pipeline
+    shares = {
+        "bubble": max(0.0, (pipeline_ns - work) / step_ns),
+        "tensor": tensor / step_ns,
+        "data": costs.data_ns / step_ns,
+        "recompute": again * work / step_ns,
+    }
+    offloaded = about.host_traffic_bytes or 0
+    peak = planned.peak_bytes or 0
+    return Configuration(
+        degrees=degrees,
+        step_ns=step_ns,
+        bound_ns=candidate.bound_ns,
+        tokens_per_s=question.batch * question.sequence * 1e9 / step_ns,
+        peak_bytes=peak,
+        stages_per_device=len(schedule.stages) // degrees.pipeline,
+        method=planned.method,
+        planned_microbatches=count,
+        offloaded_bytes=offloaded,
+        limits=_limits(shares, peak, question.mem_bytes, offloaded, degrees),
+        **{f"{name}_share": share for name, share in shares.items()},
+    )
+
+
+def _steady_ns(schedule: ir.Schedule) -> int:
+    """What one more microbatch takes: the busiest lane's time for one, recomputes and transfers included."""
+    busy: dict[tuple[int, str], int] = {}
+    for times in schedule.forecast.times:
+        device = schedule.devices[times.device]
+        ops: list[ir.Op] = list(getattr(device, times.lane))
+        for op, start, end in zip(ops, times.start_ns, times.end_ns, strict=True):
+            if not op.name.startswith(("send_", "recv_")):
+                key = times.device, times.lane
+                busy[key] = busy.get(key, 0) + end - start
+    return max(busy.values(), default=0) // schedule.setup.microbatches
+
+
+def _limits(shares: dict[str, float], peak: int, cap: int, offloaded: int, degrees: Degrees) -> list[str]:
+    """Say what the step is longer for than its work, the largest first, and whether memory is full."""
+    names = {
+        "bubble": "bubble",
+        "tensor": "tensor-parallel collectives",
+        "data": "gradients between replicas",
+        "recompute": "recompute",
+    }
+    found = [
+        f"{names[name]} {share:.0%}"
+        for name, share in sorted(shares.items(), key=lambda item: -item[1])
+        if share >= WORTH_SAYING
+    ]
+    if peak >= NEARLY_FULL * cap:
+        found.append("memory, with offload" if offloaded else "memory")
+    return found or ["nothing above 5%"]

@@ -1,0 +1,139 @@
+"""Which degrees of parallelism: all ways are bounded, the promising planned, and the best of these are best of all."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from optpipe_compiler.documents.profile import value_of
+from optpipe_compiler.errors import BadInput, Infeasible
+from optpipe_compiler.study.advise import Costs, Degrees, Question, advise, ways
+from optpipe_compiler.study.pool import answers_here
+from tests.instances import uniform
+from tests.test_cli import TINY, run  # noqa: F401 - a fixture
+
+MB = 10**6
+QUESTION = Question(gpus=4, gpus_per_node=4, batch=8, sequence=128, mem_bytes=10**12, microbatch_sizes=(1, 2), best=3)
+
+
+@given(st.integers(1, 64), st.sampled_from([1, 4, 8]), st.integers(1, 96), st.integers(1, 12), st.integers(1, 64))
+def test_every_way_divides_gpus_batch_heads_and_layers(gpus, node, batch, layers, heads):
+    question = replace(QUESTION, gpus=gpus, gpus_per_node=node, batch=batch)
+    found = list(ways(question, layers, [heads]))
+    assert len(set(found)) == len(found)
+    for one in found:
+        assert prod((one.pipeline, one.tensor, one.data)) == gpus
+        assert prod((one.data, one.microbatch_size, one.microbatches)) == batch
+        assert node % one.tensor == heads % one.tensor == 0
+        assert one.pipeline <= layers
+    if batch % gpus == 0:
+        assert any(one.data == gpus for one in found)
+
+
+def costs(degrees: Degrees, *, tensor_ns: int = 2 * MB, data_ns: int = 10 * MB, **changes: float) -> Costs:
+    """Eight layers, halved by tensor parallelism, doubled by microbatches of two; exchanges cost time of their own."""
+    work = degrees.microbatch_size / degrees.tensor * 8 / degrees.pipeline
+    layers = {f"{op}_ms": work * ms for op, ms in (("forward", 1.0), ("backward_input", 1.0), ("backward_weight", 1.0))}
+    profile = uniform(degrees.pipeline, 8 // degrees.pipeline, **layers, p2p_ms=0.01, **changes)
+    return Costs(profile, tensor_ns * (degrees.tensor > 1), data_ns * (degrees.data > 1))
+
+
+def asked(question: Question = QUESTION, costs_of=costs):
+    return advise(question, ways(question, 8, [4]), costs_of, pool=answers_here)
+
+
+def test_the_best_of_those_planned_are_the_best_of_all():
+    found = asked()
+    every = asked(replace(QUESTION, best=10**6))
+    assert every.next_bound_ns is None
+    assert every.planned == found.considered > found.planned
+    assert found.next_bound_ns > found.configurations[-1].step_ns
+    steps = [row.step_ns for row in every.configurations]
+    assert steps == sorted(steps)
+    assert [row.degrees for row in found.configurations] == [row.degrees for row in every.configurations[:3]]
+    assert all(row.bound_ns <= row.step_ns for row in every.configurations)
+
+
+def test_one_microbatch_after_another_on_one_device_takes_its_work():
+    alone = replace(QUESTION, gpus=1)
+    (row, *_) = asked(alone).configurations
+    assert row.degrees == Degrees(1, 1, 1, 1, 8)
+    assert row.planned_microbatches == 4
+    assert row.step_ns == row.bound_ns == 8 * 8 * 3 * MB
+    assert row.limits == ["nothing above 5%"]
+    assert row.tokens_per_s == pytest.approx(8 * 128 / (row.step_ns / 1e9))
+
+
+def test_what_costs_time_is_avoided_and_named():
+    def slow_network(degrees):
+        return costs(degrees, data_ns=10**10)
+
+    def slow_collectives(degrees):
+        return costs(degrees, tensor_ns=10**10)
+
+    assert {row.degrees.data for row in asked(costs_of=slow_network).configurations} == {1}
+    everything = asked(replace(QUESTION, best=100), slow_collectives).configurations
+    assert any("tensor-parallel collectives" in limit for row in everything for limit in row.limits)
+    named = asked(replace(QUESTION, best=100), slow_network).configurations
+    assert named[-1].limits[0].startswith("gradients between replicas ")
+
+
+def test_a_tight_cap_is_named_and_weights_that_are_too_large_are_not_planned():
+    def heavy(degrees):
+        return costs(degrees, activation_gb=0.8, static_gb=8 / degrees.pipeline, d2h_ms=0.1, h2d_ms=0.1)
+
+    found = asked(replace(QUESTION, mem_bytes=3 * 10**9), heavy)
+    assert found.too_large > 0
+    assert {row.degrees.pipeline for row in found.configurations} == {4}
+    assert all(row.peak_bytes <= 3 * 10**9 for row in found.configurations)
+    with pytest.raises(Infeasible, match="no way to spread the model over 4 GPUs fits"):
+        asked(replace(QUESTION, mem_bytes=10**9), heavy)
+
+
+def test_numbers_without_a_common_divisor_are_refused():
+    with pytest.raises(BadInput, match="--gpus is 7 and --global-batch 5"):
+        advise(replace(QUESTION, gpus=7, batch=5), ways(replace(QUESTION, gpus=7, batch=5), 3, [4]), costs)
+
+
+def test_the_command_prints_the_lines_that_plan_the_best(run, tmp_path):  # noqa: F811
+    pytest.importorskip("torch")
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY["llama"]))
+    asking = "advise --model tiny.json --gpu h100-sxm --gpus 4 --global-batch 8 --seq 64 --microbatch-sizes 1 --jobs 1"
+    found = run(*asking.split(), "--json")
+    assert found.code == 0, found.err
+    answer = json.loads(found.out)
+    assert answer["planned"] <= answer["considered"]
+    best = answer["configurations"][0]
+    assert best["pipeline"] * best["tensor"] * best["data"] == 4
+    for command in answer["commands"]:
+        done = run(*shlex.split(command)[1:], *(["--time-limit", "1"] if "compile" in command else []))
+        assert done.code == 0, done.err
+    shown = run(*asking.split())
+    assert shown.out.splitlines()[-2:] == answer["commands"]
+    assert "limited by" in shown.out.splitlines()[0]
+
+
+def test_replicas_share_the_optimizer_out():
+    pytest.importorskip("torch")
+    from optpipe_compiler.costs import gpus, models
+    from optpipe_torch.estimates.estimate import EstimateOptions, estimate
+    from optpipe_torch.estimates.spread import Spread
+
+    options = EstimateOptions(model=models.load("gpt2"), gpu=gpus.load("a100-80gb"), devices=2, sequence_length=128)
+    alone = [value_of(layer.static_bytes) for layer in estimate(options).expanded_layers()]
+    spread = Spread(options, gpus=16)
+    profile, tensor_ns, data_ns = spread.costs(2, 1, 8, 1)
+    shared = [value_of(layer.static_bytes) for layer in profile.expanded_layers()]
+    assert [size - 16 * (size // 16) for size in alone] == [0] * len(alone)
+    assert shared == [4 * (size // 16) + -(-12 * (size // 16) // 8) for size in alone]
+    assert tensor_ns == 0
+    parameters = sum(alone) / 16 / 2
+    assert data_ns == pytest.approx(14 * 20_000 + 4 * parameters * 7 / 8 / (0.8 * 25e9) * 1e9, rel=1e-6)
+    assert spread.costs(2, 2, 1, 1)[1:] == (pytest.approx(spread.costs(1, 2, 1, 1)[1]), 0)
+    assert spread.costs(2, 2, 1, 1)[1] > 0

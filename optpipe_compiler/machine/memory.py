@@ -163,7 +163,8 @@ def _finish(x: Machine, d: int, activation: int, left: int, kind: int, granted_s
     have their backwards before, and so are finished.)
     """
     s, m = divmod(activation, x.acts.shape[1])
-    for slice in range(x.units[m, U_FIRST], m + 1):
+    is_cut = x.costs.shape[0] > 1
+    for slice in range(x.units[m, U_FIRST] if is_cut else m, m + 1):
         earlier = x.devices[d, D_FIRST_STAGE]
         while earlier != NONE and earlier <= s:
             act = x.acts[earlier, slice]
@@ -179,10 +180,12 @@ def _finish(x: Machine, d: int, activation: int, left: int, kind: int, granted_s
     if there or more:
         row = x.costs[sort(x, m), s]
         outgoing = row[MESSAGE] if x.acts[s, m, A_GRADIENT] < NEVER else 0
-        added = row[ACCUMULATORS] if back(x, m) >= x.stages[s, BEGUN_B] else 0
+        added = freed = 0
+        if is_cut and back(x, m) >= x.stages[s, BEGUN_B]:
+            added, freed = row[ACCUMULATORS], row[GRADIENT]
         if more + added + row[EXTRA] - outgoing > left:
             return NONE
-        left += there + outgoing - added + (row[GRADIENT] if back(x, m) >= x.stages[s, BEGUN_B] else 0)
+        left += there + outgoing - added + freed
     return left
 
 
@@ -197,9 +200,10 @@ def _staying(act: Row, row: Row) -> int:
 @compiled
 def _held(x: Machine, s: int, m: int, kind: int, granted_s: int, granted_m: int) -> tuple[int, int]:
     """Return the units of one activation on the device now, and those that its backward will still add."""
-    stage, act, row, place = x.stages[s], x.acts[s, m], x.costs[sort(x, m), s], back(x, m)
+    stage, place = x.stages[s], back(x, m)
     if place < stage[BEGUN_W] or (place < stage[BEGUN_B] and stage[FUSED]):
         return 0, 0
+    act, row = x.acts[s, m], x.costs[sort(x, m), s]
     if place < stage[BEGUN_B]:
         return row[RESIDUE], 0
     is_granted = kind in (H, R) and s == granted_s and m == granted_m

@@ -64,7 +64,7 @@ def wrong(profile: Profile, seed: int = 0) -> Profile:
 
     names = ("forward_ns", "backward_input_ns", "backward_weight_ns", "backward_ns")
     layers = [
-        msgspec.structs.replace(one, **{name: off(getattr(one, name)) for name in names})
+        msgspec.structs.replace(one, count=1, **{name: off(getattr(one, name)) for name in names})
         for one in profile.expanded_layers()
     ]
     return msgspec.structs.replace(profile, layers=layers)
@@ -144,7 +144,7 @@ def story(name: str, first: ir.Schedule, profile: Profile, options: argparse.Nam
 
 def retimed(profile: Profile, schedule: ir.Schedule, costs: dict[tuple[str, int], float]) -> Profile:
     """Return the profile with the measured medians of a schedule's stages shared by their layers."""
-    layers = profile.expanded_layers()
+    layers = [msgspec.structs.replace(one, count=1) for one in profile.expanded_layers()]
     for stage in schedule.stages:
         mine = range(*stage.layers)
         for kind, field in KINDS.items():

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from optpipe.answers import Comparison, Explanation
-    from optpipe.own import schedule
+    from optpipe.own import primus_order, schedule
     from optpipe.plans import BaselineRow, BoundRow, DeviceRow, OpRow, Plan, bounds, compile, read_schedule, verify
     from optpipe.profiles import estimate_profile, profile_from_run, read_profile, uniform_profile, write_profile
     from optpipe.sweeps import PointRow, Sweep, sweep
@@ -55,6 +55,7 @@ __all__ = [
     "bounds",
     "compile",
     "estimate_profile",
+    "primus_order",
     "profile_from_run",
     "read_profile",
     "read_schedule",
@@ -67,7 +68,7 @@ __all__ = [
 
 _HOMES = {
     "optpipe.answers": ("Comparison", "Explanation"),
-    "optpipe.own": ("schedule",),
+    "optpipe.own": ("primus_order", "schedule"),
     "optpipe.plans": (
         "BaselineRow",
         "BoundRow",

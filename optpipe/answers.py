@@ -10,7 +10,7 @@ from optpipe_compiler.errors import BadInput
 from optpipe_compiler.study import comparison as _comparison
 from optpipe_compiler.study import explain as _explain
 from optpipe_compiler.study.facts import facts
-from optpipe_compiler.study.pool import Pool, answers, answers_here
+from optpipe_compiler.study.pool import pool_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,7 +80,7 @@ def explained(checked: ir.Checked, costs: Profile | None, time_limit: float, job
     """Return what binds in a plan."""
     instance = _explain.instance_of(checked.schedule, _given(costs, "explain"), "the plan", time_limit)
     instance = replace(instance, cached=cached)
-    return Explanation(_explain.explain(checked, instance, jobs, pool=_pool(jobs)))
+    return Explanation(_explain.explain(checked, instance, jobs, pool=pool_for(jobs)))
 
 
 def compared(plans: Sequence[tuple[str, ir.Checked]], costs: Profile | None, methods: str, jobs: int) -> Comparison:
@@ -91,17 +91,12 @@ def compared(plans: Sequence[tuple[str, ir.Checked]], costs: Profile | None, met
         names = _comparison.chosen_methods(methods)
         first = plans[0][1].schedule
         known = _given(costs, "compare")
-        for row in _comparison.published_rows(known, first, "the plan", names, jobs, pool=_pool(jobs)):
+        for row in _comparison.published_rows(known, first, "the plan", names, jobs, pool=pool_for(jobs)):
             if isinstance(row, _comparison.Absent):
                 absent.append(row)
             else:
                 rows.append(row)
     return Comparison(_comparison.compare(rows, absent))
-
-
-def _pool(jobs: int) -> Pool:
-    """Return where questions are answered: here for one job, which knows your own schedules, too."""
-    return answers if jobs > 1 else answers_here
 
 
 def _given(costs: Profile | None, what: str) -> Profile:

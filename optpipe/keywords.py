@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     Triple = tuple[float, float, float]
 
 
@@ -45,3 +49,12 @@ class CompileKeywords(TypedDict, total=False):
     reproducible: bool
     workers: int
     noise: float | None
+
+
+def known(options: CompileKeywords | UniformKeywords, record: type) -> dict[str, Any]:
+    """Return the options; type checkers see names that the record has not, others get a sentence."""
+    names: Mapping[str, Any] = record.__dataclass_fields__  # type: ignore[attr-defined]
+    for name in options:
+        if name not in names:
+            raise BadInput(f"got {name!r}, expected some of {', '.join(names)}")
+    return {**options}

@@ -10,7 +10,17 @@ from optpipe_compiler.published.own import OwnOrder
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from optpipe_compiler.model.problem import Problem
+
 Function = TypeVar("Function", bound=OwnOrder)
+
+
+def primus_order(text: str, problem: Problem) -> list[list[str]]:
+    """Return an order that Primus printed (lines `Rank 0: (F|0|0),...`) as a function for `schedule` gives it."""
+    from optpipe_compiler.export import primus
+
+    owners = {stage: device for device in range(problem.devices) for stage in problem.stages_of(device)}
+    return primus.orders(text, [owners[stage] for stage in range(len(problem.stages))])
 
 
 def schedule(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Literal, Unpack
 
+from optpipe.keywords import known
 from optpipe.profiles import PathLike, as_profile
 from optpipe_compiler import cache as _cache
 from optpipe_compiler import compiler
@@ -102,8 +103,7 @@ class Plan:
     @property
     def value_ns(self) -> int:
         """What was minimised: the makespan, or the longest span of a device."""
-        forecast = self.schedule.forecast
-        return forecast.makespan_ns if forecast.objective == "makespan" else forecast.span_ns
+        return self.schedule.forecast.value_ns
 
     @property
     def lower_bound_ns(self) -> int:
@@ -113,7 +113,7 @@ class Plan:
     @property
     def gap(self) -> float:
         """(value - bound) / value."""
-        return 1 - self.lower_bound_ns / self.value_ns if self.value_ns else 0.0
+        return self.schedule.forecast.gap
 
     @property
     def outcome(self) -> str:
@@ -272,7 +272,7 @@ def compile(
         method=method,
         seeds=tuple(as_plan(one).checked for one in starts),
         keep=None if keep_placement is None else as_plan(keep_placement).checked,
-        **_known(options),
+        **known(options, compiler.Options),
     )
     kept = _cache.users() if cache else None
     result = _cache.compile_schedule(costs, chosen, on_progress or (lambda progress: None), kept)
@@ -306,7 +306,9 @@ def bounds(
     costs, rows = as_profile(profile), []
     for one in [mem] if isinstance(mem, Size) else mem:
         cap = size(one, "mem")
-        given = compiler.Options(mem_bytes=cap, microbatches=microbatches, devices=devices, **_known(options))
+        given = compiler.Options(
+            mem_bytes=cap, microbatches=microbatches, devices=devices, **known(options, compiler.Options)
+        )
         rows.append(BoundRow(cap, *compiler.lower_bound(costs, given)))
     return rows
 
@@ -331,12 +333,3 @@ def _cap(mem: Size | None, profile: Profile) -> int:
     if profile.machine.memory_bytes is None:
         raise BadInput("mem is missing and the profile does not know the devices' memory; expected e.g. mem='40GB'")
     return value_of(profile.machine.memory_bytes)
-
-
-def _known(options: CompileKeywords) -> dict[str, Any]:
-    """Return the options; type checkers see names that do not exist, others get a sentence."""
-    names = compiler.Options.__dataclass_fields__
-    for name in options:
-        if name not in names:
-            raise BadInput(f"got {name!r}, expected some of {', '.join(names)}")
-    return dict(options)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
+from optpipe.keywords import known
 from optpipe_compiler.costs.uniform import UniformOptions
 from optpipe_compiler.costs.uniform import uniform_profile as _uniform_profile
 from optpipe_compiler.documents import profile as _profiles
 from optpipe_compiler.documents.files import canonical, write_atomically
 from optpipe_compiler.documents.profile import Profile
-from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
     from optpipe.keywords import UniformKeywords
@@ -35,11 +35,7 @@ def uniform_profile(**options: Unpack[UniformKeywords]) -> Profile:
     costs of the zero-bubble papers (forward, input and weight gradient 1 ms each). Raises BadInput for a value that
     cannot be meant.
     """
-    unknown = set(options) - set(UniformOptions.__dataclass_fields__)
-    if unknown:
-        expected = ", ".join(UniformOptions.__dataclass_fields__)
-        raise BadInput(f"uniform_profile got {min(unknown)!r}, expected some of {expected}")
-    return _uniform_profile(UniformOptions(**options))
+    return _uniform_profile(UniformOptions(**known(options, UniformOptions)))
 
 
 def estimate_profile(

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from optpipe import shown
-from optpipe.plans import Size, _known, size
+from optpipe.keywords import known
+from optpipe.plans import Size, size
 from optpipe.profiles import PathLike, as_profile
 from optpipe_compiler import compiler
 from optpipe_compiler.study import sweep as _sweep
 from optpipe_compiler.study.frontier import Answers, answer
-from optpipe_compiler.study.pool import answers, answers_here
+from optpipe_compiler.study.pool import pool_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -114,7 +115,7 @@ def sweep(
 
     `mem` is a list of caps, or a text such as "10GB:80GB:8" or "10GB,20GB". `time_limit` is in seconds per search, of
     which a point gets up to three. With `path` points are written there as they are found, and a sweep that is there
-    goes on. `jobs` above 1 plans in as many processes; a script then needs `if __name__ == "__main__":`.
+    goes on. `jobs` above 1 plans in as many processes.
     """
     costs = _sweep.Costs.of(as_profile(profile))
     caps = _sweep.parse_caps(mem, "mem") if isinstance(mem, str) else tuple(sorted({size(one, "mem") for one in mem}))
@@ -122,13 +123,13 @@ def sweep(
         mem_bytes=0,
         host_mem_bytes=None if host_mem is None else size(host_mem, "host_mem"),
         time_limit_s=time_limit,
-        **_known(options),
+        **known(options, compiler.Options),
     )
     where = None if path is None else Path(path)
     found = _sweep.begin(where, costs, common)
     grid = _sweep.Grid(caps, tuple(microbatches), tuple(devices))
     todo = _sweep.missing(found, costs, common, grid, cached=cache)
-    for point, now in _sweep.run(where, found, todo, jobs, answers if jobs > 1 else answers_here):
+    for point, now in _sweep.run(where, found, todo, jobs, pool_for(jobs)):
         found = now
         if on_point is not None:
             on_point(next(row for row, one in zip(Sweep(now).points, now.points, strict=True) if one == point))

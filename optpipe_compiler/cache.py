@@ -250,7 +250,7 @@ class _Question:
             mem_bytes=schedule.setup.cap_bytes,
             host_mem_bytes=schedule.setup.host_cap_bytes,
             objective=forecast.objective,
-            value_ns=forecast.makespan_ns if forecast.objective == "makespan" else forecast.span_ns,
+            value_ns=forecast.value_ns,
             peak_bytes=max(device.peak_bytes for device in schedule.devices),
             host_bytes=sum(device.host_bytes for device in schedule.devices),
             outcome=forecast.outcome,

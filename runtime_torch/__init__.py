@@ -14,13 +14,29 @@ from optpipe_compiler.errors import MissingDependency
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents.ir import load as load_schedule
+    from runtime_torch.decoder import DecoderLayer
     from runtime_torch.microbatch import add_loss
     from runtime_torch.runner import Runner, StepResult
+    from runtime_torch.slices import WHOLE, Carry
     from runtime_torch.stages import build_stages, wrap_stages
 
-__all__ = ["Runner", "StepResult", "add_loss", "build_stages", "cheap", "load_schedule", "wrap_stages"]
+__all__ = [
+    "WHOLE",
+    "Carry",
+    "DecoderLayer",
+    "Runner",
+    "StepResult",
+    "add_loss",
+    "build_stages",
+    "cheap",
+    "load_schedule",
+    "wrap_stages",
+]
 
 _HOMES = {
+    "WHOLE": ("runtime_torch.slices", "WHOLE"),
+    "Carry": ("runtime_torch.slices", "Carry"),
+    "DecoderLayer": ("runtime_torch.decoder", "DecoderLayer"),
     "Runner": ("runtime_torch.runner", "Runner"),
     "StepResult": ("runtime_torch.runner", "StepResult"),
     "add_loss": ("runtime_torch.microbatch", "add_loss"),

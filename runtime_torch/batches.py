@@ -1,17 +1,19 @@
-"""A step's batch, cut into microbatches in the same way on all ranks, none of them larger than was announced."""
+"""A step's batch, cut into microbatches and their slices in the same way on all ranks, none larger than announced."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from optpipe_compiler.errors import BadInput
-from runtime_torch.bundles import resized, show
+from runtime_torch.bundles import resized, shortened, show
 from runtime_torch.microbatch import cut, takes_target
+from runtime_torch.slices import Slice
 from runtime_torch.stages import Stages
 
 if TYPE_CHECKING:
@@ -25,11 +27,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One batch by microbatches; `inputs` where the first stage is, `targets` where a layer gets them."""
+    """One batch by units: microbatches or slices of them, in the order of both; `inputs` where the first stage is,
+    `targets` where a layer gets them."""
 
     inputs: Sequence[Tensor] | None
     targets: Sequence[Tensor] | None
     microbatches: Sequence[Microbatch]
+    slices: Sequence[Slice] | None = None
+    """None: microbatches are not cut."""
 
 
 class Batches:
@@ -49,7 +54,10 @@ class Batches:
         bundles = stages.bundles if isinstance(stages, Stages) else None
         if bundles is None and boundary is None:
             raise BadInput("the shapes between layers are not known: give build_stages(inputs=...) or boundary=")
+        self._setup = schedule.setup
         self._count = schedule.setup.microbatches
+        self._units: list[tuple[int, int | None]] = []
+        """Of the latest batch: each unit's microbatch and tokens; None: as many as announced."""
         self._group = group
         self._ends = schedule.stages[0].device, schedule.stages[-1].device
         self._has_first = 0 in stages
@@ -70,14 +78,16 @@ class Batches:
         """Expect batches as another division of the same schedule's size did."""
         self._announced, self._sizes, self._rows = other._announced, other._sizes, other._rows
 
-    def boundary(self, layer: int, microbatch: int) -> Boundary:
+    def boundary(self, layer: int, unit: int) -> Boundary:
         """Return shape and dtype of what leaves a layer."""
+        microbatch, tokens = self._units[unit]
         size = self._sizes[microbatch]
         if self._given is None:
             assert self._bundles is not None
-            return self._bundles[layer + 1].of(size).boundary
+            return self._bundles[layer + 1].of(size, tokens).boundary
         shape, dtype = self._given(layer)
-        return (shape if self._announced is None else resized(shape, self._announced, size)), dtype
+        shape = shape if self._announced is None else resized(shape, self._announced, size)
+        return (shape if tokens is None else shortened(shape, self._tokens(), tokens)), dtype
 
     def divide(
         self,
@@ -92,11 +102,82 @@ class Batches:
         given = self._checked(inputs, target)
         (samples,) = self._told(self._ends[0], [len(given[0])] if given else [0])
         self._sizes = self._sized(int(samples), forward_only=forward_only)
-        return Batch(
-            self._carried(given) if given else None,
-            self._split(target, "the target") if target is not None and self._gets_target else None,
-            cut(self._sizes, self._weights(weights), keywords),
-        )
+        microbatches = cut(self._sizes, self._weights(weights), keywords)
+        return self._divided(given, target, microbatches, whole=forward_only)
+
+    def cut_all(self, inputs: Sequence[Tensor], target: Tensor) -> Batch:
+        """Cut a step's batch for a device that runs without the others, and so agrees with nobody."""
+        self._sizes = self._sized(len(inputs[0]), forward_only=False)
+        microbatches = cut(self._sizes, [1 / self._count] * self._count, None)
+        return self._divided(inputs, target, microbatches, whole=False)
+
+    def _divided(
+        self, given: Sequence[Tensor], target: Tensor | None, microbatches: Sequence[Microbatch], *, whole: bool
+    ) -> Batch:
+        targets = self._split(target, "the target") if target is not None and self._gets_target else None
+        if whole or isinstance(self._setup.units, msgspec.UnsetType):
+            self._units = [(number, None) for number in range(len(self._sizes))]
+            return Batch(self._carried(given) if given else None, targets, microbatches)
+        return self._divide_further(given, targets, microbatches)
+
+    def _divide_further(
+        self, given: Sequence[Tensor], targets: Sequence[Tensor] | None, microbatches: Sequence[Microbatch]
+    ) -> Batch:
+        """Cut every microbatch into its slices, or to its length."""
+        setup = self._setup
+        numbers = [(m, index) for m in range(self._count) for index in range(setup.slices)]
+        spans = [setup.tokens_of(*number) or (0, 0) for number in numbers]
+        ends = {m: end for (m, _), (_, end) in zip(numbers, spans, strict=True)}
+        self._units = [(m, end - begin) for (m, _), (begin, end) in zip(numbers, spans, strict=True)]
+        units = [
+            replace(microbatches[m], tokens=end - begin, share=(end - begin) / ends[m])
+            for (m, _), (begin, end) in zip(numbers, spans, strict=True)
+        ]
+
+        def shorten(parts: Sequence[Tensor], name: str, *, needed: bool) -> list[Tensor]:
+            return [
+                self._tokens_in(parts[m], begin, end, name, needed=needed)
+                for (m, _), (begin, end) in zip(numbers, spans, strict=True)
+            ]
+
+        slices = None
+        if setup.slices > 1:
+            begins = [begin for begin, _ in spans]
+            starts = {m: tuple(begins[m * setup.slices : (m + 1) * setup.slices]) for m in ends}
+            wholes = {
+                m: None if targets is None else self._tokens_in(targets[m], 0, end, "the target", needed=True)
+                for m, end in ends.items()
+            }
+            slices = [
+                Slice(m, index, starts[m], unit.share, wholes[m])
+                for (m, index), unit in zip(numbers, units, strict=True)
+            ]
+        inputs = None
+        if given:
+            parts = [
+                shorten(self._split(tensor, f"input {index}"), f"input {index}", needed=len(given) == 1)
+                for index, tensor in enumerate(given)
+            ]
+            lengths = [tokens for _, tokens in self._units]
+            inputs = parts[0] if self._inputs is None else self._inputs.carry_batch(parts, lengths)
+        return Batch(inputs, None if targets is None else shorten(targets, "the target", needed=True), units, slices)
+
+    def _tokens_in(self, tensor: Tensor, begin: int, end: int, name: str, *, needed: bool) -> Tensor:
+        """Cut along the second dimension, where that is of tokens."""
+        tokens = self._tokens()
+        if tensor.dim() > 1 and tensor.shape[1] == tokens:
+            return tensor[:, begin:end]
+        if needed:
+            raise BadInput(
+                f"{name} has the shape {tuple(tensor.shape)} in a microbatch, expected {tokens} tokens along its "
+                "second dimension: the schedule cuts them"
+            )
+        return tensor
+
+    def _tokens(self) -> int:
+        """Return the tokens that each sequence of a batch has."""
+        assert not isinstance(self._setup.units, msgspec.UnsetType)
+        return self._setup.units.tokens
 
     def _checked(self, inputs: Sequence[Tensor | None], target: Tensor | None) -> list[Tensor]:
         """Return the inputs; raise BadInput where this rank lacks something, or has another kind of tensor."""

@@ -40,6 +40,8 @@ class Bundle:
     parts: tuple[Boundary, ...]
     samples: int | None = field(default=None, compare=False)
     """How many samples the microbatch has, where that is known."""
+    tokens: int | None = field(default=None, compare=False)
+    """How many tokens each of its sequences has, where that matters: units then have fewer."""
 
     def __str__(self) -> str:
         return ", ".join(map(show, self.parts))
@@ -66,24 +68,38 @@ class Bundle:
         """Return the same bundle with all floats in `dtype`."""
         return replace(self, parts=tuple((shape, dtype if one.is_floating_point else one) for shape, one in self.parts))
 
-    def of(self, samples: int | None) -> Bundle:
-        """Return the same for a microbatch of so many samples: they are the first dimension of the parts that had as
-        many there."""
-        if samples is None or self.samples is None or samples == self.samples:
+    def of(self, samples: int | None, tokens: int | None = None) -> Bundle:
+        """Return the same for so many samples, and tokens in each: they are the first dimension of the parts that had
+        as many there, and the second."""
+        samples = self.samples if samples is None or self.samples is None else samples
+        tokens = self.tokens if tokens is None or self.tokens is None else tokens
+        if (samples, tokens) == (self.samples, self.tokens):
             return self
-        parts = [(resized(shape, self.samples, samples), dtype) for shape, dtype in self.parts]
-        return Bundle(tuple(parts), samples)
+        parts = []
+        for shape, dtype in self.parts:
+            if samples is not None and self.samples is not None:
+                shape = resized(shape, self.samples, samples)
+            if tokens is not None and self.tokens is not None:
+                shape = shortened(shape, self.tokens, tokens)
+            parts.append((shape, dtype))
+        return Bundle(tuple(parts), samples, tokens)
 
     def carry(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Return the tensor that crosses, without a gradient: the only one, or a carrier of all."""
         only = tensors[0] if self.is_single else None
         return self.join(tensors) if only is None else only
 
-    def carry_batch(self, tensors: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-        """Return the microbatches of several tensors as one tensor for each microbatch."""
+    def carry_batch(
+        self, tensors: Sequence[Sequence[Tensor]], tokens: Sequence[int | None] | None = None
+    ) -> Sequence[Tensor]:
+        """Return the microbatches (or units, of so many `tokens`) of several tensors as one tensor for each of them."""
         if self.is_single:
             return tensors[0]
-        carriers = [self.of(len(parts[0])).join(parts) for parts in zip(*tensors, strict=True)]
+        lengths = tokens or [None] * len(tensors[0])
+        carriers = [
+            self.of(len(parts[0]), length).join(parts)
+            for parts, length in zip(zip(*tensors, strict=True), lengths, strict=True)
+        ]
         return torch.split(torch.cat(carriers), [carrier.numel() for carrier in carriers])
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -134,6 +150,11 @@ def resized(shape: tuple[int, ...], announced: int, samples: int) -> tuple[int, 
     return (samples, *shape[1:]) if shape and shape[0] == announced else shape
 
 
+def shortened(shape: tuple[int, ...], announced: int, tokens: int) -> tuple[int, ...]:
+    """Return the shape with so many tokens in its second dimension, where there were `announced`."""
+    return (shape[0], tokens, *shape[2:]) if len(shape) > 1 and shape[1] == announced else shape
+
+
 def bundle_of(found: Any, what: str) -> Bundle:
     """Return the bundle of what a layer returned: a tensor, or a tuple of tensors."""
     tensors = found if isinstance(found, tuple | list) else (found,)
@@ -157,12 +178,12 @@ class BundledLayer(Wrapping):
 
     def forward(self, x: Flow, *target: Tensor, **named: Any) -> Flow:
         """Unpack, call, pack."""
-        samples = current().samples
-        parts = x if isinstance(x, tuple) else self._incoming.of(samples).unpack(x)
+        samples, tokens = current().samples, current().tokens
+        parts = x if isinstance(x, tuple) else self._incoming.of(samples, tokens).unpack(x)
         found = self.layer(*parts, *target, **named)
         if self._outgoing.is_single:
             return found  # type: ignore[no-any-return]
-        expected = self._outgoing.of(samples)
+        expected = self._outgoing.of(samples, tokens)
         if (other := bundle_of(found, self._name)) != expected:
             raise BadInput(f"{self._name} returned {other}, expected {expected}")
         return expected.pack(found) if self._packs else tuple(found)

@@ -65,9 +65,9 @@ def implied(schedule: Schedule, device: int) -> Waits:
 def sender_id(op: ir.Op) -> str:
     """The id of the message's send, whichever half `op` is."""
     if isinstance(op, ir.RecvActivation):
-        return op_id("send_activation", op.stage - 1, op.microbatch)
+        return op_id("send_activation", op.stage - 1, op.microbatch, None, op.slice_or_none)
     if isinstance(op, ir.RecvGradient):
-        return op_id("send_gradient", op.stage + 1, op.microbatch)
+        return op_id("send_gradient", op.stage + 1, op.microbatch, None, op.slice_or_none)
     return op.id
 
 
@@ -144,7 +144,7 @@ class _Graph:
 def received_for(op: ir.Op) -> list[str]:
     """The ids of the receives that a compute op reads, where its neighbour is on another device."""
     if isinstance(op, ir.Forward):
-        return [op_id("recv_activation", op.stage, op.microbatch)]
+        return [op_id("recv_activation", op.stage, op.microbatch, None, op.slice_or_none)]
     if isinstance(op, ir.Backward | ir.BackwardInput):
-        return [op_id("recv_gradient", op.stage, op.microbatch)]
+        return [op_id("recv_gradient", op.stage, op.microbatch, None, op.slice_or_none)]
     return []

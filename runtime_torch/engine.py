@@ -44,6 +44,15 @@ def _probed(run_backward: RunBackward | None) -> RunBackward | None:
 _run_backward: RunBackward | None = _probed(_private(graph, "_engine_run_backward"))
 _profiler_enabled: Callable[[], bool] | None = _private(torch, "_C", "_autograd", "_profiler_enabled")
 _use_count: Callable[[int], int] | None = _private(torch, "_C", "_storage_Use_Count")
+_flash: dict[str, Any] = {
+    kind: _private(torch, "ops", "aten", f"_scaled_dot_product_flash_attention{suffix}")
+    for kind, suffix in (
+        ("cpu", "_for_cpu"),
+        ("cpu backward", "_for_cpu_backward"),
+        ("cuda", ""),
+        ("cuda backward", "_backward"),
+    )
+}
 _hooks: str | None = "_backward_hooks"
 _base: str | None = "_base"
 
@@ -52,6 +61,7 @@ def use_public_names() -> None:
     """Do without the private names from now on."""
     global _run_backward, _profiler_enabled, _use_count, _hooks, _base
     _run_backward = _profiler_enabled = _use_count = _hooks = _base = None
+    _flash.clear()
 
 
 def accumulate(
@@ -83,6 +93,12 @@ def capture(
             allow_unused=True,
         )
     return _run_backward(tuple(edges), tuple(gradients), retain, False, tuple(of), True, accumulate_grad=False)
+
+
+def flash_attention(kind: str) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return the flash kernel of a kind of device, which also says the logsumexp, and its backward, which takes it."""
+    forward, backward = _flash.get(kind), _flash.get(f"{kind} backward")
+    return None if forward is None or backward is None else (forward, backward)
 
 
 def is_profiled() -> bool:

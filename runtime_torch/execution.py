@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from optpipe_compiler.errors import RunFailed
+from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch import engine, split
 from runtime_torch.bundles import bundle_of
 from runtime_torch.carrier import Carrier, DirectCarrier
 from runtime_torch.meter import Meter
 from runtime_torch.microbatch import keywords_for, takes_target
 from runtime_torch.selective import find_cheap
+from runtime_torch.slices import StageCarry, takes_carry
 from runtime_torch.store import SavedTensorStore
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from torch import UntypedStorage, nn
 
     from runtime_torch.bundles import Flow
+    from runtime_torch.slices import Slice
 
 Layers = tuple[int, int]
 """Layers `[first, end)`, numbered over the whole model."""
@@ -63,9 +65,10 @@ class _Checkpoint:
 
 @dataclass(slots=True)
 class _Pass:
-    """One microbatch on its way through the stage. No activation is held here except by store and checkpoints."""
+    """One unit on its way through the stage. No activation is held here except by store and checkpoints."""
 
     store: SavedTensorStore
+    part: Slice | None = None
     target: Tensor | None = None
     """As it was given; what layers get is saved and moved like an activation."""
     leaf: Tensor | None = None
@@ -85,8 +88,9 @@ class StageExecution:
     """The layers `[first_layer, first_layer + len(layers))` of a model, run one op at a time.
 
     Each op is one call. Bytes held between the calls are counted in `meter` (saved tensors, checkpoints, captured
-    gradients); inputs, outputs and gradients belong to the caller. `offload` and `reload` may be called from another
-    thread than the rest, as long as the ops of one microbatch follow the order of the schedule file.
+    gradients, keys and values of slices); inputs, outputs and gradients belong to the caller. `microbatch` is the
+    number of any unit: a slice says in its forward what it is a part of. `offload` and `reload` may be called from
+    another thread than the rest, as long as the ops of one unit follow the order of the schedule file.
     """
 
     def __init__(
@@ -114,10 +118,14 @@ class StageExecution:
         self.host_meter = host_meter or Meter()
         self._by_name = [takes_target(layer) for layer in self.layers]
         """Of each layer: whether it asks for the target by name."""
+        self._carries = [takes_carry(layer) for layer in self.layers]
+        """Of each layer: whether it asks for the carry."""
         self._owned = [t for layer in self.layers for t in (*layer.parameters(), *layer.buffers())]
         self._constants: frozenset[int] = frozenset()
         """The addresses of what the stage owns."""
         self._passes: dict[int, _Pass] = {}
+        self._carried: dict[int, StageCarry] = {}
+        """By microbatch that is cut into slices."""
         self._stub: Tensor | None = None
         """A tensor of the input's shape without its memory."""
         self._one: Tensor | None = None
@@ -138,13 +146,24 @@ class StageExecution:
     # -- ops
 
     def forward(
-        self, microbatch: int, x: Tensor, target: Tensor | None = None, recomputed: Sequence[Layers] = ()
+        self,
+        microbatch: int,
+        x: Tensor,
+        target: Tensor | None = None,
+        recomputed: Sequence[Layers] = (),
+        part: Slice | None = None,
     ) -> Tensor:
-        """F: return the output (detached; on the last stage the scalar loss).
+        """F: return the output (detached; on the last stage the scalar loss, of a slice its part of the microbatch's).
 
-        `recomputed` ranges keep only their input; `recompute` must be called for each before a backward.
+        `recomputed` ranges keep only their input; `recompute` must be called for each before a backward. Of `part`s of
+        a microbatch forwards ascend and backwards descend.
         """
-        run = _Pass(SavedTensorStore(self.device, self.meter, self.carrier, self._constants))
+        stays: Collection[int] = ()
+        if part is not None:
+            if part.index == 0:
+                self._carried[part.microbatch] = StageCarry(part.starts, self.meter)
+            stays = self._carried[part.microbatch].addresses
+        run = _Pass(SavedTensorStore(self.device, self.meter, self.carrier, self._constants, stays), part)
         self._passes[microbatch] = run
         return self._forward(run, x, target, recomputed)
 
@@ -158,10 +177,14 @@ class StageExecution:
             return None if run.leaf is None else run.leaf.grad
         finally:
             self._release(run)
+            self._drop_carry(run)
 
     def backward_input(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """I: return the input's gradient (None on the first stage); keep only what the weight gradients read."""
-        return self._backward_input(self._passes[microbatch], gradient)
+        run = self._passes[microbatch]
+        found = self._backward_input(run, gradient)
+        self._drop_carry(run)
+        return found
 
     def backward_weight(self, microbatch: int) -> None:
         """W: accumulate the weights' gradients."""
@@ -215,6 +238,11 @@ class StageExecution:
         """Between I and W: the part of the saved bytes that selective recompute has made again."""
         return self._passes[microbatch].store.result_bytes()
 
+    def carry_bytes(self, microbatch: int) -> int:
+        """Bytes of the keys and values of a slice that are kept for later ones: part of `saved_bytes`."""
+        part = self._passes[microbatch].part
+        return 0 if part is None else self._carried[part.microbatch].nbytes(part.index)
+
     def checkpoint_bytes(self, microbatch: int) -> int:
         """Bytes of the inputs that are kept for recomputes still to come."""
         kept = [storage for one in self._passes[microbatch].checkpoints.values() for storage in one.storages()]
@@ -249,12 +277,19 @@ class StageExecution:
                 if self.is_first and run.entry is None:
                     flow = self._enter(run, index, flow)
         assert isinstance(flow, Tensor)
+        if self.is_last and run.part is not None and not self._carries[-1]:
+            flow = flow * run.part.share  # of the mean over the slice's tokens
         return self._hand_over(run, flow)
 
     def _enter(self, run: _Pass, index: int, x: Flow) -> Flow:
         """Where the first stage's first output with a gradient is, let all of it pass one node."""
         if not any(part.requires_grad for part in parts_of(x)):
             return x
+        if run.part is not None and self._carried[run.part.microbatch].has_kept(run.part.index, range(index + 1)):
+            raise BadInput(
+                f"layer {index} has weights below its attention and is the model's first: run in slices, it must be "
+                "two layers, of which the first has no attention"
+            )
         carrier, x = _through_one(x)
         run.entry, run.entry_layer = get_gradient_edge(carrier), index
         return x
@@ -274,19 +309,36 @@ class StageExecution:
 
     def _call(self, run: _Pass, index: int, x: Flow) -> Flow:
         if index not in self.selective:
-            return self._apply(index, x, run.target)
+            return self._apply(index, x, run)
         with run.store.selective(index):
-            return self._apply(index, x, run.target)
+            return self._apply(index, x, run)
 
-    def _apply(self, index: int, x: Flow, target: Tensor | None) -> Flow:
+    def _apply(self, index: int, x: Flow, run: _Pass) -> Flow:
         layer = self.layers[index - self.first_layer]
         by_name = self._by_name[index - self.first_layer]
+        named = keywords_for(layer)
+        if run.part is not None and self._carries[index - self.first_layer]:
+            part = run.part
+            named["carry"] = self._carried[part.microbatch].of(part.index, index, part.target)
         if not by_name and not (self.is_last and index + 1 == self.end_layer):
-            return layer(x, **keywords_for(layer))  # type: ignore[no-any-return]
-        given = None if target is None else _compact(target)
+            return layer(x, **named)  # type: ignore[no-any-return]
+        given = None if run.target is None else _compact(run.target)
         if by_name:
-            return layer(x, target=given, **keywords_for(layer))  # type: ignore[no-any-return]
-        return layer(x, given, **keywords_for(layer))  # type: ignore[no-any-return]
+            return layer(x, target=given, **named)  # type: ignore[no-any-return]
+        return layer(x, given, **named)  # type: ignore[no-any-return]
+
+    def discard(self, microbatch: int) -> None:
+        """Forget a forward whose backward will not come; its keys and values stay for later slices."""
+        self._release(self._passes.pop(microbatch))
+
+    def _drop_carry(self, run: _Pass) -> None:
+        """The slice's own backward is over, and with that of the first one all of the microbatch."""
+        if run.part is None:
+            return
+        carried = self._carried[run.part.microbatch]
+        carried.drop(run.part.index)
+        if run.part.index == 0:
+            del self._carried[run.part.microbatch]
 
     def _keep_input(self, run: _Pass, layers: Layers, x: Flow) -> Flow:
         """Keep the input of a range that is recomputed; return what the range gets.

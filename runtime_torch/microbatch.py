@@ -29,6 +29,10 @@ class Microbatch:
     """What its loss counts in the step's."""
     samples: int | None = None
     keywords: Keywords = field(default_factory=dict)
+    tokens: int | None = None
+    """Of the slice that is computed; None: the microbatch is as long as announced."""
+    share: float = 1.0
+    """The slice's tokens by those of its microbatch."""
 
 
 _OUTSIDE = Microbatch()
@@ -83,7 +87,7 @@ def keywords_for(layer: nn.Module) -> dict[str, Any]:
 def takes_target(layer: nn.Module) -> bool:
     """Whether a layer is given the target by name, wherever in the model it is: its `forward` has `*, target`."""
     if layer not in _by_name:
-        target = inspect.signature(_inner(layer).forward).parameters.get("target")
+        target = inspect.signature(inner_layer(layer).forward).parameters.get("target")
         _by_name[layer] = target is not None and target.kind is target.KEYWORD_ONLY
     return _by_name[layer]
 
@@ -104,7 +108,7 @@ class Wrapping(nn.Module):
     layer: nn.Module
 
 
-def _inner(layer: nn.Module) -> nn.Module:
+def inner_layer(layer: nn.Module) -> nn.Module:
     """The layer as the model has it, without what wraps it."""
     while isinstance(layer, DistributedDataParallel | Wrapping):
         layer = layer.module if isinstance(layer, DistributedDataParallel) else layer.layer
@@ -112,7 +116,7 @@ def _inner(layer: nn.Module) -> nn.Module:
 
 
 def _parameters(layer: nn.Module) -> frozenset[str] | None:
-    parameters = inspect.signature(_inner(layer).forward).parameters.values()
+    parameters = inspect.signature(inner_layer(layer).forward).parameters.values()
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return None
     return frozenset(one.name for one in parameters if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD))
@@ -124,7 +128,7 @@ def add_loss(x: Tensor, loss: Tensor) -> Tensor:
     For losses that arise within the model, such as those that balance the experts of a mixture: call it in any layer
     with a tensor that the layer returns. The loss counts in gradients, not in the loss that a step returns.
     """
-    added: Tensor = _AddLoss.apply(x, loss, _current.weight)  # type: ignore[no-untyped-call]
+    added: Tensor = _AddLoss.apply(x, loss, _current.weight * _current.share)  # type: ignore[no-untyped-call]
     return added
 
 

@@ -22,4 +22,4 @@ def named(op: ir.Op) -> AbstractContextManager[object]:
     """Tell a profiler, where one listens, that an op runs within."""
     if not is_profiled():
         return _SILENCE
-    return record_function(range_name(op.name, op.stage, op.microbatch))
+    return record_function(range_name(op.name, op.stage, op.microbatch, op.slice_or_none))

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from runtime_torch.execution import Layers
     from runtime_torch.lanes import Lanes
     from runtime_torch.meter import Meter
+    from runtime_torch.slices import Slice
     from runtime_torch.streams import Backend
 
 Mark = int | torch.cuda.Event
@@ -43,14 +44,22 @@ Mark = int | torch.cuda.Event
 
 
 class StageOps(Protocol):
-    """What a stage can do: `StageExecution`, or its stand-in in a rehearsal."""
+    """What a stage can do: `StageExecution`, or its stand-in in a rehearsal.
+
+    What is called a microbatch is the number of a unit: microbatch x slices + slice.
+    """
 
     def begin(self) -> None:
         """A step begins."""
         ...
 
     def forward(
-        self, microbatch: int, x: Tensor, target: Tensor | None = None, recomputed: Sequence[Layers] = ()
+        self,
+        microbatch: int,
+        x: Tensor,
+        target: Tensor | None = None,
+        recomputed: Sequence[Layers] = (),
+        part: Slice | None = None,
     ) -> Tensor:
         """F."""
         ...
@@ -87,13 +96,14 @@ class _Due:
     op: ir.Op
     id: str
     run: Callable[[_Due, int, int], None]
+    unit: int
 
 
 class Replay:
     """Runs one device's ops, step by step.
 
-    `stages`: this device's stages by number. `boundary(stage, microbatch)`: shape and dtype of an output of `stage`.
-    `message_bytes(stage)`: what that output counts in the meter, where its tensor is only a stand-in. `on_arrival`:
+    `stages`: this device's stages by number. `boundary(stage, unit)`: shape and dtype of an output of `stage`.
+    `message_bytes(stage, unit)`: what that output counts in the meter, where its tensor is a stand-in. `on_arrival`:
     called with a tensor from another device before the op that reads it starts. `on_weights`: called with the stage
     after each of its W. `on_failure`: see `Runner`. `backend`: of the streams that the transfers run on (CUDA has its
     own); None: in threads.
@@ -109,7 +119,7 @@ class Replay:
         group: dist.ProcessGroup | Transport | None,
         on: torch.device,
         meter: Meter,
-        message_bytes: Callable[[int], int] | None = None,
+        message_bytes: Callable[[int, int], int] | None = None,
         on_arrival: Callable[[Tensor], None] | None = None,
         on_weights: Callable[[int], None] | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
@@ -119,6 +129,7 @@ class Replay:
         self.stages = stages
         self.last_stage = len(schedule.stages) - 1
         self._microbatches = schedule.setup.microbatches
+        self._slices = schedule.setup.slices
         self._boundary = boundary
         self._on = on
         self._meter = meter
@@ -140,7 +151,7 @@ class Replay:
         self._recomputed: dict[tuple[int, int], list[Layers]] = defaultdict(list)
         for op in self.plan.compute:
             if isinstance(op, ir.Recompute):
-                self._recomputed[op.stage, op.microbatch].append(op.layers)
+                self._recomputed[op.stage, self._unit(op)].append(op.layers)
         ways: dict[str, Callable[[_Due, int, int], None]] = {
             "forward": self._forward,
             "backward": self._backward,
@@ -152,14 +163,15 @@ class Replay:
             "recv_activation": self._recv,
             "recv_gradient": self._recv,
         }
-        self._order = [_Due(op, op.id, ways[op.name]) for op in self.plan.compute]
+        self._order = [_Due(op, op.id, ways[op.name], self._unit(op)) for op in self.plan.compute]
         self._inputs: Sequence[Tensor] | None = None
         self._targets: Sequence[Tensor] | None = None
-        self._all: Sequence[Microbatch] = [Microbatch(1 / self._microbatches)] * self._microbatches
+        self._all: Sequence[Microbatch] = [Microbatch(1 / self._microbatches)] * self._microbatches * self._slices
+        self._parts: Sequence[Slice] | None = None
         self._seeds: dict[float, Tensor] = {}
         """The gradient of a microbatch's loss, by its weight."""
-        self.losses: Tensor | None = None
-        """This step's, by microbatch, where the last stage is; in one buffer for all steps, so that none adds to it."""
+        self._losses: Tensor | None = None
+        """This step's, by unit, where the last stage is; in one buffer for all steps, so that none adds to it."""
         self._activations: dict[tuple[int, int], Tensor] = {}
         self._gradients: dict[tuple[int, int], Tensor] = {}
         self._outbox: dict[str, Tensor] = {}
@@ -195,20 +207,32 @@ class Replay:
             execution.carrier = carrier
         return StreamLanes(work, backend, carrier)
 
+    def _unit(self, op: ir.Op) -> int:
+        return op.microbatch * self._slices + (op.slice_or_none or 0)
+
     # -- a step
+
+    @property
+    def losses(self) -> Tensor | None:
+        """This step's losses by microbatch, where the last stage is."""
+        if self._losses is None or self._slices == 1:
+            return self._losses
+        return self._losses.view(-1, self._slices).sum(1)
 
     def step(
         self,
         inputs: Sequence[Tensor] | None,
         targets: Sequence[Tensor] | None,
         microbatches: Sequence[Microbatch] | None = None,
+        slices: Sequence[Slice] | None = None,
     ) -> list[OpTime]:
         """Run all ops once and return when each ran.
 
-        `inputs` by microbatch where the first stage is, `targets` where layers get them. What the backwards add to the
-        parameters is the gradient of the sum of the losses times the weights of `microbatches` (absent: their mean).
+        All are by unit: `inputs` where the first stage is, `targets` where layers get them. What the backwards add to
+        the parameters is the gradient of the sum of the losses times the weights of `microbatches` (absent: their
+        mean). `slices`: which parts of their microbatches the units are, where stages compute something.
         """
-        self._inputs, self._targets = inputs, targets
+        self._inputs, self._targets, self._parts = inputs, targets, slices
         if microbatches is not None:
             if [one.weight for one in microbatches] != [one.weight for one in self._all]:
                 self._seeds.clear()
@@ -220,7 +244,7 @@ class Replay:
         self._mailbox.begin()
         try:
             for due in self._order:
-                due.run(due, due.op.stage, due.op.microbatch)
+                due.run(due, due.op.stage, due.unit)
         except BaseException as error:
             error.add_note(f"optpipe: rank {self.plan.device} failed in {due.id}")
             self._lanes.abort(error)
@@ -229,7 +253,7 @@ class Replay:
             enter(None)
         self._lanes.finish()
         self._mailbox.drain()
-        self._inputs = self._targets = None
+        self._inputs = self._targets = self._parts = None
         return self._timeline.collect()
 
     def _seed(self, number: int, loss: Tensor) -> Tensor:
@@ -242,85 +266,87 @@ class Replay:
 
     # -- ops of the compute lane
 
-    def _forward(self, due: _Due, stage: int, microbatch: int) -> None:
+    def _forward(self, due: _Due, stage: int, unit: int) -> None:
         if stage == 0:
             assert self._inputs is not None
-            x, own = self._inputs[microbatch], None
+            x, own = self._inputs[unit], None
         else:
-            x = own = self._activations.pop((stage, microbatch))
+            x = own = self._activations.pop((stage, unit))
         start = self._start(due, own)
-        target = None if self._targets is None else self._targets[microbatch]
-        enter(self._all[microbatch])
+        target = None if self._targets is None else self._targets[unit]
+        enter(self._all[unit])
         with named(due.op):
-            out = self.stages[stage].forward(microbatch, x, target, self._recomputed.get((stage, microbatch), ()))
-        expected = None if stage == self.last_stage else self._boundary(stage, microbatch)
-        check_output(out, expected, self._names[stage], microbatch)
+            part = None if self._parts is None else self._parts[unit]
+            recomputed = self._recomputed.get((stage, unit), ())
+            out = self.stages[stage].forward(unit, x, target, recomputed, part)
+        expected = None if stage == self.last_stage else self._boundary(stage, unit)
+        check_output(out, expected, self._names[stage], due.op.microbatch)
         if stage == self.last_stage:
-            if self.losses is None or self.losses.dtype != out.dtype:
-                self.losses = torch.zeros(self._microbatches, dtype=out.dtype, device=out.device)
-            self.losses[microbatch].copy_(out)
-            self._gradients[stage, microbatch] = self._seed(microbatch, out)
+            if self._losses is None or self._losses.dtype != out.dtype:
+                self._losses = torch.zeros(self._microbatches * self._slices, dtype=out.dtype, device=out.device)
+            self._losses[unit].copy_(out)
+            self._gradients[stage, unit] = self._seed(unit, out)
         else:
-            out = self._keep(out, stage)
+            out = self._keep(out, stage, unit)
         if own is not None:
             self._meter.release(own.untyped_storage())
         del x, own
         if stage + 1 in self.stages:
-            self._activations[stage + 1, microbatch] = out
+            self._activations[stage + 1, unit] = out
         elif stage != self.last_stage:
-            self._outbox[op_id("send_activation", stage, microbatch)] = out
+            self._outbox[self._sending("send_activation", due)] = out
         self._end(due, start)
 
-    def _backward(self, due: _Due, stage: int, microbatch: int) -> None:
-        gradient = self._gradients.pop((stage, microbatch))
+    def _backward(self, due: _Due, stage: int, unit: int) -> None:
+        gradient = self._gradients.pop((stage, unit))
         start = self._start(due, gradient)
         execution = self.stages[stage]
         fused = isinstance(due.op, ir.Backward)
         with named(due.op):
-            found = (execution.backward if fused else execution.backward_input)(microbatch, gradient)
+            found = (execution.backward if fused else execution.backward_input)(unit, gradient)
         if stage > 0:
             if found is None:
                 raise RunFailed(f"{due.id}: the stage's output does not depend on its input")
-            found = self._keep(found, stage - 1)
+            found = self._keep(found, stage - 1, unit)
         if stage != self.last_stage:
             self._meter.release(gradient.untyped_storage())
         del gradient
         if found is not None and stage - 1 in self.stages:
-            self._gradients[stage - 1, microbatch] = found
+            self._gradients[stage - 1, unit] = found
         elif found is not None:
-            self._outbox[op_id("send_gradient", stage, microbatch)] = found
+            self._outbox[self._sending("send_gradient", due)] = found
         self._end(due, start)
 
-    def _backward_weight(self, due: _Due, stage: int, microbatch: int) -> None:
+    def _backward_weight(self, due: _Due, stage: int, unit: int) -> None:
         start = self._start(due)
         with named(due.op):
-            self.stages[stage].backward_weight(microbatch)
+            self.stages[stage].backward_weight(unit)
         if self._on_weights is not None:
             self._on_weights(stage)
         self._end(due, start)
 
-    def _recompute(self, due: _Due, stage: int, microbatch: int) -> None:
+    def _recompute(self, due: _Due, stage: int, unit: int) -> None:
         assert isinstance(due.op, ir.Recompute)
         start = self._start(due)
-        enter(self._all[microbatch])
+        enter(self._all[unit])
         with named(due.op):
-            self.stages[stage].recompute(microbatch, due.op.layers)
+            self.stages[stage].recompute(unit, due.op.layers)
         self._end(due, start)
 
-    def _send(self, due: _Due, stage: int, microbatch: int) -> None:
+    def _send(self, due: _Due, stage: int, unit: int) -> None:
         assert isinstance(due.op, ir.MessageOp)
         self._lanes.start(due.id)
         self._mailbox.send(due.id, self._outbox.pop(due.id), due.op.peer)
         self._lanes.complete(due.id)
 
-    def _recv(self, due: _Due, stage: int, microbatch: int) -> None:
+    def _recv(self, due: _Due, stage: int, unit: int) -> None:
         assert isinstance(due.op, ir.MessageOp)
         self._lanes.start(due.id)
         activation = isinstance(due.op, ir.RecvActivation)
         border = stage - 1 if activation else stage
-        shape, dtype = self._boundary(border, microbatch)
-        buffer = self._hold(torch.empty(shape, dtype=dtype, device=self._on), border)
-        (self._activations if activation else self._gradients)[stage, microbatch] = buffer
+        shape, dtype = self._boundary(border, unit)
+        buffer = self._hold(torch.empty(shape, dtype=dtype, device=self._on), border, unit)
+        (self._activations if activation else self._gradients)[stage, unit] = buffer
         self._mailbox.recv(due.id, buffer, due.op.peer)
         self._lanes.complete(due.id)
 
@@ -332,7 +358,7 @@ class Replay:
         execution, there = self.stages[op.stage], isinstance(op, ir.Offload)
         start = self._timeline.now()
         with named(op):
-            (execution.offload if there else execution.reload)(op.microbatch, op.layers)
+            (execution.offload if there else execution.reload)(self._unit(op), op.layers)
         self._timeline.add(op.id, "d2h" if there else "h2d", start, self._timeline.now())
 
     def _start(self, due: _Due, tensor: Tensor | None = None) -> Mark:
@@ -346,14 +372,17 @@ class Replay:
         self._timeline.add(due.id, "compute", start, self._timeline.now())
         self._lanes.complete(due.id)
 
-    def _keep(self, tensor: Tensor, border: int) -> Tensor:
+    def _sending(self, kind: str, due: _Due) -> str:
+        return op_id(kind, due.op.stage, due.op.microbatch, None, due.op.slice_or_none)
+
+    def _keep(self, tensor: Tensor, border: int, unit: int) -> Tensor:
         """Take over what crosses to another stage: contiguous, on a storage of its own size, and counted."""
         if tensor.untyped_storage().nbytes() != tensor.nbytes or not tensor.is_contiguous():
             tensor = tensor.clone(memory_format=torch.contiguous_format)
-        return self._hold(tensor, border)
+        return self._hold(tensor, border, unit)
 
-    def _hold(self, tensor: Tensor, border: int) -> Tensor:
-        nbytes = None if self._message_bytes is None else self._message_bytes(border)
+    def _hold(self, tensor: Tensor, border: int, unit: int) -> Tensor:
+        nbytes = None if self._message_bytes is None else self._message_bytes(border, unit)
         self._meter.hold(tensor.untyped_storage(), nbytes)
         return tensor
 

@@ -14,7 +14,6 @@ from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch.batches import Batches, weighted
 from runtime_torch.conform import BYTES_TOLERANCE, agree, prepare
 from runtime_torch.evaluate import forward_only
-from runtime_torch.microbatch import entered
 from runtime_torch.replay import Replay, StageOps
 from runtime_torch.replicas import replicated
 from runtime_torch.stages import Stages, refuse_parts
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from runtime_torch.meter import Meter
     from runtime_torch.microbatch import Keywords, Microbatch
     from runtime_torch.replicas import Replicas, Shards
+    from runtime_torch.slices import Slice
     from runtime_torch.swap import Move
     from runtime_torch.timeline import OpTime
 
@@ -125,7 +125,7 @@ class Runner:
             part.gather()
         if not self._ready:
             self._prepare(batch)
-        result = self._steps.step(batch.inputs, batch.targets, batch.microbatches, losses)
+        result = self._steps.step(batch.inputs, batch.targets, batch.microbatches, losses, batch.slices)
         for part in self._parts():
             part.reduce()
         if self._ties is not None:
@@ -204,7 +204,7 @@ class Runner:
         return Steps(
             schedule,
             stages,
-            lambda stage, microbatch: self._batches.boundary(schedule.stages[stage].layers[1] - 1, microbatch),
+            lambda stage, unit: self._batches.boundary(schedule.stages[stage].layers[1] - 1, unit),
             group=self._group,
             on=first.device,
             meter=first.meter,
@@ -215,8 +215,7 @@ class Runner:
 
     def _prepare(self, batch: Batch) -> None:
         shapes = self._batches.boundary
-        with entered(batch.microbatches[0]):
-            prepare(self.schedule, self._stages, shapes, batch.inputs, batch.targets, self._tolerance)
+        prepare(self.schedule, self._stages, shapes, batch, self._tolerance)
         self._ready = True
 
     def _parts(self) -> list[Shards | Replicas]:
@@ -245,7 +244,7 @@ class Steps:
         on: torch.device,
         meter: Meter,
         host_meter: Meter,
-        message_bytes: Callable[[int], int] | None = None,
+        message_bytes: Callable[[int, int], int] | None = None,
         on_arrival: Callable[[Tensor], None] | None = None,
         on_weights: Callable[[int], None] | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
@@ -285,12 +284,14 @@ class Steps:
         targets: Sequence[Tensor] | None,
         microbatches: Sequence[Microbatch],
         losses: list[Tensor] | None = None,
+        slices: Sequence[Slice] | None = None,
     ) -> StepResult:
-        """Run all microbatches once; `inputs` are those of the first stage, `targets` those of layers that get them."""
+        """Run all units once; `inputs` are those of the first stage, `targets` those of layers that get them."""
         self._meter.reset_peak()
         self._host_meter.reset_peak()
-        ops = self._replay.step(inputs, targets, microbatches)
+        ops = self._replay.step(inputs, targets, microbatches, slices)
         found = self._replay.losses
+        microbatches = microbatches[:: self._schedule.setup.slices]
         if losses is not None:
             losses[:] = [] if found is None else found.clone().unbind()
         return self._result(ops, None if found is None else weighted(found.unbind(), microbatches))

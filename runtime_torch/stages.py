@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +14,9 @@ from optpipe_compiler.errors import BadInput
 from runtime_torch.bundles import Bundle, Made, bundled, trace_bundles
 from runtime_torch.execution import StageExecution
 from runtime_torch.meter import Meter
+from runtime_torch.microbatch import inner_layer
 from runtime_torch.replicas import replicated
+from runtime_torch.slices import is_sliceable
 from runtime_torch.ties import Ties, shared
 
 if TYPE_CHECKING:
@@ -95,6 +99,7 @@ def stages_between(
     mine = [stage for stage in schedule.stages if stage.device == rank]
     if not mine:
         raise BadInput(f"rank {rank} has no stage: the schedule is for {schedule.setup.devices} devices")
+    bundles = _with_tokens(schedule, bundles)
     built = {index: _built(layers[index], index) for stage in mine for index in range(*stage.layers)}
     whole = enumerate(layers) if isinstance(layers, Sequence) else layers.items()
     known = {str(index): made for index, made in whole if isinstance(made, nn.Module)}
@@ -128,6 +133,7 @@ def executions(
     found = {}
     for stage in (stage for stage in schedule.stages if stage.device == rank):
         run = [built[index] for index in range(*stage.layers)]
+        _refuse_unsliceable(schedule, stage, run)
         if bundles is not None:
             first, end = stage.layers
             names = {index: f"rank {rank}: layer {index}" for index in range(first, end)}
@@ -161,6 +167,7 @@ def wrap_stages(
     tied.unite(lambda module: bool(replicated(module)), dict(stages.module.items()))
     meters = Meter(), Meter()
     for stage in mine:
+        _refuse_unsliceable(schedule, stage, [modules[stage.stage]])
         nothing = [nn.Identity() for _ in range(stage.layers[1] - stage.layers[0] - 1)]
         stages[stage.stage] = _execution(schedule, stage, [*nothing, modules[stage.stage]], device, meters)
     return stages
@@ -183,6 +190,26 @@ def refuse_parts(schedule: ir.Schedule, rank: int) -> None:
 def _count(schedule: ir.Schedule, layers: Sequence[Any] | Mapping[int, Any]) -> None:
     if isinstance(layers, Sequence) and len(layers) != schedule.setup.layers:
         raise BadInput(f"the model has {len(layers)} layers, the schedule is for {schedule.setup.layers}")
+
+
+def _with_tokens(schedule: ir.Schedule, bundles: Sequence[Bundle] | None) -> Sequence[Bundle] | None:
+    """Return the bundles with the length of the sequences, where the schedule cuts them."""
+    units = schedule.setup.units
+    if bundles is None or isinstance(units, msgspec.UnsetType):
+        return bundles
+    return [replace(bundle, tokens=units.tokens) for bundle in bundles]
+
+
+def _refuse_unsliceable(schedule: ir.Schedule, stage: ir.Stage, layers: Sequence[nn.Module]) -> None:
+    if schedule.setup.slices == 1:
+        return
+    for index, layer in enumerate(layers, stage.layers[0]):
+        if not is_sliceable(layer):
+            raise BadInput(
+                f"layer {index} ({type(inner_layer(layer)).__name__}) does not say that it can be sliced, and the "
+                f"schedule has {schedule.setup.slices} slices: expected `forward(..., *, carry)`, or, where it looks "
+                "at each token by itself, `sliceable = True`"
+            )
 
 
 def _built(made: Made, index: int) -> nn.Module:

@@ -32,10 +32,18 @@ if TYPE_CHECKING:
 class SavedTensorStore:
     """The saved tensors of one stage and microbatch.
 
-    `constants` are addresses of storages that are never stored: parameters and buffers. `carrier` does the copies.
+    `constants` are addresses of storages that are never stored: parameters and buffers. `stays` are those of keys and
+    values that other slices read. `carrier` does the copies.
     """
 
-    def __init__(self, device: torch.device, meter: Meter, carrier: Carrier, constants: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        meter: Meter,
+        carrier: Carrier,
+        constants: Collection[int] = (),
+        stays: Collection[int] = (),
+    ) -> None:
         self.device = device
         self.layer = 0
         """The layer whose forward runs now."""
@@ -44,6 +52,7 @@ class SavedTensorStore:
         self.meter = meter
         self._carrier = carrier
         self._constants = constants
+        self._stays = stays
         self._regions: Regions | None = None
         self._pack_again: Callable[[Tensor], Tensor] | None = None
         """In a recompute: what gives dropped units back."""
@@ -131,6 +140,7 @@ class SavedTensorStore:
             if self.is_constant(tensor):
                 return tensor.detach()
             unit = Unit(self.layer, storage)
+            unit.stays = address in self._stays
             self._by_address[address] = unit
             self.units.append(unit)
             self.meter.hold(storage)
@@ -191,7 +201,7 @@ class SavedTensorStore:
         What later layers save of `kept` is not theirs: it stays that of the layer that saved it first.
         """
         alive = {tensor.untyped_storage().data_ptr() for tensor in kept}
-        for unit in self._live(first, end):
+        for unit in self._movable(first, end):
             storage = self._detach(unit)
             if storage.data_ptr() in alive:
                 self._by_address[storage.data_ptr()] = unit
@@ -203,7 +213,7 @@ class SavedTensorStore:
 
     def offload(self, first: int, end: int) -> None:
         """Copy what layers [first, end) saved to the host, each storage once, then free it on the device."""
-        units = self._live(first, end)
+        units = self._movable(first, end)
         storages = [self._detach(unit) for unit in units]
         for unit, host_copy in zip(units, self._carrier.take(storages), strict=True):
             unit.host_copy = host_copy
@@ -261,6 +271,9 @@ class SavedTensorStore:
         return (unit.storage for unit in self.units if unit.storage is not None)
 
     # -- helpers
+
+    def _movable(self, first: int, end: int) -> list[Unit]:
+        return [unit for unit in self._live(first, end) if not unit.stays]
 
     def _live(self, first: int | None = None, end: int | None = None) -> list[Unit]:
         return [

@@ -86,6 +86,10 @@ def moves(before: ir.Schedule, after: ir.Schedule) -> list[Move]:
         old, new = getattr(before.setup, name), getattr(after.setup, name)
         if old != new:
             raise BadInput(f"the schedule is for {new} {name}, expected {old}, as the one that it replaces")
+    if before.setup.units != after.setup.units:
+        raise BadInput(
+            "the schedule cuts microbatches into other slices than the one that it replaces, expected the same"
+        )
     owners = [_owners(schedule) for schedule in (before, after)]
     if missing := set(range(after.setup.devices)) - set(owners[1]):
         raise BadInput(f"rank {min(missing)} has no stage in the schedule, expected one on every rank")

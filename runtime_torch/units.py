@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Unit:
     """One saved storage: on the device (`storage`), on the host (`host_copy`), or for the time being nowhere."""
 
-    __slots__ = ("host_copy", "layer", "nbytes", "region", "slots", "storage")
+    __slots__ = ("host_copy", "layer", "nbytes", "region", "slots", "stays", "storage")
 
     def __init__(self, layer: int, storage: UntypedStorage) -> None:
         self.layer = layer
@@ -25,6 +25,8 @@ class Unit:
         self.storage: UntypedStorage | None = storage
         self.host_copy: HostCopy | None = None
         self.slots: list[Slot] = []
+        self.stays = False
+        """Whether other slices read it: it is neither dropped nor offloaded."""
         self.region: Region | None = None
         """The cheap piece that makes it again (regions.py)."""
 

@@ -26,9 +26,12 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
 
 from optpipe_compiler.errors import BadInput
+from runtime_torch.slices import WHOLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from runtime_torch.slices import Carry
 
 CPU_CHUNK, CHUNK = 1 << 18, 1 << 24
 """Logits that are looked at at a time, in fp32. On a CPU the caches hold them (`python -m bench.vocabulary` with 512
@@ -97,11 +100,13 @@ class EmbeddingPart(_Part):
         super().__init__(hidden, vocabulary, part, parts)
         nn.init.normal_(self.weight)
 
-    def forward(self, x: Tensor, tokens: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, tokens: Tensor | None = None, *, carry: Carry = WHOLE
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Add the rows of those tokens that are in this part."""
         if tokens is None:
             tokens = x
-            x = self.begin(self.look_up(tokens), tokens)
+            x = self.begin(self.look_up(tokens), tokens, carry)
         else:
             x = x + self.look_up(tokens)
         return self.end(x) if self.is_last else (x, tokens)
@@ -117,8 +122,8 @@ class EmbeddingPart(_Part):
         found = F.embedding(index.remainder_(len(self.rows)), self.weight)
         return found.mul_(inside.unsqueeze(-1))
 
-    def begin(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """Return what the first part passes on; the place for learned positions."""
+    def begin(self, x: Tensor, tokens: Tensor, carry: Carry) -> Tensor:
+        """Return what the first part passes on; the place for learned positions, from `carry.start` on."""
         return x
 
     def end(self, x: Tensor) -> Tensor:
@@ -152,24 +157,26 @@ class HeadPart(_Part):
         self.ignore_index, self.label_smoothing, self.reduction = ignore_index, label_smoothing, reduction
         nn.init.normal_(self.weight, std=hidden**-0.5)
 
-    def forward(self, h: Tensor, state: Tensor | None = None, *, target: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(
+        self, h: Tensor, state: Tensor | None = None, *, target: Tensor, carry: Carry = WHOLE
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the hidden states and the new state, or the loss."""
         if state is None:
             h = h if self.norm is None else self.norm(h)
             state = _nothing_yet(h, target)
         state = _fold(self.logits(h), state, target, self.rows.start, self._share(), self._peak())
-        return self.loss(state, target) if self.is_last else (h, state)
+        return self.loss(state, target, carry) if self.is_last else (h, state)
 
     def logits(self, h: Tensor) -> Tensor:
         """Return those of this part's rows."""
         return F.linear(h, self.weight)
 
-    def loss(self, state: Tensor, target: Tensor) -> Tensor:
-        """Return the loss, of fp32, when all parts are in the state."""
+    def loss(self, state: Tensor, target: Tensor, carry: Carry = WHOLE) -> Tensor:
+        """Return the loss, of fp32, when all parts are in the state; of a slice, what it adds to the microbatch's."""
         logarithm, weighed = state.unbind(-1)
         counts = target != self.ignore_index
         total = torch.where(counts, logarithm - weighed, 0).sum()
-        return total if self.reduction == "sum" else total / counts.sum()
+        return total if self.reduction == "sum" else total / (carry.whole(target) != self.ignore_index).sum()
 
     def _share(self) -> float:
         """What a token's distribution is everywhere."""
@@ -284,7 +291,7 @@ class _Whole(nn.Module):
 
 class _WholeEmbedding(_Whole):
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.chain[0].begin(F.embedding(tokens, self.weight), tokens)  # type: ignore[operator]
+        x = self.chain[0].begin(F.embedding(tokens, self.weight), tokens, WHOLE)  # type: ignore[operator]
         return self.chain[-1].end(x)  # type: ignore[operator,no-any-return]
 
 

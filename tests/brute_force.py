@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,8 +30,12 @@ class Step:
     needs: list[tuple[int, int]]
 
 
+def _unit(op: dict[str, Any]) -> str:
+    return f"{op['microbatch']}.{op['slice']}" if "slice" in op else str(op["microbatch"])
+
+
 def _id(op: dict[str, Any]) -> str:
-    text = f"{op['op']}:{op['stage']}:{op['microbatch']}"
+    text = f"{op['op']}:{op['stage']}:{_unit(op)}"
     return text + (":{}-{}".format(*op["layers"]) if "layers" in op else "")
 
 
@@ -59,7 +65,7 @@ class Machine:
         number, todo = len(self.components), []
         for op in ops:
             on, off = self.table(op)
-            host = sum(self.of(op, "saved")) if op["op"] in ("offload", "reload") else 0
+            host = sum(self.leaving(op)) if op["op"] in ("offload", "reload") else 0
             begin = Step({device: on}, {device: host if op["op"] == "offload" else 0}, [])
             steps.append(begin)
             self.issued[_id(op)] = (number, len(steps))
@@ -74,10 +80,10 @@ class Machine:
         """The receive that the runtime itself waits for before `op`, where there is one."""
         kind, stage = op["op"], op["stage"]
         if kind == "forward" and stage and self.device(stage - 1) != self.device(stage):
-            return [f"recv_activation:{stage}:{op['microbatch']}"]
+            return [f"recv_activation:{stage}:{_unit(op)}"]
         last = stage == len(self.stages) - 1
         if kind in ("backward", "backward_input") and not last and self.device(stage + 1) != self.device(stage):
-            return [f"recv_gradient:{stage}:{op['microbatch']}"]
+            return [f"recv_gradient:{stage}:{_unit(op)}"]
         return []
 
     def device(self, stage: int) -> int:
@@ -90,9 +96,9 @@ class Machine:
         for op in ops:
             way, what = op["op"].split("_")
             up = (what == "activation") == (way == "send")
-            other = f"{'recv' if way == 'send' else 'send'}_{what}:{op['stage'] + (1 if up else -1)}:{op['microbatch']}"
+            other = f"{'recv' if way == 'send' else 'send'}_{what}:{op['stage'] + (1 if up else -1)}:{_unit(op)}"
             sender = op["stage"] if way == "send" else op["stage"] + (1 if up else -1)
-            freed = self.stages[sender]["output_bytes" if what == "activation" else "input_bytes"]
+            freed = self.up(self.stages[sender]["output_bytes" if what == "activation" else "input_bytes"], op)
             steps.append(Step({self.device(sender): -freed}, {}, [self.issued[_id(op)], self.issued[other]]))
             self.completed[_id(op)] = self.completed[other] = (number, len(steps))
         self.components.append(steps)
@@ -101,39 +107,92 @@ class Machine:
         stage = self.stages[op["stage"]]
         first, end = op.get("layers", stage["layers"])
         base = stage["layers"][0]
-        return list(stage[f"{name}_bytes"][first - base : end - base])
+        return [self.up(one, op) for one in stage[f"{name}_bytes"][first - base : end - base]]
+
+    def tokens(self, op: dict[str, Any]) -> tuple[int, int, int]:
+        """Begin and end of the op's unit, and how many tokens the figures are for."""
+        units = self.plain["setup"].get("units")
+        if units is None:
+            return 0, 1, 1
+        cuts, number = units["cuts"][units["shape_of"][op["microbatch"]]], op.get("slice", 0)
+        return cuts[number], cuts[number + 1], units["tokens"]
+
+    def up(self, figure: int, op: dict[str, Any]) -> int:
+        begin, end, whole = self.tokens(op)
+        return ceil(Fraction(figure * (end - begin), whole))
+
+    def carried(self, op: dict[str, Any], name: str, *, prefix: bool = False) -> list[int]:
+        """A list of the stage's carry for the op's layers, for its own tokens or for those before them."""
+        stage = self.stages[op["stage"]]
+        first, end = op.get("layers", stage["layers"])
+        base = stage["layers"][0]
+        figures = stage.get("carry", {}).get(name, [0] * len(stage["saved_bytes"]))[first - base : end - base]
+        begin, _, whole = self.tokens(op)
+        return [ceil(Fraction(one * begin, whole)) if prefix else self.up(one, op) for one in figures]
+
+    def is_last(self, op: dict[str, Any]) -> bool:
+        units = self.plain["setup"].get("units")
+        return units is None or op.get("slice", 0) == len(units["cuts"][0]) - 2
+
+    def rest(self, op: dict[str, Any]) -> list[int]:
+        """Per layer, what is saved and is no key or value."""
+        stage = self.stages[op["stage"]]
+        first, end = op.get("layers", stage["layers"])
+        base = stage["layers"][0]
+        inside = slice(first - base, end - base)
+        keys = stage.get("carry", {}).get("bytes", [0] * len(stage["saved_bytes"]))
+        return [self.up(a - b, op) for a, b in zip(stage["saved_bytes"][inside], keys[inside], strict=True)]
+
+    def saved(self, op: dict[str, Any]) -> list[int]:
+        return [a + b for a, b in zip(self.rest(op), self.carried(op, "bytes"), strict=True)]
+
+    def leaving(self, op: dict[str, Any]) -> list[int]:
+        return self.saved(op) if self.is_last(op) else self.rest(op)
+
+    def transient(self, op: dict[str, Any], name: str) -> int:
+        way = "forward" if name == "forward" else "backward"
+        prefix = [0] * 99 if "weight" in name else self.carried(op, f"{way}_transient_bytes", prefix=True)
+        return max(a + b for a, b in zip(self.of(op, f"{name}_transient"), prefix, strict=False))
+
+    def accumulators(self, op: dict[str, Any]) -> tuple[int, int]:
+        """Gradients of keys and values: all start with the first backward of the microbatch, and end with their own."""
+        if not self.is_last(op):
+            return 0, sum(self.carried(op, "gradient_bytes"))
+        earlier = [{**op, "slice": number} for number in range(op.get("slice", 0))]
+        return sum(sum(self.carried(one, "gradient_bytes")) for one in earlier), 0
 
     def table(self, op: dict[str, Any]) -> tuple[int, int]:
         """The table of docs/IR.md, row by row."""
         stage, kind = self.stages[op["stage"]], op["op"]
-        saved, into, out = sum(self.of(op, "saved")), stage["input_bytes"], stage["output_bytes"]
+        saved, leaving = sum(self.saved(op)), sum(self.leaving(op))
+        into, out = self.up(stage["input_bytes"], op), self.up(stage["output_bytes"], op)
         if kind == "recv_activation":
             return into, 0
         if kind == "recv_gradient":
             return out, 0
         if kind == "forward":
-            transient, end = max(self.of(op, "forward_transient")), 0
+            transient, end = self.transient(op, "forward"), 0
             for again in self.recomputed:
-                if (again["stage"], again["microbatch"]) == (op["stage"], op["microbatch"]):
-                    end += -sum(self.of(again, "saved")) + self.of(again, "checkpoint")[0]
+                if (again["stage"], _unit(again)) == (op["stage"], _unit(op)):
+                    end += -sum(self.leaving(again)) + self.of(again, "checkpoint")[0]
             return saved + out + transient, end - transient - into
         if kind == "offload":
-            return 0, -saved
+            return 0, -leaving
         if kind == "reload":
-            return saved, 0
+            return leaving, 0
         if kind == "recompute":
-            transient = max(self.of(op, "forward_transient"))
-            return saved - self.of(op, "checkpoint")[0] + transient, -transient
+            transient = self.transient(op, "forward")
+            return leaving - self.of(op, "checkpoint")[0] + transient, -transient
         residue, captured = sum(self.of(op, "residue")), sum(self.of(op, "captured"))
         if kind == "backward_input":
-            transient = max(self.of(op, "backward_input_transient"))
-            return into + captured + transient, -transient - out - (saved + captured - residue)
+            transient, (begun, ended) = self.transient(op, "backward_input"), self.accumulators(op)
+            return into + captured + transient + begun, -transient - out - ended - (saved + captured - residue)
         if kind == "backward_weight":
-            transient = max(self.of(op, "backward_weight_transient"))
+            transient = self.transient(op, "backward_weight")
             return transient, -transient - residue
         if kind == "backward":
-            transient = max(self.of(op, "backward_transient"))
-            return into + transient, -transient - out - saved
+            transient, (begun, ended) = self.transient(op, "backward"), self.accumulators(op)
+            return into + transient + begun, -transient - out - ended - saved
         return 0, 0  # a send: what it frees, it frees when delivered
 
     def always(self, device: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -9,7 +10,7 @@ import msgspec
 from small_schedules import Builder, Shape
 
 from optpipe_compiler.documents import ir
-from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Model, Profile
+from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Model, Profile, Sliceable
 
 MODEL = Model(
     builder="gpt",
@@ -21,8 +22,9 @@ MODEL = Model(
 TEXT = Path(__file__)
 
 
-def tiny_profile(model: Model = MODEL, devices: int = 2, ms: int = 1) -> Profile:
-    """Costs of the tiny model: made-up times of `ms` milliseconds, bytes measured where a device alone runs."""
+def tiny_profile(model: Model = MODEL, devices: int = 2, ms: int = 1, cuts: tuple[int, ...] = ()) -> Profile:
+    """Costs of the tiny model: made-up times of `ms` milliseconds, bytes measured where a device alone runs; with
+    `cuts` enough for each of these slices."""
     import torch
 
     from optpipe_torch.models import known as models
@@ -47,17 +49,20 @@ def tiny_profile(model: Model = MODEL, devices: int = 2, ms: int = 1) -> Profile
         saved = stage.saved_bytes(0)
         stage.backward_input(0, gradient)
         captured = stage.captured_bytes(0)
+        residue = stage.saved_bytes(0) + captured
+        cut = [0, 0, 0, 0] if not cuts else _in_slices(stage, cuts, x, wanted, gradient)
         layers.append(
             Layer(
                 name=f"layer{index}",
                 forward_ns=ms * 10**6,
                 backward_input_ns=ms * 10**6,
                 backward_weight_ns=ms * 10**6,
-                saved_bytes=saved,
-                residue_bytes=stage.saved_bytes(0) + captured,
-                captured_bytes=captured,
+                saved_bytes=max(saved, cut[0]),
+                residue_bytes=max(residue, cut[2]),
+                captured_bytes=max(captured, cut[3]),
                 checkpoint_bytes=x.nbytes,
                 output_bytes=0 if gradient is None else gradient.nbytes,
+                slices=Sliceable(carry_bytes=cut[1]) if cuts else None,
             )
         )
     machine = Machine(
@@ -66,6 +71,26 @@ def tiny_profile(model: Model = MODEL, devices: int = 2, ms: int = 1) -> Profile
         links=[Link(d2h_bytes_per_s=10**9, h2d_bytes_per_s=10**9)],
     )
     return Profile(name="tiny", machine=machine, model=model, layers=layers)
+
+
+def _in_slices(stage, cuts, x, target, gradient):
+    """Saved, residue and captured bytes and the carry that are enough for every slice, when scaled to its tokens: not
+    all of them grow with the tokens."""
+    from runtime_torch.slices import Slice
+
+    spans = list(pairwise(cuts))
+    found = []
+    for index, (begin, end) in enumerate(spans):
+        part = Slice(9, index, cuts[:-1], (end - begin) / cuts[-1], target)
+        here = None if target is None else target[:, begin:end]
+        stage.forward(10 + index, x[:, begin:end], here, part=part)
+        found.append([stage.saved_bytes(10 + index), stage.carry_bytes(10 + index)])
+    for index, (begin, end) in reversed(list(enumerate(spans))):
+        stage.backward_input(10 + index, None if gradient is None else gradient[:, begin:end])
+        captured = stage.captured_bytes(10 + index)
+        found[index] += [captured + stage.saved_bytes(10 + index), captured]
+    scaled = [[-(-size * cuts[-1] // (b - a)) for size in sizes] for sizes, (a, b) in zip(found, spans, strict=True)]
+    return [max(sizes) for sizes in zip(*scaled, strict=True)]
 
 
 def _random(size, dtype):
@@ -78,7 +103,7 @@ def schedule(shape: Shape, seed: int = 0, *, model: Model | None = MODEL) -> ir.
     """A legal schedule of the tiny model (or of the same costs without a model, to be rehearsed)."""
     layers = shape.layers_per_stage * len(shape.placement) - 2
     sized = msgspec.structs.replace(model or MODEL, config={**MODEL.config, "layers": layers})
-    profile = tiny_profile(sized, shape.devices)
+    profile = tiny_profile(sized, shape.devices, cuts=shape.cuts[0] if shape.cuts else ())
     built = Builder(shape, profile, Random(seed)).build()
     return ir.seal(msgspec.structs.replace(built, model=None if model is None else sized))
 

@@ -5,20 +5,24 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass, field
+from fractions import Fraction
+from math import ceil, floor
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from optpipe_compiler.documents import ir
-from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile
+from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile, Sliceable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 HUGE = 10**9
 Ranges = list[tuple[str, int, int]]
-"""Of one stage and microbatch: ("offload" or "recompute", first layer, end layer)."""
+"""Of one stage and unit: ("offload" or "recompute", first layer, end layer)."""
+Unit = Any
+"""A microbatch, or of one that is cut its text with a slice, such as `0.1`: as it stands in ids."""
 
 
 @dataclass(frozen=True)
@@ -28,14 +32,43 @@ class Shape:
     placement: tuple[int, ...] = (0, 1)
     microbatches: int = 2
     layers_per_stage: int = 2
-    fused: Callable[[int, int], bool] = lambda stage, microbatch: False
-    ranges: Callable[[int, int], Ranges] = lambda stage, microbatch: []
+    fused: Callable[[int, Unit], bool] = lambda stage, microbatch: False
+    ranges: Callable[[int, Unit], Ranges] = lambda stage, microbatch: []
     extra_waits: int = 0
     early_receives: int = 0
+    tokens: int = 1
+    cuts: tuple[tuple[int, ...], ...] = ()
+    """By shape of microbatches, of which there are as many as rows, in turns; none: whole microbatches alone."""
 
     @property
     def devices(self) -> int:
         return max(self.placement) + 1
+
+    @property
+    def slices(self) -> int:
+        return len(self.cuts[0]) - 1 if self.cuts else 1
+
+    def units(self, microbatch: int) -> list[Unit]:
+        """The units of a microbatch, as forwards take them."""
+        return [microbatch] if self.slices == 1 else [f"{microbatch}.{k}" for k in range(self.slices)]
+
+    def of_op(self, unit: Unit) -> dict[str, int]:
+        """The fields of an op that name its unit."""
+        microbatch, _, number = str(unit).partition(".")
+        return {"microbatch": int(microbatch)} | ({"slice": int(number)} if number else {})
+
+    def range_of(self, unit: Unit) -> tuple[int, int]:
+        """The tokens of a unit."""
+        if not self.cuts:
+            return 0, self.tokens
+        op = self.of_op(unit)
+        cuts, number = self.cuts[op["microbatch"] % len(self.cuts)], op.get("slice", 0)
+        return cuts[number], cuts[number + 1]
+
+    def scaled(self, figure: int, unit: Unit) -> int:
+        """Bytes of a whole microbatch for a unit of it."""
+        begin, end = self.range_of(unit)
+        return ceil(Fraction(figure * (end - begin), self.tokens))
 
 
 def profile_for(shape: Shape, rng: Random, *, shared: bool = True) -> Profile:
@@ -43,8 +76,10 @@ def profile_for(shape: Shape, rng: Random, *, shared: bool = True) -> Profile:
 
     def layer(number: int) -> Layer:
         saved, captured = rng.randint(5, 40), rng.randint(0, 5)
+        kept = rng.randint(0, saved) if shape.cuts else saved
         return Layer(
             name=f"layer{number}",
+            slices=_sliceable(rng, saved - kept) if shape.cuts else None,
             forward_ns=rng.randint(5, 30),
             backward_input_ns=rng.randint(5, 30),
             backward_weight_ns=rng.randint(5, 30),
@@ -53,7 +88,7 @@ def profile_for(shape: Shape, rng: Random, *, shared: bool = True) -> Profile:
             saved_bytes=saved,
             residue_bytes=rng.choice([None, rng.randint(captured, saved + captured)]) if captured <= saved else None,
             captured_bytes=captured,
-            checkpoint_bytes=rng.randint(0, saved),
+            checkpoint_bytes=rng.randint(0, kept),
             output_bytes=rng.randint(1, 15),
             static_bytes=rng.randint(0, 9),
             forward_transient_bytes=rng.randint(0, 9),
@@ -65,6 +100,7 @@ def profile_for(shape: Shape, rng: Random, *, shared: bool = True) -> Profile:
     rate = 10**9
     return Profile(
         name="small",
+        **({"sequence_length": shape.tokens} if shape.cuts else {}),
         machine=Machine(
             devices=shape.devices,
             reserve_bytes=3,
@@ -84,6 +120,21 @@ def profile_for(shape: Shape, rng: Random, *, shared: bool = True) -> Profile:
     )
 
 
+def _sliceable(rng: Random, carry: int) -> Sliceable:
+    return Sliceable(
+        forward_attention_ns=rng.randint(0, 5),
+        backward_input_attention_ns=rng.randint(0, 5),
+        forward_overhead_ns=rng.randint(0, 3),
+        backward_input_overhead_ns=rng.randint(0, 3),
+        backward_weight_overhead_ns=rng.randint(0, 3),
+        backward_overhead_ns=rng.choice([None, 2]),
+        carry_bytes=carry,
+        carry_gradient_bytes=rng.choice([None, 2 * carry]),
+        forward_prefix_bytes=rng.randint(0, 9),
+        backward_prefix_bytes=rng.randint(0, 9),
+    )
+
+
 @dataclass
 class Task:
     """One op with its cost, what it must come after, and the time it got."""
@@ -97,8 +148,7 @@ class Task:
 
     @property
     def id(self) -> str:
-        text = f"{self.op['op']}:{self.op['stage']}:{self.op['microbatch']}"
-        return text + (":{}-{}".format(*self.op["layers"]) if "layers" in self.op else "")
+        return _id(self.op)
 
     @property
     def end(self) -> int:
@@ -113,7 +163,10 @@ class Builder:
         self.tasks: dict[str, Task] = {}
         self.latest: dict[tuple[str, int], list[str]] = {}
         self.stages = [self.stage(number) for number in range(len(shape.placement))]
-        self.costs = [self.stage_cost(number) for number in range(len(shape.placement))]
+
+    def costs(self, stage: int, unit: Unit) -> dict[str, Any]:
+        """What the ops of a stage and unit take."""
+        return self.stage_cost(stage, unit)
 
     def layers(self, stage: int) -> list[Any]:
         count = self.shape.layers_per_stage
@@ -132,6 +185,17 @@ class Builder:
             "output_bytes": mine[-1].output_bytes if number < last else 0,
             "residue_bytes": [x.saved_bytes if x.residue_bytes is None else x.residue_bytes for x in mine],
             **{f"{name}_bytes": [getattr(layer, f"{name}_bytes") for layer in mine] for name in names},
+            **({"carry": self.carry(mine)} if self.shape.slices > 1 else {}),
+        }
+
+    def carry(self, mine: list[Any]) -> dict[str, Any]:
+        slices = [layer.slices for layer in mine]
+        gradients = [x.carry_gradient_bytes for x in slices]
+        return {
+            "bytes": [x.carry_bytes for x in slices],
+            "gradient_bytes": [x.carry_bytes if g is None else g for x, g in zip(slices, gradients, strict=True)],
+            "forward_transient_bytes": [x.forward_prefix_bytes for x in slices],
+            "backward_transient_bytes": [x.backward_prefix_bytes for x in slices],
         }
 
     def crosses(self, stage: int) -> bool:
@@ -139,41 +203,76 @@ class Builder:
         placement = self.shape.placement
         return 0 <= stage < len(placement) - 1 and placement[stage] != placement[stage + 1]
 
-    def stage_cost(self, number: int) -> dict[str, Any]:
-        mine, overhead, stage = self.layers(number), 2, self.stages[number]
+    def stage_cost(self, number: int, unit: Unit) -> dict[str, Any]:
+        mine, stage = self.layers(number), self.stages[number]
+        size = self.shape.scaled
+
+        def times(field: str, unset: Callable[[Any], int] = lambda layer: 0) -> list[int]:
+            return [self.time(x, field, getattr(x, field) or unset(x), unit) for x in mine]
+
+        fused = times("backward_ns", lambda x: x.backward_input_ns + x.backward_weight_ns)
         return {
             "stage": number,
-            "forward_ns": sum(x.forward_ns for x in mine) + overhead,
-            "backward_input_ns": sum(x.backward_input_ns for x in mine) + overhead,
-            "backward_weight_ns": sum(x.backward_weight_ns for x in mine) + overhead,
-            "backward_ns": sum(x.backward_ns or x.backward_input_ns + x.backward_weight_ns for x in mine) + overhead,
-            "recompute_ns": [x.recompute_ns or x.forward_ns for x in mine],
-            "send_activation_ns": 3 + stage["output_bytes"] if self.crosses(number) else 0,
-            "send_gradient_ns": 3 + stage["input_bytes"] if self.crosses(number - 1) else 0,
+            "forward_ns": sum(times("forward_ns")) + 2,
+            "backward_input_ns": sum(times("backward_input_ns")) + 2,
+            "backward_weight_ns": sum(times("backward_weight_ns")) + 2,
+            "backward_ns": sum(fused) + 2,
+            "recompute_ns": times("recompute_ns", lambda x: x.forward_ns),
+            "send_activation_ns": 3 + size(stage["output_bytes"], unit) if self.crosses(number) else 0,
+            "send_gradient_ns": 3 + size(stage["input_bytes"], unit) if self.crosses(number - 1) else 0,
         }
 
-    def add(self, kind: str, stage: int, microbatch: int, cost: int, needs: list[tuple[str, int]], **more: Any) -> str:
-        """Add a task; per stage and group of kinds it comes after those of the microbatch before."""
+    def time(self, layer: Any, field: str, whole: int, unit: Unit) -> int:
+        """What an op of a layer takes for a unit: (T - X) t / S + X (b^2 - a^2) / S^2, and what a slice costs."""
+        (begin, end), count = self.shape.range_of(unit), self.shape.tokens
+        slices = layer.slices
+        if slices is None:
+            return whole
+        attention = 0 if "weight" in field else slices.backward_input_attention_ns
+        if field in ("forward_ns", "recompute_ns"):
+            attention = min(whole, slices.forward_attention_ns)
+        exact = Fraction((whole - attention) * (end - begin), count) + attention * (
+            Fraction(end, count) ** 2 - Fraction(begin, count) ** 2
+        )
+        more = getattr(slices, field.replace("recompute", "forward").replace("_ns", "_overhead_ns"))
+        if more is None:
+            more = slices.backward_input_overhead_ns + slices.backward_weight_overhead_ns
+        return floor(exact + Fraction(1, 2)) + (more if self.shape.slices > 1 else 0)
+
+    def moved(self, stage: int, unit: Unit, inside: slice) -> int:
+        """What an offload of some layers takes to the host: without the keys and values that later slices read."""
+        record, size = self.stages[stage], self.shape.scaled
+        saved = record["saved_bytes"][inside]
+        if "carry" not in record:
+            return sum(size(one, unit) for one in saved)
+        carried = record["carry"]["bytes"][inside]
+        is_last = self.shape.of_op(unit)["slice"] == self.shape.slices - 1
+        rest = sum(size(one - kept, unit) for one, kept in zip(saved, carried, strict=True))
+        return rest + (sum(size(kept, unit) for kept in carried) if is_last else 0)
+
+    def add(self, kind: str, stage: int, microbatch: Unit, cost: int, needs: list[tuple[str, int]], **more: Any) -> str:
+        """Add a task; per stage and group of kinds it comes after those of the units before."""
         lane = {"offload": "d2h", "reload": "h2d"}.get(kind, "compute")
-        op = {"op": kind, "stage": stage, "microbatch": microbatch, "after": [], **more}
+        op = {"op": kind, "stage": stage, **self.shape.of_op(microbatch), "after": [], **more}
         task = Task(op, lane, self.shape.placement[stage], cost, list(needs))
         group = "gradient" if kind in ("backward", "backward_input") else kind
-        earlier = [name for name in self.latest.get((group, stage), []) if self.mb(name) < microbatch]
-        task.needs += [(name, 0) for name in earlier]
+        for name in self.latest.get((group, stage), []):
+            other = self.tasks[name]
+            if _turn(other.op) < _turn(op):
+                task.needs.append((name, 0))
+            elif _turn(other.op) > _turn(op):
+                other.needs.append((task.id, 0))
         self.latest.setdefault((group, stage), []).append(task.id)
         self.tasks[task.id] = task
         return task.id
 
-    def mb(self, name: str) -> int:
-        return int(self.tasks[name].op["microbatch"])
-
-    def add_forward(self, stage: int, microbatch: int) -> None:
-        lag = self.costs[stage - 1]["send_activation_ns"] if stage else 0
+    def add_forward(self, stage: int, microbatch: Unit) -> None:
+        lag = self.costs(stage - 1, microbatch)["send_activation_ns"] if stage else 0
         needs = [(f"forward:{stage - 1}:{microbatch}", lag)] if stage else []
-        self.add("forward", stage, microbatch, self.costs[stage]["forward_ns"], needs)
+        self.add("forward", stage, microbatch, self.costs(stage, microbatch)["forward_ns"], needs)
 
-    def add_backward(self, stage: int, microbatch: int) -> None:
-        forward, cost = f"forward:{stage}:{microbatch}", self.costs[stage]
+    def add_backward(self, stage: int, microbatch: Unit) -> None:
+        forward, cost = f"forward:{stage}:{microbatch}", self.costs(stage, microbatch)
         needs, waits = [(forward, 0)], []
         for kind, first, end in self.shape.ranges(stage, microbatch):
             base = self.stages[stage]["layers"][0]
@@ -182,7 +281,7 @@ class Builder:
                 time = sum(cost["recompute_ns"][inside]) + 2
                 needs.append((self.add(kind, stage, microbatch, time, [(forward, 0)], **more), 0))
             else:
-                time = 1 + sum(self.stages[stage]["saved_bytes"][inside])
+                time = 1 + self.moved(stage, microbatch, inside)
                 away = self.add("offload", stage, microbatch, time, [(forward, 0)], **more)
                 back = self.add("reload", stage, microbatch, time, [(away, 0)], **more)
                 self.tasks[away].op["after"] = [forward]
@@ -190,7 +289,7 @@ class Builder:
                 needs.append((back, 0))
                 waits.append(back)
         if stage + 1 < len(self.shape.placement):
-            needs.append((self.gradient(stage + 1, microbatch), self.costs[stage + 1]["send_gradient_ns"]))
+            needs.append((self.gradient(stage + 1, microbatch), self.costs(stage + 1, microbatch)["send_gradient_ns"]))
         if self.shape.fused(stage, microbatch):
             name = self.add("backward", stage, microbatch, cost["backward_ns"], needs)
         else:
@@ -198,7 +297,7 @@ class Builder:
             self.add("backward_weight", stage, microbatch, cost["backward_weight_ns"], [(name, 0)])
         self.tasks[name].op["after"] = waits
 
-    def gradient(self, stage: int, microbatch: int) -> str:
+    def gradient(self, stage: int, microbatch: Unit) -> str:
         return f"{'backward' if self.shape.fused(stage, microbatch) else 'backward_input'}:{stage}:{microbatch}"
 
     def place(self) -> None:
@@ -221,15 +320,19 @@ class Builder:
                 missing[later] -= 1
                 ready += [later] if not missing[later] else []
 
-    def messages(self) -> list[tuple[int, str, int, int, int]]:
-        """Return (time sent, kind, sending stage, microbatch, travel), in the order of every pair."""
+    def messages(self) -> list[tuple[int, str, int, Unit, int]]:
+        """Return (time sent, kind, sending stage, unit, travel), in the order of every pair."""
         found = []
         for task in self.tasks.values():
-            stage, microbatch = task.op["stage"], task.op["microbatch"]
+            stage, microbatch = task.op["stage"], _unit(task.op)
             if task.op["op"] == "forward" and self.crosses(stage):
-                found.append((task.end, "activation", stage, microbatch, self.costs[stage]["send_activation_ns"]))
+                found.append(
+                    (task.end, "activation", stage, microbatch, self.costs(stage, microbatch)["send_activation_ns"])
+                )
             if task.op["op"] in ("backward", "backward_input") and self.crosses(stage - 1):
-                found.append((task.end, "gradient", stage, microbatch, self.costs[stage]["send_gradient_ns"]))
+                found.append(
+                    (task.end, "gradient", stage, microbatch, self.costs(stage, microbatch)["send_gradient_ns"])
+                )
         return sorted(found)
 
     def compute_lane(self, device: int) -> list[tuple[dict[str, Any], int, int]]:
@@ -244,7 +347,7 @@ class Builder:
                 if placement[mine] == device:
                     slot = bisect_right(ends, time)
                     issue = time if half == "send" else (lane[slot - 1][2] if slot else 0)
-                    op = {"op": f"{half}_{what}", "stage": mine, "microbatch": microbatch, "after": []}
+                    op = {"op": f"{half}_{what}", "stage": mine, **self.shape.of_op(microbatch), "after": []}
                     slots[slot].append(({**op, "peer": placement[peer]}, issue, time + travel))
         merged = slots[0][:]
         for entry, slot_entries in zip(lane, slots[1:], strict=True):
@@ -275,10 +378,12 @@ class Builder:
 
     def build(self) -> ir.Schedule:
         for microbatch in range(self.shape.microbatches):
-            for stage in range(len(self.shape.placement)):
-                self.add_forward(stage, microbatch)
-            for stage in reversed(range(len(self.shape.placement))):
-                self.add_backward(stage, microbatch)
+            for unit in self.shape.units(microbatch):
+                for stage in range(len(self.shape.placement)):
+                    self.add_forward(stage, unit)
+            for unit in reversed(self.shape.units(microbatch)):
+                for stage in reversed(range(len(self.shape.placement))):
+                    self.add_backward(stage, unit)
         self.place()
         lanes = {(device, "compute"): self.compute_lane(device) for device in range(self.shape.devices)}
         for device in range(self.shape.devices):
@@ -287,6 +392,20 @@ class Builder:
                 lanes[device, lane] = [(t.op, t.start, t.end) for t in mine]
         self.add_waits(lanes)
         return ir.seal(msgspec.convert(self.record(lanes), ir.Schedule))
+
+    def units(self) -> dict[str, Any]:
+        shapes = [microbatch % len(self.shape.cuts) for microbatch in range(self.shape.microbatches)]
+        return {"tokens": self.shape.tokens, "cuts": list(map(list, self.shape.cuts)), "shape_of": shapes}
+
+    def cost_records(self) -> list[dict[str, Any]]:
+        if not self.shape.cuts:
+            return [self.costs(stage, 0) for stage in range(len(self.stages))]
+        kinds = [(row, unit) for row in range(len(self.shape.cuts)) for unit in self.shape.units(row)]
+        return [
+            {**self.costs(stage, unit), "shape": row, "slice": self.shape.of_op(unit).get("slice", 0)}
+            for stage in range(len(self.stages))
+            for row, unit in kinds
+        ]
 
     def record(self, lanes: dict[tuple[int, str], list[tuple[dict[str, Any], int, int]]]) -> dict[str, Any]:
         count, tasks = self.shape.devices, list(self.tasks.values())
@@ -305,6 +424,7 @@ class Builder:
                 "cap_bytes": HUGE,
                 "host_cap_bytes": HUGE * count,
                 "reserve_bytes": 3,
+                **({"units": self.units()} if self.shape.cuts else {}),
             },
             "model": None,
             "stages": self.stages,
@@ -328,7 +448,7 @@ class Builder:
                 "bound": "none",
                 "baselines": {},
                 "op_overhead_ns": 2,
-                "stages": self.costs,
+                "stages": self.cost_records(),
                 "links": [
                     {
                         "devices": devices,
@@ -354,8 +474,18 @@ def _start(task: Task) -> int:
     return task.start
 
 
+def _unit(op: dict[str, Any]) -> Unit:
+    return f"{op['microbatch']}.{op['slice']}" if "slice" in op else op["microbatch"]
+
+
+def _turn(op: dict[str, Any]) -> tuple[int, int]:
+    """In which order ops of one kind run: slices ascend on the way there and descend on the way back."""
+    there = op["op"] in ("forward", "offload")
+    return op["microbatch"], op.get("slice", 0) * (1 if there else -1)
+
+
 def _id(op: dict[str, Any]) -> str:
-    text = f"{op['op']}:{op['stage']}:{op['microbatch']}"
+    text = f"{op['op']}:{op['stage']}:{_unit(op)}"
     return text + (":{}-{}".format(*op["layers"]) if "layers" in op else "")
 
 
@@ -372,14 +502,25 @@ def build_with_profile(shape: Shape, seed: int = 0, *, shared: bool = True) -> t
     return Builder(shape, profile, rng).build(), profile
 
 
-def random_shape(rng: Random, *, placements: list[tuple[int, ...]], microbatches: int) -> Shape:
-    """Return a shape in which every stage and microbatch is split or fused, kept, offloaded or recomputed at random."""
-    seed = rng.random()
+def random_cuts(rng: Random, slices: int) -> dict[str, Any]:
+    """Return tokens, and one or two shapes of microbatches that are cut into so many slices anywhere."""
+    tokens = rng.choice([7, 8, 16])
+    lengths = [tokens] if rng.random() < 0.5 else [tokens, rng.randint(slices, 2 * tokens)]
+    cuts = [(0, *sorted(rng.sample(range(1, length), slices - 1)), length) for length in lengths]
+    return {"tokens": tokens, "cuts": tuple(cuts)}
 
-    def draw(stage: int, microbatch: int, what: str) -> Random:
+
+def random_shape(
+    rng: Random, *, placements: list[tuple[int, ...]], microbatches: int, slices: int | None = None
+) -> Shape:
+    """Return a shape in which every stage and unit is split or fused, kept, offloaded or recomputed at random."""
+    seed = rng.random()
+    cut = {} if slices is None else random_cuts(rng, slices)
+
+    def draw(stage: int, microbatch: Unit, what: str) -> Random:
         return Random(f"{seed} {stage} {microbatch} {what}")
 
-    def ranges(stage: int, microbatch: int) -> Ranges:
+    def ranges(stage: int, microbatch: Unit) -> Ranges:
         mine, found, first = draw(stage, microbatch, "state"), [], 2 * stage
         for end in mine.choice([[2 * stage + 2], [2 * stage + 1, 2 * stage + 2]]):
             kind = mine.choice(["keep", "offload", "recompute"])
@@ -395,6 +536,7 @@ def random_shape(rng: Random, *, placements: list[tuple[int, ...]], microbatches
         ranges=ranges,
         extra_waits=rng.randint(0, 12),
         early_receives=rng.randint(0, 6),
+        **cut,
     )
 
 

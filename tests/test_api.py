@@ -176,7 +176,7 @@ def test_a_sweep_is_rows_sentences_and_a_picture(tmp_path):
         (lambda: optpipe.compile(COSTS, mem=4.0), optpipe.BadInput, "mem is 4.0, expected bytes or a size such as"),
         (lambda: optpipe.compile(COSTS, mem=GB, limit=3), optpipe.BadInput, "got 'limit', expected some of mem_bytes"),
         (lambda: optpipe.compile(COSTS, mem="1MB", **QUICK), optpipe.Infeasible, "the smallest --mem that would do"),
-        (lambda: optpipe.uniform_profile(device=2), optpipe.BadInput, "uniform_profile got 'device', expected some of"),
+        (lambda: optpipe.uniform_profile(device=2), optpipe.BadInput, "got 'device', expected some of"),
         (lambda: optpipe.read_profile("no.json"), optpipe.BadInput, "no.json: cannot be read"),
     ],
 )

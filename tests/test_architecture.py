@@ -112,9 +112,10 @@ ROOMS = {
         "cache compiler costs diff documents errors export forecast published study verify view optpipe_compiler "
         "emulate estimates launch models profiler"
     ),
-    "optpipe": "cache compiler costs documents errors estimates model published study verify view",
+    "optpipe": "cache compiler costs documents errors estimates export model published study verify view",
     "runtime_torch": "documents errors",
-    "models": "costs documents errors optpipe_compiler optpipe_torch runtime_torch",
+    "frameworks": "documents errors runtime_torch",
+    "models": "costs documents errors frameworks optpipe_compiler optpipe_torch runtime_torch",
     "launch": "processes documents errors export forecast models replan runtime_torch",
     "replan": "processes costs documents errors runtime_torch study",
     "profiler": "processes costs documents errors launch models runtime_torch",

@@ -201,7 +201,7 @@ def test_the_objective_is_what_is_minimised_and_bounded():
 
 def test_every_published_schedule_is_a_baseline_with_its_makespan_and_whether_it_fits():
     baselines = quick(uniform(2, 1), 2 * GB).schedule.forecast.baselines
-    assert set(baselines) == set(METHODS)
+    assert set(baselines) == {name for name, method in METHODS.items() if not method.sliced}
     gpipe, one = baselines["gpipe"], baselines["1f1b"]
     assert (gpipe.makespan_ns, gpipe.peak_bytes, gpipe.fits) == ((4 + 1) * 3_000_000 + 100_000, 4 * GB, False)
     assert (one.peak_bytes, one.fits) == (2 * GB, True)

@@ -15,7 +15,7 @@ from small_schedules import Shape, build, changed, random_shape
 
 from optpipe_compiler.diff import compare
 from optpipe_compiler.diff.ops import longest_rise
-from optpipe_compiler.diff.records import Change, Moved, Regrouped, Waits
+from optpipe_compiler.diff.records import Change, DifferentWaits, Moved, Regrouped
 from optpipe_compiler.documents import ir
 from optpipe_compiler.view.diff import render, verdict
 from tests import test_cli
@@ -159,7 +159,7 @@ def test_waits_are_counted_by_device():
     old = build(Shape((0, 1), microbatches=3))
     new = changed(old, lambda plain: plain["devices"][1]["compute"][-1].update(after=[old.devices[1].compute[0].id]))
     difference = compare(old, new)
-    assert difference.waits == [Waits(1, 1, 0)]
+    assert difference.waits == [DifferentWaits(1, 1, 0)]
     assert verdict(difference) == "changes waits"
 
 

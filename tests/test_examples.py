@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import shutil
 import subprocess
@@ -92,3 +93,37 @@ def test_the_training_script_resumes_to_equal_losses_and_shards_to_the_same(envi
     for line, wanted in zip(sharded, straight[1:], strict=True):
         found, expected = (float(text.split("loss ")[1].split()[0]) for text in (line, wanted))
         assert found == pytest.approx(expected, abs=1e-4)
+
+
+# -- frameworks
+
+
+def changed(before: str, after: str) -> list[str]:
+    """The lines of code that a person writes or changes to get from one script to the other."""
+    lines = difflib.unified_diff(*((EXAMPLES / name).read_text().splitlines() for name in (before, after)), n=0)
+    added = [line[1:].strip() for line in lines if line.startswith("+") and not line.startswith("+++")]
+    return [line for line in added if line and not line.startswith(('"""', "#", "sh "))]
+
+
+def test_the_transformers_example_takes_at_most_twelve_lines_commands_included():
+    script = (EXAMPLES / "transformers_pipeline.sh").read_text().splitlines()
+    commands = [line for line in script if line.startswith(("optpipe", "torchrun"))]
+    assert len(commands) == 3
+    assert len(changed("transformers_plain.py", "transformers_pipeline.py")) + len(commands) <= 12
+
+
+@pytest.mark.runtime
+def test_the_transformers_example_has_the_losses_of_one_device_and_saves_as_transformers_does(environment, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    printed = run("transformers_pipeline.sh", environment, tmp_path)
+    plain = subprocess.run(
+        [sys.executable, EXAMPLES / "transformers_plain.py"],
+        cwd=tmp_path,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+    ).stdout
+    losses = [line for line in plain.splitlines() if line.startswith("loss")]
+    assert len(losses) == 3
+    assert [line for line in printed.splitlines() if line.startswith("loss")] == losses
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained").config.vocab_size == 256

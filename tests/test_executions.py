@@ -59,3 +59,9 @@ def test_noise_costs_time_and_more_noise_more():
     assert all(one.p50_ns < one.p95_ns for one in found)
     assert found[1] == quantiles(PLAN, spread(PLAN, 0.15))
     assert found[1] != quantiles(PLAN, spread(PLAN, 0.15), seed=1)
+
+
+def test_slices_are_executed_as_forecast_but_for_messages_that_share_a_channel():
+    profile = uniform(4, 2, p2p_ms=0.0, sliceable=True, sequence_length=4096, attention_share=0.3)
+    plan = quick(profile, 40 * GB, microbatches=4, slices=4, method="seq1f1b").schedule
+    assert makespans(plan, durations(plan)).tolist() == [plan.forecast.makespan_ns]

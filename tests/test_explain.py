@@ -16,9 +16,9 @@ from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.documents.profile import Layer, value_of
 from optpipe_compiler.study import explain as study
 from optpipe_compiler.study import planned
-from optpipe_compiler.study.changes import changes
 from optpipe_compiler.study.explain import instance_of, listed, summed_up
 from optpipe_compiler.study.planned import Instance, Planned, plan
+from optpipe_compiler.study.variations import variations
 from optpipe_compiler.verify import check
 from optpipe_compiler.view.explanation import sentences
 from tests.instances import quick, uniform
@@ -48,7 +48,7 @@ def here(monkeypatch):
 
 
 def test_the_changes_are_what_they_say():
-    found = {change.text: change for change in changes(instance(), offloads=True, uneven=True)}
+    found = {change.text: change for change in variations(instance(), offloads=True, uneven=True)}
     assert list(found) == [
         "nothing",
         "memory +10%",
@@ -71,11 +71,36 @@ def test_the_changes_are_what_they_say():
     assert found["6 microbatches"].instance.options.microbatches == 6
 
 
+def test_a_heavy_head_is_asked_about_in_parts_that_sum_up_to_it():
+    whole = uniform(4, 2, head_ms=(2, 2.4, 2.8), head_parts=1)
+    head = structs.replace(whole.layers[-1], static_bytes=8 * GB, forward_transient_bytes=400)
+    heavy = structs.replace(whole, layers=[structs.replace(whole.layers[0], output_bytes=7), head])
+    found = {change.text: change for change in variations(instance(heavy), offloads=False, uneven=False)}
+    *others, last = found["head in 4 parts"].instance.profile.expanded_layers()
+    assert [one.output_bytes for one in (*others, last)] == [7] * 11 + [0]
+    assert [one.forward_ns for one in (*others[-3:], last)] == [500_000] * 4
+    assert [one.static_bytes for one in (*others[-3:], last)] == [2 * GB] * 4
+    assert last.forward_transient_bytes == 100
+    for light in (COSTS, uniform(4, 2, head_ms=(0.1, 0.1, 0.1)), uniform(4, 2, head_ms=(2, 2, 2), head_parts=4)):
+        texts = {change.text for change in variations(instance(light), offloads=False, uneven=False)}
+        assert not any("head" in text for text in texts)
+
+
+def test_a_head_in_parts_saves_what_it_costs_to_wait_for_it(here):
+    heavy = uniform(4, 2, head_ms=(2, 2, 2))
+    checked = compiler.compile_schedule(heavy, compiler.Options(mem_bytes=4 * GB, microbatches=16, time_limit_s=2.0))
+    explained = study.explain(checked.checked, instance_of(checked.schedule, heavy, "plan", 0.5), 1)
+    head = next(one for one in explained.what_ifs if one.family == "head")
+    assert head.found is not None
+    assert head.found > 0.2
+    assert any(line.startswith("The head in 4 parts of equal cost would save ") for line in sentences(explained))
+
+
 def test_what_changes_nothing_is_not_asked():
-    texts = {change.text for change in changes(instance(), offloads=False, uneven=False)}
+    texts = {change.text for change in variations(instance(), offloads=False, uneven=False)}
     assert not texts & {"no offload", "even layers"}
     bare = structs.replace(COSTS, machine=structs.replace(COSTS.machine, links=[], p2p=[]))
-    texts = {change.text for change in changes(instance(bare), offloads=False, uneven=False)}
+    texts = {change.text for change in variations(instance(bare), offloads=False, uneven=False)}
     assert not texts & {"host links x 2", "messages x 0"}
 
 
@@ -103,7 +128,7 @@ def test_even_layers_have_the_same_work_and_bytes_in_all():
         output_bytes=13,
     )
     profile = structs.replace(heavy, layers=[*heavy.layers, odd])
-    found = [one for one in changes(instance(profile), offloads=False, uneven=True) if one.text == "even layers"]
+    found = [one for one in variations(instance(profile), offloads=False, uneven=True) if one.text == "even layers"]
     [layer] = found[0].instance.profile.layers
     assert layer.count == 6
     for name in ("forward_ns", "backward_input_ns", "backward_weight_ns", "saved_bytes", "static_bytes"):
@@ -114,7 +139,7 @@ def test_even_layers_have_the_same_work_and_bytes_in_all():
 
 
 def test_a_change_can_be_planned_and_its_bound_holds():
-    for change in changes(instance(), offloads=True, uneven=True):
+    for change in variations(instance(), offloads=True, uneven=True):
         found = plan(change.instance)
         assert found.value_ns is not None, change.text
         assert found.bound_ns <= found.value_ns, change.text

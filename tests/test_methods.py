@@ -6,7 +6,7 @@ from math import ceil, gcd, lcm
 from pathlib import Path
 
 import pytest
-from test_published import bubble, on
+from test_published import bubble, cut, on
 
 from optpipe_compiler.machine.orders import peaks
 from optpipe_compiler.model.schedule import Kind
@@ -17,9 +17,11 @@ from optpipe_compiler.published.listing import as_markdown, as_text, is_formula
 PAGE = Path(__file__).parent.parent / "docs" / "METHODS.md"
 
 
-def value(formula: str, devices: int, microbatches: int, stages: int) -> float:
-    """A formula in slots of one stage's F, where F = I = W."""
-    names = {"P": devices, "M": microbatches, "v": stages, "F": stages, "I": stages, "W": stages, "B": 2 * stages}
+def value(formula: str, devices: int, microbatches: int, stages: int, slices: int) -> float:
+    """A formula in slots of one stage's F of one slice, where F = I = W."""
+    slots = stages * slices
+    names = {"P": devices, "M": microbatches, "v": stages, "F": slots, "I": slots, "W": slots, "B": 2 * slots}
+    names["n"] = slices
     return eval(formula, {"ceil": ceil, "gcd": gcd, "min": min, **names})
 
 
@@ -44,14 +46,15 @@ def test_the_bubble_is_what_the_formula_says(name, formula):
         microbatches = whole_groups(devices)
         schedule = on(name, devices, microbatches, stages)
         again = schedule.count(Kind.R) // devices
-        assert bubble(schedule) - again == value(formula, devices, microbatches, stages)
+        assert bubble(schedule) - again == value(formula, devices, microbatches, stages, cut(name, devices))
 
 
 @pytest.mark.parametrize(("name", "formula"), formulas("memory"))
 def test_the_memory_of_the_fullest_device_is_what_the_formula_says(name, formula):
     for devices, stages in sizes(name):
-        found = max(peaks(on(name, devices, 6 * devices, stages))) / stages
-        assert found == pytest.approx(value(formula, devices, 6 * devices, stages))
+        slices = cut(name, devices)
+        found = max(peaks(on(name, devices, 6 * devices, stages))) / stages / slices
+        assert found == pytest.approx(value(formula, devices, 6 * devices, stages, slices))
 
 
 def test_most_orders_have_formulas_and_every_method_is_described():

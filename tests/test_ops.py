@@ -16,6 +16,9 @@ TABLE = [
     ("recompute:1:0:3-5", "1R0:3-5", OpName("recompute", 1, 0, (3, 5))),
     ("offload:1:0:0-1", "1D0:0-1", OpName("offload", 1, 0, (0, 1))),
     ("reload:1:0:0-1", "1H0:0-1", OpName("reload", 1, 0, (0, 1))),
+    ("forward:2:0.1", "2F0.1", OpName("forward", 2, 0, None, 1)),
+    ("offload:1:10.0:0-1", "1D10.0:0-1", OpName("offload", 1, 10, (0, 1), 0)),
+    ("send_gradient:1:4.12", ">1I4.12", OpName("send_gradient", 1, 4, None, 12)),
     ("send_activation:0:4", ">0F4", OpName("send_activation", 0, 4)),
     ("recv_activation:1:4", "<1F4", OpName("recv_activation", 1, 4)),
     ("send_gradient:1:4", ">1I4", OpName("send_gradient", 1, 4)),
@@ -52,6 +55,10 @@ def test_the_table_has_every_kind():
         "0F0:1-2",
         " 0F0",
         "0F0\n",
+        "0F0.",
+        "0F.1",
+        "0F0.01",
+        "forward:0:0.1.2",
         "0F\u0660",
     ],
 )
@@ -71,3 +78,4 @@ def test_ops_of_a_schedule_have_these_names():
 
 def test_profilers_see_words():
     assert range_name("forward", 3, 2) == "forward 3 m2"
+    assert range_name("forward", 3, 2, 1) == "forward 3 m2.1"

@@ -16,7 +16,7 @@ from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.lower import Certificate, lower
 from optpipe_compiler.machine.orders import peaks, retime
 from optpipe_compiler.model.placement import layout, stage_devices
-from optpipe_compiler.model.problem import Caps, Freedom, Problem, Stage, build
+from optpipe_compiler.model.problem import Caps, Freedom, Problem, Slicing, Stage, build
 from optpipe_compiler.model.schedule import Kind, Plan, Schedule, Task
 from optpipe_compiler.published import METHODS, PLACEMENTS, NotDefined, Recipe, published
 from optpipe_compiler.published.transfers import timed
@@ -59,18 +59,29 @@ def instance(
     cap: int = PLENTY,
     freedom: Freedom | None = None,
     links: bool = True,
+    slices: int = 1,
     **changes: int,
 ) -> Problem:
+    """Every stage costs so much for a unit: a microbatch, or a slice of one."""
     changes |= {f"{name}_alone": time for name, time in changes.items() if name in ("offload", "reload")}
     owners = stage_devices(placement, devices, per_device)
     stages = tuple(replace(UNIT, device=owner, **changes) for owner in owners)
     link_of = tuple(device // 2 if links else None for device in range(devices))
-    return Problem(devices, microbatches, stages, link_of, (cap,) * devices, None, freedom or Freedom())
+    whole = Problem(devices, microbatches, stages, link_of, (cap,) * devices, None, freedom or Freedom())
+    if slices == 1:
+        return whole
+    cut = Slicing(slices, (tuple(range(slices + 1)),), (0,) * microbatches)
+    return replace(whole, microbatches=microbatches * slices, slicing=cut)
 
 
 def on(name: str, devices: int, microbatches: int, per_device: int = 1, **options: int) -> Schedule:
     placement = PLACEMENTS[name][0][0]
-    return published(instance(devices, microbatches, placement, per_device, **options), name)
+    return published(instance(devices, microbatches, placement, per_device, slices=cut(name, devices), **options), name)
+
+
+def cut(name: str, devices: int) -> int:
+    """A number of slices for which the schedule is defined."""
+    return devices if METHODS[name].sliced else 1
 
 
 def bubble(schedule: Schedule) -> int:
@@ -92,7 +103,7 @@ def test_every_pass_is_there_once_in_microbatch_order_and_the_order_runs(name: s
     ran = 0
     for placement, per_device in PLACEMENTS[name]:
         for devices, microbatches in SIZES:
-            problem = instance(devices, microbatches, placement, per_device)
+            problem = instance(devices, microbatches, placement, per_device, slices=cut(name, devices))
             try:
                 found = orders(problem, name)
             except NotDefined:
@@ -103,12 +114,13 @@ def test_every_pass_is_there_once_in_microbatch_order_and_the_order_runs(name: s
                     assert problem.stages[task.stage].device == device
                     passes[task.kind, task.stage].append(task.microbatch)
             for stage in range(len(problem.stages)):
-                everyone = list(range(microbatches))
+                everyone = list(range(problem.microbatches))
                 assert passes[Kind.F, stage] == everyone
                 assert sorted(passes[Kind.I, stage] + passes[Kind.B, stage]) == everyone
-                assert passes[Kind.I, stage] == passes[Kind.W, stage] == sorted(passes[Kind.I, stage])
-                assert passes[Kind.B, stage] == sorted(passes[Kind.B, stage])
-            assert published(problem, name).makespan > 0
+                assert passes[Kind.I, stage] == passes[Kind.W, stage] == sorted(passes[Kind.I, stage], key=problem.back)
+                assert passes[Kind.B, stage] == sorted(passes[Kind.B, stage], key=problem.back)
+            if METHODS[name].sliced == (problem.slices > 1):
+                assert published(problem, name).makespan > 0
             ran += 1
     assert ran >= 7
 
@@ -118,7 +130,8 @@ def uneven(draw: st.DrawFn) -> tuple[str, Problem]:
     """A published schedule and an instance with any costs, zeros included."""
     name = draw(st.sampled_from(sorted(METHODS)))
     placement, per_device = draw(st.sampled_from(PLACEMENTS[name]))
-    problem = instance(draw(st.integers(1, 6)), draw(st.integers(1, 13)), placement, per_device)
+    devices = draw(st.integers(1, 6))
+    problem = instance(devices, draw(st.integers(1, 13)), placement, per_device, slices=cut(name, devices))
     time = st.integers(0, 6)
 
     def costs(stage: Stage) -> Stage:
@@ -147,6 +160,8 @@ def test_no_costs_make_a_schedule_wait_for_itself_and_its_times_are_the_earliest
     try:
         found = METHODS[name].order(problem)
     except NotDefined:
+        return
+    if METHODS[name].sliced != (problem.slices > 1):
         return
     timed = published(problem, name)
     if isinstance(found, Recipe):
@@ -183,6 +198,10 @@ def test_no_costs_make_a_schedule_wait_for_itself_and_its_times_are_the_earliest
         ("gis-h-uniform", 4, lambda p, v, d: (p + 1) // 2 * (v - 1) + p - d + gcd((p + 1) // 2, v) - 1),
         ("zbv", 2, lambda p, v, d: 2 * p),
         ("dualpipev", 2, lambda p, v, d: 2 * p + 1),
+        ("seq1f1b", 1, lambda p, v, d: p + p - 1 - d),
+        ("seq1f1b-zb", 1, lambda p, v, d: 2 * p - 1),
+        ("seq1f1b-interleaved", 2, lambda p, v, d: v * p + 2 * (p - d) - 2),
+        ("slimpipe", 4, lambda p, v, d: v * p + 2 * (p - d - 1)),
         ("1f1b-recompute", 1, lambda p, v, d: 1),
         ("gis-recompute", 4, lambda p, v, d: 1),
     ],
@@ -489,6 +508,8 @@ def test_every_method_says_whose_it_is_and_cites_it():
         "interleaved-1f1b-recompute",
         "interleaved-1f1b-offload",
         *(f"interleaved-1f1b-recompute-{n}" for n in (1, 2, 3)),
+        "1f1b-selective",
+        "interleaved-1f1b-selective",
     }
     for name, method in METHODS.items():
         assert (method.kind == "composition") == (
@@ -503,11 +524,16 @@ def test_every_method_says_whose_it_is_and_cites_it():
 @pytest.mark.parametrize("name", METHODS)
 def test_every_schedule_lowers_to_a_file_that_verify_accepts(name: str):
     caps = Caps(10**12, None)
-    profile = uniform_profile(UniformOptions(devices=4, layers_per_device=4, shared_links="pairs"))
+    options = UniformOptions(devices=4, layers_per_device=4, shared_links="pairs")
+    slicing = None
+    if METHODS[name].sliced:
+        options = replace(options, sliceable=True, attention_share=0.5, kv_fraction=0.2, slice_overhead_ms=0.01)
+        slicing = Slicing(32768, ((0, 10_000, 20_000, 27_000, 32_768),), (0,) * 8)
+    profile = uniform_profile(options)
     for placement, per_device in PLACEMENTS[name]:
-        cut = layout(placement, 4, per_device, [1] * 16)
-        timed = published(build(profile, cut, 8, caps, Freedom()), name)
-        file = lower(timed, profile, cut, caps, Certificate("makespan", "feasible", 0, "none", {}, {}))
+        where = layout(placement, 4, per_device, [1] * 16)
+        timed = published(build(profile, where, 8, caps, Freedom(), slicing=slicing), name)
+        file = lower(timed, profile, where, caps, Certificate("makespan", "feasible", 0, "none", {}, {}))
         assert verify(file, profile) == []
 
 

@@ -14,7 +14,7 @@ from small_schedules import Shape
 from optpipe_compiler.cli import cli
 from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import BadInput
-from optpipe_torch.emulate.alone import Transfers, emulate, transfers
+from optpipe_torch.emulate.alone import CopyTimes, emulate, transfers
 
 pytestmark = pytest.mark.gpu
 
@@ -70,7 +70,7 @@ def test_messages_arrive_no_earlier_than_their_scaled_forecast():
 
 def test_hidden_is_what_the_compute_lane_is_busy_for():
     ran = [("f", "compute", 0, 10), ("b", "compute", 15, 20), ("d", "d2h", 5, 17), ("h", "h2d", 30, 33)]
-    assert transfers(ran) == Transfers(hidden_ns=7, exposed_ns=8)
+    assert transfers(ran) == CopyTimes(hidden_ns=7, exposed_ns=8)
 
 
 def test_the_command_reports_in_words_and_in_json_and_writes_a_trace(tmp_path):

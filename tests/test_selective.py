@@ -53,11 +53,26 @@ def test_a_plan_does_without_it_where_memory_is_plenty_or_recompute_is_forbidden
     for schedule in (planned(20_000), planned(2000, recompute=False)):
         assert named(schedule) == []
         assert schedule.version == 1
-        assert "selective" not in ir.to_text(schedule)
+        assert '"selective":' not in ir.to_text(schedule)
 
 
 def test_a_published_method_is_emitted_as_published():
     assert named(planned(5000, method="1f1b")) == []
+
+
+def test_stock_checkpointing_of_cheap_tensors_is_a_baseline_where_memory_is_tight(tight):
+    stock = planned(3600, method="1f1b-selective", offload=False)
+    assert named(stock) == list(range(8))
+    assert verify(stock, costs()) == []
+    assert stock.forecast.method == "1f1b-selective"
+    baselines = planned(3600, offload=False).forecast.baselines
+    assert baselines["1f1b-selective"].makespan_ns == stock.forecast.makespan_ns
+    assert baselines["1f1b-selective"].fits
+    assert not baselines["1f1b"].fits or "waits" in baselines["1f1b"].reason
+    assert tight.forecast.baselines["interleaved-1f1b-selective"].kind == "stock"
+    without = structs.replace(costs(), layers=[structs.replace(one, selective=None) for one in costs().layers])
+    with pytest.raises(BadInput, match="1f1b-selective: is for layers that can make cheap tensors again"):
+        compile_schedule(without, Options(mem_bytes=3600 * MB, microbatches=12, method="1f1b-selective"))
 
 
 def test_a_file_of_version_1_has_no_selective_recompute(tight):

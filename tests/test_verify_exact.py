@@ -7,7 +7,7 @@ from random import Random
 import msgspec
 import pytest
 from brute_force import Machine
-from small_schedules import build, random_shape
+from small_schedules import build, build_with_profile, random_shape
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.verify import verify
@@ -69,6 +69,21 @@ def test_the_worst_case_equals_the_heaviest_closed_set_by_minimum_cut(seed: int)
     if seed % 2:
         schedule = without_some_waits(schedule, rng)
     assert_exact(schedule, by_cut(schedule))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_worst_case_of_slices_equals_the_heaviest_closed_set(seed: int) -> None:
+    """With keys and values that stay, and gradients of them that add up; lengths that differ, too."""
+    rng = Random(2_000 + seed)
+    small = seed < 30
+    placements = [(0,), (0, 1), (0, 0)] if small else [(0, 1), (0, 1, 2), (0, 1, 0, 1), (0, 1, 1, 0)]
+    shape = random_shape(rng, placements=placements, microbatches=1 + seed % 3, slices=rng.randint(1, 3))
+    schedule, profile = build_with_profile(shape, seed)
+    assert verify(schedule, profile) == []
+    if seed % 2:
+        schedule = without_some_waits(schedule, rng)
+    most = Machine(schedule).most_by_running(limit=20_000) if small else None
+    assert_exact(schedule, most if most is not None else by_cut(schedule))
 
 
 def test_the_two_references_agree_with_each_other() -> None:

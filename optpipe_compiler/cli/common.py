@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
 
+    from optpipe_compiler.documents.ir import Schedule
+
 PROFILE, SCHEDULE = Path("profile.json"), Path("schedule.json")
 
 
@@ -146,6 +148,34 @@ def say_json(answer: Any) -> None:
     import msgspec
 
     click.echo(printable(msgspec.json.encode(answer).decode()))
+
+
+def plan_json(schedule: Schedule) -> dict[str, Any]:
+    """Return what every `--json` says of a schedule: what it reaches, what is proven, what it takes for granted."""
+    from optpipe_compiler.forecast.links import link_loads
+    from optpipe_compiler.view.baselines import best
+    from optpipe_compiler.view.summary import assumptions, count
+
+    forecast = schedule.forecast
+    return {
+        "outcome": forecast.outcome,
+        "method": forecast.method,
+        "objective": forecast.objective,
+        "makespan_ns": forecast.makespan_ns,
+        "span_ns": forecast.span_ns,
+        "lower_bound_ns": forecast.lower_bound_ns,
+        "bound": forecast.bound,
+        "gap": forecast.gap,
+        "bubble_fraction": forecast.bubble_fraction,
+        "microbatches": schedule.setup.microbatches,
+        "cap_bytes": schedule.setup.cap_bytes,
+        "host_cap_bytes": schedule.setup.host_cap_bytes,
+        "num_offloads": count(schedule, "offload"),
+        "num_recomputes": count(schedule, "recompute"),
+        "host_links": list(link_loads(schedule)),
+        "best_baseline": best(schedule),
+        "assumptions": assumptions(schedule),
+    }
 
 
 def write(path: Path, record: Any) -> None:

@@ -17,6 +17,7 @@ from optpipe_compiler.cli.common import (
     console,
     is_said,
     note,
+    plan_json,
     say,
     say_json,
 )
@@ -45,6 +46,8 @@ from optpipe_compiler.errors import BadInput, Rejected
     metavar="SHARE",
     help="Standard deviation of an op's time, such as 0.15 [default: the profile's spreads].",
 )
+@click.option("--slices", metavar="N|auto", help="Slices of every sequence [default: auto where layers allow it].")
+@click.option("--lengths", type=click.Path(path_type=Path), help="File with the tokens of each microbatch.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--reproducible", is_flag=True, help="Same bytes on every run and machine; one search thread.")
 @click.option(
@@ -210,47 +213,53 @@ def _renamed(options: dict[str, Any]) -> dict[str, Any]:
     for name in ("offload", "recompute", "split"):
         options[name] = not options.pop(f"no_{name}")
     options["host_mem_bytes"] = options.pop("host_mem")
+    options["slices"] = _number_of_slices(options["slices"])
+    options["lengths"] = None if options["lengths"] is None else read_lengths(options["lengths"])
     options["time_limit_s"] = options.pop("time_limit")
     return options
 
 
+def _number_of_slices(text: str | None) -> int | str | None:
+    if text is None or text == "auto":
+        return text
+    if not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise BadInput(f"--slices is {text!r}, expected a number, or auto")
+    return int(text)
+
+
+def read_lengths(path: Path) -> tuple[int, ...]:
+    """Return the tokens of each microbatch that a file lists, with blanks, commas or line ends between them."""
+    from optpipe_compiler.documents.files import read_text
+
+    words = read_text(path).replace(",", " ").split()
+    for word in words:
+        if not word.isascii() or not word.isdigit() or len(word) > 9 or not int(word):
+            raise BadInput(
+                f"{path}: has {word[:40]!r}, expected the tokens of each microbatch: whole numbers from 1 on"
+            )
+    if not words:
+        raise BadInput(f"{path}: is empty, expected the tokens of each microbatch")
+    return tuple(map(int, words))
+
+
 def _report(result: Any) -> dict[str, Any]:
     """Return what `compile --json` prints."""
-    from optpipe_compiler.forecast.links import link_loads
     from optpipe_compiler.view.baselines import OTHERS, best, kind
-    from optpipe_compiler.view.summary import assumptions, count, gap
 
     schedule = result.schedule
-    forecast = schedule.forecast
     return {
-        "outcome": forecast.outcome,
+        **plan_json(schedule),
         "interrupted": result.interrupted,
-        "method": forecast.method,
-        "objective": forecast.objective,
-        "makespan_ns": forecast.makespan_ns,
-        "span_ns": forecast.span_ns,
-        "lower_bound_ns": forecast.lower_bound_ns,
-        "bound": forecast.bound,
-        "gap": gap(schedule),
-        "bubble_fraction": forecast.bubble_fraction,
         "peak_bytes": [device.peak_bytes for device in schedule.devices],
         "host_bytes": [device.host_bytes for device in schedule.devices],
-        "cap_bytes": schedule.setup.cap_bytes,
-        "host_cap_bytes": schedule.setup.host_cap_bytes,
         "devices": schedule.setup.devices,
         "stages": len(schedule.stages),
         "placement": result.placement,
-        "microbatches": schedule.setup.microbatches,
-        "num_offloads": count(schedule, "offload"),
-        "num_recomputes": count(schedule, "recompute"),
         "p50_ns": None if result.quantiles is None else result.quantiles.p50_ns,
         "p95_ns": None if result.quantiles is None else result.quantiles.p95_ns,
         "wall_s": result.wall_s,
         "cached": result.is_cached,
         "digest": schedule.digest,
-        "assumptions": assumptions(schedule),
-        "host_links": list(link_loads(schedule)),
-        "best_baseline": best(schedule),
         "best_of_papers_and_stock": best(schedule, OTHERS),
         "baselines": {
             name: {
@@ -260,6 +269,6 @@ def _report(result: Any) -> dict[str, Any]:
                 "kind": kind(baseline),
                 **({"reason": baseline.reason} if baseline.reason else {}),
             }
-            for name, baseline in forecast.baselines.items()
+            for name, baseline in schedule.forecast.baselines.items()
         },
     }

@@ -18,6 +18,8 @@ ENDINGS = {
     "chrome-trace": ".trace.json",
     "torch-csv": ".csv",
     "torchtitan": "_torchtitan.py",
+    "megatron-layout": ".megatron.txt",
+    "primus": "_primus.py",
     "svg": ".svg",
 }
 
@@ -28,8 +30,8 @@ ENDINGS = {
 @click.option(
     "-o", "--output", type=click.Path(path_type=Path), help="[default: the schedule's name with a new ending]"
 )
-@click.option("--drop-memory-ops", is_flag=True, help="torch: leave out offloads, reloads and recomputes.")
-@click.option("--profile", "profile_path", type=click.Path(path_type=Path), help="torchtitan: names the layers.")
+@click.option("--drop-memory-ops", is_flag=True, help="torch, Primus: leave out offloads, reloads and recomputes.")
+@click.option("--profile", "profile_path", type=click.Path(path_type=Path), help="torchtitan, Megatron: layer names.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def export(
     schedule_path: Path, kind: str, output: Path | None, drop_memory_ops: bool, profile_path: Path | None, as_json: bool
@@ -37,10 +39,12 @@ def export(
     """Write a schedule for another tool.
 
     \b
-    chrome-trace  timeline with memory for ui.perfetto.dev
-    torch-csv     compute ops as torch.distributed.pipelining loads them
-    torchtitan    that CSV and the settings for torchtitan 0.3
-    svg           the chart as a picture
+    chrome-trace     timeline with memory for ui.perfetto.dev
+    torch-csv        compute ops as torch.distributed.pipelining loads them
+    torchtitan       that CSV and the settings for torchtitan 0.3
+    megatron-layout  the cut as one line of arguments for Megatron-Core
+    primus           the table of compute ops and messages as a module for Primus
+    svg              the chart as a picture
 
     Example: optpipe export schedule.json --to chrome-trace
     """
@@ -51,7 +55,14 @@ def export(
     path = output or _default(schedule_path, kind)
     check_writable(path)
     checked = _checked(ir.load(schedule_path), schedule_path)
-    if kind not in ("torch-csv", "torchtitan"):
+    if kind == "megatron-layout":
+        files = {path: _layout(checked, profile_path, silent=as_json)}
+    elif kind == "primus":
+        from optpipe_compiler.export import primus
+
+        _refuse_loss(checked.schedule, schedule_path, drop_memory_ops, "Primus's table")
+        files = {path: primus.render(checked)}
+    elif kind not in ("torch-csv", "torchtitan"):
         files = {path: _picture(checked, kind)}
     else:
         _refuse_loss(checked.schedule, schedule_path, drop_memory_ops)
@@ -71,6 +82,18 @@ def _picture(checked: Checked, kind: str) -> str:
     from optpipe_compiler.view import svg
 
     return svg.render(checked.schedule) if kind == "svg" else chrome_trace.render(checked)
+
+
+def _layout(checked: Checked, profile_path: Path | None, *, silent: bool) -> str:
+    """Return the line, which is printed, too, to be pasted."""
+    from optpipe_compiler.documents import profile as profiles
+    from optpipe_compiler.export import megatron
+
+    line = megatron.render(checked, profiles.load(profile_path) if profile_path else None)
+    if not silent:
+        say(line)
+    note("optpipe: Megatron runs the cut in its own order, without waits and memory ops: other peaks")
+    return line + "\n"
 
 
 def _for_torchtitan(path: Path, checked: Checked, profile_path: Path | None) -> dict[Path, str]:
@@ -94,7 +117,7 @@ def _for_torch(path: Path, checked: Checked) -> dict[Path, str]:
 def _default(schedule_path: Path, kind: str) -> Path:
     """Name the output after the schedule; what is to be imported gets a name that Python can import."""
     stem = schedule_path.stem
-    if kind == "torchtitan":
+    if kind in ("torchtitan", "primus"):
         stem = re.sub(r"\W", "_", stem)
     return schedule_path.with_name(stem + ENDINGS[kind])
 
@@ -108,20 +131,20 @@ def _checked(schedule: Schedule, path: Path) -> Checked:
         raise Rejected(f"{path}: not exported, verify rejects it: {error} (optpipe verify {path})") from error
 
 
-def _refuse_loss(schedule: Schedule, path: Path, drop_memory_ops: bool) -> None:
+def _refuse_loss(schedule: Schedule, path: Path, drop_memory_ops: bool, what: str = "torch's CSV") -> None:
     from optpipe_compiler.documents.units import show_layers
     from optpipe_compiler.export.torch_csv import memory_ops
 
     if layers := [layer for stage in schedule.stages for layer in stage.selective_layers]:
         raise BadInput(
-            f"{path}: has selective recompute of layers {show_layers(layers)}, which torch's CSV cannot carry, and no "
+            f"{path}: has selective recompute of layers {show_layers(layers)}, which {what} cannot carry, and no "
             "bytes of these layers without it; expected a schedule compiled with --no-recompute"
         )
     lost = memory_ops(schedule)
     if lost and not drop_memory_ops:
         shown = " and ".join(f"{count} {kind}s" for kind, count in sorted(lost.items()))
         raise BadInput(
-            f"{path}: has {shown}, which torch's CSV cannot carry; expected a schedule compiled with --no-offload "
+            f"{path}: has {shown}, which {what} cannot carry; expected a schedule compiled with --no-offload "
             "--no-recompute, or --drop-memory-ops to export it without them"
         )
 

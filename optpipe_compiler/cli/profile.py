@@ -315,6 +315,11 @@ def _uniform_option(name: str, default: Any, help: str) -> Callable[[Any], Any]:
 @click.option("--head-ms", metavar="F,I,W", help="An extra last layer.")
 @click.option("--embedding-parts", type=int, default=1, metavar="N", help="Cut the first layer into N equal ones.")
 @click.option("--head-parts", type=int, default=1, metavar="N", help="Cut the last layer into N equal ones.")
+@click.option("--sliceable", is_flag=True, help="Layers can run slice by slice of a sequence (compile --slices).")
+@click.option("--sequence-length", type=int, default=32768, show_default=True, help="Tokens; with --sliceable.")
+@_uniform_option("--attention-share", 0.0, "Share of F and I that grows with the square of the tokens.")
+@_uniform_option("--kv-fraction", 0.0, "Share of the activation that later slices read: keys and values.")
+@_uniform_option("--slice-overhead-ms", 0.0, "Added to F, I and W of every slice.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=PROFILE, show_default=True)
 def uniform(

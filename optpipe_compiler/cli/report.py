@@ -56,7 +56,7 @@ def report(
     """
     from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.files import check_writable, write_atomically
-    from optpipe_compiler.view.progress import Steps
+    from optpipe_compiler.view.progress import StatusLine
     from optpipe_compiler.view.report import render
     from optpipe_compiler.view.report.trace import measured, swaps
 
@@ -64,7 +64,7 @@ def report(
     schedule = ir.load(schedule_path)
     if wanted and profile_path is None:
         raise BadInput("--baseline needs the costs to time it with, expected --profile profile.json")
-    with Steps(console(stderr=True)) as steps:
+    with StatusLine(console(stderr=True)) as steps:
         ran = measured(traces, schedule) if traces else None
         below = list(_baselines(schedule, schedule_path, profile_path, wanted, steps.say)) if profile_path else []
         steps.say(f"drawing {len(below) + 1} schedules" if below else "drawing the schedule")

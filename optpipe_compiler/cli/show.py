@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from optpipe_compiler.cli.common import SCHEDULE, console, refuse_png, say, say_json
+from optpipe_compiler.cli.common import SCHEDULE, console, plan_json, refuse_png, say, say_json
 from optpipe_compiler.documents.units import parse_ns, show_ns
 from optpipe_compiler.errors import BadInput
 
@@ -76,30 +76,11 @@ def show(
 
 def _report(analysis: Analysis, path: Path) -> dict[str, Any]:
     """Return what `show --json` prints: what the summary says; the ops are in the file itself."""
-    from optpipe_compiler.forecast.links import link_loads
-    from optpipe_compiler.view.baselines import best
-    from optpipe_compiler.view.summary import assumptions, count, gap
-
     schedule, whole = analysis.schedule, max(1, analysis.end_ns - analysis.begin_ns)
-    forecast, setup = schedule.forecast, schedule.setup
     return {
         "schedule": str(path),
-        "method": forecast.method,
-        "objective": forecast.objective,
-        "makespan_ns": forecast.makespan_ns,
-        "span_ns": forecast.span_ns,
-        "lower_bound_ns": forecast.lower_bound_ns,
-        "bound": forecast.bound,
-        "outcome": forecast.outcome,
-        "gap": gap(schedule),
-        "bubble_fraction": forecast.bubble_fraction,
+        **plan_json(schedule),
         "idle": [{"cause": c.value, "resource": r, "share": share} for (c, r), share in analysis.shares().items()],
-        "microbatches": setup.microbatches,
-        "cap_bytes": setup.cap_bytes,
-        "host_cap_bytes": setup.host_cap_bytes,
-        "best_baseline": best(schedule),
-        "num_offloads": count(schedule, "offload"),
-        "num_recomputes": count(schedule, "recompute"),
         "devices": [
             {
                 "device": device.device,
@@ -109,8 +90,6 @@ def _report(analysis: Analysis, path: Path) -> dict[str, Any]:
             }
             for number, device in enumerate(schedule.devices)
         ],
-        "host_links": list(link_loads(schedule)),
-        "assumptions": assumptions(schedule),
     }
 
 

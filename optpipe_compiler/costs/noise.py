@@ -20,6 +20,7 @@ MATTERS = 0.01
 OPS_PER_STAGE = 3
 """That have an overhead: F, I and W."""
 TIMES = ("forward_ns", "backward_input_ns", "backward_weight_ns", "backward_ns", "recompute_ns")
+ATTENTION = ("forward_attention_ns", "backward_input_attention_ns")
 SPEEDS = ("d2h_bytes_per_s", "h2d_bytes_per_s", "duplex_d2h_bytes_per_s", "duplex_h2d_bytes_per_s")
 
 
@@ -49,6 +50,12 @@ def noisy(profile: Profile) -> list[Noisy]:
             if _is_noise(cost, beside=overhead) and _matters(cost, layer.count, total):
                 op = field.removesuffix("_ns").replace("_", " ")
                 found += _named(f"$.layers[{index}].{field}", f"{op} of {layer.name}", cost, "ns")
+        for field in ATTENTION if layer.slices is not None else ():
+            cost = getattr(layer.slices, field)
+            if _is_noise(cost) and _matters(cost, layer.count, total):
+                op = field.removesuffix("_attention_ns").replace("_", " ")
+                name = f"attention in {op} of {layer.name}"
+                found += _named(f"$.layers[{index}].slices.{field}", name, cost, "ns")
     return [*found, *_messages(profile, total), *_links(profile)]
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from msgspec import structs
+from msgspec import UNSET, structs
 
-from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile, value_of
+from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile, Sliceable, value_of
 from optpipe_compiler.errors import BadInput
 
 NS_PER_MS = 1_000_000
@@ -54,6 +54,16 @@ class UniformOptions:
     head_ms: Triple | None = None
     embedding_parts: int = 1
     head_parts: int = 1
+    sliceable: bool = False
+    """Whether layers can run slice by slice of a sequence."""
+    sequence_length: int = 32768
+    """Tokens, where layers are sliceable."""
+    attention_share: float = 0.0
+    """Share of forward and input gradient that grows with the square of the tokens."""
+    kv_fraction: float = 0.0
+    """Share of the activation that later slices read: keys and values."""
+    slice_overhead_ms: float = 0.0
+    """Added to the forward, the input gradient and the weight gradient of every slice."""
 
 
 def parse_triple(text: str, option: str) -> Triple:
@@ -84,11 +94,12 @@ def uniform_profile(options: UniformOptions) -> Profile:
     block = _block(options)
     layers = [block]
     if options.embedding_ms is not None:
-        layers.insert(0, _extra("embedding", options.embedding_ms, options.embedding_parts))
+        layers.insert(0, _extra("embedding", options.embedding_ms, options.embedding_parts, options.sliceable))
     if options.head_ms is not None:
-        layers.append(_extra("head", options.head_ms, options.head_parts))
+        layers.append(_extra("head", options.head_ms, options.head_parts, options.sliceable))
     return Profile(
         name=f"uniform-{options.devices}x{options.layers_per_device}",
+        sequence_length=options.sequence_length if options.sliceable else UNSET,
         machine=Machine(
             devices=options.devices,
             kind="uniform",
@@ -117,10 +128,25 @@ def _block(options: UniformOptions) -> Layer:
         residue_bytes=share_bytes(options.activation_gb, options.residue_fraction),
         checkpoint_bytes=share_bytes(options.activation_gb, options.boundary_fraction),
         static_bytes=share_bytes(options.static_gb),
+        slices=_sliceable(options) if options.sliceable else None,
     )
 
 
-def _extra(name: str, triple: Triple, parts: int) -> Layer:
+def _sliceable(options: UniformOptions) -> Sliceable:
+    share, count = _exact(options.attention_share), options.layers_per_device
+    carry = math.floor(_exact(options.activation_gb) * _exact(options.kv_fraction) * BYTES_PER_GB / count)
+    overhead = _nearest(_exact(options.slice_overhead_ms) * NS_PER_MS / count)
+    return Sliceable(
+        forward_attention_ns=math.floor(_exact(options.forward_ms) * share * NS_PER_MS / count),
+        backward_input_attention_ns=math.floor(_exact(options.backward_input_ms) * share * NS_PER_MS / count),
+        forward_overhead_ns=overhead,
+        backward_input_overhead_ns=overhead,
+        backward_weight_overhead_ns=overhead,
+        carry_bytes=carry,
+    )
+
+
+def _extra(name: str, triple: Triple, parts: int, sliceable: bool) -> Layer:
     forward, backward_input, backward_weight = (_nearest(_exact(ms) * NS_PER_MS / parts) for ms in triple)
     return Layer(
         name=name if parts == 1 else f"{name}-part",
@@ -129,6 +155,7 @@ def _extra(name: str, triple: Triple, parts: int) -> Layer:
         backward_input_ns=backward_input,
         backward_weight_ns=backward_weight,
         saved_bytes=0,
+        slices=Sliceable() if sliceable else None,
     )
 
 
@@ -198,11 +225,31 @@ def _check(options: UniformOptions) -> None:
     _check_range("--static-gb", options.static_gb, 0, 1e6)
     _check_range("--residue-fraction", options.residue_fraction, 0, 1)
     _check_range("--boundary-fraction", options.boundary_fraction, 0, 1)
+    _check_slices(options)
     for option, value in (("--d2h-ms", options.d2h_ms), ("--h2d-ms", options.h2d_ms)):
         _check_range(option, value, 1 / NS_PER_MS, 1e9)
     _check_range("--duplex-slowdown", options.duplex_slowdown, 1, 1000)
     if options.shared_links not in ("pairs", "none"):
         raise BadInput(f"--shared-links is {options.shared_links!r}, expected 'pairs' or 'none'")
+
+
+def _check_slices(options: UniformOptions) -> None:
+    given = {
+        "--attention-share": options.attention_share,
+        "--kv-fraction": options.kv_fraction,
+        "--slice-overhead-ms": options.slice_overhead_ms,
+    }
+    for option, value in given.items():
+        if value and not options.sliceable:
+            raise BadInput(f"{option} is {value:g} without --sliceable, expected both")
+    _check_range("--attention-share", options.attention_share, 0, 1)
+    _check_range("--kv-fraction", options.kv_fraction, 0, 1)
+    _check_range("--slice-overhead-ms", options.slice_overhead_ms, 0, 1e9)
+    if not 1 <= options.sequence_length <= 2**30:
+        raise BadInput(f"--sequence-length is {options.sequence_length}, expected 1 to {2**30}")
+    if options.kv_fraction + options.boundary_fraction > 1:
+        together = f"{options.kv_fraction:g} beside a --boundary-fraction of {options.boundary_fraction:g}"
+        raise BadInput(f"--kv-fraction is {together}, expected at most 1 together")
 
 
 def _times(options: UniformOptions) -> list[tuple[str, float]]:

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.diff.records import Moved, Regrouped, Waits
+from optpipe_compiler.diff.records import DifferentWaits, Moved, Regrouped
 from optpipe_compiler.documents import ir
 
 if TYPE_CHECKING:
@@ -85,11 +85,11 @@ def _groups(schedule: ir.Schedule) -> dict[tuple[str, int, ir.Range | None], set
     return found
 
 
-def waits(old: ir.Schedule, new: ir.Schedule) -> list[Waits]:
+def waits(old: ir.Schedule, new: ir.Schedule) -> list[DifferentWaits]:
     """Return the devices whose ops wait for others."""
 
     def of(device: ir.Device) -> set[tuple[str, str]]:
         return {(op.id, name) for lane in _lanes(device).values() for op in lane for name in op.after}
 
     pairs = [(before.device, of(before), of(after)) for before, after in zip(old.devices, new.devices, strict=False)]
-    return [Waits(device, len(has - had), len(had - has)) for device, had, has in pairs if had != has]
+    return [DifferentWaits(device, len(has - had), len(had - has)) for device, had, has in pairs if had != has]

@@ -53,8 +53,8 @@ class Regrouped:
 
 
 @dataclass(frozen=True)
-class Waits:
-    """Waits of the ops of one device that only one of the schedules has."""
+class DifferentWaits:
+    """DifferentWaits of the ops of one device that only one of the schedules has."""
 
     device: int
     added: int
@@ -73,7 +73,7 @@ class Difference:
     counts: list[Change]
     moved: list[Moved]
     regrouped: list[Regrouped]
-    waits: list[Waits]
+    waits: list[DifferentWaits]
     promises: list[Change]
     forecast: list[Change]
     costs: list[Change]

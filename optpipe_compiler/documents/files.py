@@ -194,18 +194,23 @@ def _branch(value: Any, schema: dict[str, Any], defs: dict[str, Any]) -> dict[st
 
 
 def canonical(record: Record) -> str:
-    """Return the one text form of `record`: fixed key order, LF, one line per op or layer, a final newline."""
+    """Return the one text form of `record`: fixed key order, LF, a line per op, layer or baseline, a final newline."""
     return _render(msgspec.to_builtins(record), 0, top=True) + "\n"
 
 
 def _render(value: Any, depth: int, *, top: bool = False) -> str:
     pad, inner = " " * depth, " " * (depth + 1)
-    if isinstance(value, dict) and (top or any(_spreads(item) for item in value.values())):
+    if isinstance(value, dict) and (top or _is_table(value) or any(_spreads(item) for item in value.values())):
         rows = [f"{inner}{json.dumps(key)}: {_render(item, depth + 1)}" for key, item in value.items()]
         return "{\n" + ",\n".join(rows) + f"\n{pad}}}"
     if isinstance(value, list) and value and isinstance(value[0], dict | list):
         return "[\n" + ",\n".join(inner + _render(item, depth + 1) for item in value) + f"\n{pad}]"
     return json.dumps(value, separators=(", ", ": "), ensure_ascii=False)
+
+
+def _is_table(value: dict[str, Any]) -> bool:
+    """Whether an object has rows with names, such as baselines."""
+    return bool(value) and all(isinstance(item, dict) for item in value.values())
 
 
 def _spreads(value: Any) -> bool:

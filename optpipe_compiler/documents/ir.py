@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -16,8 +17,9 @@ from optpipe_compiler.documents.profile import MOST_LAYERS, Count, Model, Positi
 from optpipe_compiler.errors import BadInput
 
 FORMAT = "optpipe-schedule"
-VERSION = 2
-"""2: stages may name layers with selective recompute. Files that name none are of version 1, which older tools read."""
+VERSION = 3
+"""2: stages may name layers with selective recompute. 3: microbatches may be cut into slices, and differ in length.
+A file has the lowest version that says all of it, so that older tools read what they understand."""
 REVISION = 2
 """1: the kind of a baseline. 2: what each device knows of its deliveries."""
 
@@ -38,6 +40,8 @@ class Op(Record, frozen=True, kw_only=True):
 
     stage: Count
     microbatch: Count
+    slice: Count | msgspec.UnsetType = msgspec.UNSET
+    """Of the microbatch; absent where microbatches are not cut into slices."""
     after: list[str] = msgspec.field(default_factory=list)
 
     @property
@@ -46,13 +50,23 @@ class Op(Record, frozen=True, kw_only=True):
         return str(self.__struct_config__.tag)
 
     @property
+    def slice_or_none(self) -> int | None:
+        """The slice, None where microbatches are not cut: what names of ops take."""
+        return None if isinstance(self.slice, msgspec.UnsetType) else self.slice
+
+    @property
+    def unit(self) -> tuple[int, int | None]:
+        """The microbatch and the slice."""
+        return self.microbatch, self.slice_or_none
+
+    @property
     def id(self) -> str:
-        """The op's name in waits: `kind:stage:microbatch`, unique in a schedule."""
-        return op_id(self.name, self.stage, self.microbatch)
+        """The op's name in waits: `kind:stage:microbatch` or `kind:stage:microbatch.slice`, unique in a schedule."""
+        return op_id(self.name, self.stage, self.microbatch, None, self.slice_or_none)
 
     @property
     def text(self) -> str:
-        """The op's name for people: stage, letter, microbatch, as in `2F0`."""
+        """The op's name for people: stage, letter, microbatch and slice, as in `2F0` or `2F0.1`."""
         return parse_op(self.id).text
 
 
@@ -101,8 +115,8 @@ class SavedOp(Op, frozen=True, kw_only=True):
 
     @property
     def id(self) -> str:
-        """`kind:stage:microbatch:first-end`."""
-        return op_id(self.name, self.stage, self.microbatch, self.layers)
+        """`kind:stage:microbatch:first-end`, with a slice `kind:stage:microbatch.slice:first-end`."""
+        return op_id(self.name, self.stage, self.microbatch, self.layers, self.slice_or_none)
 
 
 class Recompute(SavedOp, frozen=True, kw_only=True, tag_field="op", tag="recompute"):
@@ -130,6 +144,20 @@ ComputeOp = (
 )
 
 
+class Units(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """What flows through the stages, where that is not whole microbatches of one length: a unit is a slice of one.
+
+    Microbatches of one shape have one length and are cut alike; all shapes have the same number of slices.
+    """
+
+    tokens: Positive
+    """Length of the microbatch that the byte figures of the stages are for."""
+    cuts: list[list[Count]]
+    """By shape, the token at which each slice begins, from 0 on, and last the length of the microbatch."""
+    shape_of: list[Count]
+    """By microbatch, its shape."""
+
+
 class Setup(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The sizes and caps that the schedule is for."""
 
@@ -141,10 +169,52 @@ class Setup(Record, frozen=True, kw_only=True, omit_defaults=False):
     host_cap_bytes: Count | None
     """For all devices together."""
     reserve_bytes: Count
+    units: Units | msgspec.UnsetType = msgspec.UNSET
+    """Absent: every microbatch is one unit, and all are of the length that the byte figures are for."""
+
+    @property
+    def slices(self) -> int:
+        """Slices of every microbatch; 1 where they are not cut."""
+        return 1 if isinstance(self.units, msgspec.UnsetType) else len(self.units.cuts[0]) - 1
+
+    @property
+    def classes(self) -> int:
+        """Kinds of units with costs of their own: shapes times slices."""
+        return 1 if isinstance(self.units, msgspec.UnsetType) else len(self.units.cuts) * self.slices
+
+    def class_of(self, microbatch: int, slice: int | None) -> int:
+        """Return the kind of a unit: (shape of its microbatch) x slices + slice."""
+        if isinstance(self.units, msgspec.UnsetType):
+            return 0
+        return self.units.shape_of[microbatch] * self.slices + (slice or 0)
+
+    def tokens_of(self, microbatch: int, slice: int | None) -> tuple[int, int] | None:
+        """Return the tokens [begin, end) of a unit within its microbatch; None: all, however many there are."""
+        if isinstance(self.units, msgspec.UnsetType):
+            return None
+        cuts = self.units.cuts[self.units.shape_of[microbatch]]
+        return cuts[slice or 0], cuts[(slice or 0) + 1]
+
+
+class Carry(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """What slices of a microbatch pass on within a stage; one entry per layer, for a whole microbatch.
+
+    `bytes` are a part of `saved_bytes`: keys and values, which later slices read. `gradient_bytes` is what their
+    gradients take until the slice's own backward. The other two are transient: what an op needs for the tokens before
+    its slice, in a forward or recompute, and in a backward_input or backward.
+    """
+
+    bytes: list[Count]
+    gradient_bytes: list[Count]
+    forward_transient_bytes: list[Count]
+    backward_transient_bytes: list[Count]
 
 
 class Stage(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """A slice of the model with its bytes per microbatch; lists have one entry per layer."""
+    """Some layers in a row with their bytes per microbatch; lists have one entry per layer.
+
+    Where `Setup.units` is there the bytes are those of a microbatch of `Units.tokens`, and scale with tokens.
+    """
 
     stage: Count
     device: Count
@@ -162,6 +232,8 @@ class Stage(Record, frozen=True, kw_only=True, omit_defaults=False):
     backward_transient_bytes: list[Count]
     selective: list[Count] | msgspec.UnsetType = msgspec.UNSET
     """The layers whose cheap tensors are recomputed within their backward, by number; absent: none."""
+    carry: Carry | msgspec.UnsetType = msgspec.UNSET
+    """There where, and only where, microbatches are cut into several slices."""
 
     @property
     def selective_layers(self) -> list[int]:
@@ -192,9 +264,14 @@ class Device(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class StageCost(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """Durations of one stage's ops as forecast; `recompute_ns` per layer, without the overhead of an op."""
+    """Durations of one stage's ops as forecast; `recompute_ns` per layer, without the overhead of an op.
+
+    Where `Setup.units` is there, each stage has such a record for each shape and slice, in this order.
+    """
 
     stage: Count
+    shape: Count | msgspec.UnsetType = msgspec.UNSET
+    slice: Count | msgspec.UnsetType = msgspec.UNSET
     forward_ns: Count
     backward_input_ns: Count
     backward_weight_ns: Count
@@ -262,6 +339,16 @@ class Forecast(Record, frozen=True, kw_only=True, omit_defaults=False):
     links: list[LinkCost]
     times: list[Times]
 
+    @property
+    def value_ns(self) -> int:
+        """What was minimised: the makespan, or the span."""
+        return self.makespan_ns if self.objective == "makespan" else self.span_ns
+
+    @property
+    def gap(self) -> float:
+        """(value - bound) / value: how much shorter another schedule could be, as a share of the value."""
+        return 1 - self.lower_bound_ns / self.value_ns if self.value_ns else 0.0
+
 
 class Provenance(Record, frozen=True, kw_only=True, omit_defaults=False):
     """Where the file comes from; no dates, no hosts."""
@@ -303,7 +390,8 @@ def contract_digest(schedule: Schedule) -> str:
 
 def seal(schedule: Schedule) -> Schedule:
     """Return the schedule with its version and digest filled in."""
-    version = VERSION if any(stage.selective_layers for stage in schedule.stages) else 1
+    is_selective = any(stage.selective_layers for stage in schedule.stages)
+    version = 3 if schedule.setup.units is not msgspec.UNSET else 2 if is_selective else 1
     schedule = msgspec.structs.replace(schedule, version=version)
     return msgspec.structs.replace(schedule, digest=contract_digest(schedule))
 
@@ -323,6 +411,7 @@ def parse(text: str, name: str) -> Schedule:
     schedule = decode(text, Schedule, name, format=FORMAT, version=VERSION, revision=REVISION)
     _check_version(schedule, name)
     _check_sizes(schedule, name)
+    _check_units(schedule, name)
     expected = contract_digest(schedule)
     if schedule.digest != expected:
         raise BadInput(
@@ -333,10 +422,30 @@ def parse(text: str, name: str) -> Schedule:
 
 
 def _check_version(schedule: Schedule, name: str) -> None:
-    """Refuse selective recompute in files of version 1: older tools would run them in more memory than they promise."""
+    """Refuse what a file's version does not have: older tools would misread it."""
+    if schedule.version < 3 and schedule.setup.units is not msgspec.UNSET:
+        raise BadInput(f"{name}: $.setup.units: is not a field of version {schedule.version}, expected $.version 3")
     for index, stage in enumerate(schedule.stages):
         if schedule.version == 1 and stage.selective is not msgspec.UNSET:
             raise BadInput(f"{name}: $.stages[{index}].selective: is not a field of version 1, expected $.version 2")
+
+
+def _check_units(schedule: Schedule, name: str) -> None:
+    """Refuse units that name no tokens: all who read the file count by them."""
+    units, setup = schedule.setup.units, schedule.setup
+    if isinstance(units, msgspec.UnsetType):
+        return
+    path = f"{name}: $.setup.units"
+    if not units.cuts or len(units.cuts[0]) < 2:
+        raise BadInput(f"{path}.cuts has no slice, expected at least one shape of at least one slice")
+    for shape, cuts in enumerate(units.cuts):
+        if len(cuts) != len(units.cuts[0]) or cuts[0] or any(end <= begin for begin, end in pairwise(cuts)):
+            raise BadInput(f"{path}.cuts[{shape}] is {cuts}, expected {len(units.cuts[0])} tokens that ascend from 0")
+    if len(units.shape_of) != setup.microbatches or any(shape >= len(units.cuts) for shape in units.shape_of):
+        raise BadInput(
+            f"{path}.shape_of has {len(units.shape_of)} entries up to {max(units.shape_of, default=0)}, expected a "
+            f"shape below {len(units.cuts)} for each of {setup.microbatches} microbatches"
+        )
 
 
 def _check_sizes(schedule: Schedule, name: str) -> None:

@@ -62,6 +62,33 @@ class Selective(Record, frozen=True, kw_only=True):
     """Added to those of backward_input and of a fused backward: cheap tensors while they are read."""
 
 
+class Sliceable(Record, frozen=True, kw_only=True):
+    """What a layer that can run slice by slice costs besides: a slice sees its own tokens and those before it.
+
+    Of an op of T ns, X of them attention, on a sequence of S tokens, the slice [a, b) takes
+    (T - X) (b - a) / S + X (b^2 - a^2) / S^2, and its overhead. Weight gradients have no attention.
+    """
+
+    forward_attention_ns: Cost = 0
+    """Part of forward_ns, and of recompute_ns."""
+    backward_input_attention_ns: Cost = 0
+    """Part of backward_input_ns, and of backward_ns."""
+    forward_overhead_ns: Cost = 0
+    """Added to every forward and recompute of a slice: kernels that are too small."""
+    backward_input_overhead_ns: Cost = 0
+    backward_weight_overhead_ns: Cost = 0
+    backward_overhead_ns: Cost | None = None
+    """Fused; the sum of the two halves when absent."""
+    carry_bytes: Cost = 0
+    """The part of saved_bytes that later slices read: keys and values."""
+    carry_gradient_bytes: Cost | None = None
+    """Of the carry's gradient while it adds up; `carry_bytes` when absent."""
+    forward_prefix_bytes: Cost = 0
+    """Transient bytes of a forward or recompute for the tokens before its slice, for as many as the sequence has."""
+    backward_prefix_bytes: Cost = 0
+    """The same of backward_input and a fused backward."""
+
+
 class Layer(Record, frozen=True, kw_only=True):
     """The costs of one layer and one microbatch, or of `count` equal layers in a row (each costs this much).
 
@@ -103,6 +130,8 @@ class Layer(Record, frozen=True, kw_only=True):
     backward_transient_bytes: Cost = 0
     selective: Selective | None = None
     """Absent: the layer has no cheap tensors, or nobody measured them."""
+    slices: Sliceable | None = None
+    """Absent: the layer needs whole sequences."""
 
 
 class P2P(Record, frozen=True, kw_only=True):
@@ -166,8 +195,17 @@ class Profile(Record, frozen=True, kw_only=True, omit_defaults=False):
     revision: int = REVISION
     name: str
     model: Model | None = None
+    sequence_length: Positive | msgspec.UnsetType = msgspec.UNSET
+    """Tokens of a sequence; absent: the model's."""
     machine: Machine
     layers: Annotated[list[Layer], msgspec.Meta(min_length=1)]
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of the microbatches that the costs are for, in each of their sequences; None where nobody knows."""
+        if not isinstance(self.sequence_length, msgspec.UnsetType):
+            return self.sequence_length
+        return None if self.model is None else self.model.sequence_length
 
     def digest(self) -> str:
         """Return sha256 over the canonical text."""
@@ -217,6 +255,56 @@ def _selectively(layer: Layer) -> Layer:
         forward_transient_bytes=value_of(layer.forward_transient_bytes) + saved - value_of(light.saved_bytes),
         backward_input_transient_bytes=value_of(layer.backward_input_transient_bytes) + more,
         backward_transient_bytes=value_of(layer.backward_transient_bytes) + more,
+    )
+
+
+def of_unit(layer: Layer, tokens: tuple[int, int], whole: int, *, is_cut: bool) -> Layer:
+    """Return what a layer, as it is in its stage, costs for the tokens [begin, end) of a sequence.
+
+    Its costs are for `whole` tokens. Bytes are rounded up, times to the nearest ns; a slice (`is_cut`) has overhead.
+    """
+    begin, end = tokens
+    slices = layer.slices or Sliceable()
+    carried = value_of(slices.carry_bytes) if is_cut else 0
+
+    def size(cost: Cost) -> int:
+        return -(-value_of(cost) * (end - begin) // whole)
+
+    def before(cost: Cost) -> int:
+        return -(-value_of(cost) * begin // whole)
+
+    def time(cost: Cost, attention: Cost = 0, overhead: Cost = 0) -> int:
+        total, quadratic = value_of(cost), value_of(attention)
+        twice = 2 * ((total - quadratic) * (end - begin) * whole + quadratic * (end**2 - begin**2))
+        return (twice + whole**2) // (2 * whole**2) + (value_of(overhead) if is_cut else 0)
+
+    again = value_of(layer.forward_ns if layer.recompute_ns is None else layer.recompute_ns)
+    halves = value_of(layer.backward_input_ns) + value_of(layer.backward_weight_ns)
+    extra = value_of(slices.backward_input_overhead_ns) + value_of(slices.backward_weight_overhead_ns)
+    return structs.replace(
+        layer,
+        forward_ns=time(layer.forward_ns, slices.forward_attention_ns, slices.forward_overhead_ns),
+        backward_input_ns=time(
+            layer.backward_input_ns, slices.backward_input_attention_ns, slices.backward_input_overhead_ns
+        ),
+        backward_weight_ns=time(layer.backward_weight_ns, 0, slices.backward_weight_overhead_ns),
+        backward_ns=time(
+            halves if layer.backward_ns is None else layer.backward_ns,
+            slices.backward_input_attention_ns,
+            extra if slices.backward_overhead_ns is None else slices.backward_overhead_ns,
+        ),
+        recompute_ns=time(again, min(again, value_of(slices.forward_attention_ns)), slices.forward_overhead_ns),
+        saved_bytes=size(value_of(layer.saved_bytes) - carried) + size(carried),
+        residue_bytes=size(layer.saved_bytes if layer.residue_bytes is None else layer.residue_bytes),
+        shared_bytes=0,
+        captured_bytes=size(layer.captured_bytes),
+        checkpoint_bytes=size(layer.checkpoint_bytes),
+        output_bytes=size(layer.output_bytes),
+        forward_transient_bytes=size(layer.forward_transient_bytes) + before(slices.forward_prefix_bytes),
+        backward_input_transient_bytes=size(layer.backward_input_transient_bytes)
+        + before(slices.backward_prefix_bytes),
+        backward_weight_transient_bytes=size(layer.backward_weight_transient_bytes),
+        backward_transient_bytes=size(layer.backward_transient_bytes) + before(slices.backward_prefix_bytes),
     )
 
 
@@ -295,6 +383,8 @@ def _check_layers(profile: Profile, name: str) -> None:
             )
         if layer.selective is not None:
             _check_selective(layer, residue, f"{name}: $.layers[{index}].selective")
+        if layer.slices is not None:
+            _check_slices(profile, layer, layer.slices, f"{name}: $.layers[{index}].slices")
 
 
 def _check_selective(layer: Layer, residue: int, path: str) -> None:
@@ -312,6 +402,21 @@ def _check_selective(layer: Layer, residue: int, path: str) -> None:
             f"{path}.captured_bytes is {captured}, expected residue_bytes - saved_bytes ({max(0, residue - saved)}) to "
             f"the layer's residue_bytes ({residue})"
         )
+
+
+def _check_slices(profile: Profile, layer: Layer, slices: Sliceable, path: str) -> None:
+    if profile.tokens is None:
+        raise BadInput(f"{path} is there, expected $.sequence_length, too: the tokens that it is for")
+    saved = value_of(layer.saved_bytes if layer.selective is None else layer.selective.saved_bytes)
+    saved = max(saved - value_of(layer.shared_bytes), value_of(layer.checkpoint_bytes))
+    backward = min(value_of(layer.backward_input_ns), value_of(layer.backward_ns or layer.backward_input_ns))
+    for field, most, what in (
+        ("forward_attention_ns", value_of(layer.forward_ns), "forward_ns"),
+        ("backward_input_attention_ns", backward, "backward_input_ns and backward_ns"),
+        ("carry_bytes", saved - value_of(layer.checkpoint_bytes), "saved_bytes less shared_bytes and checkpoint_bytes"),
+    ):
+        if (found := value_of(getattr(slices, field))) > most:
+            raise BadInput(f"{path}.{field} is {found}, expected at most {what} ({most})")
 
 
 def _check_machine(machine: Machine, name: str) -> None:

@@ -10,7 +10,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from optpipe_compiler.documents import ir
-from optpipe_compiler.documents.ops import LETTERS, op_id
+from optpipe_compiler.documents.ops import LETTERS, op_id, unit_name
 from optpipe_compiler.export.memory import device_curve, host_curve, timed_ops
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def _slices(schedule: ir.Schedule) -> Slices:
             if op.name in CELLS:
                 found[op.id] = {
                     "ph": "X",
-                    "name": f"{op.stage}{CELLS[op.name]}{op.microbatch}",
+                    "name": f"{op.stage}{CELLS[op.name]}{unit_name(*op.unit)}",
                     "cat": op.name,
                     "pid": device.device,
                     "tid": threads[op.name],
@@ -85,6 +85,8 @@ def _slices(schedule: ir.Schedule) -> Slices:
 def _details(op: ir.Op) -> dict[str, Any]:
     """Return what a viewer shows of a selected op."""
     about: dict[str, Any] = {"op": op.name, "stage": op.stage, "microbatch": op.microbatch}
+    if op.slice_or_none is not None:
+        about["slice"] = op.slice_or_none
     if isinstance(op, ir.SavedOp):
         about["layers"] = f"{op.layers[0]}-{op.layers[1] - 1}"
     if op.after:
@@ -106,19 +108,20 @@ def _arrows(schedule: ir.Schedule, slices: Slices) -> Iterator[TraceEvent]:
 
 def _arrow(op: ir.Op, slices: Slices) -> Iterator[tuple[str, str, str]]:
     """Yield name, source and target of the arrow that belongs to `op`, by id."""
-    stage, microbatch = op.stage, op.microbatch
+    stage, (microbatch, part) = op.stage, op.unit
     match op:
         case ir.SendActivation():
-            yield "activation", op_id("forward", stage, microbatch), op_id("forward", stage + 1, microbatch)
+            forward, later = (op_id("forward", one, microbatch, None, part) for one in (stage, stage + 1))
+            yield "activation", forward, later
         case ir.SendGradient():
-            yield "gradient", _gradient(slices, stage, microbatch), _gradient(slices, stage - 1, microbatch)
+            yield "gradient", _gradient(slices, stage, op), _gradient(slices, stage - 1, op)
         case ir.Offload():
-            yield "offloaded", op.id, op_id("reload", stage, microbatch, op.layers)
+            yield "offloaded", op.id, op_id("reload", stage, microbatch, op.layers, part)
 
 
-def _gradient(slices: Slices, stage: int, microbatch: int) -> str:
-    split = op_id("backward_input", stage, microbatch)
-    return split if split in slices else op_id("backward", stage, microbatch)
+def _gradient(slices: Slices, stage: int, op: ir.Op) -> str:
+    split = op_id("backward_input", stage, op.microbatch, None, op.slice_or_none)
+    return split if split in slices else op_id("backward", stage, op.microbatch, None, op.slice_or_none)
 
 
 def _middle(of: TraceEvent) -> TraceEvent:

@@ -12,17 +12,13 @@ from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents.units import printable
 from optpipe_compiler.errors import BadInput
+from optpipe_compiler.export.ends import ends
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents.ir import Checked, Schedule
     from optpipe_compiler.documents.profile import Profile
 
 FIRST, LAST = "tok_embeddings", ("norm", "lm_head")
-PARTS = ("embedding.", "embedding-part", "embeddingpart", "head.", "head-part", "headpart")
-"""How profiles name parts of an embedding or a head, in lower case: those of known models, of uniform profiles, and by
-the class of users' layers."""
-HALVES = "block."
-"""How they name halves of blocks."""
 
 TEMPLATE = '''"""Pipeline settings for torchtitan 0.3. Written by {compiler} for the schedule
 {digest}; its CSV lies beside this file. In a recipe:
@@ -59,7 +55,7 @@ def render(checked: Checked, profile: Profile | None, csv: str, module: str) -> 
     """Return the Python module; `csv` lies beside it. The profile, where given, names the layers."""
     schedule = checked.schedule
     kind = schedule_class(schedule)
-    embedding, head = _ends(schedule, profile)
+    embedding, head = ends(schedule, profile, "torchtitan")
     model = schedule.model
     return TEMPLATE.format(
         digest=_in_docstring(schedule.digest),
@@ -86,6 +82,8 @@ def schedule_class(schedule: Schedule) -> str:
     """Return the name that makes torchtitan put the stages on the schedule's devices; raise BadInput if none does."""
     devices, stages = schedule.setup.devices, len(schedule.stages)
     found = [stage.device for stage in schedule.stages]
+    if schedule.setup.slices > 1:
+        raise BadInput("torchtitan runs whole microbatches; expected a schedule without slices (--slices 1)")
     if devices == 1:
         raise BadInput("torchtitan has no pipeline on 1 device; expected a schedule for at least 2")
     if stages % devices == 0:
@@ -106,27 +104,6 @@ def module_names(schedule: Schedule, embedding: bool, head: bool) -> list[list[s
     names[0] = [FIRST, *(() if embedding else names[0])]
     names[-1] = [*(() if head else names[-1]), *LAST]
     return [[name for layer in names[slice(*stage.layers)] for name in layer] for stage in schedule.stages]
-
-
-def _ends(schedule: Schedule, profile: Profile | None) -> tuple[bool, bool]:
-    """Say whether the first layer is an embedding and the last a head: by the profile's names, or the gpt builder."""
-    if profile is not None:
-        layers = profile.expanded_layers()
-        if len(layers) != schedule.setup.layers:
-            raise BadInput(f"the profile has {len(layers)} layers, expected the schedule's {schedule.setup.layers}")
-        if parts := [layer.name for layer in layers if layer.name.lower().startswith(PARTS)]:
-            raise BadInput(f"the profile has a layer {parts[0]}: torchtitan has the embedding and the head whole")
-        if halves := [layer.name for layer in layers if layer.name.startswith(HALVES)]:
-            raise BadInput(f"the profile has a layer {halves[0]}: torchtitan has blocks whole")
-        return "emb" in layers[0].name.lower(), layers[-1].name.lower() in ("head", "lm_head", "output")
-    config = {} if schedule.model is None else schedule.model.config
-    for name in ("embedding_parts", "head_parts"):
-        if config.get(name, 1) != 1:
-            raise BadInput(f"the model has {config[name]} {name}: torchtitan has the embedding and the head whole")
-    if config.get("granularity", "block") != "block":
-        raise BadInput("the model has blocks in halves: torchtitan has blocks whole")
-    gpt = schedule.model is not None and schedule.model.builder == "gpt"
-    return gpt, gpt
 
 
 def _about_the_ends(embedding: bool, head: bool, *, known: bool) -> str:

@@ -138,10 +138,10 @@ class _Execution:
         """Run the next op of a lane if what it waits for is over."""
         needs = list(op.after)
         if isinstance(op, ir.Forward) and op.stage and self._owner(op.stage - 1) != device:
-            needs.append(op_id("recv_activation", op.stage, op.microbatch))
+            needs.append(op_id("recv_activation", op.stage, op.microbatch, None, op.slice_or_none))
         last = op.stage + 1 == len(self.schedule.stages)
         if isinstance(op, ir.Backward | ir.BackwardInput) and not last and self._owner(op.stage + 1) != device:
-            needs.append(op_id("recv_gradient", op.stage, op.microbatch))
+            needs.append(op_id("recv_gradient", op.stage, op.microbatch, None, op.slice_or_none))
         if op.id in self.behind:
             needs.append(self.behind[op.id])
         if any(need not in self.over for need in needs):
@@ -172,10 +172,13 @@ class _Execution:
     def _other_half(self, send: str) -> tuple[str, int]:
         """Return the receive of a send, and what the message takes in ns."""
         name = parse(send)
-        costs = self.schedule.forecast.stages[name.stage]
+        setup = self.schedule.setup
+        number = setup.class_of(name.microbatch, name.slice or 0)
+        costs = self.schedule.forecast.stages[name.stage * setup.classes + number]
         if name.kind == "send_activation":
-            return op_id("recv_activation", name.stage + 1, name.microbatch), costs.send_activation_ns
-        return op_id("recv_gradient", name.stage - 1, name.microbatch), costs.send_gradient_ns
+            other = name._replace(kind="recv_activation", stage=name.stage + 1)
+            return other.id, costs.send_activation_ns
+        return name._replace(kind="recv_gradient", stage=name.stage - 1).id, costs.send_gradient_ns
 
     def _owner(self, stage: int) -> int:
         return self.schedule.stages[stage].device
@@ -184,7 +187,7 @@ class _Execution:
 def _send_of(op: ir.MessageOp) -> str:
     """Return the id of the sending half."""
     if isinstance(op, ir.RecvActivation):
-        return op_id("send_activation", op.stage - 1, op.microbatch)
+        return op_id("send_activation", op.stage - 1, op.microbatch, None, op.slice_or_none)
     if isinstance(op, ir.RecvGradient):
-        return op_id("send_gradient", op.stage + 1, op.microbatch)
+        return op_id("send_gradient", op.stage + 1, op.microbatch, None, op.slice_or_none)
     return op.id

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from optpipe_compiler.documents import ir
-from optpipe_compiler.documents.ops import LETTERS, op_id
+from optpipe_compiler.documents.ops import LETTERS, op_id, unit_name
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.forecast.table import Table
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 LANES: tuple[ir.Lane, ...] = ("compute", "d2h", "h2d")
+Unit = tuple[int, int | None]
+"""A microbatch and its slice, None where microbatches are not cut."""
 
 
 class Reason(Enum):
@@ -61,7 +63,8 @@ class Item:
     begin_ns: int
     end_ns: int
     label: str
-    """Letter and microbatch, with the stage where a device has several: `F3`, `F3.1` is stage 3, microbatch 1."""
+    """Letter and microbatch, with the stage where a device has several: `F3`, `F3.1` is stage 3, microbatch 1. Where
+    microbatches are cut the slice comes last: `F0.2`, `F3.0.2`."""
     reason: Reason
     predecessor: int | None
     """Index of the critical predecessor; None for START and SLACK."""
@@ -114,7 +117,7 @@ class Timeline:
         self._walk_lanes()
         self._held_until: dict[tuple[int, ir.Lane, int], list[Timed]] = defaultdict(list)
         self._freed_at: dict[tuple[int, int], list[Timed]] = defaultdict(list)
-        self._restored: dict[tuple[int, int], list[tuple[Reason, Timed | None]]] = defaultdict(list)
+        self._restored: dict[tuple[int, Unit], list[tuple[Reason, Timed | None]]] = defaultdict(list)
         self._taking: dict[tuple[int, int], list[Timed]] = defaultdict(list)
         self._index_ends(working)
         self.inputs = {timed.id: self._inputs(timed) for timed in working}
@@ -146,7 +149,7 @@ class Timeline:
         for timed in working:
             if isinstance(timed.op, ir.Reload | ir.Recompute):
                 reason = Reason.TRANSFER if timed.lane == "h2d" else Reason.ORDER
-                self._restored[timed.op.stage, timed.op.microbatch].append((reason, timed))
+                self._restored[timed.op.stage, timed.op.unit].append((reason, timed))
             if timed.lane != "d2h":
                 self._taking[timed.device, timed.begin_ns].append(timed)
             if timed.lane != "compute" and timed.device in self.link_of:
@@ -154,7 +157,7 @@ class Timeline:
 
     def _item(self, timed: Timed, several: bool, reason: Reason, predecessor: int | None) -> Item:
         stage = f"{timed.op.stage}." if several else ""
-        label = f"{LETTERS[timed.op.name]}{stage}{timed.op.microbatch}"
+        label = f"{LETTERS[timed.op.name]}{stage}{unit_name(*timed.op.unit)}"
         return Item(
             index=self.number[timed.id],
             device=timed.device,
@@ -214,17 +217,17 @@ class Timeline:
 
     def _inputs(self, timed: Timed) -> list[tuple[Reason, Timed]]:
         """Return what must have completed for an op to have its data, and as what that counts; ORDER: same lane."""
-        op, at = timed.op, (timed.op.stage, timed.op.microbatch)
+        op, at = timed.op, (timed.op.stage, timed.op.unit)
         found: list[tuple[Reason, Timed | None]] = []
         match op:
             case ir.Forward():
-                found += [(Reason.ORDER, self._find("forward", op.stage - 1, op.microbatch))]
+                found += [(Reason.ORDER, self._find("forward", op.stage - 1, op.unit))]
                 found += [(Reason.MESSAGE, self._find("recv_activation", *at))]
             case ir.Backward() | ir.BackwardInput():
                 found += [(Reason.ORDER, self._find("forward", *at))]
-                found += [(Reason.ORDER, self.gradient(op.stage + 1, op.microbatch))]
+                found += [(Reason.ORDER, self.gradient(op.stage + 1, op.unit))]
                 found += [(Reason.MESSAGE, self._find("recv_gradient", *at))]
-                found += self._restored[op.stage, op.microbatch]
+                found += self._restored[op.stage, op.unit]
             case ir.BackwardWeight():
                 found += [(Reason.ORDER, self._find("backward_input", *at))]
             case ir.Recompute():
@@ -253,31 +256,31 @@ class Timeline:
         gradient = op.stage
         match op:
             case ir.SendActivation():
-                return self._find("forward", op.stage, op.microbatch)
+                return self._find("forward", op.stage, op.unit)
             case ir.RecvActivation():
-                return self._find("forward", op.stage - 1, op.microbatch)
+                return self._find("forward", op.stage - 1, op.unit)
             case ir.RecvGradient():
                 gradient = op.stage + 1
             case ir.SendGradient():
                 pass
             case _:
                 return timed
-        return self.gradient(gradient, op.microbatch)
+        return self.gradient(gradient, op.unit)
 
-    def gradient(self, stage: int, microbatch: int) -> Timed | None:
+    def gradient(self, stage: int, unit: Unit) -> Timed | None:
         """Return the op that makes the gradient of the stage's input."""
-        return self._find("backward", stage, microbatch) or self._find("backward_input", stage, microbatch)
+        return self._find("backward", stage, unit) or self._find("backward_input", stage, unit)
 
-    def _find(self, kind: str, stage: int, microbatch: int, layers: ir.Range | None = None) -> Timed | None:
-        return self.ops.get(op_id(kind, stage, microbatch, layers))
+    def _find(self, kind: str, stage: int, unit: Unit, layers: ir.Range | None = None) -> Timed | None:
+        return self.ops.get(op_id(kind, stage, unit[0], layers, unit[1]))
 
     def _messages(self) -> Iterator[Message]:
         for timed in self.ops.values():
             if isinstance(timed.op, ir.RecvActivation | ir.RecvGradient):
                 activation = isinstance(timed.op, ir.RecvActivation)
-                stage, microbatch = timed.op.stage, timed.op.microbatch
+                stage, unit = timed.op.stage, timed.op.unit
                 producer = self.producer(timed)
-                consumer = self._find("forward", stage, microbatch) if activation else self.gradient(stage, microbatch)
+                consumer = self._find("forward", stage, unit) if activation else self.gradient(stage, unit)
                 if producer is not None and consumer is not None:
                     yield Message(
                         "activation" if activation else "gradient",

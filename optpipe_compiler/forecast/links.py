@@ -8,8 +8,11 @@ that it has then.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
+
+from optpipe_compiler.forecast.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,18 +42,23 @@ class LinkLoad:
 
 def link_loads(schedule: Schedule) -> Iterator[LinkLoad]:
     """Yield what each host link of the schedule could carry; links that no activation needs are left out."""
-    stages = list(zip(schedule.stages, schedule.forecast.stages, strict=True))
+    setup = schedule.setup
+    classes = Counter(setup.class_of(m, slice) for m in range(setup.microbatches) for slice in range(setup.slices))
+    costs, table = schedule.forecast.stages, Table(schedule)
     for link in schedule.forecast.links:
         work, away, back, alone, longest = dict.fromkeys(link.devices, 0), 0, 0, 0, 0
-        for stage, cost in stages:
-            if stage.device in work:
+        for stage in (stage for stage in schedule.stages if stage.device in work):
+            for number, count in classes.items():
+                cost = costs[stage.stage * setup.classes + number]
                 halves = cost.backward_input_ns + cost.backward_weight_ns
-                work[stage.device] += cost.forward_ns + min(cost.backward_ns, halves)
-                if saved := sum(stage.saved_bytes):
+                work[stage.device] += count * (cost.forward_ns + min(cost.backward_ns, halves))
+                if saved := table.stages[stage.stage][number].moved_before[-1]:
                     trip = _ns(saved, link.d2h_bytes_per_s, link) + _ns(saved, link.h2d_bytes_per_s, link)
-                    away += _ns(saved, link.duplex_d2h_bytes_per_s, link)
-                    back += _ns(saved, link.duplex_h2d_bytes_per_s, link)
-                    alone, longest = alone + trip, max(longest, trip)
+                    away += count * _ns(saved, link.duplex_d2h_bytes_per_s, link)
+                    back += count * _ns(saved, link.duplex_h2d_bytes_per_s, link)
+                    alone, longest = alone + count * trip, max(longest, trip)
+        away, back, alone = away // setup.microbatches, back // setup.microbatches, alone // setup.microbatches
+        work = {device: total // setup.microbatches for device, total in work.items()}
         compute = max(work.values(), default=0)
         if alone and compute:
             load = max(away, back) / compute

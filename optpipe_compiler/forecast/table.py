@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import add
+
+from msgspec import UnsetType
 
 from optpipe_compiler.documents import ir
 
+Unit = tuple[int, int | None]
 Holds = tuple[int, ...]
 """Bytes by what holds them, in the order of HOLDERS."""
 HOLDERS = ("static", "kept", "residue", "captured", "messages", "working")
 """What holds bytes on a device: weights, optimizer state and the reserve; what forwards keep for backwards (of
-recomputed layers the checkpoint); what stays between input and weight gradient; what an input gradient adds for it
-while it runs; tensors on their way between stages; what ops need only while they run."""
+recomputed layers the checkpoint), and gradients of keys and values that add up; what stays between input and weight
+gradient; what an input gradient adds for it while it runs; tensors on their way between stages; what ops need only
+while they run."""
 NOTHING: Holds = (0,) * len(HOLDERS)
 
 
@@ -21,21 +25,23 @@ class Table:
     """The memory table of docs/IR.md: bytes that an op adds when it starts and when it has completed."""
 
     def __init__(self, schedule: ir.Schedule) -> None:
-        self.stages = schedule.stages
-        self.entries = [_entries(stage) for stage in schedule.stages]
-        self.saved_before = [[0, *accumulate(stage.saved_bytes)] for stage in schedule.stages]
+        self.setup = schedule.setup
+        self.stages = [
+            [_UnitStage(stage, schedule.setup, number) for number in range(schedule.setup.classes)]
+            for stage in schedule.stages
+        ]
         self.static_bytes: dict[int, int] = defaultdict(int)
         """Of all stages of a device."""
         for stage in schedule.stages:
             self.static_bytes[stage.device] += stage.static_bytes
-        self.forward_of: dict[tuple[int, ir.Range], int] = {}
+        self.forward_of: dict[tuple[int, int, ir.Range], int] = {}
         """The most transient bytes of a forward of some layers of a stage, as far as they were asked for."""
-        self.dropped: dict[tuple[int, int], int] = defaultdict(int)
-        """What the recomputed ranges of a stage and microbatch give up after their forward."""
+        self.dropped: dict[tuple[int, Unit], int] = defaultdict(int)
+        """What the recomputed ranges of a stage and unit give up after their forward."""
         for device in schedule.devices:
             for op in device.compute:
                 if isinstance(op, ir.Recompute):
-                    self.dropped[op.stage, op.microbatch] += self._recomputed(op)
+                    self.dropped[op.stage, op.unit] += self._recomputed(op)
 
     def on_device(self, op: ir.Op) -> tuple[int, int]:
         """Return the bytes on the device at the start and at the end of `op`; what is freed is negative."""
@@ -44,10 +50,11 @@ class Table:
 
     def by_holder(self, op: ir.Op) -> tuple[Holds, Holds]:
         """Return the same by what holds the bytes."""
-        entry = self.entries[op.stage].get(type(op))
+        entries = self._of(op).entries
+        entry = entries.get(type(op))
         if isinstance(op, ir.Forward):
-            taken, given = self.entries[op.stage][ir.Forward]
-            dropped = self.dropped.get((op.stage, op.microbatch), 0)
+            taken, given = entries[ir.Forward]
+            dropped = self.dropped.get((op.stage, op.unit), 0)
             return (taken, plus(given, _holds(kept=-dropped))) if dropped else (taken, given)
         if entry is not None:
             return entry
@@ -65,23 +72,79 @@ class Table:
         return (0, -self.copied(op)) if isinstance(op, ir.Reload) else (0, 0)
 
     def copied(self, op: ir.SavedOp) -> int:
-        """Return what was saved for the layers of `op`, those of other stages left out."""
-        before = self.saved_before[op.stage]
-        first, end = (min(max(0, layer - self.stages[op.stage].layers[0]), len(before) - 1) for layer in op.layers)
+        """Return what may leave of what was saved for the layers of `op`, those of other stages left out."""
+        stage = self._of(op)
+        before = stage.moved_before
+        first, end = (min(max(0, layer - stage.first), len(before) - 1) for layer in op.layers)
         return max(0, before[end] - before[first])
 
+    def _of(self, op: ir.Op) -> _UnitStage:
+        classes = self.stages[op.stage]
+        return classes[self.setup.class_of(op.microbatch, op.slice_or_none)] if len(classes) > 1 else classes[0]
+
     def _recomputed(self, op: ir.Recompute) -> int:
-        at = max(0, op.layers[0] - self.stages[op.stage].layers[0])
-        inside = self.stages[op.stage].checkpoint_bytes[at : at + 1] if op.layers[0] < op.layers[1] else []
+        stage = self._of(op)
+        at = max(0, op.layers[0] - stage.first)
+        inside = stage.checkpoint[at : at + 1] if op.layers[0] < op.layers[1] else []
         return self.copied(op) - sum(inside)
 
     def _forward_of(self, op: ir.Recompute) -> int:
-        key = op.stage, op.layers
+        key = op.stage, self.setup.class_of(op.microbatch, op.slice_or_none), op.layers
         if key not in self.forward_of:
-            stage = self.stages[op.stage]
-            first, end = (max(0, layer - stage.layers[0]) for layer in op.layers)
-            self.forward_of[key] = max(stage.forward_transient_bytes[first:end], default=0)
+            stage = self._of(op)
+            first, end = (max(0, layer - stage.first) for layer in op.layers)
+            self.forward_of[key] = max(stage.forward_transient[first:end], default=0)
         return self.forward_of[key]
+
+
+class _UnitStage:
+    """A stage's bytes for one class of units: docs/IR.md, Units."""
+
+    def __init__(self, stage: ir.Stage, setup: ir.Setup, number: int) -> None:
+        self.first = stage.layers[0]
+        self.begin, self.end, self.whole = 0, 1, 1
+        self.cuts = [0, 1]
+        if not isinstance(setup.units, UnsetType):
+            shape, slice = divmod(number, setup.slices)
+            self.cuts, self.whole = setup.units.cuts[shape], setup.units.tokens
+            self.begin, self.end = self.cuts[slice], self.cuts[slice + 1]
+        is_last = self.end == self.cuts[-1]
+        none = [0] * len(stage.saved_bytes)
+        carry = ir.Carry(bytes=none, gradient_bytes=none, forward_transient_bytes=none, backward_transient_bytes=none)
+        if not isinstance(stage.carry, UnsetType):
+            carry = stage.carry
+        keys = self._scaled(carry.bytes)
+        rest = self._scaled([saved - kept for saved, kept in zip(stage.saved_bytes, carry.bytes, strict=False)])
+        saved = list(map(add, rest, keys))
+        self.moved_before: list[int] = [0, *accumulate(saved if is_last else rest)]
+        self.checkpoint = self._scaled(stage.checkpoint_bytes)
+        forward, back = self._before(carry.forward_transient_bytes), self._before(carry.backward_transient_bytes)
+        self.forward_transient = list(map(add, self._scaled(stage.forward_transient_bytes), forward))
+        gradients = [
+            sum(-(-one * (end - begin) // self.whole) for one in carry.gradient_bytes)
+            for begin, end in pairwise(self.cuts)
+        ]
+        self.entries = _entries(
+            saved=sum(saved),
+            residue=sum(self._scaled(stage.residue_bytes)),
+            captured=sum(self._scaled(stage.captured_bytes)),
+            before=self._scaled([stage.input_bytes])[0],
+            after=self._scaled([stage.output_bytes])[0],
+            transients=(
+                self.forward_transient,
+                list(map(add, self._scaled(stage.backward_input_transient_bytes), back)),
+                self._scaled(stage.backward_weight_transient_bytes),
+                list(map(add, self._scaled(stage.backward_transient_bytes), back)),
+            ),
+            begun=sum(gradients[:-1]) if is_last else 0,
+            ended=0 if is_last else gradients[self.cuts.index(self.begin)],
+        )
+
+    def _scaled(self, figures: list[int]) -> list[int]:
+        return [-(-one * (self.end - self.begin) // self.whole) for one in figures]
+
+    def _before(self, figures: list[int]) -> list[int]:
+        return [-(-one * self.begin // self.whole) for one in figures]
 
 
 def _holds(*, kept: int = 0, residue: int = 0, captured: int = 0, messages: int = 0, working: int = 0) -> Holds:
@@ -93,16 +156,21 @@ def plus(one: Holds, other: Holds) -> Holds:
     return tuple(map(add, one, other))
 
 
-def _entries(stage: ir.Stage) -> dict[type[ir.Op], tuple[Holds, Holds]]:
-    """Return the table's rows for one stage, those apart that depend on layers."""
-    saved, residue, captured = sum(stage.saved_bytes), sum(stage.residue_bytes), sum(stage.captured_bytes)
-    before, after = stage.input_bytes, stage.output_bytes
-    transients = (
-        stage.forward_transient_bytes,
-        stage.backward_input_transient_bytes,
-        stage.backward_weight_transient_bytes,
-        stage.backward_transient_bytes,
-    )
+def _entries(
+    *,
+    saved: int,
+    residue: int,
+    captured: int,
+    before: int,
+    after: int,
+    transients: tuple[list[int], list[int], list[int], list[int]],
+    begun: int,
+    ended: int,
+) -> dict[type[ir.Op], tuple[Holds, Holds]]:
+    """Return the table's rows for one stage and class of units, those apart that depend on layers.
+
+    `begun` and `ended`: gradients of keys and values that add up from a backward on, and until one.
+    """
     forward, split_input, split_weight, fused = (max(sizes, default=0) for sizes in transients)
     return {
         ir.RecvActivation: (_holds(messages=before), NOTHING),
@@ -114,12 +182,12 @@ def _entries(stage: ir.Stage) -> dict[type[ir.Op], tuple[Holds, Holds]]:
             _holds(messages=-before, working=-forward),
         ),
         ir.BackwardInput: (
-            _holds(captured=captured, messages=before, working=split_input),
-            _holds(kept=-saved, residue=residue, captured=-captured, messages=-after, working=-split_input),
+            _holds(kept=begun, captured=captured, messages=before, working=split_input),
+            _holds(kept=-saved - ended, residue=residue, captured=-captured, messages=-after, working=-split_input),
         ),
         ir.BackwardWeight: (_holds(working=split_weight), _holds(residue=-residue, working=-split_weight)),
         ir.Backward: (
-            _holds(messages=before, working=fused),
-            _holds(kept=-saved, messages=-after, working=-fused),
+            _holds(kept=begun, messages=before, working=fused),
+            _holds(kept=-saved - ended, messages=-after, working=-fused),
         ),
     }

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType, structs
 
 from optpipe_compiler import __version__
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import op_id
-from optpipe_compiler.documents.profile import in_one_stage, selected, value_of
+from optpipe_compiler.documents.profile import Sliceable, in_one_stage, of_unit, selected, value_of
 from optpipe_compiler.lower.graph import Graph, Node
 from optpipe_compiler.lower.waits import Waits, planned_peaks
 from optpipe_compiler.model.problem import (
     alone,
     duplex,
+    gradient_bytes,
     host_links,
     recompute_ns,
     residue_bytes,
@@ -27,7 +29,7 @@ from optpipe_compiler.model.schedule import Kind, Schedule, Task
 if TYPE_CHECKING:
     from optpipe_compiler.documents.profile import Layer, Profile
     from optpipe_compiler.model.placement import Layout
-    from optpipe_compiler.model.problem import Caps, Problem
+    from optpipe_compiler.model.problem import Caps, Problem, Stage
 
 COMPUTE: dict[Kind, type[ir.Forward | ir.BackwardInput | ir.BackwardWeight | ir.Backward]] = {
     Kind.F: ir.Forward,
@@ -60,7 +62,7 @@ def lower(schedule: Schedule, profile: Profile, layout: Layout, caps: Caps, cert
 
     The promised peaks are the planned ones; whether they are under the caps is left to the caller and to `verify`.
     """
-    stages = _stages(profile, layout)
+    stages = _stages(profile, layout, schedule.problem.slices)
     graph = Graph(schedule, stages)
     order = graph.order()
     peaks = planned_peaks(order, schedule.problem.devices)
@@ -69,11 +71,12 @@ def lower(schedule: Schedule, profile: Profile, layout: Layout, caps: Caps, cert
     devices = [_device(waits, d, static_bytes(profile, layout, d) + peak, host) for d, (peak, host) in enumerate(peaks)]
     setup = ir.Setup(
         devices=schedule.problem.devices,
-        microbatches=schedule.problem.microbatches,
+        microbatches=schedule.problem.whole,
         layers=layout.cuts[-1],
         cap_bytes=caps.device_bytes,
         host_cap_bytes=caps.host_bytes,
         reserve_bytes=value_of(profile.machine.reserve_bytes),
+        units=_units(schedule.problem),
     )
     provenance = ir.Provenance(
         compiler=f"optpipe {__version__}",
@@ -97,19 +100,36 @@ def lower(schedule: Schedule, profile: Profile, layout: Layout, caps: Caps, cert
 
 def promised(schedule: Schedule, profile: Profile, layout: Layout) -> tuple[list[int], list[int]]:
     """Return the peaks that the file of `schedule` would promise, in bytes per device: on the device, on the host."""
-    order = Graph(schedule, _stages(profile, layout)).order()
+    order = Graph(schedule, _stages(profile, layout, schedule.problem.slices)).order()
     peaks = planned_peaks(order, schedule.problem.devices)
     static = [static_bytes(profile, layout, device) for device in range(schedule.problem.devices)]
     return [size + peak for size, (peak, _) in zip(static, peaks, strict=True)], [host for _, host in peaks]
 
 
-def _stages(profile: Profile, layout: Layout) -> list[ir.Stage]:
+def _units(problem: Problem) -> ir.Units | UnsetType:
+    slicing = problem.slicing
+    if slicing is None:
+        return UNSET
+    return ir.Units(tokens=slicing.tokens, cuts=list(map(list, slicing.cuts)), shape_of=list(slicing.shape_of))
+
+
+def _stages(profile: Profile, layout: Layout, slices: int) -> list[ir.Stage]:
     layers = selected(profile.expanded_layers(), layout.selective)
     held = statics(layers, layout)
-    return [_stage(layers, layout, index, held) for index in range(layout.stages)]
+    return [_stage(layers, layout, index, held, slices) for index in range(layout.stages)]
 
 
-def _stage(layers: list[Layer], layout: Layout, index: int, held: list[int]) -> ir.Stage:
+def _carry(layers: list[Layer]) -> ir.Carry:
+    found = [layer.slices or Sliceable() for layer in layers]
+    return ir.Carry(
+        bytes=[value_of(one.carry_bytes) for one in found],
+        gradient_bytes=[gradient_bytes(one) for one in found],
+        forward_transient_bytes=[value_of(one.forward_prefix_bytes) for one in found],
+        backward_transient_bytes=[value_of(one.backward_prefix_bytes) for one in found],
+    )
+
+
+def _stage(layers: list[Layer], layout: Layout, index: int, held: list[int], slices: int) -> ir.Stage:
     begin, end = layout.cuts[index], layout.cuts[index + 1]
     mine = in_one_stage(layers[begin:end])
 
@@ -132,53 +152,62 @@ def _stage(layers: list[Layer], layout: Layout, index: int, held: list[int]) -> 
         backward_weight_transient_bytes=each("backward_weight_transient_bytes"),
         backward_transient_bytes=each("backward_transient_bytes"),
         selective=[layer for layer in range(begin, end) if layer in layout.selective] or UNSET,
+        carry=_carry(mine) if slices > 1 else UNSET,
     )
 
 
 def _device(waits: Waits, device: int, peak: int, host_peak: int) -> ir.Device:
-    graph = waits.graph
+    graph, slices = waits.graph, waits.graph.problem.slices
     return ir.Device(
         device=device,
         peak_bytes=peak,
         host_bytes=host_peak,
-        compute=[_compute_op(node) for node in graph.lane("compute", device)],
-        d2h=[ir.Offload(**_saved_op(node)) for node in graph.lane("d2h", device)],
-        h2d=[ir.Reload(**_saved_op(node)) for node in graph.lane("h2d", device)],
+        compute=[_compute_op(node, slices) for node in graph.lane("compute", device)],
+        d2h=[ir.Offload(**_saved_op(node, slices)) for node in graph.lane("d2h", device)],
+        h2d=[ir.Reload(**_saved_op(node, slices)) for node in graph.lane("h2d", device)],
         deliveries=[
-            ir.Delivered(before=_id(node), sends=[_id(send) for send in sends])
+            ir.Delivered(before=_id(node, slices), sends=[_id(send, slices) for send in sends])
             for node, sends in waits.deliveries(device)
         ],
     )
 
 
-def _op(node: Node) -> dict[str, Any]:
+def _op(node: Node, slices: int) -> dict[str, Any]:
+    microbatch, slice = _unit(node, slices)
     return {
         "stage": node.stage,
-        "microbatch": node.microbatch,
-        "after": [_id(wait) for wait in node.waits],
+        "microbatch": microbatch,
+        **({} if slice is None else {"slice": slice}),
+        "after": [_id(wait, slices) for wait in node.waits],
     }
 
 
-def _saved_op(node: Node) -> dict[str, Any]:
-    return _op(node) | {"layers": node.layers}
+def _unit(node: Node, slices: int) -> tuple[int, int | None]:
+    """Return the microbatch of a node and its slice, None where microbatches are not cut."""
+    return (node.microbatch, None) if slices == 1 else divmod(node.microbatch, slices)
 
 
-def _id(node: Node) -> str:
+def _saved_op(node: Node, slices: int) -> dict[str, Any]:
+    return _op(node, slices) | {"layers": node.layers}
+
+
+def _id(node: Node, slices: int) -> str:
+    microbatch, slice = _unit(node, slices)
     if node.task is None:
-        return op_id(str(node.message), node.stage, node.microbatch)
+        return op_id(str(node.message), node.stage, microbatch, None, slice)
     kind = node.task.kind
     if kind in COMPUTE:
-        return op_id(str(COMPUTE[kind].__struct_config__.tag), node.stage, node.microbatch)
+        return op_id(str(COMPUTE[kind].__struct_config__.tag), node.stage, microbatch, None, slice)
     name = {Kind.R: "recompute", Kind.D: "offload", Kind.H: "reload"}[kind]
-    return op_id(name, node.stage, node.microbatch, node.layers)
+    return op_id(name, node.stage, microbatch, node.layers, slice)
 
 
-def _compute_op(node: Node) -> ir.ComputeOp:
+def _compute_op(node: Node, slices: int) -> ir.ComputeOp:
     if node.task is None:
-        return MESSAGES[node.message](peer=node.peer, **_op(node))
+        return MESSAGES[node.message](peer=node.peer, **_op(node, slices))
     if node.task.kind is Kind.R:
-        return ir.Recompute(**_saved_op(node))
-    return COMPUTE[node.task.kind](**_op(node))
+        return ir.Recompute(**_saved_op(node, slices))
+    return COMPUTE[node.task.kind](**_op(node, slices))
 
 
 def _forecast(
@@ -214,7 +243,7 @@ def _forecast(
         bound=certificate.bound,
         baselines=certificate.baselines,
         op_overhead_ns=value_of(profile.machine.op_overhead_ns),
-        stages=[_stage_cost(schedule.problem, profile, layout, index) for index in range(layout.stages)],
+        stages=_stage_costs(schedule.problem, profile, layout),
         links=[
             ir.LinkCost(
                 devices=members,
@@ -240,9 +269,24 @@ def _end(node: Node, arrivals: dict[tuple[str, int, int], int]) -> int:
     return arrivals[node.message.replace("recv", "send"), sender, node.microbatch]
 
 
-def _stage_cost(problem: Problem, profile: Profile, layout: Layout, index: int) -> ir.StageCost:
-    stage = problem.stages[index]
-    layers = profile.expanded_layers()[layout.cuts[index] : layout.cuts[index + 1]]
+def _stage_costs(problem: Problem, profile: Profile, layout: Layout) -> list[ir.StageCost]:
+    """Return a record for each stage and, where units differ, each shape and slice."""
+    layers, slicing = profile.expanded_layers(), problem.slicing
+    found = []
+    for index, (begin, end) in enumerate(pairwise(layout.cuts)):
+        if slicing is None:
+            found.append(_stage_cost(index, problem.stages[index], layers[begin:end]))
+            continue
+        for number, stages in enumerate(problem.classes):
+            shape, slice = divmod(number, slicing.slices)
+            tokens = slicing.cuts[shape][slice], slicing.cuts[shape][slice + 1]
+            mine = [of_unit(one, tokens, slicing.tokens, is_cut=slicing.slices > 1) for one in layers[begin:end]]
+            cost = _stage_cost(index, stages[index], mine)
+            found.append(structs.replace(cost, shape=shape, slice=slice))
+    return found
+
+
+def _stage_cost(index: int, stage: Stage, layers: list[Layer]) -> ir.StageCost:
     return ir.StageCost(
         stage=index,
         forward_ns=stage.forward,
@@ -264,5 +308,6 @@ def lift(schedule: ir.Schedule, problem: Problem) -> Schedule:
         ops = getattr(schedule.devices[times.device], times.lane)
         for op, start in zip(ops, times.start_ns, strict=True):
             if op.name in kinds:
-                starts[Task(kinds[op.name], op.stage, op.microbatch)] = start
+                unit = op.microbatch * problem.slices + (op.slice_or_none or 0)
+                starts[Task(kinds[op.name], op.stage, unit)] = start
     return Schedule(problem, schedule.forecast.method, starts)

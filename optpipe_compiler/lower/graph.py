@@ -36,6 +36,7 @@ class Node:
     chain: Chain
     stage: int
     microbatch: int
+    """Or unit (Problem)."""
     start: int
     end: int
     task: Task | None = None
@@ -86,7 +87,7 @@ class Graph:
         start = self.schedule.starts[task]
         node = Node((lane, device, 0), task.stage, task.microbatch, start, self.schedule.end(task), task)
         recomputed = Task(Kind.R, task.stage, task.microbatch) in self.schedule.starts
-        stage = self.problem.stages[task.stage]
+        stage = self.problem.at(task.stage, task.microbatch)
         node.taken, node.given = op_memory(stage, task.kind, recomputed)
         begin, end = self.stages[task.stage].layers
         node.layers = begin, end
@@ -128,9 +129,9 @@ class Graph:
         source_device, device = self.stages[task.stage].device, self.stages[target].device
         if source_device == device:
             return
-        stage = self.problem.stages[task.stage]
+        stage = self.problem.at(task.stage, task.microbatch)
         lag = stage.send_activation if step > 0 else stage.send_gradient
-        size = self.stages[task.stage].output_bytes if step > 0 else self.stages[task.stage].input_bytes
+        size = stage.outgoing if step > 0 else stage.incoming
         now, arrival = producer.end, producer.end + lag
         send = Node(("compute", source_device, 0), task.stage, task.microbatch, now, now, None, f"send_{what}", device)
         receive = Node(("compute", device, 0), target, task.microbatch, now, now, None, f"recv_{what}", source_device)

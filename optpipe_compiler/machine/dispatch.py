@@ -69,6 +69,8 @@ from optpipe_compiler.machine.state import (
     RESTORED,
     SAVED,
     TAKEN,
+    U_BACK,
+    U_CLASS,
     B,
     D,
     F,
@@ -125,13 +127,13 @@ def _work(x: Machine, d: int) -> int:
     total = 0
     s = x.devices[d, D_FIRST_STAGE]
     while s != NONE:
-        stage = x.stages[s]
-        backward = stage[LENGTH + B] if stage[FUSED] else stage[LENGTH + I] + stage[LENGTH + W]
-        total += x.acts.shape[1] * (stage[LENGTH + F] + backward)
+        is_fused = x.stages[s, FUSED]
         for m in range(x.acts.shape[1]):
+            row = x.costs[x.units[m, U_CLASS], s]
+            total += row[LENGTH + F] + (row[LENGTH + B] if is_fused else row[LENGTH + I] + row[LENGTH + W])
             if x.acts[s, m, A_MODE] == RECOMPUTE:
-                total += stage[LENGTH + R]
-        s = stage[NEXT]
+                total += row[LENGTH + R]
+        s = x.stages[s, NEXT]
     return total
 
 
@@ -143,11 +145,13 @@ def _merge(x: Machine, device: Row) -> None:
         best, lowest = NONE, NEVER
         s = device[D_FIRST_STAGE]
         while s != NONE:
-            m = x.stages[s, DONE_W]  # counts those that are in place; nothing has run yet
-            if m < microbatches and x.acts[s, m, A_BACKWARD] <= lowest:
-                best, lowest = s, x.acts[s, m, A_BACKWARD]
+            there = x.stages[s, DONE_W]  # counts those that are in place; nothing has run yet
+            if there < microbatches:
+                rank = x.acts[s, x.units[there, U_BACK], A_BACKWARD]
+                if rank <= lowest:
+                    best, lowest = s, rank
             s = x.stages[s, NEXT]
-        x.order[place] = best * microbatches + x.stages[best, DONE_W]
+        x.order[place] = best * microbatches + x.units[x.stages[best, DONE_W], U_BACK]
         x.stages[best, DONE_W] += 1
     s = device[D_FIRST_STAGE]
     while s != NONE:
@@ -176,18 +180,18 @@ def _start_next(x: Machine, now: int, d: int, is_span: bool, cutoff: int) -> boo
     kind, s, m = _choose(x, now, d)
     if kind == NONE:
         return True
-    device, stage, act = x.devices[d], x.stages[s], x.acts[s, m]
+    device, stage, act, row = x.devices[d], x.stages[s], x.acts[s, m], x.costs[x.units[m, U_CLASS], s]
     first = now if device[D_FIRST] == NONE else device[D_FIRST]
     if now + device[D_REMAINING] - (first if is_span else 0) > cutoff:
         return False
-    device[D_REMAINING] -= stage[LENGTH + kind]
+    device[D_REMAINING] -= row[LENGTH + kind]
     if kind == F:
         act[A_MODE] = _mode(x, d, s, m)
         stage[BEGUN_F] += 1
         device[D_OPENING] -= 1
         if act[A_MODE] == OFFLOAD:
-            device[D_LEAVING] += stage[MOVED]
-            device[D_HOST] -= stage[MOVED]
+            device[D_LEAVING] += row[MOVED]
+            device[D_HOST] -= row[MOVED]
     elif kind == W:
         stage[BEGUN_W] += 1
     elif kind != R:
@@ -209,19 +213,23 @@ def _choose(x: Machine, now: int, d: int) -> tuple[int, int, int]:
         m = stage[BEGUN_F]
         if m < x.acts.shape[1]:
             act = x.acts[s, m]
-            if act[A_INPUT] <= now and act[A_FORWARD] < lowest and stage[TAKEN + F] <= room and _may_run(x, d, s, m):
-                best, best_s, best_m, lowest = F, s, m, act[A_FORWARD]
-        m = stage[BEGUN_B]
-        if m < x.acts.shape[1]:
+            if act[A_INPUT] <= now and act[A_FORWARD] < lowest:
+                fits = x.costs[x.units[m, U_CLASS], s, TAKEN + F] <= room
+                if fits and _may_run(x, d, s, m):
+                    best, best_s, best_m, lowest = F, s, m, act[A_FORWARD]
+        place = stage[BEGUN_B]
+        if place < x.acts.shape[1]:
+            m = x.units[place, U_BACK]
             act = x.acts[s, m]
             if act[A_GRADIENT] <= now and act[A_BACKWARD] < lowest:
                 kind = _backward(x, d, s, m)
                 if kind != NONE:
                     best, best_s, best_m, lowest = kind, s, m, act[A_BACKWARD]
-        m = stage[BEGUN_W]
-        if not stage[FUSED] and m < stage[DONE_B]:
-            rank = x.acts[s, m, A_WEIGHT]
-            if rank < lowest and (stage[TAKEN + W] <= room or stage[TAKEN + W] == 0):
+        place = stage[BEGUN_W]
+        if not stage[FUSED] and place < stage[DONE_B]:
+            m = x.units[place, U_BACK]
+            rank, taken = x.acts[s, m, A_WEIGHT], x.costs[x.units[m, U_CLASS], s, TAKEN + W]
+            if rank < lowest and (taken <= room or taken == 0):
                 best, best_s, best_m, lowest = W, s, m, rank
         s = stage[NEXT]
     return best, best_s, best_m
@@ -230,31 +238,31 @@ def _choose(x: Machine, now: int, d: int) -> tuple[int, int, int]:
 @compiled
 def _may_run(x: Machine, d: int, s: int, m: int) -> bool:
     """Whether the forward of (s, m) is safe."""
-    stage, mode = x.stages[s], _mode(x, d, s, m)
-    given = stage[GIVEN + (7 if mode == RECOMPUTE else 0) + F] + sent(x, s, F)
-    given += stage[MOVED] if mode == OFFLOAD else 0
-    return is_safe(x, d, stage[TAKEN + F], given, F, s, m)
+    row, mode = x.costs[x.units[m, U_CLASS], s], _mode(x, d, s, m)
+    given = row[GIVEN + (7 if mode == RECOMPUTE else 0) + F] + sent(x, s, F, m)
+    given += row[MOVED] if mode == OFFLOAD else 0
+    return is_safe(x, d, row[TAKEN + F], given, F, s, m)
 
 
 @compiled
 def _mode(x: Machine, d: int, s: int, m: int) -> int:
     """Return what becomes of an activation whose forward begins now: it is kept where the host has no room for it."""
     mode = x.acts[s, m, A_MODE]
-    return KEEP if mode == OFFLOAD and x.devices[d, D_HOST] < x.stages[s, MOVED] else int(mode)
+    return KEEP if mode == OFFLOAD and x.devices[d, D_HOST] < x.costs[x.units[m, U_CLASS], s, MOVED] else int(mode)
 
 
 @compiled
 def _backward(x: Machine, d: int, s: int, m: int) -> int:
     """Return the kind of op with which the backward of (s, m) may go on now, NONE if it may not."""
-    act, stage = x.acts[s, m], x.stages[s]
+    act, stage, row = x.acts[s, m], x.stages[s], x.costs[x.units[m, U_CLASS], s]
     kept = 0
     if act[A_MODE] == RECOMPUTE and act[A_WHERE] == COMPUTED:
-        kind, kept = R, stage[SAVED] - stage[CHECKPOINT]
+        kind, kept = R, row[SAVED] - row[CHECKPOINT]
     elif (act[A_MODE] == KEEP and act[A_WHERE] == COMPUTED) or act[A_WHERE] == BACK or act[A_WHERE] == RESTORED:
         kind = B if stage[FUSED] else I
     else:
         return NONE
-    taken = stage[TAKEN + kind]
+    taken = row[TAKEN + kind]
     return kind if taken == 0 or is_safe(x, d, taken, taken - kept, kind, s, m) else NONE
 
 
@@ -314,8 +322,8 @@ def _next_reload(x: Machine, link: Row) -> tuple[int, int]:
             device[D_BACK] += 1
         if device[D_BACK] < device[D_LAST_PLACE] and not (device[D_AHEAD] >= AHEAD and device[D_OPENING]):
             s, m = divmod(x.order[device[D_BACK]], x.acts.shape[1])
-            act = x.acts[s, m]
-            if act[A_WHERE] == AWAY and act[A_BACKWARD] < lowest and is_safe(x, d, x.stages[s, MOVED], 0, H, s, m):
+            act, moved = x.acts[s, m], x.costs[x.units[m, U_CLASS], s, MOVED]
+            if act[A_WHERE] == AWAY and act[A_BACKWARD] < lowest and is_safe(x, d, moved, 0, H, s, m):
                 best, best_m, lowest = s, m, act[A_BACKWARD]
         d = device[D_NEXT_BEHIND]
     return best, best_m

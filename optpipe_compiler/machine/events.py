@@ -76,6 +76,8 @@ from optpipe_compiler.machine.state import (
     RELOADING,
     RESTORED,
     TAKEN,
+    U_BACK,
+    U_CLASS,
     WAKE,
     B,
     D,
@@ -128,7 +130,7 @@ def next_moment(x: Machine) -> int:
             x.devices[x.stages[s, DEVICE], D_TOUCHED] = 1
         elif kind >= ACTIVATION:
             receive_all(x, now)
-            arrive(x, now, kind - ACTIVATION, s)
+            arrive(x, now, kind - ACTIVATION, s, m)
         elif kind >= D:
             transferred(x, now, kind, s, m)
         else:
@@ -144,16 +146,15 @@ def next_moment(x: Machine) -> int:
 @compiled
 def begin(x: Machine, now: int, kind: int, s: int, m: int) -> None:
     """A compute op starts."""
-    stage = x.stages[s]
-    device = x.devices[stage[DEVICE]]
+    device, row = x.devices[x.stages[s, DEVICE]], x.costs[x.units[m, U_CLASS], s]
     if device[D_FIRST] == NONE:
         device[D_FIRST] = now
-    take(device, now, stage[TAKEN + kind], True)
+    take(device, now, row[TAKEN + kind], True)
     device[D_BUSY] = 1
     device[D_KIND], device[D_STAGE], device[D_MICROBATCH] = kind, s, m
-    device[D_START], device[D_END] = now, now + stage[LENGTH + kind]
+    device[D_START], device[D_END] = now, now + row[LENGTH + kind]
     if kind != W and kind != R:
-        device[D_LEAVING] += sent(x, s, kind)
+        device[D_LEAVING] += sent(x, s, kind, m)
     if kind == R:
         x.acts[s, m, A_WHERE] = RECOMPUTING
     x.starts[kind, s, m] = now
@@ -162,27 +163,27 @@ def begin(x: Machine, now: int, kind: int, s: int, m: int) -> None:
 
 
 @compiled
-def sent(x: Machine, s: int, kind: int) -> int:
+def sent(x: Machine, s: int, kind: int, m: int) -> int:
     """Return the units that an op sends to another device."""
     target = s + 1 if kind == F else s - 1
     if target < 0 or target >= x.acts.shape[0] or x.stages[target, DEVICE] == x.stages[s, DEVICE]:
         return 0
-    return int(x.stages[s, MESSAGE + (0 if kind == F else 1)])
+    return int(x.costs[x.units[m, U_CLASS], s, MESSAGE + (0 if kind == F else 1)])
 
 
 @compiled
 def complete(x: Machine, now: int, kind: int, s: int, m: int) -> None:
     """A compute op has completed: it gives its memory back and hands its result on."""
-    stage, act = x.stages[s], x.acts[s, m]
+    stage, act, row = x.stages[s], x.acts[s, m], x.costs[x.units[m, U_CLASS], s]
     device = x.devices[stage[DEVICE]]
     device[D_BUSY], device[D_TOUCHED] = 0, 1
-    device[D_HELD] -= stage[GIVEN + (7 if act[A_MODE] == RECOMPUTE else 0) + kind]
+    device[D_HELD] -= row[GIVEN + (7 if act[A_MODE] == RECOMPUTE else 0) + kind]
     if kind == R:
         act[A_WHERE] = RESTORED
     elif kind == F:
         stage[DONE_F] += 1
         act[A_WHERE] = COMPUTED
-        consume(x, device, stage, s - 1, 1)
+        consume(x, device, stage, row, s - 1, 1)
         if s + 1 < x.acts.shape[0]:
             hand_on(x, now, kind, s, m)
         else:
@@ -190,24 +191,24 @@ def complete(x: Machine, now: int, kind: int, s: int, m: int) -> None:
     elif kind != W:
         stage[DONE_B] += 1
         act[A_WHERE] = HALF_DONE
-        consume(x, device, stage, s + 1, 0)
+        consume(x, device, stage, row, s + 1, 0)
         if s:
             hand_on(x, now, kind, s, m)
     if kind in (W, B):
         stage[DONE_W] += 1
         while device[D_FINISHED] < device[D_LAST_PLACE]:
             done, number = divmod(x.order[device[D_FINISHED]], x.acts.shape[1])
-            if number >= x.stages[done, DONE_W]:
+            if x.units[number, U_BACK] >= x.stages[done, DONE_W]:
                 break
             device[D_FINISHED] += 1
 
 
 @compiled
-def consume(x: Machine, device: Row, stage: Row, source: int, way: int) -> None:
+def consume(x: Machine, device: Row, stage: Row, row: Row, source: int, way: int) -> None:
     """What the op gave back included what it read; if that came from another device, it was a message."""
     if 0 <= source < x.acts.shape[0] and x.stages[source, DEVICE] != stage[DEVICE]:
-        device[D_MAIL] -= stage[MESSAGE + way]
-        device[D_HELD] += stage[MESSAGE + way]
+        device[D_MAIL] -= row[MESSAGE + way]
+        device[D_HELD] += row[MESSAGE + way]
 
 
 @compiled
@@ -217,7 +218,7 @@ def hand_on(x: Machine, now: int, kind: int, s: int, m: int) -> None:
     target = s + 1 if kind == F else s - 1
     time = now
     if x.stages[target, DEVICE] != x.stages[s, DEVICE]:
-        time += x.stages[s, LAG + way]
+        time += x.costs[x.units[m, U_CLASS], s, LAG + way]
         x.counts[BOX + x.counts[PRODUCED]] = (kind * x.acts.shape[0] + s) * x.acts.shape[1] + m
         x.counts[PRODUCED] += 1
         if time > now:
@@ -240,15 +241,15 @@ def receive_all(x: Machine, now: int) -> None:
         device = x.devices[x.stages[s + 1 if kind == F else s - 1, DEVICE]]
         is_running = device[D_KIND] != NONE and device[D_END] > now
         is_last = device[D_END] == now and is_later(x, device, kind, s, m, x.starts[kind, s, m])
-        receive(device, x.stages[s, MESSAGE + (0 if kind == F else 1)], is_running or is_last)
+        receive(device, x.costs[x.units[m, U_CLASS], s, MESSAGE + (0 if kind == F else 1)], is_running or is_last)
     x.counts[RECEIVED] = x.counts[PRODUCED]
 
 
 @compiled
-def arrive(x: Machine, now: int, way: int, s: int) -> None:
+def arrive(x: Machine, now: int, way: int, s: int, m: int) -> None:
     """A message of stage s has arrived."""
     sender = x.devices[x.stages[s, DEVICE]]
-    deliver(sender, now, x.stages[s, MESSAGE + way])
+    deliver(sender, now, x.costs[x.units[m, U_CLASS], s, MESSAGE + way])
     sender[D_TOUCHED] = 1
     x.devices[x.stages[s - 1 if way else s + 1, DEVICE], D_TOUCHED] = 1
 
@@ -257,10 +258,11 @@ def arrive(x: Machine, now: int, way: int, s: int) -> None:
 def arrive_at_once(x: Machine, now: int) -> None:
     """Deliver the messages of this moment that take no time, and forget all that were produced."""
     for number in range(x.counts[PRODUCED]):
-        kind, s = divmod(x.counts[BOX + number] // x.acts.shape[1], x.acts.shape[0])
+        rest, m = divmod(x.counts[BOX + number], x.acts.shape[1])
+        kind, s = divmod(rest, x.acts.shape[0])
         way = 0 if kind == F else 1
-        if x.stages[s, LAG + way] == 0:
-            arrive(x, now, way, s)
+        if x.costs[x.units[m, U_CLASS], s, LAG + way] == 0:
+            arrive(x, now, way, s, m)
     x.counts[PRODUCED] = x.counts[RECEIVED] = 0
 
 
@@ -270,22 +272,22 @@ def arrive_at_once(x: Machine, now: int) -> None:
 @compiled
 def begin_transfer(x: Machine, now: int, kind: int, s: int, m: int) -> None:
     """A transfer starts; one of the other direction that is running takes longer from now on, and so does this one."""
-    device = x.devices[x.stages[s, DEVICE]]
+    device, row = x.devices[x.stages[s, DEVICE]], x.costs[x.units[m, U_CLASS], s]
     link = x.links[device[D_LINK]]
     if kind == D:
         x.acts[s, m, A_WHERE] = OFFLOADING
         link[L_D_STAGE], link[L_D_MICROBATCH] = s, m
-        length = x.stages[s, ALONE]
+        length = row[ALONE]
         if link[L_H_STAGE] != NONE:
-            length = x.stages[s, LENGTH + D]
+            length = row[LENGTH + D]
             slow_down(x, H, link[L_H_STAGE], link[L_H_MICROBATCH])
     else:
         x.acts[s, m, A_WHERE] = RELOADING
-        take(device, now, x.stages[s, MOVED], False)
+        take(device, now, row[MOVED], False)
         link[L_H_STAGE], link[L_H_MICROBATCH] = s, m
-        length = x.stages[s, ALONE + 1]
+        length = row[ALONE + 1]
         if link[L_D_STAGE] != NONE:
-            length = x.stages[s, LENGTH + H]
+            length = row[LENGTH + H]
             slow_down(x, D, link[L_D_STAGE], link[L_D_MICROBATCH])
     x.starts[kind, s, m] = now
     x.counts[OPS] += 1
@@ -295,7 +297,7 @@ def begin_transfer(x: Machine, now: int, kind: int, s: int, m: int) -> None:
 @compiled
 def slow_down(x: Machine, kind: int, s: int, m: int) -> None:
     """A running transfer meets one of the other direction."""
-    end = x.starts[kind, s, m] + x.stages[s, LENGTH + kind]
+    end = x.starts[kind, s, m] + x.costs[x.units[m, U_CLASS], s, LENGTH + kind]
     if end != (x.acts[s, m, A_END_D] if kind == D else x.acts[s, m, A_END_H]):
         end_transfer(x, kind, s, m, end)
 
@@ -316,17 +318,17 @@ def transferred(x: Machine, now: int, kind: int, s: int, m: int) -> None:
     act = x.acts[s, m]
     if now != (act[A_END_D] if kind == D else act[A_END_H]):
         return
-    device = x.devices[x.stages[s, DEVICE]]
+    device, moved = x.devices[x.stages[s, DEVICE]], x.costs[x.units[m, U_CLASS], s, MOVED]
     link = x.links[device[D_LINK]]
     if kind == D:
         link[L_D_STAGE] = NONE
         act[A_WHERE] = AWAY
-        device[D_HELD] -= x.stages[s, MOVED]
-        device[D_LEAVING] -= x.stages[s, MOVED]
+        device[D_HELD] -= moved
+        device[D_LEAVING] -= moved
     else:
         link[L_H_STAGE] = NONE
         act[A_WHERE] = BACK
-        device[D_HOST] += x.stages[s, MOVED]
+        device[D_HOST] += moved
     d = link[L_FIRST_BEHIND]
     while d != NONE:
         x.devices[d, D_TOUCHED] = 1

@@ -16,6 +16,7 @@ from optpipe_compiler.machine.state import (
     A_INPUT,
     A_MODE,
     A_WHERE,
+    ACCUMULATORS,
     BEGUN_B,
     BEGUN_F,
     BEGUN_W,
@@ -41,6 +42,7 @@ from optpipe_compiler.machine.state import (
     D_START,
     EXTRA,
     FUSED,
+    GRADIENT,
     KEEP,
     MESSAGE,
     MOVED,
@@ -53,6 +55,9 @@ from optpipe_compiler.machine.state import (
     RESIDUE,
     SAVED,
     TAKEN,
+    U_BACK,
+    U_CLASS,
+    U_FIRST,
     F,
     H,
     R,
@@ -107,11 +112,14 @@ def is_later(x: Machine, device: Row, kind: int, s: int, m: int, start: int) -> 
         return False
     if device[D_START] != start:
         return bool(device[D_START] > start)
-    if device[D_MICROBATCH] != m:
-        return bool(device[D_MICROBATCH] > m)
+    last = device[D_MICROBATCH]
+    if x.units[last, U_FIRST] != x.units[m, U_FIRST]:
+        return bool(last > m)
     mine, other = _phase(device[D_KIND]), _phase(kind)
     if mine != other:
         return mine > other
+    if last != m:
+        return bool((last > m) == (kind == F))
     count = 2 * x.acts.shape[0]
     depth = device[D_STAGE] if device[D_KIND] == F else count - device[D_STAGE]
     return bool(depth > (s if kind == F else count - s))
@@ -151,49 +159,54 @@ def is_safe(x: Machine, d: int, taken: int, given: int, kind: int, s: int, m: in
 def _finish(x: Machine, d: int, activation: int, left: int, kind: int, granted_s: int, granted_m: int) -> int:
     """Return the units that are free once the activation is finished, NONE if that gets stuck.
 
-    The microbatch's forwards up to its stage that have not begun are run first.
+    The microbatch's forwards up to its stage that have not begun are run first, its earlier slices before. (Later ones
+    have their backwards before, and so are finished.)
     """
     s, m = divmod(activation, x.acts.shape[1])
-    earlier = x.devices[d, D_FIRST_STAGE]
-    while earlier != NONE and earlier <= s:
-        act, stage = x.acts[earlier, m], x.stages[earlier]
-        if m >= stage[BEGUN_F] and act[A_CHECK] != x.counts[CHECKS]:
-            act[A_CHECK] = x.counts[CHECKS]
-            is_there = act[A_INPUT] < NEVER
-            if stage[TAKEN + F] + (0 if is_there else stage[MESSAGE + 1]) > left:
-                return NONE
-            left -= _staying(act, stage) - (stage[MESSAGE + 1] if is_there else 0)
-        earlier = stage[NEXT]
+    for slice in range(x.units[m, U_FIRST], m + 1):
+        earlier = x.devices[d, D_FIRST_STAGE]
+        while earlier != NONE and earlier <= s:
+            act = x.acts[earlier, slice]
+            if slice >= x.stages[earlier, BEGUN_F] and act[A_CHECK] != x.counts[CHECKS]:
+                row = x.costs[x.units[slice, U_CLASS], earlier]
+                act[A_CHECK] = x.counts[CHECKS]
+                is_there = act[A_INPUT] < NEVER
+                if row[TAKEN + F] + (0 if is_there else row[MESSAGE + 1]) > left:
+                    return NONE
+                left -= _staying(act, row) - (row[MESSAGE + 1] if is_there else 0)
+            earlier = x.stages[earlier, NEXT]
     there, more = _held(x, s, m, kind, granted_s, granted_m)
     if there or more:
-        outgoing = x.stages[s, MESSAGE] if x.acts[s, m, A_GRADIENT] < NEVER else 0
-        if more + x.stages[s, EXTRA] - outgoing > left:
+        row = x.costs[x.units[m, U_CLASS], s]
+        outgoing = row[MESSAGE] if x.acts[s, m, A_GRADIENT] < NEVER else 0
+        added = row[ACCUMULATORS] if x.units[m, U_BACK] >= x.stages[s, BEGUN_B] else 0
+        if more + added + row[EXTRA] - outgoing > left:
             return NONE
-        left += there + outgoing
+        left += there + outgoing - added + (row[GRADIENT] if x.units[m, U_BACK] >= x.stages[s, BEGUN_B] else 0)
     return left
 
 
 @compiled
-def _staying(act: Row, stage: Row) -> int:
+def _staying(act: Row, row: Row) -> int:
     """Return the units of an activation that stay on the device after its forward."""
     if act[A_MODE] == KEEP:
-        return int(stage[SAVED])
-    return int(stage[CHECKPOINT] if act[A_MODE] == RECOMPUTE else stage[SAVED] - stage[MOVED])
+        return int(row[SAVED])
+    return int(row[CHECKPOINT] if act[A_MODE] == RECOMPUTE else row[SAVED] - row[MOVED])
 
 
 @compiled
 def _held(x: Machine, s: int, m: int, kind: int, granted_s: int, granted_m: int) -> tuple[int, int]:
     """Return the units of one activation on the device now, and those that its backward will still add."""
-    stage, act = x.stages[s], x.acts[s, m]
-    if m < stage[BEGUN_W] or (m < stage[BEGUN_B] and stage[FUSED]):
+    stage, act, row, place = x.stages[s], x.acts[s, m], x.costs[x.units[m, U_CLASS], s], x.units[m, U_BACK]
+    if place < stage[BEGUN_W] or (place < stage[BEGUN_B] and stage[FUSED]):
         return 0, 0
-    if m < stage[BEGUN_B]:
-        return stage[RESIDUE], 0
+    if place < stage[BEGUN_B]:
+        return row[RESIDUE], 0
     is_granted = kind in (H, R) and s == granted_s and m == granted_m
     if act[A_MODE] == KEEP or is_granted or act[A_WHERE] >= RELOADING:
-        return stage[SAVED], 0
-    staying = _staying(act, stage)
-    return staying, stage[SAVED] - staying
+        return row[SAVED], 0
+    staying = _staying(act, row)
+    return staying, row[SAVED] - staying
 
 
 @compiled
@@ -203,15 +216,14 @@ def enough(x: Machine, d: int) -> int:
     has_host_cap = x.devices[d, D_HOST_BUDGET] < NEVER
     s = x.devices[d, D_FIRST_STAGE]
     while s != NONE:
-        stage = x.stages[s]
-        stays = away = 0
+        most = slices = 0
         for m in range(x.acts.shape[1]):
-            act = x.acts[s, m]
-            if act[A_MODE] == KEEP or (act[A_MODE] == OFFLOAD and has_host_cap):
-                stays = stage[SAVED]
-            else:
-                away = max(away, _staying(act, stage))
-        hold += max(stays, away)
-        need = max(need, stage[SAVED] + stage[EXTRA])
-        s = stage[NEXT]
+            act, row = x.acts[s, m], x.costs[x.units[m, U_CLASS], s]
+            may_stay = act[A_MODE] == KEEP or (act[A_MODE] == OFFLOAD and has_host_cap)
+            stays = (row[SAVED] if may_stay else _staying(act, row)) + row[ACCUMULATORS]
+            slices = stays if x.units[m, U_FIRST] == m else slices + stays
+            most = max(most, slices)
+            need = max(need, row[SAVED] + row[EXTRA])
+        hold += most
+        s = x.stages[s, NEXT]
     return hold + need

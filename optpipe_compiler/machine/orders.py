@@ -53,6 +53,8 @@ from optpipe_compiler.machine.state import (
     RECOMPUTE,
     RESTORED,
     TAKEN,
+    U_CLASS,
+    U_FIRST,
     WAKE,
     D,
     F,
@@ -133,14 +135,14 @@ def _start_next(x: Machine, o: Orders, now: int, lane: int) -> bool:
     rest, m = divmod(code, x.acts.shape[1])
     kind, s = divmod(rest, x.acts.shape[0])
     d = x.stages[s, DEVICE]
-    if not _is_ready(x, now, kind, s, m) or not _fits(x, o, d, code, kind, s):
+    if not _is_ready(x, now, kind, s, m) or not _fits(x, o, d, code, kind, s, m):
         return False
     o.rows[lane, 2] += 1
     if kind < D:
         begin(x, now, kind, s, m)
     else:
         if kind == D:
-            x.devices[d, D_HOST] -= x.stages[s, MOVED]
+            x.devices[d, D_HOST] -= x.costs[x.units[m, U_CLASS], s, MOVED]
         begin_transfer(x, now, kind, s, m)
     return True
 
@@ -151,7 +153,7 @@ def _is_ready(x: Machine, now: int, kind: int, s: int, m: int) -> bool:
     act = x.acts[s, m]
     where = act[A_WHERE]
     if kind == F:
-        if act[A_INPUT] > now:
+        if act[A_INPUT] > now or (x.units[m, U_FIRST] != m and x.acts[s, m - 1, A_WHERE] == 0):
             return False
         if act[A_FORWARD] > now:
             device = x.devices[x.stages[s, DEVICE]]
@@ -171,25 +173,28 @@ def _is_ready(x: Machine, now: int, kind: int, s: int, m: int) -> bool:
         gate_kind, gate_s = divmod(rest, x.acts.shape[0])
         return bool(x.starts[gate_kind, gate_s, gate_m] != NONE)
     restored = COMPUTED if act[A_MODE] == KEEP else BACK if act[A_MODE] == OFFLOAD else RESTORED
-    return bool(act[A_GRADIENT] <= now and where == restored)
+    later = m + 1  # its backward reads what this one's adds to
+    is_last = later == x.acts.shape[1] or x.units[later, U_FIRST] == later
+    has_turn = is_last or x.acts[s, later, A_WHERE] == HALF_DONE
+    return bool(act[A_GRADIENT] <= now and where == restored and has_turn)
 
 
 @compiled
-def _fits(x: Machine, o: Orders, d: int, code: int, kind: int, s: int) -> bool:
+def _fits(x: Machine, o: Orders, d: int, code: int, kind: int, s: int, m: int) -> bool:
     """Whether the memory is there, also for the ops that the plan lets take theirs earlier."""
     device = x.devices[d]
     if kind == D:
-        return bool(device[D_HOST] >= x.stages[s, MOVED])
+        return bool(device[D_HOST] >= x.costs[x.units[m, U_CLASS], s, MOVED])
     row = o.rows[x.devices.shape[0] + 2 * x.links.shape[0] + d]
     while row[2] < row[1] and _has_started(x, o.codes[row[2]]):
         row[2] += 1
-    need, room = x.stages[s, TAKEN + kind], free(device)
+    need, room = x.costs[x.units[m, U_CLASS], s, TAKEN + kind], free(device)
     place = row[2]
     while place < row[1] and o.codes[place] != code:
         other = o.codes[place]
         if not _has_started(x, other):
-            rest = other // x.acts.shape[1]
-            need += x.stages[rest % x.acts.shape[0], TAKEN + rest // x.acts.shape[0]]
+            rest, other_m = divmod(other, x.acts.shape[1])
+            need += x.costs[x.units[other_m, U_CLASS], rest % x.acts.shape[0], TAKEN + rest // x.acts.shape[0]]
             if need > room:
                 return False
         place += 1
@@ -224,7 +229,7 @@ def hold(x: Machine, sequence: Ints, ticks: Ints, levels: Ints) -> None:
             next_moment(x)
         device = x.devices[x.stages[s, DEVICE]]
         if kind == D:
-            device[D_HOST] -= x.stages[s, MOVED]
+            device[D_HOST] -= x.costs[x.units[m, U_CLASS], s, MOVED]
             device[D_HOST_BUDGET] = min(device[D_HOST_BUDGET], device[D_HOST])
         else:
             _close(device, levels)

@@ -26,6 +26,8 @@ from optpipe_compiler.machine.state import (
     NEVER,
     OPS,
     RECOMPUTE,
+    U_BACK,
+    U_FIRST,
     B,
     I,
     Ints,
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.model.problem import Problem
 
-PARTS, PARITIES = 3, 2
+PARTS = 3
 MOVES = {"shift": 45, "treat": 53, "split": 2}
 """How often a search takes each kind of step, in parts of their sum (bench/ablation.py)."""
 TRIES = 4
@@ -50,7 +52,7 @@ class Policy(NamedTuple):
     shift: Ints
     """[k, p, t] ticks added to the wished starts."""
     modes: Ints
-    """[p, s, parity of the microbatch] what becomes of an activation (schedule.Mode)."""
+    """[p, s, sort] what becomes of an activation (schedule.Mode): by parity of the microbatch, or by slice of it."""
     fused: NDArray[np.bool_]
     """[t] whether backwards are run in one piece."""
     reserve: Ints
@@ -72,9 +74,10 @@ class Setting(NamedTuple):
     """[move] running sums of `MOVES`."""
 
 
-SCALE, WORK, WHOLE, IS_SPAN, CAN_SPLIT = range(5)
+SCALE, WORK, WHOLE, IS_SPAN, CAN_SPLIT, SLICES = range(6)
 """Ticks of the longest forward and backward; compute ticks of a microbatch on the busiest device; microbatches of the
-whole instance, of which a run may have fewer; whether the span is minimised; whether backwards may be split."""
+whole instance, of which a run may have fewer; whether the span is minimised; whether backwards may be split; slices of
+a whole microbatch."""
 
 
 def setting(problem: Problem, wish: Ints, whole: int, *, is_span: bool) -> Setting:
@@ -84,7 +87,7 @@ def setting(problem: Problem, wish: Ints, whole: int, *, is_span: bool) -> Setti
     able = [[True] * len(stages), [*map(problem.can_offload, stages)], [*map(problem.can_recompute, stages)]]
     scale = max(stage.forward + stage.backward for stage in problem.stages)
     work = max(sum(problem.stages[s].work for s in problem.stages_of(d)) for d in range(problem.devices))
-    numbers = [scale, work, whole, is_span, problem.freedom.split]
+    numbers = [scale, work, whole, is_span, problem.freedom.split, problem.slices]
     return Setting(
         wish,
         np.array([turn[s] for s in stages], dtype=np.int64),
@@ -99,7 +102,9 @@ def policy(problem: Problem, modes: Ints) -> Policy:
     turns = max(len(problem.stages_of(device)) for device in range(problem.devices))
     return Policy(
         shift=np.zeros((3, PARTS, turns), np.int64),
-        modes=np.ascontiguousarray(np.broadcast_to(modes[:, None], (PARTS, len(modes), PARITIES)), dtype=np.int64),
+        modes=np.ascontiguousarray(
+            np.broadcast_to(modes[:, None], (PARTS, len(modes), max(2, problem.slices))), dtype=np.int64
+        ),
         fused=np.full(turns, not problem.freedom.split),
         reserve=np.zeros(problem.devices, np.int64),
     )
@@ -135,22 +140,25 @@ def value(x: Machine, by: Policy, given: Setting, cutoff: int) -> int:
 
 @compiled
 def _guide(x: Machine, by: Policy, given: Setting) -> None:
-    """Set ranks, modes, splits and reserves. The fill and the drain are as many microbatches as there are devices."""
-    stages, count = x.acts.shape[0], x.acts.shape[1]
-    fill = min(x.devices.shape[0], count // 2)
-    drain = min(x.devices.shape[0], count - fill)
+    """Set ranks, modes, splits and reserves. The fill and the drain are as many microbatches as there are devices, or
+    slices of them, and those that wait for the last slice of the first."""
+    stages, count, sorts = x.acts.shape[0], x.acts.shape[1], by.modes.shape[2]
+    end = x.devices.shape[0] + given.numbers[SLICES] - 1
+    fill = min(end, count // 2)
+    drain = min(end, count - fill)
     for s in range(stages):
         turn = given.turn[s]
         x.stages[s, FUSED] = by.fused[turn]
         for kind in range(3):
             highest = -NEVER
-            for m in range(count):
-                part = 0 if m < fill else 1 if m < count - drain else 2
+            for place in range(count):
+                m = place if kind == 0 else x.units[place, U_BACK]
+                part = 0 if place < fill else 1 if place < count - drain else 2
                 highest = max(highest, given.wish[kind, s, m] + by.shift[kind, part, turn])
                 x.acts[s, m, A_FORWARD + kind] = highest
         for m in range(count):
             part = 0 if m < fill else 1 if m < count - drain else 2
-            x.acts[s, m, A_MODE] = by.modes[part, s, m % PARITIES]
+            x.acts[s, m, A_MODE] = by.modes[part, s, m % sorts]
     for d in range(x.devices.shape[0]):
         x.devices[d, D_RESERVE] = by.reserve[d]
 
@@ -171,11 +179,11 @@ def _is_over(x: Machine, by: Policy) -> bool:
 def _period(x: Machine) -> int:
     """Return the ticks per microbatch in the middle of the run, on the average of all stages."""
     count = x.acts.shape[1]
-    first, last = count // 4, 3 * count // 4
+    first, last = x.units[count // 4, U_FIRST], x.units[3 * count // 4, U_FIRST]
     passed = 0
     for s in range(x.acts.shape[0]):
         kind = B if x.stages[s, FUSED] else I
-        passed += x.starts[kind, s, last] - x.starts[kind, s, first]
+        passed += x.starts[kind, s, x.units[last, U_BACK]] - x.starts[kind, s, x.units[first, U_BACK]]
     return int(passed // (x.acts.shape[0] * max(1, last - first)))
 
 
@@ -240,8 +248,13 @@ def _shift(by: Policy, given: Setting) -> None:
 @compiled
 def _treat(by: Policy, x: Machine, given: Setting) -> None:
     """Keep, offload or recompute what a range of devices computes in one turn, in one part of the step or in all."""
-    mode = np.random.randint(KEEP, RECOMPUTE + 1)
-    parity = np.random.randint(0, PARITIES + 1)
+    mode, sorts = np.random.randint(KEEP, RECOMPUTE + 1), by.modes.shape[2]
+    least = np.random.randint(0, sorts + 1)
+    most = least
+    if least == sorts:
+        least, most = 0, sorts - 1
+    elif sorts > 2 and np.random.random() < 0.5:
+        most = np.random.randint(least, sorts)
     part = np.random.randint(0, PARTS + 1)
     turn = np.random.randint(0, by.fused.size)
     low = np.random.randint(0, x.devices.shape[0])
@@ -249,6 +262,6 @@ def _treat(by: Policy, x: Machine, given: Setting) -> None:
     for s in range(x.acts.shape[0]):
         if given.turn[s] == turn and low <= x.stages[s, DEVICE] <= high and given.able[mode, s]:
             for p in range(PARTS):
-                for odd in range(PARITIES):
-                    if part in (p, PARTS) and parity in (odd, PARITIES):
-                        by.modes[p, s, odd] = mode
+                for sort in range(least, most + 1):
+                    if part in (p, PARTS):
+                        by.modes[p, s, sort] = mode

@@ -1,7 +1,8 @@
 """What the compiled machine knows: stages, devices, links, activations, and a queue of events.
 
 All arrays together are one `Machine`; they are made once for a problem and used again by every run. Axes: s stages,
-d devices, l host links, m microbatches; way 0 is to the host and 1 back. Times are ticks, sizes units of the problem.
+d devices, l host links, m microbatches (or units, where they are cut into slices), c classes of equal ones; way 0 is to
+the host and 1 back. Times are ticks, sizes units of the problem.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from optpipe_compiler.machine.compiled import compiled
 from optpipe_compiler.model.memory import op_memory
-from optpipe_compiler.model.schedule import Kind, lengths
+from optpipe_compiler.model.schedule import Kind, classes, lengths
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem, Stage
@@ -29,17 +30,19 @@ COMPUTED, OFFLOADING, AWAY, RELOADING, BACK, RECOMPUTING, RESTORED, HALF_DONE = 
 """Where an activation is, from the end of its forward to that of its input gradient."""
 
 LENGTH, TAKEN, GIVEN, ALONE, LAG, MESSAGE = 0, 7, 14, 28, 30, 32
-"""Columns of `Machine.stages`, each for several values: ticks of an op by kind (transfers: while the other direction of
+"""Columns of `Machine.costs`, each for several values: ticks of an op by kind (transfers: while the other direction of
 the link is busy); units that it takes at its start and gives back at its end by kind, the latter once for activations
 kept or offloaded and once for recomputed ones; ticks of a transfer by way while the other direction is idle; ticks and
 units of the messages with its activation and with its input's gradient."""
-DEVICE, NEXT, SAVED, MOVED, RESIDUE, CHECKPOINT, EXTRA = range(34, 41)
-"""Its owner; the owner's next stage; units of a whole activation, of the part that an offload moves, of what stays
-between I and W, of a recompute's input; the most units that an op takes beyond the activation."""
-BEGUN_F, BEGUN_B, BEGUN_W, DONE_F, DONE_B, DONE_W, LEFT, FUSED = range(41, 49)
-"""Microbatches whose op has begun, or has completed, by kind; those, from the first on, that need no offload any more;
-whether backwards are run in one piece."""
-COLUMNS = 49
+SAVED, MOVED, RESIDUE, CHECKPOINT, EXTRA, ACCUMULATORS, GRADIENT = range(34, 41)
+"""Units of a whole activation, of the part that an offload moves, of what stays between I and W, of what a recompute
+leaves; the most units that an op takes beyond the activation; units of the gradients of keys and values that a
+backward adds, and of those that it frees."""
+COSTS = 41
+DEVICE, NEXT, BEGUN_F, BEGUN_B, BEGUN_W, DONE_F, DONE_B, DONE_W, LEFT, FUSED = range(10)
+"""Columns of `Machine.stages`: its owner; the owner's next stage; microbatches whose op has begun, or has completed, by
+kind; those, from the first on, that need no offload any more; whether backwards are run in one piece."""
+COLUMNS = 10
 
 (
     D_FIRST_STAGE,
@@ -89,6 +92,9 @@ L_FIRST_BEHIND, L_D_STAGE, L_D_MICROBATCH, L_H_STAGE, L_H_MICROBATCH = range(5)
     A_END_H,
 ) = range(10)
 """Columns of `Machine.acts`."""
+U_CLASS, U_BACK, U_FIRST = range(3)
+"""Columns of `Machine.units`: its class; the microbatch at this position of the backwards of a stage, which is also the
+position of this one; the first slice of the same whole microbatch."""
 EVENTS, OPS, CHECKS, PRODUCED, RECEIVED, BOX = range(6)
 """Entries of `Machine.counts`: events in the queue, ops started, safety checks, messages produced at this moment, those
 of them that have been received; then the codes of the ops that produced them."""
@@ -104,6 +110,10 @@ class Machine(NamedTuple):
 
     stages: Ints
     """[s, COLUMNS]"""
+    costs: Ints
+    """[c, s, COSTS]"""
+    units: Ints
+    """[m, U_*]"""
     devices: Ints
     """[d, D_*]"""
     links: Ints
@@ -121,10 +131,14 @@ class Machine(NamedTuple):
 
 def machine(problem: Problem) -> Machine:
     """Return the machine of `problem`."""
-    stages, devices, links = _constants(problem)
+    stages, devices, links, costs = _constants(problem)
     count, microbatches = len(stages), problem.microbatches
+    back = np.array([problem.back(unit) for unit in range(microbatches)], np.int64)
+    first = np.arange(microbatches) // problem.slices * problem.slices
     return Machine(
         stages=stages.copy(),
+        costs=costs,
+        units=np.stack([classes(problem), back, first], axis=1),
         devices=devices.copy(),
         links=links.copy(),
         acts=np.zeros((count, microbatches, A_END_H + 1), np.int64),
@@ -136,8 +150,8 @@ def machine(problem: Problem) -> Machine:
 
 
 @lru_cache(maxsize=64)
-def _constants(problem: Problem) -> tuple[Ints, Ints, Ints]:
-    """Return `Machine.stages`, `devices` and `links` before anything runs."""
+def _constants(problem: Problem) -> tuple[Ints, Ints, Ints, Ints]:
+    """Return `Machine.stages`, `devices` and `links` before anything runs, and `costs`, not to be written to."""
     owned = [problem.stages_of(device) for device in range(problem.devices)]
     count = 1 + max((link for link in problem.link_of if link is not None), default=-1)
     after = {s: later for mine in owned for s, later in zip(mine, [*mine[1:], NONE], strict=True)}
@@ -145,21 +159,25 @@ def _constants(problem: Problem) -> tuple[Ints, Ints, Ints]:
     devices = np.zeros((problem.devices, D_BEFORE + 1), np.int64)
     links = np.zeros((count, L_H_MICROBATCH + 1), np.int64)
     for s, stage in enumerate(problem.stages):
-        row = stages[s]
-        row[LENGTH:TAKEN] = lengths(problem)[:, s]
+        stages[s, DEVICE], stages[s, NEXT] = stage.device, after[s]
+    every = problem.classes or (problem.stages,)
+    costs = np.zeros((len(every), len(problem.stages), COSTS), np.int64)
+    for number, s in np.ndindex(costs.shape[:2]):
+        stage, row = every[number][s], costs[number, s]
+        row[LENGTH:TAKEN] = lengths(problem)[:, s, number]
         row[TAKEN:GIVEN] = [op_memory(stage, kind, False)[0] for kind in Kind]
         row[GIVEN:ALONE] = [op_memory(stage, kind, again)[1] for again in (False, True) for kind in Kind]
         row[ALONE:LAG] = stage.offload_alone, stage.reload_alone
         row[LAG:MESSAGE] = stage.send_activation, stage.send_gradient
-        row[MESSAGE:DEVICE] = stage.outgoing, stage.incoming
-        row[DEVICE:BEGUN_F] = (
-            stage.device,
-            after[s],
+        row[MESSAGE:SAVED] = stage.outgoing, stage.incoming
+        row[SAVED:COSTS] = (
             stage.saved,
             stage.moved,
             stage.residue,
             stage.checkpoint,
             _most_extra(stage, split=problem.freedom.split),
+            stage.accumulators,
+            stage.gradient,
         )
     place = 0
     for d, mine in enumerate(owned):
@@ -176,7 +194,7 @@ def _constants(problem: Problem) -> tuple[Ints, Ints, Ints]:
         links[link, L_FIRST_BEHIND] = next((d for d, one in enumerate(problem.link_of) if one == link), NONE)
     devices[:, D_BUDGET] = problem.budget
     devices[:, D_HOST_BUDGET] = _host_shares(problem, owned)
-    return stages, devices, links
+    return stages, devices, links, costs
 
 
 def _most_extra(stage: Stage, *, split: bool) -> int:

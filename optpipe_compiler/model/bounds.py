@@ -8,6 +8,8 @@ from itertools import accumulate, chain
 from math import ceil
 from typing import TYPE_CHECKING
 
+from optpipe_compiler.model import unit_bounds
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -24,10 +26,24 @@ class Bound:
 
 def best(problem: Problem, objective: str) -> Bound:
     """Return the largest of all bounds for the objective (`makespan` or `span`)."""
+    if problem.slicing is not None:
+        return _of_units(problem, objective)
     bounds = [device_work(problem), round_trip(problem)]
     if objective == "makespan":
         bounds += [head_and_work(problem), memory_time(problem), resources(problem), fill_and_drain(problem)]
         bounds.append(slots(problem))
+    return max(bounds, key=lambda bound: bound.ticks)
+
+
+def _of_units(problem: Problem, objective: str) -> Bound:
+    """Return the largest of the bounds that hold for slices and unequal lengths."""
+    bounds = [
+        Bound("device-work", unit_bounds.device_work(problem)),
+        Bound("round-trip", unit_bounds.round_trip(problem)),
+    ]
+    if objective == "makespan":
+        bounds.append(Bound("head-and-work", unit_bounds.head_and_work(problem)))
+        bounds.append(Bound("memory-time", unit_bounds.memory_time(problem)))
     return max(bounds, key=lambda bound: bound.ticks)
 
 

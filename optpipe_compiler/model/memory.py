@@ -24,12 +24,14 @@ def op_memory(stage: Stage, kind: Kind, recomputed: bool) -> tuple[int, int]:
     if kind is Kind.I:
         extra = stage.backward_input_extra - messages
         freed = stage.saved + stage.captured - stage.residue
-        return stage.incoming + stage.captured + extra, extra + stage.outgoing + freed
+        taken = stage.incoming + stage.captured + extra + stage.accumulators
+        return taken, extra + stage.outgoing + freed + stage.gradient
     if kind is Kind.W:
         return stage.backward_weight_extra, stage.backward_weight_extra + stage.residue
     if kind is Kind.B:
         extra = stage.backward_extra - messages
-        return stage.incoming + extra, extra + stage.outgoing + stage.saved
+        taken = stage.incoming + extra + stage.accumulators
+        return taken, extra + stage.outgoing + stage.saved + stage.gradient
     if kind is Kind.R:
         extra = stage.forward_extra - messages
         return stage.saved - stage.checkpoint + extra, extra

@@ -11,7 +11,7 @@ from optpipe_compiler.model.problem import DURATIONS
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem, Stage
 
-ADDED = (*DURATIONS, "saved", "residue", "captured", "staying", "staying_layers")
+ADDED = (*DURATIONS, "saved", "residue", "captured", "staying", "staying_layers", "accumulators", "gradient")
 LARGEST = ("forward_extra", "backward_input_extra", "backward_weight_extra", "backward_extra")
 
 
@@ -28,7 +28,11 @@ def runs(problem: Problem) -> list[range]:
 
 def joined(problem: Problem) -> Problem:
     """Return the problem with each run as one stage."""
-    return replace(problem, stages=tuple(_joined([problem.stages[s] for s in run]) for run in runs(problem)))
+
+    def of(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+        return tuple(_joined([stages[s] for s in run]) for run in runs(problem))
+
+    return replace(problem, stages=of(problem.stages), classes=tuple(map(of, problem.classes)))
 
 
 def _joined(run: list[Stage]) -> Stage:

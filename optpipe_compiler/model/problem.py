@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.documents.profile import in_one_stage, selected, value_of
+from optpipe_compiler.documents.profile import Sliceable, in_one_stage, of_unit, selected, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -40,8 +40,25 @@ class Freedom:
 
 
 @dataclass(frozen=True)
+class Slicing:
+    """How long microbatches are, and where they are cut into slices; all have the same number of slices."""
+
+    tokens: int
+    """Of the sequences that the profile's costs are for."""
+    cuts: tuple[tuple[int, ...], ...]
+    """By shape of microbatches: the token at which each slice begins, and the length."""
+    shape_of: tuple[int, ...]
+    """By microbatch."""
+
+    @property
+    def slices(self) -> int:
+        """Slices of a microbatch."""
+        return len(self.cuts[0]) - 1
+
+
+@dataclass(frozen=True)
 class Stage:
-    """One stage's durations (ticks) and sizes (units) per microbatch.
+    """One stage's durations (ticks) and sizes (units) per unit: a microbatch, or a slice of one.
 
     `offload` and `reload` are the times while the link's other direction is busy, `*_alone` those while it is not.
     `*_extra` exists only while the op runs: its transient bytes and the messages that it reads and writes.
@@ -68,12 +85,17 @@ class Stage:
     backward_weight_extra: int
     backward_extra: int
     staying: int = 0
-    """Units of `saved` that an offload leaves on the device: those of the last `staying_layers` layers."""
+    """Units of `saved` that an offload leaves on the device: those of the last `staying_layers` layers, and the carry,
+    keys and values that later slices read. A recompute leaves the carry, too: it is part of `checkpoint`."""
     staying_layers: int = 0
     incoming: int = 0
     """Units of the input that comes from the stage before, and of its gradient; part of the `*_extra` that see it."""
     outgoing: int = 0
     """Units of the output that goes to the next stage, and of its gradient; likewise."""
+    accumulators: int = 0
+    """Units that the backward of the last slice takes for the gradients of all carried keys and values."""
+    gradient: int = 0
+    """Units of these that the end of the unit's own backward frees."""
 
     @property
     def moved(self) -> int:
@@ -88,11 +110,19 @@ class Stage:
 
 @dataclass(frozen=True)
 class Problem:
-    """One instance: fixed placement and costs, free order, split, offload and recompute under the caps."""
+    """One instance: fixed placement and costs, free order, split, offload and recompute under the caps.
+
+    What flows are units: microbatches or, where they are cut, all their slices; unit u is slice u % slices of
+    microbatch u // slices. Forwards run in the order of units, backwards of both kinds by microbatch, slices
+    descending: the one at position j is of unit `back(j)`, and that of unit u at position `back(u)`. Planning calls a
+    unit a microbatch.
+    """
 
     devices: int
     microbatches: int
+    """Units."""
     stages: tuple[Stage, ...]
+    """Of the mean unit, rounded down; `classes` has those of all units where they differ."""
     link_of: tuple[int | None, ...]
     """Host link of each device; None: it cannot offload."""
     budget: tuple[int, ...]
@@ -103,6 +133,37 @@ class Problem:
     unit_bytes: int = 1
     stretch: float = 1.0
     """Largest ratio of a rounded duration to the true one: a bound in ticks x tick_ns / stretch is valid in ns."""
+    slicing: Slicing | None = None
+    classes: tuple[tuple[Stage, ...], ...] = ()
+    """By shape and slice, the figures of each stage; empty where all units are equal."""
+
+    @property
+    def slices(self) -> int:
+        """Units of a microbatch."""
+        return 1 if self.slicing is None else self.slicing.slices
+
+    @property
+    def whole(self) -> int:
+        """Microbatches."""
+        return self.microbatches // self.slices
+
+    def back(self, unit: int) -> int:
+        """Return the position of a unit among the backwards of a stage, or the unit at a position: it is the same."""
+        return unit + self.slices - 1 - 2 * (unit % self.slices)
+
+    def class_of(self, unit: int) -> int:
+        """Return which of `classes` a unit belongs to."""
+        if self.slicing is None or not self.classes:
+            return 0
+        return self.slicing.shape_of[unit // self.slices] * self.slices + unit % self.slices
+
+    def at(self, stage: int, unit: int) -> Stage:
+        """Return the figures of a stage for a unit."""
+        return self.classes[self.class_of(unit)][stage] if self.classes else self.stages[stage]
+
+    def of_class(self, number: int) -> tuple[Stage, ...]:
+        """Return the figures of all stages for a class of units."""
+        return self.classes[number] if self.classes else self.stages
 
     @property
     def tasks(self) -> int:
@@ -124,7 +185,13 @@ class Problem:
 
 
 def build(
-    profile: Profile, layout: Layout, microbatches: int, caps: Caps, freedom: Freedom, offloaded: float = 1.0
+    profile: Profile,
+    layout: Layout,
+    microbatches: int,
+    caps: Caps,
+    freedom: Freedom,
+    offloaded: float = 1.0,
+    slicing: Slicing | None = None,
 ) -> Problem:
     """Return the exact problem in ns and bytes.
 
@@ -134,12 +201,82 @@ def build(
     layers = selected(profile.expanded_layers(), layout.selective)
     machine = profile.machine
     devices = max(layout.device_of) + 1
-    stages = tuple(_stage(layers, layout, index, machine, offloaded) for index in range(layout.stages))
+    classes = _classes(layers, layout, machine, offloaded, slicing)
+    stages = _mean(classes, slicing)
     fixed = [static_bytes(profile, layout, device) for device in range(devices)]
     links = host_links(machine, devices)
     link_of = [next((n for n, (members, _) in enumerate(links) if d in members), None) for d in range(devices)]
     budget = tuple(caps.device_bytes - size for size in fixed)
-    return Problem(devices, microbatches, stages, tuple(link_of), budget, caps.host_bytes, freedom)
+    units = microbatches * (1 if slicing is None else slicing.slices)
+    problem = Problem(devices, units, stages, tuple(link_of), budget, caps.host_bytes, freedom)
+    return problem if slicing is None else replace(problem, slicing=slicing, classes=classes)
+
+
+def _classes(
+    layers: list[Layer], layout: Layout, machine: Machine, offloaded: float, slicing: Slicing | None
+) -> tuple[tuple[Stage, ...], ...]:
+    """Return the figures of each stage by shape and slice."""
+    numbers = range(layout.stages)
+    if slicing is None:
+        return (tuple(_stage(layers, layout, index, machine, offloaded) for index in numbers),)
+    units = [(cuts, slice) for cuts in slicing.cuts for slice in range(slicing.slices)]
+    return tuple(
+        tuple(_stage(layers, layout, index, machine, offloaded, _Part(slicing, *unit)) for index in numbers)
+        for unit in units
+    )
+
+
+def _mean(classes: tuple[tuple[Stage, ...], ...], slicing: Slicing | None) -> tuple[Stage, ...]:
+    """Return the figures of the mean unit, each rounded down."""
+    if slicing is None:
+        return classes[0]
+    count = [slicing.shape_of.count(number // slicing.slices) for number in range(len(classes))]
+
+    def mean(index: int) -> Stage:
+        ones = [stages[index] for stages in classes]
+        means = {
+            name: sum(map(int.__mul__, count, (getattr(one, name) for one in ones))) // sum(count)
+            for name in (*DURATIONS, *SIZES)
+        }
+        return replace(ones[0], **means)
+
+    return tuple(map(mean, range(len(classes[0]))))
+
+
+class _Part:
+    """A slice of a microbatch: what its layers cost, and what it carries."""
+
+    def __init__(self, slicing: Slicing, cuts: tuple[int, ...], slice: int) -> None:
+        self.tokens = cuts[slice], cuts[slice + 1]
+        self.whole = slicing.tokens
+        self.is_cut = slicing.slices > 1
+        self.is_last = slice == slicing.slices - 1
+        self.lengths = [end - begin for begin, end in itertools.pairwise(cuts)]
+
+    def of(self, layers: list[Layer]) -> list[Layer]:
+        """Return what layers that are in one stage, or send to another, cost for the slice."""
+        return [of_unit(layer, self.tokens, self.whole, is_cut=self.is_cut) for layer in layers]
+
+    def carried(self, layer: Layer) -> int:
+        """Return the units of keys and values that stay for later slices."""
+        if self.is_last or layer.slices is None:
+            return 0
+        return self._scaled(value_of(layer.slices.carry_bytes), self.tokens[1] - self.tokens[0])
+
+    def gradients(self, layers: list[Layer]) -> tuple[int, int]:
+        """Return the units of gradients of carries that the slice's backward takes, and gives back."""
+        figures = [gradient_bytes(layer.slices) for layer in layers if layer.slices is not None]
+        if self.is_last:
+            return sum(self._scaled(one, length) for length in self.lengths[:-1] for one in figures), 0
+        return 0, sum(self._scaled(one, self.tokens[1] - self.tokens[0]) for one in figures)
+
+    def _scaled(self, size: int, tokens: int) -> int:
+        return -(-size * tokens // self.whole)
+
+
+def gradient_bytes(slices: Sliceable) -> int:
+    """Return what the gradients of a carry take, by default as much as the carry."""
+    return value_of(slices.carry_bytes if slices.carry_gradient_bytes is None else slices.carry_gradient_bytes)
 
 
 def static_bytes(profile: Profile, layout: Layout, device: int) -> int:
@@ -223,15 +360,23 @@ def fused_ns(layer: Layer) -> int:
     return value_of(layer.backward_input_ns) + value_of(layer.backward_weight_ns)
 
 
-def _stage(layers: list[Layer], layout: Layout, index: int, machine: Machine, offloaded: float) -> Stage:
+def _stage(
+    layers: list[Layer], layout: Layout, index: int, machine: Machine, offloaded: float, part: _Part | None = None
+) -> Stage:
     mine = in_one_stage(layers[layout.cuts[index] : layout.cuts[index + 1]])
     device = layout.device_of[index]
     before, after = index > 0, index + 1 < layout.stages
-    incoming = value_of(layers[layout.cuts[index] - 1].output_bytes) if before else 0
+    leaving = _leaving(mine, offloaded * _total(layer.saved_bytes for layer in mine))
+    source = layers[layout.cuts[index] - 1 :][:1] if before else []
+    carried = [0] * len(mine)
+    accumulators = gradient = 0
+    if part is not None:
+        carried, (accumulators, gradient) = [part.carried(layer) for layer in mine], part.gradients(mine)
+        mine, source = part.of(mine), part.of(source)
+    incoming = _total(layer.output_bytes for layer in source)
     outgoing = value_of(mine[-1].output_bytes) if after else 0
     saved = _total(layer.saved_bytes for layer in mine)
-    leaving = _leaving(mine, offloaded * saved)
-    staying = _total(layer.saved_bytes for layer in mine[leaving:])
+    staying = _total(layer.saved_bytes for layer in mine[leaving:]) + sum(carried[:leaving])
     busy, alone = _transfers(machine, device, max(layout.device_of) + 1, saved - staying)
     overhead = value_of(machine.op_overhead_ns)
     messages = incoming + outgoing
@@ -251,7 +396,7 @@ def _stage(layers: list[Layer], layout: Layout, index: int, machine: Machine, of
         saved=saved,
         residue=sum(residue_bytes(layer) for layer in mine),
         captured=_total(layer.captured_bytes for layer in mine),
-        checkpoint=value_of(mine[0].checkpoint_bytes),
+        checkpoint=value_of(mine[0].checkpoint_bytes) + sum(carried),
         forward_extra=messages + _largest(layer.forward_transient_bytes for layer in mine),
         backward_input_extra=messages + _largest(layer.backward_input_transient_bytes for layer in mine),
         backward_weight_extra=_largest(layer.backward_weight_transient_bytes for layer in mine),
@@ -260,6 +405,8 @@ def _stage(layers: list[Layer], layout: Layout, index: int, machine: Machine, of
         staying_layers=len(mine) - leaving,
         incoming=incoming,
         outgoing=outgoing,
+        accumulators=accumulators,
+        gradient=gradient,
     )
 
 
@@ -317,6 +464,8 @@ SIZES = (
     "backward_extra",
     "incoming",
     "outgoing",
+    "accumulators",
+    "gradient",
 )
 
 
@@ -330,9 +479,10 @@ def coarsen(problem: Problem, reference: int = 0) -> Problem:
     and rounding its starts down gives a schedule of the coarse problem, so (coarse optimum) x tick_ns / stretch is a
     lower bound in ns. Sizes are divided by their common divisor, budgets rounded down, which loses nothing.
     """
-    times = [getattr(stage, name) for stage in problem.stages for name in DURATIONS]
+    every = [stage for stages in problem.classes or (problem.stages,) for stage in stages]
+    times = [getattr(stage, name) for stage in every for name in DURATIONS]
     tick = _tick([time for time in times if time > 0], problem, reference)
-    sizes = [getattr(stage, name) for stage in problem.stages for name in SIZES]
+    sizes = [getattr(stage, name) for stage in every for name in SIZES]
     unit = math.gcd(*sizes) or 1
     stretch = 1.0
 
@@ -343,17 +493,20 @@ def coarsen(problem: Problem, reference: int = 0) -> Problem:
             stretch = max(stretch, rounded * tick / value)
         return rounded
 
-    stages = tuple(
-        replace(
-            stage,
-            **{name: duration(name, getattr(stage, name)) for name in DURATIONS},
-            **{name: getattr(stage, name) // unit for name in SIZES},
+    def coarse(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+        return tuple(
+            replace(
+                stage,
+                **{name: duration(name, getattr(stage, name)) for name in DURATIONS},
+                **{name: getattr(stage, name) // unit for name in SIZES},
+            )
+            for stage in stages
         )
-        for stage in problem.stages
-    )
+
     return replace(
         problem,
-        stages=stages,
+        stages=coarse(problem.stages),
+        classes=tuple(map(coarse, problem.classes)),
         budget=tuple(size // unit for size in problem.budget),
         host_budget=None if problem.host_budget is None else problem.host_budget // unit,
         tick_ns=problem.tick_ns * tick,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from optpipe_compiler.model.problem import Problem
+    from optpipe_compiler.model.problem import Problem, Stage
 
 Ints = NDArray[np.int64]
 NONE = -1
@@ -44,7 +44,7 @@ class Mode(IntEnum):
 
 
 class Task(NamedTuple):
-    """One op of one stage and microbatch."""
+    """One op of one stage and microbatch, or unit (Problem) where microbatches are cut."""
 
     kind: Kind
     stage: int
@@ -115,7 +115,8 @@ class Schedule:
     def is_alone(self, transfer: Task) -> bool:
         """Whether the transfer overlaps none of the other direction of its link, and so takes less time."""
         taken = self.end(transfer) - int(self.ticks[transfer])
-        return bool(taken == _alone_lengths(self.problem)[transfer.kind, transfer.stage])
+        number = self.problem.class_of(transfer.microbatch)
+        return bool(taken == _alone_lengths(self.problem)[transfer.kind, transfer.stage, number])
 
     @cached_property
     def _ends(self) -> Ints:
@@ -129,7 +130,7 @@ class Schedule:
         """All tasks as arrays."""
         kind, stage, microbatch = np.nonzero(self.ticks != NONE)
         start = self.ticks[kind, stage, microbatch]
-        return Columns(kind, stage, microbatch, start, _ends(self.problem, kind, stage, start))
+        return Columns(kind, stage, microbatch, start, _ends(self.problem, kind, stage, microbatch, start))
 
     @cached_property
     def makespan(self) -> int:
@@ -153,7 +154,10 @@ class Schedule:
 
     @cached_property
     def sequence(self) -> list[Task]:
-        """All tasks by start; at one moment what ends first (ops of no length), then by microbatch and data flow."""
+        """All tasks by start; at one moment what ends first (ops of no length), then by microbatch and data flow.
+
+        Slices of a microbatch ascend in forwards and offloads, and descend on the way back.
+        """
         tasks = self.columns.tasks()
         return [tasks[row] for row in self.rows.tolist()]
 
@@ -162,7 +166,9 @@ class Schedule:
         """The place in `columns` of each task of `sequence`."""
         kind, stage, microbatch, start, end = self.columns
         depth = np.where(kind == Kind.F, stage, 2 * len(self.problem.stages) - stage)
-        return np.lexsort((stage, kind, depth, _PHASE[kind], microbatch, end, start))
+        whole, slice = np.divmod(microbatch, self.problem.slices)
+        turn = np.where(_THERE[kind], slice, -slice)
+        return np.lexsort((stage, kind, depth, turn, _PHASE[kind], whole, end, start))
 
     @cached_property
     def plan(self) -> Plan:
@@ -192,12 +198,15 @@ class Schedule:
     @cached_property
     def host_peaks(self) -> tuple[int, ...]:
         """Most host memory that each device's offloads hold at one time (units)."""
-        moved = np.array([stage.moved for stage in self.problem.stages])
+        moved = np.array(
+            [[stage.moved for stage in stages] for stages in self.problem.classes or [self.problem.stages]]
+        )
         device = np.array([stage.device for stage in self.problem.stages])
-        kind, stage, _, start, end = self.columns
+        kind, stage, microbatch, start, end = self.columns
+        number = classes(self.problem)[microbatch]
         away, back = kind == Kind.D, kind == Kind.H
         times = np.concatenate([start[away], end[back]])
-        sizes = np.concatenate([moved[stage[away]], -moved[stage[back]]])
+        sizes = np.concatenate([moved[number[away], stage[away]], -moved[number[back], stage[back]]])
         owners = device[np.concatenate([stage[away], stage[back]])]
         peaks = []
         for d in range(self.problem.devices):
@@ -213,15 +222,18 @@ class Schedule:
 
 _PHASE = np.array([0, 3, 4, 3, 2, 1, 1])
 """By kind: what comes first of one microbatch at one moment."""
+_THERE = np.array([kind in (Kind.F, Kind.D) for kind in Kind])
+"""By kind: whether slices of a microbatch ascend."""
 
 
-def _ends(problem: Problem, kind: Ints, stage: Ints, start: Ints) -> Ints:
+def _ends(problem: Problem, kind: Ints, stage: Ints, microbatch: Ints, start: Ints) -> Ints:
     """Return when tasks complete: those of compute, and transfers that may meet one of the other direction.
 
     As few meet as can be: all transfers are taken to be alone; pairs that then overlap no longer are, until none do.
     """
-    longest = start + lengths(problem)[kind, stage]
-    end = start + _alone_lengths(problem)[kind, stage]
+    number = classes(problem)[microbatch]
+    longest = start + lengths(problem)[kind, stage, number]
+    end = start + _alone_lengths(problem)[kind, stage, number]
     rows = np.nonzero(end < longest)[0]
     link_of = np.array([NONE if link is None else link for link in problem.link_of])
     link = link_of[np.array([one.device for one in problem.stages])[stage]]
@@ -243,22 +255,33 @@ def _ends(problem: Problem, kind: Ints, stage: Ints, start: Ints) -> Ints:
 
 @lru_cache(maxsize=64)
 def lengths(problem: Problem) -> Ints:
-    """Return `duration` as an array [kind, stage], not to be written to."""
-    return np.array([[duration(problem, Task(kind, s, 0)) for s in range(len(problem.stages))] for kind in Kind])
+    """Return the lengths of tasks in ticks as an array [kind, stage, class of units], not to be written to."""
+    every = problem.classes or (problem.stages,)
+    return np.array([[[_length(stages[s], kind) for stages in every] for s in range(len(every[0]))] for kind in Kind])
+
+
+@lru_cache(maxsize=64)
+def classes(problem: Problem) -> Ints:
+    """Return `Problem.class_of` by unit, not to be written to."""
+    return np.array([problem.class_of(unit) for unit in range(problem.microbatches)], dtype=np.int64)
 
 
 @lru_cache(maxsize=64)
 def _alone_lengths(problem: Problem) -> Ints:
     """Return the same for transfers while the other direction of their link is idle."""
     short = lengths(problem).copy()
-    short[Kind.D] = [stage.offload_alone for stage in problem.stages]
-    short[Kind.H] = [stage.reload_alone for stage in problem.stages]
+    every = problem.classes or (problem.stages,)
+    short[Kind.D] = np.array([[stage.offload_alone for stage in stages] for stages in every]).T
+    short[Kind.H] = np.array([[stage.reload_alone for stage in stages] for stages in every]).T
     return short
 
 
 def duration(problem: Problem, task: Task) -> int:
     """Return the task's length in ticks; a transfer's while the other direction of its link is busy."""
-    stage = problem.stages[task.stage]
+    return _length(problem.at(task.stage, task.microbatch), task.kind)
+
+
+def _length(stage: Stage, kind: Kind) -> int:
     return (
         stage.forward,
         stage.backward_input,
@@ -267,7 +290,7 @@ def duration(problem: Problem, task: Task) -> int:
         stage.recompute,
         stage.offload,
         stage.reload,
-    )[task.kind]
+    )[kind]
 
 
 def value(schedule: Schedule, objective: str) -> int:

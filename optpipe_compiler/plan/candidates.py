@@ -18,6 +18,7 @@ from optpipe_compiler.published import METHODS, NotDefined, earliest, is_for, pu
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from optpipe_compiler.model.problem import Stage
     from optpipe_compiler.plan.incumbents import Attempt, Incumbents, Need
 
 SCREENED = 20_000
@@ -51,10 +52,11 @@ class Candidates:
 
     def __init__(self, incumbents: Incumbents) -> None:
         self.incumbents = incumbents
+        self._all_selective = max((one.layout.selective for one in incumbents.attempts), key=len)
         self.tried: dict[str, list[Tried]] = {}
         """For each name, one entry per placement, and one more where it fits that only by waiting for memory.
 
-        Placements with selective recompute, which no paper has, are left out.
+        Placements with selective recompute count for those alone that are for all layers with it.
         """
 
     def steps(self, names: Iterable[str] | None = None) -> Iterator[None]:
@@ -68,7 +70,7 @@ class Candidates:
             (attempt, name)
             for attempt in sorted(self.incumbents.attempts, key=lambda a: (a.placed != ("linear", 1), -a.layout.stages))
             for name in (METHODS if names is None else names)
-            if is_for(name, attempt.placed) and not attempt.is_partial
+            if self._is_for(name, attempt) and not attempt.is_partial
         ]
         for attempt, name in pairs:
             outcome = self._screened(attempt, name)
@@ -102,16 +104,23 @@ class Candidates:
                 f"({show_bytes(min(needed))}) on its fullest device"
             )
         reasons = sorted({one.reason for one in tried if one.reason is not None})
+        is_cut = METHODS[name].sliced
+        if not any((attempt.problem.slices > 1) == is_cut for attempt in self.incumbents.attempts):
+            reasons = [f"is for microbatches {'' if is_cut else 'not '}cut into slices, expected another --slices"]
         raise BadInput(f"--method {name}: {'; '.join(reasons) or METHODS[name].not_searched}")
 
     def baselines(self) -> dict[str, ir.Baseline]:
-        """Return papers, stock and compositions to compare with: each at its best that fits, over its placements."""
-        return {name: self._baseline(name) for name in METHODS}
+        """Return papers, stock and compositions to compare with: each at its best that fits, over its placements.
+
+        Those of slices are there where slices are searched, those of whole microbatches where these are.
+        """
+        kinds = {attempt.problem.slices > 1 for attempt in self.incumbents.attempts}
+        return {name: self._baseline(name) for name, method in METHODS.items() if method.sliced in kinds}
 
     def _baseline(self, name: str) -> ir.Baseline:
         tried, whose = self.tried.get(name, []), METHODS[name].kind
         kind = UNSET if whose == "own" else whose  # older tools know three kinds
-        could = any(is_for(name, attempt.placed) for attempt in self.incumbents.attempts)
+        could = any(self._is_for(name, attempt) for attempt in self.incumbents.attempts)
         reasons = [one.reason for one in tried if one.reason is not None]
         reason = next(iter(reasons), "not tried" if could else METHODS[name].not_searched)
         known = [(one, one.need) for one in tried if one.makespan is not None and one.need is not None]
@@ -123,8 +132,14 @@ class Candidates:
         return ir.Baseline(makespan_ns=best.makespan, peak_bytes=need.peak_bytes, fits=fits, reason=remark, kind=kind)
 
     def _remember(self, attempt: Attempt, name: str, outcome: list[Tried]) -> None:
-        if not attempt.layout.selective:
+        if METHODS[name].is_selective or not attempt.layout.selective:
             self.tried.setdefault(name, []).extend(outcome)
+
+    def _is_for(self, name: str, attempt: Attempt) -> bool:
+        """Whether the schedule is worth trying there: the selective ones where all layers are that can."""
+        return is_for(name, attempt.placed, is_sliced=attempt.problem.slices > 1) and (
+            not METHODS[name].is_selective or (attempt.layout.selective == self._all_selective != frozenset())
+        )
 
     def _screened(self, attempt: Attempt, name: str) -> list[Tried] | _Promise:
         """Try a schedule in full where that is quick, else by its first microbatches.
@@ -137,7 +152,7 @@ class Candidates:
             if not self._is_large(attempt):
                 return self._whole(attempt, name)
             problem = attempt.problem
-            few, more = problem.devices, 2 * problem.devices
+            few, more = problem.devices * problem.slices, 2 * problem.devices * problem.slices
             short = replace(problem, microbatches=few)
             first = published(short, name, transfers=False)
             work = max(sum(problem.stages[s].work for s in problem.stages_of(d)) for d in range(problem.devices))
@@ -195,18 +210,24 @@ class Candidates:
 
 def _repeats(attempt: Attempt) -> bool:
     """Whether there are more microbatches than show how a schedule goes on."""
-    return attempt.problem.microbatches > 2 * attempt.problem.devices
+    problem = attempt.problem
+    is_uniform = problem.slicing is None or len(problem.slicing.cuts) == 1
+    return is_uniform and problem.whole > 2 * problem.devices
 
 
 def _least_peaks(timed: Schedule, away: set[int]) -> list[int]:
     """Return the peaks per device as if the activations of the stages `away` took no memory."""
-    stages = tuple(
-        replace(stage, saved=0, residue=0, captured=0, checkpoint=0) if s in away else stage
-        for s, stage in enumerate(timed.problem.stages)
-    )
     from optpipe_compiler.machine.orders import peaks
 
-    return peaks(Schedule(replace(timed.problem, stages=stages), timed.method, timed.ticks))
+    def emptied(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+        return tuple(
+            replace(stage, saved=0, staying=0, residue=0, captured=0, checkpoint=0) if s in away else stage
+            for s, stage in enumerate(stages)
+        )
+
+    problem = timed.problem
+    less = replace(problem, stages=emptied(problem.stages), classes=tuple(map(emptied, problem.classes)))
+    return peaks(Schedule(less, timed.method, timed.ticks))
 
 
 def _waits(makespan_ns: int, peak_bytes: int) -> str:

@@ -124,21 +124,21 @@ class Start:
 
     def policy(self, problem: Problem) -> Policy:
         """Return the policy that treats activations as the start does, most of each part of the step."""
-        from optpipe_compiler.machine.policy import PARITIES, PARTS, policy
+        from optpipe_compiler.machine.policy import PARTS, policy
 
         stages = range(len(problem.stages))
         found = policy(problem, np.zeros(len(problem.stages), np.int64))
-        count = self.modes.shape[1]
+        count, sorts = self.modes.shape[1], found.modes.shape[2]
         fill = min(problem.devices, count // 2)
         drain = min(problem.devices, count - fill)
         ends = (0, fill, count - drain, count)
         for part in range(PARTS):
-            for parity in range(PARITIES):
-                inside = [m for m in range(ends[part], ends[part + 1]) if m % PARITIES == parity]
+            for sort in range(sorts):
+                inside = [m for m in range(ends[part], ends[part + 1]) if m % sorts == sort]
                 for s in stages if inside else ():
                     mode = int(np.bincount(self.modes[s, inside], minlength=3).argmax())
                     able = (True, problem.can_offload(s), problem.can_recompute(s))[mode]
-                    found.modes[part, s, parity] = mode if able else Mode.KEEP
+                    found.modes[part, s, sort] = mode if able else Mode.KEEP
         if problem.freedom.split:
             for device in range(problem.devices):
                 for turn, s in enumerate(problem.stages_of(device)):

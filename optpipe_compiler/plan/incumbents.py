@@ -53,13 +53,14 @@ class Attempt:
     @property
     def is_partial(self) -> bool:
         """Whether an offload leaves a part of the activation on the device, as published schedules never do."""
-        return any(stage.staying for stage in self.problem.stages)
+        return any(stage.staying_layers for stage in self.problem.stages)
 
     @cached_property
     def has_instants(self) -> bool:
         """Whether some op may take no time: what it holds depends on the order within a moment, as lowering has it."""
         problem = self.problem
-        for s, stage in enumerate(problem.stages):
+        every = problem.classes or (problem.stages,)
+        for s, stage in ((s, stage) for stages in every for s, stage in enumerate(stages)):
             lengths = [stage.forward, stage.backward, stage.backward_input, stage.backward_weight]
             lengths += [stage.recompute] * problem.can_recompute(s)
             lengths += [stage.offload_alone, stage.reload_alone] * problem.can_offload(s)

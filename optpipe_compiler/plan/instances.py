@@ -17,10 +17,12 @@ from optpipe_compiler.plan.budget import lowering_s
 from optpipe_compiler.plan.cuts import most_bytes, others, with_ties
 from optpipe_compiler.plan.options import settled
 from optpipe_compiler.plan.selective import selectively
+from optpipe_compiler.plan.slices import slicings
+from optpipe_compiler.published import METHODS
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents.profile import Profile
-    from optpipe_compiler.model.problem import Problem
+    from optpipe_compiler.model.problem import Problem, Slicing
     from optpipe_compiler.plan.options import Options
 
 SEVERAL: dict[str, tuple[int, ...]] = {"linear": (1,), "loop": (2, 3, 4), "v": (2, 4)}
@@ -66,8 +68,10 @@ def layouts(profile: Profile, options: Options) -> list[Layout]:
     if wanted is None and options.placement in ("auto", "linear"):
         found += [by_layers(one) for one in found[:1] if _is_tight(profile, one, options.mem_bytes)]
     found += [tied for one in even if (tied := with_ties(profile, one)) is not None]
-    if options.recompute and options.method is None:
+    if options.method is None and options.recompute:
         found += list(selectively(profile, found, options.mem_bytes))
+    elif options.method in METHODS and METHODS[options.method].is_selective:
+        found += list(selectively(profile, found, 0))
     return found
 
 
@@ -102,11 +106,19 @@ def instances(profile: Profile, options: Options) -> list[tuple[Layout, Problem]
     assert options.microbatches is not None
     caps = Caps(options.mem_bytes, options.host_mem_bytes)
     freedom = Freedom(options.offload, options.recompute, options.split)
-    whole = [(one, build(profile, one, options.microbatches, caps, freedom)) for one in layouts(profile, options)]
-    parts = [(one, build(profile, one, options.microbatches, caps, freedom, link_share(p))) for one, p in whole]
-    found = whole + [(one, p) for one, p in parts if any(stage.staying for stage in p.stages)]
+    placed = layouts(profile, options)
 
-    def like(one: Layout, share: float) -> Problem | None:
+    def made(one: Layout, share: float, slicing: Slicing | None) -> Problem:
+        assert options.microbatches is not None
+        return build(profile, one, options.microbatches, caps, freedom, share, slicing)
+
+    simplest = placed[0] if placed[0].stages == options.devices else _linear(profile, options)
+    cuts = slicings(profile, options, lambda slicing: made(simplest, 1.0, slicing))
+    whole = [(one, made(one, 1.0, slicing)) for slicing in cuts for one in placed]
+    parts = [(one, made(one, link_share(p), p.slicing)) for one, p in whole]
+    found = whole + [(one, p) for one, p in parts if any(stage.staying_layers for stage in p.stages)]
+
+    def like(one: Layout, share: float, slicing: Slicing | None) -> Problem | None:
         assert options.microbatches is not None
         if options.keep is not None and not seeds.is_placed(one, options.keep.schedule):
             return None
@@ -114,9 +126,18 @@ def instances(profile: Profile, options: Options) -> list[tuple[Layout, Problem]
         per_device = options.stages_per_device
         if not is_allowed or (per_device is not None and one.stages != per_device * (options.devices or 0)):
             return None
-        return build(profile, one, options.microbatches, caps, freedom, share)
+        if options.slices not in ("auto", 1 if slicing is None else slicing.slices):
+            return None
+        return made(one, share, slicing)
 
     return found + list(seeds.added(options.seeds, profile, found, like))
+
+
+def _linear(profile: Profile, options: Options) -> Layout:
+    """Return one stage per device."""
+    assert options.devices is not None
+    work = [value_of(layer.forward_ns) + fused_ns(layer) for layer in profile.expanded_layers()]
+    return layout("linear", options.devices, 1, work)
 
 
 def in_time(found: list[tuple[Layout, Problem]], options: Options) -> list[tuple[Layout, Problem]]:

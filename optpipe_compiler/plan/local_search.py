@@ -113,9 +113,11 @@ class _Climber:
 
 def shortened(problem: Problem) -> Problem:
     """Return the problem with no more microbatches than show its fill, its middle and its drain."""
-    devices, stages = problem.devices, len(problem.stages)
-    few = 4 * devices if 4 * devices * stages <= WHOLE else 2 * devices
-    return replace(problem, microbatches=min(problem.microbatches, max(4, few)))
+    devices, stages, slices = problem.devices, len(problem.stages), problem.slices
+    if problem.slicing is not None and len(problem.slicing.cuts) > 1:
+        return problem
+    few = 4 * devices if 4 * devices * slices * stages <= WHOLE else 2 * devices
+    return replace(problem, microbatches=min(problem.microbatches, max(4, few) * slices))
 
 
 class LocalSearch:

@@ -36,17 +36,22 @@ def modulo(problem: Problem, group: int, forwards_first: bool) -> tuple[Times, T
     for s, stage in enumerate(stages):
         there.append(grid.place(s, time, 0))
         time = grid.at(s, there[-1]) + stage.forward + stage.send_activation
+    time = grid.times(len(stages) - 1, there[-1], 0)[problem.slices - 1] + stages[-1].forward
     grid.clear()
-    time -= stages[-1].send_activation
     for s in reversed(range(len(stages))):
         back.append(grid.place(s, time, forward))
         time = grid.at(s, back[-1]) + forward + stages[s].backward_input + stages[s].send_gradient
     back.reverse()
     return (
         [grid.times(s, there[s], 0) for s in range(len(stages))],
-        [grid.times(s, back[s], forward) for s in range(len(stages))],
-        [grid.times(s, back[s], forward + middle) for s in range(len(stages))],
+        [_of_units(problem, grid.times(s, back[s], forward)) for s in range(len(stages))],
+        [_of_units(problem, grid.times(s, back[s], forward + middle)) for s in range(len(stages))],
     )
+
+
+def _of_units(problem: Problem, times: list[int]) -> list[int]:
+    """Return the times by unit of backwards whose times by position are given."""
+    return [times[problem.back(unit)] for unit in range(len(times))]
 
 
 class _Grid:

@@ -40,6 +40,10 @@ class Options:
     """Whether to run the exact search after the heuristics."""
     workers: int = 0
     """Search threads; 0: one per core."""
+    slices: int | Literal["auto"] | None = None
+    """Slices of every microbatch; None: auto where all layers can run slice by slice, else 1."""
+    lengths: tuple[int, ...] | None = None
+    """Tokens of each microbatch; None: all are as long as the profile's."""
     seeds: tuple[ir.Checked, ...] = ()
     """Earlier schedules; the result is no worse than one of them that still fits (plan/seeds.py)."""
     noise: float | None = None
@@ -69,13 +73,17 @@ def settled(profile: Profile, options: Options) -> Options:
     host = options.host_mem_bytes
     if host is None and profile.machine.host_memory_bytes is not None:
         host = value_of(profile.machine.host_memory_bytes)
-    return replace(
+    count = len(options.lengths) if options.lengths is not None else 4 * devices
+    chosen = replace(
         options,
         devices=devices,
-        microbatches=options.microbatches or 4 * devices,
+        microbatches=options.microbatches or count,
+        slices=("auto" if _is_sliceable(profile) else 1) if options.slices is None else options.slices,
         host_mem_bytes=host,
         time_limit_s=next(s for most, s in TIME_LIMITS if devices <= most) if limit is None else limit,
     )
+    _check_units(profile, chosen)
+    return chosen
 
 
 def _check_kept(kept: ir.Setup, options: Options, devices: int, layers: int) -> None:
@@ -106,4 +114,33 @@ def recorded(options: Options) -> dict[str, str | int | float | bool | None]:
         "method": options.method,
         **({} if options.noise is None else {"noise": options.noise}),
         **({} if options.keep is None else {"keep_placement": options.keep.schedule.digest}),
+        **({} if options.slices == 1 else {"slices": options.slices}),
     }
+
+
+def _check_units(profile: Profile, options: Options) -> None:
+    """Raise BadInput for slices or lengths that the profile does not allow, in one sentence."""
+    lengths, number, tokens = options.lengths, options.slices, profile.tokens
+    if isinstance(number, int) and number < 1:
+        raise BadInput(f"--slices is {number}, expected at least 1, or auto")
+    if lengths is not None:
+        if tokens is None:
+            raise BadInput("--lengths needs to know how long the profile's sequences are, expected $.sequence_length")
+        if len(lengths) != options.microbatches:
+            raise BadInput(f"--lengths has {len(lengths)} lengths, expected one for each of {options.microbatches}")
+        if min(lengths) < 1:
+            raise BadInput(f"--lengths has a length of {min(lengths)}, expected at least 1 token")
+    if number in (None, 1, "auto"):
+        return
+    assert isinstance(number, int)
+    unable = next((layer.name for layer in profile.layers if layer.slices is None), None)
+    if unable is not None:
+        raise BadInput(f"--slices is {number}, but layer {unable!r} cannot run slice by slice, expected 1")
+    shortest = min(lengths or (tokens or 1,))
+    if number > shortest:
+        raise BadInput(f"--slices is {number}, expected at most the {shortest} tokens of a sequence")
+
+
+def _is_sliceable(profile: Profile) -> bool:
+    """Whether all layers can run slice by slice."""
+    return profile.tokens is not None and all(layer.slices is not None for layer in profile.layers)

@@ -13,10 +13,12 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import UnsetType
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.model.placement import Layout, stage_devices
+from optpipe_compiler.model.problem import Slicing
 from optpipe_compiler.model.schedule import NONE, Ints, Kind, Schedule, Stuck
 from optpipe_compiler.plan.carried import Start, to_microbatches
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from optpipe_compiler.documents.profile import Profile
-    from optpipe_compiler.model.problem import Problem
+    from optpipe_compiler.model.problem import Problem, Stage
     from optpipe_compiler.plan.incumbents import Attempt, Incumbents
 
 KINDS = {
@@ -43,7 +45,7 @@ def added(
     seeds: Iterable[ir.Checked],
     profile: Profile,
     known: list[tuple[Layout, Problem]],
-    like: Callable[[Layout, float], Problem | None],
+    like: Callable[[Layout, float, Slicing | None], Problem | None],
 ) -> Iterator[tuple[Layout, Problem]]:
     """Yield the instances of seeds that are not among the known ones.
 
@@ -56,7 +58,7 @@ def added(
             continue
         if any(one == replace(layout, name=one.name) and _read(seed.schedule, problem, one) for one, problem in found):
             continue
-        problem = like(layout, offloaded_share(seed.schedule, profile))
+        problem = like(layout, offloaded_share(seed.schedule, profile), slicing_of(seed.schedule))
         if problem is not None and _read(seed.schedule, problem, layout) is not None:
             found.append((layout, problem))
             yield found[-1]
@@ -80,7 +82,7 @@ def plant(incumbents: Incumbents, seeds: Iterable[ir.Checked]) -> None:
                 "it is not taken over"
             )
     for attempt in incumbents.attempts:
-        if attempt.best is not None:
+        if attempt.best is not None and attempt.problem.slicing is None:
             halves = np.array([stage.backward_input for stage in attempt.problem.stages])
             attempt.starts.append(Start.of(attempt.best.ticks, halves))
 
@@ -105,6 +107,14 @@ def layout_or_given(schedule: ir.Schedule) -> Layout:
 def is_placed(one: Layout, schedule: ir.Schedule) -> bool:
     """Whether cut and owners are those of the schedule, so that no weight moves."""
     return (one.cuts, one.device_of) == (_cuts(schedule), tuple(stage.device for stage in schedule.stages))
+
+
+def slicing_of(schedule: ir.Schedule) -> Slicing | None:
+    """Return how a file cuts microbatches, and how long they are."""
+    units = schedule.setup.units
+    if isinstance(units, UnsetType):
+        return None
+    return Slicing(units.tokens, tuple(map(tuple, units.cuts)), tuple(units.shape_of))
 
 
 def offloaded_share(schedule: ir.Schedule, profile: Profile) -> float:
@@ -135,7 +145,7 @@ def _timed(seed: ir.Schedule, problem: Problem, layout: Layout) -> Iterator[Sche
         return
     starts, ends = found
     count = seed.setup.microbatches
-    if count != problem.microbatches:
+    if count != problem.whole:
         for carried in to_microbatches(starts, problem.microbatches, (1, 2, problem.devices)):
             with suppress(Stuck):
                 yield retime(Schedule(problem, seed.forecast.method, carried), problem)
@@ -144,7 +154,7 @@ def _timed(seed: ir.Schedule, problem: Problem, layout: Layout) -> Iterator[Sche
     columns = timed.columns
     is_sent = all(
         stage.send_activation <= cost.send_activation_ns and stage.send_gradient <= cost.send_gradient_ns
-        for stage, cost in zip(problem.stages, seed.forecast.stages, strict=True)
+        for stage, cost in zip(_by_stage(problem), seed.forecast.stages, strict=True)
     )
     if is_sent and (columns.end <= ends[columns.kind, columns.stage, columns.microbatch]).all():
         yield timed
@@ -157,19 +167,27 @@ def _elsewhere(seed: ir.Schedule, attempt: Attempt) -> Start | None:
     found = layout_of(seed)
     if found is None or seed.setup.devices == attempt.problem.devices or found.name != attempt.layout.name:
         return None
+    if slicing_of(seed) is not None or attempt.problem.slicing is not None:
+        return None
     starts, _ = _times(seed)
     halves = np.array([cost.backward_input_ns for cost in seed.forecast.stages])
     moved = Start.of(starts, halves).of_devices(found.device_of, attempt.layout.device_of)
     return None if moved is None else moved.of_microbatches(attempt.problem.microbatches)
 
 
+def _by_stage(problem: Problem) -> list[Stage]:
+    """Return the figures of each stage and class of units, in the order of a file's costs."""
+    every = problem.classes or (problem.stages,)
+    return [stages[s] for s in range(len(problem.stages)) for stages in every]
+
+
 def _read(seed: ir.Schedule, problem: Problem, layout: Layout) -> tuple[Ints, Ints] | None:
-    """Return starts and ends [kind, stage, microbatch] of the seed; None where the instance has not the same ops."""
+    """Return starts and ends [kind, stage, unit] of the seed; None where the instance has not the same ops."""
     if layout.cuts != _cuts(seed) or layout.device_of != tuple(stage.device for stage in seed.stages):
         return None
     if layout.selective != _selective(seed):
         return None
-    if seed.setup.devices != problem.devices:
+    if seed.setup.devices != problem.devices or slicing_of(seed) != problem.slicing:
         return None
     lanes = (op for device in seed.devices for lane in (device.compute, device.d2h, device.h2d) for op in lane)
     if not all(_is_possible(op, problem, layout) for op in lanes if op.name in KINDS):
@@ -178,14 +196,15 @@ def _read(seed: ir.Schedule, problem: Problem, layout: Layout) -> tuple[Ints, In
 
 
 def _times(seed: ir.Schedule) -> tuple[Ints, Ints]:
-    """Return starts and ends [kind, stage, microbatch]; of several recomputes or copies of one stage the last."""
-    shape = len(Kind), len(seed.stages), seed.setup.microbatches
+    """Return starts and ends [kind, stage, unit]; of several recomputes or copies of one stage the last."""
+    shape = len(Kind), len(seed.stages), seed.setup.microbatches * seed.setup.slices
     starts, ends = np.full(shape, NONE, np.int64), np.full(shape, NONE, np.int64)
     for times in seed.forecast.times:
         ops = getattr(seed.devices[times.device], times.lane)
         for op, start, end in zip(ops, times.start_ns, times.end_ns, strict=True):
             if op.name in KINDS:
-                place = KINDS[op.name], op.stage, op.microbatch
+                unit = op.microbatch * seed.setup.slices + (op.slice_or_none or 0)
+                place = KINDS[op.name], op.stage, unit
                 starts[place], ends[place] = start, end
     return starts, ends
 

@@ -78,7 +78,7 @@ def spared(schedule: Schedule, budget: Sequence[int]) -> Schedule:
 def _away(schedule: Schedule, device: int) -> Iterator[_Away]:
     """Yield the activations of a device that are not there, or not whole, between forward and backward."""
     for task in schedule.sequence:
-        stage = schedule.problem.stages[task.stage]
+        stage = schedule.problem.at(task.stage, task.microbatch)
         if stage.device == device and task.kind is Kind.D:
             reload = Task(Kind.H, task.stage, task.microbatch)
             yield schedule.end(task), reload, stage.moved, [task, reload]

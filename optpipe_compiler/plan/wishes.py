@@ -37,6 +37,9 @@ ORDERS = (
     "v-min",
     "zb-h1",
     "zb-h2",
+    "seq1f1b-zb",
+    "seq1f1b-interleaved-zb",
+    "slimpipe",
 )
 """Published orders that are worth a wish; the others are special cases of these or of `modulo`."""
 STAYS = (0.5, 1.5, 3.0, 5.0)
@@ -48,7 +51,7 @@ def names(problem: Problem, placed: Placed) -> list[str]:
     groups = sorted({1, 2, max(1, problem.devices // 2), problem.devices} & set(range(1, problem.devices + 1)))
     steady = [f"modulo-{group}{back}" for group in groups for back in ("", "-back")]
     own = [name for name, method in METHODS.items() if method.kind == "own"]
-    return steady + [name for name in (*ORDERS, *own) if is_for(name, placed)]
+    return steady + [name for name in (*ORDERS, *own) if is_for(name, placed, is_sliced=problem.slices > 1)]
 
 
 def wish(problem: Problem, name: str) -> Wish:

@@ -33,6 +33,8 @@ from optpipe_compiler.published.own import PLACEMENTS as NAMES
 from optpipe_compiler.published.own import OwnOrder, recipe_of
 from optpipe_compiler.published.pipeoffload import offloading, po_f, po_h
 from optpipe_compiler.published.recompute import recomputing
+from optpipe_compiler.published.seq1f1b import seq1f1b, seq1f1b_interleaved, seq1f1b_interleaved_zb, seq1f1b_zb
+from optpipe_compiler.published.slimpipe import slimpipe
 from optpipe_compiler.published.streaming import streaming
 from optpipe_compiler.published.transfers import timed
 from optpipe_compiler.published.v_half import v_half
@@ -70,10 +72,16 @@ class Method:
     kind: BaselineKind | Literal["own"]
     """own: registered from outside of this package."""
     source: str
+    is_selective: bool = False
+    """Whether it is for layers that all make their cheap tensors again in their backward, where they can."""
+    sliced: bool = False
+    """Whether it is for microbatches that are cut into slices, or else for whole ones."""
 
     @property
     def not_searched(self) -> str:
         """Say which placements it is for."""
+        if self.is_selective:
+            return "is for layers that can make cheap tensors again, under a cap that does not hold all of them"
         counts = [str(count) for _, count in self.placements]
         several = " or ".join([", ".join(counts[:-1]), counts[-1]] if len(counts) > 1 else counts)
         stages = "1 stage" if several == "1" else f"{several} stages"
@@ -85,6 +93,7 @@ _INTERLEAVED = "arXiv:2104.04473"
 _ZERO_BUBBLE = "arXiv:2401.10241"
 _CONTROLLABLE = "arXiv:2405.15362"
 _PIPEOFFLOAD = "arXiv:2503.01328"
+_SEQ1F1B = "arXiv:2406.03488"
 _CHECKPOINTING = "Megatron-LM"
 _HOOKS = "torchtune"
 
@@ -117,6 +126,25 @@ def _compositions() -> dict[str, Method]:
             found[full] = Method(recomputing(full, order, number), _more_than(number), "composition", _PIPEOFFLOAD)
     name = "interleaved-zb-recompute"
     found[name] = Method(recomputing(name, interleaved_zb), LOOP, "composition", _ZERO_BUBBLE)
+    return found
+
+
+def _sliced() -> dict[str, Method]:
+    """Return the orders of slices; with recompute and offload, which their papers do not have."""
+    papers = {
+        "seq1f1b": (seq1f1b, LINEAR, _SEQ1F1B),
+        "seq1f1b-zb": (seq1f1b_zb, LINEAR, _SEQ1F1B),
+        "seq1f1b-interleaved": (seq1f1b_interleaved, LOOP, _SEQ1F1B),
+        "seq1f1b-interleaved-zb": (seq1f1b_interleaved_zb, LOOP, _SEQ1F1B),
+        "slimpipe": (slimpipe, LOOP, "arXiv:2504.14519"),
+    }
+    found = {
+        name: Method(order, placed, "paper", source, sliced=True) for name, (order, placed, source) in papers.items()
+    }
+    order, placed, source = papers["seq1f1b"]
+    again, away = recomputing("seq1f1b-recompute", order), streaming("seq1f1b-offload", order)
+    found["seq1f1b-recompute"] = Method(again, placed, "composition", source, sliced=True)
+    found["seq1f1b-offload"] = Method(away, placed, "composition", source, sliced=True)
     return found
 
 
@@ -168,7 +196,10 @@ METHODS: dict[str, Method] = {
     },
     "1f1b-offload": _stock(streaming("1f1b-offload", one_f_one_b), LINEAR, _HOOKS),
     "interleaved-1f1b-offload": _stock(streaming("interleaved-1f1b-offload", interleaved_1f1b), LOOP, _HOOKS),
+    "1f1b-selective": Method(one_f_one_b, LINEAR, "stock", _CHECKPOINTING, is_selective=True),
+    "interleaved-1f1b-selective": Method(interleaved_1f1b, LOOP, "stock", _CHECKPOINTING, is_selective=True),
     **_compositions(),
+    **_sliced(),
 }
 PLACEMENTS: dict[str, tuple[Placed, ...]] = {name: method.placements for name, method in METHODS.items()}
 
@@ -218,6 +249,9 @@ def recipe(problem: Problem, name: str) -> Recipe:
     place in the order: each is offloaded, reloaded and recomputed by itself, as saved-tensor hooks and activation
     checkpointing do.
     """
+    if METHODS[name].sliced != (problem.slices > 1):
+        what = "that are cut into slices" if METHODS[name].sliced else "that are not cut into slices"
+        raise NotDefined(f"{name} is for microbatches {what}")
     is_lifted = is_linear(problem)
     found = METHODS[name].order(joined(problem) if is_lifted else problem)
     whole = found if isinstance(found, Recipe) else Recipe(found)
@@ -243,9 +277,10 @@ def _lifted(problem: Problem, coarse: Recipe, ranges: list[range]) -> Recipe:
     return Recipe(compute, frozenset(offloaded), streaming=coarse.streaming)
 
 
-def is_for(name: str, placed: Placed) -> bool:
+def is_for(name: str, placed: Placed, *, is_sliced: bool = False) -> bool:
     """Whether the published schedule is worth trying on the placement; neighbouring stages count as one."""
-    return (placed if placed[0] != "linear" else ("linear", 1)) in METHODS[name].placements
+    one = placed if placed[0] != "linear" else ("linear", 1)
+    return one in METHODS[name].placements and METHODS[name].sliced == is_sliced
 
 
 __all__ = [

@@ -139,6 +139,14 @@ def grouped(kind: Kind, stages: Iterable[int], microbatches: int, group: int) ->
     ]
 
 
+def in_units(problem: Problem, orders: Order) -> Order:
+    """Return orders whose tasks name positions with the units that are there: backwards of slices descend."""
+    return [
+        [task if task.kind is Kind.F else task._replace(microbatch=problem.back(task.microbatch)) for task in order]
+        for order in orders
+    ]
+
+
 def numbered(steps: Iterable[tuple[Kind, int]], microbatches: int) -> list[Task]:
     """Return `steps` as tasks, the microbatches of each (kind, stage) in order, and leave out those that do not exist.
 

@@ -13,6 +13,7 @@ SYMBOLS = {
     "P": "devices",
     "M": "microbatches of a step",
     "v": "stages of a device",
+    "n": "slices of a microbatch, of equal time",
     "F, I, W, B": "forward, input gradient, weight gradient and both, of all stages of a device, one microbatch",
     "bubble": "idle time of a device",
     "memory": "of the fullest device, in activations of all its stages for one microbatch",
@@ -27,6 +28,8 @@ CITATIONS = {
     "arXiv:2401.10241": "Qi et al., Zero Bubble Pipeline Parallelism",
     "arXiv:2405.15362": "Qi et al., Pipeline Parallelism with Controllable Memory",
     "arXiv:2503.01328": "Wan et al., PipeOffload: Improving Scalability of Pipeline Parallelism",
+    "arXiv:2406.03488": "Sun et al., Seq1F1B: Efficient Sequence-Level Pipeline Parallelism for Large Language Models",
+    "arXiv:2504.14519": "Li et al., SlimPipe: Memory-Thrifty and Efficient Pipeline Parallelism for Long-Context LLMs",
     "github.com/deepseek-ai/DualPipe": "DeepSeek, DualPipe",
     "Megatron-LM": "NVIDIA, Megatron-LM: activation recomputation",
     "torch": "PyTorch, torch.distributed.pipelining: ScheduleInterleavedZeroBubble",
@@ -154,6 +157,41 @@ DESCRIPTIONS = {
         "(P - 1) * (F + I - W) / v",
         "P",
     ),
+    "seq1f1b": Description(
+        "1F1B on slices of sequences: forwards ascend, backwards descend; the warm-up is n - 1 slices longer.",
+        "(P - 1) * (F + B) / n",
+        "(P + n - 1) / n",
+    ),
+    "seq1f1b-zb": Description(
+        "ZB-H1 on slices; weight gradients that are put off fill the end.",
+        "(P - 1) * (F + I - W) / n",
+        "(P + n - 1) / n",
+    ),
+    "seq1f1b-interleaved": Description(
+        "Interleaved 1F1B in groups of P slices, n of which are a microbatch.",
+        "(P - 1) * (F + B) / (n * v)",
+        "(v * P + P + n - 2) / (n * v)",
+    ),
+    "seq1f1b-interleaved-zb": Description(
+        "seq1f1b-interleaved with split backwards; device d puts off its first d weight gradients.",
+        "(P - 1) * (F + I - W) / (n * v)",
+        "(v * P + P + n - 2) / (n * v)",
+    ),
+    "slimpipe": Description(
+        "Interleaved 1F1B on slices, one microbatch after the other; n is a multiple of P.",
+        "(P - 1) * (F + B) / (n * v)",
+        "1 + 2 * (P - 1) / (n * v)",
+    ),
+    "seq1f1b-recompute": Description(
+        "seq1f1b with every forward run again right before its backward.",
+        "as seq1f1b, beside M * F more work",
+        "1 / n, and the keys and values of a microbatch",
+    ),
+    "seq1f1b-offload": Description(
+        "seq1f1b with every activation copied to the host by hooks as soon as it is there, and back in time.",
+        "as seq1f1b where all activations fit through the link",
+        "what is on its way to the host and back, and the keys and values that later slices read",
+    ),
     "1f1b-offload": Description(
         "1F1B with every activation copied to the host by hooks as soon as it is there, and back in time.",
         "as 1f1b where all activations fit through the link",
@@ -171,6 +209,8 @@ def describe(name: str) -> Description | None:
     """Return the description of a method; None for one that is none of METHODS' own."""
     if name in DESCRIPTIONS:
         return DESCRIPTIONS[name]
+    if name.endswith("-selective"):
+        return _selectively(name.removesuffix("-selective"))
     parts = re.fullmatch(r"(.+?)-(recompute|offload)(?:-(\d))?|po-([13])", name)
     if parts is None:
         return None
@@ -180,6 +220,16 @@ def describe(name: str) -> Description | None:
     if order not in DESCRIPTIONS:
         return None
     return _offloaded(order, number) if what == "offload" else _recomputed(order, number)
+
+
+def _selectively(order: str) -> Description | None:
+    if order not in DESCRIPTIONS:
+        return None
+    return Description(
+        f"{order} with results of norms and activation functions made again inside every backward.",
+        f"as {order}, with backwards that take somewhat longer",
+        f"that of {order} less these results",
+    )
 
 
 def _offloaded(order: str, number: str | None) -> Description:

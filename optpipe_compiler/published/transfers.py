@@ -46,7 +46,7 @@ def _streamed(problem: Problem, recipe: Recipe, method: str) -> Schedule:
     """
     from optpipe_compiler.machine.orders import released
 
-    paced = replace(problem, stages=tuple(map(_paced, problem.stages)))
+    paced = replace(problem, stages=_paced(problem.stages), classes=tuple(map(_paced, problem.classes)))
     bare = released(paced, recipe.compute, method=method)
     offloads: list[tuple[int, Task]] = []
     reloads: list[tuple[int, Task]] = []
@@ -62,8 +62,8 @@ def _streamed(problem: Problem, recipe: Recipe, method: str) -> Schedule:
     return released(problem, recipe.compute, (lanes[0], lanes[1]), gates, method=method)
 
 
-def _paced(stage: Stage) -> Stage:
-    return replace(stage, **{name: max(1, getattr(stage, name)) for name in COMPUTE})
+def _paced(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+    return tuple(replace(one, **{name: max(1, getattr(one, name)) for name in COMPUTE}) for one in stages)
 
 
 def _by_link(problem: Problem, transfers: list[Task]) -> list[list[Task]]:
@@ -104,7 +104,7 @@ class Transfers:
 
     def _worth_it(self, key: tuple[int, int]) -> bool:
         """Whether the activation stays so long between forward and backward that it can visit the host."""
-        stage, backward = self.problem.stages[key[0]], self.backward[key]
+        stage, backward = self.problem.at(*key), self.backward[key]
         stay = self.starts[backward] - self._done(Task(Kind.F, *key))
         return stay - duration(self.problem, backward) > ROUND_TRIPS * (stage.offload + stage.reload)
 

@@ -11,19 +11,24 @@ if TYPE_CHECKING:
     Cuts = tuple[int, ...]
 
 EFFORT = 1.0
-"""Deterministic time of one search: about a second."""
+"""Deterministic time of a search if not said otherwise: about a second."""
 RESOLUTION = 1_000_000
 """Parts of the whole work in which the search counts; what is nearer to each other counts as equal."""
 
 
 def lightest(
-    work: Sequence[int], device_of: Sequence[int], known: Cuts, together: Sequence[tuple[int, int]] = ()
+    work: Sequence[int],
+    device_of: Sequence[int],
+    known: Cuts,
+    together: Sequence[tuple[int, int]] = (),
+    effort: float = EFFORT,
 ) -> Cuts:
     """Return cuts that minimise the work of the busiest device, or `known` where nothing lighter was found.
 
     With stage s holding layers [c_s, c_s+1) and prefix sums p over the layers' work, minimise z subject to
     z >= sum of p[c_s+1] - p[c_s] over the stages of each device, and c_s < c_s+1. Layers that are `together` are on one
     device: with a in stage s of device d and b in stage t, c_s <= a < c_s+1, c_t <= b < c_t+1, and t is of device d.
+    `effort` is deterministic time.
     """
     from ortools.sat.python import cp_model
 
@@ -59,7 +64,7 @@ def lightest(
     model.minimize(busiest)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
-    solver.parameters.max_deterministic_time = EFFORT
+    solver.parameters.max_deterministic_time = effort
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return known
     return tuple(solver.value(cut) for cut in cuts)

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 from optpipe_compiler import compiler
 from optpipe_compiler.forecast import analyse
-from optpipe_compiler.study.changes import Change, changes
 from optpipe_compiler.study.planned import Instance, Planned, options_of, plan
 from optpipe_compiler.study.pool import answers
+from optpipe_compiler.study.variations import Variation, variations
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.profile import Profile
-    from optpipe_compiler.study.changes import Effect, Family
     from optpipe_compiler.study.pool import Pool
+    from optpipe_compiler.study.variations import Effect, Family
 
 
 DECIDED = 0.005
@@ -92,7 +92,7 @@ def explain(
     checked: ir.Checked,
     instance: Instance,
     jobs: int,
-    on_change: Callable[[Change], None] = lambda change: None,
+    on_change: Callable[[Variation], None] = lambda variation: None,
     pool: Pool | None = None,
 ) -> Explanation:
     """Plan every change of the instance, which must be the schedule's, and set it against the schedule.
@@ -101,7 +101,7 @@ def explain(
     """
     asked = listed(checked.schedule, instance)
     found: dict[int, Planned] = {}
-    base, *others = list(enumerate(change.instance for change in asked))
+    base, *others = list(enumerate(variation.instance for variation in asked))
     for part, workers in (([base], jobs), (others, 1)):  # the unchanged instance first: there the others start from
         seed = (found[0].schedule if found else None) or checked
         kept = [(number, replace(each, cached=instance.cached)) for number, each in part]
@@ -116,29 +116,29 @@ def _with(instance: Instance, **options: Any) -> Instance:
     return replace(instance, options=replace(instance.options, **options))
 
 
-def listed(schedule: ir.Schedule, instance: Instance) -> list[Change]:
+def listed(schedule: ir.Schedule, instance: Instance) -> list[Variation]:
     """Return the changes that are worth asking about for this schedule."""
     work = [0] * schedule.setup.devices
-    for stage, cost in zip(schedule.stages, schedule.forecast.stages, strict=True):
-        work[stage.device] += cost.forward_ns + cost.backward_ns
+    for cost in schedule.forecast.stages:
+        work[schedule.stages[cost.stage].device] += cost.forward_ns + cost.backward_ns
     offloads = any(device.d2h for device in schedule.devices)
     selective = any(stage.selective_layers for stage in schedule.stages)
-    return list(changes(instance, offloads=offloads, selective=selective, uneven=len(set(work)) > 1))
+    return list(variations(instance, offloads=offloads, selective=selective, uneven=len(set(work)) > 1))
 
 
 def _plan(numbered: tuple[int, Instance]) -> Planned:
     return plan(numbered[1])
 
 
-def summed_up(schedule: ir.Schedule, asked: Sequence[Change], found: Sequence[Planned]) -> Explanation:
+def summed_up(schedule: ir.Schedule, asked: Sequence[Variation], found: Sequence[Planned]) -> Explanation:
     """Set the answers against the schedule. What is valid or proven in one instance is carried to those it holds for.
 
     A schedule of a restricted instance is one of the instance itself, and that one of every relaxed instance; bounds
     hold the other way round. Larger caps relax smaller ones.
     """
     forecast = schedule.forecast
-    value = forecast.makespan_ns if forecast.objective == "makespan" else forecast.span_ns
-    effects = [change.effect for change in asked]
+    value = forecast.value_ns
+    effects = [variation.effect for variation in asked]
     inner = [one.value_ns for one, effect in zip(found, effects, strict=True) if effect in ("same", "restricted")]
     best = min([value, *(reached for reached in inner if reached is not None)])
     outer = [one.bound_ns for one, effect in zip(found, effects, strict=True) if effect in ("same", "relaxed")]
@@ -161,15 +161,15 @@ def summed_up(schedule: ir.Schedule, asked: Sequence[Change], found: Sequence[Pl
     )
 
 
-def _carried(asked: Sequence[Change], found: Sequence[Planned], best: int, bound: int) -> list[Planned]:
+def _carried(asked: Sequence[Variation], found: Sequence[Planned], best: int, bound: int) -> list[Planned]:
     """Return the answers with the schedules and bounds of other instances that hold for them, too."""
     result = list(found)
-    for number, change in enumerate(asked):
-        if change.effect == "relaxed":
+    for number, variation in enumerate(asked):
+        if variation.effect == "relaxed":
             result[number] = _at_least_as_good(result[number], best)
-        elif change.effect == "restricted":
+        elif variation.effect == "restricted":
             result[number] = replace(result[number], bound_ns=max(bound, result[number].bound_ns))
-    memory = [number for number, change in enumerate(asked) if change.family == "memory"]
+    memory = [number for number, variation in enumerate(asked) if variation.family == "memory"]
     for smaller, larger in reversed(list(pairwise(memory))):  # a plan may need less than its cap
         peak, value = result[larger].peak_bytes, result[larger].value_ns
         if value is not None and peak is not None and peak <= asked[smaller].instance.options.mem_bytes:
@@ -188,18 +188,18 @@ def _at_least_as_good(planned: Planned, value: int, peak: int | None = None) -> 
     return replace(planned, value_ns=value, outcome="feasible", reason="", peak_bytes=peak)
 
 
-def _what_if(change: Change, planned: Planned, best_each: float) -> WhatIf:
-    microbatches = change.instance.options.microbatches
+def _what_if(variation: Variation, planned: Planned, best_each: float) -> WhatIf:
+    microbatches = variation.instance.options.microbatches
     assert microbatches is not None
 
     def saved(value: int) -> float:
         return 1 - value / microbatches / best_each if best_each else 0.0
 
     return WhatIf(
-        family=change.family,
-        text=change.text,
-        effect=change.effect,
-        amount=change.amount,
+        family=variation.family,
+        text=variation.text,
+        effect=variation.effect,
+        amount=variation.amount,
         at_most=saved(planned.bound_ns),
         found=None if planned.value_ns is None else saved(planned.value_ns),
         value_ns=planned.value_ns,

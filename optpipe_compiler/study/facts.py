@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from optpipe_compiler.forecast.table import Table
 from optpipe_compiler.verify import Violated, check
 
 if TYPE_CHECKING:
@@ -92,13 +93,8 @@ def _stated(schedule: ir.Schedule, name: str) -> Facts:
 
 
 def _host_traffic(schedule: ir.Schedule) -> int:
-    total = 0
-    for device in schedule.devices:
-        for op in (*device.d2h, *device.h2d):
-            stage = schedule.stages[op.stage]
-            first, end = (layer - stage.layers[0] for layer in op.layers)
-            total += sum(stage.saved_bytes[first:end])
-    return total
+    table = Table(schedule)
+    return sum(table.copied(op) for device in schedule.devices for op in (*device.d2h, *device.h2d))
 
 
 def _recompute_fraction(schedule: ir.Schedule) -> float:

@@ -85,14 +85,13 @@ def _searched(instance: Instance, bound: int) -> Planned:
     if result.interrupted:
         raise KeyboardInterrupt
     schedule, forecast = result.schedule, result.schedule.forecast
-    value = forecast.makespan_ns if forecast.objective == "makespan" else forecast.span_ns
     return Planned(
         outcome=forecast.outcome,
-        value_ns=value,
+        value_ns=forecast.value_ns,
         bound_ns=max(bound, forecast.lower_bound_ns),
         method=forecast.method,
         peak_bytes=max(device.peak_bytes for device in schedule.devices),
-        finished=forecast.outcome == "optimal" or halfway.is_near(value),
+        finished=forecast.outcome == "optimal" or halfway.is_near(forecast.value_ns),
         schedule=result.checked,
     )
 

@@ -25,6 +25,11 @@ class Pool(Protocol):
         """Yield each question with its answer."""
 
 
+def pool_for(jobs: int) -> Pool:
+    """Return where questions are answered: here for one job, which knows the caller's own schedules, too."""
+    return answers if jobs > 1 else answers_here
+
+
 def answers_here(
     function: Callable[[Question], Answer], questions: Iterable[Question], jobs: int = 1
 ) -> Iterator[tuple[Question, Answer]]:

@@ -74,11 +74,11 @@ def _tables(schedule: ir.Schedule) -> list[Violation]:
     """Return what is wrong with the tables, which every other rule reads."""
     found = list(tables.numbers(schedule))
     if not found:
-        found = [*tables.devices(schedule), *tables.stages(schedule)]
+        found = [*tables.devices(schedule), *tables.stages(schedule), *tables.units(schedule)]
     if not found:
         found = [*tables.layer_lists(schedule), *tables.selective(schedule)]
     if not found:
-        found = [*tables.stage_bytes(schedule), *tables.boundaries(schedule)]
+        found = [*tables.stage_bytes(schedule), *tables.carries(schedule), *tables.boundaries(schedule)]
     return found
 
 
@@ -138,6 +138,7 @@ def _profile(plan: Plan, profile: Profile) -> list[Violation]:
         return found
     layers = profile.expanded_layers()
     found = [*against_profile.setup(plan.schedule, profile), *against_profile.stage_bytes(plan, layers)]
+    found += against_profile.units(plan.schedule, profile, layers)
     found += against_profile.links(plan, profile.machine)
     if not list(forecast.cost_records(plan)):
         found += against_profile.stage_times(plan, profile, layers)

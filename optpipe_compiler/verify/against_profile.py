@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from optpipe_compiler.documents.profile import Layer, Link, Machine, Profile, Selective, value_of
+from optpipe_compiler.documents.profile import Layer, Link, Machine, Profile, Selective, Sliceable, value_of
 from optpipe_compiler.verify.forecast import transfer_ns
 from optpipe_compiler.verify.report import Violation
 from optpipe_compiler.verify.tables import PER_LAYER, too_large
@@ -43,6 +45,20 @@ def setup(schedule: ir.Schedule, profile: Profile) -> Iterator[Violation]:
         yield Violation("profile-model", "the schedule's model is not the one that the profile measured")
 
 
+def units(schedule: ir.Schedule, profile: Profile, expanded: list[Layer]) -> Iterator[Violation]:
+    """Slices and lengths are in tokens of the profile's sequences; only layers that say how are cut."""
+    units = schedule.setup.units
+    if isinstance(units, msgspec.UnsetType):
+        return
+    if units.tokens != profile.tokens:
+        message = f"setup.units.tokens is {units.tokens}, the sequences of the profile have {profile.tokens}"
+        yield Violation("profile-units", message)
+    if schedule.setup.slices > 1:
+        whole = [layer.name for layer in expanded if layer.slices is None]
+        if whole:
+            yield Violation("profile-units", f"the schedule cuts sequences, which layer {whole[0]!r} needs as a whole")
+
+
 def stage_bytes(plan: Plan, expanded: list[Layer]) -> Iterator[Violation]:
     """Every byte figure of a stage is that of its layers; what crosses its ends is the output of the layer before."""
     tied: set[tuple[int, str]] = set()
@@ -68,6 +84,20 @@ def stage_bytes(plan: Plan, expanded: list[Layer]) -> Iterator[Violation]:
         expected["output_bytes"] = value_of(expanded[end - 1].output_bytes) if end < len(expanded) else 0
         for field, figure in expected.items():
             differences.see(stage.stage, field, getattr(stage, field), figure)
+        if not isinstance(stage.carry, msgspec.UnsetType):
+            slices = [layer.slices or Sliceable() for layer in mine]
+            differences.see(
+                stage.stage, "carry.bytes", stage.carry.bytes, [value_of(one.carry_bytes) for one in slices]
+            )
+            gradients = [
+                one.carry_bytes if one.carry_gradient_bytes is None else one.carry_gradient_bytes for one in slices
+            ]
+            for field, costs in (
+                ("gradient_bytes", gradients),
+                ("forward_transient_bytes", [one.forward_prefix_bytes for one in slices]),
+                ("backward_transient_bytes", [one.backward_prefix_bytes for one in slices]),
+            ):
+                differences.see(stage.stage, f"carry.{field}", getattr(stage.carry, field), list(map(value_of, costs)))
     yield from differences.violations()
 
 
@@ -155,17 +185,52 @@ def stage_times(plan: Plan, profile: Profile, expanded: list[Layer]) -> Iterator
     overhead = value_of(profile.machine.op_overhead_ns)
     if forecast.op_overhead_ns != overhead:
         differences.parts.append(f"forecast.op_overhead_ns is {forecast.op_overhead_ns}, the profile has {overhead}")
-    for stage, cost in zip(plan.stages, forecast.stages, strict=True):
-        mine = expanded[stage.layers[0] : stage.layers[1]]
+    for cost in forecast.stages:
         for field in ("forward_ns", "backward_input_ns", "backward_weight_ns", "backward_ns"):
-            expected = sum(_time(layer, field) for layer in mine) + overhead
-            if field in ("backward_input_ns", "backward_ns"):
-                light = [_light(expanded[layer]) for layer in stage.selective_layers]
-                expected += sum(value_of(one.recompute_ns) for one in light)
+            expected = sum(_layer_times(plan, cost, expanded, field)) + overhead
             differences.see(cost.stage, field, getattr(cost, field), expected)
-        again = [_time(layer, "recompute_ns") for layer in mine]
+        again = _layer_times(plan, cost, expanded, "recompute_ns")
         differences.see(cost.stage, "recompute_ns", cost.recompute_ns, again)
     yield from differences.violations()
+
+
+def _layer_times(plan: Plan, cost: ir.StageCost, expanded: list[Layer], field: str) -> list[int]:
+    """Return the time of one kind of op by layer, for the unit that the record is for."""
+    stage, found = plan.stages[cost.stage], []
+    tokens, whole = _tokens(plan.schedule.setup, cost)
+    for number in range(*stage.layers):
+        layer, time = expanded[number], _time(expanded[number], field)
+        if number in stage.selective_layers and field in ("backward_input_ns", "backward_ns"):
+            time += value_of(_light(layer).recompute_ns)
+        found.append(_of_unit(layer, field, time, tokens, whole, plan.slices > 1))
+    return found
+
+
+def _tokens(setup: ir.Setup, cost: ir.StageCost) -> tuple[tuple[int, int], int]:
+    """Return the tokens that the costs are for, and how many those of the profile are for."""
+    if isinstance(setup.units, msgspec.UnsetType) or isinstance(cost.shape, msgspec.UnsetType):
+        return (0, 1), 1
+    slice = 0 if isinstance(cost.slice, msgspec.UnsetType) else cost.slice
+    cuts = setup.units.cuts[cost.shape]
+    return (cuts[slice], cuts[slice + 1]), setup.units.tokens
+
+
+def _of_unit(layer: Layer, field: str, time: int, tokens: tuple[int, int], whole: int, is_cut: bool) -> int:
+    """Return (T - X) (b - a) / S + X (b^2 - a^2) / S^2, to the nearest ns, and the overhead of a slice."""
+    begin, end = tokens
+    slices = layer.slices or Sliceable()
+    attention = {
+        "forward_ns": value_of(slices.forward_attention_ns),
+        "recompute_ns": min(value_of(slices.forward_attention_ns), time),
+        "backward_weight_ns": 0,
+    }.get(field, value_of(slices.backward_input_attention_ns))
+    exact = Fraction((time - attention) * (end - begin), whole) + Fraction(attention * (end**2 - begin**2), whole**2)
+    halves = value_of(slices.backward_input_overhead_ns), value_of(slices.backward_weight_overhead_ns)
+    fused = sum(halves) if slices.backward_overhead_ns is None else value_of(slices.backward_overhead_ns)
+    forward = value_of(slices.forward_overhead_ns)
+    overhead = {"forward_ns": forward, "recompute_ns": forward, "backward_ns": fused}
+    overhead |= {"backward_input_ns": halves[0], "backward_weight_ns": halves[1]}
+    return math.floor(exact + Fraction(1, 2)) + (overhead[field] if is_cut else 0)
 
 
 def _time(layer: Layer, field: str) -> int:
@@ -181,10 +246,12 @@ def _time(layer: Layer, field: str) -> int:
 def message_times(plan: Plan, machine: Machine) -> Iterator[Violation]:
     """A message to another device takes latency + round(bytes * 10^9 / bandwidth) of the pair's p2p entry."""
     differences = _Differences("profile-p2p")
-    for stage, cost in zip(plan.stages, plan.schedule.forecast.stages, strict=True):
+    for cost in plan.schedule.forecast.stages:
+        stage = plan.stages[cost.stage]
+        (begin, end), whole = _tokens(plan.schedule.setup, cost)
         after, before = plan.peer(stage.stage, 1), plan.peer(stage.stage, -1)
-        activation = _message_ns(machine, stage.device, after, stage.output_bytes)
-        gradient = _message_ns(machine, stage.device, before, stage.input_bytes)
+        activation = _message_ns(machine, stage.device, after, -(-stage.output_bytes * (end - begin) // whole))
+        gradient = _message_ns(machine, stage.device, before, -(-stage.input_bytes * (end - begin) // whole))
         differences.see(stage.stage, "send_activation_ns", cost.send_activation_ns, activation)
         differences.see(stage.stage, "send_gradient_ns", cost.send_gradient_ns, gradient)
     yield from differences.violations()

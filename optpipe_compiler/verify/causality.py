@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from optpipe_compiler.documents import ir
-from optpipe_compiler.documents.ops import op_id
 from optpipe_compiler.errors import BadInput
+from optpipe_compiler.verify.plan import named, unit_of
 from optpipe_compiler.verify.structure import messages_by_pair
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from optpipe_compiler.verify.plan import Lane, Message, Plan
+    from optpipe_compiler.verify.plan import Lane, Message, Plan, Unit
     from optpipe_compiler.verify.report import Violation
 
 Chain = tuple[int, str] | tuple[int, int]
@@ -80,9 +80,9 @@ class Events:
 def _gates(plan: Plan, op: ir.Op) -> list[str]:
     """Law 3: a forward and the op that makes the gradient start after their message has arrived."""
     if isinstance(op, ir.Forward) and plan.peer(op.stage, -1) is not None:
-        return [op_id("recv_activation", op.stage, op.microbatch)]
+        return [named("recv_activation", op.stage, unit_of(op))]
     if isinstance(op, ir.Backward | ir.BackwardInput) and plan.peer(op.stage, 1) is not None:
-        return [op_id("recv_gradient", op.stage, op.microbatch)]
+        return [named("recv_gradient", op.stage, unit_of(op))]
     return []
 
 
@@ -203,22 +203,31 @@ def data(plan: Plan, causality: Causality) -> Iterator[Violation]:
 
 def _sources(plan: Plan, op: ir.Op) -> list[str]:
     """Return the ids of the ops that `op` needs, reloads and recomputes left out."""
-    stage, microbatch = op.stage, op.microbatch
-    forward = op_id("forward", stage, microbatch)
+    stage, unit = op.stage, unit_of(op)
+    forward = named("forward", stage, unit)
     match op:
         case ir.Forward():
-            return [op_id("forward", stage - 1, microbatch)] if stage else []
+            earlier = [named("forward", stage, unit) for unit in _neighbour(plan, op, -1)]
+            return [named("forward", stage - 1, unit), *earlier] if stage else earlier
         case ir.BackwardInput() | ir.Backward():
-            return [forward] + ([plan.gradient_of(stage + 1, microbatch)] if stage + 1 < len(plan.stages) else [])
+            later = [plan.gradient_of(stage, unit) for unit in _neighbour(plan, op, 1)]
+            above = [plan.gradient_of(stage + 1, unit)] if stage + 1 < len(plan.stages) else []
+            return [forward, *above, *later]
         case ir.BackwardWeight():
-            return [op_id("backward_input", stage, microbatch)]
+            return [named("backward_input", stage, unit)]
         case ir.SendActivation() | ir.Offload() | ir.Recompute():
             return [forward]
         case ir.SendGradient():
-            return [plan.gradient_of(stage, microbatch)]
+            return [plan.gradient_of(stage, unit)]
         case ir.Reload():
-            return [op_id("offload", stage, microbatch, op.layers)]
+            return [named("offload", stage, unit, op.layers)]
     return []
+
+
+def _neighbour(plan: Plan, op: ir.Op, step: int) -> list[Unit]:
+    """Return the slice before or after the op's own, whose carry, or its gradient, it reads; none at the ends."""
+    slice = (op.slice_or_none or 0) + step
+    return [(op.microbatch, slice)] if 0 <= slice < plan.slices else []
 
 
 def _reads_back(plan: Plan) -> dict[str, list[str]]:
@@ -226,6 +235,6 @@ def _reads_back(plan: Plan) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for place in plan.places:
         if isinstance(place.op, ir.Reload | ir.Recompute):
-            reader = plan.gradient_of(place.op.stage, place.op.microbatch)
+            reader = plan.gradient_of(place.op.stage, unit_of(place.op))
             found.setdefault(reader, []).append(place.id)
     return found

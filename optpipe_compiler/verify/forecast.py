@@ -9,10 +9,12 @@ from itertools import accumulate, pairwise
 from math import isfinite
 from typing import TYPE_CHECKING
 
+from msgspec import UNSET, UnsetType
+
 from optpipe_compiler.documents import ir
-from optpipe_compiler.documents.ops import op_id
-from optpipe_compiler.verify.plan import LANES, PlacedOp, Plan, message_of
+from optpipe_compiler.verify.plan import LANES, PlacedOp, Plan, message_of, named, unit_of
 from optpipe_compiler.verify.report import Violation
+from optpipe_compiler.verify.sizes import Sizes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,13 +26,22 @@ TOLERANCE = Fraction(1, 10**9)
 
 
 def cost_records(plan: Plan) -> Iterator[Violation]:
-    """forecast.stages has one record per stage in order, with one recompute time per layer."""
-    costs = plan.schedule.forecast.stages
-    if [cost.stage for cost in costs] != list(range(len(plan.stages))):
+    """forecast.stages has one record per stage, shape and slice in order, with one recompute time per layer."""
+    costs, setup = plan.schedule.forecast.stages, plan.schedule.setup
+    units: list[tuple[int | None, int | None]] = [(None, None)]
+    if not isinstance(setup.units, UnsetType):
+        units = [(shape, slice) for shape in range(len(setup.units.cuts)) for slice in range(setup.slices)]
+    found = [(cost.stage, cost.shape, cost.slice) for cost in costs]
+    expected = [
+        (n, *(UNSET if one is None else one for one in unit)) for n in range(len(plan.stages)) for unit in units
+    ]
+    if found != expected:
         numbers = ", ".join(str(cost.stage) for cost in costs[:8])
-        yield Violation("cost", f"forecast.stages is for the stages {numbers or 'none'}, expected each stage in order")
+        what = "each stage in order" if units == [(None, None)] else "each stage, shape and slice in order"
+        yield Violation("cost", f"forecast.stages is for the stages {numbers or 'none'}, expected {what}")
         return
-    for stage, cost in zip(plan.stages, costs, strict=True):
+    for cost in costs:
+        stage = plan.stages[cost.stage]
         layers = stage.layers[1] - stage.layers[0]
         if len(cost.recompute_ns) != layers:
             message = f"forecast.stages[{cost.stage}] has {len(cost.recompute_ns)} recompute times, expected {layers}"
@@ -99,13 +110,14 @@ class Timed:
             for place, start, end in zip(places, times.start_ns, times.end_ns, strict=True):
                 self.start[place.id], self.end[place.id] = start, end
         self.runs: dict[tuple[int, str], tuple[list[int], list[int]]] = {}
+        self.sizes = Sizes(plan)
         self.link_of = {device: link for link in self.forecast.links for device in link.devices}
         self.working = [place for place in plan.places if not isinstance(place.op, ir.MessageOp)]
 
     def cost(self, place: PlacedOp) -> int:
         """Return what the op must take by the forecast's own cost records."""
         op = place.op
-        cost = self.forecast.stages[op.stage]
+        cost = self._record(op.stage, op.microbatch, op.slice_or_none)
         match op:
             case ir.Forward():
                 return cost.forward_ns
@@ -124,7 +136,7 @@ class Timed:
                     rate = link.duplex_d2h_bytes_per_s if shared else link.d2h_bytes_per_s
                 else:
                     rate = link.duplex_h2d_bytes_per_s if shared else link.h2d_bytes_per_s
-                moved = sum(self._of_layers(self.plan.stages[op.stage].saved_bytes, op))
+                moved = self.sizes.of(op).moved(op.layers)
                 return link.latency_ns + transfer_ns(moved, rate)
         raise AssertionError(f"an op without a cost: {op.name}")
 
@@ -141,13 +153,17 @@ class Timed:
         before = bisect_left(starts, self.end[place.id])
         return before > 0 and latest[before - 1] > self.start[place.id]
 
+    def _record(self, stage: int, microbatch: int, slice: int | None) -> ir.StageCost:
+        setup = self.plan.schedule.setup
+        return self.forecast.stages[stage * setup.classes + setup.class_of(microbatch, slice)]
+
     def _of_layers(self, numbers: list[int], op: ir.SavedOp) -> list[int]:
         offset = self.plan.stages[op.stage].layers[0]
         return numbers[op.layers[0] - offset : op.layers[1] - offset]
 
     def travel(self, message: Message) -> int:
         """Return the time from the end of the producer to the arrival of its message."""
-        cost = self.forecast.stages[message.stage]
+        cost = self._record(message.stage, *message.unit)
         return cost.send_activation_ns if message.what == "activation" else cost.send_gradient_ns
 
 
@@ -218,9 +234,9 @@ def arrivals(timed: Timed) -> Iterator[Violation]:
         message = message_of(place.op)
         if message is None or place.id != message.recv:
             continue
-        stage, microbatch = place.op.stage, place.op.microbatch
+        stage, unit = place.op.stage, unit_of(place.op)
         forward = isinstance(place.op, ir.RecvActivation)
-        reader = op_id("forward", stage, microbatch) if forward else timed.plan.gradient_of(stage, microbatch)
+        reader = named("forward", stage, unit) if forward else timed.plan.gradient_of(stage, unit)
         if timed.start[reader] < timed.end[place.id]:
             text = f"{reader} on device {place.device} starts at {timed.start[reader]} ns, before {message} arrives at"
             yield timed.plan.by_id[reader].breaks("times", f"{text} {timed.end[place.id]} ns", place.id)
@@ -228,8 +244,8 @@ def arrivals(timed: Timed) -> Iterator[Violation]:
 
 def _producer(plan: Plan, message: Message) -> str:
     if message.what == "activation":
-        return op_id("forward", message.stage, message.microbatch)
-    return plan.gradient_of(message.stage, message.microbatch)
+        return named("forward", message.stage, message.unit)
+    return plan.gradient_of(message.stage, message.unit)
 
 
 def link_times(timed: Timed) -> Iterator[Violation]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,13 +19,15 @@ import numpy.typing as npt
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.verify.pairs import best_pair
+from optpipe_compiler.verify.plan import unit_of
 from optpipe_compiler.verify.report import Violation
+from optpipe_compiler.verify.sizes import Sizes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from optpipe_compiler.verify.causality import Causality, Chain, Clocks
-    from optpipe_compiler.verify.plan import Lane, Plan
+    from optpipe_compiler.verify.plan import Lane, Plan, Unit
 
 Numbers = npt.NDArray[Any]
 Weights = dict[tuple[int, int], int]
@@ -37,87 +38,56 @@ class Table:
     """The memory table of docs/IR.md: bytes that an op adds when it starts and when it has completed."""
 
     def __init__(self, plan: Plan) -> None:
-        self.stages = [_Sizes(stage) for stage in plan.stages]
-        self.dropped: dict[tuple[int, int], int] = defaultdict(int)
-        """What the recomputed ranges of a stage and microbatch give up after their forward."""
+        self.sizes = Sizes(plan)
+        self.dropped: dict[tuple[int, Unit], int] = defaultdict(int)
+        """What the recomputed ranges of a stage and unit give up after their forward."""
         for place in plan.places:
             if isinstance(place.op, ir.Recompute):
-                key = place.op.stage, place.op.microbatch
-                self.dropped[key] += self.stages[place.op.stage].given_up(place.op.layers)
+                key = place.op.stage, unit_of(place.op)
+                self.dropped[key] += self.sizes.of(place.op).given_up(place.op.layers)
 
     def on_device(self, op: ir.Op) -> tuple[int, int]:
         """Return the bytes on the device that `op` adds at its start and at its end (frees are negative)."""
-        sizes = self.stages[op.stage]
-        stage = sizes.stage
+        sizes = self.sizes.of(op)
         match op:
             case ir.RecvActivation():
-                return stage.input_bytes, 0
+                return sizes.input, 0
             case ir.RecvGradient():
-                return stage.output_bytes, 0
+                return sizes.output, 0
             case ir.SendActivation():
-                return 0, -stage.output_bytes
+                return 0, -sizes.output
             case ir.SendGradient():
-                return 0, -stage.input_bytes
+                return 0, -sizes.input
             case ir.Forward():
-                dropped = self.dropped.get((op.stage, op.microbatch), 0)
-                taken = sizes.all_saved + stage.output_bytes + sizes.forward
-                return taken, -sizes.forward - stage.input_bytes - dropped
+                dropped = self.dropped.get((op.stage, unit_of(op)), 0)
+                taken = sizes.all_saved + sizes.output + sizes.forward
+                return taken, -sizes.forward - sizes.input - dropped
             case ir.Offload():
-                return 0, -sizes.saved(op.layers)
+                return 0, -sizes.moved(op.layers)
             case ir.Reload():
-                return sizes.saved(op.layers), 0
+                return sizes.moved(op.layers), 0
             case ir.Recompute():
                 transient = sizes.forward_of(op.layers)
                 return sizes.given_up(op.layers) + transient, -transient
             case ir.BackwardInput():
-                freed = sizes.all_saved + sizes.captured - sizes.residue
-                taken = stage.input_bytes + sizes.captured + sizes.backward_input
-                return taken, -sizes.backward_input - stage.output_bytes - freed
+                freed = sizes.all_saved + sizes.captured - sizes.residue + sizes.gradient
+                taken = sizes.input + sizes.captured + sizes.backward_input + sizes.accumulators
+                return taken, -sizes.backward_input - sizes.output - freed
             case ir.BackwardWeight():
                 return sizes.backward_weight, -sizes.backward_weight - sizes.residue
             case ir.Backward():
-                return stage.input_bytes + sizes.backward, -sizes.backward - stage.output_bytes - sizes.all_saved
+                taken = sizes.input + sizes.backward + sizes.accumulators
+                return taken, -sizes.backward - sizes.output - sizes.gradient - sizes.all_saved
         raise AssertionError(f"an op without an entry in the memory table: {op.name}")
 
     def on_host(self, op: ir.Op) -> tuple[int, int]:
         """Return the bytes on the host that `op` adds at its start and at its end."""
         match op:
             case ir.Offload():
-                return self.stages[op.stage].saved(op.layers), 0
+                return self.sizes.of(op).moved(op.layers), 0
             case ir.Reload():
-                return 0, -self.stages[op.stage].saved(op.layers)
+                return 0, -self.sizes.of(op).moved(op.layers)
         return 0, 0
-
-
-class _Sizes:
-    """A stage's bytes, summed over its layers once."""
-
-    def __init__(self, stage: ir.Stage) -> None:
-        self.stage = stage
-        self.first = stage.layers[0]
-        self.saved_before = [0, *accumulate(stage.saved_bytes)]
-        self.all_saved = self.saved_before[-1]
-        self.residue, self.captured = sum(stage.residue_bytes), sum(stage.captured_bytes)
-        self.forward = max(stage.forward_transient_bytes)
-        self.backward_input = max(stage.backward_input_transient_bytes)
-        self.backward_weight = max(stage.backward_weight_transient_bytes)
-        self.backward = max(stage.backward_transient_bytes)
-        self._forward_of: dict[ir.Range, int] = {}
-
-    def saved(self, layers: ir.Range) -> int:
-        """Return the saved bytes of some of the layers."""
-        return self.saved_before[layers[1] - self.first] - self.saved_before[layers[0] - self.first]
-
-    def given_up(self, layers: ir.Range) -> int:
-        """Return what a recomputed range gives up after its forward: saved bytes less its checkpoint."""
-        return self.saved(layers) - self.stage.checkpoint_bytes[layers[0] - self.first]
-
-    def forward_of(self, layers: ir.Range) -> int:
-        """Return the most transient bytes of a forward of some of the layers."""
-        if layers not in self._forward_of:
-            inside = slice(layers[0] - self.first, layers[1] - self.first)
-            self._forward_of[layers] = max(self.stage.forward_transient_bytes[inside])
-        return self._forward_of[layers]
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from optpipe_compiler.documents import ir
-from optpipe_compiler.documents.ops import op_id
+from optpipe_compiler.documents.ops import op_id, unit_name
 from optpipe_compiler.verify.report import Violation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Lane = Literal["compute", "d2h", "h2d"]
+Unit = tuple[int, int | None]
+"""A microbatch and its slice, None where microbatches are not cut."""
 LANES: tuple[Lane, ...] = ("compute", "d2h", "h2d")
 
 
@@ -38,6 +40,7 @@ class Plan:
         self.schedule = schedule
         self.stages = schedule.stages
         self.microbatches = schedule.setup.microbatches
+        self.slices = schedule.setup.slices
         self.lanes: dict[tuple[int, Lane], list[PlacedOp]] = {
             (number, lane): _places(number, lane, ops)
             for number, device in enumerate(schedule.devices)
@@ -55,10 +58,20 @@ class Plan:
             return None
         return self.stages[other].device
 
-    def gradient_of(self, stage: int, microbatch: int) -> str:
+    def gradient_of(self, stage: int, unit: Unit) -> str:
         """Return the id of the op that makes the gradient of the stage's input: `backward_input` or `backward`."""
-        split = op_id("backward_input", stage, microbatch)
-        return split if split in self.by_id else op_id("backward", stage, microbatch)
+        split = named("backward_input", stage, unit)
+        return split if split in self.by_id else named("backward", stage, unit)
+
+
+def named(kind: str, stage: int, unit: Unit, layers: ir.Range | None = None) -> str:
+    """Return the id of an op of a unit."""
+    return op_id(kind, stage, unit[0], layers, unit[1])
+
+
+def unit_of(op: ir.Op) -> Unit:
+    """Return the op's unit."""
+    return op.microbatch, op.slice_or_none
 
 
 def _lanes_of(device: ir.Device) -> list[tuple[Lane, Sequence[ir.Op]]]:
@@ -75,32 +88,32 @@ class Message:
 
     what: Literal["activation", "gradient"]
     stage: int
-    microbatch: int
+    unit: Unit
 
     def __str__(self) -> str:
-        return f"the {self.what} of stage {self.stage}, microbatch {self.microbatch}"
+        return f"the {self.what} of stage {self.stage}, microbatch {unit_name(*self.unit)}"
 
     @property
     def send(self) -> str:
         """Id of the sending half."""
-        return op_id(f"send_{self.what}", self.stage, self.microbatch)
+        return named(f"send_{self.what}", self.stage, self.unit)
 
     @property
     def recv(self) -> str:
         """Id of the receiving half."""
         receiver = self.stage + 1 if self.what == "activation" else self.stage - 1
-        return op_id(f"recv_{self.what}", receiver, self.microbatch)
+        return named(f"recv_{self.what}", receiver, self.unit)
 
 
 def message_of(op: ir.Op) -> Message | None:
     """Return the message that a send or receive is one half of; None for other ops."""
     match op:
         case ir.SendActivation():
-            return Message("activation", op.stage, op.microbatch)
+            return Message("activation", op.stage, unit_of(op))
         case ir.RecvActivation():
-            return Message("activation", op.stage - 1, op.microbatch)
+            return Message("activation", op.stage - 1, unit_of(op))
         case ir.SendGradient():
-            return Message("gradient", op.stage, op.microbatch)
+            return Message("gradient", op.stage, unit_of(op))
         case ir.RecvGradient():
-            return Message("gradient", op.stage + 1, op.microbatch)
+            return Message("gradient", op.stage + 1, unit_of(op))
     return None

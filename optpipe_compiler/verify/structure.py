@@ -6,15 +6,15 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents import ir
-from optpipe_compiler.documents.ops import op_id
-from optpipe_compiler.verify.plan import Message, PlacedOp, Plan, message_of
+from optpipe_compiler.documents.ops import unit_name
+from optpipe_compiler.verify.plan import Message, PlacedOp, Plan, Unit, message_of, named, unit_of
 from optpipe_compiler.verify.report import Violation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NAMED = 3
-"""How many missing microbatches a message names."""
+"""How many missing units a message names."""
 
 
 def belongs(plan: Plan) -> Iterator[Violation]:
@@ -29,6 +29,15 @@ def belongs(plan: Plan) -> Iterator[Violation]:
         if op.microbatch >= plan.microbatches:
             message = f"{place.id} on device {place.device} is beyond the {plan.microbatches} microbatches"
             yield place.breaks("completeness", message)
+        if not _has_its_slice(plan, op):
+            expected = f"below {plan.slices}" if plan.slices > 1 else "none: microbatches are not cut"
+            message = f"the slice of {place.id} on device {place.device} is {op.slice_or_none}, expected {expected}"
+            yield place.breaks("completeness", message)
+
+
+def _has_its_slice(plan: Plan, op: ir.Op) -> bool:
+    slice = op.slice_or_none
+    return slice is None if plan.slices == 1 else slice is not None and slice < plan.slices
 
 
 def unique(plan: Plan) -> Iterator[Violation]:
@@ -41,11 +50,12 @@ def unique(plan: Plan) -> Iterator[Violation]:
 
 
 def complete(plan: Plan) -> Iterator[Violation]:
-    """Per stage and microbatch: one forward, its messages, and one backward or one backward_input."""
+    """Per stage and unit: one forward, its messages, and one backward or one backward_input."""
     present: dict[tuple[str, int], set[int]] = defaultdict(set)
     for place in plan.places:
-        if place.op.microbatch < plan.microbatches:
-            present[place.op.name, place.op.stage].add(place.op.microbatch)
+        if place.op.microbatch < plan.microbatches and _has_its_slice(plan, place.op):
+            number = place.op.microbatch * plan.slices + (place.op.slice_or_none or 0)
+            present[place.op.name, place.op.stage].add(number)
     for stage in range(len(plan.stages)):
         for kind in _kinds(plan, stage):
             yield from _missing(plan, stage, kind, present[kind, stage])
@@ -54,7 +64,7 @@ def complete(plan: Plan) -> Iterator[Violation]:
 
 
 def _kinds(plan: Plan, stage: int) -> Iterator[str]:
-    """Kinds of which every microbatch of `stage` needs one op: the forward, and messages to other devices."""
+    """Kinds of which every unit of `stage` needs one op: the forward, and messages to other devices."""
     yield "forward"
     if plan.peer(stage, -1) is not None:
         yield from ("recv_activation", "send_gradient")
@@ -63,28 +73,31 @@ def _kinds(plan: Plan, stage: int) -> Iterator[str]:
 
 
 def _missing(plan: Plan, stage: int, kind: str, present: set[int]) -> Iterator[Violation]:
-    """Yield one violation for all microbatches that `present` lacks."""
-    lacking = plan.microbatches - len(present)
+    """Yield one violation for all units that `present` lacks."""
+    count = plan.microbatches * plan.slices
+    lacking = count - len(present)
     if lacking:
-        named: list[int] = []
-        for microbatch in range(len(present) + NAMED):
-            if microbatch not in present and microbatch < plan.microbatches and len(named) < NAMED:
-                named.append(microbatch)
-        shown = ", ".join(map(str, named)) + (", ..." if lacking > len(named) else "")
-        message = f"stage {stage} has no {kind} for {lacking} of {plan.microbatches} microbatches: {shown}"
-        ids = tuple(op_id(kind, stage, microbatch) for microbatch in named)
+        units: list[Unit] = []
+        for number in range(min(len(present) + NAMED, count)):
+            if number not in present and len(units) < NAMED:
+                microbatch, slice = divmod(number, plan.slices)
+                units.append((microbatch, slice if plan.slices > 1 else None))
+        shown = ", ".join(unit_name(*unit) for unit in units) + (", ..." if lacking > len(units) else "")
+        what = "microbatches" if plan.slices == 1 else "slices of microbatches"
+        message = f"stage {stage} has no {kind} for {lacking} of {count} {what}: {shown}"
+        ids = tuple(named(kind, stage, unit) for unit in units)
         yield Violation("completeness", message, plan.stages[stage].device, "compute", None, ids)
 
 
 def split(plan: Plan) -> Iterator[Violation]:
     """backward_input and backward_weight come together, and not beside a fused backward."""
     for place in plan.places:
-        at = place.op.stage, place.op.microbatch
-        if isinstance(place.op, ir.BackwardInput) and op_id("backward_weight", *at) not in plan.by_id:
+        at = place.op.stage, unit_of(place.op)
+        if isinstance(place.op, ir.BackwardInput) and named("backward_weight", *at) not in plan.by_id:
             yield place.breaks("completeness", f"{place.id} on device {place.device} has no backward_weight")
-        if isinstance(place.op, ir.BackwardWeight) and op_id("backward_input", *at) not in plan.by_id:
+        if isinstance(place.op, ir.BackwardWeight) and named("backward_input", *at) not in plan.by_id:
             yield place.breaks("completeness", f"{place.id} on device {place.device} has no backward_input")
-        fused = op_id("backward", *at)
+        fused = named("backward", *at)
         if isinstance(place.op, ir.BackwardInput | ir.BackwardWeight) and fused in plan.by_id:
             message = f"{place.id} on device {place.device} stands beside a fused {fused}"
             yield place.breaks("completeness", message, fused)
@@ -121,18 +134,18 @@ def pairs_of_copies(plan: Plan) -> Iterator[Violation]:
     for place in plan.places:
         for kind, other in ((ir.Offload, "reload"), (ir.Reload, "offload")):
             if isinstance(place.op, kind):
-                partner = op_id(other, place.op.stage, place.op.microbatch, place.op.layers)
+                partner = named(other, place.op.stage, unit_of(place.op), place.op.layers)
                 if partner not in plan.by_id:
                     yield place.breaks("state", f"{place.id} on device {place.device} has no {partner}")
 
 
 def one_state(plan: Plan) -> Iterator[Violation]:
-    """Per microbatch, at most one offload or recompute names a layer."""
-    named: dict[tuple[int, int], list[PlacedOp]] = defaultdict(list)
+    """Per unit, at most one offload or recompute names a layer."""
+    treated: dict[tuple[int, Unit], list[PlacedOp]] = defaultdict(list)
     for place in plan.by_id.values():
         if isinstance(place.op, ir.Offload | ir.Recompute):
-            named[place.op.stage, place.op.microbatch].append(place)
-    for places in named.values():
+            treated[place.op.stage, unit_of(place.op)].append(place)
+    for places in treated.values():
         widest, *others = sorted(places, key=_layers)
         for place in others:
             if _layers(place)[0] < _layers(widest)[1]:
@@ -160,16 +173,27 @@ def waits(plan: Plan) -> Iterator[Violation]:
 
 
 def order(plan: Plan) -> Iterator[Violation]:
-    """Per stage and kind, microbatches run in order; backward_input and backward count as one kind."""
+    """Per stage and kind, microbatches run in order; backward_input and backward count as one kind.
+
+    Slices of one ascend on the way there and descend on the way back.
+    """
     for lane in plan.lanes.values():
         latest: dict[tuple[str, int], PlacedOp] = {}
         for place in lane:
             kind = "gradient" if isinstance(place.op, ir.Backward | ir.BackwardInput) else place.op.name
             before = latest.setdefault((kind, place.op.stage), place)
-            if place.op.microbatch < before.op.microbatch:
-                message = f"{place.id} on device {place.device} runs after {before.id}, microbatches out of order"
+            if _turn(place.op) < _turn(before.op):
+                what = "microbatches" if place.op.microbatch != before.op.microbatch else "slices"
+                message = f"{place.id} on device {place.device} runs after {before.id}, {what} out of order"
                 yield place.breaks("order", message, before.id)
             latest[kind, place.op.stage] = place
+
+
+def _turn(op: ir.Op) -> tuple[int, int]:
+    """Return what grows along a lane, per stage and kind."""
+    slice = op.slice_or_none or 0
+    there = isinstance(op, ir.Forward | ir.SendActivation | ir.RecvActivation | ir.Offload)
+    return op.microbatch, slice if there else -slice
 
 
 def pair_order(plan: Plan) -> Iterator[Violation]:

@@ -27,6 +27,8 @@ PER_LAYER = (
     "backward_transient_bytes",
 )
 
+CARRY = ("bytes", "gradient_bytes", "forward_transient_bytes", "backward_transient_bytes")
+
 
 def numbers(record: ir.Schedule, rule: str = "numbers") -> Iterator[Violation]:
     """Every integer of the contract and the forecast is below 2^63."""
@@ -86,6 +88,46 @@ def layer_lists(schedule: ir.Schedule) -> Iterator[Violation]:
             found = len(getattr(stage, field))
             if found != layers:
                 yield Violation("stages", f"{field} of stage {index} has {found} entries, expected {layers}")
+
+
+def units(schedule: ir.Schedule) -> Iterator[Violation]:
+    """Slices cut every microbatch in order, of one shape each; with several, each stage says what they carry."""
+    setup = schedule.setup
+    if isinstance(setup.units, msgspec.UnsetType):
+        named = [stage.stage for stage in schedule.stages if stage.carry is not msgspec.UNSET]
+        if named:
+            yield Violation("units", f"stage {named[0]} has a carry, but setup.units is not there")
+        return
+    cuts, shapes = setup.units.cuts, setup.units.shape_of
+    if not cuts or any(len(one) != len(cuts[0]) or len(one) < 2 for one in cuts):
+        yield Violation("units", "setup.units.cuts has rows of different lengths or without a slice")
+        return
+    for shape, row in enumerate(cuts):
+        if row[0] or any(end <= begin for begin, end in pairwise(row)):
+            yield Violation("units", f"setup.units.cuts[{shape}] is {row}, expected tokens that ascend from 0")
+    if len(shapes) != setup.microbatches or any(shape >= len(cuts) for shape in shapes):
+        message = f"setup.units.shape_of has {len(shapes)} entries up to {max(shapes, default=0)}"
+        yield Violation("units", f"{message}, expected one below {len(cuts)} per microbatch ({setup.microbatches})")
+    for stage in schedule.stages:
+        if (stage.carry is msgspec.UNSET) != (setup.slices == 1):
+            found = "no carry" if stage.carry is msgspec.UNSET else "a carry"
+            yield Violation("units", f"stage {stage.stage} has {found}, but microbatches have {setup.slices} slices")
+
+
+def carries(schedule: ir.Schedule) -> Iterator[Violation]:
+    """Lists of a carry have one entry per layer; carry + checkpoint <= saved."""
+    for index, stage in enumerate(schedule.stages):
+        if isinstance(stage.carry, msgspec.UnsetType):
+            continue
+        layers = stage.layers[1] - stage.layers[0]
+        for field in CARRY:
+            found = len(getattr(stage.carry, field))
+            if found != layers:
+                yield Violation("stages", f"carry.{field} of stage {index} has {found} entries, expected {layers}")
+        for kept, checkpoint, saved in zip(stage.carry.bytes, stage.checkpoint_bytes, stage.saved_bytes, strict=False):
+            if kept + checkpoint > saved:
+                message = f"a layer of stage {index} carries {kept} bytes beside {checkpoint} checkpoint bytes"
+                yield Violation("stages", f"{message} but has {saved} saved bytes")
 
 
 def selective(schedule: ir.Schedule) -> Iterator[Violation]:

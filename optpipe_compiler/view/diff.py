@@ -12,7 +12,7 @@ from optpipe_compiler.documents.units import printable, short_bytes, show_ns
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from optpipe_compiler.diff.records import Change, Difference, Moved, Regrouped, Value, Waits
+    from optpipe_compiler.diff.records import Change, Difference, DifferentWaits, Moved, Regrouped, Value
 
 NAMES = {
     "cap_bytes": "memory cap per device",
@@ -143,5 +143,5 @@ def _numbers(numbers: list[int]) -> str:
     return f"microbatch{'es' if len(numbers) > 1 else ''} {shown}"
 
 
-def _waits(row: Waits) -> str:
+def _waits(row: DifferentWaits) -> str:
     return f"device {row.device}: {row.added} added, {row.removed} removed"

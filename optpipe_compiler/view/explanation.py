@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console, RenderableType
 
-    from optpipe_compiler.study.changes import Change
     from optpipe_compiler.study.explain import Explanation, Idle, WhatIf
+    from optpipe_compiler.study.variations import Variation
 
 NOTHING = 0.0005
 """Shares below this are shown as nothing."""
@@ -49,10 +49,10 @@ class ChangesBar(Bar):
         columns = (TextColumn("what if"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         super().__init__(console, *columns, description_column(), description="", total=total)
 
-    def update(self, change: Change) -> None:
+    def update(self, variation: Variation) -> None:
         """Count one more."""
-        self.bar.update(self.task, advance=1, description=change.text)
-        self.say(f"planned: {change.text}")
+        self.bar.update(self.task, advance=1, description=variation.text)
+        self.say(f"planned: {variation.text}")
 
 
 def render(explanation: Explanation) -> RenderableType:
@@ -76,6 +76,8 @@ def sentences(explanation: Explanation) -> Iterator[str]:
             yield f"{one.text} instead of {explanation.microbatches} would save, per microbatch, " + (
                 f"{_saving(one, explanation)}."
             )
+        elif one.family == "head":
+            yield f"The head in {one.amount} of equal cost would save {_saving(one, explanation)}."
         elif one.family in DOINGS:
             yield _costs(one, explanation)
 
@@ -133,7 +135,8 @@ def _binding(explanation: Explanation) -> str:
 
 
 def _subject(one: WhatIf) -> str:
-    return {"memory": "more memory", "microbatches": f"{one.text}"}.get(one.family) or SUBJECTS[one.family][0]
+    named = {"memory": "more memory", "microbatches": one.text, "head": f"the {one.text}"}
+    return named.get(one.family) or SUBJECTS[one.family][0]
 
 
 def _memory(memory: Sequence[WhatIf], explanation: Explanation) -> str:

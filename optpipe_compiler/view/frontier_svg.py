@@ -29,7 +29,7 @@ LETTER = 6
 
 
 @dataclass(frozen=True)
-class Axis:
+class Scale:
     """A linear scale from values to pixels, with ticks at round values."""
 
     low: float
@@ -71,17 +71,17 @@ def render(sweep: Sweep) -> str:
     return "\n".join([*rows, "</svg>"]) + "\n"
 
 
-def _axis(low: float, high: float, begin: float, end: float) -> Axis:
+def _axis(low: float, high: float, begin: float, end: float) -> Scale:
     """Cover low to high with three to eight round steps."""
     if high <= low:
         low, high = 0.0, 2 * high or 1.0
     rough = (high - low) / 6
     power = 10 ** math.floor(math.log10(rough))
     step = power * min((factor for factor in (1, 2, 5, 10) if factor * power >= rough), default=10)
-    return Axis(math.floor(low / step) * step, math.ceil(high / step - 1e-9) * step, begin, end, step)
+    return Scale(math.floor(low / step) * step, math.ceil(high / step - 1e-9) * step, begin, end, step)
 
 
-def _frame(x: Axis, y: Axis, title: str) -> Iterator[str]:
+def _frame(x: Scale, y: Scale, title: str) -> Iterator[str]:
     for value in y.ticks():
         at = y.at(value)
         yield f'<line x1="{LEFT}" y1="{at:.1f}" x2="{WIDTH - RIGHT}" y2="{at:.1f}" stroke="#e4e4e4"/>'
@@ -104,7 +104,7 @@ def _size(value: float) -> str:
     return f"{float(number):g} {name}"
 
 
-def _line(group: Sequence[Point], number: int, x: Axis, y: Axis, tokens: int | None) -> Iterator[str]:
+def _line(group: Sequence[Point], number: int, x: Scale, y: Scale, tokens: int | None) -> Iterator[str]:
     colour, factor = COLOURS[number % len(COLOURS)], tokens or 1
     shown = [point for point in group if point.makespan_ns]
     bound = " ".join(f"{x.at(p.mem_bytes):.1f},{y.at(p.ceiling * factor):.1f}" for p in shown)
@@ -145,7 +145,7 @@ def _cross(x: float, y: float, colour: str, tip: str) -> str:
     return f'<path d="{path}" stroke="{colour}" stroke-width="2" fill="none">{inner}</path>'
 
 
-def _labels(groups: Sequence[Sequence[Point]], y: Axis, tokens: int | None, width: int) -> Iterator[str]:
+def _labels(groups: Sequence[Sequence[Point]], y: Scale, tokens: int | None, width: int) -> Iterator[str]:
     """Yield a label at the end of each line, pushed apart where they would overlap, then what dashes and crosses."""
     ends = []
     for number, group in enumerate(groups):

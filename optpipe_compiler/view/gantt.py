@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from rich.text import Text
 
-from optpipe_compiler.documents.ops import LETTERS
+from optpipe_compiler.documents.ops import LETTERS, unit_name
 from optpipe_compiler.documents.units import short_bytes
 from optpipe_compiler.view.axis import Axis
 from optpipe_compiler.view.look import LOOKS, ink
@@ -153,7 +153,7 @@ def _ops(items: Sequence[Item], axis: Axis, analysis: Analysis, *, colour: bool)
             row.append(IDLE * columns, style="dim")
             continue
         letter, shade = LETTERS[item.op.name], LOOKS[item.op.name].colour
-        label = f"{letter}{item.op.microbatch}"
+        label = f"{letter}{unit_name(*item.op.unit)}"
         label = label if len(label) <= columns else letter
         if item.op.stage != first.get(item.device):
             shade = _lighter(shade)

@@ -11,29 +11,21 @@ from optpipe_compiler.documents.units import show_ns
 
 if TYPE_CHECKING:
     from types import TracebackType
+    from typing import Self
 
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
     from optpipe_compiler.compiler import Progress
 
 
-class ProgressLine:
-    """A context in which `update` shows where the search stands: incumbent, bound, gap, and time of the limit.
+class _Status:
+    """A context that shows a line with a spinner on a terminal, and nothing elsewhere."""
 
-    On a terminal the time goes on by itself; with `every_plan` each better plan leaves a line there, too.
-    """
-
-    def __init__(self, console: Console, limit_s: float | None = None, *, every_plan: bool = False) -> None:
+    def __init__(self, console: Console, line: RenderableType) -> None:
         self.console = console
-        self.limit = "" if limit_s is None else f" of {limit_s:g} s"
-        self.every_plan = every_plan
-        self.begin = time.monotonic()
-        self.state = "planning"
-        self.status = console.status(_Clock(self), refresh_per_second=4)
-        self.last = ""
-        self.phases: set[str] = set()
+        self.status = console.status(line, refresh_per_second=4)
 
-    def __enter__(self) -> ProgressLine:
+    def __enter__(self) -> Self:
         if self.console.is_terminal:
             self.status.start()
         return self
@@ -42,6 +34,22 @@ class ProgressLine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.status.stop()
+
+
+class ProgressLine(_Status):
+    """A context in which `update` shows where the search stands: incumbent, bound, gap, and time of the limit.
+
+    On a terminal the time goes on by itself; with `every_plan` each better plan leaves a line there, too.
+    """
+
+    def __init__(self, console: Console, limit_s: float | None = None, *, every_plan: bool = False) -> None:
+        super().__init__(console, _Clock(self))
+        self.limit = "" if limit_s is None else f" of {limit_s:g} s"
+        self.every_plan = every_plan
+        self.begin = time.monotonic()
+        self.state = "planning"
+        self.last = ""
+        self.phases: set[str] = set()
 
     def update(self, progress: Progress) -> None:
         """Show `progress`; away from a terminal only in a new phase, or when the incumbent or the bound has changed."""
@@ -61,22 +69,11 @@ class ProgressLine:
         self.phases.add(phase)
 
 
-class Steps:
+class StatusLine(_Status):
     """A context in which `say` shows what is being done; away from a terminal it prints a line for each."""
 
     def __init__(self, console: Console) -> None:
-        self.console = console
-        self.status = console.status("reading")
-
-    def __enter__(self) -> Steps:
-        if self.console.is_terminal:
-            self.status.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.status.stop()
+        super().__init__(console, "reading")
 
     def say(self, line: str) -> None:
         """Show what is done now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from msgspec import UnsetType
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -57,18 +58,6 @@ def summary(analysis: Analysis) -> RenderableType:
     )
 
 
-def gap(schedule: Schedule) -> float:
-    """Return (value - bound) / value for the objective's value."""
-    value = reached(schedule)
-    return 1 - schedule.forecast.lower_bound_ns / value if value else 0.0
-
-
-def reached(schedule: Schedule) -> int:
-    """Return the value of the objective in ns."""
-    forecast = schedule.forecast
-    return forecast.makespan_ns if forecast.objective == "makespan" else forecast.span_ns
-
-
 def count(schedule: Schedule, name: str) -> int:
     """Return how many ops of one kind the schedule has."""
     return sum(op.name == name for device in schedule.devices for lane in _lanes(device) for op in lane)
@@ -89,15 +78,16 @@ def _headline(schedule: Schedule) -> Table:
     time = Text(show_ns(forecast.makespan_ns), style="bold")
     time.append(f" per step by {printable(forecast.method)}", style="not bold")
     if forecast.objective != "makespan":
-        time.append(f"; {forecast.objective} {show_ns(reached(schedule))}", style="not bold")
+        time.append(f"; {forecast.objective} {show_ns(forecast.value_ns)}", style="not bold")
     argument = printable(forecast.bound)
     bound = f"{show_ns(forecast.lower_bound_ns)}, {BOUNDS.get(argument, argument)} ({argument})"
     size = f"{setup.devices} devices, {len(schedule.stages)} stages, {setup.microbatches} microbatches"
+    size += _units(schedule)
     counted = (("backward_weight", "split"), ("backward", "fused backwards"), ("offload", "offloads"))
     ops = ", ".join(f"{count(schedule, name)} {word}" for name, word in (*counted, ("recompute", "recomputes")))
     table.add_row("makespan", time)
     table.add_row("proven bound", bound)
-    table.add_row("gap", f"{gap(schedule):.2%}: {forecast.outcome}")
+    table.add_row("gap", f"{forecast.gap:.2%}: {forecast.outcome}")
     for label, name in (("best of all", best(schedule)), ("papers, stock", best(schedule, OTHERS))):
         if name is not None:
             table.add_row(label, printable(f"{whose(schedule, name)}: this is {faster(schedule, name)}"))
@@ -112,6 +102,16 @@ def _headline(schedule: Schedule) -> Table:
         table.add_row("host links", first)
         table.add_row("", second)
     return table
+
+
+def _units(schedule: Schedule) -> str:
+    """Say into how many slices microbatches are cut, and how long they are."""
+    units = schedule.setup.units
+    if isinstance(units, UnsetType):
+        return ""
+    lengths = sorted({cuts[-1] for cuts in units.cuts})
+    tokens = f"{lengths[0]}" if len(lengths) == 1 else f"{lengths[0]} to {lengths[-1]}"
+    return f" of {tokens} tokens" + (f" in {schedule.setup.slices} slices" if schedule.setup.slices > 1 else "")
 
 
 def host_links(schedule: Schedule) -> list[tuple[str, str]]:

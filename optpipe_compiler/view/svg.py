@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.documents.ops import LETTERS
+from optpipe_compiler.documents.ops import LETTERS, unit_name
 from optpipe_compiler.documents.units import printable, short_bytes, show_ns
 from optpipe_compiler.forecast import HOLDERS, analyse
 from optpipe_compiler.view.axis import ticks
@@ -115,12 +115,12 @@ class _Picture:
                 continue
             x, width = self.x(item.begin_ns), length * self.scale
             words = (
-                f"{op.name} stage {op.stage} microbatch {op.microbatch}: "
+                f"{op.name} stage {op.stage} microbatch {unit_name(*op.unit)}: "
                 f"{show_ns(item.begin_ns - begin)} to {show_ns(item.end_ns - begin)}"
             )
             yield _rect(x, top, max(0.5, width - 0.6), height, colour, words)
-            label = f"{op.stage if self.several else ''}{LETTERS[op.name]}{op.microbatch}"
-            label = label if width > 7 * len(label) + 2 else f"{LETTERS[op.name]}{op.microbatch}"
+            label = f"{op.stage if self.several else ''}{LETTERS[op.name]}{unit_name(*op.unit)}"
+            label = label if width > 7 * len(label) + 2 else f"{LETTERS[op.name]}{unit_name(*op.unit)}"
             if height == LANE and width > 7 * len(label) + 2:
                 yield (
                     f'<text x="{x + width / 2:.1f}" y="{top + height * 0.66:.1f}" text-anchor="middle" '

@@ -22,6 +22,7 @@ from optpipe_torch.launch.trace import Ran, chrome_trace
 from optpipe_torch.launch.worker import settle_on_cpu
 from optpipe_torch.models import known as models
 from optpipe_torch.profiler.timer import CpuTimer
+from runtime_torch.batches import Batches
 from runtime_torch.conform import BYTES_TOLERANCE, prepare
 from runtime_torch.replay import Replay
 from runtime_torch.stages import stages_between
@@ -46,7 +47,7 @@ class OpReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfers:
+class CopyTimes:
     """Time of a device's copies in a step: while its compute lane was busy (hidden), and while it was not."""
 
     hidden_ns: int
@@ -65,8 +66,8 @@ class EmulationReport:
     spans_ns: list[int]
     """Of each step after the first."""
     forecast_span_ns: int
-    transfers: Transfers
-    forecast_transfers: Transfers
+    transfers: CopyTimes
+    forecast_transfers: CopyTimes
     peak_activation_bytes: int
     promised_activation_bytes: int
     peak_host_bytes: int
@@ -126,12 +127,9 @@ class _Alone:
         self._stages = stages_between(schedule, layers, rank, device, bundles, ties=models.ties(model))
         microbatches = schedule.setup.microbatches
         inputs, target = models.batches(model, data)(torch.Generator().manual_seed(seed), microbatches)
-        self._inputs = bundles[0].carry_batch([one.to(device).tensor_split(microbatches) for one in inputs])
-        self._targets = target.to(device).tensor_split(microbatches)
-        boundaries = [bundle.boundary for bundle in bundles[1:]]
-        prepare(
-            schedule, self._stages, lambda layer, _: boundaries[layer], self._inputs, self._targets, BYTES_TOLERANCE
-        )
+        batches = Batches(schedule, self._stages, None, None)
+        self._batch = batches.cut_all([one.to(device) for one in inputs], target.to(device))
+        prepare(schedule, self._stages, batches.boundary, self._batch, BYTES_TOLERANCE)
         first = next(iter(self._stages.values()))
         self._meter, self._host_meter = first.meter, first.host_meter
         carriers = [bundle.boundary for bundle in bundles[1:] if not bundle.is_single]
@@ -141,7 +139,7 @@ class _Alone:
             schedule,
             rank,
             self._stages,
-            lambda stage, _: boundaries[schedule.stages[stage].layers[1] - 1],
+            lambda stage, unit: batches.boundary(schedule.stages[stage].layers[1] - 1, unit),
             group=self._peers,
             on=device,
             meter=self._meter,
@@ -157,7 +155,8 @@ class _Alone:
         """Run the device's ops once; return when each ran, from the start of the step, by end."""
         self._meter.reset_peak()
         self._host_meter.reset_peak()
-        ops = self._replay.step(self._inputs, self._targets)
+        batch = self._batch
+        ops = self._replay.step(batch.inputs, batch.targets, batch.microbatches, batch.slices)
         start = self._peers.start_ns
         self._stages.module.zero_grad(set_to_none=False)
         self._peaks.append((self._meter.peak_bytes, self._host_meter.peak_bytes))
@@ -208,7 +207,7 @@ class _Alone:
             span_ns=round(median(spans)),
             spans_ns=spans,
             forecast_span_ns=_span(planned),
-            transfers=Transfers(
+            transfers=CopyTimes(
                 round(median(t.hidden_ns for t in measured)), round(median(t.exposed_ns for t in measured))
             ),
             forecast_transfers=transfers(planned),
@@ -227,12 +226,12 @@ class _Alone:
                 yield op.id, lanes.get(op.name, "compute"), round(start * self._scale), round(end * self._scale)
 
 
-def transfers(ran: Sequence[Ran]) -> Transfers:
+def transfers(ran: Sequence[Ran]) -> CopyTimes:
     """Return how much of the copies' time the compute lane was busy for."""
     busy = [(start, end) for _, lane, start, end in ran if lane == "compute"]
     copies = [(start, end) for _, lane, start, end in ran if lane != "compute"]
     hidden = sum(max(0, min(end, e) - max(start, s)) for start, end in copies for s, e in busy)
-    return Transfers(hidden, sum(end - start for start, end in copies) - hidden)
+    return CopyTimes(hidden, sum(end - start for start, end in copies) - hidden)
 
 
 def _span(ran: Sequence[Ran]) -> int:

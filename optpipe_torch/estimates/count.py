@@ -40,6 +40,8 @@ class Counted:
 
     work: dict[str, Work]
     sizes: LayerBytes
+    slice: Counted | None = None
+    """The same of the first of `records.SLICES` slices; None where the layer cannot be sliced."""
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]

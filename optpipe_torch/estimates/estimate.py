@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 from msgspec import structs
 
-from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile, Quantity
+from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile, Quantity, Sliceable
 from optpipe_compiler.errors import BadInput, MissingDependency
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def estimate(options: EstimateOptions) -> Profile:
     counted = count_layers(options)
     return Profile(
         name=f"{options.name}-{options.gpu.name}",
+        sequence_length=options.sequence_length,
         machine=_machine(options),
         layers=[_layer(name, count, found, options) for name, (count, found) in counted.items()],
     )
@@ -122,7 +123,9 @@ def count_layers(options: EstimateOptions) -> dict[str, tuple[int, Counted]]:
     from optpipe_torch.estimates.count import count_between
     from optpipe_torch.models.known import DTYPES
     from optpipe_torch.models.layers import border, chain_of, kind_of, makers
+    from optpipe_torch.profiler.records import SLICES
     from runtime_torch.bundles import Bundle
+    from runtime_torch.slices import is_sliceable
 
     dtype = {**DTYPES, "fp16": torch.float16}[options.dtype]
     batch, sequence, ranks = options.microbatch_size, options.sequence_length, options.tensor_parallel
@@ -132,14 +135,21 @@ def count_layers(options: EstimateOptions) -> dict[str, tuple[int, Counted]]:
     covered: set[tuple[str, ...]] = set()
     with torch.device("meta"):
         tokens = torch.empty(batch, sequence, dtype=torch.int64)
+        short = sequence // SLICES
+        shorter = makers(options.model, short, ranks) if short and short % ranks == 0 else {}
+        short_borders = [Bundle((((batch, short), torch.int64),))]
         for name, (number, make) in makers(options.model, sequence, ranks).items():
             kind, layer = kind_of(name, options.model), make().to(dtype)
             target = tokens if name.startswith("head") else None
             borders.append(border(name, options.model, batch, sequence, dtype, ranks))
+            short_borders.append(border(name, options.model, batch, short, dtype, ranks))
             if kind not in found:
                 counted = count_between([layer], borders[-2:], target, options.accumulation)
                 counted.sizes.static = BYTES_PER_PARAMETER * sum(p.numel() for p in layer.parameters())
                 counted.sizes.chain = chain_of(name)
+                if is_sliceable(layer) and shorter:
+                    wanted, few = None if target is None else tokens[:, :short], [shorter[name][1]().to(dtype)]
+                    counted.slice = count_between(few, short_borders[-2:], wanted, options.accumulation)
                 found[kind] = number, counted
             found[name] = found[kind]
             if name == "block":
@@ -197,7 +207,43 @@ def _layer(name: str, number: int, counted: Counted, options: EstimateOptions) -
         recompute_ns=times["forward"],
         chain=sizes.chain,
         selective=sizes.selective_costs(_estimated, times["selective"]),
+        slices=_slices(counted, options),
         **sizes.costs(_estimated),
+    )
+
+
+def _slices(counted: Counted, options: EstimateOptions) -> Sliceable | None:
+    """Return what slices cost beside their share: kernels that are too small, weights that each slice reads again; and
+    what attention over earlier slices needs for a while: partial results, in fp32 where they are added up."""
+    if counted.slice is None:
+        return None
+    from optpipe_torch.estimates.time import kernel_ns, work_ns
+    from optpipe_torch.profiler.records import SLICES
+
+    attention, more, ranks = {}, {}, options.tensor_parallel
+    for op in ("forward", "backward_input", "backward_weight", "backward"):
+        whole, part = counted.work[op], counted.slice.work[op]
+        kernels = [kernel for kernel in whole.kernels if kernel.kind.startswith("attention")]
+        attention[op] = sum(kernel_ns(kernel, options.gpu, ranks) for kernel in kernels)
+        share = (work_ns(whole, options.gpu, ranks) - attention[op]) / SLICES + attention[op] / SLICES**2
+        more[op] = _estimated(max(0, work_ns(part, options.gpu, ranks) - share))
+    model, tokens = options.model, options.microbatch_size * options.sequence_length // ranks
+    wide, own, held = 4, 2, counted.sizes.transient
+    has_attention = bool(attention["forward"])
+    # of each rank: all tokens, and a part of the heads
+    result, block = tokens * model.heads * model.head_dim, 2 * tokens * model.kv_heads * model.head_dim
+    return Sliceable(
+        forward_attention_ns=_estimated(attention["forward"]),
+        backward_input_attention_ns=_estimated(attention["backward_input"]),
+        forward_overhead_ns=more["forward"],
+        backward_input_overhead_ns=more["backward_input"],
+        backward_weight_overhead_ns=more["backward_weight"],
+        backward_overhead_ns=more["backward"],
+        carry_bytes=_estimated(own * block * has_attention),
+        forward_prefix_bytes=_estimated(max(0, (wide + own) * result - held["forward"]) * has_attention),
+        backward_prefix_bytes=_estimated(
+            max(0, (wide + own) * result + own * block - min(held["backward_input"], held["backward"])) * has_attention
+        ),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -59,17 +60,26 @@ def check(
         merged = {name: gradient for _, part in gathered for name, gradient in part.items()}
         device = next(iter(stages.values())).device
         whole = [tensor.to(device) for tensor in inputs], target.to(device)
-        reference = unpipelined(schedule.model, *whole, schedule.setup.microbatches)
+        reference = unpipelined(schedule.model, *whole, schedule.setup.microbatches, _lengths(schedule))
         answer = [compare(loss, merged, *reference, TOLERANCE.get(schedule.model.dtype, 0.05))]
     dist.broadcast_object_list(answer, src=0, group=control)
     assert answer[0] is not None
     return answer[0]
 
 
-def unpipelined(model: Model, inputs: Sequence[Tensor], target: Tensor, microbatches: int) -> tuple[float, Gradients]:
-    """Mean loss and mean gradients of the whole model over the microbatches, one after another.
+def _lengths(schedule: ir.Schedule) -> list[int] | None:
+    """Return the tokens of each microbatch's sequences; None: all that there are."""
+    units = schedule.setup.units
+    return None if isinstance(units, msgspec.UnsetType) else [units.cuts[shape][-1] for shape in units.shape_of]
 
-    Heads and embeddings in parts are whole here, so that the chain of parts is checked, too.
+
+def unpipelined(
+    model: Model, inputs: Sequence[Tensor], target: Tensor, microbatches: int, lengths: Sequence[int] | None = None
+) -> tuple[float, Gradients]:
+    """Mean loss and mean gradients of the whole model over the microbatches, one after another, none in slices.
+
+    Of microbatch m only the first `lengths[m]` tokens count. Heads and embeddings in parts are whole here, so that the
+    chain of parts is checked, too.
     """
     layers = models.build(model)
     share(models.ties(model), {str(index): layer for index, layer in enumerate(layers)})
@@ -77,7 +87,10 @@ def unpipelined(model: Model, inputs: Sequence[Tensor], target: Tensor, microbat
         layer.to(target.device).eval()
     losses = []
     called = whole(layers)
-    for *parts, wanted in zip(*(tensor.tensor_split(microbatches) for tensor in (*inputs, target)), strict=True):
+    batch = zip(*(tensor.tensor_split(microbatches) for tensor in (*inputs, target)), strict=True)
+    for number, (*parts, wanted) in enumerate(batch):
+        if lengths is not None:
+            *parts, wanted = (tensor[:, : lengths[number]] for tensor in (*parts, wanted))
         for layer in called:
             behind, named = targets_for(layer, wanted, is_last=layer is called[-1])
             found = layer(*parts, *behind, **named)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from optpipe_compiler.documents import ir
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from runtime_torch.execution import Layers
     from runtime_torch.meter import Meter
+    from runtime_torch.slices import Slice
 
 BOUNDARY = ((2,), torch.float64)
 """Shape and dtype of every message."""
@@ -75,12 +77,12 @@ class RehearsedDevice:
         """Wait until a message from another device is due."""
         self._arrival.until(int(message[1].item()))
 
-    def run(self, kind: str, stage: int, microbatch: int, layers: Layers | None = None) -> None:
+    def run(self, kind: str, stage: int, unit: int, layers: Layers | None = None) -> None:
         """Wait as long as the op takes, and count its bytes but for messages, which the replay counts."""
-        op = self._ops[op_id(kind, stage, microbatch, layers)]
+        op = self._ops[op_id(kind, stage, *_name(self.schedule, unit, layers))]
         taken, given = self._bytes.on_device(op)
         host_taken, host_given = self._bytes.on_host(op)
-        made, read = _messages(op, self.schedule.stages[stage])
+        made, read = _messages(self.schedule, op, unit)
         self._meter.count(taken - made)
         self._host_meter.count(host_taken)
         self._copies.get(kind, self._compute).spend(round(self._durations[op.id] * self.scale))
@@ -88,11 +90,28 @@ class RehearsedDevice:
         self._host_meter.count(host_given)
 
 
-def _messages(op: ir.Op, stage: ir.Stage) -> tuple[int, int]:
+def _name(schedule: ir.Schedule, unit: int, layers: Layers | None) -> tuple[int, Layers | None, int | None]:
+    """Return the rest of an op's name, from the number of its unit."""
+    microbatch, index = divmod(unit, schedule.setup.slices)
+    return microbatch, layers, index if schedule.setup.slices > 1 else None
+
+
+def message_bytes(schedule: ir.Schedule, stage: int, unit: int) -> int:
+    """Return the bytes of what leaves a stage, for one unit."""
+    units, nbytes = schedule.setup.units, schedule.stages[stage].output_bytes
+    if isinstance(units, msgspec.UnsetType):
+        return nbytes
+    begin, end = schedule.setup.tokens_of(*divmod(unit, schedule.setup.slices)) or (0, 0)
+    return -(-nbytes * (end - begin) // units.tokens)
+
+
+def _messages(schedule: ir.Schedule, op: ir.Op, unit: int) -> tuple[int, int]:
     """Return the bytes of what an op passes on, and of what it was passed."""
+    before = message_bytes(schedule, op.stage - 1, unit) if op.stage else 0
+    after = message_bytes(schedule, op.stage, unit)
     if isinstance(op, ir.Forward):
-        return stage.output_bytes, stage.input_bytes
-    return (stage.input_bytes, stage.output_bytes) if isinstance(op, ir.Backward | ir.BackwardInput) else (0, 0)
+        return after, before
+    return (before, after) if isinstance(op, ir.Backward | ir.BackwardInput) else (0, 0)
 
 
 class RehearsedStage:
@@ -101,31 +120,35 @@ class RehearsedStage:
     def __init__(self, device: RehearsedDevice, index: int) -> None:
         self._device = device
         self._index = index
-        self._cost = device.schedule.forecast.stages[index]
         self._is_last = index == len(device.schedule.stages) - 1
 
     def begin(self) -> None:
         """Nothing changes between steps."""
 
     def forward(
-        self, microbatch: int, x: Tensor, target: Tensor | None = None, recomputed: Sequence[Layers] = ()
+        self,
+        microbatch: int,
+        x: Tensor,
+        target: Tensor | None = None,
+        recomputed: Sequence[Layers] = (),
+        part: Slice | None = None,
     ) -> Tensor:
         """F."""
         passed = x.reshape(-1)[0].item()
         self._device.run("forward", self._index, microbatch)
         if self._is_last:
-            return torch.tensor(passed + 1.0)
-        return self._message(passed + 1, self._cost.send_activation_ns)
+            return torch.tensor((passed + 1.0) / self._device.schedule.setup.slices)
+        return self._message(passed + 1, self._cost(microbatch).send_activation_ns)
 
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """B."""
         self._device.run("backward", self._index, microbatch)
-        return self._input_gradient(gradient)
+        return self._input_gradient(microbatch, gradient)
 
     def backward_input(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """I."""
         self._device.run("backward_input", self._index, microbatch)
-        return self._input_gradient(gradient)
+        return self._input_gradient(microbatch, gradient)
 
     def backward_weight(self, microbatch: int) -> None:
         """W."""
@@ -143,11 +166,16 @@ class RehearsedStage:
         """H2D."""
         self._device.run("reload", self._index, microbatch, layers)
 
-    def _input_gradient(self, gradient: Tensor | None) -> Tensor | None:
+    def _cost(self, unit: int) -> ir.StageCost:
+        schedule = self._device.schedule
+        kind = schedule.setup.class_of(*divmod(unit, schedule.setup.slices))
+        return schedule.forecast.stages[self._index * schedule.setup.classes + kind]
+
+    def _input_gradient(self, unit: int, gradient: Tensor | None) -> Tensor | None:
         if self._index == 0:
             return None
         passed = 0.0 if gradient is None or self._is_last else gradient[0].item()
-        return self._message(passed + 1, self._cost.send_gradient_ns)
+        return self._message(passed + 1, self._cost(unit).send_gradient_ns)
 
     def _message(self, passed: float, travel_ns: int) -> Tensor:
         due = time.perf_counter_ns() + round(travel_ns * self._device.scale)

@@ -7,6 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Literal
 
@@ -378,16 +379,16 @@ class _Rehearsal(_Session):
             on=self.device,
             meter=meter,
             host_meter=host_meter,
-            message_bytes=lambda stage: schedule.stages[stage].output_bytes,
+            message_bytes=partial(rehearsal.message_bytes, schedule),
             on_arrival=device.arrive,
             on_failure=self.on_failure,
         )
 
     def step(self) -> StepResult:
         """One rehearsed step."""
-        count = self.schedule.setup.microbatches
-        batch = torch.zeros(count, 2, dtype=torch.float64).unbind()
-        return self._steps.step(batch, batch, [Microbatch(1 / count)] * count)
+        count, slices = self.schedule.setup.microbatches, self.schedule.setup.slices
+        batch = torch.zeros(count * slices, 2, dtype=torch.float64).unbind()
+        return self._steps.step(batch, batch, [Microbatch(1 / count)] * count * slices)
 
     def promised_bytes(self) -> int:
         """As the schedule says."""

@@ -9,6 +9,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.ops import range_name
 from optpipe_compiler.export.memory import timed_ops
 
 if TYPE_CHECKING:
@@ -119,6 +120,8 @@ def _forecast(schedule: ir.Schedule, device: int, step: int, shift: int, scale: 
 def _measured(schedule: ir.Schedule, op: ir.Op, device: int, step: int, ran: Ran, origin: int) -> TraceEvent:
     _, lane, start, end = ran
     about: dict[str, Any] = {"op": op.id, "kind": op.name, "stage": op.stage, "microbatch": op.microbatch, "step": step}
+    if op.slice_or_none is not None:
+        about["slice"] = op.slice_or_none
     if isinstance(op, ir.SavedOp):
         stage = schedule.stages[op.stage]
         first, last = (layer - stage.layers[0] for layer in op.layers)
@@ -136,4 +139,4 @@ def _measured(schedule: ir.Schedule, op: ir.Op, device: int, step: int, ran: Ran
 
 
 def _name(op: ir.Op) -> str:
-    return f"{op.name} {op.stage} m{op.microbatch}"
+    return range_name(op.name, op.stage, op.microbatch, op.slice_or_none)

@@ -16,6 +16,7 @@ from optpipe_compiler.errors import BadInput
 from optpipe_torch.models import user_model
 from runtime_torch.bundles import Bundle
 from runtime_torch.selective import cheap
+from runtime_torch.slices import WHOLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from optpipe_compiler.documents.profile import Model
     from optpipe_torch.models.user_model import Batch, UserModel
     from runtime_torch.bundles import Boundary
+    from runtime_torch.slices import Carry
     from runtime_torch.ties import Names
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -37,9 +39,9 @@ class Embedding(nn.Module):
         self.tokens = nn.Embedding(vocab, hidden)
         self.positions = nn.Embedding(sequence, hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, carry: Carry = WHOLE) -> Tensor:
         """Add the two embeddings."""
-        positions = torch.arange(x.shape[1], device=x.device)
+        positions = torch.arange(carry.start, carry.start + x.shape[1], device=x.device)
         return self.tokens(x) + self.positions(positions)  # type: ignore[no-any-return]
 
 
@@ -56,22 +58,24 @@ class Block(nn.Module):
         self.up = nn.Linear(hidden, 4 * hidden)
         self.down = nn.Linear(4 * hidden, hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, carry: Carry = WHOLE) -> Tensor:
         """Map (batch, sequence, hidden) to the same shape."""
-        x = x + self.attend(self.attention_norm(x))
+        x = x + self.attend(self.attention_norm(x), carry)
         return x + self.down(cheap(F.gelu, self.up(self.mlp_norm(x))))  # type: ignore[no-any-return]
 
-    def attend(self, x: Tensor) -> Tensor:
+    def attend(self, x: Tensor, carry: Carry) -> Tensor:
         """Causal self-attention over the sequence."""
         batch, sequence, hidden = x.shape
         qkv = self.qkv(x).view(batch, sequence, 3, self.heads, hidden // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = carry.attend(query, key, value)
         return self.projection(mixed.transpose(1, 2).reshape(batch, sequence, hidden))  # type: ignore[no-any-return]
 
 
 class Head(nn.Module):
     """Final norm, projection onto the vocabulary, and the loss."""
+
+    sliceable = True
 
     def __init__(self, hidden: int, vocab: int) -> None:
         super().__init__()

@@ -26,11 +26,13 @@ from optpipe_torch.models.layer_kernels import (
 from runtime_torch import vocabulary
 from runtime_torch.bundles import Bundle
 from runtime_torch.selective import cheap
+from runtime_torch.slices import WHOLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from optpipe_compiler.costs.models import Architecture
+    from runtime_torch.slices import Carry
 
 ROTARY_BASE = 10_000.0
 
@@ -61,11 +63,11 @@ class Embedding(nn.Module):
         self.tokens = nn.Embedding(-(-model.vocab // ranks), model.hidden)
         self.positions = nn.Embedding(model.positions, model.hidden) if model.positions else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, carry: Carry = WHOLE) -> Tensor:
         """Look up; a rank's part of the vocabulary gives a partial sum."""
         hidden = self.tokens(x)
         if self.positions is not None:
-            hidden = hidden + self.positions(torch.arange(x.shape[1], device=x.device))
+            hidden = hidden + self.positions(torch.arange(carry.start, carry.start + x.shape[1], device=x.device))
         return drop(scatter_sequence(hidden, self.ranks), self.dropout if self.training else 0.0)
 
 
@@ -90,7 +92,7 @@ class Attention(nn.Module):
         self.key_norm = RMSNorm(self.width) if model.qk_norm else nn.Identity()
         self.projection = nn.Linear(self.heads * self.width, model.hidden, bias=not model.gated)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, carry: Carry = WHOLE) -> Tensor:
         """Keep the shape."""
         qkv = self.qkv(gather_sequence(x, self.ranks))
         batch, sequence, _ = qkv.shape
@@ -98,13 +100,21 @@ class Attention(nn.Module):
         query, key, value = (part.transpose(1, 2) for part in parts)
         query, key = self.query_norm(query), self.key_norm(key)
         if self.rotary:
-            query, key = (rotate(part, self.cosine, self.sine) for part in (query, key))
+            here = slice(carry.start, carry.start + sequence)
+            query, key = (rotate(part, self.cosine[here], self.sine[here]) for part in (query, key))
         dropout = self.dropout if self.training else 0.0
-        if self.attend is math_attention and not dropout:  # scores and their softmax; a flash kernel keeps neither
+        if not carry.is_whole:
+            mixed = carry.attend(query, key, value)
+        elif self.attend is math_attention and not dropout:  # scores and their softmax; a flash kernel keeps neither
             mixed = cheap(self.attend, query, key, value, dropout)
         else:
             mixed = self.attend(query, key, value, dropout)
         return scatter_sequence(self.projection(mixed.transpose(1, 2).reshape(batch, sequence, -1)), self.ranks)
+
+
+def _attention_is_sliceable(model: Architecture) -> bool:
+    """Whether slices of a sequence can be attended to one after another: by a flash kernel, without dropout."""
+    return model.attention == "flash" and not model.attention_dropout
 
 
 def rotation(sequence: int, width: int) -> tuple[Tensor, Tensor]:
@@ -196,10 +206,11 @@ class AttentionHalf(nn.Module):
         self.dropout = model.residual_dropout
         self.attention_norm = norm(model)
         self.attention = Attention(model, sequence, ranks)
+        self.sliceable = _attention_is_sliceable(model)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, carry: Carry = WHOLE) -> Tensor:
         """Keep the shape."""
-        return x + drop(self.attention(self.attention_norm(x)), self.dropout if self.training else 0.0)
+        return x + drop(self.attention(self.attention_norm(x), carry), self.dropout if self.training else 0.0)
 
 
 class MlpHalf(nn.Module):
@@ -210,6 +221,7 @@ class MlpHalf(nn.Module):
         self.dropout = model.residual_dropout
         self.ffn_norm = norm(model)
         self.ffn = (Experts if model.experts else FeedForward)(model, ranks)
+        self.sliceable = not model.experts  # whose capacity is that of all tokens
 
     def forward(self, x: Tensor) -> Tensor:
         """Keep the shape."""
@@ -225,16 +237,19 @@ class Block(nn.Module):
         self.attention_norm, self.ffn_norm = norm(model), norm(model)
         self.attention = Attention(model, sequence, ranks)
         self.ffn = (Experts if model.experts else FeedForward)(model, ranks)
+        self.sliceable = _attention_is_sliceable(model) and not model.experts
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, carry: Carry = WHOLE) -> Tensor:
         """Keep the shape."""
         dropout = self.dropout if self.training else 0.0
-        x = x + drop(self.attention(self.attention_norm(x)), dropout)
+        x = x + drop(self.attention(self.attention_norm(x), carry), dropout)
         return x + drop(self.ffn(self.ffn_norm(x)), dropout)
 
 
 class Head(nn.Module):
     """Final norm, projection onto the vocabulary, and the loss over fp32 logits."""
+
+    sliceable = True
 
     def __init__(self, model: Architecture, ranks: int = 1) -> None:
         super().__init__()
@@ -260,12 +275,12 @@ class EmbeddingPart(vocabulary.EmbeddingPart):
         """Sum over the ranks' rows, each rank its part of the sequence."""
         return scatter_sequence(super().look_up(tokens), self.ranks)
 
-    def begin(self, x: Tensor, tokens: Tensor) -> Tensor:
+    def begin(self, x: Tensor, tokens: Tensor, carry: Carry) -> Tensor:
         """Add the positions."""
         if self.positions is None:
             return x
-        positions = self.positions(torch.arange(tokens.shape[1] // self.ranks, device=tokens.device))
-        return x + positions  # type: ignore[no-any-return]
+        end = carry.start + tokens.shape[1] // self.ranks
+        return x + self.positions(torch.arange(carry.start, end, device=tokens.device))  # type: ignore[no-any-return]
 
     def end(self, x: Tensor) -> Tensor:
         """Drop out."""

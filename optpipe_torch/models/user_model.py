@@ -29,6 +29,8 @@ Batch = tuple[tuple[Tensor, ...], Tensor]
 class UserModel:
     """What the function returns: a list of layers, `(layers, batch)`, or `(layers, batch, ties)`.
 
+    Instead of layers there may be a causal language model of transformers.
+
     `batch(generator, samples)` returns `(inputs, target)`: a tensor or a tuple of tensors, and a tensor, on the CPU and
     with `samples` entries along each first dimension. It depends on `generator` alone: every rank draws the same.
     None: windows of text. `ties` name the parameters that layers share: `[("0.weight", "9.weight")]`.
@@ -52,6 +54,13 @@ def load(model: Model) -> UserModel:
         found = function(**model.config)
     several = isinstance(found, tuple) and len(found) in (2, 3)
     layers, batch, ties = (*found, ())[:3] if several else (found, None, ())
+    if hasattr(layers, "get_output_embeddings"):
+        from optpipe_torch.frameworks.transformers import layers_of
+
+        try:
+            layers = layers_of(layers, shifted=batch is None)
+        except BadInput as error:
+            raise _refused(model, f"returned a model that cannot be cut: {error}") from error
     if not isinstance(layers, list | nn.ModuleList) or not all(callable(layer) for layer in layers):
         raise _refused(
             model, f"returned {_type(found)}, expected a list of layers, (layers, batch) or (layers, batch, ties)"

@@ -28,6 +28,7 @@ from optpipe_torch.profiler.layers import (
     transient_bytes,
 )
 from optpipe_torch.profiler.records import Findings, LayerBytes, Messages, Times
+from optpipe_torch.profiler.slices import slice_bytes, sliced_bench, time_slices
 from optpipe_torch.profiler.spread import steadiest
 from optpipe_torch.profiler.timer import CpuTimer
 
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 GROUP_TIMEOUT = timedelta(seconds=120)
 MOST_EQUAL = 4
 """So many equal layers are timed in turn, as many as a device may own; more would only take memory."""
+SHARE_OF_SLICES = 3
+"""Slices get this part of the samples of whole microbatches: each sample is of all slices."""
 MOST_LAYERS = 12
 """A stage of so many layers shows all that passes between them."""
 SMALL_MESSAGE = 1024
@@ -111,6 +114,10 @@ def _find(timer: Timer, place: Place, model: Model, samples: int, say: Callable[
     benches = Benches(model, text.default_text(), timer.device)
     say("bytes of the layers", 0.05)
     sizes = measure_sizes(timer, benches, names, room)
+    for name in sizes:
+        sliced = sliced_bench(benches, names.index(name))
+        if sliced is not None:
+            slice_bytes(timer, sliced, sizes[name])
     say("messages", 0.15)
     messages = Messages(SMALL_MESSAGE, benches.message_bytes)
     if (peer := place.rank ^ 1) < place.world:
@@ -124,6 +131,13 @@ def _find(timer: Timer, place: Place, model: Model, samples: int, say: Callable[
         if size.selective is not None:
             index = names.index(name)
             times[name]["selective"] = time_selective(timer, benches.stage(index, index + 1, selective=True), samples)
+    dist.barrier()
+    say("times of slices", 0.8)
+    sliced_times = {
+        name: _time_slices(timer, benches, names, name, equal[name], samples)
+        for name, size in sizes.items()
+        if size.sliced is not None
+    }
     dist.barrier()
     say("host copies of all processes at once", 0.85)
     block = names.index(common(names))
@@ -146,6 +160,7 @@ def _find(timer: Timer, place: Place, model: Model, samples: int, say: Callable[
         memory=timer.memory(),
         titles=models.layer_titles(model) if model.builder in models.OWN else [],
         host_link=timer.host_link,
+        sliced=sliced_times,
         ties=models.tied_layers(model),
     )
 
@@ -260,6 +275,15 @@ def _time_kinds(
         times[name] = _time_kind(timer, stages, wanted, _telling(say, f"times of the {name}", done, part))
         done += part
     return times
+
+
+def _time_slices(timer: Timer, benches: Benches, names: list[str], name: str, equal: int, samples: int) -> Times:
+    """Time the slices of a kind of layer on up to `equal` layers of it; each sample is of all its slices."""
+    own = [index for index, other in enumerate(names) if other == name][:equal]
+    sliced = [one for one in (sliced_bench(benches, index) for index in own) if one is not None]
+    dist.barrier()
+    rounds = max(3, -(-samples // (SHARE_OF_SLICES * len(sliced))))
+    return steadiest(lambda turn: time_slices(timer, sliced, rounds), _any_process)
 
 
 def _time_kind(timer: Timer, stages: list[Bench], samples: int, tell: Callable[[int, float], None]) -> Times:

@@ -60,7 +60,7 @@ class Benches:
     def __init__(self, model: Model, data: bytes, device: torch.device | str = "cpu") -> None:
         self.model = model
         self.device = torch.device(device)
-        self._bundles = models.bundles(model)
+        self._bundles = [replace(bundle, tokens=model.sequence_length) for bundle in models.bundles(model)]
         self.head = len(self._bundles) - 2
         inputs, target = models.batches(model, data)(torch.Generator().manual_seed(model.seed), 1)
         self.inputs = _cut_from_a_batch(self._bundles[0].carry(inputs).to(device))
@@ -136,6 +136,23 @@ class Benches:
             )
             self._gradients[bundle] = gradient.to(self.device)
         return self._gradients[bundle]
+
+    def cut(
+        self, border: int | None, tensor: Tensor | None, spans: Sequence[tuple[int, int]]
+    ) -> list[Tensor | None] | None:
+        """Return the slices of what enters layer `border` (None: of the target); None where it has no tokens to cut."""
+        if tensor is None or border == self.head + 1:
+            return [None for _ in spans]
+        bundle = None if border is None else self._bundles[border]
+        parts = (tensor,) if bundle is None else bundle.cut(tensor) if not bundle.is_single else (tensor,)
+        length = self.model.sequence_length
+        if not any(part.dim() > 1 and part.shape[1] == length for part in parts):
+            return None
+        found: list[Tensor | None] = []
+        for begin, end in spans:
+            cut = [part[:, begin:end] if part.dim() > 1 and part.shape[1] == length else part for part in parts]
+            found.append(cut[0] if bundle is None or bundle.is_single else bundle.of(None, end - begin).join(cut))
+        return found
 
     def stage(self, first: int, end: int, *, selective: bool = False) -> Bench:
         """Return the stage of layers [first, end), with gradient buffers; all or none with selective recompute."""

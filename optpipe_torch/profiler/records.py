@@ -5,13 +5,24 @@ from __future__ import annotations
 import os
 import statistics
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
-from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Model, Profile, Quantity, Selective, value_of
+from optpipe_compiler.documents.profile import (
+    P2P,
+    Layer,
+    Link,
+    Machine,
+    Model,
+    Profile,
+    Quantity,
+    Selective,
+    Sliceable,
+    value_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +40,29 @@ class SelectiveBytes:
     saved: int
     captured: int
     transient: int
+
+
+SLICES = 4
+"""Into so many equal slices a microbatch is cut where slices are measured: the first, the last, and two to check by."""
+
+
+def slice_spans(tokens: int) -> list[tuple[int, int]]:
+    """Return the slices of a sequence that are measured; none of fewer tokens than slices."""
+    return list(pairwise(tokens * k // SLICES for k in range(SLICES + 1))) if tokens >= SLICES else []
+
+
+def sample_name(op: str, index: int) -> str:
+    """Name the samples of one op of one slice."""
+    return f"{op} of slice {index}"
+
+
+@dataclass
+class SlicedBytes:
+    """The bytes of a profile's `Sliceable`."""
+
+    carry: int
+    forward_prefix: int = 0
+    backward_prefix: int = 0
 
 
 @dataclass
@@ -49,6 +83,8 @@ class LayerBytes:
     """By op: forward, backward_input, backward_weight, backward."""
     selective: SelectiveBytes | None = None
     """With selective recompute; None: the layer has nothing to recompute so."""
+    sliced: SlicedBytes | None = None
+    """In slices; None: the layer does not say that it can be sliced."""
 
     def costs(self, cost: Callable[[int], Cost]) -> dict[str, Any]:
         """Return the byte figures of a profile's `Layer`, each as `cost` makes it."""
@@ -127,6 +163,8 @@ class Findings:
     """The name of each layer, where it has one of its own; empty: all have that of their kind."""
     ties: list[tuple[str, int] | None] = field(default_factory=list)
     """Of each layer: the name of its tie and the bytes of the tied parameter; empty: there are no ties."""
+    sliced: dict[str, Times] = field(default_factory=dict)
+    """By kind of layer that can be sliced: samples of each op of each slice (`sample_name`)."""
     host_link: str | None = None
     """Equal for devices that share the way to their host; None: not known who does."""
 
@@ -144,6 +182,10 @@ def assemble(model: Model, devices: int, findings: Sequence[Findings], per_host:
     for (title, kind, tie), run in groupby(zip(first.titles or first.names, first.names, ties, strict=True)):
         times = {op: [t for found in findings for t in found.times[kind][op]] for op in first.times[kind]}
         layer = _layer(title, len(list(run)), times, first.sizes[kind], overhead.value, is_first=not layers)
+        if kind in first.sliced and first.sizes[kind].sliced is not None:
+            parts = {name: [t for found in findings for t in found.sliced[kind][name]] for name in first.sliced[kind]}
+            spans = slice_spans(model.sequence_length)
+            layer = structs.replace(layer, slices=_sliceable(layer, parts, spans, first.sizes[kind], overhead.value))
         if tie is not None:  # weights, gradients and both moments of AdamW
             layer = structs.replace(layer, tie=tie[0], tied_bytes=_once(4 * tie[1]))
         layers.append(layer)
@@ -208,6 +250,63 @@ def _layer(name: str, count: int, times: Times, sizes: LayerBytes, overhead_ns: 
         selective=sizes.selective_costs(_once, quantity(times["selective"]) if sizes.selective else 0),
         **sizes.costs(_once),
     )
+
+
+def _sliceable(
+    layer: Layer, times: Times, spans: Sequence[tuple[int, int]], sizes: LayerBytes, overhead_ns: int
+) -> Sliceable:
+    """Return what the layer costs in slices; see `profiler.slices`."""
+    assert sizes.sliced is not None
+    sliced = sizes.sliced
+    attention, more = {}, {}
+    for op in ("forward", "backward_input", "backward_weight", "backward"):
+        whole = value_of(getattr(layer, f"{op}_ns") or 0)
+        found = [quantity(max(0, t - overhead_ns) for t in times[sample_name(op, k)]) for k in range(len(spans))]
+        if whole and op in ("forward", "backward_input"):
+            attention[op] = _attention(whole, found, spans)
+        more[op] = structs.replace(
+            found[0], value=max(0, round((sum(one.value for one in found) - whole) / len(spans))) if whole else 0
+        )
+    if "backward_input" in attention:
+        most = min(value_of(layer.backward_input_ns), value_of(layer.backward_ns or layer.backward_input_ns))
+        one = attention["backward_input"]
+        attention["backward_input"] = structs.replace(one, value=min(one.value, most))
+    return Sliceable(
+        forward_attention_ns=attention.get("forward", 0),
+        backward_input_attention_ns=attention.get("backward_input", 0),
+        forward_overhead_ns=more["forward"],
+        backward_input_overhead_ns=more["backward_input"],
+        backward_weight_overhead_ns=more["backward_weight"],
+        backward_overhead_ns=more["backward"],
+        carry_bytes=_once(sliced.carry),
+        forward_prefix_bytes=_once(sliced.forward_prefix),
+        backward_prefix_bytes=_once(sliced.backward_prefix),
+    )
+
+
+def _attention(whole: int, found: Sequence[Quantity], spans: Sequence[tuple[int, int]]) -> Quantity:
+    """Return which part of `whole` ns is attention, by the first and the last slice.
+
+    With f and g the shares of a slice in the tokens and in the pairs of tokens, it takes (T - X) f + X g and what every
+    slice takes besides. The spread is by how much the slices between are off, or the two medians may be, if that is
+    more; what is no more than its spread is no attention.
+    """
+    length = spans[-1][1]
+    tokens = [(end - begin) / length for begin, end in spans]
+    pairs = [(end**2 - begin**2) / length**2 for begin, end in spans]
+
+    def at(k: int, x: float) -> float:
+        return (whole - x) * tokens[k] + x * pairs[k]
+
+    lever = (pairs[-1] - pairs[0]) - (tokens[-1] - tokens[0])
+    x = (found[-1].value - found[0].value - whole * (tokens[-1] - tokens[0])) / lever
+    x = min(max(0.0, x), float(whole))
+    base = found[0].value - at(0, x)
+    off = max((abs(found[k].value - base - at(k, x)) for k in range(1, len(spans) - 1)), default=0.0)
+    unsure = max(one.spread / max(1, one.samples) ** 0.5 for one in (found[0], found[-1]))
+    spread = round(max(off, unsure) / lever)
+    value = round(x) if x > spread else 0
+    return Quantity(value=value, source="measured", samples=found[0].samples, spread=spread if value else 0)
 
 
 def _once(value: int) -> Quantity:

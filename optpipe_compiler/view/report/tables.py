@@ -10,7 +10,6 @@ from optpipe_compiler.documents.units import printable, short_bytes, show_layers
 from optpipe_compiler.view.baselines import OTHERS, best, kind, ranked, whose
 from optpipe_compiler.view.look import IDLE
 from optpipe_compiler.view.summary import count, selective_layers
-from optpipe_compiler.view.summary import gap as gap_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -38,7 +37,7 @@ def figures(found: Analysis) -> str:
             show_ns(forecast.lower_bound_ns),
             forecast.bound,
         ),
-        ("gap", f"{gap_of(schedule):.2%}", forecast.outcome),
+        ("gap", f"{forecast.gap:.2%}", forecast.outcome),
         ("idle (bubble)", f"{forecast.bubble_fraction:.1%}", _most(found)),
         ("highest peak", short_bytes(peak), f"of {short_bytes(setup.cap_bytes)}"),
     ]

@@ -139,6 +139,6 @@ def _names(schedule: Schedule) -> dict[str, str]:
             if re.match("send_|recv_", op.name):
                 continue
             names[op.id] = op.id
-            names[range_name(op.name, op.stage, op.microbatch)] = op.id
+            names[range_name(op.name, op.stage, *op.unit)] = op.id
             names[op.text] = op.id
     return names

@@ -1,9 +1,10 @@
-"""What-if variations of an instance: more memory, a faster link, no offload, other microbatches, even layers."""
+"""What-if variations of an instance: more memory, a faster link, no offload, other microbatches, even layers, a head
+in parts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import structs
@@ -22,11 +23,11 @@ MORE_MEMORY = (10, 25, 50, 100)
 
 Effect = Literal["same", "relaxed", "restricted", "different"]
 """relaxed: every schedule of the instance is one of the changed one, too, and no slower; restricted: the reverse."""
-Family = Literal["same", "memory", "link", "messages", "offload", "selective", "microbatches", "layers"]
+Family = Literal["same", "memory", "link", "messages", "offload", "selective", "microbatches", "head", "layers"]
 
 
 @dataclass(frozen=True)
-class Change:
+class Variation:
     """A variation: `text` names it in a table, `amount` says how much in a sentence."""
 
     family: Family
@@ -36,7 +37,7 @@ class Change:
     amount: str = ""
 
 
-def changes(instance: Instance, *, offloads: bool, uneven: bool, selective: bool = False) -> Iterator[Change]:
+def variations(instance: Instance, *, offloads: bool, uneven: bool, selective: bool = False) -> Iterator[Variation]:
     """Yield the instance unchanged and all variations that change anything; its options must be settled.
 
     `offloads`, `selective`: whether the schedule at hand has any offload, or selective recompute; `uneven`: whether one
@@ -44,28 +45,32 @@ def changes(instance: Instance, *, offloads: bool, uneven: bool, selective: bool
     """
     profile, options = instance.profile, instance.options
     assert options.microbatches is not None
-    yield Change("same", "nothing", "same", instance)
+    yield Variation("same", "nothing", "same", instance)
     for percent in MORE_MEMORY:
         more = options.mem_bytes * percent // 100
         amount = f"{short_bytes(more)} more per device (+{percent}%)"
         text = f"memory +{percent}%"
-        yield Change("memory", text, "relaxed", _with(instance, mem_bytes=options.mem_bytes + more), amount)
+        yield Variation("memory", text, "relaxed", _with(instance, mem_bytes=options.mem_bytes + more), amount)
     if profile.machine.links and options.offload:
-        yield Change("link", "host links x 2", "relaxed", replace(instance, profile=_faster_links(profile)))
+        yield Variation("link", "host links x 2", "relaxed", replace(instance, profile=_faster_links(profile)))
     if any(value_of(entry.latency_ns) or entry.bytes_per_s is not None for entry in profile.machine.p2p):
         machine = structs.replace(profile.machine, p2p=[])
         free = replace(instance, profile=structs.replace(profile, machine=machine))
-        yield Change("messages", "messages x 0", "relaxed", free)
+        yield Variation("messages", "messages x 0", "relaxed", free)
     if offloads and options.offload:
-        yield Change("offload", "no offload", "restricted", _with(instance, offload=False))
+        yield Variation("offload", "no offload", "restricted", _with(instance, offload=False))
     if selective:
         layers = [structs.replace(layer, selective=None) for layer in profile.layers]
         without = replace(instance, profile=structs.replace(profile, layers=layers))
-        yield Change("selective", "no selective recompute", "restricted", without)
+        yield Variation("selective", "no selective recompute", "restricted", without)
     more = options.microbatches + (options.microbatches + 1) // 2
-    yield Change("microbatches", f"{more} microbatches", "different", _with(instance, microbatches=more), str(more))
+    yield Variation("microbatches", f"{more} microbatches", "different", _with(instance, microbatches=more), str(more))
+    parts = _head_in_parts(instance)
+    if parts is not None:
+        count = f"{options.devices} parts"
+        yield Variation("head", f"head in {count}", "different", replace(instance, profile=parts), count)
     if uneven:
-        yield Change("layers", "even layers", "different", replace(instance, profile=_even(instance)))
+        yield Variation("layers", "even layers", "different", replace(instance, profile=_even(instance)))
 
 
 def _with(instance: Instance, **options: Any) -> Instance:
@@ -92,7 +97,7 @@ def _faster_links(profile: Profile) -> Profile:
     return structs.replace(profile, machine=structs.replace(profile.machine, links=links))
 
 
-# -- even layers --------------------------------------------------------------------------------------------------
+# -- other layers -------------------------------------------------------------------------------------------------
 
 SHARED = (
     "forward_ns",
@@ -114,6 +119,45 @@ AVERAGED = (
     "backward_weight_transient_bytes",
     "backward_transient_bytes",
 )
+
+
+def _head_in_parts(instance: Instance) -> Profile | None:
+    """Return the same model with its last layer in as many parts as devices; None where that is no heavy head.
+
+    Each part has its share of the work, the weights and the transient bytes, saves its input, and passes that on.
+    """
+    layers, devices = instance.profile.expanded_layers(), instance.options.devices
+    assert devices is not None
+    *others, head = layers
+    if devices < 2 or not others or value_of(head.output_bytes) or any(one.name == head.name for one in others):
+        return None
+    if _work(head) < median(map(_work, others)):
+        return None
+    passed = value_of(others[-1].output_bytes)
+    shared = {
+        name: round(_of(head, name) / devices) for name in SHARED if name.endswith("_ns") or name == "static_bytes"
+    }
+    shared |= {name: round(_of(head, name) / devices) for name in AVERAGED if "transient" in name}
+    saved = min(_of(head, "saved_bytes"), passed) if passed else round(_of(head, "saved_bytes") / devices)
+    part = structs.replace(
+        head,
+        name="head-part",
+        saved_bytes=saved,
+        residue_bytes=saved,
+        captured_bytes=0,
+        checkpoint_bytes=min(value_of(head.checkpoint_bytes), saved),
+        shared_bytes=saved,
+        tied_bytes=0,
+        tie=None,
+        selective=None,
+        **shared,
+    )
+    first = structs.replace(part, count=devices - 1, output_bytes=passed)
+    return structs.replace(instance.profile, layers=[*instance.profile.layers[:-1], first, part])
+
+
+def _work(layer: Layer) -> int:
+    return _of(layer, "forward_ns") + _of(layer, "backward_ns")
 
 
 def _even(instance: Instance) -> Profile:

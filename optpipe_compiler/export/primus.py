@@ -1,0 +1,205 @@
+"""Schedule tables of Primus: one list of nodes `(F|microbatch|chunk)` per rank, as its `print_schedule_table` writes.
+
+Primus (AMD-AGI/Primus, `primus/core/pipeline_parallel/scheduler`) makes its tables in Python classes and reads none
+from a file. What is written is therefore a module with the table and a class that returns it, which takes the place of
+one of Primus's algorithms, because its launcher knows no other names. Nodes: F, B (input gradient), W (weight
+gradient), BW (both), and the messages SF, SB, RF, RB; a chunk is a stage of the rank, in model order. Primus's O and R
+offload whole chunks to plans of its own and are not written.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.documents.ops import OpName
+from optpipe_compiler.documents.units import printable
+from optpipe_compiler.errors import BadInput
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from optpipe_compiler.documents.ir import Checked, Op, Schedule
+
+KINDS = {
+    "forward": "F",
+    "backward_input": "B",
+    "backward_weight": "W",
+    "backward": "BW",
+    "send_activation": "SF",
+    "send_gradient": "SB",
+    "recv_activation": "RF",
+    "recv_gradient": "RB",
+}
+LETTERS = {"F": "forward", "B": "backward_input", "W": "backward_weight", "BW": "backward"}
+_LINE = re.compile(r"Rank (\d+): *(\S*)")
+_NODE = re.compile(r"\(([A-Z]+)\|(\d+)\|(\d+)\)")
+
+TEMPLATE = '''"""Schedule table for Primus. Written by {compiler} for the schedule
+{digest}; {devices} ranks, {chunks} chunks per rank, {microbatches} microbatches per step.
+
+Import this module before training starts and run with pp_algorithm: {algorithm}, whose place it takes.
+"""
+
+import re
+
+from primus.core.pipeline_parallel.scheduler import schedule_table_factory
+from primus.core.pipeline_parallel.scheduler.algorithms.base import PipelineScheduleAlgo
+from primus.core.pipeline_parallel.scheduler.scheduler_node import FuncType, SchedulerNode
+
+TABLE = """
+{table}"""
+PLACEMENT = {placement}  # the rank of every stage, in model order
+PLANNED = ({devices}, {chunks}, {microbatches})
+
+
+class PlannedSchedule(PipelineScheduleAlgo):
+    """The planned order, for the ranks, chunks and microbatches that it was planned for."""
+
+    def __init__(self, pp_size, vpp_size, micro_batches):
+        super().__init__(pp_size, vpp_size, micro_batches)
+        if (pp_size, vpp_size, micro_batches) != PLANNED:
+            raise ValueError(f"planned for {{PLANNED}} ranks, chunks and microbatches")
+        self.stages = [[s for s, rank in enumerate(PLACEMENT) if rank == own] for own in range(pp_size)]
+
+    def last_pp_stage_rank(self):
+        return PLACEMENT[-1]
+
+    def direction_map(self, rank, chunk, func_type):
+        """Where a stage's tensors come from and go to."""
+        stage, step = self.stages[rank][chunk], 1 if func_type == FuncType.F else -1
+        behind, ahead = stage - step, stage + step
+        letter = "F" if func_type == FuncType.F else "B"
+        return {{
+            "prev": (self.rank(behind), FuncType["R" + letter]),
+            "next": (self.rank(ahead), FuncType["S" + letter]),
+            "recv_from_chunk": self.chunk(behind, chunk),
+            "send_to_chunk": self.chunk(ahead, chunk),
+        }}
+
+    def rank(self, stage):
+        return PLACEMENT[stage] if 0 <= stage < len(PLACEMENT) else None
+
+    def chunk(self, stage, own):
+        rank = self.rank(stage)
+        return own if rank is None else self.stages[rank].index(stage)
+
+    def generate_schedule_table(self):
+        table = []
+        for rank, line in enumerate(TABLE.split()):
+            nodes = re.findall(r"\\((\\w+)\\|(\\d+)\\|(\\d+)\\)", line)
+            table.append([self.node(rank, FuncType[kind], int(m), int(chunk)) for kind, m, chunk in nodes])
+        return table
+
+    def node(self, rank, kind, microbatch, chunk):
+        args = None
+        if kind.name in ("SF", "SB", "RF", "RB"):
+            found = self.direction_map(rank, chunk, FuncType[kind.name[1]])
+            if kind.name[0] == "S":
+                args = {{"from_pp_rank": rank, "to_pp_rank": found["next"][0]}}
+                args["send_to_chunk"] = found["send_to_chunk"]
+            else:
+                args = {{"from_pp_rank": found["prev"][0], "to_pp_rank": rank}}
+                args["recv_from_chunk"] = found["recv_from_chunk"]
+        return SchedulerNode(func_type=kind, mini_batch=microbatch, chunk=chunk, args=args)
+
+
+schedule_table_factory.pp_algorithm_map["{algorithm}"] = PlannedSchedule
+'''
+
+
+def render(checked: Checked) -> str:
+    """Return the module; raise BadInput where no algorithm of Primus has the placement."""
+    schedule = checked.schedule
+    algorithm = _algorithm(schedule)
+    lines = table(schedule)
+    return TEMPLATE.format(
+        compiler=_in_docstring(schedule.provenance.compiler),
+        digest=_in_docstring(schedule.digest),
+        devices=schedule.setup.devices,
+        chunks=len(schedule.stages) // schedule.setup.devices,
+        microbatches=schedule.setup.microbatches,
+        algorithm=algorithm,
+        table="".join(line.partition(": ")[2] + "\n" for line in lines),
+        placement=[stage.device for stage in schedule.stages],
+    )
+
+
+def table(schedule: Schedule) -> list[str]:
+    """Return Primus's text of the compute ops and messages, a line for each rank."""
+    chunks: dict[int, int] = {}
+    seen: dict[int, int] = {}
+    for stage in schedule.stages:
+        chunks[stage.stage] = seen.get(stage.device, 0)
+        seen[stage.device] = chunks[stage.stage] + 1
+    return [
+        f"Rank {device.device}: " + ",".join(node for op in device.compute for node in _nodes(op, chunks, schedule))
+        for device in schedule.devices
+    ]
+
+
+def orders(text: str, placement: list[int]) -> list[list[str]]:
+    """Return the compute ops of each rank, such as `2F0`, from lines `Rank 0: (F|0|0),...`; `placement` has the rank
+    of every stage, in model order. Messages are left out; raises BadInput naming the rank and the node."""
+    ranks = max(placement) + 1
+    found: dict[int, list[str]] = {}
+    for number, nodes in _LINE.findall(text):
+        rank = int(number)
+        mine = [stage for stage, owner in enumerate(placement) if owner == rank]
+        if rank in found or not mine:
+            raise BadInput(f"the table has rank {rank} " + ("twice" if mine else f", expected 0 to {ranks - 1}"))
+        if _NODE.sub("", nodes).strip(","):
+            raise BadInput(f"the table has {nodes[:40]!r} on rank {rank}, expected nodes such as (F|0|0)")
+        found[rank] = []
+        for kind, microbatch, chunk in _NODE.findall(nodes):
+            if kind in ("O", "R", "FB"):
+                raise BadInput(f"the table has ({kind}|{microbatch}|{chunk}) on rank {rank}, expected F, B, W and BW")
+            if int(chunk) >= len(mine):
+                raise BadInput(f"the table has chunk {chunk} on rank {rank}, expected 0 to {len(mine) - 1}")
+            if kind in LETTERS:
+                found[rank].append(OpName(LETTERS[kind], mine[int(chunk)], int(microbatch)).text)
+    if len(found) != ranks:
+        raise BadInput(f"the table has {len(found)} lines such as 'Rank 0: (F|0|0)', expected {ranks}")
+    return [found[rank] for rank in range(ranks)]
+
+
+def _nodes(op: Op, chunks: dict[int, int], schedule: Schedule) -> Iterator[str]:
+    """Yield the op's node, and the rank's message to itself where the result stays, as at the turn of a V."""
+    if op.name not in KINDS:
+        return
+    yield _node(KINDS[op.name], op.microbatch, chunks[op.stage])
+    letter, step = ("F", 1) if op.name == "forward" else ("B", -1)
+    other = op.stage + step
+    produces = op.name in ("forward", "backward_input", "backward")
+    stays = (
+        produces
+        and other in range(len(schedule.stages))
+        and schedule.stages[other].device == schedule.stages[op.stage].device
+    )
+    if stays:
+        yield _node(f"S{letter}", op.microbatch, chunks[op.stage])
+        yield _node(f"R{letter}", op.microbatch, chunks[other])
+
+
+def _node(kind: str, microbatch: int, chunk: int) -> str:
+    return f"({kind}|{microbatch}|{chunk})"
+
+
+def _algorithm(schedule: Schedule) -> str:
+    """Return the algorithm of Primus whose placement is the schedule's."""
+    devices, stages = schedule.setup.devices, len(schedule.stages)
+    found = [stage.device for stage in schedule.stages]
+    if found == [*range(devices)]:
+        return "zero-bubble"
+    if found == [*range(devices), *reversed(range(devices))]:
+        return "zbv-formatted"
+    if stages % devices == 0 and found == [stage % devices for stage in range(stages)]:
+        return "1f1b-interleaved"
+    raise BadInput(
+        f"Primus cannot place the {stages} stages on the devices {found}; expected one stage per device, a loop, or a "
+        "V of two stages per device (optpipe compile --placement)"
+    )
+
+
+def _in_docstring(text: str) -> str:
+    return printable(text.replace("\\", "\\\\").replace('"', '\\"'))

@@ -1,0 +1,179 @@
+"""Lower bounds where microbatches are cut into slices or differ in length; bounds.py has those of equal microbatches.
+
+A unit is a slice of a microbatch. On every stage forwards run in the order of units, and backwards by microbatch with
+slices descending: so the first backward of a microbatch comes after all of its forwards on the last stage. Left out
+are the K-slot bound and that of fill and drain, whose arguments count equal activations.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from itertools import accumulate
+from math import ceil
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from optpipe_compiler.model.problem import Problem, Stage
+
+
+class Area(NamedTuple):
+    """Units x ticks that an activation occupies at the least if it is kept, offloaded, recomputed."""
+
+    kept: int
+    away: int
+    again: int
+
+
+def work(problem: Problem, stage: Stage) -> int:
+    """Return the compute ticks that a unit costs at least."""
+    return stage.work if problem.freedom.split else stage.forward + stage.backward
+
+
+def backward(problem: Problem, stage: Stage) -> int:
+    """Return the shortest time from the start of a unit's backward to its input gradient."""
+    return min(stage.backward, stage.backward_input) if problem.freedom.split else stage.backward
+
+
+def device_work(problem: Problem) -> int:
+    """A device runs one op at a time: span >= sum of work over its stages and all units."""
+    return max(sum(total) for total in _works(problem))
+
+
+def _works(problem: Problem) -> list[list[int]]:
+    """Return the work of each unit's stages, by device."""
+    counts = _counts(problem)
+    return [
+        [
+            count * sum(work(problem, problem.of_class(number)[s]) for s in problem.stages_of(device))
+            for number, count in enumerate(counts)
+        ]
+        for device in range(problem.devices)
+    ]
+
+
+def _counts(problem: Problem) -> list[int]:
+    """Return the number of units of each class."""
+    counts = [0] * max(1, len(problem.classes))
+    for unit in range(problem.microbatches):
+        counts[problem.class_of(unit)] += 1
+    return counts
+
+
+def head_and_work(problem: Problem) -> int:
+    """makespan >= (the first unit's way to the device) + its work + (what must follow its last op).
+
+    The last op of a device is a weight gradient, which nothing follows, or, with fused backwards, that of the last
+    microbatch's first slice, whose gradient still travels to the first stage.
+    """
+    result = 0
+    last = problem.of_class(problem.class_of(problem.back(problem.microbatches - 1)))
+    for device, total in enumerate(_works(problem)):
+        mine = problem.stages_of(device)
+        if mine:
+            tail = 0 if problem.freedom.split else min(_way_home(last, s) for s in mine)
+            result = max(result, _head(problem, mine[0]) + sum(total) + tail)
+    return result
+
+
+def _way_home(stages: tuple[Stage, ...], s: int) -> int:
+    return sum(stages[t].send_gradient + stages[t - 1].backward for t in range(s, 0, -1))
+
+
+def _head(problem: Problem, s: int) -> int:
+    """Return the earliest time at which a forward of stage s can start: that of the first unit."""
+    return sum(stage.forward + stage.send_activation for stage in problem.of_class(problem.class_of(0))[:s])
+
+
+def round_trip(problem: Problem) -> int:
+    """makespan and span >= the critical path of a microbatch: forwards of its slices ascending, backwards descending.
+
+    With f(s, k) the earliest end of the forward of slice k on stage s,
+    f(s, k) = max(f(s - 1, k) + message, f(s, k - 1)) + forward; likewise back from the last stage and slice. The first
+    stage's device sees both ends.
+    """
+    n, result = problem.slices, 0
+    for first in range(0, problem.microbatches, n) if _shapes(problem) > 1 else (0,):
+        units = [problem.of_class(problem.class_of(first + k)) for k in range(n)]
+        count = len(units[0])
+        ends = [0] * n
+        for s in range(count):
+            before = 0
+            for k in range(n):
+                came = ends[k] + (units[k][s - 1].send_activation if s else 0)
+                before = ends[k] = max(came, before) + units[k][s].forward
+        done = [end for end in ends]
+        previous: list[int] | None = None
+        for s in reversed(range(count)):
+            before = done[-1] if previous is None else 0
+            here = [0] * n
+            for k in reversed(range(n)):
+                came = 0 if previous is None else previous[k] + units[k][s + 1].send_gradient
+                before = here[k] = max(came, before) + backward(problem, units[k][s])
+            previous = here
+        assert previous is not None
+        rest = work(problem, units[0][0]) - units[0][0].forward - backward(problem, units[0][0])
+        result = max(result, previous[0] + max(0, rest))
+    return result
+
+
+def _shapes(problem: Problem) -> int:
+    return 1 if problem.slicing is None else len(problem.slicing.cuts)
+
+
+def memory_time(problem: Problem) -> int:
+    """Little's law: sum of (bytes x least time) over all activations <= budget x (makespan - head).
+
+    Keys and values, and their gradients, count as the rest of an activation does: the former are a part of it, and
+    those of the latter are left out.
+    """
+    result = Fraction(0)
+    areas, counts = least_areas(problem), _counts(problem)
+    for device in range(problem.devices):
+        mine = problem.stages_of(device)
+        area = sum(
+            count * min(_choices(problem, s, areas[number][s])) for number, count in enumerate(counts) for s in mine
+        )
+        if mine and area and problem.budget[device] > 0:
+            result = max(result, _head(problem, mine[0]) + Fraction(area, problem.budget[device]))
+    return ceil(result)
+
+
+def _choices(problem: Problem, s: int, area: Area) -> list[int]:
+    away = [area.away] if problem.can_offload(s) else []
+    return [area.kept, *away, *([area.again] if problem.can_recompute(s) else [])]
+
+
+def least_areas(problem: Problem) -> list[list[Area]]:
+    """Return the least areas of an activation by class and stage.
+
+    Between the start of its forward and that of its backward at stage s lie: its own way through the later stages,
+    then the forwards of all later slices on the last stage, then their backwards there, then its own way back. What an
+    offload or a recompute leaves on the device stays all that time.
+    """
+    n, found = problem.slices, []
+    for shape in range(_shapes(problem)):
+        units = [problem.of_class(shape * n + k) for k in range(n)]
+        turn = [units[k][-1].forward + backward(problem, units[k][-1]) for k in range(n)]
+        later = [*accumulate(reversed(turn[1:]), initial=0)][::-1]
+        for k in range(n):
+            stages = units[k]
+            way = later[k]
+            areas: list[Area] = []
+            for s in reversed(range(len(stages))):
+                stage = stages[s]
+                stay = stage.forward + stage.send_activation + way
+                end = stage.saved * stage.backward
+                if problem.freedom.split:
+                    end = min(end, stage.saved * stage.backward_input + stage.residue * stage.backward_weight)
+                away = stage.moved * (stage.forward + stage.offload_alone + stage.reload_alone) + end
+                again = stage.checkpoint * max(0, stay - stage.forward - stage.recompute)
+                areas.append(
+                    Area(
+                        stage.saved * stay + end,
+                        away + stage.staying * stay,
+                        stage.saved * (stage.forward + stage.recompute) + again + end,
+                    )
+                )
+                way += stage.forward + stage.send_activation + backward(problem, stage) + stage.send_gradient
+            found.append(areas[::-1])
+    return found

@@ -1,0 +1,204 @@
+"""Cuts of the layers for placements that pass all devices several times: the busiest device as light as possible.
+
+With prefix sums p over the layers' work, stage s holding layers [c_s, c_s+1), minimise over the cuts the largest sum of
+p[c_s+1] - p[c_s] over the stages of a device. Two neighbouring passes are cut anew while the others stay: device by
+device in the order of the first pass, as far as each can come within a given load, for each place that the first pass
+can have reached. Pairs take turns until none gets lighter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    Ints = NDArray[np.int64]
+    Cuts = tuple[int, ...]
+
+FINE = 10_000
+"""Loads that differ by less than such a part count as equal."""
+MOST_STATES = 300_000
+"""Pairs of positions, times devices, of one trial; in longer models not every border of two passes is tried."""
+NOWHERE = -1
+
+
+def lightest(work: Sequence[int], device_of: Sequence[int], known: Cuts) -> Cuts:
+    """Return cuts with the lightest busiest device that was found, none heavier than `known`.
+
+    `work` has an entry per layer, `device_of` one per stage; every pass is through all devices, up or down.
+    """
+    devices = max(device_of) + 1
+    cuts, prefix = list(known), np.array(list(accumulate(work, initial=0)), np.int64)
+    passes = [tuple(device_of[begin : begin + devices]) for begin in range(0, len(device_of), devices)]
+    lowest = least(work, device_of)
+    seeking = len(passes) > 1
+    while seeking and _heaviest(prefix, device_of, cuts) > lowest + lowest // FINE:
+        before = list(cuts)
+        for number in range(len(passes) - 1):
+            _improve(prefix, device_of, passes, cuts, number, lowest)
+        seeking = _heaviest(prefix, device_of, cuts) < _heaviest(prefix, device_of, before)
+    return tuple(cuts)
+
+
+def least(work: Sequence[int], device_of: Sequence[int]) -> int:
+    """Return what the busiest device cannot be below: an equal share of all work, and the heaviest layer."""
+    return max(-(-sum(work) // (max(device_of) + 1)), *work)
+
+
+def _loads(prefix: Ints, device_of: Sequence[int], cuts: Sequence[int]) -> list[int]:
+    found = [0] * (max(device_of) + 1)
+    for device, (begin, end) in zip(device_of, pairwise(cuts), strict=True):
+        found[device] += int(prefix[end] - prefix[begin])
+    return found
+
+
+def _heaviest(prefix: Ints, device_of: Sequence[int], cuts: Sequence[int]) -> int:
+    return max(_loads(prefix, device_of, cuts))
+
+
+def _improve(
+    prefix: Ints,
+    device_of: Sequence[int],
+    passes: Sequence[tuple[int, ...]],
+    cuts: list[int],
+    number: int,
+    lowest: int,
+) -> None:
+    """Cut pass `number` and the next one anew where that makes the busiest device lighter."""
+    devices = len(passes[0])
+    first, end = number * devices, (number + 2) * devices
+    whole = _loads(prefix, device_of, cuts)
+    mine = _loads(prefix, device_of[first:end], cuts[first : end + 1])
+    order = passes[number]
+    pair = _Pair(
+        prefix=prefix,
+        begin=cuts[first],
+        border=cuts[first + devices],
+        end=cuts[end],
+        others=tuple(whole[device] - mine[device] for device in order),
+        turns=passes[number + 1] != order,
+    )
+    low, high = lowest, max(whole)  # high is reached, and nothing below lowest can be
+    while high - low > low // FINE:
+        target = (low + high) // 2
+        found = pair.within(target)
+        if found is None:
+            low = target + 1
+        else:
+            cuts[first : end + 1] = found
+            high = _heaviest(prefix, device_of, cuts)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Two passes over layers [begin, end); `others` is what each device computes besides, in the first pass's order."""
+
+    prefix: Ints
+    begin: int
+    border: int
+    end: int
+    others: tuple[int, ...]
+    turns: bool
+    """Whether the second pass goes through the devices in the other direction."""
+
+    def within(self, target: int) -> list[int] | None:
+        """Return cuts in which no device has more than that; None where there are none."""
+        return self._turning(target) if self.turns else self._going_round(target)
+
+    def _going_round(self, target: int) -> list[int] | None:
+        """After each device and for each border of the passes: how far the second pass can be, by where the first is.
+
+        far'[c + n] = max over n of the last e with p[e] - p[far[c]] <= target - others - (p[c + n] - p[c]).
+        """
+        devices, p = len(self.others), self.prefix
+        borders = self._borders()
+        far = np.full((len(borders), self.end + 1), NOWHERE, np.int64)
+        far[:, self.begin] = borders
+        steps = []
+        for index, other in enumerate(self.others):
+            left = devices - 1 - index
+            best, by = np.full_like(far, NOWHERE), np.zeros_like(far)
+            for count, starts, rest in self._runs(target - other):
+                known = far[:, starts]
+                reach = np.searchsorted(p, p[known] + rest, side="right") - 1
+                reach = np.minimum(reach, self.end - left)
+                possible = (known != NOWHERE) & (reach > known) & (starts + count <= borders[:, None] - left)
+                reach = np.where(possible, reach, NOWHERE)
+                here = best[:, starts + count]
+                by[:, starts + count] = np.where(reach > here, count, by[:, starts + count])
+                best[:, starts + count] = np.maximum(reach, here)
+            steps.append((far, by))
+            far = best
+        done = np.flatnonzero(far[np.arange(len(borders)), borders] == self.end)
+        if not done.size:
+            return None
+        row = int(done[np.argmin(np.abs(borders[done] - self.border))])
+        at = int(borders[row])
+        first, second = [at], [self.end]
+        for before, by in reversed(steps):
+            at -= int(by[row, at])
+            first.append(at)
+            second.append(int(before[row, at]))
+        return [*reversed(first), *reversed(second[:-1])]
+
+    def _turning(self, target: int) -> list[int] | None:
+        """After each device: where the second pass can begin at the earliest, by where the first pass is.
+
+        near'[c + n] = min over n of the first s with p[near[c]] - p[s] <= target - others - (p[c + n] - p[c]).
+        """
+        devices, p = len(self.others), self.prefix
+        never = self.end + 1
+        near = np.full(self.end + 1, never, np.int64)
+        near[self.begin] = self.end
+        steps = []
+        for index, other in enumerate(self.others):
+            room = 2 * (devices - 1 - index)
+            best, by = np.full_like(near, never), np.zeros_like(near)
+            for count, starts, rest in self._runs(target - other):
+                known = near[starts]
+                reach = np.searchsorted(p, p[np.minimum(known, self.end)] - rest, side="left")
+                reach = np.maximum(reach, starts + count + room)
+                reach = np.where((known != never) & (reach < known), reach, never)
+                here = best[starts + count]
+                by[starts + count] = np.where(reach < here, count, by[starts + count])
+                best[starts + count] = np.minimum(reach, here)
+            steps.append((near, by))
+            near = best
+        done = np.flatnonzero(near == np.arange(len(near)))
+        if not done.size:
+            return None
+        at = int(done[np.argmin(np.abs(done - self.border))])
+        first, second = [at], list[int]()
+        for before, by in reversed(steps):
+            at -= int(by[at])
+            first.append(at)
+            second.append(int(before[at]))
+        return [*reversed(first), *second]
+
+    def _borders(self) -> Ints:
+        """Return where the second pass may begin: everywhere, or in long models here and there."""
+        devices = len(self.others)
+        every = np.arange(self.begin + devices, self.end - devices + 1)
+        most = max(8, MOST_STATES // (devices * (self.end - self.begin)))
+        if len(every) <= most:
+            return every
+        return np.unique([*every[:: -(-len(every) // most)], self.border])
+
+    def _runs(self, most: int) -> list[tuple[int, Ints, Ints]]:
+        """Return, for each number of layers, where such runs of at most that work begin, and what then is left."""
+        found = []
+        for count in range(1, self.end - self.begin + 1):
+            starts = np.arange(self.begin, self.end + 1 - count)
+            rest = most - (self.prefix[starts + count] - self.prefix[starts])
+            fits = rest >= 0
+            if not fits.any():
+                break
+            found.append((count, starts[fits], rest[fits]))
+        return found

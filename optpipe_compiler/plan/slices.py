@@ -1,0 +1,104 @@
+"""Where microbatches are cut into slices, and how long they are: the slicings that are searched."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.documents.profile import Sliceable, value_of
+from optpipe_compiler.model.problem import Slicing, fused_ns
+from optpipe_compiler.model.schedule import Stuck
+from optpipe_compiler.published import NotDefined, published
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from optpipe_compiler.documents.profile import Profile
+    from optpipe_compiler.model.problem import Problem
+    from optpipe_compiler.plan.options import Options
+
+NUMBERS = (2, 4, 8, 16, 32)
+"""Slices per microbatch that `--slices auto` looks at."""
+TRIED = 2
+"""Of them those that are searched, beside whole microbatches."""
+LEAST_TOKENS = 64
+"""Of a slice, where the number of slices is not said."""
+
+
+def slicings(profile: Profile, options: Options, build: Callable[[Slicing | None], Problem]) -> list[Slicing | None]:
+    """Return the slicings that the options ask for; None: whole microbatches of the profile's length.
+
+    `build` makes an instance with one stage per device. For `auto` the best numbers of slices for Seq1F1B are taken:
+    the fastest that fit, then those that need least memory.
+    """
+    whole = cut(profile, options, 1)
+    if options.slices == 1:
+        return list(whole)
+    if options.slices != "auto":
+        assert options.slices is not None
+        return list(cut(profile, options, options.slices))
+    shortest = min(options.lengths or (profile.tokens or 1,))
+    ranked = []
+    for number in NUMBERS:
+        if number * LEAST_TOKENS <= shortest:
+            for slicing in cut(profile, options, number):
+                ranked.append((_judged(build(slicing)), number))
+    chosen = list(dict.fromkeys(number for _, number in sorted(ranked)))[:TRIED]
+    return [*whole, *(slicing for number in sorted(chosen) for slicing in cut(profile, options, number))]
+
+
+def _judged(problem: Problem) -> tuple[int, int]:
+    """Return by how much Seq1F1B is over the budget, and its makespan."""
+    from optpipe_compiler.machine.orders import peaks
+
+    try:
+        timed = published(problem, "seq1f1b")
+    except (NotDefined, Stuck):
+        return 1 << 62, 0
+    over = max(peak - size for peak, size in zip(peaks(timed), problem.budget, strict=True))
+    return max(0, over), timed.makespan
+
+
+def cut(profile: Profile, options: Options, number: int) -> Iterator[Slicing | None]:
+    """Yield slices of equal tokens, and of equal time where that is another cut."""
+    tokens, lengths = profile.tokens, options.lengths
+    if number == 1 and (lengths is None or set(lengths) == {tokens}):
+        yield None
+        return
+    assert tokens is not None
+    assert options.microbatches is not None
+    each = lengths or (tokens,) * options.microbatches
+    shapes = sorted(set(each))
+    shape_of = tuple(shapes.index(length) for length in each)
+    even = Slicing(tokens, tuple(_even(length, number) for length in shapes), shape_of)
+    yield even
+    linear, attention = _work(profile)
+    timely = replace(even, cuts=tuple(_timely(length, number, tokens, linear, attention) for length in shapes))
+    if timely != even:
+        yield timely
+
+
+def _even(length: int, number: int) -> tuple[int, ...]:
+    return tuple(length * k // number for k in range(number + 1))
+
+
+def _timely(length: int, number: int, whole: int, linear: int, attention: int) -> tuple[int, ...]:
+    """Return the cuts at which linear x b / S + attention x b^2 / S^2 has passed k / n of its whole, at the least."""
+
+    def passed(end: int) -> int:
+        return linear * end * whole + attention * end**2
+
+    cuts = [0]
+    for k in range(1, number):
+        found = bisect_left(range(length), k * passed(length), key=lambda end: number * passed(end))
+        cuts.append(min(max(found, cuts[-1] + 1), length - number + k))
+    return (*cuts, length)
+
+
+def _work(profile: Profile) -> tuple[int, int]:
+    """Return the ns of forward and backward of all layers that grow with the tokens, and with their square."""
+    layers = profile.expanded_layers()
+    slices = [layer.slices or Sliceable() for layer in layers]
+    attention = sum(value_of(one.forward_attention_ns) + value_of(one.backward_input_attention_ns) for one in slices)
+    return sum(value_of(layer.forward_ns) + fused_ns(layer) for layer in layers) - attention, attention

@@ -1,0 +1,106 @@
+"""Seq1F1B (Sun et al., 2024, arXiv:2406.03488 section 3): 1F1B on slices of sequences.
+
+The forwards of a microbatch's slices ascend and its backwards descend, so that the first backward waits for the last
+slice: the warm-up is longer by n - 1 slices, and everything else is 1F1B with n times as many, shorter passes. The
+paper's Seq1F1B-I and its form of ZB1P do the same to interleaved 1F1B and to ZB-H1.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.model.schedule import Kind, Task
+from optpipe_compiler.published.common import (
+    NotDefined,
+    Order,
+    grouped,
+    in_units,
+    needs_linear,
+    needs_loop,
+    needs_split,
+    one_forward_one_backward,
+    remembered,
+)
+from optpipe_compiler.published.zb_h1 import handcrafted
+
+if TYPE_CHECKING:
+    from optpipe_compiler.model.problem import Problem
+
+
+@remembered
+def seq1f1b(problem: Problem) -> Order:
+    """Return the order: device d runs P - d + n - 2 forwards, then alternates; peak (P + n - 1) / n microbatches."""
+    needs_linear(problem, "seq1f1b")
+    count, orders = problem.microbatches, []
+    for device in range(problem.devices):
+        forwards = grouped(Kind.F, [device], count, count)
+        backwards = grouped(Kind.B, [device], count, count)
+        warmup = min(count, problem.devices - device - 1 + problem.slices - 1)
+        orders.append(one_forward_one_backward(forwards, backwards, warmup))
+    return in_units(problem, orders)
+
+
+def seq1f1b_zb(problem: Problem) -> Order:
+    """Return the order: ZB-H1 on slices, its warm-up longer by n - 1 of them; peak (P + n - 1) / n microbatches."""
+    needs_linear(problem, "seq1f1b-zb")
+    needs_split(problem, "seq1f1b-zb")
+    devices = problem.devices
+    warmups = [devices - device + problem.slices - 1 for device in range(devices)]
+    return in_units(problem, [handcrafted(problem, d, warmups[d], d) for d in range(devices)])
+
+
+@remembered
+def seq1f1b_interleaved(problem: Problem) -> Order:
+    """Return the order: interleaved 1F1B in groups of P slices, the warm-up longer by n - 1 slices.
+
+    Slices of a microbatch are of one group: n divides P, and P divides the number of slices.
+    """
+    needs_loop(problem, "seq1f1b-interleaved")
+    return interleaved(problem, "seq1f1b-interleaved", problem.devices)
+
+
+def interleaved(problem: Problem, name: str, group: int) -> Order:
+    """Return interleaved 1F1B in groups of so many slices, which are whole microbatches.
+
+    Device d runs (v - 1) g + n - 1 + 2 (P - d - 1) stage forwards, then alternates: the first backward is that of the
+    last slice of the first microbatch in the last stage.
+    """
+    devices, slices, count = problem.devices, problem.slices, problem.microbatches
+    if group % slices or count % group:
+        raise NotDefined(
+            f"{name} runs groups of {group} slices, which {slices} slices of each of {problem.whole} microbatches "
+            "do not fill"
+        )
+    orders = []
+    for device in range(devices):
+        mine = problem.stages_of(device)
+        forwards = grouped(Kind.F, mine, count, group)
+        backwards = grouped(Kind.B, mine[::-1], count, group)
+        warmup = min(len(forwards), (len(mine) - 1) * group + slices - 1 + 2 * (devices - device - 1))
+        orders.append(one_forward_one_backward(forwards, backwards, warmup))
+    return in_units(problem, orders)
+
+
+@remembered
+def seq1f1b_interleaved_zb(problem: Problem) -> Order:
+    """Return the order: the interleaved form with split backwards; device d puts its first d weight gradients off."""
+    needs_loop(problem, "seq1f1b-interleaved-zb")
+    needs_split(problem, "seq1f1b-interleaved-zb")
+    return [
+        [part for task in _put_off(order, device) for part in task]
+        for device, order in enumerate(interleaved(problem, "seq1f1b-interleaved-zb", problem.devices))
+    ]
+
+
+def _put_off(order: list[Task], device: int) -> list[list[Task]]:
+    """Return the order with every B as I, each followed by the weight gradient that is `device` places behind."""
+    found: list[list[Task]] = []
+    due: list[Task] = []
+    for task in order:
+        if task.kind is not Kind.B:
+            found.append([task])
+            continue
+        due.append(task._replace(kind=Kind.W))
+        found.append([task._replace(kind=Kind.I), *(due[:1] if len(due) > device else [])])
+        due = due[1:] if len(due) > device else due
+    return [*found, due]

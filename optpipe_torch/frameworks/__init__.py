@@ -1,0 +1,1 @@
+"""Models and engines of training frameworks around the replay: transformers, torchtitan."""

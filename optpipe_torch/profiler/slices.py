@@ -1,0 +1,185 @@
+"""What a layer costs that runs slice by slice: measured on the path of the replay, on equal slices of one microbatch.
+
+The time of an op is taken for a line in the tokens of its slice, and, for attention, in the pairs of tokens that it
+looks at: the first and the last slice have as many tokens and not as many pairs, so their difference is attention. A
+slice between them says how far off that is. What all slices take together beyond the whole is their overhead.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.errors import BadInput
+from optpipe_torch.profiler.layers import LEAST, MOST_S, WARM_UP
+from optpipe_torch.profiler.records import SlicedBytes, sample_name, slice_spans
+from runtime_torch.microbatch import Microbatch, entered
+from runtime_torch.slices import Slice, is_sliceable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+    from optpipe_torch.profiler.layers import Bench, Benches
+    from optpipe_torch.profiler.records import LayerBytes, Times
+    from optpipe_torch.profiler.timer import Timer
+
+
+@dataclass
+class SlicedBench:
+    """A stage with the slices of one microbatch that it is fed."""
+
+    bench: Bench
+    spans: list[tuple[int, int]]
+    xs: list[Tensor]
+    targets: list[Tensor | None]
+    gradients: list[Tensor | None]
+    whole_target: Tensor | None
+
+    @property
+    def tokens(self) -> int:
+        """Of the microbatch."""
+        return self.spans[-1][1]
+
+    def forward(self, index: int) -> object:
+        """F of a slice."""
+        starts = tuple(begin for begin, _ in self.spans)
+        with self._entered(index) as share:
+            part = Slice(0, index, starts, share, self.whole_target)
+            return self.bench.stage.forward(index, self.xs[index], self.targets[index], part=part)
+
+    def backward(self, index: int) -> object:
+        """B."""
+        with self._entered(index):
+            return self.bench.stage.backward(index, self.gradients[index])
+
+    def backward_input(self, index: int) -> object:
+        """I."""
+        with self._entered(index):
+            return self.bench.stage.backward_input(index, self.gradients[index])
+
+    def backward_weight(self, index: int) -> None:
+        """W."""
+        self.bench.stage.backward_weight(index)
+
+    @contextmanager
+    def _entered(self, index: int) -> Iterator[float]:
+        begin, end = self.spans[index]
+        share = (end - begin) / self.tokens
+        with entered(Microbatch(tokens=end - begin, share=share)):
+            yield share
+
+
+def sliced_bench(benches: Benches, index: int) -> SlicedBench | None:
+    """Return one layer on slices; None where it does not say that it can be sliced, or has no tokens to cut."""
+    bench = benches.stage(index, index + 1)
+    (layer,) = bench.stage.layers
+    spans = slice_spans(benches.model.sequence_length)
+    if not is_sliceable(layer) or not spans:
+        return None
+    targets = benches.cut(None, bench.target, spans)
+    xs, gradients = benches.cut(index, bench.x, spans), benches.cut(index + 1, bench.gradient, spans)
+    if xs is None or gradients is None or targets is None:
+        return None
+    found = SlicedBench(bench, spans, [x for x in xs if x is not None], targets, gradients, bench.target)
+    try:
+        found.forward(0)
+    except BadInput:  # the first layer of a model, with weights below its attention
+        return None
+    bench.stage.discard(0)
+    return found
+
+
+def slice_bytes(timer: Timer, sliced: SlicedBench, sizes: LayerBytes) -> None:
+    """Measure what slices of a layer keep into `sizes`.
+
+    Not all that a layer keeps grows with its tokens; its bytes become such that those of a slice, scaled, are enough.
+    """
+    stage, count = sliced.bench.stage, len(sliced.spans)
+    saved, kept, residue, captured = [], [], [], []
+    for index in range(count):
+        sliced.forward(index)
+        saved.append(stage.saved_bytes(index))
+        kept.append(stage.carry_bytes(index))
+    for index in reversed(range(count)):
+        sliced.backward_input(index)
+        captured.append(stage.captured_bytes(index))
+        residue.append(stage.saved_bytes(index) + captured[-1])
+    for index in reversed(range(count)):
+        sliced.backward_weight(index)
+
+    def whole(found: Sequence[int]) -> int:
+        shares = [end - begin for begin, end in sliced.spans]
+        return max(-(-size * sliced.tokens // share) for size, share in zip(found, shares, strict=True))
+
+    sizes.saved = max(sizes.saved, whole(saved))
+    sizes.captured = max(sizes.captured, whole(captured[::-1]))
+    sizes.residue = min(max(sizes.residue, whole(residue[::-1])), sizes.saved + sizes.captured)
+    sizes.sliced = SlicedBytes(min(whole(kept), sizes.saved - sizes.shared - sizes.checkpoint))
+    _transient_bytes(timer, sliced, sizes, sizes.sliced)
+
+
+def _transient_bytes(timer: Timer, sliced: SlicedBench, sizes: LayerBytes, into: SlicedBytes) -> None:
+    """Measure by how much ops of slices exceed the memory table: at the first slice in the layer's own transient bytes,
+    beyond that in those for the tokens before the slice."""
+    count = len(sliced.spans)
+    ascending, descending = range(count), range(count - 1, -1, -1)
+    ops = {f"forward {k}": (lambda k=k: sliced.forward(k)) for k in ascending}
+    ops |= {f"backward_input {k}": (lambda k=k: sliced.backward_input(k)) for k in descending}
+    ops |= {f"backward_weight {k}": (lambda k=k: sliced.backward_weight(k)) for k in descending}
+    ops |= {f"again {k}": (lambda k=k: sliced.forward(k)) for k in ascending}
+    ops |= {f"backward {k}": (lambda k=k: sliced.backward(k)) for k in descending}
+    peaks = timer.peaks(ops)
+    incoming = 0 if sliced.bench.stage.is_first else sliced.bench.x.nbytes
+    accumulators = into.carry * (sliced.tokens - (sliced.spans[-1][1] - sliced.spans[-1][0])) // sliced.tokens
+    table = {
+        "forward": sizes.saved + sizes.output,
+        "backward_input": incoming + sizes.captured,
+        "backward_weight": 0,
+        "backward": incoming,
+    }
+    for op, known in table.items():
+        prefix = 0
+        for index, (begin, end) in enumerate(sliced.spans):
+            share = (end - begin) / sliced.tokens
+            there = known * share + (accumulators if index == count - 1 and op in ("backward", "backward_input") else 0)
+            excess = peaks[f"{op} {index}"] - there
+            if begin == 0:
+                sizes.transient[op] = max(sizes.transient[op], round(excess / share))
+            else:
+                prefix = max(prefix, round((excess - sizes.transient[op] * share) * sliced.tokens / begin))
+        if op == "forward":
+            into.forward_prefix = prefix
+        elif op != "backward_weight":
+            into.backward_prefix = max(into.backward_prefix, prefix)
+
+
+def time_slices(timer: Timer, sliced: Sequence[SlicedBench], samples: int) -> Times:
+    """Time every op of every slice on equal layers in turn, as `time_ops` does; samples by op and slice."""
+    count = len(sliced[0].spans)
+    ops = ("forward", "backward_input", "backward_weight", "backward")
+    times: Times = {sample_name(op, index): [] for op in ops for index in range(count)}
+    begin = time.monotonic()
+    for turn in range(WARM_UP + samples):
+        if turn >= WARM_UP + LEAST and time.monotonic() - begin > MOST_S / 2:
+            break
+        into: Times = times if turn >= WARM_UP else {name: [] for name in times}
+        for split in (True, False):
+            for index in range(count):
+                for one in sliced:
+                    with timer.timed(into[sample_name("forward", index)]):
+                        one.forward(index)
+            for index in reversed(range(count)):
+                for one in reversed(sliced):
+                    name = sample_name("backward_input" if split else "backward", index)
+                    with timer.timed(into[name]):
+                        (one.backward_input if split else one.backward)(index)
+            for index in reversed(range(count) if split else ()):
+                for one in reversed(sliced):
+                    with timer.timed(into[sample_name("backward_weight", index)]):
+                        one.backward_weight(index)
+        timer.settle()
+    return times

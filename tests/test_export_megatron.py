@@ -1,0 +1,225 @@
+"""The cut as Megatron-Core's layout, read by its own rules, and orders as tables of Primus, written and read."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from enum import Enum
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_schedules import Shape, build
+
+import optpipe
+from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.files import canonical
+from optpipe_compiler.errors import BadInput
+from optpipe_compiler.export import megatron, primus
+from optpipe_compiler.verify import check
+from tests.instances import quick, uniform
+from tests.test_api import registry  # noqa: F401 - a fixture
+from tests.test_cli import run  # noqa: F401 - a fixture
+
+ENDS = {"embedding_ms": (0.1, 0.0, 0.1), "head_ms": (0.1, 0.1, 0.1)}
+
+
+def parsed(layout: str) -> list[str]:
+    """The stages as `PipelineParallelLayerLayout.parse_str_to_list` of Megatron-Core reads them."""
+    layout = layout.replace(",", "")
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        layout = re.sub(pattern, lambda found: found.group(1) * int(found.group(2)), layout)
+    return layout.split("|")
+
+
+def cut(ends: list[int], placement: list[int], embedding: bool, head: bool) -> ir.Schedule:
+    """A schedule of which only the cut and the placement count."""
+    plan = build(Shape((0, 1)))
+    stage = plan.stages[0]
+    stages = [
+        msgspec.structs.replace(stage, stage=number, device=device, layers=(first, end))
+        for number, (device, first, end) in enumerate(zip(placement, [0, *ends], ends, strict=False))
+    ]
+    setup = msgspec.structs.replace(plan.setup, devices=max(placement) + 1, layers=ends[-1])
+    return msgspec.structs.replace(plan, setup=setup, stages=stages)
+
+
+@given(st.lists(st.integers(1, 7), min_size=2, max_size=12), st.booleans(), st.booleans())
+@settings(deadline=None)
+def test_megatron_reads_back_the_layers_of_every_stage(sizes, embedding, head):
+    ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
+    schedule = cut(ends, list(range(len(sizes))), embedding, head)
+    stages = parsed(megatron.layout(schedule, embedding=embedding, head=head))
+    assert len(stages) == len(sizes)
+    found = "".join(stages)
+    assert (found[0], found[-1]) == ("E", "L")
+    assert set(found[1:-1]) <= {"t"}
+    for number, (letters, size) in enumerate(zip(stages, sizes, strict=True)):
+        own = size - (number == 0 and embedding) - (number == len(sizes) - 1 and head)
+        assert letters.count("t") == own
+
+
+def test_the_layout_is_short():
+    schedule = cut([4, 8, 12, 16, 20, 22], list(range(6)), embedding=True, head=True)
+    assert megatron.layout(schedule, embedding=True, head=True) == "Et*3|(t*4|)*4tL"
+
+
+def test_the_command_prints_one_line_to_paste(run, tmp_path):  # noqa: F811
+    costs = uniform(2, 3, **ENDS)
+    (tmp_path / "profile.json").write_text(canonical(costs))
+    (tmp_path / "plan.json").write_text(ir.to_text(quick(costs, 10**11, placement="loop", microbatches=4).schedule))
+    arguments = ["export", "plan.json", "--to", "megatron-layout", "--profile", "profile.json"]
+    done = run(*arguments)
+    assert done.code == 0, done.err
+    line = done.out.splitlines()[0]
+    assert line.startswith("--num-layers 6 --pipeline-model-parallel-size 2 --pipeline-model-parallel-layout ")
+    stages = parsed(re.search('"(.*)"', line)[1])
+    assert ("".join(stages), len(stages) % 2) == ("EttttttL", 0)
+    assert (tmp_path / "plan.megatron.txt").read_text() == line + "\n"
+    assert "Megatron runs the cut in its own order" in done.err
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (lambda: build(Shape((0, 1, 1, 0))), r"stages on the devices \[0, 1, 1, 0\]; expected a loop"),
+        (lambda: build(Shape((0, 0, 1, 1))), "expected a loop"),
+        (lambda: build(Shape((0, 1, 0, 1), microbatches=3)), "3 for 2; expected a multiple, or one stage per device"),
+    ],
+    ids=["v", "neighbours", "microbatches"],
+)
+def test_megatron_has_no_layout_for(schedule, message):
+    with pytest.raises(BadInput, match=message):
+        megatron.render(check(schedule()), None)
+
+
+def test_a_profile_with_parts_of_the_head_is_refused():
+    costs = uniform(2, 2, **ENDS, head_parts=2)
+    with pytest.raises(BadInput, match="Megatron has the embedding and the head whole"):
+        megatron.render(check(quick(costs, 10**11).schedule), costs)
+
+
+# -- Primus
+
+
+class FuncType(Enum):
+    """As in Primus."""
+
+    F = "FORWARD"
+    B = "BACKWARD"
+    W = "W_GRAD"
+    BW = "BACKWARD_W_GRAD"
+    SF = "SEND_FORWARD"
+    SB = "SEND_BACKWARD"
+    RF = "RECV_FORWARD"
+    RB = "RECV_BACKWARD"
+
+
+@dataclass
+class SchedulerNode:
+    """As in Primus."""
+
+    func_type: FuncType
+    mini_batch: int
+    chunk: int
+    args: Any = None
+
+    def __str__(self):
+        return f"({self.func_type.name}|{self.mini_batch}|{self.chunk})"
+
+
+class PipelineScheduleAlgo:
+    """As in Primus."""
+
+    def __init__(self, pp_size, vpp_size, micro_batches):
+        self.pp_size, self.vpp_size, self.micro_batches = pp_size, vpp_size, micro_batches
+
+
+@pytest.fixture
+def algorithms(monkeypatch):
+    """Primus's names of algorithms, in modules that stand for its own."""
+    scheduler = "primus.core.pipeline_parallel.scheduler"
+    parts = scheduler.split(".")
+    for name in (*(".".join(parts[: n + 1]) for n in range(4)), f"{scheduler}.algorithms"):
+        package = ModuleType(name)
+        package.__path__ = []
+        monkeypatch.setitem(sys.modules, name, package)
+    factory, base, node = (ModuleType(name) for name in ("schedule_table_factory", "base", "scheduler_node"))
+    factory.pp_algorithm_map = {}
+    base.PipelineScheduleAlgo = PipelineScheduleAlgo
+    node.FuncType, node.SchedulerNode = FuncType, SchedulerNode
+    sys.modules[scheduler].schedule_table_factory = factory
+    monkeypatch.setitem(sys.modules, f"{scheduler}.schedule_table_factory", factory)
+    monkeypatch.setitem(sys.modules, f"{scheduler}.algorithms.base", base)
+    monkeypatch.setitem(sys.modules, f"{scheduler}.scheduler_node", node)
+    return factory.pp_algorithm_map
+
+
+PLACEMENTS = {"zero-bubble": (0, 1), "1f1b-interleaved": (0, 1, 0, 1), "zbv-formatted": (0, 1, 1, 0)}
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+@pytest.mark.parametrize("algorithm", PLACEMENTS)
+def test_primus_gets_the_order_with_a_partner_for_every_message(algorithms, algorithm, fused):
+    placement = PLACEMENTS[algorithm]
+    plan = build(Shape(placement, microbatches=4, fused=lambda *_: fused))
+    exec(primus.render(check(plan)), {})
+    made = algorithms[algorithm](2, len(placement) // 2, 4)
+    table = made.generate_schedule_table()
+    assert made.last_pp_stage_rank() == placement[-1]
+    text = "\n".join(f"Rank {rank}: " + ",".join(map(str, row)) for rank, row in enumerate(table))
+    compute = [[op.text for op in device.compute if op.name in primus.LETTERS.values()] for device in plan.devices]
+    assert primus.orders(text, list(placement)) == compute
+    ends = {
+        kind: [
+            (node.args["from_pp_rank"], node.args["to_pp_rank"], node.mini_batch, node.chunk, *node.args.values())[:3]
+            for row in table
+            for node in row
+            if node.func_type.name == kind
+        ]
+        for kind in ("SF", "RF", "SB", "RB")
+    }
+    assert len(ends["SF"]) == (len(placement) - 1) * 4
+    assert sorted(ends["SF"]) == sorted(ends["RF"])
+    assert sorted(ends["SB"]) == sorted(ends["RB"])
+    with pytest.raises(ValueError, match="planned for"):
+        algorithms[algorithm](4, 1, 4)
+
+
+ZERO_BUBBLE = """
+[rank 0] ]Rank 0: (F|0|0),(SF|0|0),(F|1|0),(SF|1|0),(RB|0|0),(B|0|0),(W|0|0),(RB|1|0),(B|1|0),(W|1|0)
+[rank 0] ]Rank 1: (RF|0|0),(F|0|0),(B|0|0),(SB|0|0),(RF|1|0),(W|0|0),(F|1|0),(B|1|0),(SB|1|0),(W|1|0)
+"""
+
+
+def test_a_table_that_primus_printed_is_a_schedule_of_ones_own(registry):  # noqa: F811
+    assert primus.orders(ZERO_BUBBLE, [0, 1])[1] == ["1F0", "1I0", "1W0", "1F1", "1I1", "1W1"]
+
+    @optpipe.schedule("from-primus")
+    def order(problem):
+        return optpipe.primus_order(ZERO_BUBBLE, problem)
+
+    plan = optpipe.compile(uniform(2, 1), mem="100GB", microbatches=2, method="from-primus")
+    assert [op.text for op in plan.checked.schedule.devices[1].compute if op.name in primus.LETTERS.values()] == (
+        ["1F0", "1I0", "1W0", "1F1", "1I1", "1W1"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Rank 0: (F|0|0)", "1 lines such as 'Rank 0: .*', expected 2"),
+        ("Rank 0: (F|0|0)\nRank 2: (F|0|0)", "rank 2 , expected 0 to 1"),
+        ("Rank 0: (F|0|0)\nRank 0: (F|0|0)", "rank 0 twice"),
+        ("Rank 0: (F|0|1)\nRank 1: (F|0|0)", "chunk 1 on rank 0, expected 0 to 0"),
+        ("Rank 0: F0\nRank 1: (F|0|0)", "'F0' on rank 0, expected nodes such as"),
+        ("Rank 0: (O|0|0)\nRank 1: (F|0|0)", r"\(O\|0\|0\) on rank 0, expected F, B, W and BW"),
+    ],
+)
+def test_what_is_no_table_is_refused(text, message):
+    with pytest.raises(BadInput, match=message):
+        primus.orders(text, [0, 1])

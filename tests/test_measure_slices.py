@@ -1,0 +1,161 @@
+"""What a profile says of slices: attention from two of them, the others to check by; bytes that are enough for each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("torch")
+
+from test_measure import TINY, findings
+
+from optpipe_compiler.costs import gpus
+from optpipe_compiler.costs.models import load
+from optpipe_compiler.costs.noise import noisy
+from optpipe_compiler.documents.files import canonical
+from optpipe_compiler.documents.profile import Model, parse, value_of
+from optpipe_torch.estimates.estimate import EstimateOptions, estimate
+from optpipe_torch.models import text
+from optpipe_torch.profiler.layers import Benches, layer_bytes, transient_bytes
+from optpipe_torch.profiler.records import SlicedBytes, assemble, sample_name, slice_spans
+from optpipe_torch.profiler.slices import slice_bytes, sliced_bench, time_slices
+from optpipe_torch.profiler.timer import CpuTimer
+
+BLOCK_NS, ATTENTION, OVERHEAD, OP_NS = 10_000_000, 4_000_000, 100_000, 30_000
+
+
+def sliced_findings(wrong_ns=0):
+    """Every op of the block has that much attention; the second slice takes longer by `wrong_ns`."""
+    found = findings()
+    length = TINY.sequence_length
+    times = {}
+    for op in ("forward", "backward_input", "backward_weight", "backward"):
+        attention = 0 if op == "backward_weight" else ATTENTION
+        for index, (begin, end) in enumerate(slice_spans(length)):
+            tokens, pairs = (end - begin) / length, (end**2 - begin**2) / length**2
+            ns = (BLOCK_NS - attention) * tokens + attention * pairs + OVERHEAD + OP_NS + wrong_ns * (index == 1)
+            times[sample_name(op, index)] = [round(ns)] * 3
+    sizes = replace(found.sizes["block"], sliced=SlicedBytes(20, 3, 5))
+    return replace(found, sizes={**found.sizes, "block": sizes}, sliced={"block": times})
+
+
+def test_attention_and_overhead_of_slices_follow_from_their_times():
+    profile = assemble(TINY.model(), 2, [sliced_findings(), sliced_findings()])
+    embedding, block, _ = profile.layers
+    assert embedding.slices is None
+    slices = block.slices
+    assert slices is not None
+    assert value_of(slices.forward_attention_ns) == pytest.approx(ATTENTION, rel=1e-4)
+    assert value_of(slices.backward_input_attention_ns) == pytest.approx(ATTENTION, rel=1e-4)
+    for op in ("forward", "backward_input", "backward_weight", "backward"):
+        assert value_of(getattr(slices, f"{op}_overhead_ns")) == pytest.approx(OVERHEAD, rel=1e-3)
+    sizes = slices.carry_bytes, slices.forward_prefix_bytes, slices.backward_prefix_bytes
+    assert [value_of(one) for one in sizes] == [20, 3, 5]
+    assert parse(canonical(profile), "p.json") == profile
+    assert noisy(profile) == []
+
+
+def test_a_slice_that_fits_no_line_makes_the_attention_noise():
+    profile = assemble(TINY.model(), 2, [sliced_findings(wrong_ns=1_000_000)])
+    assert [one.name for one in noisy(profile)] == [
+        "attention in forward of block",
+        "attention in backward input of block",
+    ]
+
+
+MODELS = {
+    "gpt": TINY.model(),
+    "llama": Model(
+        builder="transformer",
+        config={
+            "kind": "llama",
+            "layers": 1,
+            "hidden": 32,
+            "heads": 4,
+            "kv_heads": 2,
+            "head_dim": 8,
+            "ffn": 48,
+            "vocab": 256,
+            "head_parts": 2,
+            "granularity": "half",
+        },
+        microbatch_size=2,
+        sequence_length=16,
+        seed=0,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_bytes_of_a_layer_are_enough_for_each_of_its_slices(name):
+    benches = Benches(MODELS[name], text.default_text())
+    timer = CpuTimer()
+    hidden = 32 if name == "gpt" else 16
+    carries = []
+    for index in range(benches.head + 1):
+        sizes = layer_bytes(benches, index)
+        sizes.transient = transient_bytes(timer, benches, index, index + 1, [sizes])
+        sliced = sliced_bench(benches, index)
+        assert sliced is not None
+        slice_bytes(timer, sliced, sizes)
+        assert sizes.sliced is not None
+        carries.append(sizes.sliced.carry)
+        saved = []
+        for number in range(4):
+            sliced.forward(number)
+            saved.append(sliced.bench.stage.saved_bytes(number))
+        assert max(saved) * 4 <= sizes.saved
+        for number in reversed(range(4)):
+            sliced.backward_input(number)
+            captured = sliced.bench.stage.captured_bytes(number)
+            assert captured * 4 <= sizes.captured
+            assert (captured + sliced.bench.stage.saved_bytes(number)) * 4 <= sizes.residue
+    keys_and_values = 2 * 2 * 16 * hidden * 4
+    assert sorted(carries)[-1] == keys_and_values
+    assert sum(map(bool, carries)) == (2 if name == "gpt" else 1)
+
+
+def test_every_op_of_every_slice_is_timed():
+    benches = Benches(TINY.model(), text.default_text())
+    sliced = [one for one in (sliced_bench(benches, index) for index in (1, 2)) if one is not None]
+    times = time_slices(CpuTimer(), sliced, 2)
+    assert len(times) == 16
+    assert {len(samples) for name, samples in times.items() if not name.startswith("forward")} == {4}
+
+
+def test_layers_that_do_not_say_so_have_no_slices():
+    model = Model(builder="tests.user_layers:layers", config={}, microbatch_size=2, sequence_length=16, seed=0)
+    from optpipe_torch.models.user_functions import allow
+
+    allow(model.builder)
+    benches = Benches(model, text.default_text())
+    assert [sliced_bench(benches, index) is not None for index in range(benches.head + 1)] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_estimates_count_slices():
+    gpu = gpus.load("h100-sxm")
+    profile = estimate(EstimateOptions(model=load("llama-7b"), gpu=gpu, sequence_length=8192))
+    assert profile.tokens == 8192
+    embedding, block, head = profile.layers
+    assert embedding.slices is not None
+    assert head.slices is not None
+    slices = block.slices
+    assert slices is not None
+    assert value_of(slices.carry_bytes) == 2 * 8192 * 4096 * 2
+    assert value_of(embedding.slices.carry_bytes) == value_of(head.slices.forward_attention_ns) == 0
+    share = value_of(slices.forward_attention_ns) / value_of(block.forward_ns)
+    flops = 2 * 8192 * 4096 / (2 * 202_375_168 + 2 * 8192 * 4096)  # of attention, half of it masked, and of all
+    assert 0.9 * flops < share < 1.4 * flops  # norms take time, too, and the kernel reaches less than products
+    assert value_of(slices.backward_input_attention_ns) > 2 * value_of(slices.forward_attention_ns)
+    assert 0 < value_of(slices.forward_overhead_ns) < 0.1 * value_of(block.forward_ns)
+    assert parse(canonical(profile), "p.json") == profile
+    experts = estimate(EstimateOptions(model=load("mixtral-8x7b"), gpu=gpu))
+    assert experts.layers[1].slices is None

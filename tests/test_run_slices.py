@@ -1,0 +1,155 @@
+"""Real processes: schedules whose microbatches are cut into slices train what whole microbatches train."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from runtime_cases import MODEL, TEXT, promise_exactly, schedule
+from small_schedules import Shape
+from test_runtime_library import start_ranks
+from torch import nn
+
+import runtime_torch
+from optpipe_compiler.errors import BadInput
+from optpipe_compiler.verify import verify
+from optpipe_torch.launch.run import run
+from optpipe_torch.models import known as models
+from runtime_torch.batches import Batches
+
+LINEAR_2, LOOP_2, V_2, LINEAR_4 = (0, 1), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 3)
+TWO, THREE, FOUR = ((0, 3, 8),), ((0, 2, 5, 8),), ((0, 2, 4, 6, 8),)
+
+
+def by_turns(*kinds):
+    """One kind of treatment of a stage and unit after the other."""
+
+    def of(stage, unit):
+        microbatch, _, number = str(unit).partition(".")
+        return kinds[(stage + int(microbatch) + int(number or 0)) % len(kinds)]
+
+    return of
+
+
+def moved(*kinds):
+    """Ranges of the two layers of a stage: all of them, or the second alone."""
+
+    def ranges(stage, unit):
+        microbatch, _, number = str(unit).partition(".")
+        first, end = 2 * stage + (int(microbatch) + int(number or 0)) % 2, 2 * stage + 2
+        return [(kind, layer, layer + 1) for kind, layer in zip(kinds, range(first, end), strict=False)]
+
+    return ranges
+
+
+CASES = {
+    "2 slices, kept, fused": (LINEAR_2, TWO, by_turns(True), moved()),
+    "3 slices, offloaded and recomputed, split": (V_2, THREE, by_turns(False), moved("offload", "recompute")),
+    "4 slices on 4 devices, recomputed": (LINEAR_4, FOUR, by_turns(True, False), moved("recompute")),
+    "offloaded, split, in a loop": (LOOP_2, TWO, by_turns(False), moved("offload")),
+    "two lengths in slices": (LINEAR_2, ((0, 3, 8), (0, 4, 5)), by_turns(True, False), moved("recompute")),
+    "two lengths, whole": (LINEAR_2, ((0, 8), (0, 5)), by_turns(True, False), moved("offload")),
+}
+
+
+@pytest.mark.runtime
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_equal_the_unpipelined_model(case):
+    placement, cuts, fused, ranges = CASES[case]
+    plan = schedule(Shape(placement, microbatches=3, fused=fused, ranges=ranges, tokens=8, cuts=cuts))
+    plan = promise_exactly(plan)
+    assert verify(plan) == []
+    report = run(plan, steps=1, data_paths=[TEXT], check=True)
+    assert report.check is not None
+    assert report.check.ok, report.check
+    for rank in report.ranks:
+        assert 0 < rank.peak_activation_bytes <= rank.promised_activation_bytes
+        assert rank.peak_host_bytes <= rank.promised_host_bytes
+
+
+REPLICAS = """
+import sys
+sys.path[:0] = sys.argv[1:]
+from functools import partial
+import msgspec, torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+import runtime_torch, test_run_slices as case
+from optpipe_torch.launch.check import unpipelined
+from optpipe_torch.models import known as models
+
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "pipeline"))
+DDP = partial(DistributedDataParallel, process_group=mesh.get_group("data"))
+
+def batch(model, replica):
+    return models.batch(model, bytes(range(256)), torch.Generator().manual_seed(replica), 3)
+
+for prepare in (DDP, partial(fully_shard, mesh=mesh["data"])):
+    for fused in (True, False):
+        moved = case.moved("recompute" if fused else "offload")
+        shape = case.Shape((0, 0), microbatches=3, fused=case.by_turns(fused), ranges=moved, tokens=8, cuts=case.THREE)
+        schedule = case.promise_exactly(case.schedule(shape))
+        model = schedule.model
+        wanted = {}
+        for replica in range(2):
+            inputs, target = batch(model, replica)
+            for name, gradient in unpipelined(model, [inputs], target, 3)[1].items():
+                wanted[name] = wanted.get(name, 0) + gradient / 2
+        inputs, target = batch(model, dist.get_rank())
+        stages = runtime_torch.build_stages(
+            schedule, models.build(model), 0, "cpu", inputs=[inputs[:2]], target=target[:2], prepare=prepare
+        )
+        runner = runtime_torch.Runner(schedule, stages, group=mesh.get_group("pipeline"))
+        for steps in (1, 2):  # gradients add up
+            runner.step(inputs, target=target)
+            for name, parameter in stages.module.named_parameters():
+                number, _, rest = name.replace("module.", "").partition(".")
+                found = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+                expected = steps * wanted[f"layer {number}: {rest}"]
+                difference = (found - expected).abs().max() / expected.abs().max()
+                assert difference < 1e-5, (prepare, fused, name, difference)
+        assert runner.eval(inputs, target=target) > 0
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.runtime
+def test_replicas_and_shards_of_sliced_pipelines_have_the_mean_gradients():
+    for rank in start_ranks(REPLICAS):
+        _, errors = rank.communicate(timeout=120)
+        assert rank.returncode == 0, errors
+
+
+# -- what is refused
+
+
+class Mixing(nn.Linear):
+    """Says nothing about slices."""
+
+
+def built(plan, layers, **more):
+    inputs, target = models.batch(MODEL, bytes(range(256)), torch.Generator().manual_seed(0), 1)
+    return runtime_torch.build_stages(plan, layers, 0, "cpu", inputs=[inputs], target=target, **more)
+
+
+def test_layers_that_do_not_say_that_they_can_be_sliced_are_refused():
+    plan = schedule(Shape((0, 0), tokens=8, cuts=TWO))
+    layers = models.build(plan.model)
+    layers[1] = Mixing(16, 16)
+    with pytest.raises(BadInput, match=r"layer 1 \(Mixing\) does not say that it can be sliced, and the schedule"):
+        built(plan, layers)
+
+
+def test_a_batch_without_the_tokens_that_are_cut_is_refused():
+    plan = schedule(Shape((0, 0), microbatches=1, tokens=8, cuts=TWO))
+    stages = built(plan, models.build(plan.model))
+    batches = Batches(plan, stages, None, None)
+    inputs, target = models.batch(MODEL, bytes(range(256)), torch.Generator().manual_seed(0), 1)
+    with pytest.raises(BadInput, match=r"the target has the shape \(2, 7\) in a microbatch, expected 8 tokens"):
+        batches.cut_all([inputs], target[:, :7])

@@ -1,0 +1,262 @@
+"""Slices of sequences, and microbatches of unequal length: planned, lowered, judged, bounded, refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import product
+from random import Random
+from typing import TYPE_CHECKING
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_schedules import Shape, profile_for, random_cuts
+
+from optpipe_compiler.cli import cli
+from optpipe_compiler.compiler import Options, compile_schedule
+from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
+from optpipe_compiler.documents import ir
+from optpipe_compiler.documents import profile as profiles
+from optpipe_compiler.errors import BadInput, Infeasible
+from optpipe_compiler.lower import promised
+from optpipe_compiler.machine.orders import peaks, retime
+from optpipe_compiler.model import bounds
+from optpipe_compiler.model.placement import layout
+from optpipe_compiler.model.problem import Caps, Freedom, Problem, build, static_bytes
+from optpipe_compiler.model.schedule import Kind, Stuck, Task
+from optpipe_compiler.plan.slices import cut
+from optpipe_compiler.published import METHODS, NotDefined, published
+from optpipe_compiler.verify import verify
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from optpipe_compiler.documents.profile import Profile
+
+PLENTY = 10**12
+
+
+def sliced(devices: int, **fields: float) -> Profile:
+    return uniform_profile(UniformOptions(devices=devices, layers_per_device=2, sliceable=True, p2p_ms=0, **fields))
+
+
+@st.composite
+def instances(draw: st.DrawFn) -> tuple[Profile, Options]:
+    """Layers of any costs that can be sliced, and what is asked of them."""
+    rng = Random(draw(st.integers(0, 10**6)))
+    devices, slices = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    shape = Shape(placement=tuple(range(devices)) * 2, **random_cuts(rng, 3))
+    profile = profile_for(shape, rng, shared=bool(rng.randrange(2)))
+    total = sum(one.saved_bytes + one.static_bytes for one in profile.layers)
+    lengths = tuple(rng.randint(slices, 12) for _ in range(3)) if draw(st.booleans()) else None
+    cap = int(total / devices * draw(st.floats(0.4, 2.0))) + 60
+    asked = {"slices": slices, "lengths": lengths, "seed": 1, "reproducible": True, "time_limit_s": 0.02}
+    return profile, Options(cap, 3, placement=draw(st.sampled_from(["linear", "loop", "auto"])), **asked)
+
+
+@settings(max_examples=30, deadline=None)
+@given(instances())
+def test_what_is_compiled_is_accepted_fits_and_says_its_units(case: tuple[Profile, Options]) -> None:
+    profile, options = case
+    try:
+        schedule = compile_schedule(profile, options).schedule
+    except Infeasible:
+        return
+    assert verify(schedule, profile) == []
+    assert ir.parse(ir.to_text(schedule), "schedule.json") == schedule
+    assert max(device.peak_bytes for device in schedule.devices) <= options.mem_bytes
+    assert schedule.setup.slices == options.slices
+    is_plain = options.slices == 1 and (options.lengths is None or set(options.lengths) == {profile.tokens})
+    assert schedule.version == (1 if is_plain else 3)
+    if options.lengths is not None and not is_plain:
+        assert isinstance(schedule.setup.units, ir.Units)
+        units = schedule.setup.units
+        assert tuple(units.cuts[shape][-1] for shape in units.shape_of) == options.lengths
+
+
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.sliced])
+def test_the_machine_counts_the_bytes_that_the_file_promises(name: str) -> None:
+    """Keys and values that stay, gradients of them that add up, and transients of what is before a slice."""
+    compared = 0
+    for seed in range(12):
+        rng = Random(seed)
+        placed, per_device = METHODS[name].placements[seed % len(METHODS[name].placements)]
+        slices = 4 if name == "slimpipe" else 2
+        profile = profile_for(Shape(placement=(0, 1) * per_device, **random_cuts(rng, 3)), rng)
+        where = layout(placed, 2, per_device, [1] * (4 * per_device))
+        (slicing, *_) = cut(profile, Options(0, 4), slices)
+        problem = build(profile, where, 4, Caps(PLENTY, None), Freedom(), slicing=slicing)
+        try:
+            timed = published(problem, name)
+        except (NotDefined, Stuck):
+            continue
+        compared += 1
+        fixed = [static_bytes(profile, where, device) for device in range(2)]
+        assert [f + p for f, p in zip(fixed, peaks(timed), strict=True)] == promised(timed, profile, where)[0]
+    assert compared >= 6
+
+
+# -- bounds, against the best of all orders
+
+
+def orders(problem: Problem, device: int, again: set[tuple[int, int]]) -> Iterator[list[Task]]:
+    """All orders of one device with one stage: each kind in its own order, with R right before its backward."""
+    units = range(problem.microbatches)
+    back = [problem.back(unit) for unit in units]
+
+    def extend(order: list[Task], forwards: int, inputs: int, weights: int) -> Iterator[list[Task]]:
+        if weights == len(units):
+            yield order
+            return
+        if forwards < len(units):
+            yield from extend([*order, Task(Kind.F, device, forwards)], forwards + 1, inputs, weights)
+        if inputs < len(units) and back[inputs] // problem.slices * problem.slices + problem.slices <= forwards:
+            unit = back[inputs]
+            more = [Task(Kind.R, device, unit)] if (device, unit) in again else []
+            yield from extend([*order, *more, Task(Kind.I, device, unit)], forwards, inputs + 1, weights)
+        if weights < inputs:
+            yield from extend([*order, Task(Kind.W, device, back[weights])], forwards, inputs, weights + 1)
+
+    yield from extend([], 0, 0, 0)
+
+
+def best(problem: Problem) -> int | None:
+    """The shortest makespan over all orders and all choices of what is recomputed; None where nothing fits."""
+    from optpipe_compiler.machine.orders import released
+
+    found = []
+    activations = [(s, u) for s in range(len(problem.stages)) for u in range(problem.microbatches)]
+    for chosen in product((False, True), repeat=len(activations)):
+        again = {one for one, is_chosen in zip(activations, chosen, strict=True) if is_chosen}
+        if again and not problem.freedom.recompute:
+            continue
+        lanes = [list(orders(problem, device, again)) for device in range(problem.devices)]
+        for compute in product(*lanes):
+            try:
+                free = released(problem, compute, method="any")
+                found.append(retime(free, problem).makespan)
+            except Stuck:
+                continue
+    return min(found, default=None)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_bounds_hold_for_units(seed: int) -> None:
+    rng = Random(seed)
+    devices, microbatches, slices = [(1, 2, 2), (2, 1, 2), (2, 1, 1), (1, 1, 3)][seed % 4]
+    shape = Shape(placement=tuple(range(devices)), layers_per_stage=1, **random_cuts(rng, 3))
+    profile = profile_for(shape, rng)
+    where = layout("linear", devices, 1, [1] * devices)
+    lengths = tuple(rng.randint(slices, 12) for _ in range(microbatches))
+    options = Options(0, microbatches, lengths=lengths)
+    cap = sum(layer.saved_bytes for layer in profile.layers) + rng.randint(20, 80)
+    freedom = Freedom(offload=False, recompute=microbatches * slices * devices <= 4)
+    for slicing in cut(profile, options, slices):
+        problem = build(profile, where, microbatches, Caps(cap, None), freedom, slicing=slicing)
+        reached = best(problem)
+        for objective in ("makespan", "span"):
+            assert reached is None or bounds.best(problem, objective).ticks <= reached
+
+
+# -- what slices are good for
+
+
+def test_seq1f1b_idles_and_holds_what_its_paper_says() -> None:
+    options = Options(PLENTY, 8, slices=4, method="seq1f1b")
+    schedule = compile_schedule(sliced(4), options).schedule
+    assert schedule.forecast.makespan_ns == (8 * 3 + 3 * 3 / 4) * 1e6
+    assert max(device.peak_bytes for device in schedule.devices) == (4 + 4 - 1) / 4 * 1e9
+
+
+def test_the_search_beats_seq1f1b_in_its_own_memory_and_says_so() -> None:
+    options = Options(int(1.75e9), 8, slices="auto", time_limit_s=0.3, reproducible=True, offload=False)
+    schedule = compile_schedule(sliced(4), options).schedule
+    assert schedule.setup.slices > 1
+    assert schedule.forecast.makespan_ns <= (8 * 3 + 3 * 3 / 4 / 2) * 1e6
+    assert {"1f1b", "seq1f1b", "slimpipe"} <= set(schedule.forecast.baselines)
+
+
+def test_slices_of_equal_time_shrink_as_the_sequence_grows() -> None:
+    profile = sliced(2, attention_share=0.6)
+    even, timely = (one for one in cut(profile, Options(0, 2), 4) if one is not None)
+    sizes = [end - begin for begin, end in zip(timely.cuts[0], timely.cuts[0][1:], strict=False)]
+    assert even.cuts[0] == (0, 8192, 16384, 24576, 32768)
+    assert sizes == sorted(sizes, reverse=True)
+    problem = build(profile, layout("linear", 2, 1, [1] * 4), 2, Caps(PLENTY, None), Freedom(), slicing=timely)
+    works = [stages[0].work for stages in problem.classes]
+    assert max(works) - min(works) < 1000  # ns, of 3 ms
+
+
+def test_seeds_of_slices_start_the_search() -> None:
+    profile = sliced(3)
+    asked = Options(int(2e9), 6, slices=4, time_limit_s=0.1, reproducible=True)
+    first = compile_schedule(profile, asked)
+    again = compile_schedule(profile, replace(asked, time_limit_s=0.0, seeds=(first.checked,), search=False))
+    assert again.schedule.forecast.makespan_ns <= first.schedule.forecast.makespan_ns
+
+
+# -- bad input
+
+
+def test_what_cannot_be_cut_is_refused_in_one_sentence() -> None:
+    plain = uniform_profile(UniformOptions(devices=2))
+    for profile, options, said in (
+        (plain, {"slices": 2}, "--slices is 2, but layer 'layer' cannot run slice by slice, expected 1"),
+        (plain, {"lengths": (4, 4)}, "--lengths needs to know how long the profile's sequences are"),
+        (sliced(2), {"slices": 40_000}, "--slices is 40000, expected at most the 32768 tokens of a sequence"),
+        (sliced(2), {"slices": 0}, "--slices is 0, expected at least 1"),
+        (sliced(2), {"lengths": (5,)}, "--lengths has 1 lengths, expected one for each of 2"),
+        (sliced(2), {"lengths": (5, 9), "slices": 6}, "--slices is 6, expected at most the 5 tokens"),
+        (sliced(2), {"slices": 2, "method": "1f1b"}, "1f1b: is for microbatches not cut into slices"),
+        (sliced(2), {"slices": 1, "method": "seq1f1b"}, "seq1f1b: is for microbatches cut into slices"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            compile_schedule(profile, Options(PLENTY, 2, **options))
+
+
+def test_profiles_say_what_can_be_sliced_and_nothing_else() -> None:
+    for options, said in (
+        ({"attention_share": 0.5}, "--attention-share is 0.5 without --sliceable"),
+        ({"sliceable": True, "kv_fraction": 1.5}, "--kv-fraction is 1.5, expected 0 to 1"),
+        ({"sliceable": True, "kv_fraction": 0.8, "boundary_fraction": 0.4}, "expected at most 1 together"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            uniform_profile(UniformOptions(**options))
+    plain = msgspec.to_builtins(sliced(2, kv_fraction=0.2))
+    for change, said in (
+        (lambda layer: layer["slices"].update(carry_bytes=10**12), r"slices.carry_bytes is 10{12}, expected"),
+        (
+            lambda layer: layer["slices"].update(forward_attention_ns=10**9),
+            r"slices.forward_attention_ns is 10{9}, expected",
+        ),
+    ):
+        broken = json.loads(json.dumps(plain))
+        change(broken["layers"][0])
+        with pytest.raises(BadInput, match=said):
+            profiles.parse(json.dumps(broken), "profile.json")
+    del plain["sequence_length"]
+    with pytest.raises(BadInput, match=r"slices is there, expected \$.sequence_length"):
+        profiles.parse(json.dumps(plain), "profile.json")
+
+
+def test_the_commands_plan_show_and_check_slices(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> str:
+        result = CliRunner().invoke(cli, words)
+        assert result.exit_code == 0, result.output
+        return " ".join(result.output.split())
+
+    run("profile", "uniform", "--devices", "2", "--sliceable", "--attention-share", "0.3", "--kv-fraction", "0.1")
+    run("compile", "--mem", "2GB", "--microbatches", "4", "--slices", "4", "--time-limit", "0")
+    assert "4 microbatches of 32768 tokens in 4 slices" in run("show")
+    run("verify", "schedule.json", "--profile", "profile.json")
+    (tmp_path / "lengths").write_text("32768, 1000\n20000 32768")
+    run("compile", "--mem", "2GB", "--lengths", "lengths", "--slices", "2", "--time-limit", "0")
+    assert "4 microbatches of 1000 to 32768 tokens in 2 slices" in run("show")
+    refused = CliRunner().invoke(cli, ["compile", "--mem", "2GB", "--lengths", "profile.json"])
+    assert isinstance(refused.exception, BadInput)
+    assert "expected the tokens of each microbatch: whole numbers from 1 on" in str(refused.exception)

@@ -64,7 +64,7 @@ def wrong(profile: Profile, seed: int = 0) -> Profile:
 
     names = ("forward_ns", "backward_input_ns", "backward_weight_ns", "backward_ns")
     layers = [
-        msgspec.structs.replace(one, **{name: off(getattr(one, name)) for name in names})
+        msgspec.structs.replace(one, count=1, slices=None, **{name: off(getattr(one, name)) for name in names})
         for one in profile.expanded_layers()
     ]
     return msgspec.structs.replace(profile, layers=layers)
@@ -133,9 +133,10 @@ def story(name: str, first: ir.Schedule, profile: Profile, options: argparse.Nam
     moving = max((share for share, moved in around if moved), default=None)
     equal = trained.report.losses == plain.losses
     after = spans[swaps[-1].step + 1 :] if swaps else spans[1:]
+    before = spans[1 : swaps[0].step] if swaps else spans[1:]
     row = (
         f"| {name} | {'kept' if keeps else 'free'} | {len(swaps)} | {step} | {values[0] / target:.3f} | "
-        f"{values[-1] / target:.3f} | {statistics.median(after) / statistics.median(plain_spans(plain)):.2f} | "
+        f"{values[-1] / target:.3f} | {statistics.median(after or spans) / statistics.median(before or spans):.2f} | "
         f"{share(still)} | {share(moving)} | {'equal' if equal else 'DIFFERENT'} | {load:.1f} |"
     )
     print(row, file=sys.stderr)
@@ -144,7 +145,7 @@ def story(name: str, first: ir.Schedule, profile: Profile, options: argparse.Nam
 
 def retimed(profile: Profile, schedule: ir.Schedule, costs: dict[tuple[str, int], float]) -> Profile:
     """Return the profile with the measured medians of a schedule's stages shared by their layers."""
-    layers = profile.expanded_layers()
+    layers = [msgspec.structs.replace(one, count=1, slices=None) for one in profile.expanded_layers()]
     for stage in schedule.stages:
         mine = range(*stage.layers)
         for kind, field in KINDS.items():
@@ -158,11 +159,6 @@ def retimed(profile: Profile, schedule: ir.Schedule, costs: dict[tuple[str, int]
                     layers[n] = msgspec.structs.replace(layers[n], **{field: scaled})
     machine = msgspec.structs.replace(profile.machine, op_overhead_ns=0)
     return msgspec.structs.replace(profile, layers=layers, machine=machine)
-
-
-def plain_spans(report: Any) -> list[float]:
-    """Return the steps of a run without swaps, but for the first."""
-    return [record.makespan_ns for record in report.steps[1:]]
 
 
 def share(value: float | None) -> str:
@@ -224,8 +220,19 @@ def main() -> None:
     parser.add_argument("--offline-s", type=float, default=20.0, help="of the plan to reach")
     parser.add_argument("--noise-s", type=float, default=8.0, help="of every plan for noise")
     parser.add_argument("--samples", type=int, default=15)
+    parser.add_argument("--only", choices=("training", "noise"), help="default: both")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
+    lines = ["# Plans that improve while training runs"]
+    if options.only != "noise":
+        lines += training(options)
+    if options.only != "training":
+        lines += for_noise(noise(options.noise_s), options)
+    publish("\n".join(lines) + "\n", options.output)
+
+
+def training(options: argparse.Namespace) -> list[str]:
+    """Return the part of the page on training."""
     profile = measure(MeasureOptions(devices=DEVICES, of=model(), samples=options.samples), lambda what, part: None)
     settings = Options(mem_bytes=ROOMY, microbatches=MICROBATCHES, time_limit_s=5.0)
     gpipe = compile_schedule(profile, replace(settings, method="gpipe")).schedule
@@ -237,7 +244,7 @@ def main() -> None:
         table += story("costs wrong by 30%", misled, off, options, keeps=keeps)
     ratio, during, without = beside(profile, options)
     print(f"beside the planner: {ratio:.3f} ({during}, {without} steps)", file=sys.stderr)
-    publish(page(table, noise(options.noise_s), (ratio, during, without), options), options.output)
+    return trained_page(table, (ratio, during, without), options)
 
 
 def command(options: argparse.Namespace) -> str:
@@ -247,10 +254,9 @@ def command(options: argparse.Namespace) -> str:
     return f"python -m bench.replan {' '.join(words)}"
 
 
-def page(table: list[str], rows: list[str], slower: tuple[float, int, int], options: argparse.Namespace) -> str:
-    """Return the page."""
-    lines = [
-        "# Plans that improve while training runs",
+def trained_page(table: list[str], slower: tuple[float, int, int], options: argparse.Namespace) -> list[str]:
+    """Return the lines of the training part."""
+    return [
         "",
         f"Written by `{command(options)}`;",
         f"{DEVICES} processes on {machine()}. A GPT of 6 blocks of 128 trains for {options.steps} steps, the planner",
@@ -258,9 +264,9 @@ def page(table: list[str], rows: list[str], slower: tuple[float, int, int], opti
         "the placement is `kept`, only orders are swapped. `first`, `last`: the schedules that training began",
         f"and ended with, against the best plan that {options.offline_s:g} s offline found for the same costs,",
         "the medians of the run (where layers may move: each plan's own forecast). `within 2%`: the step from",
-        "which on that was so. `step`: the median measured step after the last swap against a run without",
-        "swaps. `stall`: the longest swap, as a share of the steps around it, with the same placement, and",
-        "with layers moved. `losses`: against a run without swaps, bit by bit.",
+        "which on that was so. `step`: the median measured step after the last swap against that before",
+        "the first, in one run. `stall`: the longest swap, as a share of the steps around it, with the same",
+        "placement, and with layers moved. `losses`: against a run without swaps, bit by bit.",
         "",
         "| from | placement | swaps | within 2% | first | last | step | stall, kept | stall, moved | losses | load |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
@@ -269,8 +275,16 @@ def page(table: list[str], rows: list[str], slower: tuple[float, int, int], opti
         f"With one rank, so that a core may be free: steps take {slower[0]:.3f} of the time while the planner is busy",
         f"({slower[1]} steps) as while it is not ({slower[2]} steps), in the same run.",
         "",
+    ]
+
+
+def for_noise(rows: list[str], options: argparse.Namespace) -> list[str]:
+    """Return the lines of the part on noise."""
+    return [
+        "",
         "## Plans for noise",
         "",
+        f"Written by `python -m bench.replan --only noise --noise-s {options.noise_s:g}`, the same on every machine.",
         "Every op of compute is noisy by itself (log-normal, standard deviation as given). Of the `plans` of",
         "one reproducible search within 2% of the best forecast, `least` is the one with the least forecast,",
         "`chosen` the one of least 95th percentile; both 95th percentiles are of 2,000 executions with a seed",
@@ -280,7 +294,6 @@ def page(table: list[str], rows: list[str], slower: tuple[float, int, int], opti
         "|---|---|---|---|---|---|---|---|---|",
         *rows,
     ]
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -167,3 +167,15 @@ def test_the_trace_of_a_real_run_is_read(tmp_path):
         assert layer.forward_ns.source == "measured"
         assert layer.forward_ns.samples == 2
     assert found.machine.links[0].d2h_bytes_per_s.source == "measured"
+
+
+def test_layers_whose_ops_were_faster_than_their_attention_can_still_be_read():
+    from optpipe_compiler.costs.from_run import _with_attention
+    from optpipe_compiler.documents.profile import Layer, Sliceable
+
+    slow = Sliceable(carry_bytes=1, forward_attention_ns=50, backward_input_attention_ns=70)
+    layer = Layer(
+        name="a", forward_ns=40, backward_input_ns=60, backward_weight_ns=9, backward_ns=65, saved_bytes=1, slices=slow
+    )
+    found = _with_attention(layer).slices
+    assert (found.forward_attention_ns.value, found.backward_input_attention_ns.value) == (40, 60)

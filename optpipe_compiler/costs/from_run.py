@@ -239,9 +239,25 @@ def _measured(value: float, spread: float, samples: int) -> Quantity:
     return Quantity(value=round(value), source="measured", samples=samples, spread=round(spread))
 
 
+def _with_attention(layer: Layer) -> Layer:
+    """Return the layer with no more attention in its times than these have now, so that it can still be sliced."""
+    if layer.slices is None:
+        return layer
+    backward = value_of(layer.backward_input_ns)
+    if layer.backward_ns is not None:
+        backward = min(backward, value_of(layer.backward_ns))
+    most = {"forward_attention_ns": value_of(layer.forward_ns), "backward_input_attention_ns": backward}
+    over = {
+        name: Quantity(value=limit, source="measured")
+        for name, limit in most.items()
+        if (known := getattr(layer.slices, name)) is not None and value_of(known) > limit
+    }
+    return msgspec.structs.replace(layer, slices=msgspec.structs.replace(layer.slices, **over)) if over else layer
+
+
 def _grouped(layers: Iterable[Layer]) -> list[Layer]:
     """Put equal layers in a row into one record."""
-    single = (msgspec.structs.replace(layer, count=1) for layer in layers)
+    single = (_with_attention(msgspec.structs.replace(layer, count=1)) for layer in layers)
     return [
         msgspec.structs.replace(layer, count=len(list(equal)))
         for layer, equal in groupby(single)  # records compare by value

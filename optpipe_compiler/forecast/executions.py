@@ -172,11 +172,13 @@ class _Execution:
     def _other_half(self, send: str) -> tuple[str, int]:
         """Return the receive of a send, and what the message takes in ns."""
         name = parse(send)
-        setup, unit = self.schedule.setup, (name.microbatch, None, name.slice)
-        costs = self.schedule.forecast.stages[name.stage * setup.classes + setup.class_of(name.microbatch, name.slice)]
+        setup = self.schedule.setup
+        number = setup.class_of(name.microbatch, name.slice or 0)
+        costs = self.schedule.forecast.stages[name.stage * setup.classes + number]
         if name.kind == "send_activation":
-            return op_id("recv_activation", name.stage + 1, *unit), costs.send_activation_ns
-        return op_id("recv_gradient", name.stage - 1, *unit), costs.send_gradient_ns
+            other = name._replace(kind="recv_activation", stage=name.stage + 1)
+            return other.id, costs.send_activation_ns
+        return name._replace(kind="recv_gradient", stage=name.stage - 1).id, costs.send_gradient_ns
 
     def _owner(self, stage: int) -> int:
         return self.schedule.stages[stage].device

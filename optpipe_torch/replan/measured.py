@@ -7,9 +7,11 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from msgspec import UnsetType
 
 from optpipe_compiler.costs.from_run import About, Run, RunOp, RunStage, profile_from_run
 from optpipe_compiler.documents.ops import parse
+from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,7 +50,9 @@ def profile_from_steps(profile: Profile, schedule: ir.Schedule, steps: Steps) ->
 
 
 def run_of(profile: Profile, schedule: ir.Schedule, steps: Steps) -> Run:
-    """Return the steps as costs/from_run.py takes a run."""
+    """Return the steps as costs/from_run.py takes a run; raise BadInput for schedules with slices."""
+    if not isinstance(schedule.setup.units, UnsetType):
+        raise BadInput("the schedule has slices or unequal microbatches, whose costs cannot be told from a run yet")
     stages = [RunStage(stage.stage, stage.device, stage.layers, stage.selective_layers) for stage in schedule.stages]
     ops = []
     for number, ranks in enumerate(steps):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from msgspec import UnsetType
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents import profile as profiles
@@ -141,6 +142,11 @@ class Replanner:
         if self._rank == 0:
             try:
                 self._profile = _read(profile)
+                if not isinstance(runner.schedule.setup.units, UnsetType):
+                    raise BadInput(
+                        "the schedule has slices or unequal microbatches, whose costs no run tells yet: it "
+                        "is not planned anew while it trains"
+                    )
                 planned, known = runner.schedule.provenance.profile_digest, self._profile.digest()
                 if planned != known:
                     raise BadInput(f"the schedule was planned with another profile: {planned[:19]}, not {known[:19]}")

@@ -116,7 +116,7 @@ def test_the_command_prints_the_lines_that_plan_the_best(run, tmp_path):  # noqa
         assert done.code == 0, done.err
     shown = run(*asking.split())
     assert shown.out.splitlines()[-2:] == answer["commands"]
-    assert "limited by" in shown.out.splitlines()[0]
+    assert "limits" in shown.out.splitlines()[0]
 
 
 def test_replicas_share_the_optimizer_out():

@@ -148,10 +148,10 @@ def _show(advice: Advice, line: list[str], model: str, question: Question) -> No
 
     out = console()
     table = Table(box=None, pad_edge=False)
-    columns = ("PP", "TP", "DP", "size", "count", "stages", "step", "at least", "tokens/s", "peak")
+    columns = ("PP", "TP", "DP", "size", "count", "stages", "step", "bound", "tokens/s", "peak")
     for column in columns:
         table.add_column(column, justify="right")
-    table.add_column("limited by", min_width=10)
+    table.add_column("limits", min_width=20)
     for row in advice.configurations:
         degrees = row.degrees
         table.add_row(

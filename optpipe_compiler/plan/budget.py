@@ -10,6 +10,10 @@ from optpipe_compiler.solver.worker import DETERMINISTIC_PER_S
 
 LOWER_S_PER_TASK = 1.5e-4
 """Seconds that lowering and verifying the result take per task, roughly."""
+GRACE_S = 2.0
+"""Seconds beyond the time limit that lowering and verifying a schedule may take."""
+LOWERING_SHARE = 0.7
+"""Share of the time limit that lowering and verifying a schedule may take; instances of more ops are left out."""
 SPARE_S_PER_TASK = 2e-5
 """Seconds that it takes per task to see what can stay: at most four rounds of 5 us."""
 
@@ -55,6 +59,11 @@ class Budget:
 def lowering_s(count: int) -> float:
     """Return about how many seconds it takes to lower and verify a schedule of so many tasks."""
     return 0.2 + LOWER_S_PER_TASK * count
+
+
+def most_lowering_s(limit_s: float) -> float:
+    """Return how many seconds lowering and verifying may take under a time limit."""
+    return max(GRACE_S, LOWERING_SHARE * limit_s)
 
 
 def _cores() -> int:

@@ -13,7 +13,7 @@ from optpipe_compiler.model import bounds
 from optpipe_compiler.model.placement import Layout, by_layers, layout
 from optpipe_compiler.model.problem import Caps, Freedom, build, fused_ns
 from optpipe_compiler.plan import seeds
-from optpipe_compiler.plan.budget import lowering_s
+from optpipe_compiler.plan.budget import LOWERING_SHARE, lowering_s, most_lowering_s
 from optpipe_compiler.plan.cuts import most_bytes, others, with_ties
 from optpipe_compiler.plan.options import settled
 from optpipe_compiler.plan.selective import selectively
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 
 SEVERAL: dict[str, tuple[int, ...]] = {"linear": (1,), "loop": (2, 3, 4), "v": (2, 4)}
 """Stages per device that are tried for each placement."""
-GRACE_S = 2.0
-"""Seconds beyond the time limit that lowering and verifying a schedule may take."""
-LOWERING_SHARE = 0.7
-"""Share of the time limit that lowering and verifying a schedule may take; placements of more ops are left out."""
 MOST_TASKS = 1_000_000
 """Ops of the largest schedule that is planned: some gigabytes of memory."""
 MOST_NEIGHBOURS = 8
@@ -150,7 +146,7 @@ def in_time(found: list[tuple[Layout, Problem]], options: Options) -> list[tuple
     what = f"{options.microbatches} microbatches on {options.devices} devices"
     if least > MOST_TASKS:
         raise BadInput(f"{what} are some {least} ops, expected at most {MOST_TASKS}: plan with fewer --microbatches")
-    most_s = max(GRACE_S, LOWERING_SHARE * options.time_limit_s)
+    most_s = most_lowering_s(options.time_limit_s)
     chosen = [one for one in found if one[1].tasks <= MOST_TASKS and lowering_s(one[1].tasks) <= most_s]
     if not chosen:
         needed_s = math.ceil(lowering_s(least) / LOWERING_SHARE)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from optpipe_compiler.documents.profile import Sliceable, value_of
 from optpipe_compiler.model.problem import Slicing, fused_ns
 from optpipe_compiler.model.schedule import Stuck
+from optpipe_compiler.plan.budget import lowering_s, most_lowering_s
 from optpipe_compiler.published import NotDefined, published
 
 if TYPE_CHECKING:
@@ -38,12 +39,15 @@ def slicings(profile: Profile, options: Options, build: Callable[[Slicing | None
     if options.slices != "auto":
         assert options.slices is not None
         return list(cut(profile, options, options.slices))
+    assert options.time_limit_s is not None
     shortest = min(options.lengths or (profile.tokens or 1,))
     ranked = []
     for number in NUMBERS:
         if number * LEAST_TOKENS <= shortest:
             for slicing in cut(profile, options, number):
-                ranked.append((_judged(build(slicing)), number))
+                problem = build(slicing)
+                if lowering_s(problem.tasks) <= most_lowering_s(options.time_limit_s):
+                    ranked.append((_judged(problem), number))
     chosen = list(dict.fromkeys(number for _, number in sorted(ranked)))[:TRIED]
     return [*whole, *(slicing for number in sorted(chosen) for slicing in cut(profile, options, number))]
 

@@ -130,7 +130,8 @@ every replica, the optimizer's state shared out over the replicas, collectives o
 exchange of gradients once per step as a ring that overlaps nothing. A step is at least the work of its microbatches
 over its devices, and what `compile` proves of it under the GPU's memory. Ways are planned in the order of this bound,
 until the next one is above the fifth best step: what was not planned cannot be among the five at this effort. Steps of
-more than 4 microbatches per device are planned with 4, and repeat their steady state.
+more than 4 microbatches per device (fewer above 22 devices) are planned with 4, and repeat their steady state.
+Pipelines have 64 devices at most.
 
 Not in it: context and expert parallelism, FSDP's gathering of weights in every microbatch, fp8, overlap of the
 gradients' exchange with the last backwards, the optimizer's own time.
@@ -173,8 +174,10 @@ def page(answers: dict[str, dict]) -> str:  # type: ignore[type-arg]
     for case in CASES:
         if case.name in answers:
             text += section(case, answers[case.name]["ours"])
+    left = ", ".join(one.name for one in CASES if one.name not in answers) or "None of the cases"
     return text + (
-        "\n## Not compared\n\n- The tables of PipeOffload (pipeline against tensor parallel at 42.9B, 66.6B, 83.8B): "
+        f"\n## Not compared\n\n- {left}: not asked yet.\n"
+        "- The tables of PipeOffload (pipeline against tensor parallel at 42.9B, 66.6B, 83.8B): "
         "their\n  configurations were not at hand when this page was written.\n"
     )
 

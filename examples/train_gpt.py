@@ -4,6 +4,10 @@ optpipe profile --devices 2 && optpipe compile --mem 40GB
 torchrun --nproc-per-node 4 train_gpt.py schedule.json --steps 100 --save checkpoints
 torchrun --nproc-per-node 4 train_gpt.py schedule.json --steps 200 --save checkpoints --resume
 
+On each of two nodes, which share the folder of checkpoints; after a failure the same command goes on:
+torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint first-node:29400 \
+    train_gpt.py schedule.json --steps 200 --save checkpoints --save-every 50 --resume
+
 The schedule's devices are the pipeline; the processes beyond them replicate it (DistributedDataParallel), or shard it
 (FSDP2, --data-parallel shard). Gradients are averaged once per step.
 Runs on GPUs where there are enough, else on CPU.
@@ -68,6 +72,8 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         say(mesh, f"step {step + 1}: loss", result.loss, f"gradient norm {norm:.4g}")
+        if options.save is not None and options.save_every and (step + 1) % options.save_every == 0:
+            save(options.save, step + 1, stages.module, optimizer)
     stages.module.eval()
     inputs, target = data.validation()
     say(mesh, "validation loss", runner.eval(inputs, target=target))
@@ -86,7 +92,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--autocast", action="store_true", help="compute in bfloat16, parameters stay as they are")
     parser.add_argument("--data-parallel", choices=["replicate", "shard"], default="replicate")
     parser.add_argument("--save", type=Path, help="folder for checkpoints")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --save")
+    parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints; 0: one at the end")
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --save, if any")
     options = parser.parse_args()
     if options.resume and options.save is None:
         parser.error("--resume needs --save FOLDER")
@@ -179,7 +186,9 @@ def save(folder: Path, step: int, module: nn.Module, optimizer: torch.optim.Opti
 
 
 def load(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Read the last checkpoint; return how many steps it has seen."""
+    """Read the last checkpoint, if there is one; return how many steps it has seen."""
+    if not (folder / "latest").exists():
+        return 0
     step = int((folder / "latest").read_text())
     weights, states = get_state_dict(module, optimizer, options=FLAT)
     found = {"weights": weights, "optimizer": states}

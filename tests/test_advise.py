@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.errors import BadInput, Infeasible
-from optpipe_compiler.study.advise import Costs, Degrees, Question, advise, ways
+from optpipe_compiler.study.advise import LONGEST, Costs, Degrees, Question, _planned_microbatches, advise, ways
 from optpipe_compiler.study.pool import answers_here
 from tests.instances import uniform
 from tests.test_cli import TINY, run  # noqa: F401 - a fixture
@@ -34,6 +34,13 @@ def test_every_way_divides_gpus_batch_heads_and_layers(gpus, node, batch, layers
         assert one.pipeline <= layers
     if batch % gpus == 0:
         assert any(one.data == gpus for one in found)
+
+
+@given(st.integers(1, LONGEST), st.integers(1, 10**4))
+def test_what_is_planned_of_a_step_is_small_and_has_a_microbatch_for_each_device(pipeline, microbatches):
+    count = _planned_microbatches(Degrees(pipeline, 1, 1, 1, microbatches))
+    assert min(pipeline, microbatches) <= count <= min(microbatches, 4 * pipeline)
+    assert count * pipeline <= max(2048, pipeline**2)
 
 
 def costs(degrees: Degrees, *, tensor_ns: int = 2 * MB, data_ns: int = 10 * MB, **changes: float) -> Costs:

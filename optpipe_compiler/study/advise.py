@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 
 PER_DEVICE = 4
 """Microbatches per device that are planned at most; a longer step repeats its steady state."""
+SMALL = 2048
+"""Microbatches times devices that are planned in any time limit; larger instances get LARGE_S."""
+LARGE_S = 10.0
+LONGEST = 64
+"""Devices of a pipeline at most."""
 NEARLY_FULL = 0.97
 """A device is said to be limited by memory from this share of the cap on."""
 WORTH_SAYING = 0.05
@@ -135,7 +140,7 @@ def ways(question: Question, layers: int, divided: Iterable[int]) -> Iterator[De
         for pipeline in _divisors(question.gpus // tensor):
             data = question.gpus // tensor // pipeline
             for size in question.microbatch_sizes:
-                if pipeline <= layers and question.batch % (data * size) == 0:
+                if pipeline <= min(layers, LONGEST) and question.batch % (data * size) == 0:
                     yield Degrees(pipeline, tensor, data, size, question.batch // (data * size))
 
 
@@ -220,10 +225,20 @@ def _promising(
             bound_ns = max(one.bound_ns, proved + one.costs.data_ns)
             heappush(candidates, replace(one, bound_ns=bound_ns, is_proved=True))
             continue
-        most = min(one.degrees.microbatches, PER_DEVICE * one.degrees.pipeline)
-        instance = Instance(profile, settled(profile, replace(options, microbatches=most)))
+        count = _planned_microbatches(one.degrees)
+        limit_s = question.time_limit_s
+        if count * one.degrees.pipeline > SMALL:
+            limit_s = max(limit_s, LARGE_S)
+        options = replace(options, microbatches=count, time_limit_s=limit_s)
+        instance = Instance(profile, settled(profile, options))
         asked[id(instance)] = instance, one  # kept, so that no other gets its id
         yield instance
+
+
+def _planned_microbatches(degrees: Degrees) -> int:
+    """Return how many of the step's microbatches are planned: fewer per device in long pipelines, but one for each."""
+    devices = degrees.pipeline
+    return min(degrees.microbatches, PER_DEVICE * devices, max(devices, SMALL // devices))
 
 
 def _least_bytes(profile: Profile) -> int:

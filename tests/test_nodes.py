@@ -1,0 +1,64 @@
+"""Several nodes, as two groups of torchrun on this machine: equal losses, also where a run goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+from runtime_cases import schedule
+from small_schedules import Shape
+
+from optpipe_compiler.documents import ir
+
+ROOT = Path(__file__).parent.parent
+TRAIN = str(ROOT / "examples" / "train_gpt.py")
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def two_nodes(folder: Path, *command: str) -> list[str]:
+    """Run a command in two groups of one process each; return the lines with losses."""
+    torchrun = "-m torch.distributed.run --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    address = f"127.0.0.1:{free_port()}"
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, *torchrun.split(), address, *command],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    said = [node.communicate(timeout=200)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(said)
+    return sorted(re.findall("^step .*|^validation .*", "\n".join(said), flags=re.M))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    plan = schedule(Shape((0, 1), microbatches=4, ranges=lambda stage, _: [("offload", 2 * stage, 2 * stage + 1)]))
+    (tmp_path / "schedule.json").write_text(ir.to_text(plan))
+    return tmp_path
+
+
+@pytest.mark.runtime
+def test_two_nodes_started_again_with_the_same_command_go_on_where_the_last_checkpoint_is(folder):
+    straight = two_nodes(folder, TRAIN, "schedule.json", "--steps", "3")
+    assert [line[:6] for line in straight] == ["step 1", "step 2", "step 3", "valida"]
+    saved = ["schedule.json", "--save", "checkpoints", "--save-every", "1", "--resume"]
+    assert two_nodes(folder, TRAIN, *saved, "--steps", "2")[:2] == straight[:2]
+    assert two_nodes(folder, TRAIN, *saved, "--steps", "3") == straight[2:]

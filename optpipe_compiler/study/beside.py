@@ -120,4 +120,4 @@ def _move_ns(before: ir.Schedule, after: ir.Schedule, profile: Profile) -> int:
     layers = profile.expanded_layers()
     moved = sum(value_of(one.static_bytes) for one, old, new in zip(layers, *owners, strict=True) if old != new)
     speeds = [value_of(one.bytes_per_s) for one in profile.machine.p2p if one.bytes_per_s is not None]
-    return moved * 10**9 // min([*speeds, SLOWEST_BYTES_PER_S])
+    return moved * 10**9 // min(speeds, default=SLOWEST_BYTES_PER_S)

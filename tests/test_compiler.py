@@ -58,7 +58,7 @@ def test_defaults_come_from_the_profile():
 
 
 def test_what_is_chosen_is_kept():
-    chosen = Options(mem_bytes=GB, devices=2, microbatches=5, host_mem_bytes=0, time_limit_s=0.0)
+    chosen = Options(mem_bytes=GB, devices=2, microbatches=5, host_mem_bytes=0, time_limit_s=0.0, slices=1)
     assert settled(OPEN, chosen) == chosen
 
 
@@ -101,7 +101,8 @@ def test_however_short_the_time_every_published_schedule_is_judged():
     judged = {name for name, baseline in forecast.baselines.items() if baseline.makespan_ns is not None}
     reasons = {name: baseline.reason or "" for name, baseline in forecast.baselines.items() if name not in judged}
     assert len(judged) > 40
-    assert all("defined" in reason or "not for" in reason for reason in reasons.values())
+    known = ("defined", "not for", "is for layers that can make cheap tensors again")
+    assert all(any(words in reason for words in known) for reason in reasons.values())
     assert forecast.makespan_ns <= min(one.makespan_ns for one in forecast.baselines.values() if one.fits)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from optpipe_torch.estimates.spread import Spread
 
 
-@click.command()
+@click.command(short_help="Say which degrees of parallelism are best for a model.")
 @click.option("--model", "model_name", required=True, metavar="NAME|config.json", shell_complete=complete_models)
 @click.option("--gpu", "gpu_name", required=True, metavar="NAME|gpu.json", shell_complete=complete_gpus)
 @click.option("--gpus", type=click.IntRange(min=1), required=True, help="How many, in all.")

@@ -40,7 +40,9 @@ from optpipe_compiler.errors import BadInput, Rejected
 @click.option(
     "--time-limit", type=float, metavar="SECONDS", help="[default: 60 up to 8 devices, 180 up to 32, 270 above]"
 )
-@click.option("--slices", metavar="N|auto", help="Slices of every sequence [default: auto where layers allow it].")
+@click.option(
+    "--slices", metavar="N|auto", default="1", show_default=True, help="Slices of every sequence; auto: searched."
+)
 @click.option("--lengths", type=click.Path(path_type=Path), help="File with the tokens of each microbatch.")
 @click.option(
     "--noise",
@@ -219,8 +221,8 @@ def _renamed(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _number_of_slices(text: str | None) -> int | str | None:
-    if text is None or text == "auto":
+def _number_of_slices(text: str) -> int | str:
+    if text == "auto":
         return text
     if not text.isascii() or not text.isdigit() or len(text) > 9:
         raise BadInput(f"--slices is {text!r}, expected a number, or auto")

@@ -40,8 +40,8 @@ class Options:
     """Whether to run the exact search after the heuristics."""
     workers: int = 0
     """Search threads; 0: one per core."""
-    slices: int | Literal["auto"] | None = None
-    """Slices of every microbatch; None: auto where all layers can run slice by slice, else 1."""
+    slices: int | Literal["auto"] = 1
+    """Slices of every microbatch; auto: searched where all layers can run slice by slice, else 1."""
     lengths: tuple[int, ...] | None = None
     """Tokens of each microbatch; None: all are as long as the profile's."""
     seeds: tuple[ir.Checked, ...] = ()
@@ -80,7 +80,7 @@ def settled(profile: Profile, options: Options) -> Options:
         options,
         devices=devices,
         microbatches=options.microbatches or count,
-        slices=("auto" if _is_sliceable(profile) else 1) if options.slices is None else options.slices,
+        slices=1 if options.slices == "auto" and not _is_sliceable(profile) else options.slices,
         host_mem_bytes=host,
         time_limit_s=next(s for most, s in TIME_LIMITS if devices <= most) if limit is None else limit,
     )
@@ -132,7 +132,7 @@ def _check_units(profile: Profile, options: Options) -> None:
             raise BadInput(f"--lengths has {len(lengths)} lengths, expected one for each of {options.microbatches}")
         if min(lengths) < 1:
             raise BadInput(f"--lengths has a length of {min(lengths)}, expected at least 1 token")
-    if number in (None, 1, "auto"):
+    if number in (1, "auto"):
         return
     assert isinstance(number, int)
     unable = next((layer.name for layer in profile.layers if layer.slices is None), None)

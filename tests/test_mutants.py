@@ -493,6 +493,8 @@ def understate_what_a_layer_saves(plain: Plain, rng: Random) -> bool:
     stage, layer = rng.choice(found)
     for name in ("saved_bytes", "residue_bytes", "captured_bytes", "checkpoint_bytes"):
         stage[name][layer] = 0
+    if "carry" in stage:  # which is a part of what is saved
+        stage["carry"]["bytes"][layer] = 0
     return True
 
 

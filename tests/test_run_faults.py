@@ -163,6 +163,12 @@ def test_a_run_that_is_terminated_leaves_no_process_and_no_temporary_folder(tmp_
     assert left == []
 
 
+@pytest.mark.parametrize(("length", "how"), [(75, "forkserver"), (76, "spawn")])
+def test_a_long_path_of_temporary_files_has_no_place_for_a_socket(length, how, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", "/" + "t" * (length - 1))
+    assert launch._context(training=False).get_start_method() == how
+
+
 def _naming(folder):
     """The processes whose current folder it is."""
     found = []

@@ -181,9 +181,17 @@ class Ranks:
         return [rank for rank in range(len(self._jobs)) if _state(self.processes.pid(rank)) in ("T", "t")]
 
 
+LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
+"""Bytes of the folder for temporary files: a socket's path has at most 107."""
+
+
 def _context(*, training: bool) -> BaseContext:
-    """Fork from a server that has imported torch once, which saves seconds per process; spawn where there are GPUs."""
-    if Path("/proc/driver/nvidia").exists() or "forkserver" not in multiprocessing.get_all_start_methods():
+    """Fork from a server that has imported torch once, which saves seconds per process; spawn where there are GPUs.
+
+    The server listens on a socket in the folder for temporary files, whose path must be short.
+    """
+    is_long = len(os.fsencode(tempfile.gettempdir())) > LONGEST_FOLDER
+    if is_long or Path("/proc/driver/nvidia").exists() or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     optimizer = ["torch._dynamo"] if training else []  # what torch.optim imports when it is first used

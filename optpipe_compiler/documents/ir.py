@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -187,6 +188,13 @@ class Setup(Record, frozen=True, kw_only=True, omit_defaults=False):
         if isinstance(self.units, msgspec.UnsetType):
             return 0
         return self.units.shape_of[microbatch] * self.slices + (slice or 0)
+
+    def units_by_class(self) -> dict[int, int]:
+        """Return how many units each kind has; in no time that grows with numbers the file merely names."""
+        if isinstance(self.units, msgspec.UnsetType):
+            return {0: self.microbatches}
+        shapes = Counter(self.units.shape_of)
+        return {shape * self.slices + k: count for shape, count in shapes.items() for k in range(self.slices)}
 
     def tokens_of(self, microbatch: int, slice: int | None) -> tuple[int, int] | None:
         """Return the tokens [begin, end) of a unit within its microbatch; None: all, however many there are."""

@@ -8,7 +8,6 @@ that it has then.
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -43,7 +42,7 @@ class LinkLoad:
 def link_loads(schedule: Schedule) -> Iterator[LinkLoad]:
     """Yield what each host link of the schedule could carry; links that no activation needs are left out."""
     setup = schedule.setup
-    classes = Counter(setup.class_of(m, slice) for m in range(setup.microbatches) for slice in range(setup.slices))
+    classes = setup.units_by_class()
     costs, table = schedule.forecast.stages, Table(schedule)
     for link in schedule.forecast.links:
         work, away, back, alone, longest = dict.fromkeys(link.devices, 0), 0, 0, 0, 0

@@ -184,8 +184,8 @@ def report(results: dict[str, dict[str, object]]) -> str:
         "recomputations of ours. `papers, stock` is the best that a paper defines or a framework runs; older runs did",
         "not keep it. `independent` is the best of an independent simulator (see bench/published.py). Each case says",
         "its commit and its time limit, counted in operations on one core unless `(clock)` stands there; times until",
-        "the first plan, until within 1 % of the last and in all are the clock's, of runs by the clock alone. One core that",
-        "counts searches less than two by the clock: rows of the two kinds are not to be compared.",
+        "the first plan, until within 1 % of the last and in all are the clock's, of runs by the clock alone. One core",
+        "that counts searches less than two by the clock: rows of the two kinds are not to be compared.",
         "How far estimated profiles are from published measurements is in [ESTIMATES.md](ESTIMATES.md).",
         "",
         "| case | makespan ms | idle | bound ms | gap | method | best of all ms (idle) | "

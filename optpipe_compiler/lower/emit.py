@@ -24,7 +24,7 @@ from optpipe_compiler.model.problem import (
     static_bytes,
     statics,
 )
-from optpipe_compiler.model.schedule import Kind, Schedule, Task
+from optpipe_compiler.model.schedule import KINDS, Kind, Schedule, Task
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents.profile import Layer, Profile
@@ -303,13 +303,11 @@ def _stage_cost(index: int, stage: Stage, layers: list[Layer]) -> ir.StageCost:
 
 def lift(schedule: ir.Schedule, problem: Problem) -> Schedule:
     """Return the planned schedule that the file's forecast describes, on the problem that it was lowered from."""
-    kinds = {record.__struct_config__.tag: kind for kind, record in COMPUTE.items()}
-    kinds |= {"recompute": Kind.R, "offload": Kind.D, "reload": Kind.H}
     starts: dict[Task, int] = {}
     for times in schedule.forecast.times:
         ops = getattr(schedule.devices[times.device], times.lane)
         for op, start in zip(ops, times.start_ns, strict=True):
-            if op.name in kinds:
+            if op.name in KINDS:
                 unit = op.microbatch * problem.slices + (op.slice_or_none or 0)
-                starts[Task(kinds[op.name], op.stage, unit)] = start
+                starts[Task(KINDS[op.name], op.stage, unit)] = start
     return Schedule(problem, schedule.forecast.method, starts)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from optpipe_compiler.documents.ops import LETTERS
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -33,6 +35,10 @@ class Kind(IntEnum):
     R = 4
     D = 5
     H = 6
+
+
+KINDS = {name: Kind[letter] for name, letter in LETTERS.items()}
+"""By their names in files."""
 
 
 class Mode(IntEnum):

@@ -19,7 +19,7 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.model.placement import Layout, stage_devices
 from optpipe_compiler.model.problem import Slicing
-from optpipe_compiler.model.schedule import NONE, Ints, Kind, Schedule, Stuck
+from optpipe_compiler.model.schedule import KINDS, NONE, Ints, Kind, Schedule, Stuck
 from optpipe_compiler.plan.carried import Start, to_microbatches
 
 if TYPE_CHECKING:
@@ -29,15 +29,6 @@ if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem, Stage
     from optpipe_compiler.plan.incumbents import Attempt, Incumbents
 
-KINDS = {
-    "forward": Kind.F,
-    "backward_input": Kind.I,
-    "backward_weight": Kind.W,
-    "backward": Kind.B,
-    "recompute": Kind.R,
-    "offload": Kind.D,
-    "reload": Kind.H,
-}
 PLACEMENTS = ("linear", "loop", "v")
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Protocol
 
-from optpipe_compiler.documents.ops import LETTERS, parse
+from optpipe_compiler.documents.ops import parse
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.model.schedule import Kind, Task
+from optpipe_compiler.model.schedule import KINDS, Kind, Task
 from optpipe_compiler.published.common import Recipe
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def recipe_of(name: str, problem: Problem, order: OwnOrder) -> Recipe:
 def _task(name: str, text: str, device: int, problem: Problem) -> Task:
     try:
         op = parse(text, whole=True)
-        task = Task(Kind[LETTERS[op.kind]], op.stage, op.microbatch)
+        task = Task(KINDS[op.kind], op.stage, op.microbatch)
     except (BadInput, KeyError) as error:
         raise BadInput(f"{name} has {text!r} on device {device}, expected an op such as '2F0'") from error
     if task.kind is Kind.H:

@@ -198,6 +198,32 @@ def test_seeds_of_slices_start_the_search() -> None:
     assert again.schedule.forecast.makespan_ns <= first.schedule.forecast.makespan_ns
 
 
+@pytest.mark.parametrize("microbatches", [3, 5, 9])
+def test_seeds_of_slices_start_other_numbers_of_microbatches(microbatches: int) -> None:
+    profile = sliced(3, attention_share=0.5)
+    asked = Options(int(2e9), 6, slices=4, time_limit_s=0.1, reproducible=True)
+    first = compile_schedule(profile, asked)
+    other = replace(asked, microbatches=microbatches, time_limit_s=0.0, seeds=(first.checked,), search=False)
+    again = compile_schedule(profile, other)
+    assert again.notes == ()
+    assert again.schedule.setup.microbatches == microbatches
+    assert (
+        again.schedule.forecast.makespan_ns
+        <= compile_schedule(profile, replace(other, seeds=())).schedule.forecast.makespan_ns
+    )
+
+
+def test_a_seed_of_other_lengths_is_not_taken_over() -> None:
+    profile = sliced(2)
+    asked = Options(PLENTY, 4, slices=1, time_limit_s=0.0, reproducible=True)
+    lengths = (8192, 32768, 16384, 4096)
+    whole, packed = (compile_schedule(profile, replace(asked, lengths=one)) for one in (None, lengths))
+    for seed, other in ((whole, lengths), (packed, None)):
+        again = compile_schedule(profile, replace(asked, lengths=other, seeds=(seed.checked,)))
+        assert any("not taken over" in note for note in again.notes)
+        assert again.schedule.setup.units == (packed if other else whole).schedule.setup.units
+
+
 def test_slower_devices_get_fewer_layers_and_the_judge_knows_their_times() -> None:
     uneven = UniformOptions(devices=3, layers_per_device=4, p2p_ms=0, device_times=(1, 2, 1), sliceable=True)
     profile = uniform_profile(uneven)

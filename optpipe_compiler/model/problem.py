@@ -55,6 +55,11 @@ class Slicing:
         """Slices of a microbatch."""
         return len(self.cuts[0]) - 1
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each microbatch."""
+        return tuple(self.cuts[shape][-1] for shape in self.shape_of)
+
 
 @dataclass(frozen=True)
 class Stage:

@@ -18,19 +18,37 @@ if TYPE_CHECKING:
     from optpipe_compiler.machine.policy import Policy
     from optpipe_compiler.model.problem import Problem
 
+_TURNS = (
+    ([Kind.F], 1),
+    ([Kind.I, Kind.B], -1),
+    ([Kind.W], -1),
+    ([Kind.R], -1),
+    ([Kind.D], 1),
+    ([Kind.H], -1),
+)
+"""Kinds that take turns together, and which way slices go in them."""
 LONGER = (1.0, 1.25, 2.0)
 """Multiples of the period at which microbatches are added: the longer, the fewer of them are in flight."""
 
 
-def to_microbatches(starts: Ints, count: int, blocks: tuple[int, ...]) -> Iterator[Ints]:
-    """Yield the starts for `count` microbatches: some of the middle left out, or blocks of the middle repeated.
+def to_microbatches(starts: Ints, count: int, blocks: tuple[int, ...], slices: int = 1) -> Iterator[Ints]:
+    """Yield the starts [kind, stage, unit] for `count` microbatches of `slices` units each.
 
-    `blocks` are numbers of microbatches after which an order may repeat itself. The last starts of each have one block
-    after the other, so that they fit wherever a block does.
+    Some of the middle are left out, or blocks of the middle repeated. `blocks` are numbers of microbatches after which
+    an order may repeat itself. The last starts of each have one block after the other, so that they fit wherever a
+    block does.
     """
+    rows, stages, units = starts.shape
+    known = units // slices
+    whole = starts.reshape(rows, stages, known, slices).swapaxes(2, 3).reshape(rows, stages * slices, known)
+    for carried in _carried(whole, count, blocks):
+        yield carried.reshape(rows, stages, slices, count).swapaxes(2, 3).reshape(rows, stages, count * slices)
+
+
+def _carried(starts: Ints, count: int, blocks: tuple[int, ...]) -> Iterator[Ints]:
     known = starts.shape[2]
     if count <= known:
-        yield np.ascontiguousarray(starts[:, :, _source(known, count, 1)])
+        yield starts[:, :, _source(known, count, 1)]
         return
     for block in sorted({one for one in blocks if one <= known}):
         middle = starts[:, :, (known - block) // 2 :][:, :, :block]
@@ -38,6 +56,20 @@ def to_microbatches(starts: Ints, count: int, blocks: tuple[int, ...]) -> Iterat
         whole = int(times.max() - times.min()) + 1
         for period in (*(int(factor * _period(starts, block)) for factor in LONGER), whole):
             yield _repeated(starts, count, block, period)
+
+
+def in_turn(starts: Ints, slices: int) -> Ints:
+    """Return the starts [kind, stage, unit] with none before an earlier unit's of its stage and kind: as late as it.
+
+    A block may repeat itself before it has ended. Slices ascend in forwards and offloads and descend on the way back.
+    """
+    rows, stages, units = starts.shape
+    found = starts.reshape(rows, stages, units // slices, slices).copy()
+    for kinds, step in _TURNS:
+        times = found[kinds].max(axis=0)[:, :, ::step].reshape(stages, units)
+        latest = np.maximum.accumulate(times, axis=1).reshape(stages, units // slices, slices)[:, :, ::step]
+        found[kinds] = np.where(found[kinds] == NONE, NONE, latest)
+    return found.reshape(rows, stages, units)
 
 
 def _source(known: int, count: int, block: int) -> Ints:

@@ -17,7 +17,7 @@ from optpipe_compiler.plan.budget import LOWERING_SHARE, lowering_s, most_loweri
 from optpipe_compiler.plan.cuts import most_bytes, others, with_ties
 from optpipe_compiler.plan.options import settled
 from optpipe_compiler.plan.selective import selectively
-from optpipe_compiler.plan.slices import slicings
+from optpipe_compiler.plan.slices import is_asked, slicings
 from optpipe_compiler.published import METHODS
 
 if TYPE_CHECKING:
@@ -122,11 +122,11 @@ def instances(profile: Profile, options: Options) -> list[tuple[Layout, Problem]
         per_device = options.stages_per_device
         if not is_allowed or (per_device is not None and one.stages != per_device * (options.devices or 0)):
             return None
-        if options.slices not in ("auto", 1 if slicing is None else slicing.slices):
+        if not is_asked(slicing, profile, options):
             return None
         return made(one, share, slicing)
 
-    return found + list(seeds.added(options.seeds, profile, found, like))
+    return found + list(seeds.added(options.seeds, profile, options.microbatches, found, like))
 
 
 def _linear(profile: Profile, options: Options) -> Layout:

@@ -20,7 +20,7 @@ from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.model.placement import Layout, stage_devices
 from optpipe_compiler.model.problem import Slicing
 from optpipe_compiler.model.schedule import KINDS, NONE, Ints, Kind, Schedule, Stuck
-from optpipe_compiler.plan.carried import Start, to_microbatches
+from optpipe_compiler.plan.carried import Start, in_turn, to_microbatches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +35,7 @@ PLACEMENTS = ("linear", "loop", "v")
 def added(
     seeds: Iterable[ir.Checked],
     profile: Profile,
+    microbatches: int,
     known: list[tuple[Layout, Problem]],
     like: Callable[[Layout, float, Slicing | None], Problem | None],
 ) -> Iterator[tuple[Layout, Problem]]:
@@ -49,7 +50,7 @@ def added(
             continue
         if any(one == replace(layout, name=one.name) and _read(seed.schedule, problem, one) for one, problem in found):
             continue
-        problem = like(layout, offloaded_share(seed.schedule, profile), slicing_of(seed.schedule))
+        problem = like(layout, offloaded_share(seed.schedule, profile), slicing_of(seed.schedule, microbatches))
         if problem is not None and _read(seed.schedule, problem, layout) is not None:
             found.append((layout, problem))
             yield found[-1]
@@ -100,12 +101,15 @@ def is_placed(one: Layout, schedule: ir.Schedule) -> bool:
     return (one.cuts, one.device_of) == (_cuts(schedule), tuple(stage.device for stage in schedule.stages))
 
 
-def slicing_of(schedule: ir.Schedule) -> Slicing | None:
-    """Return how a file cuts microbatches, and how long they are."""
+def slicing_of(schedule: ir.Schedule, microbatches: int | None = None) -> Slicing | None:
+    """Return how a file cuts microbatches, and how long they are; for another number of equal ones where asked."""
     units = schedule.setup.units
     if isinstance(units, UnsetType):
         return None
-    return Slicing(units.tokens, tuple(map(tuple, units.cuts)), tuple(units.shape_of))
+    shape_of = tuple(units.shape_of)
+    if microbatches is not None and len(units.cuts) == 1:
+        shape_of = (0,) * microbatches
+    return Slicing(units.tokens, tuple(map(tuple, units.cuts)), shape_of)
 
 
 def offloaded_share(schedule: ir.Schedule, profile: Profile) -> float:
@@ -137,9 +141,9 @@ def _timed(seed: ir.Schedule, problem: Problem, layout: Layout) -> Iterator[Sche
     starts, ends = found
     count = seed.setup.microbatches
     if count != problem.whole:
-        for carried in to_microbatches(starts, problem.microbatches, (1, 2, problem.devices)):
+        for carried in to_microbatches(starts, problem.whole, (1, 2, problem.devices), problem.slices):
             with suppress(Stuck):
-                yield retime(Schedule(problem, seed.forecast.method, carried), problem)
+                yield retime(Schedule(problem, seed.forecast.method, in_turn(carried, problem.slices)), problem)
         return
     timed = Schedule(problem, seed.forecast.method, starts)
     columns = timed.columns
@@ -178,7 +182,7 @@ def _read(seed: ir.Schedule, problem: Problem, layout: Layout) -> tuple[Ints, In
         return None
     if layout.selective != _selective(seed):
         return None
-    if seed.setup.devices != problem.devices or slicing_of(seed) != problem.slicing:
+    if seed.setup.devices != problem.devices or slicing_of(seed, problem.whole) != problem.slicing:
         return None
     lanes = (op for device in seed.devices for lane in (device.compute, device.d2h, device.h2d) for op in lane)
     if not all(_is_possible(op, problem, layout) for op in lanes if op.name in KINDS):

@@ -52,6 +52,17 @@ def slicings(profile: Profile, options: Options, build: Callable[[Slicing | None
     return [*whole, *(slicing for number in sorted(chosen) for slicing in cut(profile, options, number))]
 
 
+def is_asked(slicing: Slicing | None, profile: Profile, options: Options) -> bool:
+    """Whether the options ask for microbatches of these lengths, and permit their number of slices."""
+    if options.slices not in ("auto", 1 if slicing is None else slicing.slices):
+        return False
+    whole = next(cut(profile, options, 1))
+    if slicing is None or whole is None:
+        tokens, count = profile.tokens, options.microbatches or 0
+        return whole is None and (slicing is None or (slicing.tokens, slicing.lengths) == (tokens, (tokens,) * count))
+    return (slicing.tokens, slicing.lengths) == (whole.tokens, whole.lengths)
+
+
 def _judged(problem: Problem) -> tuple[int, int]:
     """Return by how much Seq1F1B is over the budget, and its makespan."""
     from optpipe_compiler.machine.orders import peaks

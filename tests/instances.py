@@ -103,7 +103,7 @@ def profiles(draw: st.DrawFn) -> Profile:
     )
     machine = Machine(
         devices=devices,
-        p2p=[P2P(latency_ns=draw(st.integers(0, 30)))],
+        p2p=[P2P(latency_ns=draw(st.integers(0, 30)), overhead_ns=draw(st.integers(0, 9)))],
         links=[link],
         op_overhead_ns=draw(st.integers(0, 5)),
     )

@@ -359,14 +359,15 @@ class Run:
             last = s == len(self.problem.stages) - 1
             known = Task(F, s, m) in self.done if last else self._arrival((B, I), s + 1, m) < NEVER
             outgoing = stage.outgoing if known else 0
-            if more + self._extra(stage) - outgoing > left:
+            if more + self._extra(s) - outgoing > left:
                 return -1
             left += here + outgoing
         return left
 
-    def _extra(self, stage: Stage) -> int:
+    def _extra(self, s: int) -> int:
+        stage = self._stage(s)
         halves = (stage.backward_input_extra + stage.captured, stage.backward_weight_extra)
-        return max(stage.forward_extra, stage.backward_extra, *(halves if self.problem.freedom.split else ()))
+        return max(stage.forward_extra, *((stage.backward_extra,) if self.guide.fused[s] else halves))
 
     def _staying(self, key: Key) -> int:
         stage = self._stage(key[0])
@@ -394,5 +395,5 @@ class Run:
                 Mode.RECOMPUTE in modes
             )
             hold += stage.saved if may_stay else max(away)
-            need = max(need, stage.saved + self._extra(stage))
+            need = max(need, stage.saved + self._extra(s))
         return hold + need

@@ -89,6 +89,18 @@ def test_a_stage_costs_the_sum_of_its_layers_and_each_op_its_overhead_once():
     }
 
 
+def test_ops_that_pass_something_to_or_from_another_device_take_its_overhead():
+    every, own = P2P(overhead_ns=100), P2P(devices=(1, 0), overhead_ns=7)
+    looped = Layout("loop", (0, 1, 2, 3), (0, 1, 1))
+    for p2p, each in (([every], 100), ([every, own], 7)):
+        stages = built(Machine(devices=2, p2p=p2p), looped).stages
+        for field in ("forward", "backward_input", "backward"):
+            free = [getattr(stage, field) for stage in built(Machine(devices=2), looped).stages]
+            assert [getattr(stage, field) - rest for stage, rest in zip(stages, free, strict=True)] == [each, each, 0]
+        assert [stage.backward_weight for stage in stages] == [30, 31, 32]
+        assert [stage.recompute for stage in stages] == [10, 8, 12]
+
+
 def test_kept_bytes_add_up_and_transient_bytes_do_not():
     stage = built(Machine(devices=2)).stages[0]
     message = 6  # to stage 1; stage 0 receives none

@@ -562,6 +562,7 @@ def test_the_bound_is_at_most_the_value_and_optimal_when_they_meet(
         ("layers", lambda layers: [{**layers[0], "backward_ns": 99}, *layers[1:]], "profile-times"),
         ("layers", lambda layers: [{**layers[0], "recompute_ns": 99}, *layers[1:]], "profile-times"),
         ("machine", lambda machine: {**machine, "op_overhead_ns": 1}, "profile-times"),
+        ("machine", lambda machine: {**machine, "p2p": [{"overhead_ns": 1}]}, "profile-times"),
         ("machine", lambda machine: {**machine, "reserve_bytes": 1}, "profile-bytes"),
         ("machine", lambda machine: {**machine, "p2p": []}, "profile-p2p"),
         ("machine", lambda machine: {**machine, "links": []}, "profile-links"),

@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +60,8 @@ class Choice:
     """Of a plan."""
     error: float | None = None
     failure: str = ""
+    checked: ir.Checked | None = None
+    """Of a plan."""
     method: str = ""
     forecast_s: float | None = None
     """Of a plan, and of what is rehearsed, at its scale."""
@@ -206,8 +208,7 @@ def _computed(crew: Crew, setting: Setting, profile: Profile, seconds: float) ->
     for cap, name in sorted(caps.items()):
         plan = Choice(name, cap_bytes=cap)
         plans.append(plan)
-        _plan(plan, profile, setting, seconds)
-        _take_better(plan, plans)
+        _plan(plan, plans, profile, setting, seconds)
         if plan.spec is not None:
             placed_on = [stage.device for stage in ir.parse(plan.spec.schedule_text, name).stages]
             cuts = [stage.layers[0] for stage in ir.parse(plan.spec.schedule_text, name).stages]
@@ -242,26 +243,28 @@ def _watch(crew: Crew, one: Choice, static: Sequence[int]) -> list[int] | None:
     return [rank.peak_bytes for rank in seen]
 
 
-def _plan(plan: Choice, profile: Profile, setting: Setting, seconds: float, scale: float | None = None) -> None:
+def _plan(
+    plan: Choice,
+    plans: Sequence[Choice],
+    profile: Profile,
+    setting: Setting,
+    seconds: float,
+    scale: float | None = None,
+) -> None:
+    """Plan from the plan for less memory, which is one for more."""
     assert plan.cap_bytes is not None
     _say(f"plan {plan.name}")
-    options = Options(mem_bytes=plan.cap_bytes, microbatches=setting.microbatches, time_limit_s=seconds)
+    seeds = tuple(one.checked for one in plans if one.checked is not None)[-1:]
+    options = Options(mem_bytes=plan.cap_bytes, microbatches=setting.microbatches, time_limit_s=seconds, seeds=seeds)
     try:
-        schedule = compile_schedule(profile, options).schedule
+        plan.checked = compile_schedule(profile, options).checked
     except (Infeasible, NotFound) as failure:
         plan.failure = str(failure)
         return
+    schedule = plan.checked.schedule
     plan.method = schedule.forecast.method
     plan.forecast_s = schedule.forecast.makespan_ns * (scale or 1.0) / 1e9
     plan.spec = Spec(f"plan {plan.name}", schedule_text=ir.to_text(schedule), time_scale=scale)
-
-
-def _take_better(plan: Choice, plans: Sequence[Choice]) -> None:
-    """A plan for less memory is one for more: take its schedule where its forecast is shorter."""
-    best = min(plans, key=lambda one: one.forecast_s or float("inf"))
-    if best.forecast_s is not None and best.spec is not None and best is not plan:
-        plan.spec = replace(best.spec, name=f"plan {plan.name}")
-        plan.method, plan.forecast_s, plan.failure = f"as for {best.name}", best.forecast_s, ""
 
 
 # -- rehearsed
@@ -292,8 +295,7 @@ def _rehearsed(crew: Crew, setting: Setting, profile: Profile, seconds: float) -
     for cap, name in sorted(caps.items()):
         plan = Choice(name, cap_bytes=cap)
         plans.append(plan)
-        _plan(plan, profile, setting, seconds, scale)
-        _take_better(plan, plans)
+        _plan(plan, plans, profile, setting, seconds, scale)
         if plan.spec is not None:
             plan.peak_bytes = max(d.peak_bytes for d in ir.parse(plan.spec.schedule_text, name).devices)
     return Found(setting, f"{setting.devices} processes that rehearse the costs", stock, plans, max(rises))

@@ -141,6 +141,8 @@ class P2P(Record, frozen=True, kw_only=True):
     """The pair this entry is about; absent: every pair that has no entry of its own."""
     latency_ns: Cost = 0
     bytes_per_s: Cost | None = None
+    overhead_ns: Cost = 0
+    """Time that a message takes from the compute lane of each of the two, beside its own."""
 
 
 class Link(Record, frozen=True, kw_only=True):

@@ -183,7 +183,7 @@ def _finish(x: Machine, d: int, activation: int, left: int, kind: int, granted_s
         added = freed = 0
         if is_cut and back(x, m) >= x.stages[s, BEGUN_B]:
             added, freed = row[ACCUMULATORS], row[GRADIENT]
-        if more + added + row[EXTRA] - outgoing > left:
+        if more + added + row[EXTRA + x.stages[s, FUSED]] - outgoing > left:
             return NONE
         left += there + outgoing - added + freed
     return left
@@ -227,7 +227,7 @@ def enough(x: Machine, d: int) -> int:
             stays = (row[SAVED] if may_stay else _staying(act, row)) + row[ACCUMULATORS]
             slices = stays if x.units[m, U_FIRST] == m else slices + stays
             most = max(most, slices)
-            need = max(need, row[SAVED] + row[EXTRA])
+            need = max(need, row[SAVED] + row[EXTRA + x.stages[s, FUSED]])
         hold += most
         s = x.stages[s, NEXT]
     return hold + need

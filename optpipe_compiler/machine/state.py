@@ -18,7 +18,7 @@ from optpipe_compiler.model.memory import op_memory
 from optpipe_compiler.model.schedule import Kind, classes, lengths
 
 if TYPE_CHECKING:
-    from optpipe_compiler.model.problem import Problem, Stage
+    from optpipe_compiler.model.problem import Problem
 
 NEVER = 1 << 62
 NONE = -1
@@ -34,11 +34,11 @@ LENGTH, TAKEN, GIVEN, ALONE, LAG, MESSAGE = 0, 7, 14, 28, 30, 32
 the link is busy); units that it takes at its start and gives back at its end by kind, the latter once for activations
 kept or offloaded and once for recomputed ones; ticks of a transfer by way while the other direction is idle; ticks and
 units of the messages with its activation and with its input's gradient."""
-SAVED, MOVED, RESIDUE, CHECKPOINT, EXTRA, ACCUMULATORS, GRADIENT = range(34, 41)
+SAVED, MOVED, RESIDUE, CHECKPOINT, ACCUMULATORS, GRADIENT, EXTRA = range(34, 41)
 """Units of a whole activation, of the part that an offload moves, of what stays between I and W, of what a recompute
-leaves; the most units that an op takes beyond the activation; units of the gradients of keys and values that a
-backward adds, and of those that it frees."""
-COSTS = 41
+leaves; of the gradients of keys and values that a backward adds, and of those that it frees; the most that an op takes
+beyond the activation, once where backwards are split and once where they are in one piece."""
+COSTS = 42
 DEVICE, NEXT, BEGUN_F, BEGUN_B, BEGUN_W, DONE_F, DONE_B, DONE_W, LEFT, FUSED = range(10)
 """Columns of `Machine.stages`: its owner; the owner's next stage; microbatches whose op has begun, or has completed, by
 kind; those, from the first on, that need no offload any more; whether backwards are run in one piece."""
@@ -175,9 +175,10 @@ def _constants(problem: Problem) -> tuple[Ints, Ints, Ints, Ints]:
             stage.moved,
             stage.residue,
             stage.checkpoint,
-            _most_extra(stage, split=problem.freedom.split),
             stage.accumulators,
             stage.gradient,
+            max(stage.forward_extra, stage.backward_input_extra + stage.captured, stage.backward_weight_extra),
+            max(stage.forward_extra, stage.backward_extra),
         )
     place = 0
     for d, mine in enumerate(owned):
@@ -195,11 +196,6 @@ def _constants(problem: Problem) -> tuple[Ints, Ints, Ints, Ints]:
     devices[:, D_BUDGET] = problem.budget
     devices[:, D_HOST_BUDGET] = _host_shares(problem, owned)
     return stages, devices, links, costs
-
-
-def _most_extra(stage: Stage, *, split: bool) -> int:
-    halves = (stage.backward_input_extra + stage.captured, stage.backward_weight_extra) if split else ()
-    return max(stage.forward_extra, stage.backward_extra, *halves)
 
 
 def _host_shares(problem: Problem, owned: list[list[int]]) -> list[int]:

@@ -16,7 +16,7 @@ from optpipe_compiler.documents.profile import Sliceable, in_one_stage, of_unit,
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from optpipe_compiler.documents.profile import Cost, Layer, Link, Machine, Profile
+    from optpipe_compiler.documents.profile import P2P, Cost, Layer, Link, Machine, Profile
     from optpipe_compiler.model.placement import Layout
 
 NS_PER_S = 10**9
@@ -341,13 +341,23 @@ def message_ns(machine: Machine, size: int, source: int, target: int) -> int:
     """Return the time of a message between two devices; 0 on the same one."""
     if source == target:
         return 0
-    pair = {source, target}
-    entry = next((p for p in machine.p2p if p.devices is not None and set(p.devices) == pair), None)
-    entry = entry or next((p for p in machine.p2p if p.devices is None), None)
+    entry = _entry(machine, source, target)
     if entry is None:
         return 0
     latency = value_of(entry.latency_ns)
     return latency if entry.bytes_per_s is None else transfer_ns(size, value_of(entry.bytes_per_s), latency)
+
+
+def message_overhead_ns(machine: Machine, device: int, other: int) -> int:
+    """Return the time that a message takes from the compute lane of either device; 0 on the same one."""
+    entry = None if device == other else _entry(machine, device, other)
+    return 0 if entry is None else value_of(entry.overhead_ns)
+
+
+def _entry(machine: Machine, source: int, target: int) -> P2P | None:
+    pair = {source, target}
+    own = next((p for p in machine.p2p if p.devices is not None and set(p.devices) == pair), None)
+    return own or next((p for p in machine.p2p if p.devices is None), None)
 
 
 def _total(costs: Iterable[Cost]) -> int:
@@ -385,13 +395,19 @@ def _stage(
     staying = _total(layer.saved_bytes for layer in mine[leaving:]) + sum(carried[:leaving])
     busy, alone = _transfers(machine, device, max(layout.device_of) + 1, saved - staying)
     overhead = value_of(machine.op_overhead_ns)
+    # an activation comes and one goes, a gradient comes from where it went and one goes to where it came from
+    moved = overhead + sum(
+        message_overhead_ns(machine, device, layout.device_of[other])
+        for other, exists in ((index - 1, before), (index + 1, after))
+        if exists
+    )
     messages = incoming + outgoing
     return Stage(
         device=device,
-        forward=overhead + _total(layer.forward_ns for layer in mine),
-        backward_input=overhead + _total(layer.backward_input_ns for layer in mine),
+        forward=moved + _total(layer.forward_ns for layer in mine),
+        backward_input=moved + _total(layer.backward_input_ns for layer in mine),
         backward_weight=overhead + _total(layer.backward_weight_ns for layer in mine),
-        backward=overhead + sum(fused_ns(layer) for layer in mine),
+        backward=moved + sum(fused_ns(layer) for layer in mine),
         recompute=overhead + sum(recompute_ns(layer) for layer in mine),
         offload=busy[0],
         reload=busy[1],

@@ -149,6 +149,16 @@ class Incumbents:
             self.report(f"{phase} {attempt.layout.name}")
         return over
 
+    def spare(self, attempt: Attempt, timed: Schedule, less: Schedule) -> list[int] | None:
+        """Put `less` in the place of `timed`, one of the near ones, if it fits; return as `keep` does."""
+        over = attempt.need(less).over
+        if over is None:
+            if attempt.best is timed:
+                attempt.best = less
+            attempt.near = [less if one is timed else one for one in attempt.near]
+            self.report(f"sparing {attempt.layout.name}")
+        return over
+
     def is_met(self, attempt: Attempt) -> bool:
         """Whether this placement cannot beat what is there already."""
         winner = self.winner()

@@ -200,6 +200,10 @@ class LocalSearch:
         for one in chain(first, (policy(problem, modes) for modes in treatments(problem, wished))):
             trial = copied(one)
             reached = value(x, one, given, NEVER // 2 if best is None else best.value)
+            if reached >= NEVER and best is None and problem.freedom.split:  # halves may hold more than the whole
+                trial.fused[:] = True
+                one, trial = trial, copied(trial)
+                reached = value(x, one, given, NEVER // 2)
             if reached < (NEVER if best is None else best.value):
                 best = _Climber(number, name, one, trial, reached, given)
         if best is not None and is_clocked:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from optpipe_compiler.plan.budget import Budget
-    from optpipe_compiler.plan.incumbents import Incumbents
+    from optpipe_compiler.plan.incumbents import Attempt, Incumbents
 
 ROUNDS = 4
 """Tries, each with less room than the one before, until nothing is over its cap."""
@@ -26,22 +26,26 @@ _Away = tuple[int, Task, int, list[Task]]
 
 
 def spare(incumbents: Incumbents, budget: Budget) -> None:
-    """Keep the activations of the best schedule for which there is room."""
+    """Keep the activations of the best schedules for which there is room; the answer is chosen among these."""
+    for number, (attempt, timed) in enumerate(incumbents.near()):
+        if number and budget.is_over():
+            return
+        _spare(incumbents, attempt, timed, budget)
+
+
+def _spare(incumbents: Incumbents, attempt: Attempt, timed: Schedule, budget: Budget) -> None:
     from optpipe_compiler.machine.orders import retime
 
-    attempt = incumbents.winner()
-    if attempt is None or attempt.best is None:
-        return
     room = list(attempt.problem.budget)
     for number in range(ROUNDS):
         if number and budget.is_over():
             return
-        less = spared(attempt.best, room)
-        if less is attempt.best:
+        less = spared(timed, room)
+        if less is timed:
             return
         with suppress(Stuck):
             less = min(retime(less, attempt.problem), less, key=incumbents.value)
-        over = incumbents.keep(attempt, less, "sparing")
+        over = incumbents.spare(attempt, timed, less)
         if over is None:
             return
         room = [size - excess for size, excess in zip(room, over, strict=True)]

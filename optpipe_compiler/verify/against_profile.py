@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from optpipe_compiler.documents.profile import Layer, Link, Machine, Profile, Selective, Sliceable, value_of
+from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile, Selective, Sliceable, value_of
 from optpipe_compiler.verify.forecast import transfer_ns
 from optpipe_compiler.verify.report import Violation
 from optpipe_compiler.verify.tables import PER_LAYER, too_large
@@ -188,7 +188,7 @@ class _Differences:
 
 
 def stage_times(plan: Plan, profile: Profile, expanded: list[Layer]) -> Iterator[Violation]:
-    """The time of a stage's op is the sum over its layers plus the overhead of an op."""
+    """The time of a stage's op is the sum over its layers plus the overheads of an op and of its messages."""
     forecast, differences = plan.schedule.forecast, _Differences("profile-times")
     overhead = value_of(profile.machine.op_overhead_ns)
     if forecast.op_overhead_ns != overhead:
@@ -196,10 +196,21 @@ def stage_times(plan: Plan, profile: Profile, expanded: list[Layer]) -> Iterator
     for cost in forecast.stages:
         for field in ("forward_ns", "backward_input_ns", "backward_weight_ns", "backward_ns"):
             expected = sum(_layer_times(plan, profile.machine, cost, expanded, field)) + overhead
+            if field != "backward_weight_ns":
+                expected += _message_overheads(plan, profile.machine, cost.stage)
             differences.see(cost.stage, field, getattr(cost, field), expected)
         again = _layer_times(plan, profile.machine, cost, expanded, "recompute_ns")
         differences.see(cost.stage, "recompute_ns", cost.recompute_ns, again)
     yield from differences.violations()
+
+
+def _message_overheads(plan: Plan, machine: Machine, stage: int) -> int:
+    """Return the overheads of the messages with the stages before and behind, where these are on other devices."""
+    device, found = plan.stages[stage].device, 0
+    for peer in (plan.peer(stage, -1), plan.peer(stage, 1)):
+        entry = None if peer is None else _p2p(machine, device, peer)
+        found += 0 if entry is None else value_of(entry.overhead_ns)
+    return found
 
 
 def _layer_times(plan: Plan, machine: Machine, cost: ir.StageCost, expanded: list[Layer], field: str) -> list[int]:
@@ -270,13 +281,19 @@ def message_times(plan: Plan, machine: Machine) -> Iterator[Violation]:
 
 
 def _message_ns(machine: Machine, device: int, peer: int | None, moved: int) -> int:
-    """Return the time of a message; the pair's own entry comes before the one for every pair; no entry: 0."""
+    """Return the time of a message; no entry: 0."""
+    entry = None if peer is None else _p2p(machine, device, peer)
+    if entry is None:
+        return 0
+    rate = value_of(entry.bytes_per_s) if entry.bytes_per_s is not None else 0
+    return value_of(entry.latency_ns) + (transfer_ns(moved, rate) if rate else 0)
+
+
+def _p2p(machine: Machine, device: int, peer: int) -> P2P | None:
+    """Return the entry of two devices: their own comes before the one for every pair."""
     own = [entry for entry in machine.p2p if entry.devices is not None and set(entry.devices) == {device, peer}]
     entries = own + [entry for entry in machine.p2p if entry.devices is None]
-    if peer is None or not entries:
-        return 0
-    rate = value_of(entries[0].bytes_per_s) if entries[0].bytes_per_s is not None else 0
-    return value_of(entries[0].latency_ns) + (transfer_ns(moved, rate) if rate else 0)
+    return entries[0] if entries else None
 
 
 def links(plan: Plan, machine: Machine) -> Iterator[Violation]:

@@ -313,16 +313,18 @@ def time_messages(timer: Timer, rank: int, peer: int, nbytes: int, samples: int)
     def take(turn: int) -> Times:
         few: list[int] = []
         many: list[int] = []
+        busy: list[int] = []
         for _ in range(5 + samples):
             timer.lead()
             _round_trip(timer, rank, peer, small)  # both begin the next one at the same time
             # in turn, so that what else runs on the machine touches both alike
             with timer.timed(few):
                 _round_trip(timer, rank, peer, small)
-            with timer.timed(many):
+            with timer.timed(many), timer.busy(busy):
                 _round_trip(timer, rank, peer, large)
             timer.settle()
-        return {"small": [ns // 2 for ns in few[5:]], "large": [ns // 2 for ns in many[5:]]}
+        found = {"small": few[5:], "large": many[5:], "busy": busy[5:]}
+        return {name: [ns // 2 for ns in samples] for name, samples in found.items() if samples}
 
     return Messages(SMALL_MESSAGE, nbytes, **steadiest(take, lambda mine: _either(peer, mine)))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from runtime_torch.cuda import Cuda, pinned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     from runtime_torch.execution import StageExecution
     from runtime_torch.lanes import LaneOps, Lanes
@@ -61,6 +62,10 @@ class CudaTimer:
         yield
         end.record()
         self._under_way.append((into, start, end))
+
+    def busy(self, into: list[int]) -> AbstractContextManager[None]:
+        """Messages are on a stream of their own."""
+        return nullcontext()
 
     def settle(self) -> None:
         """Wait for the device, then read the events."""

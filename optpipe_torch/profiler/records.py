@@ -129,12 +129,14 @@ class Copies:
 
 @dataclass
 class Messages:
-    """Samples in ns of messages of two sizes."""
+    """Samples in ns of messages of two sizes, and of what half a large one, sent or received, takes from a core."""
 
     small_bytes: int
     large_bytes: int
     small: list[int] = field(default_factory=list)
     large: list[int] = field(default_factory=list)
+    busy: list[int] = field(default_factory=list)
+    """None where the device does not wait for the host to send."""
 
 
 @dataclass
@@ -355,13 +357,16 @@ def _p2p(messages: Sequence[Messages]) -> P2P:
     few = quantity(t for found in messages for t in found.small)
     many = quantity(t for found in messages for t in found.large)
     sizes = messages[0]
+    busy = [t for found in messages for t in found.busy]
+    overhead = quantity(busy) if busy else 0
     if many.value - few.value <= many.spread:
-        return P2P(bytes_per_s=bandwidth(many, sizes.large_bytes, 0))
+        return P2P(bytes_per_s=bandwidth(many, sizes.large_bytes, 0), overhead_ns=overhead)
     speed = bandwidth(many, sizes.large_bytes - sizes.small_bytes, few.value)
     latency = max(0, few.value - round(sizes.small_bytes * 1e9 / speed.value))
     return P2P(
         latency_ns=Quantity(value=latency, source="measured", samples=few.samples, spread=few.spread),
         bytes_per_s=speed,
+        overhead_ns=overhead,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import contextmanager
 from itertools import accumulate
@@ -40,6 +41,10 @@ class Timer(Protocol):
 
     def timed(self, into: list[int]) -> AbstractContextManager[None]:
         """Within: one op, whose ns are in `into` after the next `settle`."""
+        ...
+
+    def busy(self, into: list[int]) -> AbstractContextManager[None]:
+        """Within: messages; the ns that they keep the compute lane busy are in `into`. Nothing, if they run beside."""
         ...
 
     def settle(self) -> None:
@@ -89,6 +94,14 @@ class CpuTimer:
         start = time.perf_counter_ns()
         yield
         into.append(time.perf_counter_ns() - start)
+
+    @contextmanager
+    def busy(self, into: list[int]) -> Iterator[None]:
+        """By the processor's clock: gloo's thread takes its time from the only core, or from another one."""
+        clock = time.process_time_ns if len(os.sched_getaffinity(0)) == 1 else time.thread_time_ns
+        start = clock()
+        yield
+        into.append(clock() - start)
 
     def settle(self) -> None:
         """Nothing is under way."""

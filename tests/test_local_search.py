@@ -177,3 +177,14 @@ def test_in_a_modulo_schedule_no_device_runs_two_ops_at_once_and_nothing_comes_b
                 assert forward[s - 1][m] + 10 + stages[s - 1].send_activation <= forward[s][m]
                 assert backward[s][m] + 10 + stages[s].send_gradient <= backward[s - 1][m]
             assert forward[s][m] + 10 <= backward[s][m] <= weight[s][m] - 10
+
+
+def test_where_halves_do_not_fit_whole_backwards_are_tried():
+    """The input's half holds what it captures beside the activation: room for one backward in one piece alone."""
+    one = problem(2, 6, 6, captured=2, residue=4, backward_input_extra=1, backward_extra=2)
+    assert all(stage.saved + stage.captured + stage.backward_input_extra > 6 for stage in one.stages)
+    found = searched(one)
+    assert found
+    timed = Realiser(instance(one), is_span=False).schedule(found[-1])
+    assert timed is not None
+    assert {task.kind.name for task in timed.starts} <= {"F", "B", "D", "H", "R"}

@@ -10,8 +10,12 @@ import pytest
 from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.machine.orders import peaks
+from optpipe_compiler.model import bounds
+from optpipe_compiler.model.placement import Layout
 from optpipe_compiler.model.schedule import Kind, Mode, Schedule
-from optpipe_compiler.plan.spare import spared
+from optpipe_compiler.plan.budget import Budget, Limits
+from optpipe_compiler.plan.incumbents import Attempt, Incumbents
+from optpipe_compiler.plan.spare import spare, spared
 from optpipe_compiler.verify import verify
 from tests.instances import problem
 from tests.machines import dispatched
@@ -54,6 +58,20 @@ def test_a_compiled_schedule_with_all_the_memory_there_is_moves_nothing():
     assert not verify(schedule, profile)
     assert all(not device.d2h and not device.h2d for device in schedule.devices)
     assert all(op.name != "recompute" for device in schedule.devices for op in device.compute)
+
+
+def test_plans_nearly_as_good_as_the_best_keep_what_there_is_room_for_too():
+    one = problem(2, 3, 100)
+    best, near = (serial(one, split=split, mode=lambda *_: Mode.OFFLOAD) for split in (False, True))
+    attempt = Attempt(
+        Layout("linear", (0, 1, 2), (0, 1)), one, bounds.best(one, "makespan"), (0, 0), lambda _: ([], [])
+    )
+    incumbents = Incumbents([attempt], "makespan", lambda _: None)
+    assert incumbents.keep(attempt, best, "tried") is None
+    attempt.near.append(near)
+    spare(incumbents, Budget(Limits("makespan", 1.0, 0, 1, reproducible=True), one.tasks))
+    assert away(attempt.best) == 0
+    assert [away(timed) for timed in attempt.near] == [0, 0]
 
 
 def test_a_published_schedule_asked_for_by_name_keeps_its_offloads():

@@ -8,6 +8,8 @@ On each of two nodes, which share the folder of checkpoints; after a failure the
 torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint first-node:29400 \
     train_gpt.py schedule.json --steps 200 --save checkpoints --save-every 50 --resume
 
+With TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --max-restarts 3 torchrun does so itself when a rank dies.
+
 The schedule's devices are the pipeline; the processes beyond them replicate it (DistributedDataParallel), or shard it
 (FSDP2, --data-parallel shard). Gradients are averaged once per step.
 Runs on GPUs where there are enough, else on CPU.

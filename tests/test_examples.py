@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -110,6 +112,28 @@ def test_the_transformers_example_takes_at_most_twelve_lines_commands_included()
     commands = [line for line in script if line.startswith(("optpipe", "torchrun"))]
     assert len(commands) == 3
     assert len(changed("transformers_plain.py", "transformers_pipeline.py")) + len(commands) <= 12
+
+
+@pytest.mark.runtime
+@pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
+def test_the_lightning_example_has_the_losses_of_the_plain_loop(environment, tmp_path):
+    from runtime_cases import schedule
+    from small_schedules import Shape
+
+    from optpipe_compiler.documents import ir
+
+    plan = schedule(Shape((0, 1), microbatches=4, ranges=lambda stage, _: [("offload", 2 * stage, 2 * stage + 1)]))
+    (tmp_path / "schedule.json").write_text(ir.to_text(plan))
+    losses = []
+    for script in ("own_loop.py", "lightning_loop.py"):
+        command = f"torchrun --nproc-per-node 2 {EXAMPLES / script} schedule.json --steps 3"
+        done = subprocess.run(
+            command.split(), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        losses.append(re.findall(r"^step \d+: loss [\d.]+", done.stdout, flags=re.M))
+    assert len(losses[0]) == 3
+    assert losses[1] == losses[0]
 
 
 @pytest.mark.runtime

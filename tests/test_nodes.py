@@ -27,10 +27,10 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def two_nodes(folder: Path, *command: str) -> list[str]:
+def two_nodes(folder: Path, *command: str, options: str = "", **variables: str) -> list[str]:
     """Run a command in two groups of one process each; return the lines with losses."""
-    torchrun = "-m torch.distributed.run --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    torchrun = f"-m torch.distributed.run --nnodes 2 --nproc-per-node 1 {options} --rdzv-backend c10d --rdzv-endpoint"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
     address = f"127.0.0.1:{free_port()}"
     nodes = [
         subprocess.Popen(
@@ -62,3 +62,30 @@ def test_two_nodes_started_again_with_the_same_command_go_on_where_the_last_chec
     saved = ["schedule.json", "--save", "checkpoints", "--save-every", "1", "--resume"]
     assert two_nodes(folder, TRAIN, *saved, "--steps", "2")[:2] == straight[:2]
     assert two_nodes(folder, TRAIN, *saved, "--steps", "3") == straight[2:]
+
+
+DIES = """
+import os, runpy, signal, sys
+from runtime_torch.runner import Runner
+
+step, steps = Runner.step, []
+
+def mortal(self, *inputs, **named):
+    steps.append(None)
+    if (os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"], len(steps)) == ("0", "1", 3):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, *inputs, **named)
+
+Runner.step = mortal
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.runtime
+def test_a_rank_that_dies_is_started_again_by_torchrun_and_all_go_on_from_the_last_checkpoint(folder):
+    (folder / "dies.py").write_text(DIES)
+    straight = two_nodes(folder, TRAIN, "schedule.json", "--steps", "4")
+    saved = ["schedule.json", "--steps", "4", "--save", "checkpoints", "--save-every", "1", "--resume"]
+    options = {"options": "--max-restarts 1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    assert two_nodes(folder, "dies.py", TRAIN, *saved, **options) == straight

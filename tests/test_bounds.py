@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from optpipe_compiler.machine.orders import peaks
-from optpipe_compiler.model.bounds import best as best_bound
 from optpipe_compiler.model.bounds import (
+    _FINER,
+    _FINEST,
+    _STEPS,
+    _areas,
+    _groups,
+    _Shares,
     device_work,
     fill_and_drain,
     head_and_work,
@@ -19,6 +26,7 @@ from optpipe_compiler.model.bounds import (
     round_trip,
     slots,
 )
+from optpipe_compiler.model.bounds import best as best_bound
 from optpipe_compiler.model.problem import Freedom, Problem, coarsen
 from optpipe_compiler.model.schedule import value
 from tests.instances import problem
@@ -120,6 +128,28 @@ def test_the_weights_are_those_at_which_compute_and_memory_meet():
     """x of 8 recomputed: 240 + 10 x ticks of compute, (360 (8 - x) + 160 x) / 5 of memory; both are 307.2 at 6.72."""
     one = problem(3, 8, 5, freedom=replace(FUSED, recompute=True), send_activation=0, send_gradient=0)
     assert resources(one).ticks == 308
+
+
+def heaviest_one_by_one(shares: _Shares) -> Fraction:
+    """The same search as `_Shares.heaviest`, exactly and a pair of weights after the other."""
+    best, step = (Fraction(1), Fraction(0)), Fraction(1, _STEPS)
+    near = [(x * step, y * step) for x in range(_STEPS + 1) for y in range(_STEPS + 1)]
+    while True:
+        best = max(
+            [best, *(one for one in near if min(*one, 1 - sum(one)) >= 0)], key=lambda one: shares._exactly(*one)
+        )
+        if step < _FINEST:
+            return shares._exactly(*best)
+        step /= _FINER
+        near = [(best[0] + x * step, best[1] + y * step) for x, y in itertools.product(range(-8, 9), repeat=2)]
+
+
+@settings(RANDOM, max_examples=10)
+@given(one=problems(devices=3, stages=4, microbatches=3))
+def test_the_weights_found_in_floating_point_are_as_good_as_those_found_exactly(one):
+    for group in _groups(one):
+        shares = _Shares(one, group, _areas(one))
+        assert float(shares.heaviest()) == pytest.approx(float(heaviest_one_by_one(shares)), rel=1e-6)
 
 
 def test_a_transfer_alone_on_its_link_is_what_the_bound_counts():

@@ -8,10 +8,14 @@ from itertools import accumulate, chain
 from math import ceil
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from optpipe_compiler.model import unit_bounds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+    from numpy.typing import NDArray
 
     from optpipe_compiler.model.problem import Problem, Stage
 
@@ -95,10 +99,10 @@ def memory_time(problem: Problem) -> Bound:
     The sum of bytes x least time over all activations fits into budget x (makespan - head), because nothing is resident
     before the first forward can reach the device.
     """
-    result = Fraction(0)
+    result, areas = Fraction(0), _areas(problem)
     for device in range(problem.devices):
         mine = problem.stages_of(device)
-        area = sum(problem.microbatches * _least_area(problem, s) for s in mine)
+        area = sum(problem.microbatches * _least_area(problem, s, areas[s]) for s in mine)
         if mine and area and problem.budget[device] > 0:
             head = _head(problem, mine[0])
             result = max(result, head + Fraction(area, problem.budget[device]))
@@ -114,12 +118,9 @@ def resources(problem: Problem) -> Bound:
     weighted mean every activation chooses the cheapest of keep, offload and recompute for itself, which bounds every
     joint choice. It holds for any weights; good ones are searched for.
     """
-    groups = [[device] for device in range(problem.devices)]
-    links = sorted({link for link in problem.link_of if link is not None})
-    groups += [[d for d in range(problem.devices) if problem.link_of[d] == link] for link in links]
-    areas = [_areas(problem, s) for s in range(len(problem.stages))]
+    areas = _areas(problem)
     result = Fraction(0)
-    for group in groups:
+    for group in _groups(problem):
         mine = [problem.stages_of(device) for device in group]
         if all(mine) and all(problem.budget[device] > 0 for device in group):
             head = min(_head(problem, stages[0]) for stages in mine)
@@ -149,24 +150,29 @@ class _Shares:
                     options.append((Fraction(stage.recompute, count), again, none))
                 self.options.append(options)
                 self.work += Fraction(_work(problem, stage), count)
-        self.rounded = [[tuple(map(float, option)) for option in options] for options in self.options]
+        filled = [[*options, *options[:1] * (3 - len(options))] for options in self.options]
+        self.rounded = np.array(filled, np.float64)
+        """The same as [activation, option, resource]; where there are less than three options the first comes again."""
 
     def heaviest(self) -> Fraction:
         """Return the largest weighted mean found: the best weights of a grid, then of ever finer ones around them."""
-        best, step = (1.0, 0.0), 1 / _STEPS
-        near = [(x * step, y * step) for x in range(_STEPS + 1) for y in range(_STEPS + 1)]
+        best, near, step = np.array([1.0, 0.0]), _GRID, 1 / _STEPS
         while True:
-            best = max([best, *(one for one in near if min(*one, 1 - sum(one)) >= 0)], key=self._about)
+            inside = near[(near >= 0).all(axis=1) & (near.sum(axis=1) <= 1)]
+            tried = np.concatenate([best[None], inside])
+            best = tried[np.argmax(self._about(tried))]
             if step < _FINEST:
                 return self._exactly(Fraction(best[0]), Fraction(best[1]))
-            near = [(best[0] + x * step / _FINER, best[1] + y * step / _FINER) for x, y in _AROUND]
             step /= _FINER
+            near = best + _AROUND * step
 
-    def _about(self, weights: tuple[float, float]) -> float:
-        work, memory = weights
-        link = 1 - work - memory
-        chosen = (min(work * c + memory * a + link * t for c, a, t in options) for options in self.rounded)
-        return work * float(self.work) + sum(chosen)
+    def _about(self, weights: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the weighted means, rounded, for rows of weights of compute and memory."""
+        work, memory = weights.T
+        of_all = np.stack([work, memory, 1 - work - memory])
+        chosen = (self.rounded @ of_all).min(axis=1)
+        found: NDArray[np.float64] = work * float(self.work) + chosen.sum(axis=0)
+        return found
 
     def _exactly(self, work: Fraction, memory: Fraction) -> Fraction:
         link = 1 - work - memory
@@ -178,20 +184,29 @@ _STEPS, _FINER = 8, 4
 """Grids of eighths, then of a quarter of the step before."""
 _FINEST = 1 / 1024
 """Of bench/planner.py's cases without links or with slow ones, finer steps change no bound by a thousandth."""
-_AROUND = [(x, y) for x in range(-2 * _FINER, 2 * _FINER + 1) for y in range(-2 * _FINER, 2 * _FINER + 1)]
+_GRID = np.array([(x, y) for x in range(_STEPS + 1) for y in range(_STEPS + 1)]) / _STEPS
+_AROUND = np.array([(x, y) for x in range(-2 * _FINER, 2 * _FINER + 1) for y in range(-2 * _FINER, 2 * _FINER + 1)])
 
 
-def _areas(problem: Problem, s: int) -> tuple[int, int, int]:
-    """Return the least units x ticks that an activation of stage s occupies if kept, offloaded, recomputed."""
-    stage, later = problem.stages[s], problem.stages[s + 1 :]
-    journey = sum(t.forward + t.send_activation + t.send_gradient + _backward(problem, t) for t in later)
-    end = stage.saved * stage.backward
-    if problem.freedom.split:
-        end = min(end, stage.saved * stage.backward_input + stage.residue * stage.backward_weight)
-    kept = stage.saved * (stage.forward + stage.send_activation + journey) + end
-    away = stage.moved * (stage.forward + stage.offload_alone + stage.reload_alone) + end
-    away += stage.staying * (stage.forward + stage.send_activation + journey)
-    return kept, away, stage.saved * (stage.forward + stage.recompute) + end
+def _areas(problem: Problem) -> list[tuple[int, int, int]]:
+    """Return by stage the least units x ticks that its activation occupies if kept, offloaded, recomputed."""
+    found, later = [], 0
+    for stage in reversed(problem.stages):
+        stay = stage.forward + stage.send_activation + later
+        end = stage.saved * stage.backward
+        if problem.freedom.split:
+            end = min(end, stage.saved * stage.backward_input + stage.residue * stage.backward_weight)
+        away = stage.moved * (stage.forward + stage.offload_alone + stage.reload_alone) + stage.staying * stay
+        found.append((stage.saved * stay + end, away + end, stage.saved * (stage.forward + stage.recompute) + end))
+        later = stay + _backward(problem, stage) + stage.send_gradient
+    return found[::-1]
+
+
+def _groups(problem: Problem) -> list[list[int]]:
+    """Return every device by itself, and all devices behind each link that is shared."""
+    links = sorted({link for link in problem.link_of if link is not None})
+    behind = [[d for d, one in enumerate(problem.link_of) if one == link] for link in links]
+    return [[device] for device in range(problem.devices)] + [group for group in behind if len(group) > 1]
 
 
 def fill_and_drain(problem: Problem) -> Bound:
@@ -206,11 +221,8 @@ def fill_and_drain(problem: Problem) -> Bound:
 
     Devices that share a link share what it can move: the mean over them is bounded. makespan >= mean of work + losses.
     """
-    groups = [[device] for device in range(problem.devices)]
-    links = sorted({link for link in problem.link_of if link is not None})
-    groups += [[d for d in range(problem.devices) if problem.link_of[d] == link] for link in links]
     result = Fraction(0)
-    for group in groups:
+    for group in _groups(problem):
         if all(problem.stages_of(device) and problem.budget[device] > 0 for device in group):
             ends = [_Ends(problem, device) for device in group]
             work = problem.microbatches * sum(_work(problem, problem.stages[s]) for end in ends for s in end.mine)
@@ -441,11 +453,11 @@ def _tail(problem: Problem, s: int) -> int:
     return sum(stages[t].send_gradient + stages[t - 1].backward for t in range(s, 0, -1))
 
 
-def _least_area(problem: Problem, s: int) -> int:
-    kept, away, again = _areas(problem, s)
-    areas = [kept]
+def _least_area(problem: Problem, s: int, areas: tuple[int, int, int]) -> int:
+    kept, away, again = areas
+    chosen = [kept]
     if problem.can_offload(s):
-        areas.append(away)
+        chosen.append(away)
     if problem.can_recompute(s):
-        areas.append(again)
-    return min(areas)
+        chosen.append(again)
+    return min(chosen)

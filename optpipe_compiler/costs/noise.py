@@ -102,6 +102,8 @@ def _messages(profile: Profile, total: int) -> Iterator[Noisy]:
         path, name = f"$.machine.p2p[{index}]", "messages" + _between(entry.devices)
         if _is_noise(entry.latency_ns) and _matters(entry.latency_ns, 2, total):
             yield from _named(f"{path}.latency_ns", f"latency of {name}", entry.latency_ns, "ns")
+        if _is_noise(entry.overhead_ns) and _matters(entry.overhead_ns, 2, total):
+            yield from _named(f"{path}.overhead_ns", f"overhead of {name}", entry.overhead_ns, "ns")
         if _is_noise(entry.bytes_per_s):
             yield from _named(f"{path}.bytes_per_s", f"speed of {name}", entry.bytes_per_s, "bytes/s")
 

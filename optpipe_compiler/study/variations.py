@@ -53,7 +53,7 @@ def variations(instance: Instance, *, offloads: bool, uneven: bool, selective: b
         yield Variation("memory", text, "relaxed", _with(instance, mem_bytes=options.mem_bytes + more), amount)
     if profile.machine.links and options.offload:
         yield Variation("link", "host links x 2", "relaxed", replace(instance, profile=_faster_links(profile)))
-    if any(value_of(entry.latency_ns) or entry.bytes_per_s is not None for entry in profile.machine.p2p):
+    if any(value_of(e.latency_ns) or value_of(e.overhead_ns) or e.bytes_per_s is not None for e in profile.machine.p2p):
         machine = structs.replace(profile.machine, p2p=[])
         free = replace(instance, profile=structs.replace(profile, machine=machine))
         yield Variation("messages", "messages x 0", "relaxed", free)

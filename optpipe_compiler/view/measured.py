@@ -97,7 +97,8 @@ def _machine(profile: Profile) -> Text:
     for p2p in machine.p2p:
         speed = "" if p2p.bytes_per_s is None else f" + {value_of(p2p.bytes_per_s) / 1e9:.2f} GB/s"
         pair = "" if p2p.devices is None else f" between devices {p2p.devices[0]} and {p2p.devices[1]}"
-        lines.append(f"message {_time(p2p.latency_ns)}{speed}{pair}{_origin(p2p.latency_ns)}")
+        busy = f", {_time(p2p.overhead_ns)} of each device's compute" if value_of(p2p.overhead_ns) else ""
+        lines.append(f"message {_time(p2p.latency_ns)}{speed}{pair}{_origin(p2p.latency_ns)}{busy}")
     for link in machine.links:
         d2h, h2d = (value_of(cost) / 1e9 for cost in (link.d2h_bytes_per_s, link.h2d_bytes_per_s))
         lines.append(f"host copies {d2h:.2f} GB/s out, {h2d:.2f} GB/s in{_of(link)}{_origin(link.d2h_bytes_per_s)}")

@@ -88,14 +88,23 @@ class Run:
         ]
 
     def _host_shares(self) -> list[int]:
-        problem, budget = self.problem, self.problem.host_budget
-        if budget is None:
-            return [NEVER] * problem.devices
+        """A device's part of each limit on it is as large as its part of what the limited devices could offload."""
+        problem = self.problem
         can = [
             sum(problem.stages[s].moved for s in problem.stages_of(d) if problem.can_offload(s))
             for d in range(problem.devices)
         ]
-        return [budget * share // max(1, sum(can)) for share in can]
+        return [
+            min(
+                (
+                    limit * can[d] // max(1, sum(can[other] for other in devices))
+                    for devices, limit in problem.host_limits
+                    if d in devices
+                ),
+                default=NEVER,
+            )
+            for d in range(problem.devices)
+        ]
 
     # -- time ---------------------------------------------------------------------------------------------------
 
@@ -390,7 +399,7 @@ class Run:
         for s in self.devices[d].stages:
             stage = self._stage(s)
             modes = {self.guide.modes[s, m] for m in range(self.problem.microbatches)}
-            may_stay = Mode.KEEP in modes or (Mode.OFFLOAD in modes and self.problem.host_budget is not None)
+            may_stay = Mode.KEEP in modes or (Mode.OFFLOAD in modes and self._host_shares()[d] < NEVER)
             away = [stage.saved - stage.moved] * (Mode.OFFLOAD in modes) + [stage.checkpoint] * (
                 Mode.RECOMPUTE in modes
             )

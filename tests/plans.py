@@ -68,7 +68,7 @@ def check(timed: Schedule) -> None:
         for before, lag in predecessors(timed.problem, task, timed.starts):
             assert timed.end(before) + lag <= start
     assert all(peak <= budget for peak, budget in zip(peaks(timed), timed.problem.budget, strict=True))
-    assert timed.problem.host_budget is None or sum(timed.host_peaks) <= timed.problem.host_budget
+    assert timed.problem.fits_hosts(timed.host_peaks)
 
 
 def start(problem: Problem, objective: str = "makespan") -> Schedule:

@@ -30,7 +30,17 @@ def problems(
         link_of=links,
         budget=tuple(draw(st.integers(size, 5 * size + 6)) for size in largest),
         host_budget=draw(st.one_of(st.none(), st.integers(0, 3 * sum(largest)))),
+        hosts=draw(_hosts(largest)),
     )
+
+
+@st.composite
+def _hosts(draw: st.DrawFn, largest: list[int]) -> tuple[tuple[tuple[int, ...], int], ...]:
+    """None, or devices in a row on two hosts, of which one may have no limit."""
+    cut = draw(st.integers(0, len(largest)))
+    groups = [tuple(range(cut)), tuple(range(cut, len(largest)))] if draw(st.booleans()) else []
+    limited = [group for group in groups if group and draw(st.integers(0, 3))]
+    return tuple((group, draw(st.integers(0, 3 * sum(largest[d] for d in group)))) for group in limited)
 
 
 def _stage(draw: st.DrawFn, stage: Stage, least: int, ticks: int) -> Stage:

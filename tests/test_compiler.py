@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from optpipe_compiler import compiler, processes
 from optpipe_compiler.compiler import Options, Progress, Result, compile_schedule, layouts, settled
 from optpipe_compiler.documents import ir
-from optpipe_compiler.documents.profile import Layer, Machine, Profile
+from optpipe_compiler.documents.profile import Host, Layer, Machine, Profile
 from optpipe_compiler.errors import BadInput, Infeasible
 from optpipe_compiler.plan import budget, candidates, exact
 from optpipe_compiler.published import METHODS
@@ -229,6 +229,19 @@ def test_memory_and_host_memory_are_kept():
     assert 0 < sum(device.host_bytes for device in some.devices) <= GB
     assert count(none, "offload") == 0
     assert all(device.peak_bytes <= GB for one in (free, some, none) for device in one.devices)
+
+
+def test_every_host_keeps_to_its_own_memory():
+    profile = uniform(3, 2, d2h_ms=0.2, h2d_ms=0.2)
+    hosts = [Host(devices=[0], memory_bytes=0), Host(devices=[1, 2], memory_bytes=GB)]
+    machine = msgspec.structs.replace(profile.machine, hosts=hosts)
+    split = msgspec.structs.replace(profile, machine=machine)
+    schedule = quick(split, GB, recompute=False).schedule
+    assert schedule.version == 4
+    assert schedule.setup.hosts_or_none == [([0], 0), ([1, 2], GB)]
+    held = [device.host_bytes for device in schedule.devices]
+    assert held[0] == 0 < held[1] + held[2] <= GB
+    assert quick(split, 4 * GB, recompute=False, devices=1).schedule.setup.hosts_or_none == [([0], 0)]
 
 
 def test_a_published_schedule_that_needs_more_host_memory_does_not_fit():

@@ -21,6 +21,13 @@ and `*-v3.json`, whose layers can run slice by slice, by
     echo 4096 4096 3000 > lengths
     optpipe compile profile-v3.json --mem 1.6GB --host-mem 3GB --lengths lengths --slices 3 --reproducible
         --time-limit 1 -o schedule-v3.json
+
+and `*-v4.json`, whose devices stand on a host of 1 GB and one of 0.5 GB (`machine.hosts`, put in by hand), by
+
+    optpipe profile uniform --devices 2 --layers-per-device 2 --recompute-ms 0.8 --d2h-ms 1.6 --h2d-ms 1.6
+        --boundary-fraction 0.1 --static-gb 0.5 --head-ms 0.1,0.1,0.05 -o profile-v4.json
+    optpipe compile profile-v4.json --mem 1.75GB --microbatches 4 --no-recompute --reproducible --time-limit 1
+        -o schedule-v4.json
 """
 
 from __future__ import annotations
@@ -50,8 +57,8 @@ def test_a_profile_of_every_version_loads_and_is_written_back_to_the_same_bytes(
     assert len(costs.expanded_layers()) == 5
 
 
-@pytest.mark.parametrize("version", [2, 3])
-def test_a_profile_with_selective_recompute_or_slices_is_written_back_to_the_same_bytes(version):
+@pytest.mark.parametrize("version", [2, 3, 4])
+def test_a_profile_with_selective_recompute_slices_or_hosts_is_written_back_to_the_same_bytes(version):
     path = GOLDEN / f"profile-v{version}.json"
     assert canonical(profile.load(path)).encode() == path.read_bytes()
 

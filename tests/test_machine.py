@@ -173,9 +173,9 @@ def test_it_finishes_where_one_microbatch_at_a_time_fits_with_its_reserve(one):
     small = replace(one, stages=tuple(replace(s, residue=min(s.residue, s.saved)) for s in one.stages))
     for mode in Mode:
         by = guide(small, mode, split=one.freedom.split)
-        reserved = replace(small, stages=tuple(map(cautious, small.stages)), host_budget=None)
+        reserved = replace(small, stages=tuple(map(cautious, small.stages)), host_budget=None, hosts=())
         alone = serial(reserved, split=one.freedom.split, mode=lambda s, m, by=by: by.modes[s, m])
-        roomy = replace(small, host_budget=None, budget=tuple(peaks(alone)))
+        roomy = replace(small, host_budget=None, hosts=(), budget=tuple(peaks(alone)))
         assert len(run(roomy, by).starts) == len(alone.starts)
 
 

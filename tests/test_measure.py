@@ -224,6 +224,26 @@ def test_messages_are_the_line_through_two_sizes():
     assert assemble(TINY.model(), 1, [findings()]).machine.p2p == []
 
 
+def test_on_several_hosts_their_memory_and_the_links_between_them_are_told_apart():
+    def rank(number: int) -> Findings:
+        within, across = (80_000, 180_000), (300_000, 1_300_000)
+        peers = {peer: across if {number, peer} == {2, 3} else within for peer in (number - 1, number + 1)}
+        messages = {
+            peer: Messages(1000, 101_000, [small], [large]) for peer, (small, large) in peers.items() if 0 <= peer < 6
+        }
+        return replace(findings(), messages_with=messages, host_memory_bytes=10**9 + number)
+
+    machine = assemble(TINY.model(), 6, [rank(number) for number in range(6)], 3).machine
+    assert [entry.devices for entry in machine.p2p] == [None, (0, 1), (0, 2), (1, 2), (2, 3), (3, 4), (3, 5), (4, 5)]
+    between, within = 10**8, [10**9] * 3
+    assert [value_of(entry.bytes_per_s or 0) for entry in machine.p2p] == [between, *within, between, *within]
+    hosts = [(host.devices, value_of(host.memory_bytes)) for host in machine.hosts]
+    assert hosts == [([0, 1, 2], 10**9), ([3, 4, 5], 10**9 + 3)]
+    assert machine.host_memory_bytes is None
+    alone = assemble(TINY.model(), 6, [rank(number) for number in range(6)], 6).machine
+    assert (alone.hosts, value_of(alone.host_memory_bytes or 0)) == ([], 10**9)
+
+
 @pytest.mark.parametrize(("together", "shared"), [(1_000_000, False), (1_250_000, False), (1_900_000, True)])
 def test_a_link_is_shared_when_copies_at_once_halve_each_other(together, shared):
     found = [findings(together=together), findings(together=together)]

@@ -88,7 +88,7 @@ def test_lifted_schedules_keep_every_law_but_the_caps(one):
         )
         for s, stage in enumerate(beside)
     )
-    roomy = replace(one, stages=stages, budget=(10**6,) * one.devices, host_budget=None)
+    roomy = replace(one, stages=stages, budget=(10**6,) * one.devices, host_budget=None, hosts=())
     for name in ("1f1b", "gpipe"):
         timed = published(roomy, name)
         check(timed)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile, Quantity
+from optpipe_compiler.documents.profile import P2P, Host, Layer, Link, Machine, Profile, Quantity
 from optpipe_compiler.model.placement import Layout, layout
 from optpipe_compiler.model.problem import (
     DURATIONS,
@@ -193,7 +193,18 @@ def test_the_budget_is_the_cap_without_reserve_and_static_bytes():
     one = built(Machine(devices=2, reserve_bytes=50), mem=10_000, host=77)
     assert one.budget == (10_000 - 50 - 3000, 10_000 - 50 - 4000)
     assert one.host_budget == 77
+    assert one.host_limits == [((0, 1), 77)]
     assert built(Machine(devices=2, reserve_bytes=50), mem=100).budget[0] < 0
+
+
+def test_the_hosts_are_those_with_devices_of_the_problem():
+    hosts = [Host(devices=[1, 4], memory_bytes=30), Host(devices=[5], memory_bytes=9)]
+    one = built(Machine(devices=6, hosts=hosts))
+    assert one.hosts == (((1,), 30),)
+    assert one.fits_hosts((10**9, 30))
+    assert not one.fits_hosts((0, 31))
+    coarse = coarsen(replace(problem(2, 1, 100), hosts=(((0,), 9),)))
+    assert (coarse.unit_bytes, coarse.hosts) == (2, (((0,), 4),))
 
 
 # -- coarsening ---------------------------------------------------------------------------------------------------

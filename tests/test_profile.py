@@ -140,6 +140,20 @@ def test_links_that_contradict_each_other_are_refused(links, message):
 
 
 @pytest.mark.parametrize(
+    ("hosts", "message"),
+    [
+        ([{"devices": [0, 2], "memory_bytes": 1}], "[0].devices names 2, expected 0 to 1"),
+        ([{"devices": [1], "memory_bytes": 1}] * 2, "[1].devices names 1, which hosts[0] has already"),
+        ([{"devices": [], "memory_bytes": 1}], "[0].devices is []: expected `array` of length >= 1"),
+    ],
+)
+def test_hosts_that_contradict_each_other_are_refused(hosts, message):
+    raw = plain()
+    raw["machine"]["hosts"] = hosts
+    assert refusal(raw) == f"p.json: $.machine.hosts{message}"
+
+
+@pytest.mark.parametrize(
     ("messages", "expected"),
     [
         ([{"bytes_per_s": 0}], "[0].bytes_per_s is 0, expected at least 1"),

@@ -176,6 +176,14 @@ def test_offloads_of_all_devices_share_the_host_even_at_different_times(microbat
     assert shortest(replace(one, host_budget=needs - 1), taken(offload=1)) is None
 
 
+def test_offloads_of_the_devices_of_one_host_share_its_memory():
+    one = problem(3, 1, 100)
+    assert shortest(replace(one, hosts=(((0, 2), 8), ((1,), 4))), taken(offload=1)) is not None
+    assert shortest(replace(one, hosts=(((0, 2), 7), ((1,), 9))), taken(offload=1)) is None
+    assert shortest(replace(one, hosts=(((1,), 3),)), taken(offload=1)) is None
+    assert shortest(replace(one, hosts=(((1,), 4),), host_budget=11), taken(offload=1)) is None
+
+
 def test_an_offloaded_activation_is_on_the_host_until_its_reload_ends():
     """Two activations of one device on the host at once need 8 units."""
 
@@ -267,7 +275,7 @@ def test_what_the_model_finds_keeps_to_every_cap_when_it_is_replayed(one):
     assert all(again.starts[task] <= begin for task, begin in planned.starts.items())
     assert again.makespan == value
     assert all(peak <= budget for peak, budget in zip(peaks(again), one.budget, strict=True))
-    assert one.host_budget is None or sum(again.host_peaks) <= one.host_budget
+    assert one.fits_hosts(again.host_peaks)
 
 
 # -- hint and events ----------------------------------------------------------------------------------------------
@@ -333,8 +341,7 @@ def test_no_schedule_at_all_needs_less_memory_than_one_microbatch_at_a_time(one,
     static = fixed[: one.devices]
     timed = one_at_a_time(replace(one, budget=(1000,) * one.devices), static)
     needs = max(peak + size for peak, size in zip(peaks(timed), static, strict=True))
-    if one.host_budget is not None:
-        assert sum(timed.host_peaks) <= one.host_budget
+    assert one.fits_hosts(timed.host_peaks)
     assert len(timed.starts) >= 2 * len(one.stages) * one.microbatches
     assert best(replace(one, budget=tuple(needs - size for size in static))) is not None
     assert best(replace(one, budget=tuple(max(0, needs - 1 - size) for size in static))) is None
@@ -344,7 +351,7 @@ def test_no_schedule_at_all_needs_less_memory_than_one_microbatch_at_a_time(one,
 @given(one=problems(microbatches=1), data=st.data())
 def test_solving_device_by_device_needs_as_little_memory_as_solving_all_at_once(one, data):
     static = tuple(data.draw(st.integers(0, 6)) for _ in range(one.devices))
-    roomy = replace(one, budget=(1000,) * one.devices, host_budget=None)
+    roomy = replace(one, budget=(1000,) * one.devices, host_budget=None, hosts=())
 
     def most(timed: Schedule) -> int:
         return max(map(int.__add__, static, peaks(timed)))

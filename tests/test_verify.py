@@ -13,7 +13,7 @@ import pytest
 from small_schedules import Shape, build, build_with_profile, changed
 
 from optpipe_compiler.documents import ir
-from optpipe_compiler.documents.profile import P2P, Link, Model, Quantity
+from optpipe_compiler.documents.profile import P2P, Host, Link, Model, Quantity
 from optpipe_compiler.verify import Violated, Violation, causality, check, memory, verify
 from optpipe_compiler.verify.plan import Plan
 from tests.instances import quick, uniform
@@ -203,6 +203,28 @@ def test_the_host_cap_covers_all_devices_together_and_may_be_absent() -> None:
     assert verify(changed(schedule, put_in("setup", "host_cap_bytes", total))) == []
     assert verify(changed(schedule, put_in("setup", "host_cap_bytes", None))) == []
     refused(schedule, put_in("setup", "host_cap_bytes", total - 1), "caps")
+
+
+def test_each_host_has_a_cap_for_the_devices_that_stand_on_it() -> None:
+    schedule, profile = build_with_profile(MIXED)
+    held = [device.host_bytes for device in schedule.devices]
+    assert all(held)
+
+    def put(*hosts: tuple[list[int], int]) -> Change:
+        return put_in("setup", "hosts", [{"devices": devices, "cap_bytes": cap} for devices, cap in hosts])
+
+    for hosts in ([([0], held[0]), ([1], held[1])], [([0, 1], sum(held))], [([1], held[1])]):
+        allowed = changed(schedule, put(*hosts))
+        assert (allowed.version, verify(allowed)) == (4, [])
+    refused(schedule, put(([0], held[0] + held[1]), ([1], held[1] - 1)), "caps")
+    refused(schedule, put(([0, 1], sum(held) - 1)), "caps")
+    refused(schedule, put(([0, 2], sum(held))), "hosts")
+    refused(schedule, put(([0], sum(held)), ([1, 0], sum(held))), "hosts")
+    hosts = [Host(devices=[1, 3], memory_bytes=held[1]), Host(devices=[2], memory_bytes=1)]
+    other = msgspec.structs.replace(profile, machine=msgspec.structs.replace(profile.machine, hosts=hosts))
+    assert verify(changed(schedule, put(([1], held[1]))), other) == []
+    for wrong in (schedule, changed(schedule, put(([1], held[1] + 1))), changed(schedule, put(([0, 1], 10**10)))):
+        assert {violation.rule for violation in verify(wrong, other)} == {"profile-hosts"}
 
 
 def test_a_contract_that_was_edited_under_its_digest_is_refused() -> None:

@@ -179,10 +179,11 @@ def bounds(profile_path: Path, mems: str, as_json: bool, **options: Any) -> None
 def _taken_for_granted(costs: Any, chosen: Any, *, asked: bool) -> list[str]:
     """Say for what the bounds are, and what the profile leaves out."""
     from optpipe_compiler.documents.profile import value_of
-    from optpipe_compiler.documents.units import show_bytes
+    from optpipe_compiler.documents.units import show_hosts
 
     default = "" if asked else " (default: 4 per device)"
-    host = "taken as unlimited" if chosen.host_mem_bytes is None else show_bytes(chosen.host_mem_bytes)
+    hosts = [host for host in costs.machine.hosts if min(host.devices) < chosen.devices]
+    host = show_hosts(chosen.host_mem_bytes, [value_of(host.memory_bytes) for host in hosts])
     said = [f"{chosen.devices} devices, {chosen.microbatches} microbatches{default}, host memory {host}"]
     if not any(value_of(layer.static_bytes) for layer in costs.layers):
         said.append("the profile has no static bytes: weights, gradients and optimizer state count 0")

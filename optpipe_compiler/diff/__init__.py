@@ -55,7 +55,12 @@ def _counts(old: ir.Schedule, new: ir.Schedule) -> list[Change]:
 def _setup(old: ir.Schedule, new: ir.Schedule) -> list[Change]:
     names = ("devices", "microbatches", "layers", "cap_bytes", "host_cap_bytes", "reserve_bytes")
     rows = [(name, getattr(old.setup, name), getattr(new.setup, name)) for name in names]
-    return _changes([*rows, ("model", _model(old), _model(new))])
+    return _changes([*rows, ("hosts", _hosts(old), _hosts(new)), ("model", _model(old), _model(new))])
+
+
+def _hosts(schedule: ir.Schedule) -> str | None:
+    said = (f"{cap} B for devices {', '.join(map(str, devices))}" for devices, cap in schedule.setup.hosts_or_none)
+    return "; ".join(said) or None
 
 
 def _model(schedule: ir.Schedule) -> str | None:

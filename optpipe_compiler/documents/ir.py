@@ -18,8 +18,9 @@ from optpipe_compiler.documents.profile import MOST_LAYERS, Count, Model, Positi
 from optpipe_compiler.errors import BadInput
 
 FORMAT = "optpipe-schedule"
-VERSION = 3
+VERSION = 4
 """2: stages may name layers with selective recompute. 3: microbatches may be cut into slices, and differ in length.
+4: hosts with a cap each.
 A file has the lowest version that says all of it, so that older tools read what they understand."""
 REVISION = 2
 """1: the kind of a baseline. 2: what each device knows of its deliveries."""
@@ -159,6 +160,13 @@ class Units(Record, frozen=True, kw_only=True, omit_defaults=False):
     """By microbatch, its shape."""
 
 
+class Host(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The memory of one host for the offloads of its devices."""
+
+    devices: list[Count]
+    cap_bytes: Count
+
+
 class Setup(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The sizes and caps that the schedule is for."""
 
@@ -172,6 +180,20 @@ class Setup(Record, frozen=True, kw_only=True, omit_defaults=False):
     reserve_bytes: Count
     units: Units | msgspec.UnsetType = msgspec.UNSET
     """Absent: every microbatch is one unit, and all are of the length that the byte figures are for."""
+    hosts: list[Host] | msgspec.UnsetType = msgspec.UNSET
+    """There where devices stand on several hosts, each with a cap of its own."""
+
+    @property
+    def hosts_or_none(self) -> list[tuple[list[int], int]]:
+        """Of each host its devices and its cap; empty where there are none."""
+        hosts = [] if isinstance(self.hosts, msgspec.UnsetType) else self.hosts
+        return [(host.devices, host.cap_bytes) for host in hosts]
+
+    @property
+    def host_caps(self) -> list[tuple[list[int], int]]:
+        """Which devices together have which cap on the host: each host's, then that of all devices."""
+        every = [] if self.host_cap_bytes is None else [(list(range(self.devices)), self.host_cap_bytes)]
+        return [*self.hosts_or_none, *every]
 
     @property
     def slices(self) -> int:
@@ -400,6 +422,7 @@ def seal(schedule: Schedule) -> Schedule:
     """Return the schedule with its version and digest filled in."""
     is_selective = any(stage.selective_layers for stage in schedule.stages)
     version = 3 if schedule.setup.units is not msgspec.UNSET else 2 if is_selective else 1
+    version = 4 if schedule.setup.hosts is not msgspec.UNSET else version
     schedule = msgspec.structs.replace(schedule, version=version)
     return msgspec.structs.replace(schedule, digest=contract_digest(schedule))
 
@@ -433,6 +456,8 @@ def _check_version(schedule: Schedule, name: str) -> None:
     """Refuse what a file's version does not have: older tools would misread it."""
     if schedule.version < 3 and schedule.setup.units is not msgspec.UNSET:
         raise BadInput(f"{name}: $.setup.units: is not a field of version {schedule.version}, expected $.version 3")
+    if schedule.version < 4 and schedule.setup.hosts is not msgspec.UNSET:
+        raise BadInput(f"{name}: $.setup.hosts: is not a field of version {schedule.version}, expected $.version 4")
     for index, stage in enumerate(schedule.stages):
         if schedule.version == 1 and stage.selective is not msgspec.UNSET:
             raise BadInput(f"{name}: $.stages[{index}].selective: is not a field of version 1, expected $.version 2")
@@ -462,6 +487,7 @@ def _check_sizes(schedule: Schedule, name: str) -> None:
         (max(schedule.setup.devices, len(schedule.devices)), MOST_DEVICES, "devices"),
         (sum(len(stage.saved_bytes) for stage in schedule.stages), MOST_LAYERS, "layers in $.stages"),
         (len(schedule.stages), MOST_LAYERS, "stages"),
+        (sum(max(1, len(devices)) for devices, _ in schedule.setup.hosts_or_none), MOST_DEVICES, "devices on hosts"),
     ):
         if found > most:
             raise BadInput(f"{name}: has {found} {what}, expected at most {most}")

@@ -160,6 +160,13 @@ class Link(Record, frozen=True, kw_only=True):
     latency_ns: Cost = 0
 
 
+class Host(Record, frozen=True, kw_only=True):
+    """A host, and the devices whose offloads go to its memory."""
+
+    devices: Annotated[list[Count], msgspec.Meta(min_length=1)]
+    memory_bytes: Cost
+
+
 class Machine(Record, frozen=True, kw_only=True):
     """The devices and what connects them. No `links`: no offload."""
 
@@ -170,7 +177,10 @@ class Machine(Record, frozen=True, kw_only=True):
     reserve_bytes: Cost = 0
     """Per device, for what is no activation, weight or optimizer state (context, workspace, fragmentation)."""
     host_memory_bytes: Cost | None = None
-    """Of the host, for all devices together; absent: unlimited."""
+    """Of all hosts, for all devices together; absent: unlimited."""
+    hosts: list[Host] = msgspec.field(default_factory=list)
+    """Of machines with several hosts: which devices stand on which, and its memory for them; a device that none names
+    is limited by `host_memory_bytes` alone."""
     time_permille: list[Positive] | None = None
     """By device: how long its ops take, in thousandths of the layers' times; absent: 1000 everywhere."""
     op_overhead_ns: Cost = 0
@@ -467,7 +477,20 @@ def _check_machine(machine: Machine, name: str) -> None:
             owner[device] = index
     if sum(link.devices is None for link in machine.links) > 1:
         raise BadInput(f"{name}: $.machine.links: more than one entry has no devices, expected at most one default")
+    _check_hosts(machine, name)
     _check_messages(machine, name)
+
+
+def _check_hosts(machine: Machine, name: str) -> None:
+    owner: dict[int, int] = {}
+    for index, host in enumerate(machine.hosts):
+        path = f"{name}: $.machine.hosts[{index}].devices names"
+        for device in host.devices:
+            if device >= machine.devices:
+                raise BadInput(f"{path} {device}, expected 0 to {machine.devices - 1}")
+            if device in owner:
+                raise BadInput(f"{path} {device}, which hosts[{owner[device]}] has already")
+            owner[device] = index
 
 
 def _check_messages(machine: Machine, name: str) -> None:

@@ -74,6 +74,17 @@ def short_bytes(size: int) -> str:
     return show_bytes(size).split(" (")[0]
 
 
+def show_hosts(total: int | None, hosts: Sequence[int]) -> str:
+    """Return in words what offloads may hold: on all hosts together (None: unlimited), and on each of `hosts`."""
+    if not hosts:
+        return "taken as unlimited" if total is None else show_bytes(total)
+    if len(set(hosts)) == 1:
+        each = f"{show_bytes(hosts[0])} on each of {len(hosts)} hosts"
+    else:
+        each = f"{', '.join(map(short_bytes, hosts))} on {len(hosts)} hosts"
+    return each if total is None else f"{each}, {show_bytes(total)} on all together"
+
+
 def show_ns(time: int) -> str:
     """Return a time with a unit that leaves few digits."""
     for factor, name in ((10**9, "s"), (10**6, "ms"), (10**3, "us")):

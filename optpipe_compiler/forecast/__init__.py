@@ -108,5 +108,5 @@ def analyse(schedule: Schedule) -> Analysis:
         memory=curves,
         holders=stacks,
         host=host,
-        gaps=find_gaps(timeline, curves, host, begin, end),
+        gaps=find_gaps(timeline, curves, begin, end),
     )

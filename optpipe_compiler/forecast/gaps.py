@@ -63,9 +63,9 @@ LONGEST = 2**62
 """ns; waits beyond are all alike."""
 
 
-def find_gaps(timeline: Timeline, curves: list[Curve], host: Curve, begin_ns: int, end_ns: int) -> list[Gap]:
+def find_gaps(timeline: Timeline, curves: list[Curve], begin_ns: int, end_ns: int) -> list[Gap]:
     """Return the gaps of all compute lanes, by device and time."""
-    search = _Search(timeline, Lines(timeline, curves, host))
+    search = _Search(timeline, Lines(timeline, curves))
     lanes: list[list[Item]] = [[] for _ in curves]
     for item in timeline.items:
         if item.lane == "compute":

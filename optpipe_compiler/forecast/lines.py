@@ -13,6 +13,7 @@ import numpy as np
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.forecast.items import Reason
+from optpipe_compiler.forecast.memory import host_curve
 
 if TYPE_CHECKING:
     from optpipe_compiler.forecast.items import Item, Timeline
@@ -46,11 +47,13 @@ class Line:
 class Lines:
     """Finds out for what an op stood in line; keeps what it found."""
 
-    def __init__(self, timeline: Timeline, curves: list[Curve], host: Curve) -> None:
+    def __init__(self, timeline: Timeline, curves: list[Curve]) -> None:
         self.timeline = timeline
         self.setup = timeline.schedule.setup
         self.curves = [_Levels(curve) for curve in curves]
-        self.host = _Levels(host)
+        self.hosts = [
+            (set(devices), _Levels(host_curve(timeline, set(devices))), cap) for devices, cap in self.setup.host_caps
+        ]
         queues: dict[Queue, list[Item]] = defaultdict(list)
         for item in timeline.items:
             queues[self._queue_of(item)].append(item)
@@ -87,15 +90,15 @@ class Lines:
     def _fits(self, item: Item, slot: int) -> bool:
         """Whether the memory would have let `item` start just before `slot` and hold its bytes from then on."""
         if isinstance(item.op, ir.Offload):
-            levels, cap = self.host, self.setup.host_cap_bytes
+            limits = [(levels, cap) for devices, levels, cap in self.hosts if item.device in devices]
             taken, given = self.timeline.table.on_host(item.op)
         else:
-            levels, cap = self.curves[item.device], self.setup.cap_bytes
+            limits = [(self.curves[item.device], self.setup.cap_bytes)]
             taken, given = self.timeline.table.on_device(item.op)
-        if cap is None:
-            return True
-        until = levels.highest(slot, item.begin_ns)
-        return levels.before(slot) + taken <= cap and until + taken + given <= cap
+        return all(
+            levels.before(slot) + taken <= cap and levels.highest(slot, item.begin_ns) + taken + given <= cap
+            for levels, cap in limits
+        )
 
     def _queue_of(self, item: Item) -> Queue:
         return item.lane, item.device if item.lane == "compute" else self.timeline.link_of.get(item.device, -1)

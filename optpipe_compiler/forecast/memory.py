@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from optpipe_compiler.forecast.table import NOTHING, Holds, plus
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from optpipe_compiler.forecast.items import Timed, Timeline
 
@@ -28,9 +28,14 @@ def device_stack(timeline: Timeline, device: int) -> Stack:
     return _stack(timeline.begin_ns, (static, *NOTHING[1:]), changes)
 
 
-def host_curve(timeline: Timeline) -> Curve:
-    """Return what the offloads of all devices hold on the host."""
-    ops = [timed for (_, lane), timed_lane in timeline.lanes.items() if lane != "compute" for timed in timed_lane]
+def host_curve(timeline: Timeline, devices: Collection[int] | None = None) -> Curve:
+    """Return what the offloads of these devices (None: of all) hold on their hosts."""
+    ops = [
+        timed
+        for (device, lane), timed_lane in timeline.lanes.items()
+        if lane != "compute" and (devices is None or device in devices)
+        for timed in timed_lane
+    ]
     changes = ((timed, *timeline.table.on_host(timed.op)) for timed in ops)
     return total(_stack(timeline.begin_ns, (0,), ((timed, (taken,), (given,)) for timed, taken, given in changes)))
 

@@ -19,6 +19,7 @@ from optpipe_compiler.model.problem import (
     duplex,
     gradient_bytes,
     host_links,
+    hosts_of,
     recompute_ns,
     residue_bytes,
     static_bytes,
@@ -27,7 +28,7 @@ from optpipe_compiler.model.problem import (
 from optpipe_compiler.model.schedule import KINDS, Kind, Schedule, Task
 
 if TYPE_CHECKING:
-    from optpipe_compiler.documents.profile import Layer, Profile
+    from optpipe_compiler.documents.profile import Layer, Machine, Profile
     from optpipe_compiler.model.placement import Layout
     from optpipe_compiler.model.problem import Caps, Problem, Stage
 
@@ -77,6 +78,7 @@ def lower(schedule: Schedule, profile: Profile, layout: Layout, caps: Caps, cert
         host_cap_bytes=caps.host_bytes,
         reserve_bytes=value_of(profile.machine.reserve_bytes),
         units=_units(schedule.problem),
+        hosts=_hosts(profile.machine, schedule.problem.devices),
     )
     provenance = ir.Provenance(
         compiler=f"optpipe {__version__}",
@@ -111,6 +113,11 @@ def _units(problem: Problem) -> ir.Units | UnsetType:
     if slicing is None:
         return UNSET
     return ir.Units(tokens=slicing.tokens, cuts=list(map(list, slicing.cuts)), shape_of=list(slicing.shape_of))
+
+
+def _hosts(machine: Machine, devices: int) -> list[ir.Host] | UnsetType:
+    found = [ir.Host(devices=list(members), cap_bytes=limit) for members, limit in hosts_of(machine, devices)]
+    return found or UNSET
 
 
 def _stages(profile: Profile, layout: Layout, slices: int) -> list[ir.Stage]:

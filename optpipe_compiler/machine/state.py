@@ -199,10 +199,14 @@ def _constants(problem: Problem) -> tuple[Ints, Ints, Ints, Ints]:
 
 
 def _host_shares(problem: Problem, owned: list[list[int]]) -> list[int]:
-    if problem.host_budget is None:
-        return [NEVER] * problem.devices
+    """Return what each device may hold on its host: of every limit a part by what it could offload."""
+    shares = [NEVER] * problem.devices
     weight = [sum(problem.stages[s].moved for s in mine if problem.can_offload(s)) for mine in owned]
-    return [problem.host_budget * item // max(1, sum(weight)) for item in weight]
+    for devices, limit in problem.host_limits:
+        whole = max(1, sum(weight[d] for d in devices))
+        for d in devices:
+            shares[d] = min(shares[d], limit * weight[d] // whole)
+    return shares
 
 
 @compiled

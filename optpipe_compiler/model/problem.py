@@ -133,6 +133,7 @@ class Problem:
     budget: tuple[int, ...]
     """Units per device for everything that is not static; negative when the static part alone is too large."""
     host_budget: int | None
+    """Units for the offloads of all devices; None: unlimited."""
     freedom: Freedom
     tick_ns: int = 1
     unit_bytes: int = 1
@@ -141,6 +142,18 @@ class Problem:
     slicing: Slicing | None = None
     classes: tuple[tuple[Stage, ...], ...] = ()
     """By shape and slice, the figures of each stage; empty where all units are equal."""
+    hosts: tuple[tuple[tuple[int, ...], int], ...] = ()
+    """Of each host its devices, and units for their offloads; a device is on one host at most."""
+
+    @property
+    def host_limits(self) -> list[tuple[tuple[int, ...], int]]:
+        """Which devices' offloads together have which limit in units: those of a host, and all."""
+        every = [] if self.host_budget is None else [(tuple(range(self.devices)), self.host_budget)]
+        return [*self.hosts, *every]
+
+    def fits_hosts(self, host_peaks: Sequence[int]) -> bool:
+        """Whether devices whose offloads hold at most this, each, keep to all limits in every execution."""
+        return all(sum(host_peaks[d] for d in devices) <= limit for devices, limit in self.host_limits)
 
     @property
     def slices(self) -> int:
@@ -213,8 +226,16 @@ def build(
     link_of = [next((n for n, (members, _) in enumerate(links) if d in members), None) for d in range(devices)]
     budget = tuple(caps.device_bytes - size for size in fixed)
     units = microbatches * (1 if slicing is None else slicing.slices)
-    problem = Problem(devices, units, stages, tuple(link_of), budget, caps.host_bytes, freedom)
+    problem = Problem(
+        devices, units, stages, tuple(link_of), budget, caps.host_bytes, freedom, hosts=hosts_of(machine, devices)
+    )
     return problem if slicing is None else replace(problem, slicing=slicing, classes=classes)
+
+
+def hosts_of(machine: Machine, devices: int) -> tuple[tuple[tuple[int, ...], int], ...]:
+    """Return the machine's hosts with the first `devices` devices on them: which of these, and bytes for offloads."""
+    found = ((tuple(d for d in host.devices if d < devices), value_of(host.memory_bytes)) for host in machine.hosts)
+    return tuple((members, limit) for members, limit in found if members)
 
 
 def _classes(
@@ -531,6 +552,7 @@ def coarsen(problem: Problem, reference: int = 0) -> Problem:
         classes=tuple(map(coarse, problem.classes)),
         budget=tuple(size // unit for size in problem.budget),
         host_budget=None if problem.host_budget is None else problem.host_budget // unit,
+        hosts=tuple((devices, limit // unit) for devices, limit in problem.hosts),
         tick_ns=problem.tick_ns * tick,
         unit_bytes=problem.unit_bytes * unit,
         stretch=stretch,

@@ -83,7 +83,7 @@ class Attempt:
         peaks, host_peaks = self.peaks(timed)
         caps = map(int.__add__, self.fixed, problem.budget)
         over = [max(0, peak - cap) for peak, cap in zip(peaks, caps, strict=True)]
-        fits = not any(over) and (problem.host_budget is None or sum(host_peaks) <= problem.host_budget)
+        fits = not any(over) and problem.fits_hosts(host_peaks)
         return Need(max(peaks), None if fits else over)
 
 

@@ -90,6 +90,8 @@ def _refusal(needed: int, device: int, attempt: Attempt, caps: Caps) -> Infeasib
     cap = caps.device_bytes
     place = f"placement {attempt.layout.name}, {attempt.layout.stages} stages"
     host = "" if caps.host_bytes is None else f" and --host-mem {show_bytes(caps.host_bytes)}"
+    if attempt.problem.hosts:
+        host += " and the memory of the profile's hosts"
     if needed <= cap:
         return Infeasible(f"no schedule fits{host}: offloading needs more host memory; raise --host-mem or --mem")
     return Infeasible(

@@ -176,8 +176,9 @@ def _while_running(held: _Cumulative, problem: Problem, s: int, a: Activation, g
 
 
 def _host_memory(model: cp_model.CpModel, problem: Problem, v: Variables) -> None:
-    """Each device gets a share of the host's memory that its offloads never exceed; the shares fit the host."""
-    if problem.host_budget is None:
+    """Each device gets a share of its host's memory that its offloads never exceed; the shares fit every limit."""
+    limits = problem.host_limits
+    if not limits:
         return
     resources = [_Cumulative(model, v) for _ in range(problem.devices)]
     for (s, m), a in v.activations.items():
@@ -185,8 +186,13 @@ def _host_memory(model: cp_model.CpModel, problem: Problem, v: Variables) -> Non
             stage = problem.stages[s]
             held = resources[stage.device]
             held.add(a.away, a.back_end, stage.moved, a.offload, f"host_{s}_{m}")
-    v.shares.extend(model.new_int_var(0, problem.host_budget, f"share_{d}") for d in range(problem.devices))
-    model.add(sum(v.shares) <= problem.host_budget)
+    largest = [min((limit for devices, limit in limits if d in devices), default=None) for d in range(problem.devices)]
+    every = sum(demand for held in resources for demand in held.demands)
+    v.shares.extend(
+        model.new_int_var(0, every if most is None else most, f"share_{d}") for d, most in enumerate(largest)
+    )
+    for devices, limit in limits:
+        model.add(sum(v.shares[d] for d in devices) <= limit)
     for held, share in zip(resources, v.shares, strict=True):
         if held.intervals:
             model.add_cumulative(held.intervals, held.demands, share)

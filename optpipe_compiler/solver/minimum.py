@@ -27,10 +27,7 @@ def one_at_a_time(problem: Problem, fixed: tuple[int, ...]) -> Schedule:
     """
     single = replace(problem, microbatches=1)
     starts = _device_by_device(single, fixed)
-    if (
-        problem.host_budget is not None
-        and sum(Schedule(_unit_times(single), "", starts).host_peaks) > problem.host_budget
-    ):
+    if not problem.fits_hosts(Schedule(_unit_times(single), "", starts).host_peaks):
         starts = _solve(coarsen(_unit_times(single)), fixed)
     free = replace(single, budget=(UNLIMITED,) * problem.devices)
     alone = _serial(free, starts)
@@ -60,6 +57,7 @@ def _device_by_device(single: Problem, fixed: tuple[int, ...]) -> dict[Task, int
             link_of=(single.link_of[device],),
             budget=(single.budget[device],),
             host_budget=None,
+            hosts=(),
         )
         starts = _solve(coarsen(_unit_times(alone)), (fixed[device],))
         named = {task: Task(task.kind, mine[task.stage], 0) for task in starts}

@@ -75,6 +75,7 @@ def _tables(schedule: ir.Schedule) -> list[Violation]:
     found = list(tables.numbers(schedule))
     if not found:
         found = [*tables.devices(schedule), *tables.stages(schedule), *tables.units(schedule)]
+        found += tables.hosts(schedule)
     if not found:
         found = [*tables.layer_lists(schedule), *tables.selective(schedule)]
     if not found:
@@ -141,6 +142,7 @@ def _profile(plan: Plan, profile: Profile) -> list[Violation]:
     found = [*against_profile.setup(plan.schedule, profile), *against_profile.stage_bytes(plan, layers)]
     found += against_profile.units(plan.schedule, profile, layers)
     found += against_profile.links(plan, profile.machine)
+    found += against_profile.hosts(plan.schedule, profile.machine)
     if not list(forecast.cost_records(plan)):
         found += against_profile.stage_times(plan, profile, layers)
         found += against_profile.message_times(plan, profile.machine)

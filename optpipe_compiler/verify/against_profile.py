@@ -318,6 +318,24 @@ def links(plan: Plan, machine: Machine) -> Iterator[Violation]:
     yield from differences.violations()
 
 
+def hosts(schedule: ir.Schedule, machine: Machine) -> Iterator[Violation]:
+    """The hosts are the profile's: the same devices, of those that the schedule has, and all of the memory."""
+    count = len(schedule.devices)
+    members = [[device for device in host.devices if device < count] for host in machine.hosts]
+    expected = [
+        (devices, value_of(host.memory_bytes)) for devices, host in zip(members, machine.hosts, strict=True) if devices
+    ]
+    found = schedule.setup.hosts_or_none
+    if found != expected:
+        message = f"setup.hosts has {_hosts(found)}, the profile {_hosts(expected)}"
+        yield Violation("profile-hosts", message)
+
+
+def _hosts(hosts: list[tuple[list[int], int]]) -> str:
+    said = (f"{cap} bytes for the devices {', '.join(map(str, devices))}" for devices, cap in hosts)
+    return "; ".join(said) or "none"
+
+
 def _link_of(machine: Machine, device: int) -> Link | None:
     """Return the link that names the device, else the one for devices that none names."""
     named = [link for link in machine.links if device in (link.devices or ())]

@@ -171,7 +171,8 @@ def boundaries(schedule: ir.Schedule) -> Iterator[Violation]:
 
 
 def caps(schedule: ir.Schedule) -> Iterator[Violation]:
-    """peak_bytes <= setup.cap_bytes on every device; the sum of host_bytes <= setup.host_cap_bytes."""
+    """peak_bytes <= setup.cap_bytes on every device; the sum of host_bytes is at most setup.host_cap_bytes over all
+    devices, and at most a host's cap_bytes over those that stand on it."""
     setup = schedule.setup
     for index, device in enumerate(schedule.devices):
         if device.peak_bytes > setup.cap_bytes:
@@ -181,6 +182,24 @@ def caps(schedule: ir.Schedule) -> Iterator[Violation]:
     if setup.host_cap_bytes is not None and host > setup.host_cap_bytes:
         message = f"the devices may hold {host} bytes on the host together, over its cap of {setup.host_cap_bytes}"
         yield Violation("caps", message)
+    promised = {device.device: device.host_bytes for device in schedule.devices}
+    for index, (members, cap) in enumerate(setup.hosts_or_none):
+        held = sum(promised.get(device, 0) for device in members)
+        if held > cap:
+            message = f"the devices of host {index} may hold {held} bytes there together, over its cap of {cap}"
+            yield Violation("caps", message)
+
+
+def hosts(schedule: ir.Schedule) -> Iterator[Violation]:
+    """A host is of devices that the file lists; a device stands on one host at most."""
+    owner: dict[int, int] = {}
+    for index, (members, _) in enumerate(schedule.setup.hosts_or_none):
+        for device in members:
+            if device >= len(schedule.devices):
+                yield Violation("hosts", f"host {index} has device {device}, which the file does not list")
+            elif device in owner:
+                yield Violation("hosts", f"device {device} stands on hosts {owner[device]} and {index}")
+            owner.setdefault(device, index)
 
 
 def digest(schedule: ir.Schedule) -> Iterator[Violation]:

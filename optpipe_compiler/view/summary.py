@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from optpipe_compiler.documents.units import printable, short_bytes, show_bytes, show_layers, show_ns
+from optpipe_compiler.documents.units import printable, short_bytes, show_bytes, show_hosts, show_layers, show_ns
 from optpipe_compiler.forecast import Cause, analyse
 from optpipe_compiler.forecast.links import link_loads
 from optpipe_compiler.view.baselines import OTHERS, best, faster, kind, ranked, whose
@@ -229,13 +229,14 @@ def assumptions(schedule: Schedule) -> list[str]:
     """Return in words what the numbers take for granted; what is missing in the profile first."""
     setup = schedule.setup
     held = sum(device.host_bytes for device in schedule.devices)
-    host = show_bytes(setup.host_cap_bytes) if setup.host_cap_bytes is not None else "taken as unlimited"
+    host = show_hosts(setup.host_cap_bytes, [cap for _, cap in setup.hosts_or_none])
+    together = "" if setup.hosts_or_none else ", all devices together"
     weightless = ["the profile has no static bytes: weights, gradients and optimizer state count 0"]
     return [
         *(weightless if not any(stage.static_bytes for stage in schedule.stages) else []),
         f"cap per device {show_bytes(setup.cap_bytes)}: covers weights, gradients and optimizer state, a reserve of "
         f"{show_bytes(setup.reserve_bytes)}, activations, messages and what ops need while they run",
-        f"host memory for offloads: {host}, all devices together; this schedule may hold {short_bytes(held)} there",
+        f"host memory for offloads: {host}{together}; this schedule may hold {short_bytes(held)} there",
         "the promised peaks hold for every execution that the order and the waits allow, not only at forecast times",
         "a transfer takes the time alone on its link only if none of the other direction overlaps it",
         "microbatches run in order per stage and kind; a stage's activation is kept, recomputed, or offloaded, whole "

@@ -27,7 +27,7 @@ from optpipe_torch.profiler.layers import (
     time_selective,
     transient_bytes,
 )
-from optpipe_torch.profiler.records import Findings, LayerBytes, Messages, Times
+from optpipe_torch.profiler.records import Findings, LayerBytes, Messages, Times, available_memory
 from optpipe_torch.profiler.slices import slice_bytes, sliced_bench, time_slices
 from optpipe_torch.profiler.spread import steadiest
 from optpipe_torch.profiler.timer import CpuTimer
@@ -160,6 +160,7 @@ def _find(timer: Timer, place: Place, model: Model, samples: int, say: Callable[
         memory=timer.memory(),
         titles=models.layer_titles(model) if model.builder in models.OWN else [],
         host_link=timer.host_link,
+        host_memory_bytes=available_memory(),
         sliced=sliced_times,
         ties=models.tied_layers(model),
     )

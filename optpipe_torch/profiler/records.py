@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 from dataclasses import dataclass, field
-from itertools import groupby, pairwise
+from itertools import combinations, groupby, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from msgspec import structs
 
 from optpipe_compiler.documents.profile import (
     P2P,
+    Host,
     Layer,
     Link,
     Machine,
@@ -169,6 +170,8 @@ class Findings:
     """By kind of layer that can be sliced: samples of each op of each slice (`sample_name`)."""
     host_link: str | None = None
     """Equal for devices that share the way to their host; None: not known who does."""
+    host_memory_bytes: int = 0
+    """Of the host's memory what is free or can be freed."""
 
 
 def assemble(model: Model, devices: int, findings: Sequence[Findings], per_host: int | None = None) -> Profile:
@@ -201,9 +204,9 @@ def assemble(model: Model, devices: int, findings: Sequence[Findings], per_host:
             kind=", ".join(dict.fromkeys(found.kind for found in findings)),
             memory_bytes=_once(memory_bytes),
             reserve_bytes=reserve_bytes,
-            host_memory_bytes=_once(available_memory() * -(-devices // here)),
+            **_host_memory(findings, devices, here),
             op_overhead_ns=overhead,
-            p2p=[] if devices == 1 else _messages(findings, links[0]),
+            p2p=[] if devices == 1 else _messages(findings, links[0], devices, here),
             links=links,
         ),
         layers=layers,
@@ -224,6 +227,15 @@ def _memory(findings: Sequence[Findings], per_host: int) -> tuple[int, Cost]:
     if not known:
         return physical_memory() // per_host, 0
     return min(total for total, _ in known), _once(max(taken for _, taken in known))
+
+
+def _host_memory(findings: Sequence[Findings], devices: int, per_host: int) -> dict[str, Any]:
+    """Return the memory of the one host, or of each of several, whose devices are the ranks that were measured."""
+    if devices <= per_host:
+        return {"host_memory_bytes": _once(min(found.host_memory_bytes for found in findings))}
+    groups = [list(range(first, min(first + per_host, devices))) for first in range(0, devices, per_host)]
+    sizes = [min(findings[rank].host_memory_bytes for rank in group) for group in groups]
+    return {"hosts": [Host(devices=group, memory_bytes=_once(size)) for group, size in zip(groups, sizes, strict=True)]}
 
 
 def _title(model: Model) -> str:
@@ -331,21 +343,34 @@ def _estimated(value: int) -> Quantity:
     return Quantity(value=value, source="estimated")
 
 
-def _messages(findings: Sequence[Findings], link: Link) -> list[P2P]:
+def _messages(findings: Sequence[Findings], link: Link, devices: int, per_host: int) -> list[P2P]:
     """Return what a message takes between any two devices, then an entry for each pair that was measured by itself.
 
-    Where there was no pair, it is estimated as on its way through the host.
+    With several hosts that were measured the first entry is of messages between hosts, and every pair within a host has
+    an entry: its own, or that of all measured pairs within hosts. Where there was no pair, messages are estimated as on
+    their way through the host.
     """
     if not any(found.messages.small for found in findings):
         speed = min(value_of(link.d2h_bytes_per_s), value_of(link.h2d_bytes_per_s))
         return [P2P(latency_ns=_estimated(2 * value_of(link.latency_ns)), bytes_per_s=_estimated(speed))]
-    entries = [_p2p([found.messages for found in findings])]
-    for rank, one in enumerate(findings):
-        for peer, messages in sorted(one.messages_with.items()):
-            if rank < peer:
-                both = [messages, findings[peer].messages_with[rank]]
-                entries.append(structs.replace(_p2p(both), devices=(rank, peer)))
-    return entries
+    pairs = {
+        (rank, peer): [messages, findings[peer].messages_with[rank]]
+        for rank, one in enumerate(findings)
+        for peer, messages in sorted(one.messages_with.items())
+        if rank < peer
+    }
+    own = {pair: structs.replace(_p2p(both), devices=pair) for pair, both in pairs.items()}
+    between, within = (
+        [messages for (a, b), both in pairs.items() if (a // per_host != b // per_host) is across for messages in both]
+        for across in (True, False)
+    )
+    if not between:
+        return [_p2p([found.messages for found in findings]), *own.values()]
+    if within:
+        usual, hosts = _p2p(within), range(0, devices, per_host)
+        neighbours = [pair for first in hosts for pair in combinations(range(first, first + per_host), 2)]
+        own = {pair: structs.replace(usual, devices=pair) for pair in neighbours if pair[1] < devices} | own
+    return [_p2p(between), *(own[pair] for pair in sorted(own))]
 
 
 def _p2p(messages: Sequence[Messages]) -> P2P:

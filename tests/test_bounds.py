@@ -110,8 +110,10 @@ def test_where_one_activation_fits_memory_times_time_is_the_optimum():
 
 
 def test_memory_times_time_counts_the_cheapest_way_to_hold_an_activation():
-    """On device 0 kept for 90 ticks; offloaded for 38 there and on device 1, from tick 10 on; recomputed, device 0 holds
-    it for 40 ticks, and a quarter of it, the checkpoint, for 50 more."""
+    """On device 0 kept for 90 ticks; on device 1, from tick 10 on, offloaded for 38.
+
+    Recomputed, device 0 holds it for 40 ticks, and a quarter of it, the checkpoint, for 50 more.
+    """
     one = problem(3, 4, 4, send_activation=0, send_gradient=0, offload=3, reload=5, checkpoint=1)
     ticks = {
         freedom: memory_time(replace(one, freedom=freedom)).ticks

@@ -216,7 +216,9 @@ class _Memory:
         lengths = np.array(list(map(len, sums)), np.int64)
         self._offsets = np.cumsum(lengths) - lengths
         lanes = [self._lane(graph, what, device) for what in (COMPUTE, H2D)]
-        self._started = {number: _Started(len(graph.along[number]), len(local)) for number in lanes if number != NONE}
+        self._started = {
+            number: _Started(nodes.taken[graph.along[number]], len(local)) for number in lanes if number != NONE
+        }
         self._other = {one: other for one, other in (lanes, lanes[::-1]) if other != NONE}
         """By lane that takes memory the other one, where there is one."""
         self._d2h, self._h2d = self._lane(graph, D2H, device), lanes[1]
@@ -233,8 +235,9 @@ class _Memory:
     def start(self, chain: int, taken: int, host_taken: int, clock: Clock) -> None:
         """Let a node start on a lane, `clock` being that of all chains."""
         self._host_taken += host_taken
-        if (started := self._started.get(chain)) is not None:
-            started.append(taken, self._freed(clock[self.columns]) if chain in self._other else None)
+        if taken:
+            freed = self._freed(clock[self.columns]) if chain in self._other else None
+            self._started[chain].append(taken, freed)
 
     def fits_host(self, host_taken: int, clock: Clock) -> bool:
         """Whether the host has room for an offload that starts with a clock."""
@@ -248,14 +251,15 @@ class _Memory:
         """
         freed, room = self._freed(clock), self.peak - taken - self._started[chain].total
         if chain not in self._other:
-            return bool(room >= -freed.sum())
+            return bool(room >= -np.add.reduce(freed))
         lane = self._other[chain]
-        other, implied = self._started[lane], int(clock[self.index[lane]])
-        if other.taken[implied] - freed.sum() > room:
+        other = self._started[lane]
+        implied = other.takers[clock[self.index[lane]]]
+        if other.taken[implied] - np.add.reduce(freed) > room:
             return False
         later = slice(implied + 1, other.count + 1)
-        held = other.taken[later] - np.maximum(other.freed[later], freed).sum(axis=1)
-        return bool(held.max(initial=room) <= room)
+        held = other.taken[later] - np.add.reduce(np.maximum(other.freed[later], freed), axis=1)
+        return bool(np.maximum.reduce(held, initial=room) <= room)
 
     def _freed(self, clock: Clock) -> Ints:
         """Return the bytes that each chain has given back."""
@@ -264,12 +268,14 @@ class _Memory:
 
 
 class _Started:
-    """The nodes of one lane that have started: bytes taken by the first 0, 1, ..., and freed by each chain then."""
+    """What takes memory on one lane and has started: bytes taken by the first 0, 1, ..., freed by each chain then."""
 
-    def __init__(self, length: int, chains: int) -> None:
+    def __init__(self, taken: Ints, chains: int) -> None:
+        self.takers: list[int] = _sums((taken > 0).astype(np.int64)).tolist()
+        """How many of the lane's first 0, 1, ... nodes take memory."""
         self.count = self.total = 0
-        self.taken = np.zeros(length + 1, np.int64)
-        self.freed = np.zeros((length + 1, chains), np.int64)
+        self.taken = np.zeros(self.takers[-1] + 1, np.int64)
+        self.freed = np.zeros((self.takers[-1] + 1, chains), np.int64)
 
     def append(self, taken: int, freed: Ints | None) -> None:
         """Add the next node; what is freed is not asked for where no other lane takes memory."""

@@ -48,14 +48,15 @@ class Events:
             if device < peer:
                 self._add_channel((device, peer), [message for message, _ in listed])
         for place in plan.places:
-            gates = [*place.op.after, *_gates(plan, place)]
-            if gates:
-                self.before[self.start[place.id]] += [self.done[name] for name in gates]
+            if place.op.after:
+                self.before[self.start[place.id]] += [self.done[name] for name in place.op.after]
+        for place, _ in plan.receives:  # law 3: what reads a message starts after it has arrived
+            self.before[self.start[plan.reader_of(place)]].append(self.done[place.id])
 
-    def _add(self, chain: list[int], op: str, *before: int) -> int:
-        """Append an event to a chain: it comes after the event before it on the chain, and after `before`."""
+    def _add(self, chain: list[int], op: str) -> int:
+        """Append an event to a chain: it comes after the event before it on the chain."""
         event = len(self.before)
-        self.before.append([*chain[-1:], *before])
+        self.before.append(chain[-1:])
         self.op_of.append(op)
         chain.append(event)
         return event
@@ -74,17 +75,8 @@ class Events:
         """Law 3: a transfer comes after both issues and after the transfer before it in the order of the pair."""
         chain = self.chains[pair] = []
         for message in messages:
-            issues = (self.start[message.send], self.start[message.recv])
-            self.done[message.send] = self.done[message.recv] = self._add(chain, message.send, *issues)
-
-
-def _gates(plan: Plan, place: PlacedOp) -> list[str]:
-    """Law 3: a forward and the op that makes the gradient start after their message has arrived."""
-    if place.kind == "forward" and plan.peer(place.stage, -1) is not None:
-        return [named("recv_activation", place.stage, place.unit)]
-    if place.kind in ("backward", "backward_input") and plan.peer(place.stage, 1) is not None:
-        return [named("recv_gradient", place.stage, place.unit)]
-    return []
+            transfer = self.done[message.send] = self.done[message.recv] = self._add(chain, message.send)
+            self.before[transfer] += self.start[message.send], self.start[message.recv]
 
 
 class Causality:
@@ -114,12 +106,14 @@ class Causality:
     def _joined(self, order: list[int]) -> tuple[list[tuple[int, list[int]]], npt.NDArray[np.int64]]:
         """Return the joins in order, each with the events of other chains that come directly before it, and by event
         the number of its row: that of a join from 1 on, 0 before the first of its chain."""
-        chain_of = self.chain_of.tolist()
+        chain_of, position = self.chain_of.tolist(), self.position.tolist()
         joins: list[tuple[int, list[int]]] = []
         is_join = np.zeros(len(order), np.int64)
         for event in order:
             before = self.events.before[event]
-            if others := [one for one in before if chain_of[one] != chain_of[event]] if before else []:
+            if len(before) == (position[event] > 1):  # none but the one on its chain
+                continue
+            if others := [one for one in before if chain_of[one] != chain_of[event]]:
                 joins.append((event, others))
                 is_join[event] = len(joins)
         row = np.zeros(len(order), np.int64)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from optpipe_compiler.verify.plan import LANES, PlacedOp, Plan
+from optpipe_compiler.verify.plan import LANES, SENDS, PlacedOp, Plan
 from optpipe_compiler.verify.report import Violation
 
 if TYPE_CHECKING:
@@ -67,4 +67,4 @@ def _stated(device: ir.Device) -> list[ir.Delivered]:
 
 
 def _is_send(place: PlacedOp) -> bool:
-    return place.kind in ("send_activation", "send_gradient")
+    return place.kind in SENDS

@@ -212,9 +212,7 @@ def wait_times(timed: Timed) -> Iterator[Violation]:
 
 def message_times(timed: Timed) -> Iterator[Violation]:
     """A send is issued when its producer ends; both halves end when it arrives, `send_*_ns` later."""
-    for place, message in timed.plan.halves:
-        if place.kind not in ("send_activation", "send_gradient"):
-            continue
+    for place, message in timed.plan.sends:
         producer = _producer(timed.plan, message)
         ready = timed.end[producer]
         if timed.start[place.id] != ready:
@@ -229,22 +227,16 @@ def message_times(timed: Timed) -> Iterator[Violation]:
 
 def receive_times(timed: Timed) -> Iterator[Violation]:
     """A receive is issued not later than its message is sent."""
-    for place, message in timed.plan.halves:
-        is_receive = place.kind in ("recv_activation", "recv_gradient")
-        if is_receive and timed.start[place.id] > timed.start[message.send]:
+    for place, message in timed.plan.receives:
+        if timed.start[place.id] > timed.start[message.send]:
             text = f"{place.id} on device {place.device} is issued at {timed.start[place.id]} ns, after its message is"
             yield place.breaks("times", f"{text} sent at {timed.start[message.send]} ns", message.send)
 
 
 def arrivals(timed: Timed) -> Iterator[Violation]:
     """A forward, and the op that makes the gradient, starts at or after the arrival of its message."""
-    for place, message in timed.plan.halves:
-        if place.kind == "recv_activation":
-            reader = named("forward", place.stage, place.unit)
-        elif place.kind == "recv_gradient":
-            reader = timed.plan.gradient_of(place.stage, place.unit)
-        else:
-            continue
+    for place, message in timed.plan.receives:
+        reader = timed.plan.reader_of(place)
         if timed.start[reader] < timed.end[place.id]:
             text = f"{reader} on device {place.device} starts at {timed.start[reader]} ns, before {message} arrives at"
             yield timed.plan.by_id[reader].breaks("times", f"{text} {timed.end[place.id]} ns", place.id)

@@ -38,7 +38,7 @@ class Table:
         self.sizes = Sizes(plan)
         self.dropped: dict[tuple[int, Unit], int] = defaultdict(int)
         """What the recomputed ranges of a stage and unit give up after their forward."""
-        self._known: dict[tuple[str, UnitSizes, ir.Range | None, int], tuple[int, int]] = {}
+        self._known: dict[tuple[type[ir.Op], UnitSizes, ir.Range | None, int], tuple[int, int]] = {}
         for place in plan.of("recompute"):
             assert isinstance(place.op, ir.Recompute)
             self.dropped[place.stage, place.unit] += self.sizes.of(place.op).given_up(place.op.layers)
@@ -46,7 +46,7 @@ class Table:
     def on_device(self, op: ir.Op) -> tuple[int, int]:
         """Return the bytes on the device that `op` adds at its start and at its end (frees are negative)."""
         dropped = self.dropped.get((op.stage, op.unit), 0) if isinstance(op, ir.Forward) else 0
-        key = op.name, self.sizes.of(op), op.layers if isinstance(op, ir.SavedOp) else None, dropped
+        key = type(op), self.sizes.of(op), op.layers if isinstance(op, ir.SavedOp) else None, dropped
         if key not in self._known:
             self._known[key] = self._on_device(op, *key[1::2])
         return self._known[key]

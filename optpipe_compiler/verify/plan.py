@@ -76,6 +76,16 @@ class Plan:
                 found.append((place, message))
         return found
 
+    @property
+    def sends(self) -> list[tuple[PlacedOp, Message]]:
+        """All sends with their messages."""
+        return [half for half in self.halves if half[0].kind in SENDS]
+
+    @property
+    def receives(self) -> list[tuple[PlacedOp, Message]]:
+        """All receives with their messages."""
+        return [half for half in self.halves if half[0].kind not in SENDS]
+
     @cached_property
     def channels(self) -> dict[tuple[int, int], list[tuple[Message, PlacedOp]]]:
         """Per device and peer, the messages between them in the order in which the device lists them."""
@@ -96,6 +106,12 @@ class Plan:
         """Return the id of the op that makes the gradient of the stage's input: `backward_input` or `backward`."""
         return self._split.get((stage, unit)) or named("backward", stage, unit)
 
+    def reader_of(self, receive: PlacedOp) -> str:
+        """Return the id of the op that reads what a receive brings."""
+        if receive.kind == "recv_activation":
+            return named("forward", receive.stage, receive.unit)
+        return self.gradient_of(receive.stage, receive.unit)
+
 
 def named(kind: str, stage: int, unit: Unit, layers: ir.Range | None = None) -> str:
     """Return the id of an op of a unit."""
@@ -108,8 +124,9 @@ def _lanes_of(device: ir.Device) -> list[tuple[Lane, Sequence[ir.Op]]]:
 
 def _places(device: int, lane: Lane, ops: Sequence[ir.Op]) -> list[PlacedOp]:
     places = []
+    kinds = {type(op): op.name for op in ops}
     for index, op in enumerate(ops):
-        kind, stage, unit = op.name, op.stage, op.unit
+        kind, stage, unit = kinds[type(op)], op.stage, op.unit
         layers = op.layers if isinstance(op, ir.SavedOp) else None
         places.append(PlacedOp(device, lane, index, op, named(kind, stage, unit, layers), kind, stage, unit))
     return places
@@ -144,3 +161,4 @@ _HALVES = {
     "recv_gradient": ("gradient", 1),
 }
 """By kind of op what its message is, and how far from its own stage the one is that sends it."""
+SENDS = ("send_activation", "send_gradient")

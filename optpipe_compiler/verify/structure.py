@@ -183,7 +183,7 @@ def order(plan: Plan) -> Iterator[Violation]:
         latest: dict[tuple[str, int], tuple[tuple[int, int], PlacedOp]] = {}
         for place in lane:
             key = "gradient" if place.kind in ("backward", "backward_input") else place.kind, place.stage
-            turn = _turn(place)
+            turn = _turn(place) if plan.slices > 1 else (place.unit[0], 0)
             latest_turn, before = latest.get(key, (turn, place))
             if turn < latest_turn:
                 what = "microbatches" if place.unit[0] != before.unit[0] else "slices"

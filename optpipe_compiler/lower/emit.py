@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from msgspec import UNSET, UnsetType, structs
 
 from optpipe_compiler import __version__
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import op_id
 from optpipe_compiler.documents.profile import Sliceable, in_one_stage, of_unit, on_device, selected, value_of
-from optpipe_compiler.lower.graph import Graph, Node
+from optpipe_compiler.lower.graph import LANES, SEND_ACTIVATION, Graph
 from optpipe_compiler.lower.waits import Waits, planned_peaks
 from optpipe_compiler.model.problem import (
     alone,
@@ -32,18 +33,20 @@ if TYPE_CHECKING:
     from optpipe_compiler.model.placement import Layout
     from optpipe_compiler.model.problem import Caps, Problem, Stage
 
-COMPUTE: dict[Kind, type[ir.Forward | ir.BackwardInput | ir.BackwardWeight | ir.Backward]] = {
-    Kind.F: ir.Forward,
-    Kind.I: ir.BackwardInput,
-    Kind.W: ir.BackwardWeight,
-    Kind.B: ir.Backward,
-}
-MESSAGES: dict[str, type[ir.SendActivation | ir.RecvActivation | ir.SendGradient | ir.RecvGradient]] = {
-    "send_activation": ir.SendActivation,
-    "recv_activation": ir.RecvActivation,
-    "send_gradient": ir.SendGradient,
-    "recv_gradient": ir.RecvGradient,
-}
+RECORDS: tuple[type[ir.ComputeOp | ir.Offload | ir.Reload], ...] = (
+    ir.Forward,
+    ir.BackwardInput,
+    ir.BackwardWeight,
+    ir.Backward,
+    ir.Recompute,
+    ir.Offload,
+    ir.Reload,
+    ir.SendActivation,
+    ir.SendGradient,
+    ir.RecvActivation,
+    ir.RecvGradient,
+)
+"""By kind of node."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,15 @@ def lower(schedule: Schedule, profile: Profile, layout: Layout, caps: Caps, cert
     The promised peaks are the planned ones; whether they are under the caps is left to the caller and to `verify`.
     """
     stages = _stages(profile, layout, schedule.problem.slices)
-    graph = Graph(schedule, stages)
+    graph = Graph(schedule)
     order = graph.order()
-    peaks = planned_peaks(order, schedule.problem.devices)
+    peaks = planned_peaks(graph, order)
     waits = Waits(graph, order, peaks)
     waits.add()
-    devices = [_device(waits, d, static_bytes(profile, layout, d) + peak, host) for d, (peak, host) in enumerate(peaks)]
+    ops = _Ops(waits, stages)
+    devices = [
+        ops.device(d, static_bytes(profile, layout, d) + peak, host_peak) for d, (peak, host_peak) in enumerate(peaks)
+    ]
     setup = ir.Setup(
         devices=schedule.problem.devices,
         microbatches=schedule.problem.whole,
@@ -102,8 +108,8 @@ def lower(schedule: Schedule, profile: Profile, layout: Layout, caps: Caps, cert
 
 def promised(schedule: Schedule, profile: Profile, layout: Layout) -> tuple[list[int], list[int]]:
     """Return the peaks that the file of `schedule` would promise, in bytes per device: on the device, on the host."""
-    order = Graph(schedule, _stages(profile, layout, schedule.problem.slices)).order()
-    peaks = planned_peaks(order, schedule.problem.devices)
+    graph = Graph(schedule)
+    peaks = planned_peaks(graph, graph.order())
     static = [static_bytes(profile, layout, device) for device in range(schedule.problem.devices)]
     return [size + peak for size, (peak, _) in zip(static, peaks, strict=True)], [host for _, host in peaks]
 
@@ -163,81 +169,75 @@ def _stage(layers: list[Layer], layout: Layout, index: int, held: list[int], sli
     )
 
 
-def _device(waits: Waits, device: int, peak: int, host_peak: int) -> ir.Device:
-    graph, slices = waits.graph, waits.graph.problem.slices
-    return ir.Device(
-        device=device,
-        peak_bytes=peak,
-        host_bytes=host_peak,
-        compute=[_compute_op(node, slices) for node in graph.lane("compute", device)],
-        d2h=[ir.Offload(**_saved_op(node, slices)) for node in graph.lane("d2h", device)],
-        h2d=[ir.Reload(**_saved_op(node, slices)) for node in graph.lane("h2d", device)],
-        deliveries=[
-            ir.Delivered(before=_id(node, slices), sends=[_id(send, slices) for send in sends])
-            for node, sends in waits.deliveries(device)
-        ],
-    )
+class _Ops:
+    """The ops of a schedule with waits, as records."""
 
+    def __init__(self, waits: Waits, stages: list[ir.Stage]) -> None:
+        self.waits, self.graph, self.stages = waits, waits.graph, stages
+        self.slices = self.graph.problem.slices
+        nodes = self.graph.nodes
+        columns = (nodes.kind, nodes.stage, nodes.unit, nodes.peer)
+        self.nodes = list(zip(*(column.tolist() for column in columns), strict=True))
+        """Kind, stage, unit and peer of each."""
 
-def _op(node: Node, slices: int) -> dict[str, Any]:
-    microbatch, slice = _unit(node, slices)
-    return {
-        "stage": node.stage,
-        "microbatch": microbatch,
-        **({} if slice is None else {"slice": slice}),
-        "after": [_id(wait, slices) for wait in node.waits],
-    }
+    def device(self, number: int, peak: int, host_peak: int) -> ir.Device:
+        """Return a device's promise and its lanes."""
+        compute, d2h, h2d = (self.graph.lane(lane, number).tolist() for lane in LANES)
+        return ir.Device(
+            device=number,
+            peak_bytes=peak,
+            host_bytes=host_peak,
+            compute=[self._op(node) for node in compute],
+            d2h=[self._op(node) for node in d2h],
+            h2d=[self._op(node) for node in h2d],
+            deliveries=[
+                ir.Delivered(before=self._id(node), sends=[self._id(send) for send in sends])
+                for node, sends in self.waits.deliveries(number)
+            ],
+        )
 
+    def _op(self, node: int) -> Any:
+        kind, stage, unit, peer = self.nodes[node]
+        fields: dict[str, Any] = {"stage": stage, "microbatch": unit}
+        if self.slices > 1:
+            fields["microbatch"], fields["slice"] = divmod(unit, self.slices)
+        if waits := self.waits.of.get(node):
+            fields["after"] = [self._id(wait) for wait in waits]
+        if kind >= SEND_ACTIVATION:
+            fields["peer"] = peer
+        elif kind >= Kind.R:
+            fields["layers"] = self._layers(kind, stage, unit)
+        return RECORDS[kind](**fields)
 
-def _unit(node: Node, slices: int) -> tuple[int, int | None]:
-    """Return the microbatch of a node and its slice, None where microbatches are not cut."""
-    return (node.microbatch, None) if slices == 1 else divmod(node.microbatch, slices)
+    def _layers(self, kind: int, stage: int, unit: int) -> tuple[int, int]:
+        """Return the layers of an op on saved activations."""
+        begin, end = self.stages[stage].layers
+        return begin, end if kind == Kind.R else end - self.graph.problem.at(stage, unit).staying_layers
 
-
-def _saved_op(node: Node, slices: int) -> dict[str, Any]:
-    return _op(node, slices) | {"layers": node.layers}
-
-
-def _id(node: Node, slices: int) -> str:
-    microbatch, slice = _unit(node, slices)
-    if node.task is None:
-        return op_id(str(node.message), node.stage, microbatch, None, slice)
-    kind = node.task.kind
-    if kind in COMPUTE:
-        return op_id(str(COMPUTE[kind].__struct_config__.tag), node.stage, microbatch, None, slice)
-    name = {Kind.R: "recompute", Kind.D: "offload", Kind.H: "reload"}[kind]
-    return op_id(name, node.stage, microbatch, node.layers, slice)
-
-
-def _compute_op(node: Node, slices: int) -> ir.ComputeOp:
-    if node.task is None:
-        return MESSAGES[node.message](peer=node.peer, **_op(node, slices))
-    if node.task.kind is Kind.R:
-        return ir.Recompute(**_saved_op(node, slices))
-    return COMPUTE[node.task.kind](**_op(node, slices))
+    def _id(self, node: int) -> str:
+        kind, stage, unit, _ = self.nodes[node]
+        name = str(RECORDS[kind].__struct_config__.tag)
+        microbatch, slice = (unit, None) if self.slices == 1 else divmod(unit, self.slices)
+        layers = self._layers(kind, stage, unit) if Kind.R <= kind < SEND_ACTIVATION else None
+        return op_id(name, stage, microbatch, layers, slice)
 
 
 def _forecast(
     schedule: Schedule, profile: Profile, layout: Layout, graph: Graph, certificate: Certificate
 ) -> ir.Forecast:
-    lanes: tuple[ir.Lane, ...] = ("compute", "d2h", "h2d")
-    devices = range(schedule.problem.devices)
-    arrivals = {
-        (node.message, node.stage, node.microbatch): node.end
-        for chain, nodes in graph.lanes.items()
-        if chain[0] == "pair"
-        for node in nodes
-    }
+    completed = graph.nodes.end.copy()  # a message half is complete when the message arrives
+    arrivals = completed[-graph.messages :] if graph.messages else completed[:0]
+    completed[graph.ops :] = np.tile(arrivals, 3)
+    names: tuple[ir.Lane, ...] = ("compute", "d2h", "h2d")
+    lanes = [
+        (device, name, graph.lane(lane, device))
+        for device in range(schedule.problem.devices)
+        for lane, name in zip(LANES, names, strict=True)
+    ]
     times = [
-        ir.Times(
-            device=device,
-            lane=lane,
-            start_ns=[node.start for node in graph.lane(lane, device)],
-            end_ns=[_end(node, arrivals) for node in graph.lane(lane, device)],
-        )
-        for device in devices
-        for lane in lanes
-        if graph.lane(lane, device)
+        ir.Times(device=device, lane=name, start_ns=graph.nodes.start[nodes].tolist(), end_ns=completed[nodes].tolist())
+        for device, name, nodes in lanes
+        if len(nodes)
     ]
     return ir.Forecast(
         objective=certificate.objective,
@@ -264,16 +264,6 @@ def _forecast(
         ],
         times=times,
     )
-
-
-def _end(node: Node, arrivals: dict[tuple[str, int, int], int]) -> int:
-    """Return when an op has completed; a message half has when the message arrives."""
-    if node.task is not None:
-        return node.end
-    if node.message.startswith("send"):
-        return arrivals[node.message, node.stage, node.microbatch]
-    sender = node.stage - 1 if node.message == "recv_activation" else node.stage + 1
-    return arrivals[node.message.replace("recv", "send"), sender, node.microbatch]
 
 
 def _stage_costs(problem: Problem, profile: Profile, layout: Layout) -> list[ir.StageCost]:

@@ -3,203 +3,232 @@
 Every op has a place in one total order (planned end, then planned order). A receive is issued before the first op of
 its device that stands later in it than the message's producer. Both devices of a pair therefore list their messages in
 the same order, whichever way they flow.
+
+Nodes are numbers: first the ops as `Schedule.columns` has them, then of all messages the sends, the receives and the
+deliveries. A chain is a sequence of nodes that happen in a fixed order: a lane of a device, or the messages of a pair.
 """
 
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left
-from collections import defaultdict
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from optpipe_compiler.model.memory import op_memory
-from optpipe_compiler.model.schedule import Kind, Task
+from optpipe_compiler.model.schedule import NONE, Ints, Kind, classes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from optpipe_compiler.documents import ir
+    from optpipe_compiler.model.problem import Problem
     from optpipe_compiler.model.schedule import Schedule
 
-Chain = tuple[str, int, int]
-"""A sequence of events that happen in a fixed order: (lane, device, 0), or ("pair", device, device)."""
+COMPUTE, D2H, H2D, PAIR = range(4)
+"""What a chain is."""
+LANES = (COMPUTE, D2H, H2D)
+SEND_ACTIVATION, SEND_GRADIENT, RECV_ACTIVATION, RECV_GRADIENT = range(7, 11)
+"""Kinds of nodes beside those of ops; a delivery is of the kind of its send."""
+_LANE = np.array([COMPUTE] * 5 + [D2H, H2D])
+"""By kind of op."""
+_STEP = np.array([1, -1, 0, -1, 0, 0, 0])
+"""By kind of op, from its stage to the one that its result goes to; 0: to none."""
 
 
-@dataclass(eq=False)
-class Node:
-    """One op of a lane, an issue of a message half, or the delivery of a message."""
+class Nodes(NamedTuple):
+    """All nodes, an entry of each array for each."""
 
-    chain: Chain
-    stage: int
-    microbatch: int
-    """Or unit (Problem)."""
-    start: int
-    end: int
-    task: Task | None = None
-    message: str = ""
-    peer: int = -1
-    layers: tuple[int, int] = (0, 0)
-    """Of an op on saved activations: the layers whose they are."""
-    taken: int = 0
-    given: int = 0
-    host_taken: int = 0
-    host_given: int = 0
-    position: int = -1
-    before: list[Node] = field(default_factory=list)
-    waits: list[Node] = field(default_factory=list)
-    clock: NDArray[np.int32] | None = None
-    """Per chain, how many of its events have completed whenever this one has."""
+    kind: Ints
+    stage: Ints
+    unit: Ints
+    """Microbatch, or slice of one (Problem)."""
+    device: Ints
+    """Whose lane it is on, and whose memory it changes: for a delivery, the sender."""
+    peer: Ints
+    """The other device of a message."""
+    start: Ints
+    end: Ints
+    taken: Ints
+    """Bytes on the device from the start on; `given`: freed at the end; likewise on the host."""
+    given: Ints
+    host_taken: Ints
+    host_given: Ints
+
+
+class Chain(NamedTuple):
+    """What a chain is, and whose: the device of a lane (and 0), the devices of a pair (the lower first)."""
+
+    what: int
+    device: int
+    other: int
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The devices that it touches."""
+        return (self.device, self.other) if self.what == PAIR else (self.device,)
 
 
 class Graph:
-    """All nodes with their unconditional predecessors: lane order, messages, hand-overs."""
+    """All nodes with their chains and unconditional predecessors: lane order, messages, hand-overs."""
 
-    def __init__(self, schedule: Schedule, stages: Sequence[ir.Stage]) -> None:
-        self.schedule = schedule
-        self.stages = stages
-        self.problem = schedule.problem
-        self.nodes: dict[Task, Node] = {}
-        self.lanes: dict[Chain, list[Node]] = defaultdict(list)
-        plan = schedule.plan
-        for device, tasks in enumerate(plan.compute):
-            self.lanes["compute", device, 0] = [self._task_node("compute", device, task) for task in tasks]
-        for lane, links in (("d2h", plan.d2h), ("h2d", plan.h2d)):
-            for tasks in links:
-                for task in tasks:
-                    device = self.problem.stages[task.stage].device
-                    self.lanes[lane, device, 0].append(self._task_node(lane, device, task))
-        self._add_messages()
-        for nodes in self.lanes.values():
-            for position, node in enumerate(nodes):
-                node.position = position
-                if position:
-                    node.before.append(nodes[position - 1])
+    def __init__(self, schedule: Schedule) -> None:
+        problem, ops = schedule.problem, schedule.columns
+        owner = np.array([stage.device for stage in problem.stages])
+        count, device = len(ops.kind), owner[ops.stage]
+        sequence = _inverse(schedule.rows)
+        by_end = np.lexsort((sequence, ops.end))
+        place = _inverse(by_end)
+        target = ops.stage + _STEP[ops.kind]
+        sends = (target != ops.stage) & (target >= 0) & (target < len(owner))
+        sends[sends] = owner[target[sends]] != device[sends]
+        producers = by_end[sends[by_end]]
+        messages, targets = np.arange(len(producers)), target[producers]
 
-    def lane(self, name: str, device: int) -> list[Node]:
+        on_compute = np.flatnonzero(_LANE[ops.kind] == COMPUTE)
+        lanes = on_compute[np.lexsort((sequence[on_compute], device[on_compute]))]
+        """The ops of all compute lanes, device by device."""
+        index = sequence.copy()
+        index[lanes] = np.arange(len(lanes))
+        """Of an op of a compute lane in `lanes`; of a transfer in the planned order."""
+        gaps = np.searchsorted(device[lanes] * count + place[lanes], owner[targets] * count + place[producers])
+        """Of a receive: the op in `lanes` before which it is issued."""
+        issued = np.minimum(ops.start[lanes[gaps]], ops.end[producers])
+
+        self.problem = problem
+        self.ops, self.messages = count, len(producers)
+        self.nodes = _nodes(problem, schedule, producers, targets, issued)
+        what = np.concatenate([_LANE[ops.kind], np.full(2 * len(messages), COMPUTE), np.full(len(messages), PAIR)])
+        at = np.concatenate([index, index[producers] + 1, gaps, messages])
+        is_op = np.arange(len(what)) < count
+        message = np.concatenate([np.zeros(count, np.int64), messages, messages, messages])
+        self.chains, self.chain = _chains(self.nodes, what, problem.devices)
+        """All chains that have nodes, lane by lane and device by device; and the number of each node's."""
+        along = np.lexsort((message, is_op, at, self.chain))
+        lengths = np.bincount(self.chain, minlength=len(self.chains))
+        begins = np.cumsum(lengths) - lengths
+        self.along = np.split(along, begins[1:])
+        """The nodes of each chain in order."""
+        self.position = _inverse(along) - begins[self.chain]
+
+        number = np.full(schedule.ticks.shape, NONE, np.int64)
+        number[ops.kind, ops.stage, ops.microbatch] = np.arange(count)
+        previous = np.full(len(what), NONE, np.int64)
+        previous[along[1:]] = np.where(self.position[along[1:]] > 0, along[:-1], NONE)
+        self.before = np.full((len(what), 3), NONE, np.int64)
+        """[node, 3] its predecessors, NONE where there are fewer."""
+        self.before[:, 0] = previous
+        self._add_messages(number)
+        self.data = np.full(len(what), NONE, np.int64)
+        """By node, the op of another lane of its device whose result it reads; NONE: there is none."""
+        for kind, source in ((Kind.D, Kind.F), (Kind.H, Kind.D), (Kind.I, Kind.H), (Kind.B, Kind.H)):
+            which = np.flatnonzero(ops.kind == kind)
+            self.data[which] = number[source, ops.stage[which], ops.microbatch[which]]
+
+    def _add_messages(self, number: Ints) -> None:
+        """A delivery comes after both halves, and what reads the message after the delivery."""
+        sends = np.arange(self.ops, self.ops + self.messages)
+        receives, deliveries = sends + self.messages, sends + 2 * self.messages
+        self.before[deliveries, 1], self.before[deliveries, 2] = sends, receives
+        kind, stage, unit = (column[receives] for column in self.nodes[:3])
+        split = number[Kind.I, stage, unit]
+        gradient = np.where(split == NONE, number[Kind.B, stage, unit], split)
+        readers = np.where(kind == RECV_ACTIVATION, number[Kind.F, stage, unit], gradient)
+        self.before[readers, 1] = deliveries
+
+    def lane(self, what: int, device: int) -> Ints:
         """Return the nodes of one lane in order."""
-        return self.lanes.get((name, device, 0), [])
+        chain = Chain(what, device, 0)
+        return self.along[self.chains.index(chain)] if chain in self.chains else np.empty(0, np.int64)
 
-    def _task_node(self, lane: str, device: int, task: Task) -> Node:
-        start = self.schedule.starts[task]
-        node = Node((lane, device, 0), task.stage, task.microbatch, start, self.schedule.end(task), task)
-        recomputed = Task(Kind.R, task.stage, task.microbatch) in self.schedule.starts
-        stage = self.problem.at(task.stage, task.microbatch)
-        node.taken, node.given = op_memory(stage, task.kind, recomputed)
-        begin, end = self.stages[task.stage].layers
-        node.layers = begin, end
-        if task.kind in (Kind.D, Kind.H):
-            node.layers = begin, end - stage.staying_layers
-            node.host_taken, node.host_given = node.given, node.taken
-        self.nodes[task] = node
-        return node
-
-    def _add_messages(self) -> None:
-        sequence = {task: number for number, task in enumerate(self.schedule.sequence)}
-        producers = sorted(self.nodes, key=lambda task: (self.schedule.end(task), sequence[task]))
-        rank = {task: number for number, task in enumerate(producers)}
-        gaps: dict[tuple[int, int], list[tuple[int, Node]]] = defaultdict(list)
-        lanes = self.schedule.plan.compute
-        index = {task: number for lane in lanes for number, task in enumerate(lane)}
-        ends = [[rank[task] for task in lane] for lane in lanes]
-        for place, task in enumerate(producers):
-            producer = self.nodes[task]
-            for send, receive, delivery in self._message(producer):
-                gaps[send.chain[1], index[task] + 1].append((place, send))
-                target = receive.chain[1]
-                gap = bisect_left(ends[target], place)
-                follower = self.lane("compute", target)[gap]
-                receive.start = receive.end = min(follower.start, producer.end)
-                gaps[target, gap].append((place, receive))
-                self._deliver(delivery, send, receive)
-        for device in range(self.problem.devices):
-            self._insert(device, gaps)
-
-    def _message(self, producer: Node) -> Iterable[tuple[Node, Node, Node]]:
-        """Yield (send, receive, delivery) of the message that this op produces, if it produces one."""
-        task = producer.task
-        assert task is not None
-        step, what = (1, "activation") if task.kind is Kind.F else (-1, "gradient")
-        target = task.stage + step
-        if task.kind not in (Kind.F, Kind.I, Kind.B) or not 0 <= target < len(self.stages):
-            return
-        source_device, device = self.stages[task.stage].device, self.stages[target].device
-        if source_device == device:
-            return
-        stage = self.problem.at(task.stage, task.microbatch)
-        lag = stage.send_activation if step > 0 else stage.send_gradient
-        size = stage.outgoing if step > 0 else stage.incoming
-        now, arrival = producer.end, producer.end + lag
-        send = Node(("compute", source_device, 0), task.stage, task.microbatch, now, now, None, f"send_{what}", device)
-        receive = Node(("compute", device, 0), target, task.microbatch, now, now, None, f"recv_{what}", source_device)
-        receive.taken = size
-        pair = ("pair", min(source_device, device), max(source_device, device))
-        delivery = Node(pair, task.stage, task.microbatch, arrival, arrival, None, f"send_{what}", source_device)
-        delivery.given = size
-        yield send, receive, delivery
-
-    def _deliver(self, delivery: Node, send: Node, receive: Node) -> None:
-        delivery.before += [send, receive]
-        self.lanes[delivery.chain].append(delivery)
-        kinds = (Kind.F,) if receive.message == "recv_activation" else (Kind.I, Kind.B)
-        consumer = next(
-            node for kind in kinds if (node := self.nodes.get(Task(kind, receive.stage, receive.microbatch)))
-        )
-        consumer.before.append(delivery)
-
-    def _insert(self, device: int, gaps: dict[tuple[int, int], list[tuple[int, Node]]]) -> None:
-        lane = self.lane("compute", device)
-        merged: list[Node] = []
-        for position in range(len(lane) + 1):
-            merged += [node for _, node in sorted(gaps.get((device, position), []), key=lambda item: item[0])]
-            merged += lane[position : position + 1]
-        self.lanes["compute", device, 0] = merged
-
-    def order(self) -> list[Node]:
+    def order(self) -> Ints:
         """Return all nodes in planned order, predecessors first."""
-        followers: dict[int, list[Node]] = defaultdict(list)
-        missing: dict[int, int] = {}
-        everything = [node for nodes in self.lanes.values() for node in nodes]
-        sequence = {id(node): number for number, node in enumerate(everything)}
-        for node in everything:
-            missing[id(node)] = len(node.before)
-            for before in node.before:
-                followers[id(before)].append(node)
-        for waiting in self._data_waits():
-            missing[id(waiting[0])] += 1
-            followers[id(waiting[1])].append(waiting[0])
-        heap = [(n.start, n.end, sequence[id(n)], n) for n in everything if not missing[id(n)]]
-        heapq.heapify(heap)
-        result: list[Node] = []
-        while heap:
-            node = heapq.heappop(heap)[3]
-            result.append(node)
-            for follower in followers[id(node)]:
-                missing[id(follower)] -= 1
-                if not missing[id(follower)]:
-                    heapq.heappush(heap, (follower.start, follower.end, sequence[id(follower)], follower))
-        assert len(result) == len(everything), "the planned order waits for itself"
-        return result
-
-    def _data_waits(self) -> list[tuple[Node, Node]]:
-        return [(node, before) for node in self.nodes.values() for before in self.data(node)]
-
-    def data(self, node: Node) -> list[Node]:
-        """Return the ops of other lanes of the device whose result this op reads."""
-        task = node.task
-        if task is None:
-            return []
-        if task.kind is Kind.D:
-            return [self.nodes[Task(Kind.F, task.stage, task.microbatch)]]
-        if task.kind is Kind.H:
-            return [self.nodes[Task(Kind.D, task.stage, task.microbatch)]]
-        reload = self.nodes.get(Task(Kind.H, task.stage, task.microbatch))
-        return [reload] if task.kind in (Kind.I, Kind.B) and reload is not None else []
+        nodes = self.nodes
+        by_time = np.lexsort((self.position, self.chain, nodes.end, nodes.start))
+        rank = _inverse(by_time)
+        needed = np.concatenate([self.before, self.data[:, None]], axis=1)
+        later, column = np.nonzero(needed != NONE)
+        earlier = needed[later, column]
+        if (rank[earlier] < rank[later]).all():
+            return by_time
+        return by_time[_sorted(rank[earlier], rank[later], len(rank))]  # some op takes no time
 
 
-def owner(node: Node) -> int:
-    """Return the device whose memory the node changes: for a delivery, the sender."""
-    return node.peer if node.chain[0] == "pair" else node.chain[1]
+def _sorted(earlier: Ints, later: Ints, count: int) -> Ints:
+    """Return the numbers below `count`, each as soon as all its `earlier` ones are there, the least first."""
+    missing = np.bincount(later, minlength=count).tolist()
+    by = np.argsort(earlier, kind="stable")
+    followers = np.split(later[by], np.cumsum(np.bincount(earlier, minlength=count))[:-1])
+    heap = [number for number in range(count) if not missing[number]]
+    result: list[int] = []
+    while heap:
+        number = heapq.heappop(heap)
+        result.append(number)
+        for follower in followers[number].tolist():
+            missing[follower] -= 1
+            if not missing[follower]:
+                heapq.heappush(heap, follower)
+    assert len(result) == count, "the planned order waits for itself"
+    return np.array(result, np.int64)
+
+
+def _nodes(problem: Problem, schedule: Schedule, producers: Ints, targets: Ints, issued: Ints) -> Nodes:
+    """Return all nodes; `producers` are the ops that make messages, in order, `targets` the stages that these go to."""
+    ops, every = schedule.columns, problem.classes or (problem.stages,)
+    owner = np.array([stage.device for stage in problem.stages])
+    number, none, no_op = classes(problem), np.zeros(len(producers), np.int64), np.full(len(ops.kind), NONE)
+
+    def each(name: str) -> Ints:
+        """Figures of the messages' stages."""
+        figures = np.array([[getattr(stage, name) for stage in stages] for stages in every])
+        found: Ints = figures[number[ops.microbatch[producers]], stage]
+        return found
+
+    stage, unit, now = ops.stage[producers], ops.microbatch[producers], ops.end[producers]
+    is_gradient = targets < stage
+    arrival = now + np.where(is_gradient, each("send_gradient"), each("send_activation"))
+    size = np.where(is_gradient, each("incoming"), each("outgoing"))
+    source, device = owner[stage], owner[targets]
+    recomputed = schedule.ticks[Kind.R, ops.stage, ops.microbatch] != NONE
+    taken, given = _memory(problem)[recomputed.astype(np.int64), ops.kind, ops.stage, number[ops.microbatch]].T
+    moves = ops.kind >= Kind.D
+    kind = is_gradient + SEND_ACTIVATION
+    return Nodes(
+        kind=np.concatenate([ops.kind, kind, is_gradient + RECV_ACTIVATION, kind]),
+        stage=np.concatenate([ops.stage, stage, targets, stage]),
+        unit=np.concatenate([ops.microbatch, unit, unit, unit]),
+        device=np.concatenate([owner[ops.stage], source, device, source]),
+        peer=np.concatenate([no_op, device, source, device]),
+        start=np.concatenate([ops.start, now, issued, arrival]),
+        end=np.concatenate([ops.end, now, issued, arrival]),
+        taken=np.concatenate([taken, none, size, none]),
+        given=np.concatenate([given, none, none, size]),
+        host_taken=np.concatenate([given * moves, none, none, none]),
+        host_given=np.concatenate([taken * moves, none, none, none]),
+    )
+
+
+def _memory(problem: Problem) -> Ints:
+    """Return [whether recomputed, kind, stage, class of units, 2] what an op takes and gives back."""
+    every, stages = problem.classes or (problem.stages,), range(len(problem.stages))
+    return np.array(
+        [
+            [[[op_memory(one[s], kind, again) for one in every] for s in stages] for kind in Kind]
+            for again in (False, True)
+        ]
+    )
+
+
+def _chains(nodes: Nodes, what: Ints, devices: int) -> tuple[list[Chain], Ints]:
+    """Return all chains, sorted, and the number of each node's."""
+    is_pair = what == PAIR
+    first = np.where(is_pair, np.minimum(nodes.device, nodes.peer), nodes.device)
+    other = np.where(is_pair, np.maximum(nodes.device, nodes.peer), 0)
+    codes, chain = np.unique((what * devices + first) * devices + other, return_inverse=True)
+    rest, others = np.divmod(codes, devices)
+    rows = np.stack([*np.divmod(rest, devices), others], axis=1).tolist()
+    return [Chain(*row) for row in rows], chain
+
+
+def _inverse(order: Ints) -> Ints:
+    """Return where each number stands in `order`."""
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    return place

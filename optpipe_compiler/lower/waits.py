@@ -10,12 +10,13 @@ are planned no later than x, and x waited for frees until they all fit. So no ex
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from optpipe_compiler.lower.graph import Chain, Graph, Node, owner
+from optpipe_compiler.lower.graph import COMPUTE, D2H, H2D, LANES, PAIR, Chain, Graph
+from optpipe_compiler.model.schedule import NONE, Ints
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,229 +24,268 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Clock = NDArray[np.int32]
+    """By chain, how many of its events have completed."""
 
 
-def planned_peaks(order: list[Node], devices: int) -> list[tuple[int, int]]:
+def planned_peaks(graph: Graph, order: Ints) -> list[tuple[int, int]]:
     """Return per device the most bytes held by plan, on the device and, by its offloads, on the host."""
-    held, host = [0] * devices, [0] * devices
-    peaks, host_peaks = [0] * devices, [0] * devices
-    pending: list[tuple[int, int, int, int, int]] = []
-    for sequence, node in enumerate(order):
-        while pending and pending[0][0] <= node.start:
-            _, _, device, given, host_given = heapq.heappop(pending)
-            held[device] -= given
-            host[device] -= host_given
-        device = owner(node)
-        held[device] += node.taken
-        host[device] += node.host_taken
-        peaks[device] = max(peaks[device], held[device])
-        host_peaks[device] = max(host_peaks[device], host[device])
-        if node.given or node.host_given:
-            heapq.heappush(pending, (node.end, sequence, device, node.given, node.host_given))
-    return list(zip(peaks, host_peaks, strict=True))
+    nodes, turn = graph.nodes, np.arange(len(order))
+    device, end = nodes.device[order], nodes.end[order]
+    over = np.maximum(turn + 1, np.searchsorted(nodes.start[order], end, side="left"))
+    """The first turn at which a node has completed, which no later node starts before."""
+    when = np.concatenate([2 * turn + 1, 2 * over])  # at one turn memory is freed first
+    owner = np.concatenate([device, device])
+    peaks = []
+    for d in range(graph.problem.devices):
+        mine = np.flatnonzero(owner == d)
+        mine = mine[np.argsort(when[mine], kind="stable")]
+        changes = ((nodes.taken, nodes.given), (nodes.host_taken, nodes.host_given))
+        held = [np.cumsum(np.concatenate([taken[order], -given[order]])[mine]) for taken, given in changes]
+        peaks.append((int(held[0].max(initial=0)), int(held[1].max(initial=0))))
+    return peaks
 
 
 class Waits:
     """The sweep that adds waits, device by device but in one planned order (clocks cross devices)."""
 
-    def __init__(self, graph: Graph, order: list[Node], peaks: list[tuple[int, int]]) -> None:
+    def __init__(self, graph: Graph, order: Ints, peaks: list[tuple[int, int]]) -> None:
         self.graph = graph
         self.order = order
-        self.peaks = peaks
-        self.column = {chain: number for number, chain in enumerate(sorted(graph.lanes))}
-        devices = range(graph.problem.devices)
-        self.local = {
-            d: [c for c in sorted(graph.lanes) if d in ((c[1], c[2]) if c[0] == "pair" else (c[1],))] for d in devices
-        }
-        self.given = {(d, chain): _given(graph.lanes[chain], d) for d in devices for chain in self.local[d]}
-        self.started: dict[tuple[str, int], _Started] = {
-            (lane, d): _Started([self.column[chain] for chain in self.local[d]])
-            for lane in ("compute", "h2d")
-            for d in devices
-        }
-        self.host_taken = [0] * graph.problem.devices
-        self.latest: list[dict[Chain, Node]] = [{} for _ in devices]
-        """Per device and chain the last event that has freed memory of the device."""
-        self.frees: dict[tuple[int, Chain], list[Node]] = {}
-        """Per device and chain the events that free memory of the device, in order."""
-        self.rank: dict[int, int] = {}
-        """Where in its list each of them is, by id."""
-        for chain, nodes in graph.lanes.items():
-            for node in nodes:
-                if node.given or node.host_given:
-                    row = self.frees.setdefault((owner(node), chain), [])
-                    self.rank[id(node)] = len(row)
-                    row.append(node)
-        self.returned = {d: np.cumsum([0, *(n.host_given for n in graph.lane("h2d", d))]) for d in devices}
-        """Host bytes that the first 0, 1, ... reloads of each device give back."""
+        self.of: dict[int, list[int]] = {}
+        """The waits of those nodes that have any."""
+        self.clocks = np.zeros((len(order), len(graph.chains)), np.int32)
+        """[node, chain] how many events of the chain have completed whenever the node has."""
+        self._chain: list[int] = graph.chain.tolist()
+        self._position: list[int] = graph.position.tolist()
+        self._data: list[int] = graph.data.tolist()
+        self._device: list[int] = graph.nodes.device.tolist()
+        self._taken: list[int] = graph.nodes.taken.tolist()
+        self._host_taken: list[int] = graph.nodes.host_taken.tolist()
+        self._devices = [_Memory(graph, d, *peak) for d, peak in enumerate(peaks)]
+        self._frees: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+        """By device and chain the nodes that free memory of the device, in order, and their positions."""
+        gives = graph.nodes.given + graph.nodes.host_given > 0
+        for number, chain in enumerate(graph.chains):
+            along = graph.along[number][gives[graph.along[number]]]
+            for d in chain.devices:
+                mine = along[graph.nodes.device[along] == d]
+                self._frees[d, number] = mine.tolist(), graph.position[mine].tolist()
 
     def add(self) -> None:
         """Give every node its waits and its clock."""
-        running: list[tuple[int, int, Node]] = []
-        for sequence, node in enumerate(self.order):
-            while running and running[0][0] <= node.start:
-                self._complete(heapq.heappop(running)[2])
-            clock = np.zeros(len(self.column), dtype=np.int32)
-            for before in node.before:
-                np.maximum(clock, before.clock, out=clock)  # type: ignore[arg-type]
-            if node.chain[0] != "pair":
-                clock = self._choose(node, clock)
-            self._record(node, clock)
-            node.clock = clock.copy()
-            node.clock[self.column[node.chain]] = node.position + 1
-            heapq.heappush(running, (node.end, sequence, node))
+        graph, clocks = self.graph, self.clocks
+        starts, before = graph.nodes.start.tolist(), graph.before.tolist()
+        is_lane = [chain.what != PAIR for chain in graph.chains]
+        ends, turns, frees = self._completions()
+        completed = 0
+        for turn, node in enumerate(self.order.tolist()):
+            while ends[completed] <= starts[node] and turns[completed] < turn:
+                free = frees[completed]
+                self._devices[self._device[free]].latest[self._chain[free]] = free
+                completed += 1
+            clock, chain = clocks[node], self._chain[node]
+            for one in before[node]:
+                if one != NONE:
+                    np.maximum(clock, clocks[one], out=clock)
+            if is_lane[chain]:
+                for wait in self._choose(node, clock):
+                    np.maximum(clock, clocks[wait], out=clock)
+                memory = self._devices[self._device[node]]
+                memory.start(chain, self._taken[node], self._host_taken[node], clock)
+            clock[chain] = self._position[node] + 1
 
-    def deliveries(self, device: int) -> list[tuple[Node, list[Node]]]:
+    def _completions(self) -> tuple[list[int], list[int], list[int]]:
+        """Return the nodes that free memory in the order in which they complete: ends, turns in `order`, nodes.
+
+        The last of them is none, and never completes.
+        """
+        nodes = self.graph.nodes
+        turns = np.flatnonzero((nodes.given + nodes.host_given)[self.order] > 0)
+        turns = turns[np.argsort(nodes.end[self.order[turns]], kind="stable")]
+        found = self.order[turns]
+        return [*nodes.end[found].tolist(), 0], [*turns.tolist(), len(self.order)], [*found.tolist(), NONE]
+
+    def deliveries(self, device: int) -> list[tuple[int, list[int]]]:
         """After `add`: by op of the device, its sends that are delivered when the op starts, each once per lane."""
-        pairs = [chain for chain in self.local[device] if chain[0] == "pair"]
-        found: list[tuple[Node, list[Node]]] = []
-        for lane in ("compute", "d2h", "h2d"):
-            known = dict.fromkeys(pairs, 0)
-            for node in self.graph.lane(lane, device):
-                new: list[Node] = []
-                for chain in pairs:
-                    assert node.clock is not None
-                    reached = int(node.clock[self.column[chain]])
-                    new += [one for one in self.graph.lanes[chain][known[chain] : reached] if owner(one) == device]
-                    known[chain] = reached
-                if new:
-                    found.append((node, new))
-        return found
+        graph = self.graph
+        found: dict[int, list[int]] = {}
+        for lane in LANES:
+            nodes = graph.lane(lane, device)
+            known: list[tuple[int, int]] = []
+            for number, chain in enumerate(graph.chains):
+                if chain.what == PAIR and device in chain.devices:
+                    reached = self.clocks[nodes, number]
+                    mine = graph.along[number][graph.nodes.device[graph.along[number]] == device]
+                    first = np.searchsorted(reached, graph.position[mine], side="right")
+                    told = first < len(nodes)
+                    known += zip(first[told].tolist(), mine[told].tolist(), strict=True)
+            for first, delivery in sorted(known, key=lambda one: one[0]):
+                found.setdefault(int(nodes[first]), []).append(delivery - graph.messages * 2)
+        return list(found.items())
 
-    def _complete(self, node: Node) -> None:
-        if (node.given or node.host_given) and not node.message.startswith("recv"):
-            self.latest[owner(node)][node.chain] = node
-
-    def _record(self, node: Node, clock: Clock) -> None:
-        device = node.chain[1]
-        self.host_taken[device] += node.host_taken if node.chain[0] == "d2h" else 0
-        if node.chain[0] in ("compute", "h2d"):
-            self.started[node.chain[0], device].append(node.taken, clock)
-
-    def _choose(self, node: Node, base: Clock) -> Clock:
-        """Return the clock of the node's start after choosing the fewest waits that keep data and memory right."""
-        data = self.graph.data(node)
-        waits = {id(d): d for d in data}
-        if (node.taken or node.host_taken) and not self._enough(node, _merge(base, data)):
-            waits |= {id(n): n for n in self._memory_waits(node, _merge(base, data))}
-        chosen = list(waits.values())
-        for candidate in list(chosen):
-            rest = [other for other in chosen if other is not candidate]
-            merged = _merge(base, rest)
-            if all(merged[self.column[d.chain]] > d.position for d in data) and self._enough(node, merged):
-                chosen = rest
-        node.waits = sorted(chosen, key=lambda n: (n.chain, n.position))
-        return _merge(base, chosen)
-
-    def _memory_waits(self, node: Node, base: Clock) -> list[Node]:
-        """Wait for the earliest frees of each other lane that suffice, the cheapest lanes to wait for being last."""
-        full = [
-            last
-            for chain, last in self.latest[node.chain[1]].items()
-            if chain != node.chain and base[self.column[chain]] <= last.position
-        ]
-        chosen = list(full)
-        for candidate in full:
-            rest = [other for other in chosen if other is not candidate]
-            merged = _merge(base, rest)
-            if self._enough(node, merged):
-                chosen = rest
+    def _choose(self, node: int, clock: Clock) -> list[int]:
+        """Return the fewest waits that keep data and memory right, where a node would start with a clock."""
+        data = self._data[node]
+        takes = self._taken[node] > 0 or self._host_taken[node] > 0
+        if data == NONE and not takes:
+            return []
+        memory = self._devices[self._device[node]]
+        base = clock[memory.columns]
+        waits = needed = [] if data == NONE else [data]
+        certain = self._merge(memory, base, needed)
+        is_short = takes and not self._enough(node, certain)
+        if is_short:
+            waits = list(dict.fromkeys([*needed, *self._memory_waits(node, certain)]))
+        for candidate in list(waits):
+            rest = [other for other in waits if other != candidate]
+            if is_short and rest == needed:
                 continue
-            chosen = [*rest, self._earliest(node, candidate, base, rest)]
+            merged = self._merge(memory, base, rest)
+            if (data == NONE or self._implies(memory, merged, data)) and self._enough(node, merged):
+                waits = rest
+        if waits:
+            waits.sort(key=lambda one: (self._chain[one], self._position[one]))
+            self.of[node] = waits
+        return waits
+
+    def _memory_waits(self, node: int, base: Clock) -> list[int]:
+        """Wait for the earliest frees of each other lane that suffice, the cheapest lanes to wait for being last.
+
+        `base` alone is not enough.
+        """
+        memory = self._devices[self._device[node]]
+        chosen = full = [
+            last
+            for chain, last in memory.latest.items()
+            if chain != self._chain[node] and not self._implies(memory, base, last)
+        ]
+        for candidate in full:
+            rest = [other for other in chosen if other != candidate]
+            merged = self._merge(memory, base, rest)
+            chosen = rest if rest and self._enough(node, merged) else [*rest, self._earliest(node, candidate, merged)]
         return chosen
 
-    def _earliest(self, node: Node, last: Node, base: Clock, rest: list[Node]) -> Node:
-        """Bisect for the earliest event of a chain that is enough together with `rest`."""
-        lane = self.frees[owner(last), last.chain]
-        low, high = 0, self.rank[id(last)]
+    def _earliest(self, node: int, last: int, base: Clock) -> int:
+        """Bisect for the earliest event of a chain, from what `base` implies up to `last`, that is enough."""
+        memory = self._devices[self._device[node]]
+        frees, positions = self._frees[self._device[last], self._chain[last]]
+        low = bisect_left(positions, int(base[memory.index[self._chain[last]]]))
+        high = bisect_left(positions, self._position[last])
         while low < high:
             middle = (low + high) // 2
-            if self._enough(node, _merge(base, [*rest, lane[middle]])):
+            if self._enough(node, self._merge(memory, base, frees[middle : middle + 1])):
                 high = middle
             else:
                 low = middle + 1
-        return lane[low]
+        return frees[low]
 
-    def _enough(self, node: Node, clock: Clock) -> bool:
+    def _merge(self, memory: _Memory, base: Clock, nodes: Iterable[int]) -> Clock:
+        """Return what is certain where `base` is and the nodes have completed, both on the device's chains."""
+        merged = base
+        for node in nodes:
+            merged = np.maximum(merged, self.clocks[node, memory.columns])
+        return merged
+
+    def _implies(self, memory: _Memory, clock: Clock, node: int) -> bool:
+        """Whether a clock on the device's chains says that the node has completed."""
+        return bool(clock[memory.index[self._chain[node]]] > self._position[node])
+
+    def _enough(self, node: int, clock: Clock) -> bool:
         """Whether no state in which `node` is the last start in planned order exceeds the planned peaks."""
-        device = node.chain[1]
-        peak, host_peak = self.peaks[device]
-        if node.chain[0] == "d2h":
-            h2d = ("h2d", device, 0)
-            back = clock[self.column[h2d]] if h2d in self.column else 0
-            return bool(self.host_taken[device] + node.host_taken - self.returned[device][back] <= host_peak)
-        if node.taken == 0:
-            return True
-        return self._worst(node, clock) <= peak
-
-    def _worst(self, node: Node, clock: Clock) -> int:
-        """Return the most bytes held when `node` has just started, over all partners on the other allocating lane."""
-        device, lane = node.chain[1], node.chain[0]
-        other_lane = "h2d" if lane == "compute" else "compute"
-        mine, other = self.started[lane, device], self.started[other_lane, device]
-        own_taken = mine.total() + node.taken
-        column = self.column.get((other_lane, device, 0))
-        forced = int(clock[column]) if column is not None else 0
-        partners = other.clocks(forced)  # rows: none started beyond the forced ones, then each later one
-        held = own_taken + other.totals(forced)
-        for index, chain in enumerate(self.local[device]):
-            given = self.given[device, chain]
-            if given[-1] == 0:
-                continue
-            reached = np.maximum(partners[:, index], clock[self.column[chain]])
-            if chain == node.chain:
-                reached = np.maximum(reached, node.position)
-            elif chain[0] == other_lane and chain[1] == device:
-                reached = np.maximum(reached, other.positions(forced))
-            held = held - given[reached]
-        return int(held.max())
+        memory = self._devices[self._device[node]]
+        if self._host_taken[node]:
+            return memory.fits_host(self._host_taken[node], clock)
+        return not self._taken[node] or memory.fits(self._chain[node], self._taken[node], clock)
 
 
-def _given(nodes: list[Node], device: int) -> Clock:
-    """Return the running total of bytes that the chain's events give back to `device`."""
-    return np.concatenate([[0], np.cumsum([node.given if owner(node) == device else 0 for node in nodes])]).astype(
-        np.int64
-    )
+class _Memory:
+    """One device's memory: what its chains give back to it, and what has started on the lanes that take it."""
 
+    def __init__(self, graph: Graph, device: int, peak: int, host_peak: int) -> None:
+        nodes, self.peak, self.host_peak = graph.nodes, peak, host_peak
+        local = [number for number, chain in enumerate(graph.chains) if device in chain.devices]
+        self.columns = np.array(local, np.int64)
+        """The numbers of its chains; clocks below are on these alone."""
+        self.index = {number: index for index, number in enumerate(local)}
+        self.latest: dict[int, int] = {}
+        """By chain the last node that has freed memory of the device, those first that did so first."""
+        mine = np.where(nodes.device == device, nodes.given, 0)
+        sums = [_sums(mine[graph.along[number]]) for number in local]
+        self._given = np.concatenate([*sums, np.empty(0, np.int64)])
+        """Chain after chain, the bytes that its first 0, 1, ... events give back."""
+        lengths = np.array(list(map(len, sums)), np.int64)
+        self._offsets = np.cumsum(lengths) - lengths
+        lanes = [self._lane(graph, what, device) for what in (COMPUTE, H2D)]
+        self._started = {
+            number: _Started(nodes.taken[graph.along[number]], len(local)) for number in lanes if number != NONE
+        }
+        self._other = {one: other for one, other in (lanes, lanes[::-1]) if other != NONE}
+        """By lane that takes memory the other one, where there is one."""
+        self._d2h, self._h2d = self._lane(graph, D2H, device), lanes[1]
+        self._host_taken = 0
+        self._returned = _sums(nodes.host_given[graph.lane(H2D, device)])
+        """Host bytes that the first 0, 1, ... reloads give back."""
 
-def _merge(base: Clock, nodes: Iterable[Node]) -> Clock:
-    merged = base
-    for node in nodes:
-        assert node.clock is not None
-        merged = np.maximum(merged, node.clock)
-    return merged
+    @staticmethod
+    def _lane(graph: Graph, what: int, device: int) -> int:
+        """Return the number of a lane, NONE where nothing is on it."""
+        lane = Chain(what, device, 0)
+        return graph.chains.index(lane) if lane in graph.chains else NONE
+
+    def start(self, chain: int, taken: int, host_taken: int, clock: Clock) -> None:
+        """Let a node start on a lane, `clock` being that of all chains."""
+        self._host_taken += host_taken
+        if taken:
+            freed = self._freed(clock[self.columns]) if chain in self._other else None
+            self._started[chain].append(taken, freed)
+
+    def fits_host(self, host_taken: int, clock: Clock) -> bool:
+        """Whether the host has room for an offload that starts with a clock."""
+        back = 0 if self._h2d == NONE else clock[self.index[self._h2d]]
+        return bool(self._host_taken + host_taken - self._returned[back] <= self.host_peak)
+
+    def fits(self, chain: int, taken: int, clock: Clock) -> bool:
+        """Whether there is room for a node that starts with a clock, whatever has started on the other lane.
+
+        That is what the clock implies, or that and some of the later starts, each with its own clock.
+        """
+        freed, room = self._freed(clock), self.peak - taken - self._started[chain].total
+        if chain not in self._other:
+            return bool(room >= -np.add.reduce(freed))
+        lane = self._other[chain]
+        other = self._started[lane]
+        implied = other.takers[clock[self.index[lane]]]
+        if other.taken[implied] - np.add.reduce(freed) > room:
+            return False
+        later = slice(implied + 1, other.count + 1)
+        held = other.taken[later] - np.add.reduce(np.maximum(other.freed[later], freed), axis=1)
+        return bool(np.maximum.reduce(held, initial=room) <= room)
+
+    def _freed(self, clock: Clock) -> Ints:
+        """Return the bytes that each chain has given back."""
+        freed: Ints = self._given[self._offsets + clock]
+        return freed
 
 
 class _Started:
-    """The ops of one allocating lane that have started, with columns of their clocks and the bytes taken so far."""
+    """What takes memory on one lane and has started: bytes taken by the first 0, 1, ..., freed by each chain then."""
 
-    def __init__(self, columns: list[int]) -> None:
-        self.columns = columns
-        self.rows = np.zeros((64, len(columns)), dtype=np.int32)
-        self.taken = np.zeros(64, dtype=np.int64)
-        self.count = 0
+    def __init__(self, taken: Ints, chains: int) -> None:
+        self.takers: list[int] = _sums((taken > 0).astype(np.int64)).tolist()
+        """How many of the lane's first 0, 1, ... nodes take memory."""
+        self.count = self.total = 0
+        self.taken = np.zeros(self.takers[-1] + 1, np.int64)
+        self.freed = np.zeros((self.takers[-1] + 1, chains), np.int64)
 
-    def append(self, taken: int, clock: Clock) -> None:
-        """Add the next op of the lane."""
-        if self.count + 1 >= len(self.taken):
-            self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)])
-            self.taken = np.concatenate([self.taken, np.zeros_like(self.taken)])
+    def append(self, taken: int, freed: Ints | None) -> None:
+        """Add the next node; what is freed is not asked for where no other lane takes memory."""
         self.count += 1
-        self.rows[self.count] = clock[self.columns]
-        self.taken[self.count] = self.taken[self.count - 1] + taken
+        self.total += taken
+        self.taken[self.count] = self.total
+        if freed is not None:
+            self.freed[self.count] = freed
 
-    def total(self) -> int:
-        """Bytes taken by all ops so far."""
-        return int(self.taken[self.count])
 
-    def clocks(self, forced: int) -> Clock:
-        """Clocks of the states in which the first `forced`, forced + 1, ... ops have started."""
-        return self.rows[forced : self.count + 1]
-
-    def totals(self, forced: int) -> NDArray[np.int64]:
-        """Bytes taken in those states."""
-        return self.taken[forced : self.count + 1]
-
-    def positions(self, forced: int) -> NDArray[np.int64]:
-        """Ops that have completed in those states: all that have started but the last, and all forced ones."""
-        return np.maximum(np.arange(forced, self.count + 1) - 1, forced)
+def _sums(numbers: Ints) -> Ints:
+    """Return the sums of the first 0, 1, ... of them."""
+    return np.concatenate([[0], np.cumsum(numbers)])

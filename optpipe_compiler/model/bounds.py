@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from optpipe_compiler.model import unit_bounds
+from optpipe_compiler.model.unit_bounds import backward_of, head_of, least_areas, work_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from optpipe_compiler.model.problem import Problem, Stage
+    from optpipe_compiler.model.unit_bounds import Area
 
 
 @dataclass(frozen=True)
@@ -30,83 +32,32 @@ class Bound:
 
 def best(problem: Problem, objective: str) -> Bound:
     """Return the largest of all bounds for the objective (`makespan` or `span`)."""
-    if problem.slicing is not None:
-        return _of_units(problem, objective)
     bounds = [device_work(problem), round_trip(problem)]
     if objective == "makespan":
-        bounds += [head_and_work(problem), memory_time(problem), resources(problem), fill_and_drain(problem)]
-        bounds.append(slots(problem))
-    return max(bounds, key=lambda bound: bound.ticks)
-
-
-def _of_units(problem: Problem, objective: str) -> Bound:
-    """Return the largest of the bounds that hold for slices and unequal lengths."""
-    bounds = [
-        Bound("device-work", unit_bounds.device_work(problem)),
-        Bound("round-trip", unit_bounds.round_trip(problem)),
-    ]
-    if objective == "makespan":
-        bounds.append(Bound("head-and-work", unit_bounds.head_and_work(problem)))
-        bounds.append(Bound("memory-time", unit_bounds.memory_time(problem)))
+        bounds += [head_and_work(problem), memory_time(problem)]
+        if problem.slicing is None:
+            bounds += [resources(problem), fill_and_drain(problem), slots(problem)]
     return max(bounds, key=lambda bound: bound.ticks)
 
 
 def device_work(problem: Problem) -> Bound:
-    """A device runs one op at a time: span >= M x (forward + cheaper backward) summed over its stages."""
-    work = [0] * problem.devices
-    for stage in problem.stages:
-        work[stage.device] += problem.microbatches * _work(problem, stage)
-    return Bound("device-work", max(work))
+    """A device runs one op at a time."""
+    return Bound("device-work", unit_bounds.device_work(problem))
 
 
 def head_and_work(problem: Problem) -> Bound:
-    """Before a device's first op, a microbatch must come to it through all earlier stages; then it has all its work.
-
-    makespan >= (forwards and messages before its first stage) + its work + (what must follow its last op). With fused
-    backwards the last op is some backward, which must still travel to the first stage; with split ones it may be a
-    weight gradient, which nothing follows.
-    """
-    result = 0
-    for device in range(problem.devices):
-        mine = problem.stages_of(device)
-        if not mine:
-            continue
-        head = _head(problem, mine[0])
-        tail = 0 if problem.freedom.split else min(_tail(problem, s) for s in mine)
-        work = sum(_work(problem, problem.stages[s]) for s in mine)
-        result = max(result, head + problem.microbatches * work + tail)
-    return Bound("head-and-work", result)
+    """Before a device's first op, a microbatch must come to it through all earlier stages; then it has all its work."""
+    return Bound("head-and-work", unit_bounds.head_and_work(problem))
 
 
 def round_trip(problem: Problem) -> Bound:
-    """One microbatch goes through all stages and back: F of all, then the input gradients (or backwards) of all.
-
-    The first stage's device sees both ends of it, so the bound holds for the span, too.
-    """
-    stages = problem.stages
-    there = sum(stage.forward + stage.send_activation for stage in stages)
-    back = sum(_backward(problem, stage) + stage.send_gradient for stage in stages)
-    first = stages[0]
-    rest = _work(problem, first) - first.forward - _backward(problem, first)
-    return Bound("round-trip", there + back + max(0, rest))
+    """One microbatch goes through all stages and back."""
+    return Bound("round-trip", unit_bounds.round_trip(problem))
 
 
 def memory_time(problem: Problem) -> Bound:
-    """Little's law: memory x time. An activation occupies its device for a least time, whatever is done with it.
-
-    Kept: from the start of its forward to the end of its backward, at least the round trip through the later stages.
-    Offloaded: its forward and offload, then reload and backward. Recomputed: its forward, then again with its backward.
-    The sum of bytes x least time over all activations fits into budget x (makespan - head), because nothing is resident
-    before the first forward can reach the device.
-    """
-    result, areas = Fraction(0), _areas(problem)
-    for device in range(problem.devices):
-        mine = problem.stages_of(device)
-        area = sum(problem.microbatches * _least_area(problem, s, areas[s]) for s in mine)
-        if mine and area and problem.budget[device] > 0:
-            head = _head(problem, mine[0])
-            result = max(result, head + Fraction(area, problem.budget[device]))
-    return Bound("memory-time", ceil(result))
+    """Little's law: an activation occupies its device for a least time, whatever is done with it."""
+    return Bound("memory-time", unit_bounds.memory_time(problem))
 
 
 def resources(problem: Problem) -> Bound:
@@ -118,12 +69,12 @@ def resources(problem: Problem) -> Bound:
     weighted mean every activation chooses the cheapest of keep, offload and recompute for itself, which bounds every
     joint choice. It holds for any weights; good ones are searched for.
     """
-    areas = _areas(problem)
+    (areas,) = least_areas(problem)
     result = Fraction(0)
     for group in _groups(problem):
         mine = [problem.stages_of(device) for device in group]
         if all(mine) and all(problem.budget[device] > 0 for device in group):
-            head = min(_head(problem, stages[0]) for stages in mine)
+            head = min(head_of(problem, stages[0]) for stages in mine)
             result = max(result, head + problem.microbatches * _Shares(problem, group, areas).heaviest())
     return Bound("resources", ceil(result))
 
@@ -135,7 +86,7 @@ Vector = tuple[Fraction, Fraction, Fraction]
 class _Shares:
     """What a microbatch costs a group of devices behind one link (or one device): the options of each activation."""
 
-    def __init__(self, problem: Problem, group: list[int], areas: list[tuple[int, int, int]]) -> None:
+    def __init__(self, problem: Problem, group: list[int], areas: list[Area]) -> None:
         count, none = len(group), Fraction(0)
         self.work = none
         self.options: list[list[Vector]] = []
@@ -149,7 +100,7 @@ class _Shares:
                 if problem.can_recompute(s):
                     options.append((Fraction(stage.recompute, count), again, none))
                 self.options.append(options)
-                self.work += Fraction(_work(problem, stage), count)
+                self.work += Fraction(work_of(problem, stage), count)
         filled = [[*options, *options[:1] * (3 - len(options))] for options in self.options]
         self.rounded = np.array(filled, np.float64)
         """The same as [activation, option, resource]; where there are less than three options the first comes again."""
@@ -188,20 +139,6 @@ _GRID = np.array([(x, y) for x in range(_STEPS + 1) for y in range(_STEPS + 1)])
 _AROUND = np.array([(x, y) for x in range(-2 * _FINER, 2 * _FINER + 1) for y in range(-2 * _FINER, 2 * _FINER + 1)])
 
 
-def _areas(problem: Problem) -> list[tuple[int, int, int]]:
-    """Return by stage the least units x ticks that its activation occupies if kept, offloaded, recomputed."""
-    found, later = [], 0
-    for stage in reversed(problem.stages):
-        stay = stage.forward + stage.send_activation + later
-        end = stage.saved * stage.backward
-        if problem.freedom.split:
-            end = min(end, stage.saved * stage.backward_input + stage.residue * stage.backward_weight)
-        away = stage.moved * (stage.forward + stage.offload_alone + stage.reload_alone) + stage.staying * stay
-        found.append((stage.saved * stay + end, away + end, stage.saved * (stage.forward + stage.recompute) + end))
-        later = stay + _backward(problem, stage) + stage.send_gradient
-    return found[::-1]
-
-
 def _groups(problem: Problem) -> list[list[int]]:
     """Return every device by itself, and all devices behind each link that is shared."""
     links = sorted({link for link in problem.link_of if link is not None})
@@ -225,7 +162,7 @@ def fill_and_drain(problem: Problem) -> Bound:
     for group in _groups(problem):
         if all(problem.stages_of(device) and problem.budget[device] > 0 for device in group):
             ends = [_Ends(problem, device) for device in group]
-            work = problem.microbatches * sum(_work(problem, problem.stages[s]) for end in ends for s in end.mine)
+            work = problem.microbatches * sum(work_of(problem, problem.stages[s]) for end in ends for s in end.mine)
             result = max(result, Fraction(work + _lost(problem, ends)) / len(group))
     return Bound("fill-and-drain", ceil(result))
 
@@ -237,13 +174,13 @@ class _Ends:
         stages, self.mine = problem.stages, problem.stages_of(device)
         own = [(s, stages[s]) for s in self.mine]
         last = self.mine[-1]
-        self.head = _head(problem, self.mine[0])
-        there = _head(problem, last) + sum(t.forward + t.send_activation for t in stages[last:])
-        after = there - _head(problem, last) - stages[last].forward
-        home = sum(_backward(problem, t) + t.send_gradient for t in stages[last + 1 :])
+        self.head = head_of(problem, self.mine[0])
+        there = head_of(problem, last) + sum(t.forward + t.send_activation for t in stages[last:])
+        after = there - head_of(problem, last) - stages[last].forward
+        home = sum(backward_of(problem, t) + t.send_gradient for t in stages[last + 1 :])
         self.fill = there + home - self.head
         """From the first forward that can come to the first backward that can come."""
-        self.drain = after + sum(_backward(problem, t) + t.send_gradient for t in stages)
+        self.drain = after + sum(backward_of(problem, t) + t.send_gradient for t in stages)
         """From the end of the last forward to the end of all."""
         self.forwards = problem.microbatches * sum(stage.forward for _, stage in own)
         self.backwards = problem.microbatches * sum(_after(problem, stage) for _, stage in own)
@@ -313,7 +250,7 @@ def _densest(pairs: Iterable[tuple[Fraction | int, int]]) -> Fraction:
 
 def _after(problem: Problem, stage: Stage) -> int:
     """Compute ticks of a stage's backward at least."""
-    return _work(problem, stage) - stage.forward
+    return work_of(problem, stage) - stage.forward
 
 
 def slots(problem: Problem) -> Bound:
@@ -359,7 +296,7 @@ def slots(problem: Problem) -> Bound:
             rounds = -(-problem.microbatches // fit) - 1
             if rounds:
                 result = max(result, rounds * time + rest_of(problem.microbatches - rounds * fit))
-        trip += stage.forward + stage.send_activation + _backward(problem, stage) + stage.send_gradient
+        trip += stage.forward + stage.send_activation + backward_of(problem, stage) + stage.send_gradient
     return Bound("slots", result)
 
 
@@ -370,7 +307,7 @@ class _Rest:
         self.problem = problem
         stages = problem.stages
         self.heads = list(accumulate((stage.forward + stage.send_activation for stage in stages), initial=0))
-        self.home = [way - _backward(problem, stage) for way, stage in zip(_ways_back(problem), stages, strict=True)]
+        self.home = [way - backward_of(problem, stage) for way, stage in zip(_ways_back(problem), stages, strict=True)]
         """From the end of a stage's backward, by its shortest time, to the end of all."""
         self.stages: list[tuple[int, int]] = []
         """(work, ways) of each stage from s on: r microbatches take r x work + ways."""
@@ -382,10 +319,10 @@ class _Rest:
         problem, stage = self.problem, self.problem.stages[s]
         mine = problem.stages_of(stage.device)
         forward = sum(problem.stages[i].forward for i in mine if i >= s)
-        back = sum(_backward(problem, problem.stages[i]) for i in mine)
+        back = sum(backward_of(problem, problem.stages[i]) for i in mine)
         after = sum(_after(problem, problem.stages[i]) for i in mine)
         home = min(self.home[i] for i in mine)
-        self.stages.append((stage.forward + _backward(problem, stage), self.heads[s] + self.home[s]))
+        self.stages.append((stage.forward + backward_of(problem, stage), self.heads[s] + self.home[s]))
         self.devices[stage.device] = [(forward + back, self.heads[s] + home), (forward + after, self.heads[s])]
 
     def __call__(self, microbatches: int) -> int:
@@ -411,7 +348,7 @@ def _in_flight(problem: Problem, s: int, flight: int) -> Iterator[tuple[int, int
             yield max(1, 1 + others), flight + _after(problem, stage)
     if earlier + floor > 0:
         others = (room - max(stage.forward_extra, extra)) // (earlier + floor)
-        yield max(1, 1 + others), flight + _backward(problem, stage)
+        yield max(1, 1 + others), flight + backward_of(problem, stage)
 
 
 def _floor(problem: Problem, s: int) -> int:
@@ -430,34 +367,5 @@ def _ways_back(problem: Problem) -> list[int]:
     ways: list[int] = []
     for stage in problem.stages:
         below = ways[-1] if ways else 0
-        ways.append(max(_after(problem, stage), _backward(problem, stage) + stage.send_gradient + below))
+        ways.append(max(_after(problem, stage), backward_of(problem, stage) + stage.send_gradient + below))
     return ways
-
-
-def _head(problem: Problem, s: int) -> int:
-    """Return the earliest time at which the forward of stage s can start."""
-    return sum(stage.forward + stage.send_activation for stage in problem.stages[:s])
-
-
-def _work(problem: Problem, stage: Stage) -> int:
-    return stage.work if problem.freedom.split else stage.forward + stage.backward
-
-
-def _backward(problem: Problem, stage: Stage) -> int:
-    """The shortest time from the start of a stage's backward to its input gradient."""
-    return min(stage.backward, stage.backward_input) if problem.freedom.split else stage.backward
-
-
-def _tail(problem: Problem, s: int) -> int:
-    stages = problem.stages
-    return sum(stages[t].send_gradient + stages[t - 1].backward for t in range(s, 0, -1))
-
-
-def _least_area(problem: Problem, s: int, areas: tuple[int, int, int]) -> int:
-    kept, away, again = areas
-    chosen = [kept]
-    if problem.can_offload(s):
-        chosen.append(away)
-    if problem.can_recompute(s):
-        chosen.append(again)
-    return min(chosen)

@@ -1,8 +1,8 @@
-"""Lower bounds where microbatches are cut into slices or differ in length; bounds.py has those of equal microbatches.
+"""Lower bounds of units, which are whole microbatches, or slices of them; bounds.py has those of equal microbatches.
 
-A unit is a slice of a microbatch. On every stage forwards run in the order of units, and backwards by microbatch with
-slices descending: so the first backward of a microbatch comes after all of its forwards on the last stage. Left out
-are the K-slot bound and that of fill and drain, whose arguments count equal activations.
+On every stage forwards run in the order of units, and backwards by microbatch with slices descending: so the first
+backward of a microbatch comes after all of its forwards on the last stage. Not here are the bounds whose arguments
+count equal activations.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Area(NamedTuple):
     again: int
 
 
-def work(problem: Problem, stage: Stage) -> int:
+def work_of(problem: Problem, stage: Stage) -> int:
     """Return the compute ticks that a unit costs at least."""
     return stage.work if problem.freedom.split else stage.forward + stage.backward
 
 
-def backward(problem: Problem, stage: Stage) -> int:
+def backward_of(problem: Problem, stage: Stage) -> int:
     """Return the shortest time from the start of a unit's backward to its input gradient."""
     return min(stage.backward, stage.backward_input) if problem.freedom.split else stage.backward
 
@@ -44,7 +44,7 @@ def _works(problem: Problem) -> list[list[int]]:
     counts = _counts(problem)
     return [
         [
-            count * sum(work(problem, problem.of_class(number)[s]) for s in problem.stages_of(device))
+            count * sum(work_of(problem, problem.of_class(number)[s]) for s in problem.stages_of(device))
             for number, count in enumerate(counts)
         ]
         for device in range(problem.devices)
@@ -71,7 +71,7 @@ def head_and_work(problem: Problem) -> int:
         mine = problem.stages_of(device)
         if mine:
             tail = 0 if problem.freedom.split else min(_way_home(last, s) for s in mine)
-            result = max(result, _head(problem, mine[0]) + sum(total) + tail)
+            result = max(result, head_of(problem, mine[0]) + sum(total) + tail)
     return result
 
 
@@ -79,7 +79,7 @@ def _way_home(stages: tuple[Stage, ...], s: int) -> int:
     return sum(stages[t].send_gradient + stages[t - 1].backward for t in range(s, 0, -1))
 
 
-def _head(problem: Problem, s: int) -> int:
+def head_of(problem: Problem, s: int) -> int:
     """Return the earliest time at which a forward of stage s can start: that of the first unit."""
     return sum(stage.forward + stage.send_activation for stage in problem.of_class(problem.class_of(0))[:s])
 
@@ -108,10 +108,10 @@ def round_trip(problem: Problem) -> int:
             here = [0] * n
             for k in reversed(range(n)):
                 came = 0 if previous is None else previous[k] + units[k][s + 1].send_gradient
-                before = here[k] = max(came, before) + backward(problem, units[k][s])
+                before = here[k] = max(came, before) + backward_of(problem, units[k][s])
             previous = here
         assert previous is not None
-        rest = work(problem, units[0][0]) - units[0][0].forward - backward(problem, units[0][0])
+        rest = work_of(problem, units[0][0]) - units[0][0].forward - backward_of(problem, units[0][0])
         result = max(result, previous[0] + max(0, rest))
     return result
 
@@ -134,7 +134,7 @@ def memory_time(problem: Problem) -> int:
             count * min(_choices(problem, s, areas[number][s])) for number, count in enumerate(counts) for s in mine
         )
         if mine and area and problem.budget[device] > 0:
-            result = max(result, _head(problem, mine[0]) + Fraction(area, problem.budget[device]))
+            result = max(result, head_of(problem, mine[0]) + Fraction(area, problem.budget[device]))
     return ceil(result)
 
 
@@ -153,7 +153,7 @@ def least_areas(problem: Problem) -> list[list[Area]]:
     n, found = problem.slices, []
     for shape in range(_shapes(problem)):
         units = [problem.of_class(shape * n + k) for k in range(n)]
-        turn = [units[k][-1].forward + backward(problem, units[k][-1]) for k in range(n)]
+        turn = [units[k][-1].forward + backward_of(problem, units[k][-1]) for k in range(n)]
         later = [*accumulate(reversed(turn[1:]), initial=0)][::-1]
         for k in range(n):
             stages = units[k]
@@ -174,6 +174,6 @@ def least_areas(problem: Problem) -> list[list[Area]]:
                         stage.saved * (stage.forward + stage.recompute) + again + end,
                     )
                 )
-                way += stage.forward + stage.send_activation + backward(problem, stage) + stage.send_gradient
+                way += stage.forward + stage.send_activation + backward_of(problem, stage) + stage.send_gradient
             found.append(areas[::-1])
     return found

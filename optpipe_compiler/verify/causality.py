@@ -14,21 +14,21 @@ import numpy as np
 import numpy.typing as npt
 
 from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.ops import MESSAGES
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.verify.plan import named, unit_of
-from optpipe_compiler.verify.structure import messages_by_pair
+from optpipe_compiler.verify.plan import named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from optpipe_compiler.verify.plan import Lane, Message, Plan, Unit
+    from optpipe_compiler.verify.plan import Lane, Message, PlacedOp, Plan, Unit
     from optpipe_compiler.verify.report import Violation
 
 Chain = tuple[int, str] | tuple[int, int]
 """A device's lane, or the channel of a pair (lower device first)."""
 Clocks = npt.NDArray[np.int32]
-BLOCK = 2**25
-"""So many numbers of clocks are held at a time."""
+BLOCK = 2**26
+"""So many numbers of clocks are held at a time: 256 MB."""
 MOST_CLOCKS = 2 * 10**9
 """Events times chains, which bounds the time that clocks take; docs/IR.md states it."""
 
@@ -44,17 +44,19 @@ class Events:
         self.op_of: list[str] = []
         for device, lane in plan.lanes:
             self._add_lane(plan, device, lane)
-        for (device, peer), listed in messages_by_pair(plan).items():
+        for (device, peer), listed in plan.channels.items():
             if device < peer:
                 self._add_channel((device, peer), [message for message, _ in listed])
         for place in plan.places:
-            gates = [*place.op.after, *_gates(plan, place.op)]
-            self.before[self.start[place.id]] += [self.done[name] for name in gates]
+            if place.op.after:
+                self.before[self.start[place.id]] += [self.done[name] for name in place.op.after]
+        for place, _ in plan.receives:  # law 3: what reads a message starts after it has arrived
+            self.before[self.start[plan.reader_of(place)]].append(self.done[place.id])
 
-    def _add(self, chain: list[int], op: str, *before: int) -> int:
-        """Append an event to a chain: it comes after the event before it on the chain, and after `before`."""
+    def _add(self, chain: list[int], op: str) -> int:
+        """Append an event to a chain: it comes after the event before it on the chain."""
         event = len(self.before)
-        self.before.append([*chain[-1:], *before])
+        self.before.append(chain[-1:])
         self.op_of.append(op)
         chain.append(event)
         return event
@@ -66,30 +68,23 @@ class Events:
         chain = self.chains[device, lane] = []
         for place in plan.lanes[device, lane]:
             self.start[place.id] = self._add(chain, place.id)
-            if not isinstance(place.op, ir.MessageOp):
+            if place.kind not in MESSAGES:
                 self.done[place.id] = self._add(chain, place.id)
 
     def _add_channel(self, pair: tuple[int, int], messages: list[Message]) -> None:
         """Law 3: a transfer comes after both issues and after the transfer before it in the order of the pair."""
         chain = self.chains[pair] = []
         for message in messages:
-            issues = (self.start[message.send], self.start[message.recv])
-            self.done[message.send] = self.done[message.recv] = self._add(chain, message.send, *issues)
-
-
-def _gates(plan: Plan, op: ir.Op) -> list[str]:
-    """Law 3: a forward and the op that makes the gradient start after their message has arrived."""
-    if isinstance(op, ir.Forward) and plan.peer(op.stage, -1) is not None:
-        return [named("recv_activation", op.stage, unit_of(op))]
-    if isinstance(op, ir.Backward | ir.BackwardInput) and plan.peer(op.stage, 1) is not None:
-        return [named("recv_gradient", op.stage, unit_of(op))]
-    return []
+            transfer = self.done[message.send] = self.done[message.recv] = self._add(chain, message.send)
+            self.before[transfer] += self.start[message.send], self.start[message.recv]
 
 
 class Causality:
     """The clocks of all events: how many events of a chain are in the least closed set that holds an event.
 
-    A clock has a number per event and chain; so as not to hold them all, the chains are taken in blocks.
+    A clock has a number per chain. Along a chain it changes, but for the chain's own entry, only where an event comes
+    after one of another chain: these, the *joins*, have a row each, and all others that of the last join before them.
+    So as not to hold all rows, the chains are taken in blocks.
     """
 
     def __init__(self, events: Events, order: list[int]) -> None:
@@ -104,9 +99,27 @@ class Causality:
         if len(order) * len(events.chains) > MOST_CLOCKS:
             product = f"{len(order)} events on {len(events.chains)} lanes and channels"
             raise BadInput(f"the schedule has {product}, expected a product of at most {MOST_CLOCKS}")
-        self._order = order
-        self._width = max(1, BLOCK // max(1, len(order)))
+        self._joins, self._row = self._joined(order)
+        self._width = max(1, BLOCK // (1 + len(self._joins)))
         self._kept: tuple[int, Clocks] | None = None
+
+    def _joined(self, order: list[int]) -> tuple[list[tuple[int, list[int]]], npt.NDArray[np.int64]]:
+        """Return the joins in order, each with the events of other chains that come directly before it, and by event
+        the number of its row: that of a join from 1 on, 0 before the first of its chain."""
+        chain_of, position = self.chain_of.tolist(), self.position.tolist()
+        joins: list[tuple[int, list[int]]] = []
+        is_join = np.zeros(len(order), np.int64)
+        for event in order:
+            before = self.events.before[event]
+            if len(before) == (position[event] > 1):  # none but the one on its chain
+                continue
+            if others := [one for one in before if chain_of[one] != chain_of[event]]:
+                joins.append((event, others))
+                is_join[event] = len(joins)
+        row = np.zeros(len(order), np.int64)
+        for chain in self.events.chains.values():
+            row[chain] = np.maximum.accumulate(is_join[chain])
+        return joins, row
 
     def clocks(self, wanted: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Clocks]:
         """Return, for each (events, chains), the clocks of these events on these chains, a row per event."""
@@ -116,16 +129,19 @@ class Causality:
                 columns = [k for k, chain in enumerate(chains) if first <= chain < first + block.shape[1]]
                 if columns:
                     inside = np.array([chains[k] - first for k in columns])
-                    clocks[:, columns] = block[np.ix_(np.array(events), inside)]
+                    clocks[:, columns] = block[np.ix_(self._row[np.array(events)], inside)]
+        for (events, chains), clocks in zip(wanted, found, strict=True):
+            own = self.chain_of[np.array(events)][:, None] == np.array(chains)
+            np.copyto(clocks, self.position[np.array(events)][:, None], where=own)
         return found
 
     def implied(self, later: Sequence[int], earlier: Sequence[int]) -> npt.NDArray[np.bool_]:
         """Return for each pair whether event `later` cannot happen without `earlier`."""
         events, others = np.asarray(later, np.int64), np.asarray(earlier, np.int64)
-        chains, found = self.chain_of[others], np.zeros(len(others), np.bool_)
+        chains, found = self.chain_of[others], self.position[events] >= self.position[others]
         for first, block in self._blocks():
-            inside = np.flatnonzero((chains >= first) & (chains < first + block.shape[1]))
-            reached = block[events[inside], chains[inside] - first]
+            inside = (chains >= first) & (chains < first + block.shape[1]) & (chains != self.chain_of[events])
+            reached = block[self._row[events[inside]], chains[inside] - first]
             found[inside] = reached >= self.position[others[inside]]
         return found
 
@@ -134,7 +150,7 @@ class Causality:
         return bool(self.implied([later], [earlier])[0])
 
     def _blocks(self) -> Iterator[tuple[int, Clocks]]:
-        """Yield the clocks on some chains after others, with the first of these chains; the last are kept."""
+        """Yield the rows of clocks on some chains after others, with the first of these chains; the last are kept."""
         for first in range(0, len(self.events.chains), self._width):
             if self._kept is None or self._kept[0] != first:
                 self._kept = None
@@ -143,16 +159,22 @@ class Causality:
 
     def _block(self, first: int) -> Clocks:
         width = min(self._width, len(self.events.chains) - first)
-        clock = np.zeros((len(self._order), width), np.int32)
-        chain_of, position = self.chain_of.tolist(), self.position.tolist()
-        before_of = self.events.before
-        for event in self._order:
-            row = clock[event]
-            for before in before_of[event]:
-                np.maximum(row, clock[before], out=row)
-            if first <= chain_of[event] < first + width:
-                row[chain_of[event] - first] = position[event]
-        return clock
+        rows = np.zeros((1 + len(self._joins), width), np.int32)
+        chain_of, position, row_of = self.chain_of.tolist(), self.position.tolist(), self._row.tolist()
+        latest = [0] * len(self.events.chains)
+        """By chain the row of its last join so far."""
+        for number, (event, others) in enumerate(self._joins, start=1):
+            row, chain = rows[number], chain_of[event]
+            row[:] = rows[latest[chain]]
+            for other in others:
+                np.maximum(row, rows[row_of[other]], out=row)
+                column = chain_of[other] - first
+                if 0 <= column < width and row[column] < position[other]:
+                    row[column] = position[other]
+            if first <= chain < first + width:
+                row[chain - first] = position[event]
+            latest[chain] = number
+        return rows
 
 
 def execution_order(plan: Plan, events: Events) -> list[int] | Violation:
@@ -191,7 +213,7 @@ def data(plan: Plan, causality: Causality) -> Iterator[Violation]:
     pairs = [
         (place, source)
         for place in plan.places
-        for source in [*_sources(plan, place.op), *reads_back.get(place.id, [])]
+        for source in [*_sources(plan, place), *reads_back.get(place.id, ())]
         if source in events.done
     ]
     later, earlier = [events.start[place.id] for place, _ in pairs], [events.done[source] for _, source in pairs]
@@ -201,40 +223,38 @@ def data(plan: Plan, causality: Causality) -> Iterator[Violation]:
             yield place.breaks("data", message, source)
 
 
-def _sources(plan: Plan, op: ir.Op) -> list[str]:
-    """Return the ids of the ops that `op` needs, reloads and recomputes left out."""
-    stage, unit = op.stage, unit_of(op)
-    forward = named("forward", stage, unit)
-    match op:
-        case ir.Forward():
-            earlier = [named("forward", stage, unit) for unit in _neighbour(plan, op, -1)]
-            return [named("forward", stage - 1, unit), *earlier] if stage else earlier
-        case ir.BackwardInput() | ir.Backward():
-            later = [plan.gradient_of(stage, unit) for unit in _neighbour(plan, op, 1)]
-            above = [plan.gradient_of(stage + 1, unit)] if stage + 1 < len(plan.stages) else []
-            return [forward, *above, *later]
-        case ir.BackwardWeight():
-            return [named("backward_input", stage, unit)]
-        case ir.SendActivation() | ir.Offload() | ir.Recompute():
-            return [forward]
-        case ir.SendGradient():
-            return [plan.gradient_of(stage, unit)]
-        case ir.Reload():
-            return [named("offload", stage, unit, op.layers)]
+def _sources(plan: Plan, place: PlacedOp) -> list[str]:
+    """Return the ids of the ops that an op needs, reloads and recomputes left out."""
+    kind, stage, unit = place.kind, place.stage, place.unit
+    if kind == "forward":
+        earlier = [named("forward", stage, unit) for unit in _neighbour(plan, unit, -1)]
+        return [named("forward", stage - 1, unit), *earlier] if stage else earlier
+    if kind in ("backward_input", "backward"):
+        later = [plan.gradient_of(stage, unit) for unit in _neighbour(plan, unit, 1)]
+        above = [plan.gradient_of(stage + 1, unit)] if stage + 1 < len(plan.stages) else []
+        return [named("forward", stage, unit), *above, *later]
+    if kind == "backward_weight":
+        return [named("backward_input", stage, unit)]
+    if kind in ("send_activation", "offload", "recompute"):
+        return [named("forward", stage, unit)]
+    if kind == "send_gradient":
+        return [plan.gradient_of(stage, unit)]
+    if kind == "reload":
+        assert isinstance(place.op, ir.Reload)
+        return [named("offload", stage, unit, place.op.layers)]
     return []
 
 
-def _neighbour(plan: Plan, op: ir.Op, step: int) -> list[Unit]:
-    """Return the slice before or after the op's own, whose carry, or its gradient, it reads; none at the ends."""
-    slice = (op.slice_or_none or 0) + step
-    return [(op.microbatch, slice)] if 0 <= slice < plan.slices else []
+def _neighbour(plan: Plan, unit: Unit, step: int) -> list[Unit]:
+    """Return the slice before or after a unit, whose carry, or its gradient, it reads; none at the ends."""
+    slice = (unit[1] or 0) + step
+    return [(unit[0], slice)] if 0 <= slice < plan.slices else []
 
 
 def _reads_back(plan: Plan) -> dict[str, list[str]]:
     """Return, for the first op that reads the saved layers, the reloads and recomputes that bring them back."""
     found: dict[str, list[str]] = {}
-    for place in plan.places:
-        if isinstance(place.op, ir.Reload | ir.Recompute):
-            reader = plan.gradient_of(place.op.stage, unit_of(place.op))
-            found.setdefault(reader, []).append(place.id)
+    for place in plan.of("recompute", "reload"):
+        reader = plan.gradient_of(place.stage, place.unit)
+        found.setdefault(reader, []).append(place.id)
     return found

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from optpipe_compiler.documents import ir
-from optpipe_compiler.verify.plan import LANES, PlacedOp, Plan
+from optpipe_compiler.verify.plan import LANES, SENDS, PlacedOp, Plan
 from optpipe_compiler.verify.report import Violation
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from optpipe_compiler.documents import ir
     from optpipe_compiler.verify.causality import Causality
     from optpipe_compiler.verify.plan import Lane
 
@@ -44,12 +44,13 @@ def moments(plan: Plan, causality: Causality) -> Iterator[Violation]:
     for number, device in enumerate(plan.schedule.devices):
         if device.deliveries is msgspec.UNSET:
             continue
-        at = {
-            (plan.by_id[e.before].lane, send): plan.by_id[e.before].index for e in _stated(device) for send in e.sends
-        }
+        at: dict[tuple[Lane, str], int] = {}
+        for entry in _stated(device):
+            before = plan.by_id[entry.before]
+            at |= {(before.lane, send): before.index for send in entry.sends}
+        lanes = [(lane, plan.lanes[number, lane]) for lane in LANES if plan.lanes[number, lane]]
         for send in filter(_is_send, plan.lanes[number, "compute"]):
-            for lane in LANES:
-                places = plan.lanes[number, lane]
+            for lane, places in lanes:
                 index = at.get((lane, send.id), len(places))
                 asked += [(send, places[n], n == index) for n in (index - 1, index) if 0 <= n < len(places)]
     later = [events.start[place.id] for _, place, _ in asked]
@@ -66,4 +67,4 @@ def _stated(device: ir.Device) -> list[ir.Delivered]:
 
 
 def _is_send(place: PlacedOp) -> bool:
-    return isinstance(place.op, ir.SendActivation | ir.SendGradient)
+    return place.kind in SENDS

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from msgspec import UNSET, UnsetType
 
 from optpipe_compiler.documents import ir
-from optpipe_compiler.verify.plan import LANES, PlacedOp, Plan, message_of, named, unit_of
+from optpipe_compiler.documents.ops import MESSAGES
+from optpipe_compiler.verify.plan import LANES, PlacedOp, Plan, named
 from optpipe_compiler.verify.report import Violation
 from optpipe_compiler.verify.sizes import Sizes
 
@@ -112,12 +113,20 @@ class Timed:
         self.runs: dict[tuple[int, str], tuple[list[int], list[int]]] = {}
         self.sizes = Sizes(plan)
         self.link_of = {device: link for link in self.forecast.links for device in link.devices}
-        self.working = [place for place in plan.places if not isinstance(place.op, ir.MessageOp)]
+        self.working = [place for place in plan.places if place.kind not in MESSAGES]
+        self._costs: dict[tuple[str, int, int, ir.Range | None, bool], int] = {}
 
     def cost(self, place: PlacedOp) -> int:
         """Return what the op must take by the forecast's own cost records."""
-        op = place.op
-        cost = self._record(op.stage, op.microbatch, op.slice_or_none)
+        op, of_class = place.op, self.plan.schedule.setup.class_of(*place.unit)
+        shared = place.lane != "compute" and self.slowed(place)
+        key = place.kind, place.stage, of_class, op.layers if isinstance(op, ir.SavedOp) else None, shared
+        if key not in self._costs:
+            self._costs[key] = self._cost(place, shared=shared)
+        return self._costs[key]
+
+    def _cost(self, place: PlacedOp, *, shared: bool) -> int:
+        op, cost = place.op, self._record(place.stage, *place.unit)
         match op:
             case ir.Forward():
                 return cost.forward_ns
@@ -131,7 +140,6 @@ class Timed:
                 return sum(self._of_layers(cost.recompute_ns, op)) + self.forecast.op_overhead_ns
             case ir.Offload() | ir.Reload():
                 link = self.link_of[place.device]
-                shared = self.slowed(place)
                 if isinstance(op, ir.Offload):
                     rate = link.duplex_d2h_bytes_per_s if shared else link.d2h_bytes_per_s
                 else:
@@ -186,7 +194,7 @@ def lane_times(timed: Timed) -> Iterator[Violation]:
     for lane in timed.plan.lanes.values():
         for before, place in pairwise(lane):
             start = timed.start[place.id]
-            free = (timed.start if isinstance(before.op, ir.MessageOp) else timed.end)[before.id]
+            free = (timed.start if before.kind in MESSAGES else timed.end)[before.id]
             if start < free:
                 message = f"starts at {start} ns, before {before.id} frees the lane at {free} ns"
                 yield place.breaks("times", f"{place.id} on device {place.device} {message}", before.id)
@@ -204,39 +212,31 @@ def wait_times(timed: Timed) -> Iterator[Violation]:
 
 def message_times(timed: Timed) -> Iterator[Violation]:
     """A send is issued when its producer ends; both halves end when it arrives, `send_*_ns` later."""
-    for place in timed.plan.places:
-        message = message_of(place.op)
-        if message is None or place.id != message.send:
-            continue
+    for place, message in timed.plan.sends:
         producer = _producer(timed.plan, message)
         ready = timed.end[producer]
         if timed.start[place.id] != ready:
             text = f"{place.id} on device {place.device} is issued at {timed.start[place.id]} ns, but {producer}"
             yield place.breaks("times", f"{text} ends at {ready} ns", producer)
+        arrival = ready + timed.travel(message)
         for half in (place, timed.plan.by_id[message.recv]):
-            if timed.end[half.id] != ready + timed.travel(message):
+            if timed.end[half.id] != arrival:
                 text = f"{half.id} on device {half.device} ends at {timed.end[half.id]} ns, but {message} arrives at"
-                yield half.breaks("times", f"{text} {ready + timed.travel(message)} ns", producer)
+                yield half.breaks("times", f"{text} {arrival} ns", producer)
 
 
 def receive_times(timed: Timed) -> Iterator[Violation]:
     """A receive is issued not later than its message is sent."""
-    for place in timed.plan.places:
-        message = message_of(place.op)
-        if message is not None and place.id == message.recv and timed.start[place.id] > timed.start[message.send]:
+    for place, message in timed.plan.receives:
+        if timed.start[place.id] > timed.start[message.send]:
             text = f"{place.id} on device {place.device} is issued at {timed.start[place.id]} ns, after its message is"
             yield place.breaks("times", f"{text} sent at {timed.start[message.send]} ns", message.send)
 
 
 def arrivals(timed: Timed) -> Iterator[Violation]:
     """A forward, and the op that makes the gradient, starts at or after the arrival of its message."""
-    for place in timed.plan.places:
-        message = message_of(place.op)
-        if message is None or place.id != message.recv:
-            continue
-        stage, unit = place.op.stage, unit_of(place.op)
-        forward = isinstance(place.op, ir.RecvActivation)
-        reader = named("forward", stage, unit) if forward else timed.plan.gradient_of(stage, unit)
+    for place, message in timed.plan.receives:
+        reader = timed.plan.reader_of(place)
         if timed.start[reader] < timed.end[place.id]:
             text = f"{reader} on device {place.device} starts at {timed.start[reader]} ns, before {message} arrives at"
             yield timed.plan.by_id[reader].breaks("times", f"{text} {timed.end[place.id]} ns", place.id)

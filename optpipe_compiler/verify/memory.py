@@ -19,19 +19,16 @@ import numpy.typing as npt
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.verify.pairs import best_pair
-from optpipe_compiler.verify.plan import unit_of
 from optpipe_compiler.verify.report import Violation
-from optpipe_compiler.verify.sizes import Sizes
+from optpipe_compiler.verify.sizes import Sizes, UnitSizes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from optpipe_compiler.verify.causality import Causality, Chain, Clocks
-    from optpipe_compiler.verify.plan import Lane, Plan, Unit
+    from optpipe_compiler.verify.causality import Causality, Chain, Clocks, Events
+    from optpipe_compiler.verify.plan import Lane, PlacedOp, Plan, Unit
 
 Numbers = npt.NDArray[Any]
-Weights = dict[tuple[int, int], int]
-"""By device and event."""
 
 
 class Table:
@@ -41,14 +38,20 @@ class Table:
         self.sizes = Sizes(plan)
         self.dropped: dict[tuple[int, Unit], int] = defaultdict(int)
         """What the recomputed ranges of a stage and unit give up after their forward."""
-        for place in plan.places:
-            if isinstance(place.op, ir.Recompute):
-                key = place.op.stage, unit_of(place.op)
-                self.dropped[key] += self.sizes.of(place.op).given_up(place.op.layers)
+        self._known: dict[tuple[type[ir.Op], UnitSizes, ir.Range | None, int], tuple[int, int]] = {}
+        for place in plan.of("recompute"):
+            assert isinstance(place.op, ir.Recompute)
+            self.dropped[place.stage, place.unit] += self.sizes.of(place.op).given_up(place.op.layers)
 
     def on_device(self, op: ir.Op) -> tuple[int, int]:
         """Return the bytes on the device that `op` adds at its start and at its end (frees are negative)."""
-        sizes = self.sizes.of(op)
+        dropped = self.dropped.get((op.stage, op.unit), 0) if isinstance(op, ir.Forward) else 0
+        key = type(op), self.sizes.of(op), op.layers if isinstance(op, ir.SavedOp) else None, dropped
+        if key not in self._known:
+            self._known[key] = self._on_device(op, *key[1::2])
+        return self._known[key]
+
+    def _on_device(self, op: ir.Op, sizes: UnitSizes, dropped: int) -> tuple[int, int]:
         match op:
             case ir.RecvActivation():
                 return sizes.input, 0
@@ -59,7 +62,6 @@ class Table:
             case ir.SendGradient():
                 return 0, -sizes.input
             case ir.Forward():
-                dropped = self.dropped.get((op.stage, unit_of(op)), 0)
                 taken = sizes.all_saved + sizes.output + sizes.forward
                 return taken, -sizes.forward - sizes.input - dropped
             case ir.Offload():
@@ -90,6 +92,25 @@ class Table:
         return 0, 0
 
 
+class _Weights:
+    """The bytes that each event adds, on the one device whose memory it changes: for a message the sender's."""
+
+    def __init__(self, events: Events, changes: Iterable[tuple[PlacedOp, tuple[int, int]]]) -> None:
+        weights, self._device = [0] * len(events.before), np.full(len(events.before), -1)
+        for place, (start, end) in changes:
+            for event, added in ((events.start[place.id], start), (events.done[place.id], end)):
+                if added:
+                    weights[event] += added
+                    self._device[event] = place.device
+        exact = sum(map(abs, weights)) < 2**62
+        self._weights: Numbers = np.array(weights, np.int64 if exact else object)
+
+    def of(self, device: int, events: list[int]) -> Numbers:
+        """Return what events add on a device."""
+        found: Numbers = np.where(self._device[events] == device, self._weights[events], 0)
+        return found
+
+
 @dataclass(frozen=True)
 class Worst:
     """The most that can be held, and the ops that have just started then."""
@@ -109,12 +130,8 @@ class Memory:
         for stage in plan.stages:
             self._always[stage.device] += stage.static_bytes
         table = Table(plan)
-        device: Weights = defaultdict(int)
-        host: Weights = defaultdict(int)
-        for place in plan.places:
-            for weights, (start, end) in ((device, table.on_device(place.op)), (host, table.on_host(place.op))):
-                weights[place.device, self.events.start[place.id]] += start
-                weights[place.device, self.events.done[place.id]] += end
+        device = _Weights(self.events, ((place, table.on_device(place.op)) for place in plan.places))
+        host = _Weights(self.events, ((place, table.on_host(place.op)) for place in plan.of("offload", "reload")))
         chains_of: dict[int, list[Chain]] = defaultdict(list)
         for chain in self.events.chains:
             for end_of_chain in {chain[0], *(chain[1:] if isinstance(chain[1], int) else ())}:
@@ -124,14 +141,13 @@ class Memory:
         self._host = [self._sums(causality, number, chains_of[number], host) for number in count]
         self._clocks = self._rows(causality)
 
-    def _sums(self, causality: Causality, device: int, chains: list[Chain], weights: Weights) -> dict[int, Numbers]:
+    def _sums(self, causality: Causality, device: int, chains: list[Chain], weights: _Weights) -> dict[int, Numbers]:
         """Return, per chain that `device` is on, the sum of its first n events for every n; the lanes come first."""
-        added = [[weights.get((device, event), 0) for event in self.events.chains[chain]] for chain in chains]
-        exact = sum(abs(one) for ones in added for one in ones) < 2**62
+        added = [(chain, weights.of(device, self.events.chains[chain])) for chain in chains]
         return {
-            causality.number[chain]: np.cumsum(np.array([0, *ones], np.int64 if exact else object))
-            for chain, ones in zip(chains, added, strict=True)
-            if any(ones) or isinstance(chain[1], str)
+            causality.number[chain]: np.concatenate([[0], np.cumsum(ones)])
+            for chain, ones in added
+            if ones.any() or isinstance(chain[1], str)
         }
 
     def _rows(self, causality: Causality) -> dict[tuple[int, Lane], Clocks]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
+
+import msgspec
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import op_id, unit_name
@@ -18,8 +21,7 @@ Unit = tuple[int, int | None]
 LANES: tuple[Lane, ...] = ("compute", "d2h", "h2d")
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedOp:
+class PlacedOp(msgspec.Struct, frozen=True, gc=False):
     """An op and where it stands; `device` counts the schedule's devices in file order."""
 
     device: int
@@ -27,6 +29,10 @@ class PlacedOp:
     index: int
     op: ir.Op
     id: str
+    kind: str
+    """The op's name in files."""
+    stage: int
+    unit: Unit
 
     def breaks(self, rule: str, message: str, *others: str) -> Violation:
         """Return a violation of `rule` at this op; `others` are further ops that it is about."""
@@ -47,9 +53,47 @@ class Plan:
             for lane, ops in _lanes_of(device)
         }
         self.places = [place for lane in self.lanes.values() for place in lane]
-        self.by_id: dict[str, PlacedOp] = {}
+        self.by_id = {place.id: place for place in reversed(self.places)}
+        self._of_kind: dict[str, list[PlacedOp]] = defaultdict(list)
         for place in self.places:
-            self.by_id.setdefault(place.id, place)
+            self._of_kind[place.kind].append(place)
+        self._split = {(place.stage, place.unit): place.id for place in self.of("backward_input")}
+
+    def of(self, *kinds: str) -> list[PlacedOp]:
+        """Return all ops of these kinds, kind by kind in the order of the file."""
+        return [place for kind in kinds for place in self._of_kind.get(kind, ())]
+
+    @cached_property
+    def halves(self) -> list[tuple[PlacedOp, Message]]:
+        """All sends and receives with their messages, kind by kind."""
+        known: dict[tuple[str, int, Unit], Message] = {}
+        found = []
+        for kind, (what, step) in _HALVES.items():
+            for place in self.of(kind):
+                key = what, place.stage + step, place.unit
+                if (message := known.get(key)) is None:
+                    message = known[key] = Message.of(*key)
+                found.append((place, message))
+        return found
+
+    @property
+    def sends(self) -> list[tuple[PlacedOp, Message]]:
+        """All sends with their messages."""
+        return [half for half in self.halves if half[0].kind in SENDS]
+
+    @property
+    def receives(self) -> list[tuple[PlacedOp, Message]]:
+        """All receives with their messages."""
+        return [half for half in self.halves if half[0].kind not in SENDS]
+
+    @cached_property
+    def channels(self) -> dict[tuple[int, int], list[tuple[Message, PlacedOp]]]:
+        """Per device and peer, the messages between them in the order in which the device lists them."""
+        listed: dict[tuple[int, int], list[tuple[Message, PlacedOp]]] = defaultdict(list)
+        for place, message in sorted(self.halves, key=lambda half: (half[0].device, half[0].index)):
+            assert isinstance(place.op, ir.MessageOp)
+            listed[place.device, place.op.peer].append((message, place))
+        return listed
 
     def peer(self, stage: int, step: Literal[-1, 1]) -> int | None:
         """Return the device of the stage before or after `stage` where a message must cross to it, else None."""
@@ -60,8 +104,13 @@ class Plan:
 
     def gradient_of(self, stage: int, unit: Unit) -> str:
         """Return the id of the op that makes the gradient of the stage's input: `backward_input` or `backward`."""
-        split = named("backward_input", stage, unit)
-        return split if split in self.by_id else named("backward", stage, unit)
+        return self._split.get((stage, unit)) or named("backward", stage, unit)
+
+    def reader_of(self, receive: PlacedOp) -> str:
+        """Return the id of the op that reads what a receive brings."""
+        if receive.kind == "recv_activation":
+            return named("forward", receive.stage, receive.unit)
+        return self.gradient_of(receive.stage, receive.unit)
 
 
 def named(kind: str, stage: int, unit: Unit, layers: ir.Range | None = None) -> str:
@@ -69,51 +118,47 @@ def named(kind: str, stage: int, unit: Unit, layers: ir.Range | None = None) -> 
     return op_id(kind, stage, unit[0], layers, unit[1])
 
 
-def unit_of(op: ir.Op) -> Unit:
-    """Return the op's unit."""
-    return op.microbatch, op.slice_or_none
-
-
 def _lanes_of(device: ir.Device) -> list[tuple[Lane, Sequence[ir.Op]]]:
     return [("compute", device.compute), ("d2h", device.d2h), ("h2d", device.h2d)]
 
 
 def _places(device: int, lane: Lane, ops: Sequence[ir.Op]) -> list[PlacedOp]:
-    return [PlacedOp(device, lane, index, op, op.id) for index, op in enumerate(ops)]
+    places = []
+    kinds = {type(op): op.name for op in ops}
+    for index, op in enumerate(ops):
+        kind, stage, unit = kinds[type(op)], op.stage, op.unit
+        layers = op.layers if isinstance(op, ir.SavedOp) else None
+        places.append(PlacedOp(device, lane, index, op, named(kind, stage, unit, layers), kind, stage, unit))
+    return places
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(msgspec.Struct, frozen=True, gc=False):
     """What two halves have in common: the tensor that `stage` sends."""
 
-    what: Literal["activation", "gradient"]
+    what: str
+    """activation or gradient"""
     stage: int
     unit: Unit
+    send: str
+    """Id of the sending half."""
+    recv: str
+    """Id of the receiving half."""
+
+    @classmethod
+    def of(cls, what: str, stage: int, unit: Unit) -> Message:
+        """Return the message with the ids of its halves."""
+        receiver = stage + 1 if what == "activation" else stage - 1
+        return cls(what, stage, unit, named(f"send_{what}", stage, unit), named(f"recv_{what}", receiver, unit))
 
     def __str__(self) -> str:
         return f"the {self.what} of stage {self.stage}, microbatch {unit_name(*self.unit)}"
 
-    @property
-    def send(self) -> str:
-        """Id of the sending half."""
-        return named(f"send_{self.what}", self.stage, self.unit)
 
-    @property
-    def recv(self) -> str:
-        """Id of the receiving half."""
-        receiver = self.stage + 1 if self.what == "activation" else self.stage - 1
-        return named(f"recv_{self.what}", receiver, self.unit)
-
-
-def message_of(op: ir.Op) -> Message | None:
-    """Return the message that a send or receive is one half of; None for other ops."""
-    match op:
-        case ir.SendActivation():
-            return Message("activation", op.stage, unit_of(op))
-        case ir.RecvActivation():
-            return Message("activation", op.stage - 1, unit_of(op))
-        case ir.SendGradient():
-            return Message("gradient", op.stage, unit_of(op))
-        case ir.RecvGradient():
-            return Message("gradient", op.stage + 1, unit_of(op))
-    return None
+_HALVES = {
+    "send_activation": ("activation", 0),
+    "recv_activation": ("activation", -1),
+    "send_gradient": ("gradient", 0),
+    "recv_gradient": ("gradient", 1),
+}
+"""By kind of op what its message is, and how far from its own stage the one is that sends it."""
+SENDS = ("send_activation", "send_gradient")

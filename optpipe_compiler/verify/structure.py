@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import unit_name
-from optpipe_compiler.verify.plan import Message, PlacedOp, Plan, Unit, message_of, named, unit_of
+from optpipe_compiler.verify.plan import Message, PlacedOp, Plan, Unit, named
 from optpipe_compiler.verify.report import Violation
 
 if TYPE_CHECKING:
@@ -19,30 +19,30 @@ NAMED = 3
 
 def belongs(plan: Plan) -> Iterator[Violation]:
     """Every op is of a stage of its own device and of a microbatch below setup.microbatches."""
+    homes = [stage.device for stage in plan.stages]
     for place in plan.places:
-        op = place.op
-        if op.stage >= len(plan.stages):
+        stage, (microbatch, slice) = place.stage, place.unit
+        if stage >= len(homes):
             yield place.breaks("completeness", f"{place.id} on device {place.device} is of a stage that does not exist")
-        elif (home := plan.stages[op.stage].device) != place.device:
-            message = f"{place.id} is on device {place.device}, but stage {op.stage} is on device {home}"
+        elif homes[stage] != place.device:
+            message = f"{place.id} is on device {place.device}, but stage {stage} is on device {homes[stage]}"
             yield place.breaks("completeness", message)
-        if op.microbatch >= plan.microbatches:
+        if microbatch >= plan.microbatches:
             message = f"{place.id} on device {place.device} is beyond the {plan.microbatches} microbatches"
             yield place.breaks("completeness", message)
-        if not _has_its_slice(plan, op):
+        if not _has_its_slice(plan, slice):
             expected = f"below {plan.slices}" if plan.slices > 1 else "none: microbatches are not cut"
-            message = f"the slice of {place.id} on device {place.device} is {op.slice_or_none}, expected {expected}"
+            message = f"the slice of {place.id} on device {place.device} is {slice}, expected {expected}"
             yield place.breaks("completeness", message)
 
 
-def _has_its_slice(plan: Plan, op: ir.Op) -> bool:
-    slice = op.slice_or_none
+def _has_its_slice(plan: Plan, slice: int | None) -> bool:
     return slice is None if plan.slices == 1 else slice is not None and slice < plan.slices
 
 
 def unique(plan: Plan) -> Iterator[Violation]:
     """No two ops have the same id."""
-    for place in plan.places:
+    for place in plan.places if len(plan.by_id) < len(plan.places) else ():
         first = plan.by_id[place.id]
         if first is not place:
             message = f"{place.id} on device {place.device} stands in the schedule already, on device {first.device}"
@@ -53,9 +53,9 @@ def complete(plan: Plan) -> Iterator[Violation]:
     """Per stage and unit: one forward, its messages, and one backward or one backward_input."""
     present: dict[tuple[str, int], set[int]] = defaultdict(set)
     for place in plan.places:
-        if place.op.microbatch < plan.microbatches and _has_its_slice(plan, place.op):
-            number = place.op.microbatch * plan.slices + (place.op.slice_or_none or 0)
-            present[place.op.name, place.op.stage].add(number)
+        microbatch, slice = place.unit
+        if microbatch < plan.microbatches and _has_its_slice(plan, slice):
+            present[place.kind, place.stage].add(microbatch * plan.slices + (slice or 0))
     for stage in range(len(plan.stages)):
         for kind in _kinds(plan, stage):
             yield from _missing(plan, stage, kind, present[kind, stage])
@@ -91,25 +91,28 @@ def _missing(plan: Plan, stage: int, kind: str, present: set[int]) -> Iterator[V
 
 def split(plan: Plan) -> Iterator[Violation]:
     """backward_input and backward_weight come together, and not beside a fused backward."""
-    for place in plan.places:
-        at = place.op.stage, unit_of(place.op)
-        if isinstance(place.op, ir.BackwardInput) and named("backward_weight", *at) not in plan.by_id:
-            yield place.breaks("completeness", f"{place.id} on device {place.device} has no backward_weight")
-        if isinstance(place.op, ir.BackwardWeight) and named("backward_input", *at) not in plan.by_id:
-            yield place.breaks("completeness", f"{place.id} on device {place.device} has no backward_input")
-        fused = named("backward", *at)
-        if isinstance(place.op, ir.BackwardInput | ir.BackwardWeight) and fused in plan.by_id:
-            message = f"{place.id} on device {place.device} stands beside a fused {fused}"
-            yield place.breaks("completeness", message, fused)
+    halves = ("backward_input", "backward_weight")
+    whole = {(place.stage, place.unit) for place in plan.of("backward")}
+    for kind, other in (halves, halves[::-1]):
+        others = {(place.stage, place.unit) for place in plan.of(other)}
+        for place in plan.of(kind):
+            at = place.stage, place.unit
+            if at not in others:
+                yield place.breaks("completeness", f"{place.id} on device {place.device} has no {other}")
+            if at in whole:
+                fused = named("backward", *at)
+                message = f"{place.id} on device {place.device} stands beside a fused {fused}"
+                yield place.breaks("completeness", message, fused)
 
 
 def peers(plan: Plan) -> Iterator[Violation]:
     """A message goes to, or comes from, the device of the neighbouring stage, and only where that is another one."""
-    for place in plan.places:
+    for place, _ in plan.halves:
         op = place.op
-        if not isinstance(op, ir.MessageOp) or op.stage >= len(plan.stages):
+        assert isinstance(op, ir.MessageOp)
+        if place.stage >= len(plan.stages):
             continue
-        expected = plan.peer(op.stage, 1 if isinstance(op, ir.SendActivation | ir.RecvGradient) else -1)
+        expected = plan.peer(place.stage, 1 if place.kind in ("send_activation", "recv_gradient") else -1)
         if expected is None:
             message = f"{place.id} on device {place.device} has no stage on another device to exchange with"
             yield place.breaks("completeness", message)
@@ -120,31 +123,30 @@ def peers(plan: Plan) -> Iterator[Violation]:
 
 def ranges(plan: Plan) -> Iterator[Violation]:
     """The layers of an offload, reload or recompute are a range inside its stage, not empty."""
-    for place in plan.places:
-        op = place.op
-        if isinstance(op, ir.SavedOp) and op.stage < len(plan.stages):
-            first, end = plan.stages[op.stage].layers
-            if not first <= op.layers[0] < op.layers[1] <= end:
+    for place in plan.of("recompute", "offload", "reload"):
+        if place.stage < len(plan.stages):
+            first, end = plan.stages[place.stage].layers
+            layers = _layers(place)
+            if not first <= layers[0] < layers[1] <= end:
                 message = f"{place.id} on device {place.device} has layers outside of [{first}, {end}), or none"
                 yield place.breaks("state", message)
 
 
 def pairs_of_copies(plan: Plan) -> Iterator[Violation]:
     """Every offload has a reload of the same layers, every reload an offload."""
-    for place in plan.places:
-        for kind, other in ((ir.Offload, "reload"), (ir.Reload, "offload")):
-            if isinstance(place.op, kind):
-                partner = named(other, place.op.stage, unit_of(place.op), place.op.layers)
-                if partner not in plan.by_id:
-                    yield place.breaks("state", f"{place.id} on device {place.device} has no {partner}")
+    for kind, other in (("offload", "reload"), ("reload", "offload")):
+        for place in plan.of(kind):
+            partner = named(other, place.stage, place.unit, _layers(place))
+            if partner not in plan.by_id:
+                yield place.breaks("state", f"{place.id} on device {place.device} has no {partner}")
 
 
 def one_state(plan: Plan) -> Iterator[Violation]:
     """Per unit, at most one offload or recompute names a layer."""
     treated: dict[tuple[int, Unit], list[PlacedOp]] = defaultdict(list)
-    for place in plan.by_id.values():
-        if isinstance(place.op, ir.Offload | ir.Recompute):
-            treated[place.op.stage, unit_of(place.op)].append(place)
+    for place in plan.of("recompute", "offload"):
+        if plan.by_id[place.id] is place:
+            treated[place.stage, place.unit].append(place)
     for places in treated.values():
         widest, *others = sorted(places, key=_layers)
         for place in others:
@@ -178,41 +180,35 @@ def order(plan: Plan) -> Iterator[Violation]:
     Slices of one ascend on the way there and descend on the way back.
     """
     for lane in plan.lanes.values():
-        latest: dict[tuple[str, int], PlacedOp] = {}
+        latest: dict[tuple[str, int], tuple[tuple[int, int], PlacedOp]] = {}
         for place in lane:
-            kind = "gradient" if isinstance(place.op, ir.Backward | ir.BackwardInput) else place.op.name
-            before = latest.setdefault((kind, place.op.stage), place)
-            if _turn(place.op) < _turn(before.op):
-                what = "microbatches" if place.op.microbatch != before.op.microbatch else "slices"
+            key = "gradient" if place.kind in ("backward", "backward_input") else place.kind, place.stage
+            turn = _turn(place) if plan.slices > 1 else (place.unit[0], 0)
+            latest_turn, before = latest.get(key, (turn, place))
+            if turn < latest_turn:
+                what = "microbatches" if place.unit[0] != before.unit[0] else "slices"
                 message = f"{place.id} on device {place.device} runs after {before.id}, {what} out of order"
                 yield place.breaks("order", message, before.id)
-            latest[kind, place.op.stage] = place
+            latest[key] = turn, place
 
 
-def _turn(op: ir.Op) -> tuple[int, int]:
+def _turn(place: PlacedOp) -> tuple[int, int]:
     """Return what grows along a lane, per stage and kind."""
-    slice = op.slice_or_none or 0
-    there = isinstance(op, ir.Forward | ir.SendActivation | ir.RecvActivation | ir.Offload)
-    return op.microbatch, slice if there else -slice
+    microbatch, slice = place.unit
+    return microbatch, 0 if slice is None else slice if place.kind in _ASCENDING else -slice
+
+
+_ASCENDING = ("forward", "send_activation", "recv_activation", "offload")
+"""Kinds of ops whose slices run in order."""
 
 
 def pair_order(plan: Plan) -> Iterator[Violation]:
     """Both devices of a pair list the messages between them, sent and received together, in the same order."""
-    listed = messages_by_pair(plan)
+    listed = plan.channels
     for (device, peer), mine in listed.items():
         theirs = listed.get((peer, device), [])
         if device < peer and [message for message, _ in mine] != [message for message, _ in theirs]:
             yield from _first_difference(mine, theirs)
-
-
-def messages_by_pair(plan: Plan) -> dict[tuple[int, int], list[tuple[Message, PlacedOp]]]:
-    """Return, per device and peer, the messages between them in the order in which the device lists them."""
-    listed: dict[tuple[int, int], list[tuple[Message, PlacedOp]]] = defaultdict(list)
-    for place in plan.places:
-        message = message_of(place.op)
-        if message is not None and isinstance(place.op, ir.MessageOp):
-            listed[place.device, place.op.peer].append((message, place))
-    return listed
 
 
 def _first_difference(

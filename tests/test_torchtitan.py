@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from torch import nn
 
 from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile
 from optpipe_compiler.errors import BadInput
-from optpipe_torch.frameworks.torchtitan import parts_of, planned
+from optpipe_torch.frameworks.torchtitan import layers_of, parts_of, planned
 
 MICROBATCHES = 4
 RANGES = {
@@ -128,6 +130,24 @@ def test_the_trainer_has_losses_gradients_and_names_of_the_whole_model(script, w
         assert rank.returncode == 0, errors
 
 
+@pytest.mark.runtime
+@pytest.mark.skipif(find_spec("torchtitan") is None, reason="needs torchtitan")
+@pytest.mark.parametrize(("world", "backend"), [(2, "spmd_types"), (4, "partial_dtensor")])
+def test_torchtitans_own_model_has_the_gradients_of_the_whole_one(world, backend):
+    here = Path(__file__).parent
+    command = f"-m torch.distributed.run --standalone --nproc-per-node {world} {here / 'titan_itself.py'} {backend}"
+    paths = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
+    done = subprocess.run(
+        [sys.executable, *command.split()],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.fixture
 def with_torchtitan(environment, tmp_path):  # noqa: F811
     """An environment with a package of torchtitan's name that is titan.py."""
@@ -164,6 +184,18 @@ def test_the_example_takes_at_most_ten_lines_commands_included():
     commands = [line for line in script if line.startswith(("optpipe", "torchrun"))]
     assert len(commands) == 3
     assert len(changed("torchtitan_plain.py", "torchtitan_planned.py")) + len(commands) <= 10
+
+
+def test_layers_to_measure_keep_their_buffers_in_the_models_dtype():
+    layers, batch = layers_of(titan.llama3_8b())
+    tokens, target = batch(torch.Generator().manual_seed(0), 64)
+    x = tokens
+    for index, make in enumerate(layers):
+        layer = make().to(torch.bfloat16)
+        assert {buffer.dtype for buffer in layer.buffers()} <= {torch.float32}
+        x = layer(x, target) if index == len(layers) - 1 else layer(x)
+    assert x.shape == ()
+    assert repr(layers[1]()) == repr(layers[2]())
 
 
 # -- refusals

@@ -271,6 +271,18 @@ class Layer(nn.Module):
         left = [child for child in self.part.children() if not isinstance(child, nn.ModuleDict)]
         return f"{type(self.part).__name__} {[*left, *self.part.get_submodule(BLOCKS).children()]!r}"
 
+    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
+        """Move, but keep buffers, such as complex rotary factors, in the dtype in which the model made them."""
+        kept = [
+            (module, name, buffer)
+            for module in self.part.modules()
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for module, name, buffer in kept:
+            setattr(module, name, buffer.to(getattr(module, name).device))
+        return self
+
     def forward(self, x: Tensor, *, given: _Given | None = None) -> Tensor:
         """Tokens to hidden states, or hidden states to hidden states."""
         return self._run(x, given)

@@ -378,7 +378,7 @@ def test_sizes_that_cannot_be_written_within_the_time_limit_are_refused_at_once(
 
 def test_under_a_short_limit_only_placements_of_few_enough_ops_are_planned():
     for limit, stages in ((2.0, {3}), (1000.0, {3, 6})):
-        options = settled(OPEN, Options(OPEN_BYTES, microbatches=700, time_limit_s=limit))
+        options = settled(OPEN, Options(OPEN_BYTES, microbatches=1000, time_limit_s=limit))
         assert {len(one.stages) for _, one in compiler.in_time(compiler.instances(OPEN, options), options)} == stages
 
 

@@ -35,13 +35,16 @@ def planned_peaks(graph: Graph, order: Ints) -> list[tuple[int, int]]:
     """The first turn at which a node has completed, which no later node starts before."""
     when = np.concatenate([2 * turn + 1, 2 * over])  # at one turn memory is freed first
     owner = np.concatenate([device, device])
+    changes = [
+        np.concatenate([taken[order], -given[order]])
+        for taken, given in ((nodes.taken, nodes.given), (nodes.host_taken, nodes.host_given))
+    ]
     peaks = []
     for d in range(graph.problem.devices):
         mine = np.flatnonzero(owner == d)
         mine = mine[np.argsort(when[mine], kind="stable")]
-        changes = ((nodes.taken, nodes.given), (nodes.host_taken, nodes.host_given))
-        held = [np.cumsum(np.concatenate([taken[order], -given[order]])[mine]) for taken, given in changes]
-        peaks.append((int(held[0].max(initial=0)), int(held[1].max(initial=0))))
+        on_device, on_host = (int(np.cumsum(each[mine]).max(initial=0)) for each in changes)
+        peaks.append((on_device, on_host))
     return peaks
 
 

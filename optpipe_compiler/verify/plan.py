@@ -126,7 +126,8 @@ def _places(device: int, lane: Lane, ops: Sequence[ir.Op]) -> list[PlacedOp]:
     places = []
     kinds = {type(op): op.name for op in ops}
     for index, op in enumerate(ops):
-        kind, stage, unit = kinds[type(op)], op.stage, op.unit
+        kind, stage = kinds[type(op)], op.stage
+        unit = op.microbatch, None if op.slice is msgspec.UNSET else op.slice
         layers = op.layers if isinstance(op, ir.SavedOp) else None
         places.append(PlacedOp(device, lane, index, op, named(kind, stage, unit, layers), kind, stage, unit))
     return places

@@ -20,11 +20,12 @@ class Sizes:
     def __init__(self, plan: Plan) -> None:
         self.stages = plan.stages
         self.setup = plan.schedule.setup
+        self._is_whole = isinstance(self.setup.units, UnsetType)
         self._known: dict[tuple[int, int], UnitSizes] = {}
 
     def of(self, op: ir.Op) -> UnitSizes:
         """Return the bytes of the op's stage and unit."""
-        key = op.stage, self.setup.class_of(op.microbatch, op.slice_or_none)
+        key = op.stage, 0 if self._is_whole else self.setup.class_of(op.microbatch, op.slice_or_none)
         if key not in self._known:
             self._known[key] = self._of(op)
         return self._known[key]

@@ -198,10 +198,10 @@ def _again(
     wall_s: float,
     on_progress: Callable[[Progress], None],
 ) -> Result:
-    """Return a kept answer; who listens hears what had been found halfway, as in the search."""
+    """Return a kept answer; who listens hears what had been found halfway and at the end, as in the search."""
     forecast = found.schedule.forecast
-    for value in (about.halfway_ns, about.value_ns):
-        on_progress(compiler.Progress("cache", value, forecast.lower_bound_ns, forecast.method, 0.0))
+    for value, elapsed_s in ((about.halfway_ns, 0.0), (about.value_ns, about.wall_s)):
+        on_progress(compiler.Progress("cache", value, forecast.lower_bound_ns, forecast.method, elapsed_s))
     placement = compiler.placement_of(found.schedule)
     noisy = compiler.under_noise(found.schedule, profile, options.noise)
     return compiler.Result(found, options, placement, False, wall_s, quantiles=noisy, is_cached=True)

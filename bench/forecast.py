@@ -1,5 +1,8 @@
 """Hold forecasts against runs: `python -m bench.forecast [--rounds N] [--steps N] [-o docs/FORECAST.md]`.
 
+The defaults take a quarter of an hour on 2 cores, `--rounds 2 --time-limit 4 --samples 20` about half of that; the page
+is written anew after each row.
+
 For each model: measure it on this machine, plan it for two devices in all the memory that there is and in a third of
 what that plan took for activations, and train it for some steps. Then measure and train again, in turns: shared
 machines change their pace by the minute, so a run is held against the costs measured just before and just after it.
@@ -15,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.report import machine, publish
+from bench.report import machine, publish, state
 from optpipe_compiler.compiler import Options, compile_schedule, link_share, under_noise
 from optpipe_compiler.costs.models import Architecture
 from optpipe_compiler.costs.noise import noisy
@@ -77,7 +80,8 @@ def stage_bytes(schedule: ir.Schedule) -> list[int]:
 def forecast_ns(schedule: ir.Schedule, profile: Profile) -> int:
     """Return what a step of the schedule would take with the costs of another profile."""
     cuts = (0, *(stage.layers[1] for stage in schedule.stages))
-    layout = Layout("", cuts, tuple(stage.device for stage in schedule.stages))
+    selective = frozenset(layer for stage in schedule.stages for layer in stage.selective_layers)
+    layout = Layout("", cuts, tuple(stage.device for stage in schedule.stages), selective)
     caps, microbatches = Caps(schedule.setup.cap_bytes, None), schedule.setup.microbatches
     problem = build(profile, layout, microbatches, caps, Freedom())
     if any(op.layers != schedule.stages[op.stage].layers for device in schedule.devices for op in device.d2h):
@@ -163,7 +167,9 @@ def main() -> None:
     lines = [
         "# Plan against reality on CPUs",
         "",
-        f"Written by `python -m bench.forecast`; {DEVICES} processes on {machine()}.",
+        f"Written by `python -m bench.forecast --rounds {options.rounds} --steps {options.steps} --samples "
+        f"{options.samples} --time-limit {options.time_limit:g}`:",
+        f"{state()}; {DEVICES} processes on {machine()}.",
         f"Medians of {options.rounds} rounds, step times in ms. A round trains for {options.steps - 1} steps; its",
         "forecast is the plan's order with the costs measured just before and just after it, `ratio` the median of",
         "what each round measured over its own forecast; `with noise`: over the forecast of half of the steps, with",
@@ -179,7 +185,10 @@ def main() -> None:
         for cap, (schedule, rounds) in rounds_of(MODELS[name], options).items():
             lines.append(row(name, cap, schedule, rounds))
             print(lines[-1], file=sys.stderr)
-    publish("\n".join(lines) + "\n", options.output)
+            if options.output is not None:
+                publish("\n".join(lines) + "\n", options.output)
+    if options.output is None:
+        publish("\n".join(lines) + "\n", None)
 
 
 if __name__ == "__main__":

@@ -198,10 +198,10 @@ def _again(
     wall_s: float,
     on_progress: Callable[[Progress], None],
 ) -> Result:
-    """Return a kept answer; who listens hears what had been found halfway, as in the search."""
+    """Return a kept answer; who listens hears what had been found halfway and at the end, as in the search."""
     forecast = found.schedule.forecast
-    for value in (about.halfway_ns, about.value_ns):
-        on_progress(compiler.Progress("cache", value, forecast.lower_bound_ns, forecast.method, 0.0))
+    for value, elapsed_s in ((about.halfway_ns, 0.0), (about.value_ns, about.wall_s)):
+        on_progress(compiler.Progress("cache", value, forecast.lower_bound_ns, forecast.method, elapsed_s))
     placement = compiler.placement_of(found.schedule)
     noisy = compiler.under_noise(found.schedule, profile, options.noise)
     return compiler.Result(found, options, placement, False, wall_s, quantiles=noisy, is_cached=True)
@@ -233,7 +233,7 @@ class _Question:
         varies = ("mem_bytes", "host_mem_bytes", "microbatches", "time_limit_s", "seed", "reproducible")
         common = {name: value for name, value in asked.items() if name not in varies}
         layers = len(profile.expanded_layers())
-        self.family = _digest(ir.FORMAT, ir.VERSION, layers, sorted(common.items()))
+        self.family = _digest(ir.FORMAT, ir.VERSION, layers, sorted(common.items()), options.units)
         starts = [seed.schedule.digest for seed in options.seeds]
         exact = (self.profile_digest, sorted(asked.items()), options.search, options.workers, starts, planner())
         self.name = f"{self.family}-{_digest(*exact)}"

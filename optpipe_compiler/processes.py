@@ -127,6 +127,10 @@ class Processes:
         """Return the id of a process."""
         return self._started[number].pid
 
+    def kill(self, number: int) -> None:
+        """End one process; `listen` tells."""
+        self._started[number].kill()
+
     def end(self) -> None:
         """Leave no process, and nothing of theirs; once is enough."""
         atexit.unregister(self.end)

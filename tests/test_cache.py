@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec import structs
 
@@ -184,6 +185,17 @@ def test_studies_ask_the_cache_and_hear_whether_a_plan_is_finished(kept, searche
     again = plan(instance)
     assert len(searches) == count
     assert (again.value_ns, again.finished, again.outcome) == (first.value_ns, first.finished, first.outcome)
+
+
+def test_a_kept_plan_that_was_still_getting_better_is_searched_on(kept, searches):
+    instance = Instance(COSTS, compiler.settled(COSTS, SOON), cached=True)
+    assert planned(instance.options, kept).schedule.forecast.outcome == "feasible"
+    (entry,) = kept.entries()
+    about = structs.replace(entry.about, halfway_ns=2 * entry.about.value_ns, wall_s=SOON.time_limit_s)
+    text = entry.path.read_bytes().partition(b"\n")[2]
+    entry.path.write_bytes(msgspec.json.encode(about) + b"\n" + text)
+    plan(instance)
+    assert len(searches) > 1
 
 
 def test_commands_use_list_and_clear_the_cache(run, kept):  # noqa: F811

@@ -5,15 +5,30 @@ from __future__ import annotations
 import json
 from random import Random
 
+import msgspec
 import pytest
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
 from small_schedules import Builder, Shape
 
 from optpipe_compiler.cli import cli
-from optpipe_compiler.costs.from_run import profile_from_run, read_run
+from optpipe_compiler.costs.from_run import About, Run, RunOp, RunStage, profile_from_run, read_run
 from optpipe_compiler.documents import ir
+from optpipe_compiler.documents import profile as profiles
 from optpipe_compiler.documents.files import canonical
-from optpipe_compiler.documents.profile import Layer, Link, Machine, Profile, Quantity, value_of
+from optpipe_compiler.documents.profile import (
+    Layer,
+    Link,
+    Machine,
+    Profile,
+    Quantity,
+    Sliceable,
+    of_unit,
+    on_device,
+    value_of,
+)
 from optpipe_compiler.documents.profile import load as load_profile
 from optpipe_compiler.errors import BadInput
 
@@ -169,13 +184,150 @@ def test_the_trace_of_a_real_run_is_read(tmp_path):
     assert found.machine.links[0].d2h_bytes_per_s.source == "measured"
 
 
-def test_layers_whose_ops_were_faster_than_their_attention_can_still_be_read():
-    from optpipe_compiler.costs.from_run import _with_attention
-    from optpipe_compiler.documents.profile import Layer, Sliceable
+def test_layers_whose_ops_were_faster_than_their_attention_can_still_be_read(tmp_path):
+    slow = Sliceable(carry_bytes=1, forward_attention_ns=900, backward_input_attention_ns=2000)
+    layers = [structs.replace(layer, backward_ns=4000, slices=slow) for layer in BASE.layers]
+    base = structs.replace(BASE, layers=layers, sequence_length=8)
+    ops = [RunOp("forward", 0, 0, 0, 400), RunOp("backward_input", 0, 0, 0, 500), RunOp("backward", 0, 0, 0, 700)]
+    found = profile_from_run(base, "base", of_stages(base, ops)).profile
+    assert profiles.parse(canonical(found), "found") == found
+    assert value_of(found.layers[0].slices.forward_attention_ns) == 90  # a tenth, as all of the forward
 
-    slow = Sliceable(carry_bytes=1, forward_attention_ns=50, backward_input_attention_ns=70)
-    layer = Layer(
-        name="a", forward_ns=40, backward_input_ns=60, backward_weight_ns=9, backward_ns=65, saved_bytes=1, slices=slow
+
+# -- units of several lengths
+
+
+def of_stages(base, ops, units=None):
+    """A run of two stages of two layers."""
+    stages = [RunStage(stage, stage, (2 * stage, 2 * stage + 2)) for stage in (0, 1)]
+    return Run("a run", About(base.digest(), True, 1.0, stages, units=units), ops)
+
+
+KINDS = ("forward", "backward_input", "backward_weight", "backward")
+TOKENS = 64
+LAYER = Layer(
+    name="layer",
+    forward_ns=40_000,
+    backward_input_ns=50_000,
+    backward_weight_ns=30_000,
+    backward_ns=75_000,
+    saved_bytes=1000,
+    slices=Sliceable(
+        forward_attention_ns=10_000,
+        backward_input_attention_ns=20_000,
+        forward_overhead_ns=2000,
+        backward_input_overhead_ns=3000,
+        backward_weight_overhead_ns=1000,
+        backward_overhead_ns=3500,
+    ),
+)
+
+
+def faster(layer, linear, attention):
+    """The layer with what grows with the tokens, by kind, and attention, of forwards and backwards, so much faster."""
+    two = structs.asdict(layer.slices)
+    named = {"forward": "forward", "backward_input": "backward_input", "backward": "backward_input"}
+    times, slices = {}, {}
+    for kind in KINDS:
+        part = two[f"{named[kind]}_attention_ns"] if kind in named else 0
+        rest = round((getattr(layer, f"{kind}_ns") - part) / linear[kind])
+        quick = round(part / attention[kind == "forward"])
+        times[f"{kind}_ns"] = rest + quick
+        slices[f"{kind}_overhead_ns"] = round(two[f"{kind}_overhead_ns"] / linear[kind])
+        if kind in named:
+            slices[f"{named[kind]}_attention_ns"] = quick
+    return structs.replace(layer, **times, slices=structs.replace(layer.slices, **slices))
+
+
+def sized(layers, **machine):
+    return structs.replace(
+        BASE, layers=list(layers), sequence_length=TOKENS, machine=structs.replace(BASE.machine, **machine)
     )
-    found = _with_attention(layer).slices
-    assert (found.forward_attention_ns.value, found.backward_input_attention_ns.value) == (40, 60)
+
+
+def times_of(profile, units, device=1):
+    """What each kind of op of the two last layers takes, by kind and unit, with the overhead of an op."""
+
+    def of(layer, tokens):
+        return on_device(of_unit(layer, tokens, TOKENS, is_cut=units.slices > 1), profile.machine, device)
+
+    overhead = value_of(profile.machine.op_overhead_ns)
+    return {
+        (kind, microbatch, number): overhead
+        + sum(getattr(of(layer, tokens), f"{kind}_ns") for layer in profile.expanded_layers()[2:])
+        for kind in KINDS
+        for microbatch in range(len(units.shape_of))
+        for number in range(units.slices)
+        for tokens in [units.tokens_of(microbatch, number)]
+    }
+
+
+def ran(truth, units, kinds=KINDS):
+    """A run in which every op takes what the truth says."""
+    return [
+        RunOp(kind, 1, 0, 0, took, tokens=units.tokens_of(microbatch, number))
+        for (kind, microbatch, number), took in times_of(truth, units).items()
+        if kind in kinds
+    ]
+
+
+SLICED = ir.Units(tokens=TOKENS, cuts=[[0, 16, 32, 48, 64]], shape_of=[0, 0])
+UNEVEN = ir.Units(tokens=TOKENS, cuts=[[0, 30, 50, 64]], shape_of=[0])
+LENGTHS = ir.Units(tokens=TOKENS, cuts=[[0, 64], [0, 40], [0, 16]], shape_of=[0, 1, 2, 1])
+FACTOR = st.floats(0.3, 3)
+
+
+@given(st.sampled_from([SLICED, UNEVEN, LENGTHS]), st.tuples(*[FACTOR] * 4), st.tuples(FACTOR, FACTOR))
+def test_linear_and_attention_parts_are_told_from_units_of_several_lengths(units, linear, attention):
+    truth = sized([LAYER] * 4)
+    base = sized([faster(LAYER, dict(zip(KINDS, linear, strict=True)), attention)] * 4)
+    found = profile_from_run(base, "base", of_stages(base, ran(truth, units), units)).profile
+    assert profiles.parse(canonical(found), "found") == found
+    for other in (SLICED, UNEVEN, LENGTHS):
+        for place, expected in times_of(truth, other).items():
+            assert times_of(found, other)[place] == pytest.approx(expected, abs=8, rel=2e-3), (place, other)
+    assert found.layers[0] == structs.replace(base.layers[0], count=2)  # another stage, of which nothing ran
+
+
+def test_ops_that_did_not_run_are_as_much_faster_as_those_that_do_the_same_work():
+    truth, base = sized([LAYER] * 4), sized([faster(LAYER, dict.fromkeys(KINDS, 2.0), (2.0, 2.0))] * 4)
+    for kinds in (("forward", "backward"), ("forward", "backward_input", "backward_weight")):
+        found = profile_from_run(base, "base", of_stages(base, ran(truth, SLICED, kinds), SLICED)).profile
+        assert times_of(found, SLICED) == pytest.approx(times_of(truth, SLICED), abs=8)
+        last = found.expanded_layers()[-1]
+        sources = {kind: getattr(last, f"{kind}_ns").source for kind in KINDS}
+        assert sources == {kind: "measured" if kind in kinds else "estimated" for kind in KINDS}
+
+
+def test_a_devices_own_speed_is_not_counted_twice():
+    base = sized([LAYER] * 4, time_permille=[1000, 1500])
+    whole = ir.Units(tokens=TOKENS, cuts=[[0, TOKENS]], shape_of=[0])
+    ops = [structs.replace(op, tokens=None) for op in ran(base, whole)]
+    found = profile_from_run(base, "base", of_stages(base, ops))
+    assert [value_of(getattr(found.profile.expanded_layers()[-1], f"{kind}_ns")) for kind in KINDS] == [
+        getattr(LAYER, f"{kind}_ns") for kind in KINDS
+    ]
+    assert all(change.base == change.measured.value for change in found.changes)
+
+
+def test_what_a_profile_cannot_say_is_noted():
+    """Layers that need whole sequences have no attention of their own in the format: half the tokens, half the time."""
+    truth = sized([structs.replace(LAYER, slices=structs.replace(LAYER.slices, forward_attention_ns=40_000))] * 4)
+    base = sized([structs.replace(LAYER, slices=None)] * 4)
+    found = profile_from_run(base, "base", of_stages(base, ran(truth, LENGTHS, ("forward",)), LENGTHS))
+    (note,) = found.notes
+    assert note.startswith("forward of stage 1: the ops of one unit are ")
+    truth = sized([structs.replace(LAYER, slices=None)] * 4)
+    assert profile_from_run(base, "base", of_stages(base, ran(truth, LENGTHS), LENGTHS)).notes == []
+
+
+def test_a_trace_says_where_slices_are_cut(tmp_path):
+    ops = [event("forward", 1, 0, 0, 9, microbatch=1, slice=2)]
+    about = {"units": msgspec.to_builtins(UNEVEN)}
+    with pytest.raises(BadInput, match="has an op that is none of its schedule"):
+        read_run(written(tmp_path, ops, **about))
+    with pytest.raises(BadInput, match="is of a schedule with slices and does not say where they are cut"):
+        read_run(written(tmp_path, ops))
+    ops[0]["args"]["microbatch"] = 0
+    (op,) = read_run(written(tmp_path, ops, **about)).ops
+    assert op.tokens == (50, 64)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import pickle
 from typing import Any
 
 import msgspec
 import pytest
 
-from optpipe_compiler.documents import profile
+from optpipe_compiler.documents import ir, profile
 from optpipe_compiler.documents.files import canonical
-from optpipe_compiler.documents.profile import Quantity, value_of
+from optpipe_compiler.documents.profile import Model, Quantity, value_of
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.verify import verify
 from tests.instances import quick, uniform
@@ -77,6 +78,16 @@ def test_the_digest_changes_with_any_number():
     machine = msgspec.structs.replace(costs.machine, op_overhead_ns=1)
     assert costs.digest() == uniform().digest()
     assert costs.digest() != msgspec.structs.replace(costs, machine=machine).digest()
+
+
+def test_a_profile_has_the_same_digest_in_another_process():
+    """Also with the defaults of texts: a copy of one is no longer the default itself."""
+    model = Model(builder="gpt", microbatch_size=2, sequence_length=8)
+    costs = msgspec.structs.replace(uniform(2, 1), model=model)
+    copy = pickle.loads(pickle.dumps(costs))
+    assert (copy, copy.digest()) == (costs, costs.digest())
+    schedule = quick(costs, 10**10).schedule
+    assert ir.contract_digest(pickle.loads(pickle.dumps(schedule))) == schedule.digest
 
 
 def test_a_profile_reads_back_from_its_own_text():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import signal
 import time
+from itertools import combinations
 from pathlib import Path
+from random import Random
 
 import msgspec
 import pytest
@@ -17,16 +21,21 @@ from test_runtime_library import LAYERS, alone, batch, builders, microbatch, sta
 
 import runtime_torch
 from optpipe_compiler.costs.from_run import read_run
+from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import canonical
-from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile, Quantity
+from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Model, Profile, Quantity
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.study import beside
+from optpipe_compiler.view.replay import ReplayBar
 from optpipe_compiler.view.report import render
 from optpipe_compiler.view.report.trace import measured, swaps
 from optpipe_torch.launch.job import Replanning
 from optpipe_torch.launch.run import run as launch
 from optpipe_torch.launch.trace import chrome_trace
+from optpipe_torch.models import user_functions
 from optpipe_torch.replan import Replanner, planner, profile_of
+from optpipe_torch.replan.replanner import RESTARTS
+from optpipe_torch.replan.trial import TRIAL, is_longer
 from tests.instances import quick
 from tests.test_cli import run  # noqa: F401  (a fixture)
 
@@ -46,11 +55,21 @@ def poor(profile: Profile, microbatches: int):
     return quick(profile, GB, method="gpipe", microbatches=microbatches).schedule
 
 
+def lopsided(profile: Profile) -> Profile:
+    """Costs for which the last layer is a stage of its own, which it is not worth."""
+    layers = profile.expanded_layers()
+    layers[-1] = msgspec.structs.replace(layers[-1], forward_ns=2 * 10**7)
+    found = msgspec.structs.replace(profile, layers=[msgspec.structs.replace(layer, count=1) for layer in layers])
+    last = len(layers) - 1
+    assert [stage.layers for stage in poor(found, 2).stages] == [(0, last), (last, last + 1)]
+    return found
+
+
 RANK = """
 import sys
-profile_path, schedule_path, keeps = sys.argv[1], sys.argv[2], sys.argv[3] == "keep"
+profile_path, schedule_path, keeps, slower = sys.argv[1], sys.argv[2], sys.argv[3] == "keep", sys.argv[3] == "slower"
 sys.path[:0] = sys.argv[4:]
-import time
+import dataclasses, time
 import torch, torch.distributed as dist
 import runtime_torch, test_runtime_library as case
 from optpipe_torch.replan import Replanner
@@ -75,15 +94,21 @@ def train(steps, replans):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(result.loss)
-        if replans and replanner.after(result) is not None and done == steps:
+        time.sleep(0.02 if replans and not replanner.swaps else 0.0)  # a planner that is idle needs a core
+        if slower and rank == 1 and runner.schedule.digest != schedule.digest:
+            result = dataclasses.replace(result, end_ns=result.end_ns + 10**9)
+        if replans and replanner.after(result) is not None and len(replanner.swaps) == 1 + slower:
             done = len(losses) + 5
     if replans:
         replanner.close()
-        assert replanner.swaps, events
-        assert replanner.swaps[0].measured_after_ns > 0
-        assert (replanner.swaps[0].moved_layers == 0) or not keeps
-        assert runner.schedule.digest == replanner.swaps[-1].digest != schedule.digest
+        first, *others = replanner.swaps
+        assert first.measured_after_ns > 0
+        assert (first.moved_layers == 0) == keeps, replanner.swaps
+        assert first.digest != schedule.digest
         assert rank or [event["event"] for event in events][:3] == ["measured", "planned", "swap"], events
+        assert [swap.undoes for swap in others[:1]] == [True] * slower
+        assert not slower or others[0].digest == schedule.digest and others[0].moved_layers == first.moved_layers
+        assert runner.schedule.digest == replanner.swaps[-1].digest
     gathered = [None, None]
     dist.all_gather_object(gathered, ({name: p.detach() for name, p in stages.module.named_parameters()}, losses))
     weights = gathered[0][0] | gathered[1][0]
@@ -99,13 +124,93 @@ dist.destroy_process_group()
 
 
 @pytest.mark.runtime
-@pytest.mark.parametrize("keeps", ["keep", "move"])
-def test_a_loop_swaps_in_a_better_plan_and_trains_what_it_would_have_trained(tmp_path, keeps):
-    profile = costs(2)
+@pytest.mark.parametrize("way", ["keep", "move", "slower"])
+def test_a_loop_swaps_in_a_better_plan_and_trains_what_it_would_have_trained(tmp_path, way):
+    """Where weights move, also back again: as if steps were longer after the swap."""
+    profile = costs(2) if way == "keep" else lopsided(costs(2))
+    schedule = poor(profile, 8)
+    (tmp_path / "profile.json").write_text(canonical(profile))
+    (tmp_path / "schedule.json").write_text(canonical(schedule))
+    arguments = [str(tmp_path / "profile.json"), str(tmp_path / "schedule.json"), way]
+    for rank in start_ranks(RANK, *arguments):
+        _, errors = rank.communicate(timeout=250)
+        assert rank.returncode == 0, errors
+
+
+REPLICAS = """
+import sys
+profile_path, schedule_path, kind = sys.argv[1:4]
+sys.path[:0] = sys.argv[4:]
+import time
+from functools import partial
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+import runtime_torch, test_runtime_library as case
+from optpipe_torch.replan import Replanner
+
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+case.MICROBATCHES = 8
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipeline"))
+replica = mesh.get_local_rank("data")
+prepare = {
+    "ddp": partial(DistributedDataParallel, process_group=mesh.get_group("data")),
+    "fsdp": partial(fully_shard, mesh=mesh["data"]),
+}[kind]
+
+def train(most, replans):
+    schedule = runtime_torch.load_schedule(schedule_path)
+    rank = mesh.get_local_rank("pipeline")
+    stages = runtime_torch.build_stages(schedule, case.builders(), rank, "cpu", prepare=prepare, **case.microbatch())
+    runner = runtime_torch.Runner(schedule, stages, group=mesh.get_group("pipeline"))
+    optimizer = torch.optim.AdamW(stages.module.parameters(), lr=0.01)
+    inputs, target = case.batch()
+    target = (target + replica) % 16
+    losses, over = [], torch.zeros(1)
+    if replans:
+        replanner = Replanner(runner, profile_path, optimizer=optimizer, keeps_placement=False, threshold=0.001,
+                              plan_s=1.0)
+    while len(losses) < most and not over:
+        result = runner.step(*inputs, target=target)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(result.loss)
+        if replans:
+            replanner.after(result)
+            time.sleep(0.02)
+            over += bool(replanner.notes or (replanner.swaps and replanner.swaps[-1].measured_after_ns))
+            dist.all_reduce(over)
+    if replans:
+        replanner.close()
+        if kind == "ddp":
+            assert replanner.swaps[0].moved_layers
+            assert runner.schedule.digest == replanner.swaps[-1].digest
+        elif dist.get_rank() == 0:
+            said = replanner.notes[0].said
+            assert "has parts in FSDP2 or DDP, which cannot move" in said, said
+            assert said.endswith("the placement is kept from now on"), said
+            assert runner.schedule.digest == schedule.digest
+    gathered = [None] * 4
+    dist.all_gather_object(gathered, losses)
+    return [max(x for x in step if x is not None) for step in zip(*gathered)], len(losses)
+
+found, steps = train(20000, True)
+assert steps < 20000
+plain, _ = train(steps, False)
+assert found == plain
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.runtime
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_replicas_swap_together_and_what_cannot_move_is_refused_by_name(tmp_path, kind):
+    profile = lopsided(costs(2))
     (tmp_path / "profile.json").write_text(canonical(profile))
     (tmp_path / "schedule.json").write_text(canonical(poor(profile, 8)))
-    arguments = [str(tmp_path / "profile.json"), str(tmp_path / "schedule.json"), keeps]
-    for rank in start_ranks(RANK, *arguments):
+    for rank in start_ranks(REPLICAS, str(tmp_path / "profile.json"), str(tmp_path / "schedule.json"), kind, world=4):
         _, errors = rank.communicate(timeout=250)
         assert rank.returncode == 0, errors
 
@@ -122,34 +227,135 @@ def loop(alone):  # noqa: F811
         end = time.monotonic() + seconds
         while not until() and time.monotonic() < end:
             replanner.after(runner.step(*inputs, target=target))
+            time.sleep(0.01)  # for the planner, which is idle where the cores are busy
         assert until()
         replanner.close()
 
     return runner, profile, train
 
 
-def test_a_planner_that_dies_is_reported_once_and_training_goes_on(loop):
+def test_a_planner_that_dies_is_started_again_and_answers(loop):
     runner, profile, train = loop
     said = []
-    replanner = Replanner(runner, profile, on_event=said.append)
+    replanner = Replanner(runner, profile, threshold=0.99, plan_s=0.2, on_event=said.append)
     os.kill(replanner._planner.pid, signal.SIGKILL)
-    steps = []
-    train(replanner, lambda: steps.append(0) or len(steps) > 30)
-    assert [event["event"] for event in said if event["event"] == "planner"] == ["planner"]
-    assert "the planner died: killed by signal 9" in said[-1]["said"] or "the planner died" in said[0]["said"]
+    train(replanner, lambda: any(event["event"] == "planned" for event in said))
+    assert [event["event"] for event in said] == ["measured", "planner", "measured", "planned"]
+    assert "the planner died: killed by signal 9 (SIGKILL)" in said[1]["said"]
+    assert "it is started again" in said[1]["said"]
+    assert [note.said for note in replanner.notes] == [said[1]["said"]]
 
 
-def test_a_plan_that_never_comes_is_given_up(loop, monkeypatch):
+def test_a_planner_that_is_stopped_or_dies_all_the_time_is_given_up_and_training_goes_on(loop, monkeypatch):
     runner, profile, train = loop
     monkeypatch.setattr(planner, "LEAST_S", 0.0)
     monkeypatch.setattr(planner, "PATIENCE", 0)
-    said = []
+    said, pids = [], set()
     replanner = Replanner(runner, profile, on_event=said.append, plan_s=30.0)
-    pid = replanner._planner.pid
-    train(replanner, lambda: any(event["event"] == "planner" for event in said))
-    assert "gave no answer in time" in said[-1]["said"]
-    assert not Path(f"/proc/{pid}").exists()
+    os.kill(replanner._planner.pid, signal.SIGSTOP)
+
+    def is_given_up():
+        pids.add(replanner._planner.pid)
+        return sum(event["event"] == "planner" for event in said) == 1 + RESTARTS
+
+    train(replanner, is_given_up)
+    notes = [note.said for note in replanner.notes]
+    assert all("gave no answer in time and was ended" in note for note in notes)
+    assert "training goes on with the present schedule" in notes[-1]
+    assert len(pids) == 1 + RESTARTS
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert replanner.swaps == []
+
+
+def test_a_question_that_no_planner_reads_holds_no_step_up():
+    """A stopped planner takes no more than fits into its pipe."""
+    asked = planner.Planner()
+    os.kill(asked.pid, signal.SIGSTOP)
+    begin = time.monotonic()
+    asked.ask(schedule=poor(costs(2), 2), time_limit_s=1.0, profile=b"0" * 10**7)
+    assert asked.hear() is None
+    asked.end()
+    assert time.monotonic() - begin < 5
+
+
+class Offering:
+    """A planner that finds the same plan again and again, a tenth better than what runs."""
+
+    is_alive, is_busy, took_ns, pid = True, False, 7, None
+
+    def __init__(self, schedule):
+        self.schedule, self.questions, self.answers = schedule, [], []
+
+    def ask(self, **question):
+        self.questions.append(question)
+        self.answers = [beside.Answer(canonical(self.schedule), self.schedule.digest, 100, 90, 0)]
+
+    def hear(self):
+        return self.answers.pop() if self.answers else None
+
+    def end(self):
+        self.is_alive = False
+
+
+@pytest.fixture
+def offered(loop):
+    """Train with a plan that is offered; steps take 100 ms, after a swap so many, all off by up to a tenth."""
+    runner, profile, _ = loop
+    first, other = runner.schedule, quick(profile, GB, method="1f1b", microbatches=2).schedule
+    assert first.digest != other.digest
+    inputs, target = batch()
+
+    def train(milliseconds, steps=60):
+        said, draw = [], Random(0)
+        replanner = Replanner(runner, profile, on_event=said.append)
+        replanner.close()
+        replanner._planner = Offering(other)
+        for _ in range(steps):
+            result = runner.step(*inputs, target=target)
+            took = (100 if runner.schedule is first else milliseconds) * draw.uniform(0.9, 1.1) * 10**6
+            replanner.after(dataclasses.replace(result, end_ns=result.start_ns + round(took)))
+        return replanner, said, first, other
+
+    return train
+
+
+def test_a_plan_that_turns_out_slower_is_undone_and_not_taken_again(offered):
+    replanner, said, first, other = offered(125)
+    swap, back = replanner.swaps
+    assert [(one.digest, one.undoes) for one in replanner.swaps] == [(other.digest, False), (first.digest, True)]
+    assert replanner.schedule is first
+    assert back.step == swap.step + 1 + TRIAL + 1  # the first warms up; the last is seen one step later
+    assert (swap.forecast_before_ns, swap.forecast_after_ns) == (100, 90)
+    assert (back.forecast_before_ns, back.forecast_after_ns) == (90, 100)
+    for before, after, one in ((100, 125, swap), (125, 100, back)):
+        assert one.measured_before_ns == pytest.approx(before * 10**6, rel=0.1)
+        assert one.measured_after_ns == pytest.approx(after * 10**6, rel=0.1)
+    assert [event["swaps"] for event in said if event["event"] == "planned"] == [True, False, False]
+    assert [question["refused"] for question in replanner._planner.questions] == [set(), {other.digest}, {other.digest}]
+
+
+@pytest.mark.parametrize("milliseconds", [80, 100, 103])
+def test_a_plan_that_is_slower_by_no_more_than_noise_explains_stays(offered, milliseconds):
+    replanner, said, _, other = offered(milliseconds)
+    assert [one.digest for one in replanner.swaps] == [other.digest]
+    assert replanner.schedule.digest == other.digest
+    assert [event["swaps"] for event in said if event["event"] == "planned"] == [True, False, False, False]
+
+
+def test_steps_are_longer_where_hardly_a_pair_says_otherwise():
+    steady, longer = [100.0, 101, 102, 103, 104], [110.0, 111, 112, 113, 114]
+    assert is_longer(longer, steady, 0.05)
+    assert not is_longer(longer, steady, 0.1)
+    assert not is_longer(steady, longer, 0.0)
+    assert is_longer([*longer[1:], 102.5], steady, 0.0)  # two pairs of 25 may say otherwise
+    assert not is_longer([*longer[1:], 101.5], steady, 0.0)
+    assert not is_longer([], steady, 0.0)
+
+
+def test_equal_steps_pass_for_longer_ones_as_rarely_as_is_said():
+    ways = [set(after) for after in combinations(range(2 * TRIAL), TRIAL)]
+    assert sum(is_longer(after, set(range(2 * TRIAL)) - after, 0.0) for after in ways) == 4
+    assert len(ways) == 252
 
 
 def test_a_plan_that_is_not_better_by_the_threshold_is_not_swapped_in(loop):
@@ -199,25 +405,80 @@ def test_the_command_refuses_what_cannot_be_planned_anew(run):  # noqa: F811
     assert "--replan needs a schedule with a model" in outcome.err
 
 
+BUILDER = "tests.user_layers:paced"
+
+
+@pytest.mark.runtime
+@pytest.mark.parametrize("way", ["kept", "moved", "sliced"])
+def test_the_command_swaps_trains_the_same_and_shows_it_everywhere(run, monkeypatch, way):  # noqa: F811
+    keeps = way != "moved"
+    flag = Path("swapped").absolute()
+    update = ReplayBar.update
+
+    def watched(bar, event):
+        update(bar, event)
+        if event["event"] == "swap":
+            flag.touch()
+
+    monkeypatch.setattr(ReplayBar, "update", watched)
+    monkeypatch.setattr(user_functions, "_allowed", {BUILDER})  # this process measures the model, too
+    model = Model(builder=BUILDER, config={"flag": str(flag)}, microbatch_size=2, sequence_length=8)
+    profile = tiny_profile(model, cuts=(0, 4, 8) if way == "sliced" else ())
+    profile = profile if keeps else lopsided(profile)
+    first = poor(profile, 4)
+    if way == "sliced":
+        first = quick(profile, GB, method="seq1f1b", microbatches=4, slices=2).schedule
+    Path("profile.json").write_text(canonical(profile))
+    Path("schedule.json").write_text(canonical(first))
+    train = ("--model", BUILDER, "--seed", "5", "--json")
+    replan = ("--replan", "--plan-time", "0.5", "--threshold", "0.001", *["--keep-placement"] * keeps)
+    files = ("--trace", "run.json", "--save", "last.json", "--save-profile", "costs.json")
+    outcome = run("run", "schedule.json", "--steps", "150", *train, *replan, *files)
+    assert outcome.code == 0, outcome.err
+    found = json.loads(outcome.out)
+    swap = found["swaps"][0]
+    assert flag.exists(), found["planner"]
+    assert found["losses"] == json.loads(run("run", "schedule.json", "--steps", "150", *train).out)["losses"]
+    assert len(found["losses"]) == 150
+    assert (swap["moved_layers"] == 0) == (swap["moved_bytes"] == 0) == keeps
+    assert 0 < swap["forecast_after_ns"] < swap["forecast_before_ns"]
+    assert min(swap[name] for name in ("measured_before_ns", "measured_after_ns", "swap_ns", "planning_ns")) > 0
+    assert f"step {swap['step']}: swapped in" in outcome.err
+    last = ir.load("last.json")
+    assert last.digest == found["swaps"][-1]["digest"]
+    assert last.setup == first.setup
+    assert run("verify", "last.json", "--profile", "costs.json").code == 0
+    for name, schedule in (("schedule.json", first), ("last.json", last)):
+        assert run("report", name, "--trace", "run.json", "-o", "page.html").code == 0
+        page = Path("page.html").read_text()
+        rows = re.findall(r"<tr[^>]*><td>(\d+)(?: \(back\))?</td><td>(sha256:\w+)</td>.*?</tr>", page)
+        assert rows == [(str(one["step"]), one["digest"][:15]) for one in found["swaps"]]
+        drawn = measured([Path("run.json")], schedule)
+        assert {op.id for device in schedule.devices for op in device.compute if op.name == "forward"} <= drawn.keys()
+    assert run("profile", "--from-run", "run.json", "--profile", "profile.json").code == 0
+    again = run("run", "last.json", "--steps", "1", *train, "--replan", "--profile", "costs.json")
+    assert again.code == 0, again.err
+
+
 @pytest.mark.runtime
 def test_a_run_that_finds_nothing_in_time_ends_with_the_schedule_that_it_began_with():
     profile = tiny_profile()
     schedule = quick(profile, GB, method="1f1b", microbatches=2).schedule
     events = []
     how = Replanning(canonical(profile), True, 0.9, 60.0)
-    report = launch(schedule, steps=5, data_paths=[TEXT], on_event=events.append, replanning=how)
+    report = launch(schedule, steps=7, data_paths=[TEXT], on_event=events.append, replanning=how)
     assert report.swaps == []
-    assert len(report.losses) == 5
+    assert len(report.losses) == 7
     (text,) = (event["text"] for event in events if event["event"] == "schedule")
     assert text == canonical(schedule)
-    assert [event["step"] for event in events if event["event"] == "measured"] == [4]
+    assert [event["step"] for event in events if event["event"] == "measured"] == [6]
 
 
 def test_the_planner_answers_for_measured_costs():
     profile = costs(2)
     schedule = poor(profile, 4)
     slow = msgspec.structs.replace(profile, layers=[msgspec.structs.replace(profile.layers[0], forward_ns=2 * 10**6)])
-    taken = {("forward", stage.stage): 2.0 * 2 * 10**6 for stage in schedule.stages}
+    taken = {("forward", stage.stage, 0): 2.0 * 2 * 10**6 for stage in schedule.stages}
     question = beside.Question(slow, canonical(schedule), taken, 0.5, 0, keeps_placement=True)
     answer = beside.answer(question)
     assert answer.present_ns == quick(slow, GB, method="gpipe", microbatches=4).schedule.forecast.makespan_ns

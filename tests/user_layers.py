@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from optpipe_torch.models import known
 from runtime_torch import vocabulary
 
 if TYPE_CHECKING:
@@ -48,6 +51,20 @@ def layers(width: int = 48) -> list[nn.Module]:
         Mixer(2 * width, width),
         Scorer(2 * width),
     ]
+
+
+# -- steps that wait
+
+
+def paced(flag: str, wait_s: float = 0.2) -> tuple[list[nn.Module], Callable[..., object]]:
+    """Return a small GPT, and a batch that takes its time until a file is there: a planner beside it may be slow."""
+
+    def batch(generator: torch.Generator, samples: int) -> tuple[Tensor, Tensor]:
+        time.sleep(0 if Path(flag).exists() else wait_s)
+        tokens = torch.randint(256, (samples, 9), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    return [known.Embedding(256, 8, 16), *(known.Block(16, 2) for _ in range(4)), known.Head(16, 256)], batch
 
 
 # -- tied weights

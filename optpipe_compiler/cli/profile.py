@@ -179,6 +179,8 @@ def _from_run(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
     check_writable(output)
     base = profiles.load(base_path)
     found = profile_from_run(base, str(base_path), read_run(given["from_run"]))
+    for said in found.notes:
+        note(f"optpipe: {said}")
     _finish(found.profile, output, lambda: render(found, str(output)), as_json=as_json)
 
 

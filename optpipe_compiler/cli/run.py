@@ -66,6 +66,12 @@ from optpipe_compiler.errors import BadInput, MissingDependency, Rejected
 @click.option(
     "--save", "save_path", type=click.Path(path_type=Path), help="With --replan: where the last schedule goes."
 )
+@click.option(
+    "--save-profile",
+    "save_costs_path",
+    type=click.Path(path_type=Path),
+    help="With --replan: where the profile of that schedule goes; the next run with --replan needs both.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def run(
     schedule_path: Path,
@@ -74,6 +80,7 @@ def run(
     trace_path: Path | None,
     model: str | None,
     save_path: Path | None,
+    save_costs_path: Path | None,
     **options: Any,
 ) -> None:
     """Replay a schedule: one process per device, real messages, real gradients.
@@ -83,6 +90,8 @@ def run(
     Example: optpipe run schedule.json --steps 20 --check
     """
     import importlib.util
+
+    import msgspec
 
     if importlib.util.find_spec("torch") is None:
         raise MissingDependency("run needs torch: pip install 'optpipe[runtime]'")
@@ -100,7 +109,10 @@ def run(
     schedule = ir.load(schedule_path)
     _may_build(schedule, schedule_path, model)
     _judged(schedule, schedule_path)
-    for path in filter(None, (trace_path, save_path)):
+    saved = {"text": save_path, "profile_text": save_costs_path}
+    if any(saved.values()) and not options["replan"]:
+        raise BadInput("--save and --save-profile write what --replan ends with, expected --replan")
+    for path in filter(None, (trace_path, *saved.values())):
         check_writable(path)
     replanning = _replanning(schedule, schedule_path, emulated, **{name: options.pop(name) for name in REPLANNING})
     with ReplayBar(console(stderr=True), schedule, options["steps"]) as bar:
@@ -109,8 +121,9 @@ def run(
             if event["event"] == "trace" and trace_path is not None:
                 write_atomically(trace_path, event["text"])
             elif event["event"] == "schedule":
-                if save_path is not None:
-                    write_atomically(save_path, event["text"])
+                for name, path in saved.items():
+                    if path is not None:
+                        write_atomically(path, event[name])
             else:
                 bar.update(event)
 
@@ -123,7 +136,7 @@ def run(
     if report is None:  # a rank of a group that torchrun started: rank 0 prints
         return
     if as_json:
-        say_json(report)
+        say_json({**msgspec.to_builtins(report), "losses": report.losses})
     else:
         console().print(render(report))
     if (slow := note(report, schedule_path, trace_path)) is not None:

@@ -1,12 +1,13 @@
 """A profile from a real run: the times of its ops, and the speed of its copies, in place of those of a base profile.
 
 A run shows how long an op of a whole stage took. Its layers get shares in the proportion that the base profile gives
-them. What the run did not do (a kind of op, a copy in one direction alone) stays as in the base, bytes too.
+them. Of units of several lengths, slices among them, it shows what grows with the tokens and what is attention
+(fit.py). What the run did not do stays as in the base, bytes too, but for the times of ops that do the same work as
+others that it did: a fused backward and its halves, a recompute and its forward are as much slower or faster as those.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -14,16 +15,21 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from optpipe_compiler.costs.fit import Sample, fitted, quartiles
+from optpipe_compiler.documents import ir  # noqa: TC001  (msgspec reads the types of About)
 from optpipe_compiler.documents.files import LARGEST_TRACE, read_text
-from optpipe_compiler.documents.profile import Layer, Link, Profile, Quantity, value_of
+from optpipe_compiler.documents.profile import Layer, Link, Profile, Quantity, Sliceable, value_of
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-TIMES = ("forward", "backward_input", "backward_weight", "backward", "recompute")
+    from optpipe_compiler.costs.fit import Fit
+
 COPIES = {"offload": "d2h", "reload": "h2d"}
+OFF = 0.15
+"""By how much the ops of one unit may be off what a profile can say of them before that is noted."""
 
 
 class RunStage(msgspec.Struct, frozen=True):
@@ -45,6 +51,8 @@ class About(msgspec.Struct, frozen=True, tag_field="format", tag="optpipe-trace"
     stages: list[RunStage]
     first_step: int = 0
     """Of the schedule that has these stages; steps before it ran another one."""
+    units: ir.Units | None = None
+    """Of a schedule with slices, or with microbatches of unequal length."""
 
 
 class RunOp(msgspec.Struct, frozen=True):
@@ -57,6 +65,8 @@ class RunOp(msgspec.Struct, frozen=True):
     end_ns: int
     layers: tuple[int, int] | None = None
     nbytes: int = 0
+    tokens: tuple[int, int] | None = None
+    """Of its unit within the microbatch, [begin, end); None: all, as many as the profile is for."""
 
 
 class _Event(msgspec.Struct, frozen=True):
@@ -93,10 +103,11 @@ class Update:
 
 @dataclass(frozen=True)
 class FromRun:
-    """The profile, and what the run changed in it."""
+    """The profile, what the run changed in it, and what it saw that a profile cannot say."""
 
     profile: Profile
     changes: list[Update] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def read_run(path: Path) -> Run:
@@ -107,8 +118,17 @@ def read_run(path: Path) -> Run:
         raise BadInput(f"{path}: is no trace of optpipe run --trace: {error}") from error
     if not trace.about.real:
         raise BadInput(f"{path}: is of a rehearsal, which takes the times of its forecast; expected a run with a model")
-    ops = [_op(event) for event in trace.events if event.ph == "X" and "op" in event.args]
+    events = [event for event in trace.events if event.ph == "X" and "op" in event.args]
+    try:
+        ops = [_op(event, trace.about.units) for event in events]
+    except (msgspec.ValidationError, LookupError, TypeError) as error:
+        raise BadInput(f"{path}: has an op that is none of its schedule: {error}") from error
     ops = [op for op in ops if op.step >= trace.about.first_step]
+    if trace.about.units is None and any("slice" in event.args for event in events):
+        raise BadInput(
+            f"{path}: is of a schedule with slices and does not say where they are cut, expected a trace of this "
+            "version of optpipe run --trace"
+        )
     first = min((op.step for op in ops), default=0)
     timed = [op for op in ops if op.step > first] or ops
     if not timed:
@@ -116,9 +136,10 @@ def read_run(path: Path) -> Run:
     return Run(str(path), trace.about, timed)
 
 
-def _op(event: _Event) -> RunOp:
+def _op(event: _Event, units: ir.Units | None) -> RunOp:
     args = event.args
     begin = round(event.ts * 1000)
+    tokens = None if units is None else units.tokens_of(args["microbatch"], args.get("slice"))
     return msgspec.convert(
         {
             "kind": event.cat,
@@ -128,6 +149,7 @@ def _op(event: _Event) -> RunOp:
             "end_ns": begin + round(event.dur * 1000),
             "layers": args.get("layers"),
             "nbytes": args.get("bytes", 0),
+            "tokens": tokens,
         },
         RunOp,
     )
@@ -141,63 +163,187 @@ def profile_from_run(base: Profile, name: str, run: Run) -> FromRun:
             f"{base.digest()[:19]}, expected {run.about.profile_digest[:19]}"
         )
     layers = base.expanded_layers()
-    overhead = value_of(base.machine.op_overhead_ns)
+    ops: dict[tuple[int, str], list[RunOp]] = defaultdict(list)
+    for op in run.ops:
+        ops[op.stage, op.kind].append(op)
     changes: list[Update] = []
+    notes: list[str] = []
     for stage in run.about.stages:
-        for kind in TIMES:
-            ops = [op for op in run.ops if (op.kind, op.stage) == (kind, stage.stage)]
-            if ops:
-                changes += _retime(layers, stage, kind, ops, overhead)
+        retimed = _Retimed(base, stage, layers, run.about.units, ops)
+        layers[slice(*stage.layers)] = retimed.layers()
+        changes += retimed.changes
+        notes += retimed.notes
     links = list(base.machine.links)
     for index, link in enumerate(links):
         links[index] = _relink(link, index, base, run, changes)
     machine = msgspec.structs.replace(base.machine, links=links)
-    return FromRun(msgspec.structs.replace(base, machine=machine, layers=_grouped(layers)), changes)
+    return FromRun(msgspec.structs.replace(base, machine=machine, layers=_grouped(layers)), changes, notes)
 
 
-def _time(layer: Layer, kind: str) -> int:
-    """The base time of a layer, with the defaults of the format."""
-    cost = getattr(layer, f"{kind}_ns")
-    if cost is not None:
-        return value_of(cost)
-    if kind == "backward":
-        return value_of(layer.backward_input_ns) + value_of(layer.backward_weight_ns)
-    return value_of(layer.forward_ns)
+class _Base:
+    """The times of a layer in ns, with the defaults of the format; those of attention and of slices by kind of op."""
+
+    def __init__(self, layer: Layer, *, is_selective: bool) -> None:
+        slices = layer.slices or Sliceable()
+        halves = [value_of(layer.backward_input_ns), value_of(layer.backward_weight_ns)]
+        extra = [value_of(slices.backward_input_overhead_ns), value_of(slices.backward_weight_overhead_ns)]
+        self.again = value_of(layer.selective.recompute_ns) if is_selective and layer.selective is not None else 0
+        """What selective recompute adds to backward_input and to a fused backward."""
+        forward = value_of(layer.forward_ns)
+        self.time = {
+            "forward": forward,
+            "backward_input": halves[0],
+            "backward_weight": halves[1],
+            "backward": sum(halves) if layer.backward_ns is None else value_of(layer.backward_ns),
+            "recompute": forward if layer.recompute_ns is None else value_of(layer.recompute_ns),
+        }
+        self.attention = dict.fromkeys(self.time, 0) | {
+            "forward": value_of(slices.forward_attention_ns),
+            "backward_input": value_of(slices.backward_input_attention_ns),
+            "backward": value_of(slices.backward_input_attention_ns),
+            "recompute": min(self.time["recompute"], value_of(slices.forward_attention_ns)),
+        }
+        self.overhead = {
+            "forward": value_of(slices.forward_overhead_ns),
+            "backward_input": extra[0],
+            "backward_weight": extra[1],
+            "backward": sum(extra) if slices.backward_overhead_ns is None else value_of(slices.backward_overhead_ns),
+            "recompute": value_of(slices.forward_overhead_ns),
+        }
+
+    def linear(self, kind: str) -> int:
+        """What grows with the tokens."""
+        return self.time[kind] - self.attention[kind] + (self.again if kind in ("backward_input", "backward") else 0)
 
 
-def _again(layer: Layer) -> int:
-    """What selective recompute adds to a backward of the layer."""
-    return 0 if layer.selective is None else value_of(layer.selective.recompute_ns)
+GROUPS = (("forward",), ("backward_input", "backward"), ("backward_weight",), ("recompute",))
+"""Kinds of ops with the same attention."""
+ALIKE = {
+    "backward": ("backward_input", "backward_weight"),
+    "backward_input": ("backward",),
+    "backward_weight": ("backward",),
+    "recompute": ("forward",),
+}
+"""Ops that do the same work as others."""
 
 
-def _retime(layers: list[Layer], stage: RunStage, kind: str, ops: Sequence[RunOp], overhead: int) -> list[Update]:
-    """Scale `kind` of the stage's layers, in place, by the median of measured / base."""
-    before = [_time(layer, kind) for layer in layers]
-    again = [0] * len(layers)
-    for index in stage.selective if kind in ("backward_input", "backward") else ():
-        again[index] = _again(layers[index])
-    ratios = []
-    for op in ops:
-        mine = slice(*(op.layers or stage.layers))
-        expected = sum(before[mine]) + sum(again[mine])
-        if expected:
-            ratios.append(max(0, op.end_ns - op.begin_ns - overhead) / expected)
-    if not ratios:
-        return []
-    middle, spread = _middle(ratios)
-    for index in range(*stage.layers):
-        light = layers[index].selective
-        if light is not None and again[index]:
-            scaled = _measured(again[index] * middle, again[index] * spread, len(ratios))
-            layers[index] = msgspec.structs.replace(
-                layers[index], selective=msgspec.structs.replace(light, recompute_ns=scaled)
-            )
-        layers[index] = msgspec.structs.replace(
-            layers[index], **{f"{kind}_ns": _measured(before[index] * middle, before[index] * spread, len(ratios))}
-        )
-    whole = sum(before[slice(*stage.layers)]) + sum(again)
-    measured = _measured(whole * middle, whole * spread, len(ratios))
-    return [Update(f"{kind} of stage {stage.stage}", whole, measured, "ns")]
+class _Retimed:
+    """The layers of a stage with the times of its ops."""
+
+    def __init__(
+        self,
+        base: Profile,
+        stage: RunStage,
+        layers: Sequence[Layer],
+        units: ir.Units | None,
+        ops: Mapping[tuple[int, str], Sequence[RunOp]],
+    ) -> None:
+        machine = base.machine
+        self._first = stage.layers[0]
+        self._layers = layers[slice(*stage.layers)]
+        numbers = range(*stage.layers)
+        self._bases = [_Base(layers[n], is_selective=n in stage.selective) for n in numbers]
+        self._speed = 1.0 if machine.time_permille is None else machine.time_permille[stage.device] / 1000
+        self._overhead = value_of(machine.op_overhead_ns)
+        self._whole = 1 if units is None else units.tokens
+        self._is_cut = units is not None and units.slices > 1
+        self.changes: list[Update] = []
+        self.notes: list[str] = []
+        self._factors: dict[str, tuple[float, float]] = {}
+        """By kind, what is told of it: the factors of its linear and of its attention part."""
+        self._spread: dict[str, tuple[float, int]] = {}
+        """By kind that was measured: the interquartile range as a share, and how many ops."""
+        for group in GROUPS:
+            samples = {kind: self._samples(kind, ops.get((stage.stage, kind), ())) for kind in group}
+            samples = {kind: found for kind, found in samples.items() if found}
+            if samples:
+                self._take(stage.stage, samples, fitted(samples))
+
+    def _samples(self, kind: str, ops: Sequence[RunOp]) -> list[Sample]:
+        found = []
+        for op in ops:
+            mine = self._bases if op.layers is None else self._bases[slice(*(n - self._first for n in op.layers))]
+            begin, end = op.tokens or (0, self._whole)
+            tokens, pairs = (end - begin) / self._whole, (end**2 - begin**2) / self._whole**2
+            linear = sum(one.linear(kind) * tokens + one.overhead[kind] * self._is_cut for one in mine) * self._speed
+            attention = sum(one.attention[kind] for one in mine) * pairs * self._speed
+            took = max(0, op.end_ns - op.begin_ns - self._overhead)
+            if linear + attention:
+                found.append(Sample((op.layers, op.tokens), linear, attention, took))
+        return found
+
+    def _take(self, stage: int, samples: Mapping[str, Sequence[Sample]], found: Fit) -> None:
+        for kind, ops in samples.items():
+            linear, attention = self._factors[kind] = found.linear[kind], found.attention[kind]
+            spread, count = self._spread[kind] = found.spread[kind], len(ops)
+            parts = [sum(one.linear(kind) for one in self._bases), sum(one.attention[kind] for one in self._bases)]
+            told = [(f"{kind} of stage {stage}", sum(parts), linear * parts[0] + attention * parts[1])]
+            if found.is_apart and parts[1]:
+                told.append((f"attention in {kind} of stage {stage}", parts[1], attention * parts[1]))
+            for what, before, after in told:
+                measured = _measured(after * self._speed, spread * after * self._speed, count)
+                self.changes.append(Update(what, round(before * self._speed), measured, "ns"))
+            if found.off[kind] > OFF:
+                self.notes.append(
+                    f"{kind} of stage {stage}: the ops of one unit are {found.off[kind]:.0%} off what tokens and "
+                    "attention say of them"
+                )
+
+    def layers(self) -> list[Layer]:
+        """Return the layers."""
+        return [self._layer(layer, base) for layer, base in zip(self._layers, self._bases, strict=True)]
+
+    def _layer(self, layer: Layer, base: _Base) -> Layer:
+        changed: dict[str, Any] = {}
+        for kind in base.time:
+            factors = self._factors.get(kind) or self._like(kind)
+            is_default = getattr(layer, f"{kind}_ns") is None
+            if factors is not None and (kind in self._spread or not is_default):
+                linear = base.time[kind] - base.attention[kind]
+                changed[f"{kind}_ns"] = self._cost(kind, factors[0] * linear + factors[1] * base.attention[kind])
+        if layer.selective is not None and base.again:
+            kind = "backward_input" if "backward_input" in self._spread else "backward"
+            if kind in self._spread:
+                again = self._cost(kind, self._factors[kind][0] * base.again)
+                changed["selective"] = msgspec.structs.replace(layer.selective, recompute_ns=again)
+        if layer.slices is not None:
+            changed["slices"] = self._slices(layer.slices, base)
+        return msgspec.structs.replace(layer, **changed)
+
+    def _slices(self, slices: Sliceable, base: _Base) -> Sliceable:
+        """Return what a slice costs besides, with the attention that all kinds of ops have room for."""
+        changed: dict[str, Quantity] = {}
+        for kind in ("forward", "backward_input", "backward"):
+            if kind in self._factors:
+                value = self._factors[kind][1] * base.attention[kind]
+                name = f"{'forward' if kind == 'forward' else 'backward_input'}_attention_ns"
+                known = changed.get(name)
+                if known is None or value < known.value:
+                    changed[name] = self._cost(kind, value)
+        for kind in ("forward", "backward_input", "backward_weight", "backward"):
+            factors = self._factors.get(kind) or self._like(kind)
+            is_default = getattr(slices, f"{kind}_overhead_ns") is None
+            if factors is not None and (kind in self._spread or not is_default):
+                changed[f"{kind}_overhead_ns"] = self._cost(kind, factors[0] * base.overhead[kind])
+        return msgspec.structs.replace(slices, **changed)
+
+    def _like(self, kind: str) -> tuple[float, float] | None:
+        """Return the factors of a kind that was not measured, by those that do the same work; None: of none."""
+        known = [self._factors[other] for other in ALIKE.get(kind, ()) if other in self._factors]
+        if len(known) < len(ALIKE.get(kind, (kind,))):
+            return None
+        if len(known) == 1:
+            return known[0]
+        weights = [sum(one.linear(other) for one in self._bases) for other in ALIKE[kind]]
+        total = sum(weights) or 1
+        return sum(factor * w for (factor, _), w in zip(known, weights, strict=True)) / total, known[0][1]
+
+    def _cost(self, kind: str, value: float) -> Quantity:
+        """Return a number that was measured, or that follows from others."""
+        if kind not in self._spread:
+            return Quantity(value=round(value), source="estimated")
+        spread, count = self._spread[kind]
+        return _measured(value, spread * value, count)
 
 
 def _relink(link: Link, index: int, base: Profile, run: Run, changes: list[Update]) -> Link:
@@ -218,7 +364,7 @@ def _relink(link: Link, index: int, base: Profile, run: Run, changes: list[Updat
     for name, values in sorted(speeds.items()):
         if max(values) < 1:
             continue
-        middle, spread = _middle(values)
+        middle, spread = quartiles(values)
         found[name] = _measured(max(1.0, middle), spread, len(values))
         known = getattr(link, name)
         known = getattr(link, name.removeprefix("duplex_")) if known is None else known
@@ -226,38 +372,13 @@ def _relink(link: Link, index: int, base: Profile, run: Run, changes: list[Updat
     return msgspec.structs.replace(link, **found)
 
 
-def _middle(values: Iterable[float]) -> tuple[float, float]:
-    """Return median and interquartile range."""
-    found = list(values)
-    if len(found) < 2:
-        return found[0], 0.0
-    low, middle, high = statistics.quantiles(found, n=4, method="inclusive")
-    return middle, high - low
-
-
 def _measured(value: float, spread: float, samples: int) -> Quantity:
     return Quantity(value=round(value), source="measured", samples=samples, spread=round(spread))
 
 
-def _with_attention(layer: Layer) -> Layer:
-    """Return the layer with no more attention in its times than these have now, so that it can still be sliced."""
-    if layer.slices is None:
-        return layer
-    backward = value_of(layer.backward_input_ns)
-    if layer.backward_ns is not None:
-        backward = min(backward, value_of(layer.backward_ns))
-    most = {"forward_attention_ns": value_of(layer.forward_ns), "backward_input_attention_ns": backward}
-    over = {
-        name: Quantity(value=limit, source="measured")
-        for name, limit in most.items()
-        if (known := getattr(layer.slices, name)) is not None and value_of(known) > limit
-    }
-    return msgspec.structs.replace(layer, slices=msgspec.structs.replace(layer.slices, **over)) if over else layer
-
-
 def _grouped(layers: Iterable[Layer]) -> list[Layer]:
     """Put equal layers in a row into one record."""
-    single = (_with_attention(msgspec.structs.replace(layer, count=1)) for layer in layers)
+    single = (msgspec.structs.replace(layer, count=1) for layer in layers)
     return [
         msgspec.structs.replace(layer, count=len(list(equal)))
         for layer, equal in groupby(single)  # records compare by value

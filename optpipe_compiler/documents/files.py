@@ -18,7 +18,19 @@ from optpipe_compiler.errors import BadInput
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Base of every record in a file: immutable, keyword-only, defaults not written."""
+    """Base of every record in a file: immutable, keyword-only, defaults not written.
+
+    A default is what *is* the field's default, not what equals it. So records are pickled as they are written: their
+    text, and a digest over it, is the same in another process.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as JSON."""
+        return _read_back, (msgspec.json.encode(self), type(self))
+
+
+def _read_back(text: bytes, kind: type[Record]) -> Record:
+    return msgspec.json.decode(text, type=kind)
 
 
 T = TypeVar("T", bound=Record)

@@ -159,6 +159,16 @@ class Units(Record, frozen=True, kw_only=True, omit_defaults=False):
     shape_of: list[Count]
     """By microbatch, its shape."""
 
+    @property
+    def slices(self) -> int:
+        """Slices of every microbatch; 1 where they are not cut."""
+        return len(self.cuts[0]) - 1
+
+    def tokens_of(self, microbatch: int, slice: int | None) -> tuple[int, int]:
+        """Return the tokens [begin, end) of a unit within its microbatch."""
+        cuts = self.cuts[self.shape_of[microbatch]]
+        return cuts[slice or 0], cuts[(slice or 0) + 1]
+
 
 class Host(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The memory of one host for the offloads of its devices."""
@@ -198,7 +208,7 @@ class Setup(Record, frozen=True, kw_only=True, omit_defaults=False):
     @property
     def slices(self) -> int:
         """Slices of every microbatch; 1 where they are not cut."""
-        return 1 if isinstance(self.units, msgspec.UnsetType) else len(self.units.cuts[0]) - 1
+        return 1 if isinstance(self.units, msgspec.UnsetType) else self.units.slices
 
     @property
     def classes(self) -> int:
@@ -220,10 +230,7 @@ class Setup(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     def tokens_of(self, microbatch: int, slice: int | None) -> tuple[int, int] | None:
         """Return the tokens [begin, end) of a unit within its microbatch; None: all, however many there are."""
-        if isinstance(self.units, msgspec.UnsetType):
-            return None
-        cuts = self.units.cuts[self.units.shape_of[microbatch]]
-        return cuts[slice or 0], cuts[(slice or 0) + 1]
+        return None if isinstance(self.units, msgspec.UnsetType) else self.units.tokens_of(microbatch, slice)
 
 
 class Carry(Record, frozen=True, kw_only=True, omit_defaults=False):

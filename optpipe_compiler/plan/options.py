@@ -44,6 +44,8 @@ class Options:
     """Slices of every microbatch; auto: searched where all layers can run slice by slice, else 1."""
     lengths: tuple[int, ...] | None = None
     """Tokens of each microbatch; None: all are as long as the profile's."""
+    units: ir.Units | None = None
+    """Where an earlier schedule cuts microbatches, and how long they are; it stands for `slices` and `lengths`."""
     seeds: tuple[ir.Checked, ...] = ()
     """Earlier schedules; the result is no worse than one of them that still fits (plan/seeds.py)."""
     noise: float | None = None
@@ -72,6 +74,9 @@ def settled(profile: Profile, options: Options) -> Options:
     limit = options.time_limit_s
     if limit is not None and not 0 <= limit < float("inf"):
         raise BadInput(f"--time-limit is {limit}, expected seconds, at least 0")
+    if (units := options.units) is not None:
+        lengths = tuple(units.cuts[shape][-1] for shape in units.shape_of)
+        options = replace(options, slices=units.slices, lengths=lengths)
     host = options.host_mem_bytes
     if host is None and profile.machine.host_memory_bytes is not None:
         host = value_of(profile.machine.host_memory_bytes)
@@ -123,6 +128,8 @@ def recorded(options: Options) -> dict[str, str | int | float | bool | None]:
 def _check_units(profile: Profile, options: Options) -> None:
     """Raise BadInput for slices or lengths that the profile does not allow, in one sentence."""
     lengths, number, tokens = options.lengths, options.slices, profile.tokens
+    if options.units is not None and options.units.tokens != tokens:
+        raise BadInput(f"the profile is for sequences of {tokens} tokens, expected {options.units.tokens}")
     if isinstance(number, int) and number < 1:
         raise BadInput(f"--slices is {number}, expected at least 1, or auto")
     if lengths is not None:

@@ -33,6 +33,8 @@ def slicings(profile: Profile, options: Options, build: Callable[[Slicing | None
     `build` makes an instance with one stage per device. For `auto` the best numbers of slices for Seq1F1B are taken:
     the fastest that fit, then those that need least memory.
     """
+    if (kept := _kept(options)) is not None:
+        return [kept]
     whole = cut(profile, options, 1)
     if options.slices == 1:
         return list(whole)
@@ -54,6 +56,8 @@ def slicings(profile: Profile, options: Options, build: Callable[[Slicing | None
 
 def is_asked(slicing: Slicing | None, profile: Profile, options: Options) -> bool:
     """Whether the options ask for microbatches of these lengths, and permit their number of slices."""
+    if (kept := _kept(options)) is not None:
+        return slicing == kept
     if options.slices not in ("auto", 1 if slicing is None else slicing.slices):
         return False
     whole = next(cut(profile, options, 1))
@@ -61,6 +65,12 @@ def is_asked(slicing: Slicing | None, profile: Profile, options: Options) -> boo
         tokens, count = profile.tokens, options.microbatches or 0
         return whole is None and (slicing is None or (slicing.tokens, slicing.lengths) == (tokens, (tokens,) * count))
     return (slicing.tokens, slicing.lengths) == (whole.tokens, whole.lengths)
+
+
+def _kept(options: Options) -> Slicing | None:
+    """Return the slicing of an earlier schedule, where that is asked for."""
+    units = options.units
+    return None if units is None else Slicing(units.tokens, tuple(map(tuple, units.cuts)), tuple(units.shape_of))
 
 
 def _judged(problem: Problem) -> tuple[int, int]:

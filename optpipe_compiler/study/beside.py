@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import UnsetType
 
 from optpipe_compiler import compiler
 from optpipe_compiler.documents import ir
@@ -22,8 +24,18 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.documents.profile import Profile
 
+Taken = dict[tuple[str, int, int], float]
+"""Times in ns by kind of op, stage and kind of unit (`Setup.class_of`)."""
 SLOWEST_BYTES_PER_S = 10**9
 """Of messages, where the profile does not say: a guess on the slow side for the cost of a move."""
+
+STARVED = 0.5
+"""The share of its time limit that a search must have had of a processor: at the lowest priority, on cores that ranks
+keep busy, it may be next to nothing."""
+LONGER = 8
+"""How many times its time limit a search takes then at most."""
+ENDED_EARLY = 0.8
+"""A search that took less of its time limit had nothing left to do."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +44,18 @@ class Question:
 
     profile: Profile
     schedule_text: str
-    taken_ns: dict[tuple[str, int], float]
-    """By kind of op and stage: the measured time."""
+    taken_ns: Taken
+    """The measured times."""
     time_limit_s: float
     seed: int
     keeps_placement: bool
+    refused: frozenset[str] = frozenset()
+    """Digests of plans that are not wanted again."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The best plan that was found, judged. All times are forecasts for the measured costs."""
+    """The best plan that was found and is not refused, judged. All times are forecasts for the measured costs."""
 
     schedule_text: str
     digest: str
@@ -85,32 +99,60 @@ def be_idle() -> None:
 def answer(question: Question) -> Answer:
     """Search from the present schedule, and compare what is found with it."""
     present = check(ir.parse(question.schedule_text, "the present schedule"))
+    units = present.schedule.setup.units
     options = replace(
         options_of(present.schedule, "the present schedule"),
         time_limit_s=question.time_limit_s,
         seed=question.seed,
         seeds=(present,),
+        units=None if isinstance(units, UnsetType) else units,
         workers=1,
     )
     if question.keeps_placement:
         options = replace(options, keep=present, placement="auto", stages_per_device=None)
-    found = compiler.compile_schedule(question.profile, options).schedule
+    result = _searched(question.profile, options)
+    plans = (one.schedule for one in (result.checked, *result.considered))
+    found = next((one for one in plans if one.digest not in question.refused), present.schedule)
+    is_kept = _cut(found) == _cut(present.schedule)
     return Answer(
         schedule_text=ir.to_text(found),
         digest=found.digest,
         present_ns=executed_ns(present.schedule, question.taken_ns),
-        found_ns=round(float(makespans(found, durations(found))[0])),
+        found_ns=executed_ns(found, question.taken_ns if is_kept else {}),
         move_ns=_move_ns(present.schedule, found, question.profile),
     )
 
 
-def executed_ns(schedule: ir.Schedule, taken_ns: dict[tuple[str, int], float]) -> int:
+def _searched(profile: Profile, options: compiler.Options) -> compiler.Result:
+    """Search for the time limit, and again from what was found while the search had too little of a processor."""
+    begin, used = time.monotonic(), _processor_s()
+    result = compiler.compile_schedule(profile, options)
+    limit = options.time_limit_s or 0.0
+    while result.schedule.forecast.outcome != "optimal" and result.wall_s >= ENDED_EARLY * limit:
+        if _processor_s() - used >= STARVED * limit or time.monotonic() - begin >= LONGER * limit:
+            break
+        options = replace(options, seeds=(*options.seeds[:1], result.checked), seed=options.seed + 1)
+        result = compiler.compile_schedule(profile, options)
+    return result
+
+
+def _processor_s() -> float:
+    """Return the processor time of this process and of those that it has started and that are over."""
+    return sum(os.times()[:4])
+
+
+def _cut(schedule: ir.Schedule) -> list[tuple[int, ir.Range, list[int]]]:
+    return [(stage.device, stage.layers, stage.selective_layers) for stage in schedule.stages]
+
+
+def executed_ns(schedule: ir.Schedule, taken_ns: Taken) -> int:
     """Return what a step of the schedule takes when ops take these times; those that are not named, their forecast."""
     times = durations(schedule)
     for op in times:
         name = parse(op)
-        if (name.kind, name.stage) in taken_ns:
-            times[op] = np.array([taken_ns[name.kind, name.stage]])
+        place = name.kind, name.stage, schedule.setup.class_of(name.microbatch, name.slice)
+        if place in taken_ns:
+            times[op] = np.array([taken_ns[place]])
     return round(float(makespans(schedule, times)[0]))
 
 

@@ -60,7 +60,8 @@ def _planned(event: dict[str, Any]) -> str | None:
         )
     if event["event"] == "swap":
         moved = f", {event['moved_layers']} layers moved" if event["moved_layers"] else ""
-        return f"{step}swapped in {show_ns(event['swap_ns'])}{moved}"
+        what = "steps are longer: the schedule before is back" if event["undoes"] else "swapped"
+        return f"{step}{what} in {show_ns(event['swap_ns'])}{moved}"
     return f"{step}{event['said']}" if event["event"] == "planner" else None
 
 
@@ -131,8 +132,9 @@ def _kinds(report: Any) -> Text:
 
 def _swap(swap: Any) -> Text:
     after = "not measured" if swap.measured_after_ns is None else show_ns(swap.measured_after_ns)
+    what = "swapped back" if swap.undoes else "swapped"
     return Text(
-        f"swapped before step {swap.step + 1}: forecast {show_ns(swap.forecast_before_ns)} to "
+        f"{what} before step {swap.step + 1}: forecast {show_ns(swap.forecast_before_ns)} to "
         f"{show_ns(swap.forecast_after_ns)}, measured {show_ns(swap.measured_before_ns)} to {after}, stood still for "
         f"{show_ns(swap.swap_ns)}, {swap.moved_layers} layers moved"
     )

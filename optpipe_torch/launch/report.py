@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from optpipe_compiler.documents import ir
-    from optpipe_torch.replan.replanner import SwapRecord
+    from optpipe_torch.replan.records import PlannerNote, SwapRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,8 @@ class RunReport:
     check: CheckReport | None = None
     swaps: list[SwapRecord] = field(default_factory=list)
     """Of schedules, with `--replan`. Forecast and kinds are then of the last schedule, and of its steps."""
+    planner: list[PlannerNote] = field(default_factory=list)
+    """What went wrong with planning, while training went on."""
     first_timed: int = 1
     """The first step that counts for times."""
 

@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents import profile as profiles
+from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.errors import BadInput, RunFailed
 from optpipe_torch.launch import rehearsal
 from optpipe_torch.launch.check import check
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from optpipe_torch.launch.report import CheckReport
     from optpipe_torch.launch.trace import Ran
     from optpipe_torch.models.user_model import Batch
-    from optpipe_torch.replan.replanner import SwapRecord
+    from optpipe_torch.replan.records import SwapRecord
 
     Tell = Callable[[RunEvent], None]
     Failed = Callable[[BaseException], None]
@@ -163,10 +164,10 @@ class _Session(ABC):
                 self._one_step(number)
         if self.job.trace and self._results:
             self._trace()
-        if self.job.replanning is not None:
-            self.tell({"event": "schedule", "text": ir.to_text(self.schedule)})
         if self.replanner is not None:
             self.replanner.close()
+            if (costs := self.replanner.profile) is not None:
+                self.tell({"event": "schedule", "text": ir.to_text(self.schedule), "profile_text": canonical(costs)})
         return self._report(checked)
 
     @abstractmethod
@@ -253,6 +254,7 @@ class _Session(ABC):
             ranks=ranks,
             check=checked,
             swaps=self._swaps(),
+            planner=[] if self.replanner is None else self.replanner.notes,
             first_timed=self._last()[0] + 1,
         )
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import range_name
 from optpipe_compiler.export.memory import timed_ops
+from optpipe_compiler.forecast.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -39,18 +42,19 @@ def chrome_trace(
     events, first = list(_names(schedule)), 0
     for number, (one, steps) in enumerate(eras):
         ops = {op.id: op for device in one.devices for op in (*device.compute, *device.d2h, *device.h2d)}
+        table = Table(one)
         if number:
             events.append(_mark(one, first, _start(steps[0]) - origin))
         for step, devices in enumerate(steps, start=first):
             shift = _start(devices) - origin
             for device, ran in enumerate(devices):
                 events += _forecast(one, device, step, shift, time_scale)
-                events += [_measured(one, ops[op[0]], device, step, op, origin) for op in ran]
+                events += [_measured(table, ops[op[0]], device, step, op, origin) for op in ran]
         first += len(steps)
-    about = {
+    about: dict[str, Any] = {
         "format": FORMAT,
         "schedule": schedule.digest,
-        "profile_digest": schedule.provenance.profile_digest,
+        "profile_digest": eras[0][0].provenance.profile_digest,  # others were planned with what this run measured
         "real": schedule.model is not None,
         "time_scale": time_scale,
         **({"first_step": first - len(eras[-1][1]), "swaps": list(swaps)} if len(eras) > 1 else {}),
@@ -64,6 +68,8 @@ def chrome_trace(
             for stage in schedule.stages
         ],
     }
+    if not isinstance(units := schedule.setup.units, msgspec.UnsetType):
+        about["units"] = msgspec.to_builtins(units)
     lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
     return f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n{lines}\n]}}\n'
 
@@ -117,15 +123,15 @@ def _forecast(schedule: ir.Schedule, device: int, step: int, shift: int, scale: 
         }
 
 
-def _measured(schedule: ir.Schedule, op: ir.Op, device: int, step: int, ran: Ran, origin: int) -> TraceEvent:
+def _measured(table: Table, op: ir.Op, device: int, step: int, ran: Ran, origin: int) -> TraceEvent:
     _, lane, start, end = ran
     about: dict[str, Any] = {"op": op.id, "kind": op.name, "stage": op.stage, "microbatch": op.microbatch, "step": step}
     if op.slice_or_none is not None:
         about["slice"] = op.slice_or_none
     if isinstance(op, ir.SavedOp):
-        stage = schedule.stages[op.stage]
-        first, last = (layer - stage.layers[0] for layer in op.layers)
-        about |= {"layers": list(op.layers), "bytes": sum(stage.saved_bytes[first:last])}
+        about["layers"] = list(op.layers)
+    if isinstance(op, ir.Offload | ir.Reload):
+        about["bytes"] = table.copied(op)
     return {
         "ph": "X",
         "name": _name(op),

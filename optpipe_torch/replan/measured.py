@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from msgspec import UnsetType
 
-from optpipe_compiler.costs.from_run import About, Run, RunOp, RunStage, profile_from_run
+from optpipe_compiler.costs.from_run import COPIES, About, Run, RunOp, RunStage, profile_from_run
 from optpipe_compiler.documents.ops import parse
-from optpipe_compiler.errors import BadInput
+from optpipe_compiler.forecast.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.profile import Profile
+    from optpipe_compiler.study.beside import Taken
     from runtime_torch.runner import StepResult
 
 Ran = tuple[str, str, int, int]
@@ -50,27 +51,25 @@ def profile_from_steps(profile: Profile, schedule: ir.Schedule, steps: Steps) ->
 
 
 def run_of(profile: Profile, schedule: ir.Schedule, steps: Steps) -> Run:
-    """Return the steps as costs/from_run.py takes a run; raise BadInput for schedules with slices."""
-    if not isinstance(schedule.setup.units, UnsetType):
-        raise BadInput("the schedule has slices or unequal microbatches, whose costs cannot be told from a run yet")
+    """Return the steps as costs/from_run.py takes a run."""
+    setup, table = schedule.setup, Table(schedule)
     stages = [RunStage(stage.stage, stage.device, stage.layers, stage.selective_layers) for stage in schedule.stages]
+    moved = {op.id: table.copied(op) for device in schedule.devices for op in (*device.d2h, *device.h2d)}
     ops = []
     for number, ranks in enumerate(steps):
         for name, _, start, end in (op for ran in ranks for op in ran):
             op = parse(name)
-            nbytes = 0
-            if op.layers is not None:
-                stage = schedule.stages[op.stage]
-                first, last = (layer - stage.layers[0] for layer in op.layers)
-                nbytes = sum(stage.saved_bytes[first:last])
-            ops.append(RunOp(op.kind, op.stage, number, start, end, op.layers, nbytes))
-    return Run("these steps", About(profile.digest(), True, 1.0, stages), ops)
+            nbytes = moved[name] if op.kind in COPIES else 0
+            tokens = setup.tokens_of(op.microbatch, op.slice)
+            ops.append(RunOp(op.kind, op.stage, number, start, end, op.layers, nbytes, tokens))
+    units = None if isinstance(setup.units, UnsetType) else setup.units
+    return Run("these steps", About(profile.digest(), True, 1.0, stages, units=units), ops)
 
 
-def taken_ns(steps: Steps) -> dict[tuple[str, int], float]:
-    """Return the median time of each kind of op and stage."""
-    found: dict[tuple[str, int], list[int]] = defaultdict(list)
+def taken_ns(schedule: ir.Schedule, steps: Steps) -> Taken:
+    """Return the median time of each kind of op, stage and kind of unit."""
+    found: dict[tuple[str, int, int], list[int]] = defaultdict(list)
     for name, _, start, end in (op for ranks in steps for ran in ranks for op in ran):
         op = parse(name)
-        found[op.kind, op.stage].append(end - start)
+        found[op.kind, op.stage, schedule.setup.class_of(op.microbatch, op.slice)].append(end - start)
     return {place: float(median(times)) for place, times in found.items()}

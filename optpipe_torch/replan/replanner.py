@@ -1,14 +1,15 @@
 """The loop's part in planning while training: measure, ask the planner, agree, swap between two steps, remember.
 
 Rank 0 has the planner. After each step all ranks share one small message: what rank 0 wants done, whether anybody is
-not ready for it, and the longest of their steps. Whatever becomes of the planner, training goes on with what it has.
+not ready for it, and the longest of their steps. A swap after which steps are longer is undone. Whatever becomes of
+the planner, training goes on with what it has.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from threading import Thread
@@ -16,13 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from msgspec import UnsetType
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents import profile as profiles
 from optpipe_compiler.errors import BadInput, OptPipeError
 from optpipe_torch.replan.measured import gathered, profile_from_steps, taken_ns
-from optpipe_torch.replan.planner import Planner
+from optpipe_torch.replan.planner import Lost, Planner
+from optpipe_torch.replan.records import PlannerNote, SwapRecord
+from optpipe_torch.replan.trial import TRIAL, is_longer
+from runtime_torch.swap import is_same_cut
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,50 +35,45 @@ if TYPE_CHECKING:
     from optpipe_compiler.documents.profile import Profile
     from optpipe_compiler.study.beside import Answer
     from runtime_torch.runner import Runner, StepResult
+    from runtime_torch.swap import Swap
 
-NOTHING, MEASURE, OFFER, SWAP = range(4)
+NOTHING, MEASURE, OFFER, SWAP, UNDO = range(5)
 """What rank 0 wants done after a step."""
 THRESHOLD = 0.02
 """The share of a step that a plan must save to be swapped in."""
+SLOWER = 0.02
+"""The share by which steps may be longer after a swap; the time of the way back comes on top, shared by `HORIZON`."""
 HORIZON = 100
 """Steps within which a plan that moves weights must have saved the time of the move."""
-WINDOW = 3
+WINDOW = 5
 """Steps that are measured for a plan; the one after a swap, which warms up, is none of them."""
 CHANGED = 0.05
-"""A plan is sought again when a step takes that share longer or shorter than when the last one was."""
-
-
-@dataclass(frozen=True)
-class SwapRecord:
-    """One swap. Forecasts are for the costs that were measured before it.
-
-    Measured times are medians, over the steps before and after it, of the ranks' longest spans.
-    """
-
-    step: int
-    """The first step, from 0, with the new schedule."""
-    digest: str
-    forecast_before_ns: int
-    forecast_after_ns: int
-    measured_before_ns: int
-    measured_after_ns: int | None
-    """None while no step has been measured."""
-    moved_layers: int
-    moved_bytes: int
-    """On rank 0."""
-    swap_ns: int
-    """How long training stood still for it, on the slowest rank."""
-    planning_ns: int
+"""A plan is sought again when steps take that share longer or shorter than when the last one was."""
+RESTARTS = 3
+"""How often a planner that is lost is started again."""
 
 
 @dataclass
 class _Offer:
-    """A schedule that all ranks prepare for."""
+    """A schedule that all ranks prepare for; times are rank 0's, and the same on all ranks."""
 
+    forecast_before_ns: int
+    forecast_after_ns: int
+    planning_ns: int
     schedule: ir.Schedule | None = None
-    error: str | None = None
-    answer: Answer | None = None
-    """On rank 0."""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class _Before:
+    """What ran before the last swap, until that has stood its trial; times in ns."""
+
+    schedule: ir.Schedule
+    profile: Profile | None
+    """With which it was planned; on rank 0."""
+    spans: list[float]
+    allowed: float
+    """The share by which steps may be longer now."""
 
 
 @dataclass
@@ -83,11 +81,15 @@ class _Watch:
     """What rank 0 knows of the search."""
 
     rounds: int = 0
-    asked_ns: float = 0.0
-    """What a step took when the last plan was asked for."""
-    done: bool = False
-    profile: Profile | None = None
-    """The measured one that the planner has."""
+    """Searches in a row that led to nothing."""
+    asked_ns: list[float] = field(default_factory=list)
+    """What steps took when the last plan was asked for."""
+    is_done: bool = False
+    restarts: int = 0
+    measured: Profile | None = None
+    """That the planner has."""
+    refused: set[str] = field(default_factory=set)
+    """Digests of plans that turned out slower, or could not be swapped in."""
 
 
 class Replanner:
@@ -95,9 +97,11 @@ class Replanner:
 
     Made on all ranks. `profile` is that of the schedule (or its path), needed on rank 0 of `group` only, `optimizer` as
     for `Runner.replace`. With `keeps_placement` (the default) only orders are swapped, and no weight moves. A plan is
-    swapped in that saves more than `threshold` of a step, after the time of the move is shared by `HORIZON` steps.
-    `plan_s`: the time limit of a search; each one that finds nothing doubles it, up to `ROUNDS` of them, until steps
-    take another time. `on_event` is called on rank 0 with {"event": "measured" | "planned" | "swap" | "planner", ...}.
+    swapped in that saves more than `threshold` of a step, after the time of the move is shared by `HORIZON` steps; when
+    the next steps are longer than those before, it is swapped out again and not taken a second time. `plan_s`: the time
+    limit of a search; each one that leads to nothing doubles it, up to `ROUNDS` of them, until steps take another time.
+    `group`: all ranks that train together, replicas of the pipeline included (None: all that there are). `on_event` is
+    called on rank 0 with {"event": "measured" | "planned" | "swap" | "planner", ...}.
     """
 
     ROUNDS = 3
@@ -117,6 +121,10 @@ class Replanner:
     ) -> None:
         self.swaps: list[SwapRecord] = []
         """On every rank."""
+        self.notes: list[PlannerNote] = []
+        """On rank 0: what went wrong with planning."""
+        self.profile: Profile | None = None
+        """On rank 0: the costs that the schedule that runs was planned for."""
         self._runner = runner
         self._optimizer = optimizer
         self._keeps_placement = keeps_placement
@@ -130,24 +138,20 @@ class Replanner:
         self._since = 0
         """Steps since the last swap."""
         self._results: deque[StepResult] = deque(maxlen=window)
-        self._spans: deque[float] = deque(maxlen=window)
+        self._spans: deque[float] = deque(maxlen=TRIAL)
         self._offer: _Offer | None = None
         self._thread: Thread | None = None
+        self._before: _Before | None = None
         self._watch = _Watch()
         self._planner: Planner | None = None
-        self._offered: Answer | None = None
+        self._found: Answer | None = None
         on = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
         self._message = torch.zeros(3, dtype=torch.float64, device=on)
         problem = None
         if self._rank == 0:
             try:
-                self._profile = _read(profile)
-                if not isinstance(runner.schedule.setup.units, UnsetType):
-                    raise BadInput(
-                        "the schedule has slices or unequal microbatches, whose costs no run tells yet: it "
-                        "is not planned anew while it trains"
-                    )
-                planned, known = runner.schedule.provenance.profile_digest, self._profile.digest()
+                self.profile = _read(profile)
+                planned, known = runner.schedule.provenance.profile_digest, self.profile.digest()
                 if planned != known:
                     raise BadInput(f"the schedule was planned with another profile: {planned[:19]}, not {known[:19]}")
                 self._planner = Planner()
@@ -165,19 +169,20 @@ class Replanner:
         if self._since > 1:
             self._results.append(result)
         wish = self._wish() if self._rank == 0 else NOTHING
-        is_late = self._thread is not None and self._thread.is_alive()
-        self._message[:] = torch.tensor([wish, is_late, result.step_ns], dtype=torch.float64)
-        dist.all_reduce(self._message, op=dist.ReduceOp.MAX, group=self._group)
-        wanted, late, span = self._message.tolist()
+        is_reading = self._thread is not None and self._thread.is_alive()
+        wanted, any_reads, span = self._share(wish, is_reading, result.step_ns)
         if self._since > 1:
             self._spans.append(span)
-        self._note_time()
+            if self.swaps and self._since <= TRIAL + 1:
+                self.swaps[-1] = replace(self.swaps[-1], measured_after_ns=round(median(self._spans)))
         if wanted == MEASURE:
             self._measure()
         elif wanted == OFFER:
             self._prepare()
-        elif wanted == SWAP and not late:
+        elif wanted == SWAP and not any_reads:
             return self._swap()
+        elif wanted == UNDO:
+            return self._undo()
         return None
 
     @property
@@ -191,31 +196,53 @@ class Replanner:
             self._planner.end()
             self._planner = None
 
+    def _share(self, *figures: float) -> list[float]:
+        """Return the largest of every figure over all ranks."""
+        self._message[:] = torch.tensor(figures, dtype=torch.float64)
+        dist.all_reduce(self._message, op=dist.ReduceOp.MAX, group=self._group)
+        found: list[float] = self._message.tolist()
+        return found
+
     # -- rank 0: what to do next
 
     def _wish(self) -> int:
-        if self._offer is not None:
-            return SWAP
+        if self._before is not None:
+            return self._verdict(self._before)
+        if self._offer is not None:  # the steps before a swap are measured while the planner rests
+            return SWAP if len(self._spans) == TRIAL else NOTHING
         planner, watch = self._planner, self._watch
         if planner is None:
             return NOTHING
         heard = planner.hear()
-        if isinstance(heard, str):
-            self._tell({"event": "planner", "step": self._step, "said": heard})
-            watch.done = True
+        if isinstance(heard, Lost):
+            self._lose(planner, heard)
+        elif isinstance(heard, str):
+            self._note(heard)
+            watch.is_done = True
         elif heard is not None:
             return self._judge(heard)
-        if planner.is_busy or len(self._results) < self._window or not planner.is_alive:
+        if planner.is_busy or not planner.is_alive or len(self._results) < self._window:
             return NOTHING
-        now = median(self._spans) if self._spans else 0.0
-        if watch.done and watch.asked_ns and abs(now / watch.asked_ns - 1) > CHANGED:
-            watch.done, watch.rounds = False, 0
-        return NOTHING if watch.done else MEASURE
+        if watch.is_done and self._has_changed(watch.asked_ns):
+            watch.is_done, watch.rounds = False, 0
+        return NOTHING if watch.is_done else MEASURE
+
+    def _has_changed(self, before: list[float]) -> bool:
+        return is_longer(self._spans, before, CHANGED) or is_longer(before, self._spans, CHANGED)
+
+    def _verdict(self, before: _Before) -> int:
+        """Decide whether the last swap is undone."""
+        if len(self._spans) < TRIAL:
+            return NOTHING
+        if is_longer(self._spans, before.spans, before.allowed):
+            return UNDO
+        self._before, self._watch.rounds = None, 0
+        return NOTHING
 
     def _judge(self, answer: Answer) -> int:
         """Decide on what the planner has found."""
         gain = answer.gain - answer.move_ns / HORIZON / max(1, answer.present_ns)
-        swaps = gain > self._threshold and answer.digest != self._runner.schedule.digest
+        swaps = gain > self._threshold and answer.digest not in (self._runner.schedule.digest, *self._watch.refused)
         self._tell(
             {
                 "event": "planned",
@@ -227,105 +254,162 @@ class Replanner:
                 "schedule_text": answer.schedule_text if swaps else None,
             }
         )
+        if not swaps:
+            self._led_to_nothing()
+            return NOTHING
+        self._found = answer
+        return OFFER
+
+    def _led_to_nothing(self) -> None:
         self._watch.rounds += 1
-        if swaps:
-            self._offered = answer
-            self._watch.rounds = 0
-            return OFFER
-        self._watch.done = self._watch.rounds >= self.ROUNDS
-        return NOTHING
+        self._watch.is_done = self._watch.rounds >= self.ROUNDS
+
+    def _lose(self, planner: Planner, heard: Lost) -> None:
+        """Start the planner again, unless that has been done often enough."""
+        again = self._watch.restarts < RESTARTS
+        self._note(f"{heard.why}; {'it is started again' if again else 'training goes on with the present schedule'}")
+        if again:
+            self._watch.restarts += 1
+            planner.start()
+
+    def _note(self, said: str) -> None:
+        if self._rank == 0:
+            self.notes.append(PlannerNote(self._step, said))
+            self._tell({"event": "planner", "step": self._step, "said": said})
 
     # -- all ranks
 
     def _measure(self) -> None:
         """Gather the window's ops; rank 0 asks the planner."""
         steps = gathered(list(self._results), self._group)
-        if self._planner is None:
+        if self._planner is None or self.profile is None:
             return
-        watch = self._watch
+        watch, schedule = self._watch, self._runner.schedule
+        watch.asked_ns = list(self._spans)
         try:
-            watch.profile = profile_from_steps(self._profile, self._runner.schedule, steps)
+            watch.measured = profile_from_steps(self.profile, schedule, steps)
         except OptPipeError as error:
-            watch.done = True
-            self._tell({"event": "planner", "step": self._step, "said": str(error)})
+            watch.is_done = True
+            self._note(str(error))
             return
-        watch.asked_ns = median(self._spans)
         self._planner.ask(
-            profile=watch.profile,
-            schedule=self._runner.schedule,
-            taken_ns=taken_ns(steps),
+            profile=watch.measured,
+            schedule=schedule,
+            taken_ns=taken_ns(schedule, steps),
             time_limit_s=self._plan_s * 2**watch.rounds,
             seed=watch.rounds,
             keeps_placement=self._keeps_placement,
+            refused=frozenset(watch.refused),
         )
-        self._tell({"event": "measured", "step": self._step, "step_ns": watch.asked_ns})
+        self._tell({"event": "measured", "step": self._step, "step_ns": median(watch.asked_ns)})
 
     def _prepare(self) -> None:
         """Read the schedule that rank 0 offers in a thread; training goes on meanwhile."""
-        text = ["" if self._offered is None else self._offered.schedule_text]
-        dist.broadcast_object_list(text, group=self._group, group_src=0)
-        offer = self._offer = _Offer(answer=self._offered)
+        answer, planner = self._found, self._planner
+        offered: list[Any] = [None]
+        if answer is not None and planner is not None:
+            offered = [(answer.schedule_text, answer.present_ns, answer.found_ns, planner.took_ns)]
+        dist.broadcast_object_list(offered, group=self._group, group_src=0)
+        text, *times = offered[0]
+        offer = self._offer = _Offer(*times)
 
         def read() -> None:
             try:
-                offer.schedule = ir.parse(text[0], "the planner's schedule")
+                offer.schedule = ir.parse(text, "the planner's schedule")
             except OptPipeError as error:
                 offer.error = str(error)
 
+        self._spans.clear()
         self._thread = Thread(target=read, daemon=True)
         self._thread.start()
 
     def _swap(self) -> SwapRecord | None:
-        """Let all ranks replace the schedule, or none."""
-        begin = time.perf_counter_ns()
+        """Let all ranks go on with the schedule that was offered, or none."""
         offer, self._offer, self._thread = self._offer, None, None
         assert offer is not None
-        before = self._runner.schedule
-        try:
-            done = self._runner.replace(offer.schedule or before, self._optimizer)
-        except OptPipeError as error:  # on all ranks, with nothing changed
-            self._watch.done = True
-            if self._rank == 0:
-                self._tell({"event": "planner", "step": self._step, "said": str(error)})
+        before, spans = self._runner.schedule, list(self._spans)
+        done = self._replace(offer)
+        if done is None:
+            if self._rank == 0 and self._found is not None:
+                self._watch.refused.add(self._found.digest)
+            self._led_to_nothing()
             return None
-        if self._runner.schedule.digest == before.digest:  # nobody could read it
-            self._watch.done = True
-            return None
-        answer = offer.answer
-        known = [] if answer is None else [answer.present_ns, answer.found_ns]
-        planning_ns = 0 if self._planner is None else self._planner.took_ns
-        measured = round(median(self._spans)) if self._spans else 0
-        about: list[Any] = [(known, planning_ns, done.moved_bytes)]
-        dist.broadcast_object_list(about, group=self._group, group_src=0)
-        known, planning_ns, moved_bytes = about[0]
-        self._message[:] = time.perf_counter_ns() - begin
-        dist.all_reduce(self._message, op=dist.ReduceOp.MAX, group=self._group)
         record = SwapRecord(
             step=self._step,
             digest=self._runner.schedule.digest,
-            forecast_before_ns=known[0],
-            forecast_after_ns=known[1],
-            measured_before_ns=measured,
+            forecast_before_ns=offer.forecast_before_ns,
+            forecast_after_ns=offer.forecast_after_ns,
+            measured_before_ns=round(median(spans)),
             measured_after_ns=None,
             moved_layers=done.moved_layers,
-            moved_bytes=moved_bytes,
-            swap_ns=round(self._message[0].item()),
-            planning_ns=planning_ns,
+            moved_bytes=done.moved_bytes,
+            swap_ns=done.wall_ns,
+            planning_ns=offer.planning_ns,
         )
+        allowed = SLOWER + done.wall_ns / HORIZON / max(1.0, median(spans))
+        self._before = _Before(before, self.profile, spans, allowed)
+        self.profile = self._watch.measured or self.profile
+        return self._go_on(record)
+
+    def _undo(self) -> SwapRecord | None:
+        """Let all ranks go back to the schedule before the last swap."""
+        before, self._before = self._before, None
+        assert before is not None
+        last, spans = self.swaps[-1], list(self._spans)
+        self._watch.refused.add(last.digest)
+        self._led_to_nothing()
+        done = self._replace(_Offer(last.forecast_after_ns, last.forecast_before_ns, 0, before.schedule))
+        if done is None:
+            return None
+        self.profile = before.profile
+        return self._go_on(
+            SwapRecord(
+                step=self._step,
+                digest=before.schedule.digest,
+                forecast_before_ns=last.forecast_after_ns,
+                forecast_after_ns=last.forecast_before_ns,
+                measured_before_ns=round(median(spans)),
+                measured_after_ns=None,
+                moved_layers=done.moved_layers,
+                moved_bytes=done.moved_bytes,
+                swap_ns=done.wall_ns,
+                planning_ns=0,
+                undoes=True,
+            )
+        )
+
+    def _replace(self, offer: _Offer) -> Swap | None:
+        """Let the runners of all ranks replace the schedule, or none; return what was done, by the slowest rank."""
+        begin = time.perf_counter_ns()
+        before = self._runner.schedule
+        done, said = None, offer.error
+        try:
+            # a rank that cannot read the schedule names its present one: the others then keep theirs
+            done = self._runner.replace(offer.schedule or before, self._optimizer)
+        except OptPipeError as error:  # on all ranks of this pipeline, with nothing changed
+            said = str(error)
+        fails = done is None or offer.schedule is None
+        failed, moved_bytes, wall_ns = self._share(
+            fails, 0 if done is None else done.moved_bytes, time.perf_counter_ns() - begin
+        )
+        if done is not None and not failed:
+            return replace(done, moved_bytes=round(moved_bytes), wall_ns=round(wall_ns))
+        if self._runner.schedule is not before:  # another pipeline could not
+            self._runner.replace(before, self._optimizer)
+        moves = offer.schedule is not None and not is_same_cut(before, offer.schedule)
+        self._keeps_placement = self._keeps_placement or moves
+        self._note((said or "another rank keeps its schedule") + ("; the placement is kept from now on" * moves))
+        return None
+
+    def _go_on(self, record: SwapRecord) -> SwapRecord:
+        """Begin anew with the schedule that runs now."""
         self.swaps.append(record)
-        if self._watch.profile is not None:
-            self._profile = self._watch.profile
         self._since = 0
         self._results.clear()
         self._spans.clear()
         if self._rank == 0:
             self._tell({"event": "swap", **asdict(record)})
         return record
-
-    def _note_time(self) -> None:
-        """Say in the last record what steps take since."""
-        if self.swaps and self._since > 1 and len(self._spans):
-            self.swaps[-1] = replace(self.swaps[-1], measured_after_ns=round(median(self._spans)))
 
 
 def _read(profile: Profile | Path | str | None) -> Profile:

@@ -90,7 +90,7 @@ def _swaps(schedule: Schedule, swaps: Sequence[TraceSwap]) -> str:
         (
             "best" if swap.digest == schedule.digest else "",
             [
-                str(swap.step),
+                f"{swap.step} (back)" if swap.undoes else str(swap.step),
                 plain(swap.digest[:15]),
                 f"{show_ns(swap.forecast_before_ns)} to {show_ns(swap.forecast_after_ns)}",
                 f"{show_ns(swap.measured_before_ns)} to "
@@ -102,7 +102,10 @@ def _swaps(schedule: Schedule, swaps: Sequence[TraceSwap]) -> str:
         for swap in swaps
     ]
     names = ["first step", "schedule", "forecast", "measured", "stood still", "layers moved"]
-    text = "Swaps while the run went on; bold: the schedule of this page. Steps count from 0."
+    text = (
+        "Swaps while the run went on; bold: the schedule of this page. Steps count from 0. Back: steps were longer "
+        "with the last schedule, and the one before it went on."
+    )
     return _block("Swaps", names, rows, text, opened=True)
 
 

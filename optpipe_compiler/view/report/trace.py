@@ -43,6 +43,8 @@ class TraceSwap(msgspec.Struct, frozen=True):
     swap_ns: int
     moved_layers: int
     measured_after_ns: int | None = None
+    undoes: bool = False
+    """Whether it went back to the schedule before the last swap."""
 
 
 class TraceAbout(msgspec.Struct, frozen=True):

@@ -12,7 +12,7 @@ LOWER_S_PER_TASK = 1e-4
 """Seconds that lowering and verifying the result take per task; `python -m bench.lowering` measures 0.3 to 1e-4."""
 GRACE_S = 2.0
 """Seconds beyond the time limit that lowering and verifying a schedule may take."""
-LOWERING_SHARE = 0.7
+LOWERING_SHARE = 0.5
 """Share of the time limit that lowering and verifying a schedule may take; instances of more ops are left out."""
 SPARE_S_PER_TASK = 2e-5
 """Seconds that it takes per task to see what can stay: at most four rounds of 5 us."""

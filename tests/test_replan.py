@@ -487,6 +487,33 @@ def test_the_planner_answers_for_measured_costs():
     assert 0 < answer.gain < 1
 
 
+def test_a_search_that_had_hardly_any_of_a_processor_goes_on_from_what_it_found(monkeypatch):
+    asked, clock = [], iter(range(0, 1000))
+    real = beside.compiler.compile_schedule
+
+    def compile_schedule(profile, options):
+        asked.append(options)
+        result = real(profile, options)
+        forecast = msgspec.structs.replace(result.schedule.forecast, outcome="feasible")
+        unproved = msgspec.structs.replace(result.schedule, forecast=forecast)
+        checked = dataclasses.replace(result.checked, schedule=unproved)
+        return dataclasses.replace(result, checked=checked, wall_s=options.time_limit_s)
+
+    monkeypatch.setattr(beside.compiler, "compile_schedule", compile_schedule)
+    monkeypatch.setattr(beside, "_processor_s", lambda: 0.04 * next(clock))
+    question = beside.Question(costs(2), canonical(poor(costs(2), 2)), {}, 0.2, 0, keeps_placement=True)
+    beside.answer(question)
+    assert [options.seed for options in asked] == [0, 1, 2]  # after 0.12 s of a processor
+    assert all(len(options.seeds) == 2 for options in asked[1:])
+
+
+def test_plans_that_are_refused_are_not_offered_again():
+    question = beside.Question(costs(2), canonical(poor(costs(2), 4)), {}, 0.3, 0, keeps_placement=True)
+    first = beside.answer(question)
+    again = beside.answer(dataclasses.replace(question, refused=frozenset({first.digest})))
+    assert first.digest != again.digest
+
+
 # -- the record -----------------------------------------------------------------------------------------------------
 
 

@@ -235,7 +235,11 @@ def stall(page: Page, profile: Profile) -> None:
 
 def busy(page: Page, profile: Profile) -> None:
     """Add the part of the page on steps beside a busy planner."""
-    found = beside(gpipe(profile), canonical(profile))
+    try:
+        found = beside(gpipe(profile), canonical(profile))
+    except RuntimeError as error:  # such as a planner that no core is free for
+        page.add(f"\n## Steps beside a busy planner\n\nNot measured: {error}.")
+        return
     page.add(
         f"""
 ## Steps beside a busy planner

@@ -27,7 +27,7 @@ from tests.list_scheduler import Guide, Run
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from optpipe_compiler.machine.state import Machine
+    from optpipe_compiler.machine.state import MachineState
     from optpipe_compiler.model.problem import Problem
 
 SIZES = ((8, 32, 4), (16, 64, 4), (32, 128, 4), (64, 512, 2))
@@ -51,7 +51,7 @@ def instance(devices: int, microbatches: int, per_device: int) -> Problem:
     return instances(costs, settled(costs, chosen))[0][1]
 
 
-def loaded(devices: int, microbatches: int, per_device: int) -> tuple[Machine, Callable[[], int]]:
+def loaded(devices: int, microbatches: int, per_device: int) -> tuple[MachineState, Callable[[], int]]:
     """Return a machine and what runs a policy on it and returns the ops run."""
     problem = instance(devices, microbatches, per_device)
     wished = wish(problem, "modulo-1")
@@ -66,7 +66,7 @@ def loaded(devices: int, microbatches: int, per_device: int) -> tuple[Machine, C
     return x, run
 
 
-def reference(problem: Problem, x: Machine) -> float:
+def reference(problem: Problem, x: MachineState) -> float:
     """Return the ops a second of the definition in plain Python, with the guide that the machine has run last."""
     keys = [(s, m) for s in range(len(problem.stages)) for m in range(problem.microbatches)]
 

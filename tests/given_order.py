@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.model.schedule import Kind, Plan, Schedule, Stuck, Task, duration
+from optpipe_compiler.model.schedule import Kind, LaneOrders, Schedule, Stuck, Task, duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -58,7 +58,7 @@ def device_memory(problem: Problem, task: Task, recomputed: bool) -> tuple[int, 
     return (0, s.moved) if task.kind is Kind.D else (s.moved, 0)
 
 
-def simulate(problem: Problem, plan: Plan, method: str) -> Schedule:
+def simulate(problem: Problem, plan: LaneOrders, method: str) -> Schedule:
     """Return the earliest schedule that follows `plan` under the caps of `problem`.
 
     A task starts once its lane is free, its predecessors have completed and its memory is there. A transfer takes the
@@ -84,7 +84,7 @@ class _Lane:
 class _Replay:
     """The event loop of `simulate`."""
 
-    def __init__(self, problem: Problem, plan: Plan) -> None:
+    def __init__(self, problem: Problem, plan: LaneOrders) -> None:
         self.problem = problem
         self.plan = plan
         self.compute = [_Lane(tasks) for tasks in plan.compute]

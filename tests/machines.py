@@ -18,7 +18,7 @@ from optpipe_compiler.machine.state import (
     FUSED,
     NEVER,
     NONE,
-    Machine,
+    MachineState,
     machine,
 )
 from optpipe_compiler.model.schedule import Kind, Schedule, Stuck, Task
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.machine.policy import Policy
     from optpipe_compiler.model.problem import Problem
-    from optpipe_compiler.model.schedule import Plan
+    from optpipe_compiler.model.schedule import LaneOrders
     from tests.list_scheduler import Guide
 
 
-def loaded(problem: Problem, guide: Guide) -> Machine:
+def loaded(problem: Problem, guide: Guide) -> MachineState:
     """The machine of `problem`, ready to run `guide`."""
     x = machine(problem)
     for column, table in ((A_FORWARD, guide.forward), (A_BACKWARD, guide.backward), (A_WEIGHT, guide.weight)):
@@ -47,7 +47,7 @@ def loaded(problem: Problem, guide: Guide) -> Machine:
     return x
 
 
-def starts(x: Machine) -> dict[Task, int]:
+def starts(x: MachineState) -> dict[Task, int]:
     """The starts of all ops of the machine's last run."""
     kinds, stages, microbatches = x.starts.shape
     return {
@@ -88,7 +88,7 @@ def dispatched(problem: Problem) -> Iterator[Schedule]:
             yield Schedule(problem, "local-search", starts(x))
 
 
-def simulate(problem: Problem, plan: Plan, method: str) -> Schedule:
+def simulate(problem: Problem, plan: LaneOrders, method: str) -> Schedule:
     """Return the earliest schedule that follows `plan` under the caps of `problem`, by the compiled machine.
 
     Raises Stuck when the plan waits for itself or its memory never comes.

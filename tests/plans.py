@@ -61,7 +61,7 @@ def serial(problem: Problem, *, split: bool, mode: Callable[[int, int], Mode] = 
 
 def check(timed: Schedule) -> None:
     """No two ops of a lane overlap, none starts before what it needs, and no device holds more than it may."""
-    for lane in (*timed.plan.compute, *timed.plan.d2h, *timed.plan.h2d):
+    for lane in (*timed.lane_orders.compute, *timed.lane_orders.d2h, *timed.lane_orders.h2d):
         for before, after in pairwise(lane):
             assert timed.end(before) <= timed.starts[after]
     for task, start in timed.starts.items():

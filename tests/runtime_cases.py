@@ -112,9 +112,9 @@ def promise_exactly(plan: ir.Schedule) -> ir.Schedule:
     """The same schedule with the smallest promises that the judge accepts."""
     from optpipe_compiler.verify import causality
     from optpipe_compiler.verify.memory import Memory
-    from optpipe_compiler.verify.plan import Plan
+    from optpipe_compiler.verify.placed import PlacedOps
 
-    judged = Plan(plan)
+    judged = PlacedOps(plan)
     events = causality.Events(judged)
     order = causality.execution_order(judged, events)
     assert isinstance(order, list)

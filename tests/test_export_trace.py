@@ -17,7 +17,7 @@ from optpipe_compiler.export.memory import device_curve, host_curve, timed_ops
 from optpipe_compiler.forecast import table as forecast_table
 from optpipe_compiler.verify import check
 from optpipe_compiler.verify.memory import Table
-from optpipe_compiler.verify.plan import Plan
+from optpipe_compiler.verify.placed import PlacedOps
 
 PLACEMENTS = [(0, 1), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2)]
 
@@ -121,7 +121,7 @@ def test_arrows_lead_from_the_op_that_makes_a_tensor_to_the_one_that_reads_it(se
 @pytest.mark.parametrize("seed", range(6))
 def test_memory_is_counted_by_the_table_of_the_judge(seed):
     schedule = drawn(seed)
-    plan = Plan(schedule)
+    plan = PlacedOps(schedule)
     table, judge = forecast_table.Table(schedule), Table(plan)
     for place in plan.places:
         assert table.on_device(place.op) == judge.on_device(place.op), place.id

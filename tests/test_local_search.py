@@ -14,7 +14,7 @@ from optpipe_compiler.machine.policy import climb, copied, value
 from optpipe_compiler.machine.state import A_BACKWARD, A_FORWARD, A_WEIGHT, NEVER, machine
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.schedule import Schedule
-from optpipe_compiler.plan.local_search import Effort, Found, Instance, LocalSearch, Realiser, shortened
+from optpipe_compiler.plan.local_search import Effort, Found, LocalSearch, Realiser, SearchedProblem, shortened
 from optpipe_compiler.plan.modulo import modulo
 from tests.instances import problem
 from tests.machines import first_policies, starts
@@ -33,8 +33,8 @@ def tight(microbatches: int = 8) -> Problem:
     return problem(2, microbatches, 8, per_device=2, placement="loop", offload=6, reload=6)
 
 
-def instance(one: Problem) -> Instance:
-    return Instance(one, LOOP, bounds.best(one, "makespan").ticks)
+def instance(one: Problem) -> SearchedProblem:
+    return SearchedProblem(one, LOOP, bounds.best(one, "makespan").ticks)
 
 
 def searched(one: Problem, *, seed: int = 0, threads: int = 1, seconds: float = 0.02) -> list[Found]:
@@ -107,12 +107,12 @@ def test_an_equal_effort_finds_the_same_with_one_thread_and_with_two_and_another
 def test_a_search_of_the_span_reaches_the_least_span():
     one = problem(3, 6, 100, send_activation=0, send_gradient=0)
     effort = Effort(0.02, 0, 1, reproducible=True, is_span=True)
-    with LocalSearch([Instance(one, ("linear", 1), 0)], effort) as search:
+    with LocalSearch([SearchedProblem(one, ("linear", 1), 0)], effort) as search:
         found: list[Found] = []
         while search.is_running:
             found += search.take(0.05)
         found += search.take(0.0)
-    timed = Realiser(Instance(one, ("linear", 1), 0), is_span=True).schedule(found[-1])
+    timed = Realiser(SearchedProblem(one, ("linear", 1), 0), is_span=True).schedule(found[-1])
     assert timed is not None
     assert timed.span == found[-1].value == bounds.best(one, "span").ticks
 
@@ -121,7 +121,7 @@ def test_a_search_that_has_met_its_bound_ends():
     one = problem(1, 4, 100, links=False)  # any order without a gap is optimal
     effort = Effort(1000.0, 0, 1, reproducible=False, is_span=False)
     found: list[Found] = []
-    with LocalSearch([Instance(one, ("linear", 1), bounds.best(one, "makespan").ticks)], effort) as search:
+    with LocalSearch([SearchedProblem(one, ("linear", 1), bounds.best(one, "makespan").ticks)], effort) as search:
         while search.is_running:
             found += search.take(0.05)
     assert found[-1].value == bounds.best(one, "makespan").ticks

@@ -15,7 +15,7 @@ from optpipe_compiler.lower import promised
 from optpipe_compiler.machine.orders import held, retime
 from optpipe_compiler.model.placement import layout
 from optpipe_compiler.model.problem import Caps, Freedom, build, static_bytes
-from optpipe_compiler.model.schedule import Kind, Plan, Stuck, Task
+from optpipe_compiler.model.schedule import Kind, LaneOrders, Stuck, Task
 from tests import given_order
 from tests.instances import profiles
 from tests.machines import dispatched, simulate
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MANY = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def shuffled(plan: Plan, random: Random) -> Plan:
+def shuffled(plan: LaneOrders, random: Random) -> LaneOrders:
     """The plan with some neighbours of its lanes exchanged: often one that gets stuck, else another one."""
 
     def swapped(lanes: tuple[tuple[Task, ...], ...]) -> tuple[tuple[Task, ...], ...]:
@@ -39,7 +39,7 @@ def shuffled(plan: Plan, random: Random) -> Plan:
             result.append(tuple(lane))
         return tuple(result)
 
-    return Plan(*map(swapped, plan[:4]), plan.host_limit)
+    return LaneOrders(*map(swapped, plan[:4]), plan.host_limit)
 
 
 @MANY
@@ -48,7 +48,7 @@ def test_it_agrees_with_its_definition_tick_for_tick(one, seed, more):
     random = Random(seed)
     budget = tuple(max(0, size + more) for size in one.budget)
     for timed in dispatched(one):
-        plan = timed.plan if random.random() < 0.3 else shuffled(timed.plan, random)
+        plan = timed.lane_orders if random.random() < 0.3 else shuffled(timed.lane_orders, random)
         given_problem = replace(one, budget=budget)
         try:
             expected = given_order.simulate(given_problem, plan, "").starts
@@ -87,7 +87,7 @@ def test_what_it_holds_is_what_the_file_promises(profile, microbatches, room, se
     for timed in dispatched(one):
         fixed = [static_bytes(profile, place, device) for device in range(devices)]
         roomy = replace(one, budget=(10**12,) * devices)
-        anywhere = timed.plan._replace(host_limit=(10**12,) * devices)
+        anywhere = timed.lane_orders._replace(host_limit=(10**12,) * devices)
         for other in (timed, given_order.simulate(roomy, anywhere, "")):
             peaks, host_peaks, _ = held(other)
             assert ([size + peak for size, peak in zip(fixed, peaks, strict=True)], host_peaks) == promised(

@@ -17,7 +17,7 @@ from optpipe_compiler.lower import Certificate, lower
 from optpipe_compiler.machine.orders import peaks, retime
 from optpipe_compiler.model.placement import layout, stage_devices
 from optpipe_compiler.model.problem import Caps, Freedom, Problem, Slicing, Stage, build
-from optpipe_compiler.model.schedule import Kind, Plan, Schedule, Task
+from optpipe_compiler.model.schedule import Kind, LaneOrders, Schedule, Task
 from optpipe_compiler.published import METHODS, PLACEMENTS, NotDefined, Recipe, published
 from optpipe_compiler.published.transfers import timed
 from optpipe_compiler.verify import verify
@@ -168,7 +168,9 @@ def test_no_costs_make_a_schedule_wait_for_itself_and_its_times_are_the_earliest
         return
     lanes = tuple(map(tuple, found))
     empty = ((),) * (problem.devices + 1)
-    assert simulate(problem, Plan(lanes, empty, empty, lanes, (0,) * problem.devices), name).starts == timed.starts
+    assert (
+        simulate(problem, LaneOrders(lanes, empty, empty, lanes, (0,) * problem.devices), name).starts == timed.starts
+    )
 
 
 # -- peaks, in stage activations, device by device -------------------------------------------------------------------
@@ -360,7 +362,7 @@ def test_what_a_paper_does_not_define_is_refused_with_the_reason(name: str, prob
 
 def test_a_recomputation_runs_right_before_its_backward_and_only_for_the_lowest_stages():
     schedule = on("gis-h-recompute-2", 4, 8, 3)
-    for order in schedule.plan.compute:
+    for order in schedule.lane_orders.compute:
         for before, task in pairwise(order):
             if before.kind is Kind.R:
                 assert task == before._replace(kind=Kind.I)
@@ -472,7 +474,7 @@ def test_streaming_holds_at_most_three_activations_however_many_devices():
 
 def test_a_reload_overlaps_the_backward_before_its_own_and_no_op_before_that():
     schedule = streamed(4, 12, offload=1, reload=2)
-    for order in schedule.plan.compute:
+    for order in schedule.lane_orders.compute:
         backwards = [task for task in order if task.kind is Kind.B]
         for before, task in pairwise(backwards):
             reload = task._replace(kind=Kind.H)

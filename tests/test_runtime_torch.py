@@ -15,7 +15,7 @@ from torch.autograd import graph
 from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import MissingDependency, RunFailed
 from optpipe_compiler.verify import causality
-from optpipe_compiler.verify.plan import Plan
+from optpipe_compiler.verify.placed import PlacedOps
 from optpipe_torch.launch.job import check_torch
 from runtime_torch import deliveries, engine
 from tests.instances import quick, uniform
@@ -52,7 +52,7 @@ def test_implied_deliveries_are_those_of_the_independent_judge(seed):
     rng = Random(seed)
     shape = random_shape(rng, placements=[(0, 1), (0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0)], microbatches=4)
     plan = build(shape, seed)
-    judged = Plan(plan)
+    judged = PlacedOps(plan)
     events = causality.Events(judged)
     order = causality.execution_order(judged, events)
     assert isinstance(order, list)

@@ -16,7 +16,7 @@ from optpipe_compiler.errors import BadInput, Infeasible
 from optpipe_compiler.model.problem import Caps, Freedom, build
 from optpipe_compiler.plan import seeds
 from optpipe_compiler.plan.carried import Start
-from optpipe_compiler.plan.local_search import Effort, Instance, LocalSearch
+from optpipe_compiler.plan.local_search import Effort, LocalSearch, SearchedProblem
 from optpipe_compiler.plan.seeds import layout_of
 from optpipe_compiler.verify import check, verify
 from tests.instances import profiles, quick, uniform
@@ -134,7 +134,7 @@ def test_the_search_starts_from_the_seed():
     problem = build(COSTS, layout, 4, Caps(GB, None), Freedom())
     timed = next(seeds._timed(seed, problem, layout))
     start = Start.of(timed.ticks, np.array([stage.backward_input for stage in problem.stages]))
-    instance = Instance(problem, ("given", 1), 0, (start,))
+    instance = SearchedProblem(problem, ("given", 1), 0, (start,))
     assert instance.names(problem)[0] == "start 0"
     with LocalSearch([instance], Effort(0.5, 0, 1, True, False)) as search:
         while search.is_running:

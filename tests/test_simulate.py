@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from optpipe_compiler.machine.orders import peaks, retime
-from optpipe_compiler.model.schedule import Kind, Mode, Plan, Schedule, Stuck, Task
+from optpipe_compiler.model.schedule import Kind, LaneOrders, Mode, Schedule, Stuck, Task
 from tests.given_order import memory_curve
 from tests.instances import problem
 from tests.machines import dispatched, simulate
@@ -28,10 +28,10 @@ def tasks(text: str) -> tuple[Task, ...]:
     )
 
 
-def plan(*lanes: str, d2h: str = "", h2d: str = "", allocations: tuple[str, ...] = (), host: int = 100) -> Plan:
+def plan(*lanes: str, d2h: str = "", h2d: str = "", allocations: tuple[str, ...] = (), host: int = 100) -> LaneOrders:
     """A plan with one link per device; memory is taken in the order of the compute lanes if not said otherwise."""
     rest = ("",) * (len(lanes) - 1)
-    return Plan(
+    return LaneOrders(
         tuple(map(tasks, lanes)),
         tuple(map(tasks, (d2h, *rest))),
         tuple(map(tasks, (h2d, *rest))),

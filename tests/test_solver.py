@@ -271,7 +271,7 @@ def test_what_the_model_finds_keeps_to_every_cap_when_it_is_replayed(one):
         assert not list(dispatched(one))
         return
     value, planned = found
-    again = simulate(one, planned.plan, "again")
+    again = simulate(one, planned.lane_orders, "again")
     assert all(again.starts[task] <= begin for task, begin in planned.starts.items())
     assert again.makespan == value
     assert all(peak <= budget for peak, budget in zip(peaks(again), one.budget, strict=True))

@@ -15,7 +15,7 @@ from small_schedules import Shape, build, build_with_profile, changed
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import P2P, Host, Link, Model, Quantity
 from optpipe_compiler.verify import Violated, Violation, causality, check, memory, verify
-from optpipe_compiler.verify.plan import Plan
+from optpipe_compiler.verify.placed import PlacedOps
 from tests.instances import quick, uniform
 
 ROOT = Path(__file__).parents[1]
@@ -377,7 +377,7 @@ def test_stages_on_one_device_need_no_message_but_their_order() -> None:
 
 
 def worst(schedule: ir.Schedule) -> memory.Memory:
-    plan = Plan(schedule)
+    plan = PlacedOps(schedule)
     events = causality.Events(plan)
     order = causality.execution_order(plan, events)
     assert isinstance(order, list)

@@ -11,7 +11,7 @@ from small_schedules import Shape, build, random_shape
 
 from optpipe_compiler.verify import causality, memory, pairs
 from optpipe_compiler.verify.pairs import best_pair
-from optpipe_compiler.verify.plan import Plan
+from optpipe_compiler.verify.placed import PlacedOps
 
 BIG = 2**70
 """No sum of such numbers fits 64 bits."""
@@ -60,7 +60,7 @@ def test_the_best_pair_is_that_of_all_pairs(monkeypatch, most, way):
 
 
 def judged(schedule):
-    plan = Plan(schedule)
+    plan = PlacedOps(schedule)
     events = causality.Events(plan)
     return plan, causality.Causality(events, causality.execution_order(plan, events))
 

@@ -81,7 +81,7 @@ from optpipe_compiler.machine.state import (
 )
 
 if TYPE_CHECKING:
-    from optpipe_compiler.machine.state import Machine, Row
+    from optpipe_compiler.machine.state import MachineState, Row
 
 DONE, LATE, STUCK = range(3)
 """How a run ends: all ops have completed; a device can no longer be done by the cutoff; some ops never start."""
@@ -90,7 +90,7 @@ AHEAD = 1
 
 
 @entry
-def play(x: Machine, is_span: bool, cutoff: int) -> tuple[int, int, int]:
+def play(x: MachineState, is_span: bool, cutoff: int) -> tuple[int, int, int]:
     """Run what the machine's activations say (ranks, modes), its stages (FUSED) and its devices (reserve).
 
     Afterwards it holds the starts of all ops and the peaks of all devices. Returns (DONE | LATE | STUCK, the makespan
@@ -113,7 +113,7 @@ def play(x: Machine, is_span: bool, cutoff: int) -> tuple[int, int, int]:
 
 
 @compiled
-def _begin(x: Machine) -> None:
+def _begin(x: MachineState) -> None:
     reset(x)
     for d in range(x.devices.shape[0]):
         device = x.devices[d]
@@ -123,7 +123,7 @@ def _begin(x: Machine) -> None:
 
 
 @compiled
-def _work(x: Machine, d: int) -> int:
+def _work(x: MachineState, d: int) -> int:
     total = 0
     s = x.devices[d, D_FIRST_STAGE]
     while s != NONE:
@@ -138,7 +138,7 @@ def _work(x: Machine, d: int) -> int:
 
 
 @compiled
-def _merge(x: Machine, device: Row) -> None:
+def _merge(x: MachineState, device: Row) -> None:
     """Order the device's activations by the ranks of their backwards, of equal ones the later stage first."""
     microbatches = x.acts.shape[1]
     for place in range(device[D_FIRST_PLACE], device[D_LAST_PLACE]):
@@ -160,7 +160,7 @@ def _merge(x: Machine, device: Row) -> None:
 
 
 @compiled
-def _result(x: Machine, is_span: bool) -> tuple[int, int, int]:
+def _result(x: MachineState, is_span: bool) -> tuple[int, int, int]:
     finished = value = 0
     for s in range(x.acts.shape[0]):
         finished += x.stages[s, DONE_W]
@@ -175,7 +175,7 @@ def _result(x: Machine, is_span: bool) -> tuple[int, int, int]:
 
 
 @compiled
-def _start_next(x: Machine, now: int, d: int, is_span: bool, cutoff: int) -> bool:
+def _start_next(x: MachineState, now: int, d: int, is_span: bool, cutoff: int) -> bool:
     """Start the device's best op, if any may start; return False if it cannot be done by the cutoff."""
     kind, s, m = _choose(x, now, d)
     if kind == NONE:
@@ -203,7 +203,7 @@ def _start_next(x: Machine, now: int, d: int, is_span: bool, cutoff: int) -> boo
 
 
 @compiled
-def _choose(x: Machine, now: int, d: int) -> tuple[int, int, int]:
+def _choose(x: MachineState, now: int, d: int) -> tuple[int, int, int]:
     """Return (kind, stage, microbatch) of the op of the lowest rank that may start now; NONE thrice without any."""
     best, best_s, best_m, lowest = NONE, NONE, NONE, NEVER
     room = free(x.devices[d])
@@ -236,7 +236,7 @@ def _choose(x: Machine, now: int, d: int) -> tuple[int, int, int]:
 
 
 @compiled
-def _may_run(x: Machine, d: int, s: int, m: int) -> bool:
+def _may_run(x: MachineState, d: int, s: int, m: int) -> bool:
     """Whether the forward of (s, m) is safe."""
     row, mode = x.costs[sort(x, m), s], _mode(x, d, s, m)
     given = row[GIVEN + (7 if mode == RECOMPUTE else 0) + F] + sent(x, s, F, m)
@@ -245,14 +245,14 @@ def _may_run(x: Machine, d: int, s: int, m: int) -> bool:
 
 
 @compiled
-def _mode(x: Machine, d: int, s: int, m: int) -> int:
+def _mode(x: MachineState, d: int, s: int, m: int) -> int:
     """Return what becomes of an activation whose forward begins now: it is kept where the host has no room for it."""
     mode = x.acts[s, m, A_MODE]
     return KEEP if mode == OFFLOAD and x.devices[d, D_HOST] < x.costs[sort(x, m), s, MOVED] else int(mode)
 
 
 @compiled
-def _backward(x: Machine, d: int, s: int, m: int) -> int:
+def _backward(x: MachineState, d: int, s: int, m: int) -> int:
     """Return the kind of op with which the backward of (s, m) may go on now, NONE if it may not."""
     act, stage, row = x.acts[s, m], x.stages[s], x.costs[sort(x, m), s]
     kept = 0
@@ -270,7 +270,7 @@ def _backward(x: Machine, d: int, s: int, m: int) -> int:
 
 
 @compiled
-def _start_transfers(x: Machine, now: int, number: int) -> None:
+def _start_transfers(x: MachineState, now: int, number: int) -> None:
     link = x.links[number]
     if link[L_D_STAGE] == NONE:
         s, m = _next_offload(x, link)
@@ -286,7 +286,7 @@ def _start_transfers(x: Machine, now: int, number: int) -> None:
 
 
 @compiled
-def _next_offload(x: Machine, link: Row) -> tuple[int, int]:
+def _next_offload(x: MachineState, link: Row) -> tuple[int, int]:
     """Return (stage, microbatch) of what leaves first: by the ranks of forwards, among those that have completed."""
     best, best_m, lowest = NONE, NONE, NEVER
     d = link[L_FIRST_BEHIND]
@@ -309,7 +309,7 @@ def _next_offload(x: Machine, link: Row) -> tuple[int, int]:
 
 
 @compiled
-def _next_reload(x: Machine, link: Row) -> tuple[int, int]:
+def _next_reload(x: MachineState, link: Row) -> tuple[int, int]:
     """Return (stage, microbatch) of what the link's devices need back first; NONE twice where it must wait."""
     best, best_m, lowest = NONE, NONE, NEVER
     d = link[L_FIRST_BEHIND]

@@ -90,11 +90,11 @@ from optpipe_compiler.machine.state import (
 )
 
 if TYPE_CHECKING:
-    from optpipe_compiler.machine.state import Machine, Row
+    from optpipe_compiler.machine.state import MachineState, Row
 
 
 @compiled
-def reset(x: Machine) -> None:
+def reset(x: MachineState) -> None:
     """Nothing has run."""
     count, microbatches = x.acts.shape[:2]
     x.counts[:BOX] = 0
@@ -121,7 +121,7 @@ def reset(x: Machine) -> None:
 
 
 @compiled
-def next_moment(x: Machine) -> int:
+def next_moment(x: MachineState) -> int:
     """Let happen what happens at the time of the first event; return that time."""
     now = x.events[0, 0]
     while x.counts[EVENTS] and x.events[0, 0] == now:
@@ -144,7 +144,7 @@ def next_moment(x: Machine) -> int:
 
 
 @compiled
-def begin(x: Machine, now: int, kind: int, s: int, m: int) -> None:
+def begin(x: MachineState, now: int, kind: int, s: int, m: int) -> None:
     """A compute op starts."""
     device, row = x.devices[x.stages[s, DEVICE]], x.costs[sort(x, m), s]
     if device[D_FIRST] == NONE:
@@ -163,7 +163,7 @@ def begin(x: Machine, now: int, kind: int, s: int, m: int) -> None:
 
 
 @compiled
-def sent(x: Machine, s: int, kind: int, m: int) -> int:
+def sent(x: MachineState, s: int, kind: int, m: int) -> int:
     """Return the units that an op sends to another device."""
     target = s + 1 if kind == F else s - 1
     if target < 0 or target >= x.acts.shape[0] or x.stages[target, DEVICE] == x.stages[s, DEVICE]:
@@ -172,7 +172,7 @@ def sent(x: Machine, s: int, kind: int, m: int) -> int:
 
 
 @compiled
-def complete(x: Machine, now: int, kind: int, s: int, m: int) -> None:
+def complete(x: MachineState, now: int, kind: int, s: int, m: int) -> None:
     """A compute op has completed: it gives its memory back and hands its result on."""
     stage, act, row = x.stages[s], x.acts[s, m], x.costs[sort(x, m), s]
     device = x.devices[stage[DEVICE]]
@@ -204,7 +204,7 @@ def complete(x: Machine, now: int, kind: int, s: int, m: int) -> None:
 
 
 @compiled
-def consume(x: Machine, device: Row, stage: Row, row: Row, source: int, way: int) -> None:
+def consume(x: MachineState, device: Row, stage: Row, row: Row, source: int, way: int) -> None:
     """What the op gave back included what it read; if that came from another device, it was a message."""
     if 0 <= source < x.acts.shape[0] and x.stages[source, DEVICE] != stage[DEVICE]:
         device[D_MAIL] -= row[MESSAGE + way]
@@ -212,7 +212,7 @@ def consume(x: Machine, device: Row, stage: Row, row: Row, source: int, way: int
 
 
 @compiled
-def hand_on(x: Machine, now: int, kind: int, s: int, m: int) -> None:
+def hand_on(x: MachineState, now: int, kind: int, s: int, m: int) -> None:
     """Give the result of F, I or B to the next stage, at once or as a message."""
     way = 0 if kind == F else 1
     target = s + 1 if kind == F else s - 1
@@ -233,7 +233,7 @@ def hand_on(x: Machine, now: int, kind: int, s: int, m: int) -> None:
 
 
 @compiled
-def receive_all(x: Machine, now: int) -> None:
+def receive_all(x: MachineState, now: int) -> None:
     """Post the receives of what was produced at this moment."""
     for number in range(x.counts[RECEIVED], x.counts[PRODUCED]):
         rest, m = divmod(x.counts[BOX + number], x.acts.shape[1])
@@ -246,7 +246,7 @@ def receive_all(x: Machine, now: int) -> None:
 
 
 @compiled
-def arrive(x: Machine, now: int, way: int, s: int, m: int) -> None:
+def arrive(x: MachineState, now: int, way: int, s: int, m: int) -> None:
     """A message of stage s has arrived."""
     sender = x.devices[x.stages[s, DEVICE]]
     deliver(sender, now, x.costs[sort(x, m), s, MESSAGE + way])
@@ -255,7 +255,7 @@ def arrive(x: Machine, now: int, way: int, s: int, m: int) -> None:
 
 
 @compiled
-def arrive_at_once(x: Machine, now: int) -> None:
+def arrive_at_once(x: MachineState, now: int) -> None:
     """Deliver the messages of this moment that take no time, and forget all that were produced."""
     for number in range(x.counts[PRODUCED]):
         rest, m = divmod(x.counts[BOX + number], x.acts.shape[1])
@@ -270,7 +270,7 @@ def arrive_at_once(x: Machine, now: int) -> None:
 
 
 @compiled
-def begin_transfer(x: Machine, now: int, kind: int, s: int, m: int) -> None:
+def begin_transfer(x: MachineState, now: int, kind: int, s: int, m: int) -> None:
     """A transfer starts; one of the other direction that is running takes longer from now on, and so does this one."""
     device, row = x.devices[x.stages[s, DEVICE]], x.costs[sort(x, m), s]
     link = x.links[device[D_LINK]]
@@ -295,7 +295,7 @@ def begin_transfer(x: Machine, now: int, kind: int, s: int, m: int) -> None:
 
 
 @compiled
-def slow_down(x: Machine, kind: int, s: int, m: int) -> None:
+def slow_down(x: MachineState, kind: int, s: int, m: int) -> None:
     """A running transfer meets one of the other direction."""
     end = x.starts[kind, s, m] + x.costs[sort(x, m), s, LENGTH + kind]
     if end != (x.acts[s, m, A_END_D] if kind == D else x.acts[s, m, A_END_H]):
@@ -303,7 +303,7 @@ def slow_down(x: Machine, kind: int, s: int, m: int) -> None:
 
 
 @compiled
-def end_transfer(x: Machine, kind: int, s: int, m: int, end: int) -> None:
+def end_transfer(x: MachineState, kind: int, s: int, m: int, end: int) -> None:
     """Let a transfer complete at `end`; an event for an earlier end no longer counts."""
     if kind == D:
         x.acts[s, m, A_END_D] = end
@@ -313,7 +313,7 @@ def end_transfer(x: Machine, kind: int, s: int, m: int, end: int) -> None:
 
 
 @compiled
-def transferred(x: Machine, now: int, kind: int, s: int, m: int) -> None:
+def transferred(x: MachineState, now: int, kind: int, s: int, m: int) -> None:
     """A transfer has completed, unless it was slowed down meanwhile."""
     act = x.acts[s, m]
     if now != (act[A_END_D] if kind == D else act[A_END_H]):

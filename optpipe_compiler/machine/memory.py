@@ -65,7 +65,7 @@ from optpipe_compiler.machine.state import (
 )
 
 if TYPE_CHECKING:
-    from optpipe_compiler.machine.state import Machine, Row
+    from optpipe_compiler.machine.state import MachineState, Row
 
 # -- what is held
 
@@ -106,7 +106,7 @@ def deliver(device: Row, now: int, units: int) -> None:
 
 
 @compiled
-def is_later(x: Machine, device: Row, kind: int, s: int, m: int, start: int) -> bool:
+def is_later(x: MachineState, device: Row, kind: int, s: int, m: int, start: int) -> bool:
     """Whether the device's last compute op comes, in planned order, after one that ends now: see schedule.sequence."""
     if device[D_KIND] == NONE:
         return False
@@ -134,7 +134,7 @@ def _phase(kind: int) -> int:
 
 
 @compiled
-def is_safe(x: Machine, d: int, taken: int, given: int, kind: int, s: int, m: int) -> bool:
+def is_safe(x: MachineState, d: int, taken: int, given: int, kind: int, s: int, m: int) -> bool:
     """Whether, after the op took and gave its units, the device can finish its activations one after the other."""
     device = x.devices[d]
     left = free(device) - taken
@@ -156,7 +156,7 @@ def is_safe(x: Machine, d: int, taken: int, given: int, kind: int, s: int, m: in
 
 
 @compiled
-def _finish(x: Machine, d: int, activation: int, left: int, kind: int, granted_s: int, granted_m: int) -> int:
+def _finish(x: MachineState, d: int, activation: int, left: int, kind: int, granted_s: int, granted_m: int) -> int:
     """Return the units that are free once the activation is finished, NONE if that gets stuck.
 
     The microbatch's forwards up to its stage that have not begun are run first, its earlier slices before. (Later ones
@@ -198,7 +198,7 @@ def _staying(act: Row, row: Row) -> int:
 
 
 @compiled
-def _held(x: Machine, s: int, m: int, kind: int, granted_s: int, granted_m: int) -> tuple[int, int]:
+def _held(x: MachineState, s: int, m: int, kind: int, granted_s: int, granted_m: int) -> tuple[int, int]:
     """Return the units of one activation on the device now, and those that its backward will still add."""
     stage, place = x.stages[s], back(x, m)
     if place < stage[BEGUN_W] or (place < stage[BEGUN_B] and stage[FUSED]):
@@ -214,7 +214,7 @@ def _held(x: Machine, s: int, m: int, kind: int, granted_s: int, granted_m: int)
 
 
 @compiled
-def enough(x: Machine, d: int) -> int:
+def enough(x: MachineState, d: int) -> int:
     """Return the units with which any one microbatch can go through the device alone."""
     hold = need = 0
     has_host_cap = x.devices[d, D_HOST_BUDGET] < NEVER

@@ -69,7 +69,7 @@ from optpipe_compiler.model.schedule import Schedule, Stuck, Task
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from optpipe_compiler.machine.state import Ints, Machine, Row
+    from optpipe_compiler.machine.state import Ints, MachineState, Row
     from optpipe_compiler.model.problem import Problem
 
 TRIES = 4
@@ -92,7 +92,7 @@ class Orders(NamedTuple):
 
 
 @entry
-def follow(x: Machine, o: Orders) -> int:
+def follow(x: MachineState, o: Orders) -> int:
     """Run the order at its earliest; return how many ops have started, all if it does not get stuck."""
     reset(x)
     for row in range(o.rows.shape[0]):
@@ -111,7 +111,7 @@ def follow(x: Machine, o: Orders) -> int:
 
 
 @compiled
-def _start_all(x: Machine, o: Orders, now: int, d: int) -> None:
+def _start_all(x: MachineState, o: Orders, now: int, d: int) -> None:
     device = x.devices[d]
     link, links = device[D_LINK], x.links.shape[0]
     seeking = True
@@ -127,7 +127,7 @@ def _start_all(x: Machine, o: Orders, now: int, d: int) -> None:
 
 
 @compiled
-def _start_next(x: Machine, o: Orders, now: int, lane: int) -> bool:
+def _start_next(x: MachineState, o: Orders, now: int, lane: int) -> bool:
     """Start the next op of a lane if it may start."""
     if o.rows[lane, 2] == o.rows[lane, 1]:
         return False
@@ -148,7 +148,7 @@ def _start_next(x: Machine, o: Orders, now: int, lane: int) -> bool:
 
 
 @compiled
-def _is_ready(x: Machine, now: int, kind: int, s: int, m: int) -> bool:
+def _is_ready(x: MachineState, now: int, kind: int, s: int, m: int) -> bool:
     """Whether what the op reads is there, and its release or its gate has passed."""
     act = x.acts[s, m]
     where = act[A_WHERE]
@@ -180,7 +180,7 @@ def _is_ready(x: Machine, now: int, kind: int, s: int, m: int) -> bool:
 
 
 @compiled
-def _fits(x: Machine, o: Orders, d: int, code: int, kind: int, s: int, m: int) -> bool:
+def _fits(x: MachineState, o: Orders, d: int, code: int, kind: int, s: int, m: int) -> bool:
     """Whether the memory is there, also for the ops that the plan lets take theirs earlier."""
     device = x.devices[d]
     if kind == D:
@@ -202,7 +202,7 @@ def _fits(x: Machine, o: Orders, d: int, code: int, kind: int, s: int, m: int) -
 
 
 @compiled
-def _has_started(x: Machine, code: int) -> bool:
+def _has_started(x: MachineState, code: int) -> bool:
     rest, m = divmod(code, x.acts.shape[1])
     kind, s = divmod(rest, x.acts.shape[0])
     return bool(x.starts[kind, s, m] != NONE)
@@ -212,7 +212,7 @@ def _has_started(x: Machine, code: int) -> bool:
 
 
 @entry
-def hold(x: Machine, sequence: Ints, ticks: Ints, levels: Ints) -> None:
+def hold(x: MachineState, sequence: Ints, ticks: Ints, levels: Ints) -> None:
     """Run the ops of `sequence` (codes, in planned order) at `ticks` [k, s, m]; memory is counted, not minded.
 
     `levels` gets the most units that the op's device holds from its start to that of the device's next one.
@@ -318,7 +318,7 @@ def peaks(schedule: Schedule) -> list[int]:
     return held(schedule).peaks
 
 
-def _followed(problem: Problem, x: Machine, o: Orders, method: str) -> Schedule:
+def _followed(problem: Problem, x: MachineState, o: Orders, method: str) -> Schedule:
     count = int((o.rows[: problem.devices + 2 * _links(problem), 1]).max(initial=0))
     rest, microbatch = np.divmod(o.codes[:count], problem.microbatches)
     kind, stage = np.divmod(rest, len(problem.stages))
@@ -335,14 +335,14 @@ def _followed(problem: Problem, x: Machine, o: Orders, method: str) -> Schedule:
     raise Stuck("messages always take more memory than there is")
 
 
-def _set_modes(x: Machine, kind: Ints, stage: Ints, microbatch: Ints) -> None:
+def _set_modes(x: MachineState, kind: Ints, stage: Ints, microbatch: Ints) -> None:
     x.acts[:, :, A_MODE] = KEEP
     for of, mode in ((R, RECOMPUTE), (H, OFFLOAD)):
         x.acts[stage[kind == of], microbatch[kind == of], A_MODE] = mode
 
 
 def _orders_of(schedule: Schedule) -> Orders:
-    """Return the order of every lane, read off the start times: see `Schedule.plan`."""
+    """Return the order of every lane, read off the start times: see `Schedule.lane_orders`."""
     problem, rows = schedule.problem, schedule.rows
     codes, kind = schedule.columns.codes(problem)[rows], schedule.columns.kind[rows]
     links = _links(problem)

@@ -30,7 +30,7 @@ from optpipe_compiler.machine.state import (
     B,
     I,
     Ints,
-    Machine,
+    MachineState,
     back,
 )
 
@@ -116,7 +116,7 @@ def copied(one: Policy) -> Policy:
 
 
 @entry
-def value(x: Machine, by: Policy, given: Setting, cutoff: int) -> int:
+def value(x: MachineState, by: Policy, given: Setting, cutoff: int) -> int:
     """Run a policy; return about what makespan or span the whole instance has, NEVER if that is beyond `cutoff`.
 
     Where messages make a device hold more than its budget, the policy's reserve for them grows and it is run again.
@@ -139,7 +139,7 @@ def value(x: Machine, by: Policy, given: Setting, cutoff: int) -> int:
 
 
 @compiled
-def _guide(x: Machine, by: Policy, given: Setting) -> None:
+def _guide(x: MachineState, by: Policy, given: Setting) -> None:
     """Set ranks, modes, splits and reserves. The fill and the drain are as many microbatches as there are devices, or
     slices of them, and those that wait for the last slice of the first."""
     stages, count, sorts = x.acts.shape[0], x.acts.shape[1], by.modes.shape[2]
@@ -164,7 +164,7 @@ def _guide(x: Machine, by: Policy, given: Setting) -> None:
 
 
 @compiled
-def _is_over(x: Machine, by: Policy) -> bool:
+def _is_over(x: MachineState, by: Policy) -> bool:
     """Whether a device held more than its budget; its reserve then grows by that."""
     is_over = False
     for d in range(x.devices.shape[0]):
@@ -176,7 +176,7 @@ def _is_over(x: Machine, by: Policy) -> bool:
 
 
 @compiled
-def _period(x: Machine) -> int:
+def _period(x: MachineState) -> int:
     """Return the ticks per microbatch in the middle of the run, on the average of all stages."""
     count = x.acts.shape[1]
     first, last = x.units[count // 4, U_FIRST], x.units[3 * count // 4, U_FIRST]
@@ -188,7 +188,9 @@ def _period(x: Machine) -> int:
 
 
 @entry
-def climb(x: Machine, by: Policy, trial: Policy, given: Setting, reached: int, ops: int, seed: int) -> tuple[int, int]:
+def climb(
+    x: MachineState, by: Policy, trial: Policy, given: Setting, reached: int, ops: int, seed: int
+) -> tuple[int, int]:
     """Change the policy at random for about so many ops, keeping what is no worse; return its value and the ops run.
 
     `trial` is room for another policy.
@@ -220,7 +222,7 @@ def _copy(to: Policy, source: Policy) -> None:
 
 
 @compiled
-def _change(by: Policy, x: Machine, given: Setting) -> None:
+def _change(by: Policy, x: MachineState, given: Setting) -> None:
     """Take one step at random: ranks, treatment of activations, or a split."""
     draw = np.random.randint(0, given.moves[2])
     if draw < given.moves[0]:
@@ -246,7 +248,7 @@ def _shift(by: Policy, given: Setting) -> None:
 
 
 @compiled
-def _treat(by: Policy, x: Machine, given: Setting) -> None:
+def _treat(by: Policy, x: MachineState, given: Setting) -> None:
     """Keep, offload or recompute what a range of devices computes in one turn, in one part of the step or in all."""
     mode, sorts = np.random.randint(KEEP, RECOMPUTE + 1), by.modes.shape[2]
     least = np.random.randint(0, sorts + 1)

@@ -1,7 +1,7 @@
 """What the compiled machine knows: stages, devices, links, activations, and a queue of events.
 
-All arrays together are one `Machine`; they are made once for a problem and used again by every run. Axes: s stages,
-d devices, l host links, m microbatches (or units, where they are cut into slices), c classes of equal ones; way 0 is to
+All arrays together are one `MachineState`; they are made once for a problem and used again by every run. Axes: s
+stages, d devices, l host links, m microbatches (or units, where they are cut into slices), c classes of equal ones; way 0 is to
 the host and 1 back. Times are ticks, sizes units of the problem.
 """
 
@@ -30,7 +30,7 @@ COMPUTED, OFFLOADING, AWAY, RELOADING, BACK, RECOMPUTING, RESTORED, HALF_DONE = 
 """Where an activation is, from the end of its forward to that of its input gradient."""
 
 LENGTH, TAKEN, GIVEN, ALONE, LAG, MESSAGE = 0, 7, 14, 28, 30, 32
-"""Columns of `Machine.costs`, each for several values: ticks of an op by kind (transfers: while the other direction of
+"""Columns of `costs`, each for several values: ticks of an op by kind (transfers: while the other direction of
 the link is busy); units that it takes at its start and gives back at its end by kind, the latter once for activations
 kept or offloaded and once for recomputed ones; ticks of a transfer by way while the other direction is idle; ticks and
 units of the messages with its activation and with its input's gradient."""
@@ -40,7 +40,7 @@ leaves; of the gradients of keys and values that a backward adds, and of those t
 beyond the activation, once where backwards are split and once where they are in one piece."""
 COSTS = 42
 DEVICE, NEXT, BEGUN_F, BEGUN_B, BEGUN_W, DONE_F, DONE_B, DONE_W, LEFT, FUSED = range(10)
-"""Columns of `Machine.stages`: its owner; the owner's next stage; microbatches whose op has begun, or has completed, by
+"""Columns of `stages`: its owner; the owner's next stage; microbatches whose op has begun, or has completed, by
 kind; those, from the first on, that need no offload any more; whether backwards are run in one piece."""
 COLUMNS = 10
 
@@ -76,9 +76,9 @@ COLUMNS = 10
     D_MOMENT,  # when messages of the device were last delivered
     D_BEFORE,  # units held just before that
 ) = range(30)
-"""Columns of `Machine.devices`."""
+"""Columns of `devices`."""
 L_FIRST_BEHIND, L_D_STAGE, L_D_MICROBATCH, L_H_STAGE, L_H_MICROBATCH = range(5)
-"""Columns of `Machine.links`: the first device behind it, and its running transfers."""
+"""Columns of `links`: the first device behind it, and its running transfers."""
 (
     A_FORWARD,  # ranks of its ops; lower goes first
     A_BACKWARD,
@@ -91,21 +91,21 @@ L_FIRST_BEHIND, L_D_STAGE, L_D_MICROBATCH, L_H_STAGE, L_H_MICROBATCH = range(5)
     A_END_D,  # when its transfers complete
     A_END_H,
 ) = range(10)
-"""Columns of `Machine.acts`."""
+"""Columns of `acts`."""
 U_CLASS, U_BACK, U_FIRST = range(3)
-"""Columns of `Machine.units`: its class; the microbatch at this position of the backwards of a stage, which is also the
+"""Columns of `units`: its class; the microbatch at this position of the backwards of a stage, which is also the
 position of this one; the first slice of the same whole microbatch."""
 EVENTS, OPS, CHECKS, PRODUCED, RECEIVED, BOX = range(6)
-"""Entries of `Machine.counts`: events in the queue, ops started, safety checks, messages produced at this moment, those
+"""Entries of `counts`: events in the queue, ops started, safety checks, messages produced at this moment, those
 of them that have been received; then the codes of the ops that produced them."""
 
 
 Ints = NDArray[np.int64]
 Row = NDArray[np.int64]
-"""One row of an array of `Machine`."""
+"""One row of an array of `MachineState`."""
 
 
-class Machine(NamedTuple):
+class MachineState(NamedTuple):
     """Constants and state of one problem."""
 
     stages: Ints
@@ -129,13 +129,13 @@ class Machine(NamedTuple):
     counts: Ints
 
 
-def machine(problem: Problem) -> Machine:
+def machine(problem: Problem) -> MachineState:
     """Return the machine of `problem`."""
     stages, devices, links, costs = _constants(problem)
     count, microbatches = len(stages), problem.microbatches
     back = np.array([problem.back(unit) for unit in range(microbatches)], np.int64)
     first = np.arange(microbatches) // problem.slices * problem.slices
-    return Machine(
+    return MachineState(
         stages=stages.copy(),
         costs=costs,
         units=np.stack([classes(problem), back, first], axis=1),
@@ -151,7 +151,7 @@ def machine(problem: Problem) -> Machine:
 
 @lru_cache(maxsize=64)
 def _constants(problem: Problem) -> tuple[Ints, Ints, Ints, Ints]:
-    """Return `Machine.stages`, `devices` and `links` before anything runs, and `costs`, not to be written to."""
+    """Return `stages`, `devices` and `links` before anything runs, and `costs`, not to be written to."""
     owned = [problem.stages_of(device) for device in range(problem.devices)]
     count = 1 + max((link for link in problem.link_of if link is not None), default=-1)
     after = {s: later for mine in owned for s, later in zip(mine, [*mine[1:], NONE], strict=True)}
@@ -210,19 +210,19 @@ def _host_shares(problem: Problem, owned: list[list[int]]) -> list[int]:
 
 
 @compiled
-def sort(x: Machine, m: int) -> int:
-    """Return the class of a microbatch in `Machine.costs`."""
+def sort(x: MachineState, m: int) -> int:
+    """Return the class of a microbatch in `costs`."""
     return int(x.units[m, U_CLASS]) if x.costs.shape[0] > 1 else 0
 
 
 @compiled
-def back(x: Machine, place: int) -> int:
+def back(x: MachineState, place: int) -> int:
     """Return the microbatch at a position of the backwards of a stage, or the position of a microbatch."""
     return int(x.units[place, U_BACK]) if x.costs.shape[0] > 1 else place
 
 
 @compiled
-def push(x: Machine, time: int, kind: int, s: int, m: int) -> None:
+def push(x: MachineState, time: int, kind: int, s: int, m: int) -> None:
     """Add an event."""
     code = (kind * x.acts.shape[0] + s) * x.acts.shape[1] + m
     events, child = x.events, x.counts[EVENTS]
@@ -237,7 +237,7 @@ def push(x: Machine, time: int, kind: int, s: int, m: int) -> None:
 
 
 @compiled
-def pop(x: Machine) -> tuple[int, int, int]:
+def pop(x: MachineState) -> tuple[int, int, int]:
     """Take the first event off the queue: its kind, stage and microbatch."""
     events, first = x.events, x.events[0, 1]
     x.counts[EVENTS] -= 1

@@ -78,7 +78,7 @@ class Columns(NamedTuple):
         return codes
 
 
-class Plan(NamedTuple):
+class LaneOrders(NamedTuple):
     """The order of every lane: `compute` per device, `d2h` and `h2d` per host link.
 
     `allocations` is the order, per device, in which tasks of compute and h2d take memory: where it is short, a later
@@ -93,7 +93,7 @@ class Plan(NamedTuple):
 
 
 class Schedule:
-    """A plan with start times in ticks of `problem`; `method` names who made it.
+    """Orders with start times in ticks of `problem`; `method` names who made it.
 
     The times are `ticks` [kind, stage, microbatch], NONE where there is no such task; `starts` are the same by task.
     """
@@ -177,7 +177,7 @@ class Schedule:
         return np.lexsort((stage, kind, depth, turn, _PHASE[kind], whole, end, start))
 
     @cached_property
-    def plan(self) -> Plan:
+    def lane_orders(self) -> LaneOrders:
         """The order of every lane, read off the start times."""
         problem = self.problem
         compute: list[list[Task]] = [[] for _ in range(problem.devices)]
@@ -193,7 +193,7 @@ class Schedule:
                 transfers[task.kind][link].append(task)
             if task.kind is not Kind.D:
                 allocations[device].append(task)
-        return Plan(
+        return LaneOrders(
             tuple(map(tuple, compute)),
             tuple(map(tuple, transfers[Kind.D])),
             tuple(map(tuple, transfers[Kind.H])),

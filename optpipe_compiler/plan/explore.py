@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.plan.incumbents import Need
-from optpipe_compiler.plan.local_search import Effort, Found, Instance, LocalSearch, Realiser
+from optpipe_compiler.plan.local_search import Effort, Found, LocalSearch, Realiser, SearchedProblem
 from optpipe_compiler.solver.worker import DETERMINISTIC_PER_S
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def explore(incumbents: Incumbents, candidates: Candidates, budget: Budget, *, s
     effort = Effort(seconds, limits.seed, min(MOST_THREADS, limits.threads), limits.reproducible, is_span)
     # those with most stages per device first: these leave most freedom; selective recompute takes what time is left
     promising = sorted(incumbents.attempts, key=lambda a: (bool(a.layout.selective), -a.layout.stages, a.layout.name))
-    instances = [Instance(a.problem, a.placed, a.bound.ticks, tuple(a.starts)) for a in promising]
+    instances = [SearchedProblem(a.problem, a.placed, a.bound.ticks, tuple(a.starts)) for a in promising]
     with LocalSearch(instances, effort) as search:
         found = _Exploration(incumbents, promising, candidates, budget, search)
         if limits.reproducible:

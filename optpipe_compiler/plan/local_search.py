@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from optpipe_compiler.machine.policy import Policy, Setting
-    from optpipe_compiler.machine.state import Machine
+    from optpipe_compiler.machine.state import MachineState
     from optpipe_compiler.model.problem import Problem
     from optpipe_compiler.plan.carried import Start
     from optpipe_compiler.plan.wishes import Wish
@@ -49,7 +49,7 @@ START = "start"
 
 
 @dataclass(frozen=True)
-class Instance:
+class SearchedProblem:
     """A problem, the name of its placement and stages per device, and what it cannot beat (ticks)."""
 
     problem: Problem
@@ -123,7 +123,7 @@ def shortened(problem: Problem) -> Problem:
 class LocalSearch:
     """A context in which a search runs; `take` gives what it has found so far."""
 
-    def __init__(self, instances: Sequence[Instance], effort: Effort) -> None:
+    def __init__(self, instances: Sequence[SearchedProblem], effort: Effort) -> None:
         self.instances = instances
         self.effort = effort
         self.error: BaseException | None = None
@@ -210,7 +210,7 @@ class LocalSearch:
             self._tell(best)
         return best
 
-    def _machine(self, number: int) -> Machine:
+    def _machine(self, number: int) -> MachineState:
         from optpipe_compiler.machine.state import machine
 
         return machine(self.problems[number])
@@ -280,7 +280,7 @@ class LocalSearch:
 class Realiser:
     """Runs policies on one whole instance."""
 
-    def __init__(self, instance: Instance, *, is_span: bool) -> None:
+    def __init__(self, instance: SearchedProblem, *, is_span: bool) -> None:
         from optpipe_compiler.machine.state import machine
 
         self.instance = instance

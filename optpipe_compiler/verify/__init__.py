@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.verify import against_profile, causality, deliveries, forecast, memory, structure, tables
-from optpipe_compiler.verify.plan import Plan
+from optpipe_compiler.verify.placed import PlacedOps
 from optpipe_compiler.verify.report import Violated, Violation
 
 if TYPE_CHECKING:
@@ -61,13 +61,13 @@ def verify(schedule: ir.Schedule, profile: Profile | None = None) -> list[Violat
     broken = _tables(schedule)
     if broken:
         return found + broken
-    plan = Plan(schedule)
-    broken = _structure(plan)
-    found += broken + list(structure.order(plan)) + list(forecast.bound(plan))
+    placed = PlacedOps(schedule)
+    broken = _structure(placed)
+    found += broken + list(structure.order(placed)) + list(forecast.bound(placed))
     if not broken:
-        found += _executions(plan)
-    found += _forecast(plan, complete=not broken)
-    return found + (_profile(plan, profile) if profile is not None else [])
+        found += _executions(placed)
+    found += _forecast(placed, complete=not broken)
+    return found + (_profile(placed, profile) if profile is not None else [])
 
 
 def _tables(schedule: ir.Schedule) -> list[Violation]:
@@ -83,7 +83,7 @@ def _tables(schedule: ir.Schedule) -> list[Violation]:
     return found
 
 
-def _structure(plan: Plan) -> list[Violation]:
+def _structure(placed: PlacedOps) -> list[Violation]:
     """Return what is wrong with the set of ops; without any the events of an execution are defined."""
     rules = (
         structure.belongs,
@@ -96,28 +96,28 @@ def _structure(plan: Plan) -> list[Violation]:
         structure.one_state,
         structure.waits,
     )
-    found = _all(rule(plan) for rule in rules)
+    found = _all(rule(placed) for rule in rules)
     messages_broken = any(violation.rule in ("completeness", "peer") for violation in found)
-    return found if messages_broken else found + list(structure.pair_order(plan))
+    return found if messages_broken else found + list(structure.pair_order(placed))
 
 
-def _executions(plan: Plan) -> list[Violation]:
+def _executions(placed: PlacedOps) -> list[Violation]:
     """Return what is wrong in some execution that order and waits allow."""
-    events = causality.Events(plan)
-    order = causality.execution_order(plan, events)
+    events = causality.Events(placed)
+    order = causality.execution_order(placed, events)
     if not isinstance(order, list):
         return [order]
     clocks = causality.Causality(events, order)
-    stated = list(deliveries.names(plan)) or list(deliveries.moments(plan, clocks))
-    return [*causality.data(plan, clocks), *stated, *memory.memory(plan, clocks)]
+    stated = list(deliveries.names(placed)) or list(deliveries.moments(placed, clocks))
+    return [*causality.data(placed, clocks), *stated, *memory.memory(placed, clocks)]
 
 
-def _forecast(plan: Plan, *, complete: bool) -> list[Violation]:
+def _forecast(placed: PlacedOps, *, complete: bool) -> list[Violation]:
     """Return what is wrong with the forecast's records and, where they and the ops are complete, with its times."""
-    found = _all((forecast.cost_records(plan), forecast.links(plan), forecast.timetable(plan)))
+    found = _all((forecast.cost_records(placed), forecast.links(placed), forecast.timetable(placed)))
     if found or not complete:
         return found
-    timed = forecast.Timed(plan)
+    timed = forecast.Timed(placed)
     rules = (
         forecast.costs,
         forecast.lane_times,
@@ -129,23 +129,23 @@ def _forecast(plan: Plan, *, complete: bool) -> list[Violation]:
         forecast.makespan,
         forecast.bubble,
     )
-    return list(forecast.message_costs(plan)) + _all(rule(timed) for rule in rules)
+    return list(forecast.message_costs(placed)) + _all(rule(timed) for rule in rules)
 
 
-def _profile(plan: Plan, profile: Profile) -> list[Violation]:
+def _profile(placed: PlacedOps, profile: Profile) -> list[Violation]:
     """Return where the schedule differs from its profile; the tables of the schedule are in order."""
-    found = [*against_profile.numbers(profile), *against_profile.layers(plan.schedule, profile)]
-    found += against_profile.devices(plan.schedule, profile)
+    found = [*against_profile.numbers(profile), *against_profile.layers(placed.schedule, profile)]
+    found += against_profile.devices(placed.schedule, profile)
     if found:
         return found
     layers = profile.expanded_layers()
-    found = [*against_profile.setup(plan.schedule, profile), *against_profile.stage_bytes(plan, layers)]
-    found += against_profile.units(plan.schedule, profile, layers)
-    found += against_profile.links(plan, profile.machine)
-    found += against_profile.hosts(plan.schedule, profile.machine)
-    if not list(forecast.cost_records(plan)):
-        found += against_profile.stage_times(plan, profile, layers)
-        found += against_profile.message_times(plan, profile.machine)
+    found = [*against_profile.setup(placed.schedule, profile), *against_profile.stage_bytes(placed, layers)]
+    found += against_profile.units(placed.schedule, profile, layers)
+    found += against_profile.links(placed, profile.machine)
+    found += against_profile.hosts(placed.schedule, profile.machine)
+    if not list(forecast.cost_records(placed)):
+        found += against_profile.stage_times(placed, profile, layers)
+        found += against_profile.message_times(placed, profile.machine)
     return found
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.profile import Cost
-    from optpipe_compiler.verify.plan import Plan
+    from optpipe_compiler.verify.placed import PlacedOps
 
 
 def numbers(profile: Profile) -> Iterator[Violation]:
@@ -67,11 +67,11 @@ def units(schedule: ir.Schedule, profile: Profile, expanded: list[Layer]) -> Ite
             yield Violation("profile-units", f"the schedule cuts sequences, which layer {whole[0]!r} needs as a whole")
 
 
-def stage_bytes(plan: Plan, expanded: list[Layer]) -> Iterator[Violation]:
+def stage_bytes(placed: PlacedOps, expanded: list[Layer]) -> Iterator[Violation]:
     """Every byte figure of a stage is that of its layers; what crosses its ends is the output of the layer before."""
     tied: set[tuple[int, str]] = set()
     differences = _Differences("profile-bytes")
-    for stage in plan.stages:
+    for stage in placed.stages:
         first, end = stage.layers
         mine = expanded[first:end]
         light = [_light(layer) if first + n in stage.selective_layers else None for n, layer in enumerate(mine)]
@@ -187,44 +187,46 @@ class _Differences:
             yield Violation(self.rule, "; ".join(parts))
 
 
-def stage_times(plan: Plan, profile: Profile, expanded: list[Layer]) -> Iterator[Violation]:
+def stage_times(placed: PlacedOps, profile: Profile, expanded: list[Layer]) -> Iterator[Violation]:
     """The time of a stage's op is the sum over its layers plus the overheads of an op and of its messages."""
-    forecast, differences = plan.schedule.forecast, _Differences("profile-times")
+    forecast, differences = placed.schedule.forecast, _Differences("profile-times")
     overhead = value_of(profile.machine.op_overhead_ns)
     if forecast.op_overhead_ns != overhead:
         differences.parts.append(f"forecast.op_overhead_ns is {forecast.op_overhead_ns}, the profile has {overhead}")
     for cost in forecast.stages:
         for field in ("forward_ns", "backward_input_ns", "backward_weight_ns", "backward_ns"):
-            expected = sum(_layer_times(plan, profile.machine, cost, expanded, field)) + overhead
+            expected = sum(_layer_times(placed, profile.machine, cost, expanded, field)) + overhead
             if field != "backward_weight_ns":
-                expected += _message_overheads(plan, profile.machine, cost.stage)
+                expected += _message_overheads(placed, profile.machine, cost.stage)
             differences.see(cost.stage, field, getattr(cost, field), expected)
-        again = _layer_times(plan, profile.machine, cost, expanded, "recompute_ns")
+        again = _layer_times(placed, profile.machine, cost, expanded, "recompute_ns")
         differences.see(cost.stage, "recompute_ns", cost.recompute_ns, again)
     yield from differences.violations()
 
 
-def _message_overheads(plan: Plan, machine: Machine, stage: int) -> int:
+def _message_overheads(placed: PlacedOps, machine: Machine, stage: int) -> int:
     """Return the overheads of the messages with the stages before and behind, where these are on other devices."""
-    device, found = plan.stages[stage].device, 0
-    for peer in (plan.peer(stage, -1), plan.peer(stage, 1)):
+    device, found = placed.stages[stage].device, 0
+    for peer in (placed.peer(stage, -1), placed.peer(stage, 1)):
         entry = None if peer is None else _p2p(machine, device, peer)
         found += 0 if entry is None else value_of(entry.overhead_ns)
     return found
 
 
-def _layer_times(plan: Plan, machine: Machine, cost: ir.StageCost, expanded: list[Layer], field: str) -> list[int]:
+def _layer_times(
+    placed: PlacedOps, machine: Machine, cost: ir.StageCost, expanded: list[Layer], field: str
+) -> list[int]:
     """Return the time of one kind of op by layer, for the unit that the record is for, on the stage's device."""
     slowness = Fraction(1)
     if machine.time_permille is not None:
-        slowness = Fraction(machine.time_permille[plan.stages[cost.stage].device], 1000)
-    stage, found = plan.stages[cost.stage], []
-    tokens, whole = _tokens(plan.schedule.setup, cost)
+        slowness = Fraction(machine.time_permille[placed.stages[cost.stage].device], 1000)
+    stage, found = placed.stages[cost.stage], []
+    tokens, whole = _tokens(placed.schedule.setup, cost)
     for number in range(*stage.layers):
         layer, time = expanded[number], _time(expanded[number], field)
         if number in stage.selective_layers and field in ("backward_input_ns", "backward_ns"):
             time += value_of(_light(layer).recompute_ns)
-        time = _of_unit(layer, field, time, tokens, whole, plan.slices > 1)
+        time = _of_unit(layer, field, time, tokens, whole, placed.slices > 1)
         found.append(math.floor(time * slowness + Fraction(1, 2)))
     return found
 
@@ -266,13 +268,13 @@ def _time(layer: Layer, field: str) -> int:
     return value_of(layer.forward_ns)
 
 
-def message_times(plan: Plan, machine: Machine) -> Iterator[Violation]:
+def message_times(placed: PlacedOps, machine: Machine) -> Iterator[Violation]:
     """A message to another device takes latency + round(bytes * 10^9 / bandwidth) of the pair's p2p entry."""
     differences = _Differences("profile-p2p")
-    for cost in plan.schedule.forecast.stages:
-        stage = plan.stages[cost.stage]
-        (begin, end), whole = _tokens(plan.schedule.setup, cost)
-        after, before = plan.peer(stage.stage, 1), plan.peer(stage.stage, -1)
+    for cost in placed.schedule.forecast.stages:
+        stage = placed.stages[cost.stage]
+        (begin, end), whole = _tokens(placed.schedule.setup, cost)
+        after, before = placed.peer(stage.stage, 1), placed.peer(stage.stage, -1)
         activation = _message_ns(machine, stage.device, after, -(-stage.output_bytes * (end - begin) // whole))
         gradient = _message_ns(machine, stage.device, before, -(-stage.input_bytes * (end - begin) // whole))
         differences.see(stage.stage, "send_activation_ns", cost.send_activation_ns, activation)
@@ -296,11 +298,11 @@ def _p2p(machine: Machine, device: int, peer: int) -> P2P | None:
     return entries[0] if entries else None
 
 
-def links(plan: Plan, machine: Machine) -> Iterator[Violation]:
+def links(placed: PlacedOps, machine: Machine) -> Iterator[Violation]:
     """A link of the forecast is shared by the devices that share it in the profile, with its bandwidths."""
-    count, differences = len(plan.schedule.devices), _Differences("profile-links", "link")
+    count, differences = len(placed.schedule.devices), _Differences("profile-links", "link")
     seen: set[tuple[int, str]] = set()
-    for number, found in enumerate(plan.schedule.forecast.links):
+    for number, found in enumerate(placed.schedule.forecast.links):
         for device in found.devices:
             entry = _link_of(machine, device)
             if entry is None:

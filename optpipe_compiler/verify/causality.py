@@ -16,12 +16,12 @@ import numpy.typing as npt
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import MESSAGES
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.verify.plan import named
+from optpipe_compiler.verify.placed import named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from optpipe_compiler.verify.plan import Lane, Message, PlacedOp, Plan, Unit
+    from optpipe_compiler.verify.placed import Lane, Message, PlacedOp, PlacedOps, Unit
     from optpipe_compiler.verify.report import Violation
 
 Chain = tuple[int, str] | tuple[int, int]
@@ -36,22 +36,22 @@ MOST_CLOCKS = 2 * 10**9
 class Events:
     """The events of a complete schedule, in chains, with the events that must come directly before each."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, placed: PlacedOps) -> None:
         self.start: dict[str, int] = {}
         self.done: dict[str, int] = {}
         self.before: list[list[int]] = []
         self.chains: dict[Chain, list[int]] = {}
         self.op_of: list[str] = []
-        for device, lane in plan.lanes:
-            self._add_lane(plan, device, lane)
-        for (device, peer), listed in plan.channels.items():
+        for device, lane in placed.lanes:
+            self._add_lane(placed, device, lane)
+        for (device, peer), listed in placed.channels.items():
             if device < peer:
                 self._add_channel((device, peer), [message for message, _ in listed])
-        for place in plan.places:
+        for place in placed.places:
             if place.op.after:
                 self.before[self.start[place.id]] += [self.done[name] for name in place.op.after]
-        for place, _ in plan.receives:  # law 3: what reads a message starts after it has arrived
-            self.before[self.start[plan.reader_of(place)]].append(self.done[place.id])
+        for place, _ in placed.receives:  # law 3: what reads a message starts after it has arrived
+            self.before[self.start[placed.reader_of(place)]].append(self.done[place.id])
 
     def _add(self, chain: list[int], op: str) -> int:
         """Append an event to a chain: it comes after the event before it on the chain."""
@@ -61,12 +61,12 @@ class Events:
         chain.append(event)
         return event
 
-    def _add_lane(self, plan: Plan, device: int, lane: Lane) -> None:
+    def _add_lane(self, placed: PlacedOps, device: int, lane: Lane) -> None:
         """Law 1: an op starts after the previous op of its lane has completed, or was issued."""
-        if not plan.lanes[device, lane]:
+        if not placed.lanes[device, lane]:
             return
         chain = self.chains[device, lane] = []
-        for place in plan.lanes[device, lane]:
+        for place in placed.lanes[device, lane]:
             self.start[place.id] = self._add(chain, place.id)
             if place.kind not in MESSAGES:
                 self.done[place.id] = self._add(chain, place.id)
@@ -177,7 +177,7 @@ class Causality:
         return rows
 
 
-def execution_order(plan: Plan, events: Events) -> list[int] | Violation:
+def execution_order(placed: PlacedOps, events: Events) -> list[int] | Violation:
     """Return the events in an order that happens-before allows, or the deadlock that forbids every execution."""
     after: list[list[int]] = [[] for _ in events.before]
     missing = [len(before) for before in events.before]
@@ -190,10 +190,10 @@ def execution_order(plan: Plan, events: Events) -> list[int] | Violation:
             missing[later] -= 1
             if not missing[later]:
                 order.append(later)
-    return order if len(order) == len(missing) else _deadlock(plan, events, missing)
+    return order if len(order) == len(missing) else _deadlock(placed, events, missing)
 
 
-def _deadlock(plan: Plan, events: Events, missing: list[int]) -> Violation:
+def _deadlock(placed: PlacedOps, events: Events, missing: list[int]) -> Violation:
     """Walk back from an event that never happens over others of that sort until one comes again: a cycle."""
     event = next(event for event, count in enumerate(missing) if count)
     walk: dict[int, None] = {}
@@ -203,17 +203,17 @@ def _deadlock(plan: Plan, events: Events, missing: list[int]) -> Violation:
     cycle = list(walk)[list(walk).index(event) :]
     ids = list(dict.fromkeys(events.op_of[event] for event in cycle))
     shown = ", which waits for ".join([*ids[:8], *(["..."] if len(ids) > 8 else []), ids[0]])
-    return plan.by_id[ids[0]].breaks("deadlock", f"no execution can complete: {shown}", *ids[1:])
+    return placed.by_id[ids[0]].breaks("deadlock", f"no execution can complete: {shown}", *ids[1:])
 
 
-def data(plan: Plan, causality: Causality) -> Iterator[Violation]:
+def data(placed: PlacedOps, causality: Causality) -> Iterator[Violation]:
     """Every op starts after the ops whose results it reads have completed, in every execution."""
     events = causality.events
-    reads_back = _reads_back(plan)
+    reads_back = _reads_back(placed)
     pairs = [
         (place, source)
-        for place in plan.places
-        for source in [*_sources(plan, place), *reads_back.get(place.id, ())]
+        for place in placed.places
+        for source in [*_sources(placed, place), *reads_back.get(place.id, ())]
         if source in events.done
     ]
     later, earlier = [events.start[place.id] for place, _ in pairs], [events.done[source] for _, source in pairs]
@@ -223,38 +223,38 @@ def data(plan: Plan, causality: Causality) -> Iterator[Violation]:
             yield place.breaks("data", message, source)
 
 
-def _sources(plan: Plan, place: PlacedOp) -> list[str]:
+def _sources(placed: PlacedOps, place: PlacedOp) -> list[str]:
     """Return the ids of the ops that an op needs, reloads and recomputes left out."""
     kind, stage, unit = place.kind, place.stage, place.unit
     if kind == "forward":
-        earlier = [named("forward", stage, unit) for unit in _neighbour(plan, unit, -1)]
+        earlier = [named("forward", stage, unit) for unit in _neighbour(placed, unit, -1)]
         return [named("forward", stage - 1, unit), *earlier] if stage else earlier
     if kind in ("backward_input", "backward"):
-        later = [plan.gradient_of(stage, unit) for unit in _neighbour(plan, unit, 1)]
-        above = [plan.gradient_of(stage + 1, unit)] if stage + 1 < len(plan.stages) else []
+        later = [placed.gradient_of(stage, unit) for unit in _neighbour(placed, unit, 1)]
+        above = [placed.gradient_of(stage + 1, unit)] if stage + 1 < len(placed.stages) else []
         return [named("forward", stage, unit), *above, *later]
     if kind == "backward_weight":
         return [named("backward_input", stage, unit)]
     if kind in ("send_activation", "offload", "recompute"):
         return [named("forward", stage, unit)]
     if kind == "send_gradient":
-        return [plan.gradient_of(stage, unit)]
+        return [placed.gradient_of(stage, unit)]
     if kind == "reload":
         assert isinstance(place.op, ir.Reload)
         return [named("offload", stage, unit, place.op.layers)]
     return []
 
 
-def _neighbour(plan: Plan, unit: Unit, step: int) -> list[Unit]:
+def _neighbour(placed: PlacedOps, unit: Unit, step: int) -> list[Unit]:
     """Return the slice before or after a unit, whose carry, or its gradient, it reads; none at the ends."""
     slice = (unit[1] or 0) + step
-    return [(unit[0], slice)] if 0 <= slice < plan.slices else []
+    return [(unit[0], slice)] if 0 <= slice < placed.slices else []
 
 
-def _reads_back(plan: Plan) -> dict[str, list[str]]:
+def _reads_back(placed: PlacedOps) -> dict[str, list[str]]:
     """Return, for the first op that reads the saved layers, the reloads and recomputes that bring them back."""
     found: dict[str, list[str]] = {}
-    for place in plan.of("recompute", "reload"):
-        reader = plan.gradient_of(place.stage, place.unit)
+    for place in placed.of("recompute", "reload"):
+        reader = placed.gradient_of(place.stage, place.unit)
         found.setdefault(reader, []).append(place.id)
     return found

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from optpipe_compiler.verify.plan import LANES, SENDS, PlacedOp, Plan
+from optpipe_compiler.verify.placed import LANES, SENDS, PlacedOp, PlacedOps
 from optpipe_compiler.verify.report import Violation
 
 if TYPE_CHECKING:
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.documents import ir
     from optpipe_compiler.verify.causality import Causality
-    from optpipe_compiler.verify.plan import Lane
+    from optpipe_compiler.verify.placed import Lane
 
 
-def names(plan: Plan) -> Iterator[Violation]:
+def names(placed: PlacedOps) -> Iterator[Violation]:
     """Statements name ops of the device and its sends, each send once per lane."""
-    for number, device in enumerate(plan.schedule.devices):
+    for number, device in enumerate(placed.schedule.devices):
         seen: set[tuple[Lane, str]] = set()
         for entry in _stated(device):
-            place = plan.by_id.get(entry.before)
+            place = placed.by_id.get(entry.before)
             if place is None or place.device != number:
                 message = f"device {number} states deliveries before {entry.before!r}, which is none of its ops"
                 yield Violation("deliveries", message, number)
                 continue
             for name in entry.sends:
-                send = plan.by_id.get(name)
+                send = placed.by_id.get(name)
                 if send is None or send.device != number or not _is_send(send):
                     message = f"device {number} states the delivery of {name!r}, which is none of its sends"
                     yield place.breaks("deliveries", message)
@@ -37,19 +37,19 @@ def names(plan: Plan) -> Iterator[Violation]:
                 seen.add((place.lane, name))
 
 
-def moments(plan: Plan, causality: Causality) -> Iterator[Violation]:
+def moments(placed: PlacedOps, causality: Causality) -> Iterator[Violation]:
     """Each delivery is stated, on each lane, for the first op that starts after it in every execution."""
     events = causality.events
     asked: list[tuple[PlacedOp, PlacedOp, bool]] = []
-    for number, device in enumerate(plan.schedule.devices):
+    for number, device in enumerate(placed.schedule.devices):
         if device.deliveries is msgspec.UNSET:
             continue
         at: dict[tuple[Lane, str], int] = {}
         for entry in _stated(device):
-            before = plan.by_id[entry.before]
+            before = placed.by_id[entry.before]
             at |= {(before.lane, send): before.index for send in entry.sends}
-        lanes = [(lane, plan.lanes[number, lane]) for lane in LANES if plan.lanes[number, lane]]
-        for send in filter(_is_send, plan.lanes[number, "compute"]):
+        lanes = [(lane, placed.lanes[number, lane]) for lane in LANES if placed.lanes[number, lane]]
+        for send in filter(_is_send, placed.lanes[number, "compute"]):
             for lane, places in lanes:
                 index = at.get((lane, send.id), len(places))
                 asked += [(send, places[n], n == index) for n in (index - 1, index) if 0 <= n < len(places)]

@@ -13,28 +13,28 @@ from msgspec import UNSET, UnsetType
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import MESSAGES
-from optpipe_compiler.verify.plan import LANES, PlacedOp, Plan, named
+from optpipe_compiler.verify.placed import LANES, PlacedOp, PlacedOps, named
 from optpipe_compiler.verify.report import Violation
 from optpipe_compiler.verify.sizes import Sizes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from optpipe_compiler.verify.plan import Message
+    from optpipe_compiler.verify.placed import Message
 
 TOLERANCE = Fraction(1, 10**9)
 """Of the bubble fraction, the only figure that is no integer."""
 
 
-def cost_records(plan: Plan) -> Iterator[Violation]:
+def cost_records(placed: PlacedOps) -> Iterator[Violation]:
     """forecast.stages has one record per stage, shape and slice in order, with one recompute time per layer."""
-    costs, setup = plan.schedule.forecast.stages, plan.schedule.setup
+    costs, setup = placed.schedule.forecast.stages, placed.schedule.setup
     units: list[tuple[int | None, int | None]] = [(None, None)]
     if not isinstance(setup.units, UnsetType):
         units = [(shape, slice) for shape in range(len(setup.units.cuts)) for slice in range(setup.slices)]
     found = [(cost.stage, cost.shape, cost.slice) for cost in costs]
     expected = [
-        (n, *(UNSET if one is None else one for one in unit)) for n in range(len(plan.stages)) for unit in units
+        (n, *(UNSET if one is None else one for one in unit)) for n in range(len(placed.stages)) for unit in units
     ]
     if found != expected:
         numbers = ", ".join(str(cost.stage) for cost in costs[:8])
@@ -42,83 +42,83 @@ def cost_records(plan: Plan) -> Iterator[Violation]:
         yield Violation("cost", f"forecast.stages is for the stages {numbers or 'none'}, expected {what}")
         return
     for cost in costs:
-        stage = plan.stages[cost.stage]
+        stage = placed.stages[cost.stage]
         layers = stage.layers[1] - stage.layers[0]
         if len(cost.recompute_ns) != layers:
             message = f"forecast.stages[{cost.stage}] has {len(cost.recompute_ns)} recompute times, expected {layers}"
             yield Violation("cost", message)
 
 
-def message_costs(plan: Plan) -> Iterator[Violation]:
+def message_costs(placed: PlacedOps) -> Iterator[Violation]:
     """A message that no stage sends takes no time: at the ends of the model and on the same device."""
-    for cost in plan.schedule.forecast.stages:
+    for cost in placed.schedule.forecast.stages:
         for step, what, found in ((1, "activation", cost.send_activation_ns), (-1, "gradient", cost.send_gradient_ns)):
-            if found and plan.peer(cost.stage, 1 if step == 1 else -1) is None:
+            if found and placed.peer(cost.stage, 1 if step == 1 else -1) is None:
                 message = f"send_{what}_ns of stage {cost.stage} is {found}, but that stage sends no {what}: expected 0"
-                yield Violation("cost", message, plan.stages[cost.stage].device)
+                yield Violation("cost", message, placed.stages[cost.stage].device)
 
 
-def links(plan: Plan) -> Iterator[Violation]:
+def links(placed: PlacedOps) -> Iterator[Violation]:
     """A device is behind one link at most, and behind one where it has transfers."""
     behind: dict[int, int] = {}
-    for number, link in enumerate(plan.schedule.forecast.links):
+    for number, link in enumerate(placed.schedule.forecast.links):
         if len(set(link.devices)) < len(link.devices):
             yield Violation("link", f"forecast.links[{number}] names a device twice")
         for device in link.devices:
-            if device >= len(plan.schedule.devices):
+            if device >= len(placed.schedule.devices):
                 yield Violation("link", f"forecast.links[{number}] names device {device}, which does not exist")
             elif behind.setdefault(device, number) != number:
                 message = f"device {device} is behind forecast.links[{behind[device]}] and [{number}], expected one"
                 yield Violation("link", message, device)
     for lane in LANES[1:]:
-        for number in range(len(plan.schedule.devices)):
-            if plan.lanes[number, lane] and number not in behind:
+        for number in range(len(placed.schedule.devices)):
+            if placed.lanes[number, lane] and number not in behind:
                 message = f"device {number} has {lane} transfers but forecast.links has no link for it"
-                yield plan.lanes[number, lane][0].breaks("link", message)
+                yield placed.lanes[number, lane][0].breaks("link", message)
 
 
-def timetable(plan: Plan) -> Iterator[Violation]:
+def timetable(placed: PlacedOps) -> Iterator[Violation]:
     """forecast.times has one entry per device and lane that has ops, with a start and an end for every op."""
     seen: set[tuple[int, str]] = set()
-    for times in plan.schedule.forecast.times:
+    for times in placed.schedule.forecast.times:
         at = f"forecast.times of the {times.lane} lane of device {times.device}"
-        if times.device >= len(plan.schedule.devices):
+        if times.device >= len(placed.schedule.devices):
             yield Violation("times", f"{at}: there is no such device")
             continue
         if (times.device, times.lane) in seen:
             yield Violation("times", f"{at} stands there twice", times.device, times.lane)
         seen.add((times.device, times.lane))
-        ops = len(plan.lanes[times.device, times.lane])
+        ops = len(placed.lanes[times.device, times.lane])
         if not len(times.start_ns) == len(times.end_ns) == ops:
             message = f"{at} has {len(times.start_ns)} starts and {len(times.end_ns)} ends for {ops} ops"
             yield Violation("times", message, times.device, times.lane)
-    for (device, lane), places in plan.lanes.items():
+    for (device, lane), places in placed.lanes.items():
         if places and (device, lane) not in seen:
             message = f"forecast.times has no entry for the {lane} lane of device {device}"
             yield Violation("times", message, device, lane)
 
 
 class Timed:
-    """The forecast of a plan whose timetable and cost records are complete: start, end and cost of every op in ns."""
+    """A forecast whose timetable and cost records are complete: start, end and cost of every op in ns."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.forecast = plan.schedule.forecast
+    def __init__(self, placed: PlacedOps) -> None:
+        self.placed = placed
+        self.forecast = placed.schedule.forecast
         self.start: dict[str, int] = {}
         self.end: dict[str, int] = {}
         for times in self.forecast.times:
-            places = plan.lanes[times.device, times.lane]
+            places = placed.lanes[times.device, times.lane]
             for place, start, end in zip(places, times.start_ns, times.end_ns, strict=True):
                 self.start[place.id], self.end[place.id] = start, end
         self.runs: dict[tuple[int, str], tuple[list[int], list[int]]] = {}
-        self.sizes = Sizes(plan)
+        self.sizes = Sizes(placed)
         self.link_of = {device: link for link in self.forecast.links for device in link.devices}
-        self.working = [place for place in plan.places if place.kind not in MESSAGES]
+        self.working = [place for place in placed.places if place.kind not in MESSAGES]
         self._costs: dict[tuple[str, int, int, ir.Range | None, bool], int] = {}
 
     def cost(self, place: PlacedOp) -> int:
         """Return what the op must take by the forecast's own cost records."""
-        op, of_class = place.op, self.plan.schedule.setup.class_of(*place.unit)
+        op, of_class = place.op, self.placed.schedule.setup.class_of(*place.unit)
         shared = place.lane != "compute" and self.slowed(place)
         key = place.kind, place.stage, of_class, op.layers if isinstance(op, ir.SavedOp) else None, shared
         if key not in self._costs:
@@ -153,7 +153,7 @@ class Timed:
         other: ir.Lane = "h2d" if place.lane == "d2h" else "d2h"
         key = (min(self.link_of[place.device].devices), other)
         if key not in self.runs:
-            lanes = [self.plan.lanes[device, other] for device in self.link_of[place.device].devices]
+            lanes = [self.placed.lanes[device, other] for device in self.link_of[place.device].devices]
             spans = sorted((self.start[one.id], self.end[one.id]) for lane in lanes for one in lane)
             starts = [start for start, _ in spans]
             self.runs[key] = starts, list(accumulate((end for _, end in spans), max))
@@ -162,11 +162,11 @@ class Timed:
         return before > 0 and latest[before - 1] > self.start[place.id]
 
     def _record(self, stage: int, microbatch: int, slice: int | None) -> ir.StageCost:
-        setup = self.plan.schedule.setup
+        setup = self.placed.schedule.setup
         return self.forecast.stages[stage * setup.classes + setup.class_of(microbatch, slice)]
 
     def _of_layers(self, numbers: list[int], op: ir.SavedOp) -> list[int]:
-        offset = self.plan.stages[op.stage].layers[0]
+        offset = self.placed.stages[op.stage].layers[0]
         return numbers[op.layers[0] - offset : op.layers[1] - offset]
 
     def travel(self, message: Message) -> int:
@@ -191,7 +191,7 @@ def costs(timed: Timed) -> Iterator[Violation]:
 
 def lane_times(timed: Timed) -> Iterator[Violation]:
     """An op starts at or after the end of the previous op of its lane, or at or after its issue."""
-    for lane in timed.plan.lanes.values():
+    for lane in timed.placed.lanes.values():
         for before, place in pairwise(lane):
             start = timed.start[place.id]
             free = (timed.start if before.kind in MESSAGES else timed.end)[before.id]
@@ -202,7 +202,7 @@ def lane_times(timed: Timed) -> Iterator[Violation]:
 
 def wait_times(timed: Timed) -> Iterator[Violation]:
     """An op starts at or after the end of every op in its `after`."""
-    for place in timed.plan.places:
+    for place in timed.placed.places:
         for name in place.op.after:
             start, end = timed.start[place.id], timed.end[name]
             if start < end:
@@ -212,14 +212,14 @@ def wait_times(timed: Timed) -> Iterator[Violation]:
 
 def message_times(timed: Timed) -> Iterator[Violation]:
     """A send is issued when its producer ends; both halves end when it arrives, `send_*_ns` later."""
-    for place, message in timed.plan.sends:
-        producer = _producer(timed.plan, message)
+    for place, message in timed.placed.sends:
+        producer = _producer(timed.placed, message)
         ready = timed.end[producer]
         if timed.start[place.id] != ready:
             text = f"{place.id} on device {place.device} is issued at {timed.start[place.id]} ns, but {producer}"
             yield place.breaks("times", f"{text} ends at {ready} ns", producer)
         arrival = ready + timed.travel(message)
-        for half in (place, timed.plan.by_id[message.recv]):
+        for half in (place, timed.placed.by_id[message.recv]):
             if timed.end[half.id] != arrival:
                 text = f"{half.id} on device {half.device} ends at {timed.end[half.id]} ns, but {message} arrives at"
                 yield half.breaks("times", f"{text} {arrival} ns", producer)
@@ -227,7 +227,7 @@ def message_times(timed: Timed) -> Iterator[Violation]:
 
 def receive_times(timed: Timed) -> Iterator[Violation]:
     """A receive is issued not later than its message is sent."""
-    for place, message in timed.plan.receives:
+    for place, message in timed.placed.receives:
         if timed.start[place.id] > timed.start[message.send]:
             text = f"{place.id} on device {place.device} is issued at {timed.start[place.id]} ns, after its message is"
             yield place.breaks("times", f"{text} sent at {timed.start[message.send]} ns", message.send)
@@ -235,24 +235,24 @@ def receive_times(timed: Timed) -> Iterator[Violation]:
 
 def arrivals(timed: Timed) -> Iterator[Violation]:
     """A forward, and the op that makes the gradient, starts at or after the arrival of its message."""
-    for place, message in timed.plan.receives:
-        reader = timed.plan.reader_of(place)
+    for place, message in timed.placed.receives:
+        reader = timed.placed.reader_of(place)
         if timed.start[reader] < timed.end[place.id]:
             text = f"{reader} on device {place.device} starts at {timed.start[reader]} ns, before {message} arrives at"
-            yield timed.plan.by_id[reader].breaks("times", f"{text} {timed.end[place.id]} ns", place.id)
+            yield timed.placed.by_id[reader].breaks("times", f"{text} {timed.end[place.id]} ns", place.id)
 
 
-def _producer(plan: Plan, message: Message) -> str:
+def _producer(placed: PlacedOps, message: Message) -> str:
     if message.what == "activation":
         return named("forward", message.stage, message.unit)
-    return plan.gradient_of(message.stage, message.unit)
+    return placed.gradient_of(message.stage, message.unit)
 
 
 def link_times(timed: Timed) -> Iterator[Violation]:
     """The transfers of one direction of one link, over all devices behind it, do not overlap."""
     for link in timed.forecast.links:
         for lane in LANES[1:]:
-            places = [place for device in link.devices for place in timed.plan.lanes[device, lane]]
+            places = [place for device in link.devices for place in timed.placed.lanes[device, lane]]
             places.sort(key=lambda place: (timed.start[place.id], timed.end[place.id]))
             yield from _overlaps(timed, places)
 
@@ -289,7 +289,7 @@ def _extent(timed: Timed, places: list[PlacedOp]) -> int:
 
 def bubble(timed: Timed) -> Iterator[Violation]:
     """bubble_fraction = 1 - (sum of the durations of compute ops) / (devices * makespan), within 1e-9."""
-    whole = _extent(timed, timed.working) * len(timed.plan.schedule.devices)
+    whole = _extent(timed, timed.working) * len(timed.placed.schedule.devices)
     lane = [place for place in timed.working if place.lane == "compute"]
     busy = sum(timed.end[place.id] - timed.start[place.id] for place in lane)
     expected = 1 - Fraction(busy, whole) if whole else Fraction(0)
@@ -298,9 +298,9 @@ def bubble(timed: Timed) -> Iterator[Violation]:
         yield Violation("bubble", f"bubble_fraction is {claimed}, the times say {expected.limit_denominator(10**6)}")
 
 
-def bound(plan: Plan) -> Iterator[Violation]:
+def bound(placed: PlacedOps) -> Iterator[Violation]:
     """lower_bound_ns <= the objective's value, and the outcome is optimal when, and only when, they meet."""
-    forecast = plan.schedule.forecast
+    forecast = placed.schedule.forecast
     value = forecast.makespan_ns if forecast.objective == "makespan" else forecast.span_ns
     shown = f"lower_bound_ns is {forecast.lower_bound_ns} and the {forecast.objective} is {value}"
     if forecast.lower_bound_ns > value:

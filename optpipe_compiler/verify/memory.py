@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from optpipe_compiler.verify.causality import Causality, Chain, Clocks, Events
-    from optpipe_compiler.verify.plan import Lane, PlacedOp, Plan, Unit
+    from optpipe_compiler.verify.placed import Lane, PlacedOp, PlacedOps, Unit
 
 Numbers = npt.NDArray[Any]
 
@@ -34,12 +34,12 @@ Numbers = npt.NDArray[Any]
 class Table:
     """The memory table of docs/IR.md: bytes that an op adds when it starts and when it has completed."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.sizes = Sizes(plan)
+    def __init__(self, placed: PlacedOps) -> None:
+        self.sizes = Sizes(placed)
         self.dropped: dict[tuple[int, Unit], int] = defaultdict(int)
         """What the recomputed ranges of a stage and unit give up after their forward."""
         self._known: dict[tuple[type[ir.Op], UnitSizes, ir.Range | None, int], tuple[int, int]] = {}
-        for place in plan.of("recompute"):
+        for place in placed.of("recompute"):
             assert isinstance(place.op, ir.Recompute)
             self.dropped[place.stage, place.unit] += self.sizes.of(place.op).given_up(place.op.layers)
 
@@ -122,16 +122,16 @@ class Worst:
 class Memory:
     """The bytes that every event adds, on its device and on the host, ready to be summed over closed sets."""
 
-    def __init__(self, plan: Plan, causality: Causality) -> None:
-        self.plan = plan
+    def __init__(self, placed: PlacedOps, causality: Causality) -> None:
+        self.placed = placed
         self.events = causality.events
         self._number = causality.number
-        self._always = [plan.schedule.setup.reserve_bytes] * len(plan.schedule.devices)
-        for stage in plan.stages:
+        self._always = [placed.schedule.setup.reserve_bytes] * len(placed.schedule.devices)
+        for stage in placed.stages:
             self._always[stage.device] += stage.static_bytes
-        table = Table(plan)
-        device = _Weights(self.events, ((place, table.on_device(place.op)) for place in plan.places))
-        host = _Weights(self.events, ((place, table.on_host(place.op)) for place in plan.of("offload", "reload")))
+        table = Table(placed)
+        device = _Weights(self.events, ((place, table.on_device(place.op)) for place in placed.places))
+        host = _Weights(self.events, ((place, table.on_host(place.op)) for place in placed.of("offload", "reload")))
         chains_of: dict[int, list[Chain]] = defaultdict(list)
         for chain in self.events.chains:
             for end_of_chain in {chain[0], *(chain[1:] if isinstance(chain[1], int) else ())}:
@@ -153,7 +153,7 @@ class Memory:
     def _rows(self, causality: Causality) -> dict[tuple[int, Lane], Clocks]:
         """Return the clocks of the starts of each lane, on the chains whose sums are asked for, under a row of zeros,
         which stands for no start at all."""
-        lanes = [(key, places) for key, places in self.plan.lanes.items() if places]
+        lanes = [(key, places) for key, places in self.placed.lanes.items() if places]
         sums = {"compute": self._device, "d2h": self._host, "h2d": self._device}
         wanted = [
             ([self.events.start[place.id] for place in places], list(sums[lane][device]))
@@ -200,7 +200,7 @@ class Memory:
 
     def _ops(self, device: int, *rows: tuple[Lane, int]) -> tuple[str, ...]:
         """Return the ops that start in these rows; the first row of a lane is no start."""
-        return tuple(self.plan.lanes[device, lane][row - 1].id for lane, row in rows if row)
+        return tuple(self.placed.lanes[device, lane][row - 1].id for lane, row in rows if row)
 
 
 def _held(sums: Sequence[Numbers], clocks: Clocks) -> Numbers:
@@ -219,22 +219,22 @@ def _neither(compute: Clocks, reloads: Clocks, on_compute: int, on_reloads: int)
     return low, high
 
 
-def memory(plan: Plan, causality: Causality) -> Iterator[Violation]:
+def memory(placed: PlacedOps, causality: Causality) -> Iterator[Violation]:
     """In every execution and at every moment device d holds at most peak_bytes, and on the host at most host_bytes."""
-    state = Memory(plan, causality)
-    for number, device in enumerate(plan.schedule.devices):
+    state = Memory(placed, causality)
+    for number, device in enumerate(placed.schedule.devices):
         for rule, worst, promised, name in (
             ("device-memory", state.worst_on_device(number), device.peak_bytes, "peak_bytes"),
             ("host-memory", state.worst_on_host(number), device.host_bytes, "host_bytes"),
         ):
             if worst.held > promised:
-                yield _exceeds(plan, number, rule, worst, f"{name} ({promised})", worst.held - promised)
+                yield _exceeds(placed, number, rule, worst, f"{name} ({promised})", worst.held - promised)
 
 
-def _exceeds(plan: Plan, device: int, rule: str, worst: Worst, promise: str, excess: int) -> Violation:
+def _exceeds(placed: PlacedOps, device: int, rule: str, worst: Worst, promise: str, excess: int) -> Violation:
     where = "on the host" if rule == "host-memory" else "at once"
     moment = f", when {' and '.join(worst.ops)} start as early as order and waits allow" if worst.ops else ""
     message = f"device {device} can hold {worst.held} bytes {where}, {excess} more than {promise}{moment}"
     if not worst.ops:
         return Violation(rule, message, device)
-    return plan.by_id[worst.ops[0]].breaks(rule, message, *worst.ops[1:])
+    return placed.by_id[worst.ops[0]].breaks(rule, message, *worst.ops[1:])

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from optpipe_compiler.verify.causality import Causality, Events, execution_order
 from optpipe_compiler.verify.memory import Memory
-from optpipe_compiler.verify.plan import Plan
+from optpipe_compiler.verify.placed import PlacedOps
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents import ir
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 def peaks(schedule: ir.Schedule) -> list[int]:
     """Return per device the maximum over all executions that order and waits allow; the ops are complete and sound."""
-    plan = Plan(schedule)
-    events = Events(plan)
-    order = execution_order(plan, events)
+    placed = PlacedOps(schedule)
+    events = Events(placed)
+    order = execution_order(placed, events)
     if not isinstance(order, list):
         raise AssertionError(order.message)
-    memory = Memory(plan, Causality(events, order))
+    memory = Memory(placed, Causality(events, order))
     return [memory.worst_on_device(device).held for device in range(len(schedule.devices))]

@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from optpipe_compiler.documents import ir
-    from optpipe_compiler.verify.plan import Plan
+    from optpipe_compiler.verify.placed import PlacedOps
 
 
 class Sizes:
     """The bytes of every op's stage and unit; units of one shape and slice have the same."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.stages = plan.stages
-        self.setup = plan.schedule.setup
+    def __init__(self, placed: PlacedOps) -> None:
+        self.stages = placed.stages
+        self.setup = placed.schedule.setup
         self._is_whole = isinstance(self.setup.units, UnsetType)
         self._known: dict[tuple[int, int], UnitSizes] = {}
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import unit_name
-from optpipe_compiler.verify.plan import Message, PlacedOp, Plan, Unit, named
+from optpipe_compiler.verify.placed import Message, PlacedOp, PlacedOps, Unit, named
 from optpipe_compiler.verify.report import Violation
 
 if TYPE_CHECKING:
@@ -17,85 +17,85 @@ NAMED = 3
 """How many missing units a message names."""
 
 
-def belongs(plan: Plan) -> Iterator[Violation]:
+def belongs(placed: PlacedOps) -> Iterator[Violation]:
     """Every op is of a stage of its own device and of a microbatch below setup.microbatches."""
-    homes = [stage.device for stage in plan.stages]
-    for place in plan.places:
+    homes = [stage.device for stage in placed.stages]
+    for place in placed.places:
         stage, (microbatch, slice) = place.stage, place.unit
         if stage >= len(homes):
             yield place.breaks("completeness", f"{place.id} on device {place.device} is of a stage that does not exist")
         elif homes[stage] != place.device:
             message = f"{place.id} is on device {place.device}, but stage {stage} is on device {homes[stage]}"
             yield place.breaks("completeness", message)
-        if microbatch >= plan.microbatches:
-            message = f"{place.id} on device {place.device} is beyond the {plan.microbatches} microbatches"
+        if microbatch >= placed.microbatches:
+            message = f"{place.id} on device {place.device} is beyond the {placed.microbatches} microbatches"
             yield place.breaks("completeness", message)
-        if not _has_its_slice(plan, slice):
-            expected = f"below {plan.slices}" if plan.slices > 1 else "none: microbatches are not cut"
+        if not _has_its_slice(placed, slice):
+            expected = f"below {placed.slices}" if placed.slices > 1 else "none: microbatches are not cut"
             message = f"the slice of {place.id} on device {place.device} is {slice}, expected {expected}"
             yield place.breaks("completeness", message)
 
 
-def _has_its_slice(plan: Plan, slice: int | None) -> bool:
-    return slice is None if plan.slices == 1 else slice is not None and slice < plan.slices
+def _has_its_slice(placed: PlacedOps, slice: int | None) -> bool:
+    return slice is None if placed.slices == 1 else slice is not None and slice < placed.slices
 
 
-def unique(plan: Plan) -> Iterator[Violation]:
+def unique(placed: PlacedOps) -> Iterator[Violation]:
     """No two ops have the same id."""
-    for place in plan.places if len(plan.by_id) < len(plan.places) else ():
-        first = plan.by_id[place.id]
+    for place in placed.places if len(placed.by_id) < len(placed.places) else ():
+        first = placed.by_id[place.id]
         if first is not place:
             message = f"{place.id} on device {place.device} stands in the schedule already, on device {first.device}"
             yield place.breaks("completeness", message)
 
 
-def complete(plan: Plan) -> Iterator[Violation]:
+def complete(placed: PlacedOps) -> Iterator[Violation]:
     """Per stage and unit: one forward, its messages, and one backward or one backward_input."""
     present: dict[tuple[str, int], set[int]] = defaultdict(set)
-    for place in plan.places:
+    for place in placed.places:
         microbatch, slice = place.unit
-        if microbatch < plan.microbatches and _has_its_slice(plan, slice):
-            present[place.kind, place.stage].add(microbatch * plan.slices + (slice or 0))
-    for stage in range(len(plan.stages)):
-        for kind in _kinds(plan, stage):
-            yield from _missing(plan, stage, kind, present[kind, stage])
+        if microbatch < placed.microbatches and _has_its_slice(placed, slice):
+            present[place.kind, place.stage].add(microbatch * placed.slices + (slice or 0))
+    for stage in range(len(placed.stages)):
+        for kind in _kinds(placed, stage):
+            yield from _missing(placed, stage, kind, present[kind, stage])
         gradients = present["backward", stage] | present["backward_input", stage]
-        yield from _missing(plan, stage, "backward", gradients)
+        yield from _missing(placed, stage, "backward", gradients)
 
 
-def _kinds(plan: Plan, stage: int) -> Iterator[str]:
+def _kinds(placed: PlacedOps, stage: int) -> Iterator[str]:
     """Kinds of which every unit of `stage` needs one op: the forward, and messages to other devices."""
     yield "forward"
-    if plan.peer(stage, -1) is not None:
+    if placed.peer(stage, -1) is not None:
         yield from ("recv_activation", "send_gradient")
-    if plan.peer(stage, 1) is not None:
+    if placed.peer(stage, 1) is not None:
         yield from ("send_activation", "recv_gradient")
 
 
-def _missing(plan: Plan, stage: int, kind: str, present: set[int]) -> Iterator[Violation]:
+def _missing(placed: PlacedOps, stage: int, kind: str, present: set[int]) -> Iterator[Violation]:
     """Yield one violation for all units that `present` lacks."""
-    count = plan.microbatches * plan.slices
+    count = placed.microbatches * placed.slices
     lacking = count - len(present)
     if lacking:
         units: list[Unit] = []
         for number in range(min(len(present) + NAMED, count)):
             if number not in present and len(units) < NAMED:
-                microbatch, slice = divmod(number, plan.slices)
-                units.append((microbatch, slice if plan.slices > 1 else None))
+                microbatch, slice = divmod(number, placed.slices)
+                units.append((microbatch, slice if placed.slices > 1 else None))
         shown = ", ".join(unit_name(*unit) for unit in units) + (", ..." if lacking > len(units) else "")
-        what = "microbatches" if plan.slices == 1 else "slices of microbatches"
+        what = "microbatches" if placed.slices == 1 else "slices of microbatches"
         message = f"stage {stage} has no {kind} for {lacking} of {count} {what}: {shown}"
         ids = tuple(named(kind, stage, unit) for unit in units)
-        yield Violation("completeness", message, plan.stages[stage].device, "compute", None, ids)
+        yield Violation("completeness", message, placed.stages[stage].device, "compute", None, ids)
 
 
-def split(plan: Plan) -> Iterator[Violation]:
+def split(placed: PlacedOps) -> Iterator[Violation]:
     """backward_input and backward_weight come together, and not beside a fused backward."""
     halves = ("backward_input", "backward_weight")
-    whole = {(place.stage, place.unit) for place in plan.of("backward")}
+    whole = {(place.stage, place.unit) for place in placed.of("backward")}
     for kind, other in (halves, halves[::-1]):
-        others = {(place.stage, place.unit) for place in plan.of(other)}
-        for place in plan.of(kind):
+        others = {(place.stage, place.unit) for place in placed.of(other)}
+        for place in placed.of(kind):
             at = place.stage, place.unit
             if at not in others:
                 yield place.breaks("completeness", f"{place.id} on device {place.device} has no {other}")
@@ -105,14 +105,14 @@ def split(plan: Plan) -> Iterator[Violation]:
                 yield place.breaks("completeness", message, fused)
 
 
-def peers(plan: Plan) -> Iterator[Violation]:
+def peers(placed: PlacedOps) -> Iterator[Violation]:
     """A message goes to, or comes from, the device of the neighbouring stage, and only where that is another one."""
-    for place, _ in plan.halves:
+    for place, _ in placed.halves:
         op = place.op
         assert isinstance(op, ir.MessageOp)
-        if place.stage >= len(plan.stages):
+        if place.stage >= len(placed.stages):
             continue
-        expected = plan.peer(place.stage, 1 if place.kind in ("send_activation", "recv_gradient") else -1)
+        expected = placed.peer(place.stage, 1 if place.kind in ("send_activation", "recv_gradient") else -1)
         if expected is None:
             message = f"{place.id} on device {place.device} has no stage on another device to exchange with"
             yield place.breaks("completeness", message)
@@ -121,31 +121,31 @@ def peers(plan: Plan) -> Iterator[Violation]:
             yield place.breaks("peer", message)
 
 
-def ranges(plan: Plan) -> Iterator[Violation]:
+def ranges(placed: PlacedOps) -> Iterator[Violation]:
     """The layers of an offload, reload or recompute are a range inside its stage, not empty."""
-    for place in plan.of("recompute", "offload", "reload"):
-        if place.stage < len(plan.stages):
-            first, end = plan.stages[place.stage].layers
+    for place in placed.of("recompute", "offload", "reload"):
+        if place.stage < len(placed.stages):
+            first, end = placed.stages[place.stage].layers
             layers = _layers(place)
             if not first <= layers[0] < layers[1] <= end:
                 message = f"{place.id} on device {place.device} has layers outside of [{first}, {end}), or none"
                 yield place.breaks("state", message)
 
 
-def pairs_of_copies(plan: Plan) -> Iterator[Violation]:
+def pairs_of_copies(placed: PlacedOps) -> Iterator[Violation]:
     """Every offload has a reload of the same layers, every reload an offload."""
     for kind, other in (("offload", "reload"), ("reload", "offload")):
-        for place in plan.of(kind):
+        for place in placed.of(kind):
             partner = named(other, place.stage, place.unit, _layers(place))
-            if partner not in plan.by_id:
+            if partner not in placed.by_id:
                 yield place.breaks("state", f"{place.id} on device {place.device} has no {partner}")
 
 
-def one_state(plan: Plan) -> Iterator[Violation]:
+def one_state(placed: PlacedOps) -> Iterator[Violation]:
     """Per unit, at most one offload or recompute names a layer."""
     treated: dict[tuple[int, Unit], list[PlacedOp]] = defaultdict(list)
-    for place in plan.of("recompute", "offload"):
-        if plan.by_id[place.id] is place:
+    for place in placed.of("recompute", "offload"):
+        if placed.by_id[place.id] is place:
             treated[place.stage, place.unit].append(place)
     for places in treated.values():
         widest, *others = sorted(places, key=_layers)
@@ -161,11 +161,11 @@ def _layers(place: PlacedOp) -> ir.Range:
     return place.op.layers
 
 
-def waits(plan: Plan) -> Iterator[Violation]:
+def waits(placed: PlacedOps) -> Iterator[Violation]:
     """`after` lists ids of ops of the same device."""
-    for place in plan.places:
+    for place in placed.places:
         for name in place.op.after:
-            target = plan.by_id.get(name)
+            target = placed.by_id.get(name)
             if target is None:
                 message = f"{place.id} on device {place.device} waits for {name!r}, which is not in the schedule"
                 yield place.breaks("wait", message)
@@ -174,16 +174,16 @@ def waits(plan: Plan) -> Iterator[Violation]:
                 yield place.breaks("wait", message, name)
 
 
-def order(plan: Plan) -> Iterator[Violation]:
+def order(placed: PlacedOps) -> Iterator[Violation]:
     """Per stage and kind, microbatches run in order; backward_input and backward count as one kind.
 
     Slices of one ascend on the way there and descend on the way back.
     """
-    for lane in plan.lanes.values():
+    for lane in placed.lanes.values():
         latest: dict[tuple[str, int], tuple[tuple[int, int], PlacedOp]] = {}
         for place in lane:
             key = "gradient" if place.kind in ("backward", "backward_input") else place.kind, place.stage
-            turn = _turn(place) if plan.slices > 1 else (place.unit[0], 0)
+            turn = _turn(place) if placed.slices > 1 else (place.unit[0], 0)
             latest_turn, before = latest.get(key, (turn, place))
             if turn < latest_turn:
                 what = "microbatches" if place.unit[0] != before.unit[0] else "slices"
@@ -202,9 +202,9 @@ _ASCENDING = ("forward", "send_activation", "recv_activation", "offload")
 """Kinds of ops whose slices run in order."""
 
 
-def pair_order(plan: Plan) -> Iterator[Violation]:
+def pair_order(placed: PlacedOps) -> Iterator[Violation]:
     """Both devices of a pair list the messages between them, sent and received together, in the same order."""
-    listed = plan.channels
+    listed = placed.channels
     for (device, peer), mine in listed.items():
         theirs = listed.get((peer, device), [])
         if device < peer and [message for message, _ in mine] != [message for message, _ in theirs]:

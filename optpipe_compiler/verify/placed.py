@@ -39,7 +39,7 @@ class PlacedOp(msgspec.Struct, frozen=True, gc=False):
         return Violation(rule, message, self.device, self.lane, self.index, (self.id, *others))
 
 
-class Plan:
+class PlacedOps:
     """The ops of a schedule by lane and by id; of several ops with one id the first counts."""
 
     def __init__(self, schedule: ir.Schedule) -> None:

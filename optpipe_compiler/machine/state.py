@@ -1,8 +1,8 @@
 """What the compiled machine knows: stages, devices, links, activations, and a queue of events.
 
 All arrays together are one `MachineState`; they are made once for a problem and used again by every run. Axes: s
-stages, d devices, l host links, m microbatches (or units, where they are cut into slices), c classes of equal ones; way 0 is to
-the host and 1 back. Times are ticks, sizes units of the problem.
+stages, d devices, l host links, m microbatches (or units, where they are cut into slices), c classes of equal ones; way
+0 is to the host and 1 back. Times are ticks, sizes units of the problem.
 """
 
 from __future__ import annotations

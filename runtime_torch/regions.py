@@ -170,6 +170,7 @@ class Regions:
                 for slot in _slots_among(region.inputs):
                     if slot in slot.unit.slots:
                         slot.unit.slots.remove(slot)
+                        slot.tensor = None  # the unit frees its storage without asking this one
 
     def result_bytes(self) -> int:
         """Bytes of what was made again and is still there."""

@@ -8,9 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
+from optpipe_compiler.compiler import Options, compile_schedule
+from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
+from optpipe_compiler.documents.profile import P2P
 from optpipe_compiler.errors import Infeasible
 from optpipe_compiler.forecast.executions import durations, makespans, quantiles
+from optpipe_compiler.study.beside import executed_ns
 from tests.instances import profiles, quick, uniform
 from tests.small_schedules import Builder, Shape, profile_for
 
@@ -65,3 +70,18 @@ def test_slices_are_executed_as_forecast_but_for_messages_that_share_a_channel()
     profile = uniform(4, 2, p2p_ms=0.0, sliceable=True, sequence_length=4096, attention_share=0.3)
     plan = quick(profile, 40 * GB, microbatches=4, slices=4, method="seq1f1b").schedule
     assert makespans(plan, durations(plan)).tolist() == [plan.forecast.makespan_ns]
+
+
+def test_measured_ops_take_what_their_messages_take_besides():
+    """Ops are measured without it, and forecasts count it: equal times give an equal step."""
+    costs = uniform_profile(UniformOptions(devices=2))
+    machine = structs.replace(costs.machine, p2p=[P2P(latency_ns=50_000, overhead_ns=300_000)])
+    profile = structs.replace(costs, machine=machine)
+    schedule = compile_schedule(profile, Options(10**14, 4, method="1f1b")).schedule
+    measured = {
+        (kind, cost.stage, 0): getattr(cost, f"{kind}_ns") - 300_000
+        for cost in schedule.forecast.stages
+        for kind in ("forward", "backward")
+    }
+    forecast = schedule.forecast.makespan_ns
+    assert executed_ns(schedule, measured, profile) == executed_ns(schedule, {}, profile) == forecast

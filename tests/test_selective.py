@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import msgspec
 import pytest
@@ -120,12 +121,16 @@ def test_a_profile_says_no_impossible_bytes():
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
+from torch.profiler import ProfilerActivity  # noqa: E402
+from torch.profiler import profile as watched  # noqa: E402
 
 from optpipe_torch.models.known import Block as GptBlock  # noqa: E402
 from runtime_torch import cheap  # noqa: E402
 from runtime_torch.execution import StageExecution  # noqa: E402
 
 WIDTH, ROWS, LENGTH = 16, 2, 6
+SCALARS = 64
+"""Bytes that no store has: single numbers."""
 
 
 class Own(nn.Module):
@@ -225,6 +230,21 @@ def test_gradients_are_those_of_keeping_bit_by_bit_in_fewer_bytes(name, way, fus
         assert less < saved
         assert stays <= between
         assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_between_the_halves_the_allocator_has_no_more_than_the_meter(name):
+    """What pieces were computed from is freed with them, and not only counted as freed."""
+    torch.manual_seed(0)
+    layers = MODELS[name]()
+    stage = StageExecution(layers, 0, is_first=False, is_last=False, device="cpu", selective=range(len(layers)))
+    x, gradient = torch.randn(2, ROWS, LENGTH, WIDTH)
+    with watched(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        stage.forward(0, x, None)
+        found = stage.backward_input(0, gradient)
+    results: Any = profiler.profiler.kineto_results
+    allocated = sum(event.nbytes() for event in results.events() if event.name() == "[memory]")
+    assert allocated <= stage.meter.current_bytes + found.nbytes + SCALARS
 
 
 def test_a_piece_that_saves_something_else_the_second_time_is_refused():

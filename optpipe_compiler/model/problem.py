@@ -369,10 +369,17 @@ def message_ns(machine: Machine, size: int, source: int, target: int) -> int:
     return latency if entry.bytes_per_s is None else transfer_ns(size, value_of(entry.bytes_per_s), latency)
 
 
-def message_overhead_ns(machine: Machine, device: int, other: int) -> int:
-    """Return the time that a message takes from the compute lane of either device; 0 on the same one."""
-    entry = None if device == other else _entry(machine, device, other)
-    return 0 if entry is None else value_of(entry.overhead_ns)
+def messages_overhead_ns(machine: Machine, device_of: Sequence[int], stage: int) -> int:
+    """Return what a forward's or a backward's messages take from its device's compute lane; `device_of` by stage.
+
+    An activation comes and one goes; a gradient comes from where that went, and one goes to where that came from.
+    """
+    device, found = device_of[stage], 0
+    for other in (stage - 1, stage + 1):
+        if 0 <= other < len(device_of) and device_of[other] != device:
+            entry = _entry(machine, device, device_of[other])
+            found += 0 if entry is None else value_of(entry.overhead_ns)
+    return found
 
 
 def _entry(machine: Machine, source: int, target: int) -> P2P | None:
@@ -416,12 +423,7 @@ def _stage(
     staying = _total(layer.saved_bytes for layer in mine[leaving:]) + sum(carried[:leaving])
     busy, alone = _transfers(machine, device, max(layout.device_of) + 1, saved - staying)
     overhead = value_of(machine.op_overhead_ns)
-    # an activation comes and one goes, a gradient comes from where it went and one goes to where it came from
-    moved = overhead + sum(
-        message_overhead_ns(machine, device, layout.device_of[other])
-        for other, exists in ((index - 1, before), (index + 1, after))
-        if exists
-    )
+    moved = overhead + messages_overhead_ns(machine, layout.device_of, index)
     messages = incoming + outgoing
     return Stage(
         device=device,

@@ -16,6 +16,7 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import parse
 from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.forecast.executions import durations, makespans
+from optpipe_compiler.model.problem import messages_overhead_ns
 from optpipe_compiler.study.planned import options_of
 from optpipe_compiler.verify import check
 
@@ -117,8 +118,8 @@ def answer(question: Question) -> Answer:
     return Answer(
         schedule_text=ir.to_text(found),
         digest=found.digest,
-        present_ns=executed_ns(present.schedule, question.taken_ns),
-        found_ns=executed_ns(found, question.taken_ns if is_kept else {}),
+        present_ns=executed_ns(present.schedule, question.taken_ns, question.profile),
+        found_ns=executed_ns(found, question.taken_ns if is_kept else {}, question.profile),
         move_ns=_move_ns(present.schedule, found, question.profile),
     )
 
@@ -145,14 +146,19 @@ def _cut(schedule: ir.Schedule) -> list[tuple[int, ir.Range, list[int]]]:
     return [(stage.device, stage.layers, stage.selective_layers) for stage in schedule.stages]
 
 
-def executed_ns(schedule: ir.Schedule, taken_ns: Taken) -> int:
-    """Return what a step of the schedule takes when ops take these times; those that are not named, their forecast."""
-    times = durations(schedule)
+def executed_ns(schedule: ir.Schedule, taken_ns: Taken, profile: Profile) -> int:
+    """Return what a step of the schedule takes when ops take these times; those that are not named, their forecast.
+
+    Measured times are without what an op's messages take from the compute lane, forecasts are with it.
+    """
+    times, device_of = durations(schedule), [stage.device for stage in schedule.stages]
     for op in times:
         name = parse(op)
         place = name.kind, name.stage, schedule.setup.class_of(name.microbatch, name.slice)
         if place in taken_ns:
-            times[op] = np.array([taken_ns[place]])
+            passes = name.kind in ("forward", "backward", "backward_input")
+            more = messages_overhead_ns(profile.machine, device_of, name.stage) if passes else 0
+            times[op] = np.array([taken_ns[place] + more])
     return round(float(makespans(schedule, times)[0]))
 
 

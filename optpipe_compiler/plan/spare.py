@@ -76,7 +76,7 @@ def spared(schedule: Schedule, budget: Sequence[int]) -> Schedule:
                     del starts[task]
     if len(starts) == len(schedule.starts):
         return schedule
-    return Schedule(schedule.problem, f"{schedule.method}-spared", starts)
+    return Schedule(schedule.problem, f"{schedule.method.removesuffix('-spared')}-spared", starts)
 
 
 def _away(schedule: Schedule, device: int) -> Iterator[_Away]:

@@ -106,7 +106,7 @@ ROOMS = {
     "forecast": "documents errors",
     "diff": "documents",
     "export": "documents errors forecast",
-    "study": "cache compiler documents errors forecast processes published verify",
+    "study": "cache compiler documents errors forecast model processes published verify",
     "view": "compiler costs diff documents errors forecast study verify",
     "cli": (
         "cache compiler costs diff documents errors export forecast published study verify view optpipe_compiler "

@@ -74,6 +74,9 @@ def test_plans_nearly_as_good_as_the_best_keep_what_there_is_room_for_too():
     spare(incumbents, Budget(Limits("makespan", 1.0, 0, 1, reproducible=True), one.tasks))
     assert away(attempt.best) == 0
     assert [away(timed) for timed in attempt.near] == [0, 0]
+    shorter = min(dispatched(one), key=lambda timed: timed.makespan)
+    assert incumbents.spare(attempt, attempt.near[1], shorter) is None
+    assert attempt.best is shorter
 
 
 def test_a_published_schedule_asked_for_by_name_keeps_its_offloads():

@@ -16,6 +16,7 @@ from optpipe_compiler.documents.profile import Sliceable, in_one_stage, of_unit,
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from optpipe_compiler.documents.ir import Units
     from optpipe_compiler.documents.profile import P2P, Cost, Layer, Link, Machine, Profile
     from optpipe_compiler.model.placement import Layout
 
@@ -49,6 +50,11 @@ class Slicing:
     """By shape of microbatches: the token at which each slice begins, and the length."""
     shape_of: tuple[int, ...]
     """By microbatch."""
+
+    @staticmethod
+    def of(units: Units) -> Slicing:
+        """Return the slicing that a file has."""
+        return Slicing(units.tokens, tuple(map(tuple, units.cuts)), tuple(units.shape_of))
 
     @property
     def slices(self) -> int:

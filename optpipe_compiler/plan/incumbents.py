@@ -150,10 +150,13 @@ class Incumbents:
         return over
 
     def spare(self, attempt: Attempt, timed: Schedule, less: Schedule) -> list[int] | None:
-        """Put `less` in the place of `timed`, one of the near ones, if it fits; return as `keep` does."""
+        """Put `less` in the place of `timed`, one of the near ones, if it fits; return as `keep` does.
+
+        Without transfers it may have become shorter than the best.
+        """
         over = attempt.need(less).over
         if over is None:
-            if attempt.best is timed:
+            if attempt.best is timed or self.is_better(attempt, less):
                 attempt.best = less
             attempt.near = [less if one is timed else one for one in attempt.near]
             self.report(f"sparing {attempt.layout.name}")

@@ -106,10 +106,9 @@ def slicing_of(schedule: ir.Schedule, microbatches: int | None = None) -> Slicin
     units = schedule.setup.units
     if isinstance(units, UnsetType):
         return None
-    shape_of = tuple(units.shape_of)
-    if microbatches is not None and len(units.cuts) == 1:
-        shape_of = (0,) * microbatches
-    return Slicing(units.tokens, tuple(map(tuple, units.cuts)), shape_of)
+    found = Slicing.of(units)
+    is_other = microbatches is not None and len(units.cuts) == 1
+    return replace(found, shape_of=(0,) * (microbatches or 0)) if is_other else found
 
 
 def offloaded_share(schedule: ir.Schedule, profile: Profile) -> float:

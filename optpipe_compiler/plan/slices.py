@@ -69,8 +69,7 @@ def is_asked(slicing: Slicing | None, profile: Profile, options: Options) -> boo
 
 def _kept(options: Options) -> Slicing | None:
     """Return the slicing of an earlier schedule, where that is asked for."""
-    units = options.units
-    return None if units is None else Slicing(units.tokens, tuple(map(tuple, units.cuts)), tuple(units.shape_of))
+    return None if options.units is None else Slicing.of(options.units)
 
 
 def _judged(problem: Problem) -> tuple[int, int]:

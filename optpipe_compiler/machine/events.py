@@ -90,7 +90,8 @@ from optpipe_compiler.machine.state import (
 )
 
 if TYPE_CHECKING:
-    from optpipe_compiler.machine.state import MachineState, Row
+    from optpipe_compiler.machine.state import MachineState
+    from optpipe_compiler.machine.translate import Row
 
 
 @compiled

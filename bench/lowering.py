@@ -1,7 +1,8 @@
 """Measure what makes a checked file of a plan: `python -m bench.lowering [--most-tasks N]`.
 
 Prints, for published orders of several sizes, how long lowering and judging take, in seconds and in microseconds per op
-as `Problem.tasks` counts them; then how long it takes to see what can stay. plan/budget.py has its constants from here.
+as `Problem.tasks` counts them; then how long it takes to write and to show the file, and to see what can stay.
+plan/budget.py has its constants from here.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from optpipe_compiler.model.problem import Caps
 from optpipe_compiler.plan.spare import spared
 from optpipe_compiler.published import published
 from optpipe_compiler.verify import check
+from optpipe_compiler.view.summary import render
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,12 +52,15 @@ def row(devices: int, microbatches: int, per_device: int, name: str) -> str:
     plan = published(problem, name)
     certificate = Certificate("makespan", "feasible", 1, "device-work", {}, {})
     schedule, lower_s = timed(lambda: lower(plan, profile, layout, Caps(ROOMY_BYTES, None), certificate))
-    _, check_s = timed(lambda: check(schedule, profile))
+    checked, check_s = timed(lambda: check(schedule, profile))
+    _, write_s = timed(lambda: checked.text)
+    _, show_s = timed(lambda: render(schedule))
     _, spare_s = timed(lambda: spared(plan, problem.budget))
     each = 1e6 / problem.tasks
     return (
         f"| {devices} | {microbatches} | {per_device} | {name} | {problem.tasks} | {lower_s:.2f} | {check_s:.2f} | "
-        f"{(lower_s + check_s) * each:.0f} | {spare_s * each:.1f} |"
+        f"{(lower_s + check_s) * each:.0f} | {write_s:.2f} | {show_s:.2f} | {(write_s + show_s) * each:.0f} | "
+        f"{spare_s * each:.1f} |"
     )
 
 
@@ -64,9 +69,10 @@ def main() -> None:
     parser.add_argument("--most-tasks", type=int, default=10**6, help="leave larger ones out")
     arguments = parser.parse_args()
     print(
-        "| devices | microbatches | stages per device | order | ops | lower s | judge s | us per op | spare us per op |"
+        "| devices | microbatches | stages per device | order | ops | lower s | judge s | us per op "
+        "| write s | show s | us per op | spare us per op |"
     )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|")
     for devices, microbatches, per_device in SIZES:
         if 4 * devices * per_device * microbatches <= arguments.most_tasks:
             for name in ORDERS[per_device > 1]:

@@ -111,12 +111,12 @@ class Cache:
             os.utime(entry.path)
         return found
 
-    def write(self, name: str, about: About, schedule: ir.Schedule) -> None:
+    def write(self, name: str, about: About, checked: ir.Checked) -> None:
         """Keep a plan, and no more than there is room for; where nothing can be written nothing is kept."""
         with suppress(OSError, BadInput):
             self.folder.mkdir(parents=True, exist_ok=True)
             line = msgspec.json.encode(about) + b"\n"
-            write_atomically(self.folder / f"{name}{SUFFIX}", line + ir.to_text(schedule).encode())
+            write_atomically(self.folder / f"{name}{SUFFIX}", line + checked.text.encode())
             self._shrink()
 
     def clear(self) -> int:
@@ -184,9 +184,9 @@ def compile_schedule(
                 return _again(found, profile, chosen, entry.about, time.monotonic() - begin, on_progress)
     seeds = () if chosen.reproducible else tuple(question.starts(cache, known))
     halfway = _Halfway(chosen.time_limit_s or 0.0, on_progress)
-    result = compiler.compile_schedule(profile, replace(chosen, seeds=(*chosen.seeds, *seeds)), halfway.see)
+    result = compiler.compile_schedule(profile, replace(chosen, seeds=(*chosen.seeds, *seeds)), halfway.see, begin)
     if not result.interrupted:
-        cache.write(question.name, question.about(result, halfway.value_ns), result.schedule)
+        cache.write(question.name, question.about(result, halfway.value_ns), result.checked)
     return replace(result, options=chosen)
 
 

@@ -97,15 +97,18 @@ class Result:
 
 
 def compile_schedule(
-    profile: Profile, options: Options, on_progress: Callable[[Progress], None] = lambda progress: None
+    profile: Profile,
+    options: Options,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+    begin: float | None = None,
 ) -> Result:
-    """Return the best verified schedule found within the limits.
+    """Return the best verified schedule found within the limits, by a clock that began at `begin` (absent: now).
 
     Raises Infeasible when no schedule fits, BadInput for impossible options. KeyboardInterrupt during the search ends
     it and returns the best so far.
     """
     with uncollected():
-        return _Compilation(profile, settled(profile, options), on_progress).run()
+        return _Compilation(profile, settled(profile, options), on_progress, begin or time.monotonic()).run()
 
 
 GRACE_S = 1.0
@@ -143,13 +146,15 @@ def uncollected() -> Iterator[None]:
 
 
 class _Compilation:
-    def __init__(self, profile: Profile, options: Options, on_progress: Callable[[Progress], None]) -> None:
+    def __init__(
+        self, profile: Profile, options: Options, on_progress: Callable[[Progress], None], begin: float
+    ) -> None:
         assert options.microbatches is not None
         assert options.time_limit_s is not None
         self.profile = profile
         self.options = options
         self.on_progress = on_progress
-        self.begin = time.monotonic()
+        self.begin = begin
         self.caps = Caps(options.mem_bytes, options.host_mem_bytes)
         attempts = [
             Attempt(
@@ -164,7 +169,7 @@ class _Compilation:
         limits = Limits(options.objective, options.time_limit_s, options.seed, options.workers, options.reproducible)
         self.incumbents = Incumbents(attempts, options.objective, self._report)
         self.candidates = Candidates(self.incumbents)
-        self.budget = Budget(limits, max(attempt.problem.tasks for attempt in attempts))
+        self.budget = Budget(limits, max(attempt.problem.tasks for attempt in attempts), begin)
 
     def run(self) -> Result:
         """Plan until the time is spent; then certify and verify the best schedule."""

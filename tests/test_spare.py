@@ -71,7 +71,7 @@ def test_plans_nearly_as_good_as_the_best_keep_what_there_is_room_for_too():
     incumbents = Incumbents([attempt], "makespan", lambda _: None)
     assert incumbents.keep(attempt, best, "tried") is None
     attempt.near.append(near)
-    spare(incumbents, Budget(Limits("makespan", 1.0, 0, 1, reproducible=True), one.tasks))
+    spare(incumbents, Budget(Limits("makespan", 1.0, 0, 1, reproducible=True), one.tasks, begin=0.0))
     assert away(attempt.best) == 0
     assert [away(timed) for timed in attempt.near] == [0, 0]
     shorter = min(dispatched(one), key=lambda timed: timed.makespan)

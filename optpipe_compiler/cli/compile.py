@@ -91,7 +91,6 @@ def compile_command(
     Example: optpipe compile profile.json --mem 40GB --microbatches 16 -o schedule.json
     """
     from optpipe_compiler import cache, compiler
-    from optpipe_compiler.documents import ir
     from optpipe_compiler.documents import profile as profiles
     from optpipe_compiler.documents.files import check_writable, write_atomically
     from optpipe_compiler.documents.units import show_ns
@@ -112,13 +111,15 @@ def compile_command(
     limit_s = compiler.settled(costs, chosen).time_limit_s
     with ProgressLine(console(stderr=True), limit_s, every_plan=is_said(VERBOSE)) as line:
         result = cache.compile_schedule(costs, chosen, line.update, cache.users() if cached else None)
-    write_atomically(output, ir.to_text(result.schedule))
+    with compiler.uncollected():
+        write_atomically(output, result.checked.text)
     for remark in result.notes:
         note(f"optpipe: {remark}")
     if as_json:
         say_json(_report(result))
         return
-    console().print(render(result.schedule))
+    with compiler.uncollected():
+        console().print(render(result.schedule))
     if result.quantiles is not None:
         noisy = result.quantiles
         say(f"with the noise of ops: {show_ns(noisy.p50_ns)} in half of the steps, {show_ns(noisy.p95_ns)} in 95%")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -416,6 +417,11 @@ class Checked:
     """A schedule in which the judge found no violation; only `verify.check` makes one."""
 
     schedule: Schedule
+
+    @cached_property
+    def text(self) -> str:
+        """Its canonical text, made once: the file of a large schedule takes seconds."""
+        return to_text(self.schedule)
 
 
 def contract_digest(schedule: Schedule) -> str:

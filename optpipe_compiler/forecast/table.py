@@ -36,6 +36,7 @@ class Table:
             self.static_bytes[stage.device] += stage.static_bytes
         self.forward_of: dict[tuple[int, int, ir.Range], int] = {}
         """The most transient bytes of a forward of some layers of a stage, as far as they were asked for."""
+        self._known: dict[object, tuple[tuple[Holds, Holds], tuple[int, int]]] = {}
         self.dropped: dict[tuple[int, Unit], int] = defaultdict(int)
         """What the recomputed ranges of a stage and unit give up after their forward."""
         for device in schedule.devices:
@@ -45,19 +46,26 @@ class Table:
 
     def on_device(self, op: ir.Op) -> tuple[int, int]:
         """Return the bytes on the device at the start and at the end of `op`; what is freed is negative."""
-        taken, given = self.by_holder(op)
-        return sum(taken), sum(given)
+        return self._entry(op)[1]
 
     def by_holder(self, op: ir.Op) -> tuple[Holds, Holds]:
         """Return the same by what holds the bytes."""
-        entries = self._of(op).entries
-        entry = entries.get(type(op))
-        if isinstance(op, ir.Forward):
-            taken, given = entries[ir.Forward]
-            dropped = self.dropped.get((op.stage, op.unit), 0)
-            return (taken, plus(given, _holds(kept=-dropped))) if dropped else (taken, given)
+        return self._entry(op)[0]
+
+    def _entry(self, op: ir.Op) -> tuple[tuple[Holds, Holds], tuple[int, int]]:
+        """Return the bytes of an op by holder and in all; they are the same for most microbatches."""
+        dropped = self.dropped.get((op.stage, op.unit), 0) if isinstance(op, ir.Forward) else 0
+        key = type(op), self._of(op), op.layers if isinstance(op, ir.SavedOp) else None, dropped
+        found = self._known.get(key)
+        if found is None:
+            taken, given = self._by_holder(op, dropped)
+            found = self._known[key] = (taken, given), (sum(taken), sum(given))
+        return found
+
+    def _by_holder(self, op: ir.Op, dropped: int) -> tuple[Holds, Holds]:
+        entry = self._of(op).entries.get(type(op))
         if entry is not None:
-            return entry
+            return entry[0], plus(entry[1], _holds(kept=-dropped))
         assert isinstance(op, ir.SavedOp)
         if isinstance(op, ir.Recompute):
             extra = self._forward_of(op)

@@ -14,6 +14,8 @@ GRACE_S = 2.0
 """Seconds beyond the time limit that lowering and verifying a schedule may take."""
 LOWERING_SHARE = 0.5
 """Share of the time limit that lowering and verifying a schedule may take; instances of more ops are left out."""
+AFTER_S_PER_TASK = 6e-5
+"""Seconds that a command takes per task to write and to show the result; `python -m bench.lowering` measures 6e-5."""
 SPARE_S_PER_TASK = 2e-5
 """Seconds that it takes per task to see what can stay: at most four rounds of 5 us."""
 
@@ -35,15 +37,18 @@ class Limits:
 
 
 class Budget:
-    """What is left of the limits for planning; `tasks`: of the largest schedule that may have to be written."""
+    """What is left of the limits for planning.
 
-    def __init__(self, limits: Limits, tasks: int) -> None:
+    `tasks`: of the largest schedule that may have to be written; `begin`: when the time began, by `time.monotonic`.
+    """
+
+    def __init__(self, limits: Limits, tasks: int, begin: float) -> None:
         self.limits = limits
-        self.begin = time.monotonic()
+        self.begin = begin
         self.spent = 0.0
         """Deterministic time, in units of the solver."""
-        self.reserve_s = lowering_s(tasks) + SPARE_S_PER_TASK * tasks
-        """Time that sparing, lowering and verifying the result will take."""
+        self.reserve_s = lowering_s(tasks) + (SPARE_S_PER_TASK + AFTER_S_PER_TASK) * tasks
+        """Time that sparing, lowering, verifying, writing and showing the result will take."""
 
     def left(self) -> float:
         """Return the seconds that are left; in reproducible mode they are counted in deterministic time."""

@@ -39,9 +39,9 @@ def searches(monkeypatch) -> list[Options]:
     seen: list[Options] = []
     real = compiler.compile_schedule
 
-    def compile_schedule(profile, options, on_progress=lambda progress: None):
+    def compile_schedule(profile, options, *others):
         seen.append(options)
-        return real(profile, options, on_progress)
+        return real(profile, options, *others)
 
     monkeypatch.setattr(compiler, "compile_schedule", compile_schedule)
     return seen
@@ -108,7 +108,7 @@ def test_a_better_plan_for_less_memory_takes_the_place_of_an_answer(kept, search
     tight = planned(SOON, kept)
     roomy = planned(replace(SOON, mem_bytes=4 * GB), kept)
     entry = next(one for one in kept.entries() if one.about.mem_bytes == 4 * GB)
-    kept.write(entry.path.stem, structs.replace(entry.about, value_ns=value(tight) + 1), roomy.schedule)
+    kept.write(entry.path.stem, structs.replace(entry.about, value_ns=value(tight) + 1), roomy.checked)
     again = planned(replace(SOON, mem_bytes=4 * GB), kept)
     assert not again.is_cached
     assert searches[-1].seeds[0].schedule == tight.schedule
@@ -161,7 +161,7 @@ def test_many_at_a_time_read_write_and_clear(kept):
     def work(number: int) -> None:
         if number % 7 == 0:
             kept.clear()
-        kept.write(entry.path.stem, entry.about, result.schedule)
+        kept.write(entry.path.stem, entry.about, result.checked)
         for one in kept.entries():
             found = kept.read(one, COSTS)
             assert found is None or found.schedule == result.schedule

@@ -22,7 +22,7 @@ from optpipe_compiler.plan.exact import exact, is_small
 from optpipe_compiler.plan.explore import LOCAL_SHARE, QUICK_SHARE, SMALL_SHARE, explore
 from optpipe_compiler.plan.incumbents import Attempt, Incumbents
 from optpipe_compiler.plan.instances import SEVERAL, in_time, instances, layouts, link_share, lower_bound
-from optpipe_compiler.plan.least_memory import one_microbatch_at_a_time
+from optpipe_compiler.plan.least_memory import LeastMemory
 from optpipe_compiler.plan.options import TIME_LIMITS, Options, recorded, settled
 from optpipe_compiler.plan.spare import spare
 from optpipe_compiler.verify import Violated, check
@@ -216,9 +216,11 @@ class _Compilation:
         seeds.plant(self.incumbents, self.options.seeds)
         any_small = any(map(is_small, self.incumbents.attempts))
         share = QUICK_SHARE if not self.options.search else SMALL_SHARE if any_small else LOCAL_SHARE
-        explore(self.incumbents, self.candidates, self.budget, share=share)
+        least = LeastMemory(self.incumbents, self.caps, self.budget)
+        explore(self.incumbents, self.candidates, self.budget, least, share=share)
         if self.incumbents.winner() is None:
-            one_microbatch_at_a_time(self.incumbents, self.caps)
+            least.find()
+            least.refuse()
         if self.options.search:
             exact(self.incumbents, self.budget)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING
 
+from optpipe_compiler.errors import MissingDependency
 from optpipe_compiler.plan.incumbents import Need
 from optpipe_compiler.plan.local_search import Effort, Found, LocalSearch, Realiser, SearchedProblem
 from optpipe_compiler.solver.worker import DETERMINISTIC_PER_S
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
     from optpipe_compiler.plan.budget import Budget
     from optpipe_compiler.plan.candidates import Candidates
     from optpipe_compiler.plan.incumbents import Attempt, Incumbents
+    from optpipe_compiler.plan.least_memory import LeastMemory
 
 QUICK_SHARE = 0.05
 """Share of the time limit for the local search, where no other search follows."""
@@ -24,8 +28,14 @@ SMALL_SHARE = 0.3
 MOST_THREADS = 16
 
 
-def explore(incumbents: Incumbents, candidates: Candidates, budget: Budget, *, share: float) -> None:
-    """Search over policies for a share of the time that is left, and try all published schedules meanwhile."""
+def explore(
+    incumbents: Incumbents, candidates: Candidates, budget: Budget, least: LeastMemory, *, share: float
+) -> None:
+    """Search over policies for a share of the time that is left, and try all published schedules meanwhile.
+
+    Where nothing fits when half of that is over, `least` has the time until the end. Raises Infeasible if that proves
+    that nothing ever will.
+    """
     seconds = max(0.0, share * budget.left())
     limits = budget.limits
     is_span = limits.objective == "span"
@@ -38,7 +48,7 @@ def explore(incumbents: Incumbents, candidates: Candidates, budget: Budget, *, s
         if limits.reproducible:
             found.gather()
         else:
-            found.follow(time.monotonic() + seconds)
+            found.follow(time.monotonic() + seconds, time.monotonic() + seconds / 2, least)
         found.compare()
     if search.error is not None:
         incumbents.attempts[0].notes.append(f"local search ended early: {search.error!r}")
@@ -78,8 +88,11 @@ class _Exploration:
         for one in (found + self.search.take(0.0))[-1:]:
             self._realise(one)
 
-    def follow(self, end: float) -> None:
-        """Take what comes as it comes, until `end` or until the bounds are met and all published schedules tried."""
+    def follow(self, end: float, half: float, least: LeastMemory) -> None:
+        """Take what comes as it comes, until `end` or until the bounds are met and all published schedules tried.
+
+        After `half` of the time this thread, where it has nothing yet, solves for the least memory.
+        """
         trying, incumbents = True, self.incumbents
         while trying or (self.search.is_running and time.monotonic() < end):
             trying = trying and next(self.steps, self) is None
@@ -89,6 +102,12 @@ class _Exploration:
             incumbents.report("local search")
             if not trying and all(map(incumbents.is_met, incumbents.attempts)):
                 return
+            if not trying and incumbents.winner() is None and half <= time.monotonic() < end:
+                with suppress(MissingDependency):  # the search may still find something
+                    least.find()
+                    if least.is_proof:
+                        least.refuse()
+                half = math.inf
         for found in self.search.take(0.0)[-1:]:
             self._realise(found)
 

@@ -18,36 +18,72 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from optpipe_compiler.model.problem import Caps, Problem
+    from optpipe_compiler.plan.budget import Budget
     from optpipe_compiler.plan.incumbents import Attempt, Incumbents
 
 
-def one_microbatch_at_a_time(incumbents: Incumbents, caps: Caps) -> None:
-    """Solve for the least memory of each placement; raise Infeasible where none fits the caps."""
-    from optpipe_compiler.solver.minimum import one_at_a_time
+class LeastMemory:
+    """One microbatch after the other on each placement, found once."""
 
-    best: tuple[int, int, Attempt] | None = None
-    equal = [attempt for attempt in incumbents.attempts if attempt.problem.slicing is None]
-    cut = [attempt for attempt in incumbents.attempts if attempt.problem.slicing is not None]
-    least = _tried(incumbents, cut)
-    if not equal and least is not None and incumbents.winner() is None:
-        raise Infeasible(
-            f"no schedule of slices or unequal lengths was found that fits --mem {show_bytes(caps.device_bytes)}: one "
-            f"microbatch at a time needs {least} bytes ({show_bytes(least)}) per device; raise --mem"
-        )
-    for attempt in equal:
-        problem, devices, fixed = attempt.problem, range(attempt.problem.devices), attempt.fixed
-        least = max(fixed[d] + max(problem.stages[s].saved for s in problem.stages_of(d)) for d in devices)
-        if attempt.is_partial or (best is not None and least >= max(best[0], caps.device_bytes + 1)):
-            continue  # whole offloads need no more memory; or one stage alone needs more than another placement
-        timed = one_at_a_time(attempt.problem, fixed)
-        if incumbents.keep(attempt, timed, "least memory") is None:
-            continue
-        needed, _ = attempt.peaks(timed)
-        worst = max(devices, key=lambda d: needed[d])
-        if best is None or needed[worst] < best[0]:
-            best = needed[worst], worst, attempt
-    if best is not None and incumbents.winner() is None:
-        raise _refusal(*best, caps)
+    def __init__(self, incumbents: Incumbents, caps: Caps, budget: Budget) -> None:
+        self.incumbents = incumbents
+        self.caps = caps
+        self.budget = budget
+        self.is_proof = all(attempt.problem.slicing is None for attempt in incumbents.attempts)
+        """Whether no schedule fits at all where none of these does."""
+        self._refusal: Infeasible | None = None
+        self._is_found = False
+
+    def find(self) -> None:
+        """Solve for the least memory of each placement; keep what fits.
+
+        Once something fits, no more is tried than there is time for. Until then it goes on: a refusal names the least
+        memory of all placements.
+        """
+        from optpipe_compiler.solver.minimum import one_at_a_time
+
+        if self._is_found:
+            return
+        incumbents, cap = self.incumbents, self.caps.device_bytes
+        cut = [attempt for attempt in incumbents.attempts if attempt.problem.slicing is not None]
+        least = _tried(incumbents, cut)
+        if least is not None:
+            self._refusal = Infeasible(
+                f"no schedule of slices or unequal lengths was found that fits --mem {show_bytes(cap)}: one microbatch "
+                f"at a time needs {least} bytes ({show_bytes(least)}) per device; raise --mem"
+            )
+        best: tuple[int, int, int, Attempt] | None = None
+        whole = [(n, attempt) for n, attempt in enumerate(incumbents.attempts) if attempt.problem.slicing is None]
+        for number, attempt in sorted(whole, key=lambda one: _at_least(one[1])):
+            # whole offloads need no more memory; or one stage alone needs more than another placement
+            if attempt.is_partial or (best is not None and _at_least(attempt) >= max(best[0], cap + 1)):
+                continue
+            if incumbents.winner() is not None and self.budget.is_over():
+                break
+            timed = one_at_a_time(attempt.problem, attempt.fixed)
+            if incumbents.keep(attempt, timed, "least memory") is None:
+                continue
+            peaks, _ = attempt.peaks(timed)
+            worst = max(range(attempt.problem.devices), key=peaks.__getitem__)
+            if best is None or (peaks[worst], number) < best[:2]:
+                best = peaks[worst], number, worst, attempt
+        if best is not None:
+            needed, _, device, attempt = best
+            self._refusal = _refusal(needed, device, attempt, self.caps)
+        self._is_found = True
+
+    def refuse(self) -> None:
+        """Raise Infeasible if nothing has fitted so far."""
+        if self._refusal is not None and self.incumbents.winner() is None:
+            raise self._refusal
+
+
+def _at_least(attempt: Attempt) -> int:
+    """Return bytes that some device needs whatever its order: for what is always there and one stage's activation."""
+    problem = attempt.problem
+    return max(
+        attempt.fixed[d] + max(problem.stages[s].saved for s in problem.stages_of(d)) for d in range(problem.devices)
+    )
 
 
 def _tried(incumbents: Incumbents, attempts: list[Attempt]) -> int | None:

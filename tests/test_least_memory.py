@@ -1,0 +1,108 @@
+"""One microbatch at a time is looked for within the time limit, counted in what is done instead of in seconds."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from optpipe_compiler.errors import Infeasible
+from optpipe_compiler.model import bounds
+from optpipe_compiler.model.placement import Layout
+from optpipe_compiler.model.problem import Caps
+from optpipe_compiler.plan import explore
+from optpipe_compiler.plan.budget import Budget, Limits
+from optpipe_compiler.plan.candidates import Candidates
+from optpipe_compiler.plan.incumbents import Attempt, Incumbents
+from optpipe_compiler.plan.least_memory import LeastMemory
+from optpipe_compiler.solver import minimum
+from tests.instances import problem
+
+LIMIT, SOLVE = 20, 6
+"""Of a clock that ticks with each look at what the search has found, and with each solve by so much."""
+
+
+class Clock:
+    """Ticks when something is done; the search finds nothing."""
+
+    is_running = True
+    error = None
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.solved: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def take(self, timeout_s: float) -> list[object]:
+        self.now += 1
+        return []
+
+    def climbing(self) -> list[object]:
+        return []
+
+    def __enter__(self) -> Clock:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    ticking, real = Clock(), minimum.one_at_a_time
+
+    def one_at_a_time(*arguments):
+        ticking.solved.append(ticking.now)
+        ticking.now += SOLVE
+        return real(*arguments)
+
+    monkeypatch.setattr(minimum, "one_at_a_time", one_at_a_time)
+    monkeypatch.setattr("optpipe_compiler.plan.explore.time", ticking)
+    monkeypatch.setattr("optpipe_compiler.plan.budget.time", ticking)
+    monkeypatch.setattr(explore, "LocalSearch", lambda *_: ticking)
+    monkeypatch.setattr(Candidates, "steps", lambda self: iter([None] * 3))
+    return ticking
+
+
+def searched(budget_units: int, placements: int) -> Incumbents:
+    """Search where no published schedule fits, nor anything else but one microbatch at a time."""
+    one = problem(2, 3, budget_units)
+    attempts = [
+        Attempt(Layout(name, (0, 1, 2), (0, 1)), one, bounds.best(one, "makespan"), (0, 0), lambda _: ([], []))
+        for name in ("linear", "loop", "v")[:placements]
+    ]
+    incumbents = Incumbents(attempts, "makespan", lambda _: None)
+    budget = Budget(Limits("makespan", LIMIT, 0, 1, reproducible=False), 0, begin=0.0)
+    budget.reserve_s = 0.0
+    least = LeastMemory(incumbents, Caps(budget_units, None), budget)
+    explore.explore(incumbents, Candidates(incumbents), budget, least, share=1.0)
+    return incumbents
+
+
+def test_it_begins_at_half_of_the_time_and_what_fits_ends_it_in_time(clock):
+    found = searched(100, placements=3)
+    assert found.winner() is not None
+    assert clock.solved == [LIMIT / 2, LIMIT / 2 + SOLVE]  # a third solve would begin too late
+    assert clock.now <= LIMIT + SOLVE
+
+
+def test_what_can_never_fit_is_refused_before_the_end(clock):
+    with pytest.raises(Infeasible, match="the smallest --mem that would do is"):
+        searched(1, placements=1)
+    assert clock.solved == [LIMIT / 2]
+    assert clock.now <= LIMIT
+
+
+def test_the_search_goes_on_where_the_solver_is_missing(clock, monkeypatch):
+    missing = SimpleNamespace(calls=0)
+
+    def none(*_):
+        missing.calls += 1
+        raise explore.MissingDependency("compile needs ortools: pip install ortools")
+
+    monkeypatch.setattr(minimum, "one_at_a_time", none)
+    assert searched(100, placements=1).winner() is None
+    assert missing.calls == 1
+    assert LIMIT <= clock.now <= LIMIT + 1

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.deliveries import waits
 from optpipe_compiler.documents.ops import op_id
 from optpipe_compiler.errors import BadInput, RunFailed
-from runtime_torch import deliveries
 from runtime_torch.bundles import Boundary, show
 from runtime_torch.cuda import Cuda, pinned
 from runtime_torch.execution import StageExecution
@@ -137,16 +137,12 @@ class Replay:
         self._on_arrival = on_arrival
         self._on_weights = on_weights
         self._names = {
-            stage.stage: f"rank {device}: layer {stage.layers[1] - 1}"
-            for stage in schedule.stages
-            if stage.device == device
+            stage.stage: f"rank {device}: layer {stage.layers[1] - 1}" for stage in schedule.stages_of(device)
         }
         """What an output is said to come from."""
         self._mailbox = Mailbox(group, meter)
         self._timeline = OpRecorder(on)
-        self._lanes = self._make_lanes(
-            deliveries.waits(schedule, device), on_failure, Cuda(on) if on.type == "cuda" else backend
-        )
+        self._lanes = self._make_lanes(waits(schedule, device), on_failure, Cuda(on) if on.type == "cuda" else backend)
         self._received = {op.id for op in self.plan.compute if isinstance(op, ir.RecvActivation | ir.RecvGradient)}
         self._recomputed: dict[tuple[int, int], list[Layers]] = defaultdict(list)
         for op in self.plan.compute:
@@ -183,16 +179,16 @@ class Replay:
         backend: Backend | None,
     ) -> Lanes:
         plan = self.plan
-        waits: dict[str, list[str]] = {}
-        for lane in (plan.compute, plan.d2h, plan.h2d):
+        others: dict[str, list[str]] = {}
+        for lane in plan.lanes.values():
             own = {op.id for op in lane}
             for op in lane:
-                waits[op.id] = [name for name in (*op.after, *messages[op.id]) if name not in own]
+                others[op.id] = [name for name in (*op.after, *messages[op.id]) if name not in own]
         work = LaneOps(
             plan.compute,
             plan.d2h,
             plan.h2d,
-            waits,
+            others,
             messages,
             self._mailbox.wait,
             self._mailbox.is_delivered,
@@ -364,7 +360,7 @@ class Replay:
     def _start(self, due: _Due, tensor: Tensor | None = None) -> Mark:
         """Wait for all that the op needs, `tensor` being what it reads from another stage; return its start."""
         self._lanes.start(due.id)
-        if tensor is not None and self._on_arrival is not None and deliveries.received_for(due.op)[0] in self._received:
+        if tensor is not None and self._on_arrival is not None and due.op.received_id in self._received:
             self._on_arrival(tensor)
         return self._timeline.now()
 

@@ -252,7 +252,7 @@ class Steps:
         rank, world = dist.get_rank(group), dist.get_world_size(group)
         if world != schedule.setup.devices:
             raise RunFailed(f"the schedule is for {schedule.setup.devices} devices, but {world} ranks take part")
-        expected = {stage.stage for stage in schedule.stages if stage.device == rank}
+        expected = {stage.stage for stage in schedule.stages_of(rank)}
         if set(stages) != expected:
             raise BadInput(f"rank {rank} has stages {sorted(stages)}, the schedule expects {sorted(expected)}")
         self.plan = schedule.devices[rank]
@@ -271,12 +271,11 @@ class Steps:
             on_weights=on_weights,
             on_failure=on_failure,
         )
-        self._static_bytes = sum(stage.static_bytes for stage in schedule.stages if stage.device == rank)
 
     @property
     def promised_activation_bytes(self) -> int:
         """The device's promised peak without static and reserve bytes."""
-        return self.plan.peak_bytes - self._static_bytes - self._schedule.setup.reserve_bytes
+        return self._schedule.activation_bytes(self.plan.device)
 
     def step(
         self,

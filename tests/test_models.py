@@ -21,8 +21,8 @@ from optpipe_torch.models import known as models  # noqa: E402
 from optpipe_torch.models import (  # noqa: E402
     text,
     user_functions,
+    vocabulary,
 )
-from runtime_torch import vocabulary  # noqa: E402
 from runtime_torch.bundles import bundle_of  # noqa: E402
 
 SMALL = Model(

@@ -14,10 +14,10 @@ from torch import nn
 
 from optpipe_compiler.costs.models import Architecture
 from optpipe_compiler.errors import BadInput
-from optpipe_torch.models import known, layers
-from runtime_torch import attention, engine, vocabulary
+from optpipe_torch.frameworks.decoder import DecoderLayer
+from optpipe_torch.models import known, layers, vocabulary
+from runtime_torch import attention, engine
 from runtime_torch.bundles import bundled, trace_bundles
-from runtime_torch.decoder import DecoderLayer
 from runtime_torch.execution import StageExecution
 from runtime_torch.meter import Meter
 from runtime_torch.microbatch import Microbatch, entered

@@ -46,7 +46,7 @@ def render(checked: ir.Checked) -> str:
 def _names(schedule: ir.Schedule) -> Iterator[TraceEvent]:
     """Name and order processes and threads; lanes without ops get no thread."""
     for device in schedule.devices:
-        layers = [stage.layers for stage in schedule.stages if stage.device == device.device]
+        layers = [stage.layers for stage in schedule.stages_of(device.device)]
         shown = ", ".join(f"{first}-{end - 1}" if end > first + 1 else str(first) for first, end in layers)
         yield _about("process_name", device.device, 0, name=f"device {device.device}: layers {shown}")
         yield _about("process_sort_index", device.device, 0, sort_index=device.device)

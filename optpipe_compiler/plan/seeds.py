@@ -183,7 +183,7 @@ def _read(seed: ir.Schedule, problem: Problem, layout: Layout) -> tuple[Ints, In
         return None
     if seed.setup.devices != problem.devices or slicing_of(seed, problem.whole) != problem.slicing:
         return None
-    lanes = (op for device in seed.devices for lane in (device.compute, device.d2h, device.h2d) for op in lane)
+    lanes = (op for device in seed.devices for op in device.ops)
     if not all(_is_possible(op, problem, layout) for op in lanes if op.name in KINDS):
         return None
     return _times(seed)

@@ -120,7 +120,7 @@ class _Alone:
         assert schedule.model is not None
         torch.manual_seed(seed)
         model = schedule.model
-        mine = [range(*stage.layers) for stage in schedule.stages if stage.device == rank]
+        mine = [range(*stage.layers) for stage in schedule.stages_of(rank)]
         layers = {i: layer for own in mine for i, layer in zip(own, models.build(model, own, device), strict=True)}
         self._schedule, self._rank, self._device, self._scale = schedule, rank, device, time_scale
         bundles = models.bundles(model)
@@ -196,7 +196,6 @@ class _Alone:
             )
             for op_id, lane, start, end in planned
         ]
-        static = sum(stage.static_bytes for stage in schedule.stages if stage.device == self._rank)
         measured = [transfers(run) for run in timed]
         spans = [_span(run) for run in timed]
         return EmulationReport(
@@ -212,7 +211,7 @@ class _Alone:
             ),
             forecast_transfers=transfers(planned),
             peak_activation_bytes=max(peak for peak, _ in self._peaks),
-            promised_activation_bytes=plan.peak_bytes - static - schedule.setup.reserve_bytes,
+            promised_activation_bytes=schedule.activation_bytes(self._rank),
             peak_host_bytes=max(peak for _, peak in self._peaks),
             promised_host_bytes=plan.host_bytes,
             allocator_peak_bytes=self._allocator_peak,

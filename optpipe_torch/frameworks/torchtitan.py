@@ -103,8 +103,7 @@ def pipelining(
                 ac_config=ac_config,
                 **others,
             )
-            for stage in plan.stages
-            if stage.device == rank
+            for stage in plan.stages_of(rank)
             for index in range(*stage.layers)
         }
         sharded = any(isinstance(module, FSDPModule) for part in mine.values() for module in part.modules())

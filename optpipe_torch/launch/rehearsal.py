@@ -67,7 +67,7 @@ class RehearsedDevice:
         self.scale = scale
         self._meter, self._host_meter = meter, host_meter
         plan = schedule.devices[rank]
-        self._ops: dict[str, ir.Op] = {op.id: op for lane in (plan.compute, plan.d2h, plan.h2d) for op in lane}
+        self._ops = {op.id: op for op in plan.ops}
         self._durations = forecast_durations(schedule, rank)
         self._bytes = Table(schedule)
         self._compute, self._arrival = Pace(), Pace()

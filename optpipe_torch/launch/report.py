@@ -7,8 +7,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from optpipe_compiler.documents import ir
     from optpipe_torch.replan.records import PlannerNote, SwapRecord
 
@@ -136,8 +134,7 @@ class RunReport:
 
 def forecast_durations(schedule: ir.Schedule, device: int) -> dict[str, int]:
     """The forecast duration in ns of every op of a device that takes time on a lane."""
-    plan = schedule.devices[device]
-    lanes: dict[str, Sequence[ir.Op]] = {"compute": plan.compute, "d2h": plan.d2h, "h2d": plan.h2d}
+    lanes = schedule.devices[device].lanes
     return {
         op.id: end - start
         for times in schedule.forecast.times

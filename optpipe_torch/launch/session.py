@@ -271,7 +271,7 @@ class _Session(ABC):
         plan, mine = schedule.devices[self.rank], self._results[first:]
         return RankReport(
             rank=self.rank,
-            stages=[stage.stage for stage in schedule.stages if stage.device == self.rank],
+            stages=[stage.stage for stage in schedule.stages_of(self.rank)],
             peak_activation_bytes=max((result.peak_activation_bytes for result in mine), default=0),
             promised_activation_bytes=self.promised_bytes(),
             peak_host_bytes=max((result.peak_host_bytes for result in mine), default=0),
@@ -314,7 +314,7 @@ class _Training(_Session):
         if (found := models.layer_count(model)) != self.schedule.setup.layers:
             raise BadInput(f"the model has {found} layers, the schedule is for {self.schedule.setup.layers}")
         torch.manual_seed(self.job.seed + self.rank)
-        mine = [stage.layers for stage in self.schedule.stages if stage.device == self.rank]
+        mine = [stage.layers for stage in self.schedule.stages_of(self.rank)]
         layers: dict[int, nn.Module] = {}
         for first, end in mine:
             layers.update(zip(range(first, end), models.build(model, range(first, end)), strict=True))
@@ -372,7 +372,7 @@ class _Rehearsal(_Session):
         self.time_scale = rehearsal.auto_scale(schedule) if scale is None else scale
         meter, host_meter = Meter(), Meter()
         device = rehearsal.RehearsedDevice(schedule, self.rank, self.time_scale, meter, host_meter)
-        mine = [stage.stage for stage in schedule.stages if stage.device == self.rank]
+        mine = [stage.stage for stage in schedule.stages_of(self.rank)]
         self._steps = Steps(
             schedule,
             {index: rehearsal.RehearsedStage(device, index) for index in mine},

@@ -41,7 +41,7 @@ def chrome_trace(
     schedule = eras[-1][0]
     events, first = list(_names(schedule)), 0
     for number, (one, steps) in enumerate(eras):
-        ops = {op.id: op for device in one.devices for op in (*device.compute, *device.d2h, *device.h2d)}
+        ops = {op.id: op for device in one.devices for op in device.ops}
         table = Table(one)
         if number:
             events.append(_mark(one, first, _start(steps[0]) - origin))
@@ -88,7 +88,7 @@ def _names(schedule: ir.Schedule) -> Iterator[TraceEvent]:
     """Name and order processes (devices) and threads (lanes); lanes without ops get no thread."""
     for device in schedule.devices:
         number = device.device
-        stages = ", ".join(str(stage.stage) for stage in schedule.stages if stage.device == number)
+        stages = ", ".join(str(stage.stage) for stage in schedule.stages_of(number))
         yield _about("process_name", number, 0, name=f"device {number}: stages {stages}")
         yield _about("process_sort_index", number, 0, sort_index=number)
         for lane in LANES:

@@ -248,10 +248,6 @@ class StageExecution:
         kept = [storage for one in self._passes[microbatch].checkpoints.values() for storage in one.storages()]
         return sum({s.data_ptr(): s.nbytes() for s in kept}.values())
 
-    def in_flight(self) -> list[int]:
-        """The microbatches between their forward and the end of their backward."""
-        return list(self._passes)
-
     # -- how
 
     def _forward(self, run: _Pass, x: Tensor, target: Tensor | None, recomputed: Sequence[Layers]) -> Tensor:

@@ -24,11 +24,6 @@ class CheckReport:
     worst_difference: float
     tolerance: float
 
-    @property
-    def loss_difference(self) -> float:
-        """Absolute."""
-        return abs(self.loss - self.reference_loss)
-
 
 @dataclass(frozen=True, slots=True)
 class KindTime:

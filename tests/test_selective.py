@@ -305,7 +305,7 @@ def test_estimates_know_it_and_drop_what_the_runtime_drops():
     _, saved, _ = taken([copy.deepcopy(layer)], [], fused=False, way="keep")
     _, less, _ = taken([layer], [0], fused=False, way="keep")
     with torch.device("meta"):
-        counted = count([GptBlock(WIDTH, 2)], torch.empty(ROWS, LENGTH, WIDTH), None)
+        counted = count([Block(GPT, LENGTH)], torch.empty(ROWS, LENGTH, WIDTH), None)
     light = counted.sizes.selective
     assert light is not None
     assert counted.sizes.saved - light.saved == saved - less

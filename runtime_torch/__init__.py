@@ -16,7 +16,8 @@ from optpipe_compiler.errors import MissingDependency
 if TYPE_CHECKING:
     from optpipe_compiler.documents.ir import load as load_schedule
     from runtime_torch.microbatch import add_loss
-    from runtime_torch.runner import Runner, StepResult
+    from runtime_torch.replay import StepResult
+    from runtime_torch.runner import Runner
     from runtime_torch.slices import WHOLE, Carry
     from runtime_torch.stages import build_stages, wrap_stages
 
@@ -39,7 +40,7 @@ _HOMES = {
     "Carry": ("runtime_torch.slices", "Carry"),
     "DecoderLayer": ("optpipe_torch.frameworks.decoder", "DecoderLayer"),
     "Runner": ("runtime_torch.runner", "Runner"),
-    "StepResult": ("runtime_torch.runner", "StepResult"),
+    "StepResult": ("runtime_torch.replay", "StepResult"),
     "add_loss": ("runtime_torch.microbatch", "add_loss"),
     "build_stages": ("runtime_torch.stages", "build_stages"),
     "cheap": ("runtime_torch.selective", "cheap"),

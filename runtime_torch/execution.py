@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import UntypedStorage, nn
 
     from runtime_torch.bundles import Flow
-    from runtime_torch.slices import Slice
+    from runtime_torch.microbatch import Slice
 
 Layers = tuple[int, int]
 """Layers `[first, end)`, numbered over the whole model."""

@@ -76,7 +76,7 @@ def tiny_profile(model: Model = MODEL, devices: int = 2, ms: int = 1, cuts: tupl
 def _in_slices(stage, cuts, x, target, gradient):
     """Saved, residue and captured bytes and the carry that are enough for every slice, when scaled to its tokens: not
     all of them grow with the tokens."""
-    from runtime_torch.slices import Slice
+    from runtime_torch.microbatch import Slice
 
     spans = list(pairwise(cuts))
     found = []

@@ -79,6 +79,7 @@ def steps(plan, meter, host_meter, backend, count=2):
         group=None,
         on=torch.device("cpu"),
         meter=meter,
+        host_meter=host_meter,
         backend=backend,
     )
     found = []

@@ -20,8 +20,8 @@ from runtime_torch import attention, engine
 from runtime_torch.bundles import bundled, trace_bundles
 from runtime_torch.execution import StageExecution
 from runtime_torch.meter import Meter
-from runtime_torch.microbatch import Microbatch, entered
-from runtime_torch.slices import WHOLE, Slice, StageCarry
+from runtime_torch.microbatch import Microbatch, Slice, entered
+from runtime_torch.slices import WHOLE, StageCarry
 
 TOKENS = 24
 LLAMA = Architecture(kind="llama", layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=256)
@@ -202,7 +202,7 @@ def run_sliced(model, cuts, how, cut=2):
     ranges = [(s.first_layer, s.end_layer) for s in stages]
     for index, (a, b) in enumerate(spans):
         x = inputs[:, a:b]
-        with entered(Microbatch(tokens=b - a, share=parts[index].share)):
+        with entered(Microbatch(tokens=b - a, slice=parts[index])):
             for stage, layers_ in zip(stages, ranges, strict=True):
                 recomputed = [layers_] if "recompute" in how else []
                 x = stage.forward(index, x, target[:, a:b], recomputed, parts[index])
@@ -211,7 +211,7 @@ def run_sliced(model, cuts, how, cut=2):
         loss += x.item()
     for index, (a, b) in reversed(list(enumerate(spans))):
         gradient = None
-        with entered(Microbatch(tokens=b - a, share=parts[index].share)):
+        with entered(Microbatch(tokens=b - a, slice=parts[index])):
             for stage, layers_ in reversed(list(zip(stages, ranges, strict=True))):
                 if "offload" in how:
                     stage.reload(index, layers_)

@@ -162,6 +162,7 @@ class Planned:
         plan, bundles = self._schedule.devices[self._setting.rank], self._stages.bundles
         assert bundles is not None
         boundaries = [bundle.boundary for bundle in bundles[1:]]
+        first = next(iter(self._stages.values()))
         replay = Replay(
             self._schedule,
             self._setting.rank,
@@ -169,7 +170,8 @@ class Planned:
             lambda stage, _: boundaries[self._schedule.stages[stage].layers[1] - 1],
             group=None,
             on=self._setting.device,
-            meter=next(iter(self._stages.values())).meter,
+            meter=first.meter,
+            host_meter=first.host_meter,
             backend=AtOnce(),
         )
 

@@ -131,7 +131,6 @@ class _Alone:
         self._batch = batches.cut_all([one.to(device) for one in inputs], target.to(device))
         prepare(schedule, self._stages, batches.boundary, self._batch, BYTES_TOLERANCE)
         first = next(iter(self._stages.values()))
-        self._meter, self._host_meter = first.meter, first.host_meter
         carriers = [bundle.boundary for bundle in bundles[1:] if not bundle.is_single]
         self._peers = Peers(schedule, rank, time_scale, zeros=carriers)
         self._make_replay = partial(
@@ -142,7 +141,8 @@ class _Alone:
             lambda stage, unit: batches.boundary(schedule.stages[stage].layers[1] - 1, unit),
             group=self._peers,
             on=device,
-            meter=self._meter,
+            meter=first.meter,
+            host_meter=first.host_meter,
         )
         self._replay = self._make_replay()
         for parameter in self._stages.module.parameters():  # gradients are static memory
@@ -153,16 +153,13 @@ class _Alone:
 
     def step(self) -> list[Ran]:
         """Run the device's ops once; return when each ran, from the start of the step, by end."""
-        self._meter.reset_peak()
-        self._host_meter.reset_peak()
         batch = self._batch
-        ops = self._replay.step(batch.inputs, batch.targets, batch.microbatches, batch.slices)
+        result = self._replay.step(batch.inputs, batch.targets, batch.units)
         start = self._peers.start_ns
         self._stages.module.zero_grad(set_to_none=False)
-        self._peaks.append((self._meter.peak_bytes, self._host_meter.peak_bytes))
-        losses = self._replay.losses
-        self.loss = float("nan") if losses is None else losses.mean().item()
-        ran = [(op.op_id, op.lane, op.start_ns - start, op.end_ns - start) for op in ops]
+        self._peaks.append((result.peak_activation_bytes, result.peak_host_bytes))
+        self.loss = float("nan") if result.loss is None else result.loss
+        ran = [(op.op_id, op.lane, op.start_ns - start, op.end_ns - start) for op in result.ops]
         return sorted(ran, key=lambda op: op[3])
 
     def measure_allocator(self) -> None:

@@ -7,7 +7,6 @@ import threading
 from abc import ABC, abstractmethod
 from dataclasses import asdict, replace
 from datetime import timedelta
-from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Literal
 
@@ -29,9 +28,7 @@ from optpipe_torch.launch.worker import settle_on_cpu
 from optpipe_torch.models import known as models
 from optpipe_torch.replan.replanner import Replanner
 from runtime_torch.conform import agree
-from runtime_torch.meter import Meter
-from runtime_torch.microbatch import Microbatch
-from runtime_torch.runner import Runner, StepResult, Steps
+from runtime_torch.runner import Runner
 from runtime_torch.stages import stages_between
 
 if TYPE_CHECKING:
@@ -44,6 +41,7 @@ if TYPE_CHECKING:
     from optpipe_torch.launch.trace import Ran
     from optpipe_torch.models.user_model import Batch
     from optpipe_torch.replan.records import SwapRecord
+    from runtime_torch.replay import StepResult
 
     Tell = Callable[[RunEvent], None]
     Failed = Callable[[BaseException], None]
@@ -182,10 +180,6 @@ class _Session(ABC):
     def step(self) -> StepResult:
         """One step on this rank."""
 
-    @abstractmethod
-    def promised_bytes(self) -> int:
-        """The plan's peak of activation bytes on this rank."""
-
     def _one_step(self, number: int) -> None:
         dist.barrier(group=self.control)
         result = self.step()
@@ -273,7 +267,7 @@ class _Session(ABC):
             rank=self.rank,
             stages=[stage.stage for stage in schedule.stages_of(self.rank)],
             peak_activation_bytes=max((result.peak_activation_bytes for result in mine), default=0),
-            promised_activation_bytes=self.promised_bytes(),
+            promised_activation_bytes=schedule.activation_bytes(self.rank),
             peak_host_bytes=max((result.peak_host_bytes for result in mine), default=0),
             promised_host_bytes=plan.host_bytes,
             busy_ns=median([result.busy_ns for result in timed] or [0]),
@@ -352,10 +346,6 @@ class _Training(_Session):
         self._optimizer.zero_grad()
         return result
 
-    def promised_bytes(self) -> int:
-        """As the schedule says."""
-        return self._runner.promised_activation_bytes
-
     def _batch(self, generator: torch.Generator) -> Batch:
         inputs, target = self._draw(generator, self.schedule.setup.microbatches)
         return tuple(tensor.to(self.device) for tensor in inputs), target.to(self.device)
@@ -370,28 +360,9 @@ class _Rehearsal(_Session):
         """Set up the clocks and meters."""
         schedule, scale = self.schedule, self.job.time_scale
         self.time_scale = rehearsal.auto_scale(schedule) if scale is None else scale
-        meter, host_meter = Meter(), Meter()
-        device = rehearsal.RehearsedDevice(schedule, self.rank, self.time_scale, meter, host_meter)
-        mine = [stage.stage for stage in schedule.stages_of(self.rank)]
-        self._steps = Steps(
-            schedule,
-            {index: rehearsal.RehearsedStage(device, index) for index in mine},
-            lambda *_: rehearsal.BOUNDARY,
-            group=None,
-            on=self.device,
-            meter=meter,
-            host_meter=host_meter,
-            message_bytes=partial(rehearsal.message_bytes, schedule),
-            on_arrival=device.arrive,
-            on_failure=self.on_failure,
-        )
+        self._replay = rehearsal.replay(schedule, self.rank, self.time_scale, self.on_failure)
 
     def step(self) -> StepResult:
         """One rehearsed step."""
-        count, slices = self.schedule.setup.microbatches, self.schedule.setup.slices
-        batch = torch.zeros(count * slices, 2, dtype=torch.float64).unbind()
-        return self._steps.step(batch, batch, [Microbatch(1 / count)] * count * slices)
-
-    def promised_bytes(self) -> int:
-        """As the schedule says."""
-        return self._steps.promised_activation_bytes
+        batch = rehearsal.batch(self.schedule)
+        return self._replay.step(batch, batch)

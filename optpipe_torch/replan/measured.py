@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.profile import Profile
     from optpipe_compiler.study.beside import Taken
-    from runtime_torch.runner import StepResult
+    from runtime_torch.replay import StepResult
 
 Ran = tuple[str, str, int, int]
 """Op id, lane, start and end in ns of a monotonic clock."""

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.stock import llama
 from bench.stock.offload import HostPool, Offloaded
-from optpipe_torch.emulate.at_once import AtOnce
 from runtime_torch import Runner, build_stages
 from runtime_torch.replay import Replay
+from runtime_torch.streams import Backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -172,7 +172,7 @@ class Planned:
             on=self._setting.device,
             meter=first.meter,
             host_meter=first.host_meter,
-            backend=AtOnce(),
+            backend=Backend(),
         )
 
         def step(tokens: Tensor, target: Tensor) -> None:

@@ -16,22 +16,22 @@ import torch
 from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.export.memory import timed_ops
-from optpipe_torch.emulate.at_once import AtOnce
 from optpipe_torch.emulate.peers import Peers
-from optpipe_torch.launch.trace import Ran, chrome_trace
+from optpipe_torch.launch.trace import chrome_trace
 from optpipe_torch.launch.worker import settle_on_cpu
 from optpipe_torch.models import known as models
-from optpipe_torch.profiler.timer import CpuTimer
+from optpipe_torch.profiler.timer import Timer
 from runtime_torch.batches import Batches
 from runtime_torch.conform import BYTES_TOLERANCE, prepare
 from runtime_torch.replay import Replay
 from runtime_torch.stages import stages_between
+from runtime_torch.streams import Backend
+from runtime_torch.timeline import OpTime
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from optpipe_torch.launch.job import RunEvent
-    from optpipe_torch.profiler.timer import Timer
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +98,14 @@ def emulate(
     if device.type == "cpu":
         settle_on_cpu()
     alone = _Alone(schedule, rank, device, data, time_scale, seed)
-    runs: list[list[Ran]] = []
+    runs: list[list[OpTime]] = []
     for number in range(steps):
         runs.append(alone.step())
-        span = runs[-1][-1][3]
+        span = runs[-1][-1].end_ns
         on_event({"event": "step", "step": number, "steps": steps, "loss": alone.loss, "makespan_ns": span})
     alone.measure_allocator()
     if trace:
-        nobody: list[Ran] = []
+        nobody: list[OpTime] = []
         devices = [[run if other == rank else nobody for other in range(schedule.setup.devices)] for run in runs]
         on_event({"event": "trace", "text": chrome_trace([(schedule, devices)], time_scale)})
     return alone.report(runs)
@@ -151,7 +151,7 @@ class _Alone:
         self._allocator_peak = 0
         self.loss = float("nan")
 
-    def step(self) -> list[Ran]:
+    def step(self) -> list[OpTime]:
         """Run the device's ops once; return when each ran, from the start of the step, by end."""
         batch = self._batch
         result = self._replay.step(batch.inputs, batch.targets, batch.units)
@@ -159,8 +159,8 @@ class _Alone:
         self._stages.module.zero_grad(set_to_none=False)
         self._peaks.append((result.peak_activation_bytes, result.peak_host_bytes))
         self.loss = float("nan") if result.loss is None else result.loss
-        ran = [(op.op_id, op.lane, op.start_ns - start, op.end_ns - start) for op in result.ops]
-        return sorted(ran, key=lambda op: op[3])
+        ran = [op.later(-start) for op in result.ops]
+        return sorted(ran, key=lambda op: op.end_ns)
 
     def measure_allocator(self) -> None:
         """One more step, watched by the allocator; the peaks of those before it stay as they are."""
@@ -170,13 +170,13 @@ class _Alone:
 
             timer: Timer = CudaTimer(self._device.index)
         else:
-            timer = CpuTimer()
-            self._replay = self._make_replay(backend=AtOnce())
+            timer = Timer()
+            self._replay = self._make_replay(backend=Backend())
             self.step()  # makes the slab on the host
         self._allocator_peak = timer.peaks({"step": self.step})["step"]
         self._peaks = peaks
 
-    def report(self, runs: Sequence[Sequence[Ran]]) -> EmulationReport:
+    def report(self, runs: Sequence[Sequence[OpTime]]) -> EmulationReport:
         """Put the steps together."""
         schedule, plan = self._schedule, self._schedule.devices[self._rank]
         timed = runs[1:] or runs
@@ -215,14 +215,15 @@ class _Alone:
             ops=ops,
         )
 
-    def _planned(self) -> Iterable[Ran]:
+    def _planned(self) -> Iterable[OpTime]:
         lanes = {"offload": "d2h", "reload": "h2d"}
         for op, start, end in timed_ops(self._schedule, self._rank):
             if not isinstance(op, ir.MessageOp):
-                yield op.id, lanes.get(op.name, "compute"), round(start * self._scale), round(end * self._scale)
+                lane = lanes.get(op.name, "compute")
+                yield OpTime(op.id, lane, round(start * self._scale), round(end * self._scale))
 
 
-def transfers(ran: Sequence[Ran]) -> CopyTimes:
+def transfers(ran: Sequence[OpTime]) -> CopyTimes:
     """Return how much of the copies' time the compute lane was busy for."""
     busy = [(start, end) for _, lane, start, end in ran if lane == "compute"]
     copies = [(start, end) for _, lane, start, end in ran if lane != "compute"]
@@ -230,5 +231,5 @@ def transfers(ran: Sequence[Ran]) -> CopyTimes:
     return CopyTimes(hidden, sum(end - start for start, end in copies) - hidden)
 
 
-def _span(ran: Sequence[Ran]) -> int:
+def _span(ran: Sequence[OpTime]) -> int:
     return max(end for *_, end in ran) - min(start for _, _, start, _ in ran)

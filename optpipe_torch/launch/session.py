@@ -26,6 +26,7 @@ from optpipe_torch.launch.report import KindTime, RankReport, RunReport, StepRec
 from optpipe_torch.launch.trace import chrome_trace
 from optpipe_torch.launch.worker import settle_on_cpu
 from optpipe_torch.models import known as models
+from optpipe_torch.replan.measured import gathered
 from optpipe_torch.replan.replanner import Replanner
 from runtime_torch.conform import agree
 from runtime_torch.runner import Runner
@@ -38,10 +39,11 @@ if TYPE_CHECKING:
 
     from optpipe_torch.launch.job import Job, Place, RunEvent
     from optpipe_torch.launch.report import CheckReport
-    from optpipe_torch.launch.trace import Ran
     from optpipe_torch.models.user_model import Batch
+    from optpipe_torch.replan.measured import Steps
     from optpipe_torch.replan.records import SwapRecord
     from runtime_torch.replay import StepResult
+    from runtime_torch.timeline import OpTime
 
     Tell = Callable[[RunEvent], None]
     Failed = Callable[[BaseException], None]
@@ -217,18 +219,14 @@ class _Session(ABC):
 
     def _trace(self) -> None:
         """Tell the ops of all ranks as one trace."""
-        mine = [[(op.op_id, op.lane, op.start_ns, op.end_ns) for op in result.ops] for result in self._results]
+        steps = gathered(self._results, self.control)
         if not self.one_host:  # clocks differ: each rank's step starts at the same moment
-            starts = [result.start_ns for result in self._results]
-            mine = [[(i, lane, s - t, e - t) for i, lane, s, e in ops] for ops, t in zip(mine, starts, strict=True)]
-        found = [mine] * dist.get_world_size(self.control)
-        dist.all_gather_object(found, mine, group=self.control)
+            steps = [[_from_its_start(ran) for ran in ranks] for ranks in steps]
         if self.rank == 0:
-            steps = list(zip(*found, strict=True))
             text = chrome_trace(self._eras(steps), self.time_scale, [asdict(swap) for swap in self._swaps()])
             self.tell({"event": "trace", "text": text})
 
-    def _eras(self, steps: list[tuple[list[Ran], ...]]) -> list[tuple[ir.Schedule, list[tuple[list[Ran], ...]]]]:
+    def _eras(self, steps: Steps) -> list[tuple[ir.Schedule, Steps]]:
         """Return the schedules in turn with their steps."""
         ends = [first for first, _ in self._begins[1:]] + [len(steps)]
         return [(one, steps[first:end]) for (first, one), end in zip(self._begins, ends, strict=True) if first < end]
@@ -285,6 +283,11 @@ class _Session(ABC):
                 measured[kind] = measured.get(kind, 0) + (op.end_ns - op.start_ns) / len(timed)
                 planned[kind] = planned.get(kind, 0) + forecast[op.op_id] * self.time_scale / len(timed)
         return {kind: KindTime(measured[kind], planned[kind]) for kind in measured}
+
+
+def _from_its_start(ran: list[OpTime]) -> list[OpTime]:
+    start = min(op.start_ns for op in ran)
+    return [op.later(-start) for op in ran]
 
 
 def _collect_garbage(*, first: bool) -> None:

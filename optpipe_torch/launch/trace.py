@@ -18,9 +18,9 @@ from optpipe_compiler.forecast.table import Table
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from runtime_torch.timeline import OpTime
+
 TraceEvent = dict[str, Any]
-Ran = tuple[str, str, int, int]
-"""Op id, lane, start and end in ns of the machine's monotonic clock."""
 
 FORMAT = "optpipe-trace"
 LANES = ("compute", "d2h", "h2d")
@@ -28,7 +28,7 @@ _KINDS = {"offload": "d2h", "reload": "h2d"}
 
 
 def chrome_trace(
-    eras: Sequence[tuple[ir.Schedule, Sequence[Sequence[Sequence[Ran]]]]],
+    eras: Sequence[tuple[ir.Schedule, Sequence[Sequence[Sequence[OpTime]]]]],
     time_scale: float = 1.0,
     swaps: Sequence[dict[str, Any]] = (),
 ) -> str:
@@ -80,7 +80,7 @@ def _mark(schedule: ir.Schedule, step: int, shift: int) -> TraceEvent:
     return {"ph": "i", "s": "g", "name": "swap", "pid": 0, "tid": 0, "ts": shift / 1000, "args": about}
 
 
-def _start(devices: Sequence[Sequence[Ran]]) -> int:
+def _start(devices: Sequence[Sequence[OpTime]]) -> int:
     return min(start for ran in devices for _, _, start, _ in ran)
 
 
@@ -123,7 +123,7 @@ def _forecast(schedule: ir.Schedule, device: int, step: int, shift: int, scale: 
         }
 
 
-def _measured(table: Table, op: ir.Op, device: int, step: int, ran: Ran, origin: int) -> TraceEvent:
+def _measured(table: Table, op: ir.Op, device: int, step: int, ran: OpTime, origin: int) -> TraceEvent:
     _, lane, start, end = ran
     about: dict[str, Any] = {"op": op.id, "kind": op.name, "stage": op.stage, "microbatch": op.microbatch, "step": step}
     if op.slice_or_none is not None:

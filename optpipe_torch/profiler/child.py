@@ -30,7 +30,7 @@ from optpipe_torch.profiler.layers import (
 from optpipe_torch.profiler.records import Findings, LayerBytes, Messages, Times, available_memory
 from optpipe_torch.profiler.slices import slice_bytes, sliced_bench, time_slices
 from optpipe_torch.profiler.spread import steadiest
-from optpipe_torch.profiler.timer import CpuTimer
+from optpipe_torch.profiler.timer import Timer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from optpipe_compiler.documents.profile import Model
     from optpipe_torch.launch.job import Place
     from optpipe_torch.profiler.layers import Bench
-    from optpipe_torch.profiler.timer import Timer
 
 GROUP_TIMEOUT = timedelta(seconds=120)
 MOST_EQUAL = 4
@@ -101,7 +100,7 @@ def _joined(place: Place, *, on_gpu: bool) -> Iterator[Timer]:
 def _timer(gpu: int | None) -> Timer:
     if gpu is None:
         settle_on_cpu()
-        return CpuTimer()
+        return Timer()
     from optpipe_torch.profiler.cuda import CudaTimer
 
     return CudaTimer(gpu)

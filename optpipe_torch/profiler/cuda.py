@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from optpipe_torch.profiler.copies import stream_lanes
+from optpipe_torch.profiler.timer import Timer
 from optpipe_torch.profiler.topology import pci_address, root_port
 from runtime_torch.cuda import Cuda, pinned
 
@@ -30,7 +31,7 @@ LEAD_SIZE = 2048
 """Rows and columns of the matrices that are multiplied meanwhile."""
 
 
-class CudaTimer:
+class CudaTimer(Timer):
     """One GPU of this machine.
 
     An op's time is that between two events around it on the compute stream, as in a run (`timeline.py`). The host does

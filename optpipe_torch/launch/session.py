@@ -18,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents import profile as profiles
 from optpipe_compiler.documents.files import canonical
-from optpipe_compiler.errors import BadInput, RunFailed
+from optpipe_compiler.errors import BadInput, RunFailed, first_line
 from optpipe_torch.launch import rehearsal
 from optpipe_torch.launch.check import check
 from optpipe_torch.launch.job import gpu_count, ranks_here
@@ -104,8 +104,7 @@ def _meet(place: Place, timeout_s: float, on_failure: Failed) -> Store:
     try:
         store, _, _ = next(rendezvous(place.meet, place.rank, place.world, timeout=timedelta(seconds=allowed)))
     except (RuntimeError, ValueError) as error:
-        what = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise RunFailed(f"rank {place.rank} did not meet the other ranks: {what}") from error
+        raise RunFailed(f"rank {place.rank} did not meet the other ranks: {first_line(error)}") from error
     finally:
         timer.cancel()
     store.set_timeout(timedelta(seconds=timeout_s))

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
@@ -375,6 +375,16 @@ class Times(Record, frozen=True, kw_only=True, omit_defaults=False):
     end_ns: list[Count]
 
 
+class OpForecast(NamedTuple):
+    """An op with its forecast times in ns: of a message its issue and its arrival."""
+
+    device: int
+    lane: Lane
+    op: Op
+    start_ns: int
+    end_ns: int
+
+
 class Baseline(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A schedule to compare with on the same costs; null where it is not defined for this instance, with the reason.
 
@@ -453,6 +463,16 @@ class Schedule(Record, frozen=True, kw_only=True, omit_defaults=False):
     def activation_bytes(self, device: int) -> int:
         """Return a device's promised peak without static and reserve bytes."""
         return self.devices[device].peak_bytes - self.static_bytes(device) - self.setup.reserve_bytes
+
+    def timed(self, device: int | None = None, *, messages: bool = False) -> Iterator[OpForecast]:
+        """Yield the ops of a device (absent: of all), lane by lane, with their forecast times; with `messages` sends
+        and receives, too, which take no lane."""
+        for times in self.forecast.times:
+            if device in (None, times.device):
+                ops = self.devices[times.device].lanes[times.lane]
+                for op, start, end in zip(ops, times.start_ns, times.end_ns, strict=True):
+                    if messages or not isinstance(op, MessageOp):
+                        yield OpForecast(times.device, times.lane, op, start, end)
 
 
 @dataclass(frozen=True)

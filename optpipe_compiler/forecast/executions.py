@@ -55,13 +55,7 @@ def quantiles(schedule: ir.Schedule, spreads: Spreads, *, count: int = EXECUTION
 
 def durations(schedule: ir.Schedule) -> dict[str, Times]:
     """Return the forecast's time in ns of every op of compute, d2h and h2d by id, as arrays of one execution."""
-    found = {}
-    for times in schedule.forecast.times:
-        ops = getattr(schedule.devices[times.device], times.lane)
-        for op, start, end in zip(ops, times.start_ns, times.end_ns, strict=True):
-            if not isinstance(op, ir.MessageOp):
-                found[op.id] = np.array([end - start], np.float64)
-    return found
+    return {one.op.id: np.array([one.end_ns - one.start_ns], np.float64) for one in schedule.timed()}
 
 
 def makespans(schedule: ir.Schedule, taken: Mapping[str, Times]) -> Times:
@@ -104,15 +98,8 @@ class _Execution:
         found: dict[str, str] = {}
         for link in self.schedule.forecast.links:
             for name in ("d2h", "h2d") if len(link.devices) > 1 else ():
-                order = []
-                for times in self.schedule.forecast.times:
-                    if times.lane == name and times.device in link.devices:
-                        ops = getattr(self.schedule.devices[times.device], name)
-                        order += [
-                            (start, end, op.id)
-                            for op, start, end in zip(ops, times.start_ns, times.end_ns, strict=True)
-                        ]
-                order.sort()
+                on_link = [one for one in self.schedule.timed() if one.lane == name and one.device in link.devices]
+                order = sorted((one.start_ns, one.end_ns, one.op.id) for one in on_link)
                 found |= {after[2]: before[2] for before, after in pairwise(order)}
         return found
 

@@ -193,13 +193,11 @@ def _times(seed: ir.Schedule) -> tuple[Ints, Ints]:
     """Return starts and ends [kind, stage, unit]; of several recomputes or copies of one stage the last."""
     shape = len(Kind), len(seed.stages), seed.setup.microbatches * seed.setup.slices
     starts, ends = np.full(shape, NONE, np.int64), np.full(shape, NONE, np.int64)
-    for times in seed.forecast.times:
-        ops = getattr(seed.devices[times.device], times.lane)
-        for op, start, end in zip(ops, times.start_ns, times.end_ns, strict=True):
-            if op.name in KINDS:
-                unit = op.microbatch * seed.setup.slices + (op.slice_or_none or 0)
-                place = KINDS[op.name], op.stage, unit
-                starts[place], ends[place] = start, end
+    for _, _, op, start, end in seed.timed():
+        if op.name in KINDS:
+            unit = op.microbatch * seed.setup.slices + (op.slice_or_none or 0)
+            place = KINDS[op.name], op.stage, unit
+            starts[place], ends[place] = start, end
     return starts, ends
 
 

@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.export.memory import timed_ops
 from optpipe_torch.emulate.peers import Peers
 from optpipe_torch.launch.trace import chrome_trace
 from optpipe_torch.launch.worker import settle_on_cpu
@@ -31,6 +29,7 @@ from runtime_torch.timeline import OpTime
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from optpipe_compiler.documents import ir
     from optpipe_torch.launch.job import RunEvent
 
 
@@ -216,11 +215,8 @@ class _Alone:
         )
 
     def _planned(self) -> Iterable[OpTime]:
-        lanes = {"offload": "d2h", "reload": "h2d"}
-        for op, start, end in timed_ops(self._schedule, self._rank):
-            if not isinstance(op, ir.MessageOp):
-                lane = lanes.get(op.name, "compute")
-                yield OpTime(op.id, lane, round(start * self._scale), round(end * self._scale))
+        for _, lane, op, start, end in self._schedule.timed(self._rank):
+            yield OpTime(op.id, lane, round(start * self._scale), round(end * self._scale))
 
 
 def transfers(ran: Sequence[OpTime]) -> CopyTimes:

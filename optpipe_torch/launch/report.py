@@ -129,11 +129,4 @@ class RunReport:
 
 def forecast_durations(schedule: ir.Schedule, device: int) -> dict[str, int]:
     """The forecast duration in ns of every op of a device that takes time on a lane."""
-    lanes = schedule.devices[device].lanes
-    return {
-        op.id: end - start
-        for times in schedule.forecast.times
-        if times.device == device
-        for op, start, end in zip(lanes[times.lane], times.start_ns, times.end_ns, strict=True)
-        if not op.name.startswith(("send", "recv"))
-    }
+    return {op.id: end - start for _, _, op, start, end in schedule.timed(device)}

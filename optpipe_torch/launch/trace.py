@@ -12,7 +12,6 @@ import msgspec
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import range_name
-from optpipe_compiler.export.memory import timed_ops
 from optpipe_compiler.forecast.table import Table
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ TraceEvent = dict[str, Any]
 
 FORMAT = "optpipe-trace"
 LANES = ("compute", "d2h", "h2d")
-_KINDS = {"offload": "d2h", "reload": "h2d"}
 
 
 def chrome_trace(
@@ -108,15 +106,13 @@ def _thread(lane: str) -> int:
 
 def _forecast(schedule: ir.Schedule, device: int, step: int, shift: int, scale: float) -> Iterator[TraceEvent]:
     """Yield what was forecast for a step; named so that no reader takes it for a measured op."""
-    for op, start, end in timed_ops(schedule, device):
-        if isinstance(op, ir.MessageOp):
-            continue
+    for _, lane, op, start, end in schedule.timed(device):
         yield {
             "ph": "X",
             "name": f"forecast {_name(op)}",
             "cat": "forecast",
             "pid": device,
-            "tid": _thread(_KINDS.get(op.name, "compute")),
+            "tid": _thread(lane),
             "ts": (shift + start * scale) / 1000,
             "dur": (end - start) * scale / 1000,
             "args": {"forecast": op.id, "step": step},

@@ -16,6 +16,7 @@ from optpipe_compiler.errors import BadInput
 from optpipe_torch.launch.worker import settle_on_cpu
 from optpipe_torch.models import known as models
 from optpipe_torch.models import text
+from optpipe_torch.models.user_functions import OWN
 from optpipe_torch.profiler.copies import time_copies
 from optpipe_torch.profiler.layers import (
     Benches,
@@ -157,7 +158,7 @@ def _find(timer: Timer, place: Place, model: Model, samples: int, say: Callable[
         copies_alone,
         kind=timer.kind,
         memory=timer.memory(),
-        titles=models.layer_titles(model) if model.builder in models.OWN else [],
+        titles=models.layer_titles(model) if model.builder in OWN else [],
         host_link=timer.host_link,
         host_memory_bytes=available_memory(),
         sliced=sliced_times,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ from runtime_torch.cuda import Cuda, pinned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from contextlib import AbstractContextManager
 
     from runtime_torch.execution import StageExecution
     from runtime_torch.lanes import LaneOps, Lanes
@@ -64,9 +63,10 @@ class CudaTimer(Timer):
         end.record()
         self._under_way.append((into, start, end))
 
-    def busy(self, into: list[int]) -> AbstractContextManager[None]:
+    @contextmanager
+    def busy(self, into: list[int]) -> Iterator[None]:
         """Messages are on a stream of their own."""
-        return nullcontext()
+        yield
 
     def settle(self) -> None:
         """Wait for the device, then read the events."""

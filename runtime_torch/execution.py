@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import UntypedStorage, nn
 
     from runtime_torch.bundles import Flow
-    from runtime_torch.slices import Slice
+    from runtime_torch.microbatch import Slice
 
 Layers = tuple[int, int]
 """Layers `[first, end)`, numbered over the whole model."""
@@ -247,10 +247,6 @@ class StageExecution:
         """Bytes of the inputs that are kept for recomputes still to come."""
         kept = [storage for one in self._passes[microbatch].checkpoints.values() for storage in one.storages()]
         return sum({s.data_ptr(): s.nbytes() for s in kept}.values())
-
-    def in_flight(self) -> list[int]:
-        """The microbatches between their forward and the end of their backward."""
-        return list(self._passes)
 
     # -- how
 

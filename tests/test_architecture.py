@@ -116,11 +116,11 @@ ROOMS = {
     "runtime_torch": "documents errors",
     "frameworks": "documents errors runtime_torch",
     "models": "costs documents errors frameworks optpipe_compiler optpipe_torch runtime_torch",
-    "launch": "processes documents errors export forecast models replan runtime_torch",
+    "launch": "processes documents errors forecast models replan runtime_torch",
     "replan": "processes costs documents errors forecast runtime_torch study",
     "profiler": "processes costs documents errors launch models runtime_torch",
     "estimates": "costs documents errors models profiler runtime_torch",
-    "emulate": "documents errors export launch models profiler runtime_torch",
+    "emulate": "documents errors launch models profiler runtime_torch",
     "optpipe_compiler": "",
     "optpipe_torch": "",
 }

@@ -22,7 +22,7 @@ from optpipe_torch.profiler import spread as measure_spread  # noqa: E402
 from optpipe_torch.profiler.layers import OPS, bookkeeping_bench  # noqa: E402
 from optpipe_torch.profiler.records import Messages, assemble  # noqa: E402
 from optpipe_torch.profiler.spread import MOST, relative_spread, steadiest  # noqa: E402
-from optpipe_torch.profiler.timer import CpuTimer  # noqa: E402
+from optpipe_torch.profiler.timer import Timer  # noqa: E402
 from tests.test_measure import TINY, findings  # noqa: E402
 
 QUIET, NOISY, LOUD = [100, 101, 102, 103], [100, 200, 300, 400], [100, 300, 800, 900]
@@ -92,7 +92,7 @@ def test_there_are_no_more_turns_when_the_time_is_up(clock):
 # -- where it is measured
 
 
-class Scripted(CpuTimer):
+class Scripted(Timer):
     """Its clock says what it is told to, op by op."""
 
     def __init__(self, ns):

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.stock import llama
 from bench.stock.offload import HostPool, Offloaded
-from optpipe_torch.emulate.at_once import AtOnce
 from runtime_torch import Runner, build_stages
 from runtime_torch.replay import Replay
+from runtime_torch.streams import Backend
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -175,6 +175,7 @@ class Planned:
         plan, bundles = self._schedule.devices[self._setting.rank], self._stages.bundles
         assert bundles is not None
         boundaries = [bundle.boundary for bundle in bundles[1:]]
+        first = next(iter(self._stages.values()))
         replay = Replay(
             self._schedule,
             self._setting.rank,
@@ -182,8 +183,9 @@ class Planned:
             lambda stage, _: boundaries[self._schedule.stages[stage].layers[1] - 1],
             group=None,
             on=self._setting.device,
-            meter=next(iter(self._stages.values())).meter,
-            backend=AtOnce(),
+            meter=first.meter,
+            host_meter=first.host_meter,
+            backend=Backend(),
         )
 
         def step(tokens: Tensor, target: Tensor) -> None:

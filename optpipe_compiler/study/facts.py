@@ -99,12 +99,8 @@ def _host_traffic(schedule: ir.Schedule) -> int:
 
 def _recompute_fraction(schedule: ir.Schedule) -> float:
     again = whole = 0
-    for times in schedule.forecast.times:
-        if times.lane != "compute":
-            continue
-        ops = schedule.devices[times.device].compute
-        for op, start, end in zip(ops, times.start_ns, times.end_ns, strict=True):
-            if not op.name.startswith(("send_", "recv_")):
-                whole += end - start
-                again += end - start if op.name == "recompute" else 0
+    for _, lane, op, start, end in schedule.timed():
+        if lane == "compute":
+            whole += end - start
+            again += end - start if op.name == "recompute" else 0
     return again / whole if whole else 0.0

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from optpipe_torch.models import known as models
+from optpipe_torch.models.user_functions import OWN
 from optpipe_torch.profiler.records import LayerBytes, SelectiveBytes, Times
 from runtime_torch.bundles import bundled
 from runtime_torch.execution import StageExecution
@@ -68,7 +69,7 @@ class Benches:
         self._names = models.layer_names(model)
         self._entering = self._entering_kinds()
         self._gradients: dict[Bundle, Tensor] = {}
-        if model.builder in models.OWN:
+        if model.builder in OWN:
             self._pass_back()
 
     def _pass_back(self) -> None:
@@ -97,7 +98,7 @@ class Benches:
 
     def _in_turn(self) -> Iterator[tuple[int, nn.Module | None]]:
         """Yield the layers before the last, one at a time; None for blocks of models of our own, and their halves."""
-        if self.model.builder not in models.OWN:
+        if self.model.builder not in OWN:
             yield from islice(enumerate(models.each(self.model, None, self.device)), self.head)
             return
         for index, name in enumerate(self._names[: self.head]):

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.documents.profile import Profile
     from optpipe_compiler.study.beside import Answer
-    from runtime_torch.runner import Runner, StepResult
+    from runtime_torch.replay import StepResult
+    from runtime_torch.runner import Runner
     from runtime_torch.swap import Swap
 
 NOTHING, MEASURE, OFFER, SWAP, UNDO = range(5)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from optpipe_compiler.documents.ir import Op, Schedule
+    from optpipe_compiler.documents.ir import Schedule
 
 Range = tuple[int, int]
 """Begin and end in ns."""
@@ -136,8 +136,7 @@ def _names(schedule: Schedule) -> dict[str, str]:
     """Return the op id for every name that a trace may give an op that takes time."""
     names: dict[str, str] = {}
     for device in schedule.devices:
-        ops: list[Op] = [*device.compute, *device.d2h, *device.h2d]
-        for op in ops:
+        for op in device.ops:
             if re.match("send_|recv_", op.name):
                 continue
             names[op.id] = op.id

@@ -39,6 +39,8 @@ class OpRow:
     lane: Literal["compute", "d2h", "h2d"]
     stage: int
     microbatch: int
+    slice: int | None
+    """Of the microbatch; None where microbatches are not cut."""
     start_ns: int
     end_ns: int
 
@@ -155,8 +157,8 @@ class Plan:
             ops = getattr(self.schedule.devices[times.device], times.lane)
             for op, start, end in zip(ops, times.start_ns, times.end_ns, strict=True):
                 if messages or not isinstance(op, ir.MessageOp):
-                    row = (op.text, op.name, times.device, times.lane, op.stage, op.microbatch, start, end)
-                    found.append(OpRow(*row))
+                    where = (times.device, times.lane, op.stage, op.microbatch, op.slice_or_none)
+                    found.append(OpRow(op.text, op.name, *where, start, end))
         return sorted(found, key=lambda row: (row.start_ns, row.device, row.lane))
 
     def devices(self) -> list[DeviceRow]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from optpipe_compiler.documents import ir
-from optpipe_compiler.documents.ops import parse
+from optpipe_compiler.documents.ops import op_id, parse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -55,7 +55,13 @@ def quantiles(schedule: ir.Schedule, spreads: Spreads, *, count: int = EXECUTION
 
 def durations(schedule: ir.Schedule) -> dict[str, Times]:
     """Return the forecast's time in ns of every op of compute, d2h and h2d by id, as arrays of one execution."""
-    return {one.op.id: np.array([one.end_ns - one.start_ns], np.float64) for one in schedule.timed()}
+    found = {}
+    for times in schedule.forecast.times:
+        ops = getattr(schedule.devices[times.device], times.lane)
+        for op, start, end in zip(ops, times.start_ns, times.end_ns, strict=True):
+            if not isinstance(op, ir.MessageOp):
+                found[op.id] = np.array([end - start], np.float64)
+    return found
 
 
 def makespans(schedule: ir.Schedule, taken: Mapping[str, Times]) -> Times:
@@ -78,7 +84,7 @@ class _Execution:
         self.schedule = schedule
         self.taken = taken
         self.lanes: list[tuple[int, Sequence[ir.Op]]] = [
-            (device.device, lane) for device in schedule.devices for lane in device.lanes.values()
+            (device.device, lane) for device in schedule.devices for lane in (device.compute, device.d2h, device.h2d)
         ]
         self.next = [0] * len(self.lanes)
         self.clock: list[Any] = [0.0] * len(self.lanes)
@@ -91,15 +97,22 @@ class _Execution:
         for device in schedule.devices:
             for op in device.compute:
                 if isinstance(op, ir.MessageOp) and device.device < op.peer:
-                    self.pairs[device.device, op.peer].order.append(op.send_id)
+                    self.pairs[device.device, op.peer].order.append(_send_of(op))
 
     def _shared_links(self) -> dict[str, str]:
         """Return the transfer that each one follows on a link of several devices, by the forecast's order."""
         found: dict[str, str] = {}
         for link in self.schedule.forecast.links:
             for name in ("d2h", "h2d") if len(link.devices) > 1 else ():
-                on_link = [one for one in self.schedule.timed() if one.lane == name and one.device in link.devices]
-                order = sorted((one.start_ns, one.end_ns, one.op.id) for one in on_link)
+                order = []
+                for times in self.schedule.forecast.times:
+                    if times.lane == name and times.device in link.devices:
+                        ops = getattr(self.schedule.devices[times.device], name)
+                        order += [
+                            (start, end, op.id)
+                            for op, start, end in zip(ops, times.start_ns, times.end_ns, strict=True)
+                        ]
+                order.sort()
                 found |= {after[2]: before[2] for before, after in pairwise(order)}
         return found
 
@@ -124,10 +137,11 @@ class _Execution:
     def _run(self, number: int, device: int, op: ir.Op) -> bool:
         """Run the next op of a lane if what it waits for is over."""
         needs = list(op.after)
-        other = op.stage + (-1 if isinstance(op, ir.Forward) else 1)
-        reads = 0 <= other < len(self.schedule.stages) and self._owner(other) != device
-        if reads and op.received_id is not None:
-            needs.append(op.received_id)
+        if isinstance(op, ir.Forward) and op.stage and self._owner(op.stage - 1) != device:
+            needs.append(op_id("recv_activation", op.stage, op.microbatch, None, op.slice_or_none))
+        last = op.stage + 1 == len(self.schedule.stages)
+        if isinstance(op, ir.Backward | ir.BackwardInput) and not last and self._owner(op.stage + 1) != device:
+            needs.append(op_id("recv_gradient", op.stage, op.microbatch, None, op.slice_or_none))
         if op.id in self.behind:
             needs.append(self.behind[op.id])
         if any(need not in self.over for need in needs):
@@ -168,3 +182,12 @@ class _Execution:
 
     def _owner(self, stage: int) -> int:
         return self.schedule.stages[stage].device
+
+
+def _send_of(op: ir.MessageOp) -> str:
+    """Return the id of the sending half."""
+    if isinstance(op, ir.RecvActivation):
+        return op_id("send_activation", op.stage - 1, op.microbatch, None, op.slice_or_none)
+    if isinstance(op, ir.RecvGradient):
+        return op_id("send_gradient", op.stage + 1, op.microbatch, None, op.slice_or_none)
+    return op.id

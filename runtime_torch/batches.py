@@ -13,15 +13,14 @@ from torch import Tensor
 from optpipe_compiler.errors import BadInput
 from runtime_torch.bundles import resized, shortened, show
 from runtime_torch.microbatch import Slice, cut, takes_target
-from runtime_torch.stages import Stages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from optpipe_compiler.documents import ir
     from runtime_torch.bundles import Boundary
-    from runtime_torch.execution import StageExecution
     from runtime_torch.microbatch import Keywords, Microbatch
+    from runtime_torch.stages import Stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +43,11 @@ class Batches:
     def __init__(
         self,
         schedule: ir.Schedule,
-        stages: Mapping[int, StageExecution],
+        stages: Stages,
         boundary: Callable[[int], Boundary] | None,
         group: dist.ProcessGroup | None,
     ) -> None:
-        bundles = stages.bundles if isinstance(stages, Stages) else None
+        bundles = stages.bundles
         if bundles is None and boundary is None:
             raise BadInput("the shapes between layers are not known: give build_stages(inputs=...) or boundary=")
         self._setup = schedule.setup

@@ -15,20 +15,20 @@ from runtime_torch.conform import BYTES_TOLERANCE, agree, prepare
 from runtime_torch.evaluate import forward_only
 from runtime_torch.replay import Replay, StepResult, weighted
 from runtime_torch.replicas import replicated
-from runtime_torch.stages import Stages, refuse_parts
+from runtime_torch.stages import refuse_parts
 from runtime_torch.swap import Mover, Swap, agree_on, is_same_cut, moves, restaged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
     from optpipe_compiler.documents import ir
     from runtime_torch.batches import Batch
     from runtime_torch.bundles import Boundary
-    from runtime_torch.execution import StageExecution
     from runtime_torch.microbatch import Keywords
     from runtime_torch.replicas import Replicas, Shards
+    from runtime_torch.stages import Stages
     from runtime_torch.swap import Move
 
 
@@ -45,7 +45,7 @@ class Runner:
     def __init__(
         self,
         schedule: ir.Schedule,
-        stages: Mapping[int, StageExecution],
+        stages: Stages,
         boundary: Callable[[int], Boundary] | None = None,
         *,
         group: dist.ProcessGroup | None = None,
@@ -65,9 +65,7 @@ class Runner:
         self._ready = False
         self._replay = self._replayed(schedule, stages)
         agree(schedule, group)
-        self._ties = stages.ties if isinstance(stages, Stages) else None
-        if self._ties is not None:
-            self._ties.join(group)
+        stages.ties.join(group)
         self._replicated = _replicated(stages)
 
     @property
@@ -93,8 +91,7 @@ class Runner:
         loss where the last stage is.
         """
         batch = self._batches.divide(inputs, target, weights, keywords)
-        if self._ties is not None:
-            self._ties.begin()
+        self._stages.ties.begin()
         for part in self._parts():
             part.gather()
         if not self._ready:
@@ -102,8 +99,7 @@ class Runner:
         result = self._replay.step(batch.inputs, batch.targets, batch.units, losses)
         for part in self._parts():
             part.reduce()
-        if self._ties is not None:
-            self._ties.finish(self._group)
+        self._stages.ties.finish(self._group)
         return result
 
     @torch.no_grad()
@@ -141,7 +137,8 @@ class Runner:
         """
         begin = time.perf_counter_ns()
         rank, stages = dist.get_rank(self._group), self._stages
-        mover: Mover | None = None
+        several = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+        mover = Mover(stages, several, rank)
         problem: BadInput | None = None
         wanted: list[Move] = []
         packages: dict[int, Any] = {}
@@ -151,16 +148,14 @@ class Runner:
             if not same:
                 if wanted and optimizer is None:
                     raise BadInput("layers move to other ranks, expected replace(schedule, optimizer), or () for none")
-                several = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
-                mover = Mover(stages, several, rank)
-                packages = mover.pack(wanted, schedule)
-            elif not isinstance(stages, Stages) or any(name.startswith("stage") for name in stages.module):
+                packages = mover.pack(wanted)
+            elif stages.are_modules:
                 refuse_parts(schedule, rank)
         except BadInput as error:
             problem = error
         packages = agree_on(schedule, problem, packages, self._group)
         moved = 0
-        if mover is not None and isinstance(stages, Stages):
+        if not same:
             moved = mover.move(wanted, packages, self._group)
             found = restaged(schedule, stages, rank)
             stages.clear()
@@ -173,7 +168,7 @@ class Runner:
         self._replay = self._replayed(schedule, stages)
         return Swap(len(wanted), moved, time.perf_counter_ns() - begin)
 
-    def _replayed(self, schedule: ir.Schedule, stages: Mapping[int, StageExecution]) -> Replay:
+    def _replayed(self, schedule: ir.Schedule, stages: Stages) -> Replay:
         first = next(iter(stages.values()))
         return Replay(
             schedule,
@@ -201,6 +196,6 @@ class Runner:
             part.collect()
 
 
-def _replicated(stages: Mapping[int, StageExecution]) -> dict[int, list[Shards | Replicas]]:
+def _replicated(stages: Stages) -> dict[int, list[Shards | Replicas]]:
     """Return the parts of each stage in DDP or FSDP2."""
     return {index: [part for layer in stage.layers for part in replicated(layer)] for index, stage in stages.items()}

@@ -44,6 +44,11 @@ class Stages(dict[int, StageExecution]):
         self.ties = ties
         self.bundles = bundles
 
+    @property
+    def are_modules(self) -> bool:
+        """Whether stages are whole modules (`wrap_stages`), not layers."""
+        return any(name.startswith("stage") for name in self.module)
+
     def unique_parameters(self) -> list[nn.Parameter]:
         """The parameters of `module` without copies of tied ones that another layer counts: for a norm over ranks."""
         repeated = self.ties.repeated()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from optpipe_torch.models import known as models
 from optpipe_torch.models.user_functions import OWN
-from optpipe_torch.profiler.records import LayerBytes, SelectiveBytes, Times
+from optpipe_torch.profiler.records import OPS, LayerBytes, SelectiveBytes, Times
 from runtime_torch.bundles import bundled
 from runtime_torch.execution import StageExecution
 from runtime_torch.microbatch import takes_target
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from optpipe_torch.profiler.timer import Timer
     from runtime_torch.bundles import Bundle
 
-OPS = ("forward", "backward_input", "backward_weight", "backward", "recompute")
 WARM_UP = 2
 """Rounds before the samples: allocator, caches, gradients' buffers."""
 LEAST, MOST_S = 3, 40.0
@@ -194,13 +193,13 @@ def time_ops(
     With `lead`, the time is the device's alone, however long the host takes to issue an op (`Timer.lead`).
     Yield the part that is done, 0 to 1, after each round.
     """
-    times.update({op: [] for op in OPS})
+    times.update({op: [] for op in (*OPS, "recompute")})
     rounds = WARM_UP + max(1, -(-samples // len(benches)))
     begin = time.monotonic()
     for index in range(rounds):
         if index >= WARM_UP + LEAST and time.monotonic() - begin > MOST_S:
             return
-        into = times if index >= WARM_UP else {op: [] for op in OPS}
+        into = times if index >= WARM_UP else {op: [] for op in times}
         if lead:
             timer.lead()
         _recompute_round(timer, benches, into)

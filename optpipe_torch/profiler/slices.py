@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from optpipe_compiler.errors import BadInput
 from optpipe_torch.profiler.layers import LEAST, MOST_S, WARM_UP
-from optpipe_torch.profiler.records import SlicedBytes, sample_name, slice_spans
+from optpipe_torch.profiler.records import OPS, SlicedBytes, sample_name, slice_spans
 from runtime_torch.microbatch import Microbatch, Slice, entered
 from runtime_torch.slices import is_sliceable
 
@@ -159,8 +159,7 @@ def _transient_bytes(timer: Timer, sliced: SlicedBench, sizes: LayerBytes, into:
 def time_slices(timer: Timer, sliced: Sequence[SlicedBench], samples: int) -> Times:
     """Time every op of every slice on equal layers in turn, as `time_ops` does; samples by op and slice."""
     count = len(sliced[0].spans)
-    ops = ("forward", "backward_input", "backward_weight", "backward")
-    times: Times = {sample_name(op, index): [] for op in ops for index in (None, *range(count))}
+    times: Times = {sample_name(op, index): [] for op in OPS for index in (None, *range(count))}
     begin = time.monotonic()
     for turn in range(WARM_UP + samples):
         if turn >= WARM_UP + LEAST and time.monotonic() - begin > MOST_S / 2:

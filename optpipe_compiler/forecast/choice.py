@@ -47,8 +47,8 @@ class Choice:
         best = reached.index(min(reached))
         if not is_late_less_often(self._taken[best], self._taken[0], reached[0]):
             return 0
-        again = [self._executed(plan, CONFIRMS) for plan in (best, 0)]
-        return best if is_late_less_often(*again, reached[0]) else 0
+        one, other = (self._executed(plan, CONFIRMS) for plan in (best, 0))
+        return best if is_late_less_often(one, other, reached[0]) else 0
 
     def _executed(self, plan: int, seed: int) -> Times:
         return executed(*self._plans[plan], enough(self._plans[0][0]), seed)
@@ -62,5 +62,5 @@ def is_late_less_often(one: Times, other: Times, limit_ns: float) -> bool:
     """
     fewer = int(np.count_nonzero((one <= limit_ns) & (other > limit_ns)))
     more = int(np.count_nonzero((one > limit_ns) & (other <= limit_ns)))
-    by_chance = sum(comb(fewer + more, k) for k in range(more + 1)) / 2 ** (fewer + more)
+    by_chance: float = sum(comb(fewer + more, k) for k in range(more + 1)) / 2 ** (fewer + more)
     return by_chance <= CHANCE

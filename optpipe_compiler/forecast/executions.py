@@ -286,7 +286,8 @@ class _Noise:
                 factors[unit] = np.exp(draws * self._sigmas)
             uses[unit] -= 1
             block = factors[unit] if uses[unit] else factors.pop(unit)
-            return event.ns * block[row].astype(np.float64)
+            times: Times = event.ns * block[row].astype(np.float64)
+            return times
 
         return taken
 

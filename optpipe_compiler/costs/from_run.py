@@ -120,7 +120,7 @@ def read_run(path: Path) -> Run:
     return Run(str(path), about, timed)
 
 
-def _op(event: traces.TraceEvent, units: ir.Units | None) -> RunOp:
+def _op(event: traces.ReadEvent, units: ir.Units | None) -> RunOp:
     args = event.args
     begin = round(event.ts * 1000)
     tokens = None if units is None else units.tokens_of(args["microbatch"], args.get("slice"))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class TraceEvent(msgspec.Struct, frozen=True):
+class ReadEvent(msgspec.Struct, frozen=True):
     """What counts of an event; times in microseconds."""
 
     name: str = ""
@@ -29,11 +29,11 @@ class TraceEvent(msgspec.Struct, frozen=True):
 class Trace(msgspec.Struct, frozen=True):
     """A trace file; torch's times count from `baseTimeNanoseconds`."""
 
-    events: list[TraceEvent] = msgspec.field(name="traceEvents")
+    events: list[ReadEvent] = msgspec.field(name="traceEvents")
     base_ns: int = msgspec.field(name="baseTimeNanoseconds", default=0)
     about: dict[str, Any] = msgspec.field(name="otherData", default_factory=dict)
 
-    def ranges(self) -> list[TraceEvent]:
+    def ranges(self) -> list[ReadEvent]:
         """Return the events that last for some time."""
         return [event for event in self.events if event.ph == "X"]
 

@@ -19,7 +19,7 @@ Curve = list[tuple[int, int]]
 def device_curve(schedule: ir.Schedule, device: int) -> Curve:
     """Return what the device holds over the forecast, weights and reserve included."""
     table = Table(schedule)
-    always = schedule.setup.reserve_bytes + table.static_bytes[device]
+    always = schedule.setup.reserve_bytes + schedule.static_bytes(device)
     return _summed(_changes(schedule, device, table.on_device), always)
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from optpipe_compiler.documents.ir import Schedule
-    from optpipe_compiler.documents.traces import Trace, TraceEvent
+    from optpipe_compiler.documents.traces import ReadEvent, Trace
 
 Range = tuple[int, int]
 """Begin and end in ns."""
@@ -96,7 +96,7 @@ def _ranges(trace: Trace, names: dict[str, str]) -> Iterator[tuple[int, str, Ran
             yield step if isinstance(step, int) else 0, op_id, (begin, begin + round(event.dur * 1000))
 
 
-def _called(event: TraceEvent) -> Iterator[str]:
+def _called(event: ReadEvent) -> Iterator[str]:
     """Yield what an event may call its op, the surest first."""
     op = event.args.get("op")
     yield str(op)

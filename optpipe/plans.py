@@ -39,6 +39,8 @@ class OpRow:
     lane: Literal["compute", "d2h", "h2d"]
     stage: int
     microbatch: int
+    slice: int | None
+    """Of the microbatch; None where microbatches are not cut."""
     start_ns: int
     end_ns: int
 
@@ -151,7 +153,7 @@ class Plan:
     def ops(self, *, messages: bool = False) -> list[OpRow]:
         """Return all ops by start, as rows that pandas.DataFrame takes; with the issues of messages if asked for."""
         found = [
-            OpRow(op.text, op.name, device, lane, op.stage, op.microbatch, start, end)
+            OpRow(op.text, op.name, device, lane, op.stage, op.microbatch, op.slice_or_none, start, end)
             for device, lane, op, start, end in self.schedule.timed(messages=messages)
         ]
         return sorted(found, key=lambda row: (row.start_ns, row.device, row.lane))

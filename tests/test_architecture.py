@@ -102,7 +102,7 @@ ROOMS = {
     "lower": "documents model optpipe_compiler",
     "verify": "documents errors",
     "compiler": "costs documents errors forecast lower model plan verify",
-    "cache": "compiler documents errors published verify",
+    "cache": "compiler documents errors forecast published verify",
     "forecast": "documents errors",
     "diff": "documents",
     "export": "documents errors forecast",

@@ -420,7 +420,7 @@ def test_a_model_that_was_measured_is_planned_and_trained_under_its_promise(name
     profile = measure(replace(TINY, of=OTHERS[name]), lambda what, part: None)
     assert profile.model == OTHERS[name]
     assert [(layer.name, layer.count) for layer in profile.layers] == KINDS[name]
-    options = Options(mem_bytes=10**9, microbatches=4, time_limit_s=2.0, search=False)
+    options = Options(mem_bytes=10**9, microbatches=4, time_limit_s=0.2, search=False)
     schedule = compile_schedule(profile, options).schedule
     report = run(schedule, steps=2, data_paths=[text.default_path()], check=True)
     assert report.check is not None
@@ -449,7 +449,7 @@ def test_the_allocator_itself_keeps_to_the_promise_and_comes_near_it(six_layers,
         gpipe = compile_schedule(six_layers, Options(mem_bytes=10**9, microbatches=4, method="gpipe")).schedule
         static = max(stage.static_bytes for stage in gpipe.stages)
         cap = static + int((max(device.peak_bytes for device in gpipe.devices) - static) / plan)
-        options = Options(mem_bytes=cap, microbatches=4, time_limit_s=1.0, recompute=False)
+        options = Options(mem_bytes=cap, microbatches=4, time_limit_s=0.5, search=False, recompute=False)
     schedule = compile_schedule(six_layers, options).schedule
     if isinstance(plan, str):
         assert any(device.d2h for device in schedule.devices) == (plan == "po-f")
@@ -475,6 +475,7 @@ def test_under_torchrun_the_ranks_are_the_devices_and_every_pair_of_neighbours_i
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     command += ["-m", "optpipe_compiler.cli"]
     sizes = ["--layers", "2", "--hidden", "32", "--heads", "2", "--seq", "16", "--microbatch-size", "2"]
+    sizes += ["--samples", "4"]
     root = str(Path(__file__).parents[1])
     ended = subprocess.run(
         [*command, "profile", *sizes],

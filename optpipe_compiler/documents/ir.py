@@ -233,6 +233,14 @@ class Setup(Record, frozen=True, kw_only=True, omit_defaults=False):
         return 1 if isinstance(self.units, msgspec.UnsetType) else self.units.slices
 
     @property
+    def lengths(self) -> tuple[int, ...] | None:
+        """Tokens of each microbatch; None where all are as long as the byte figures are for."""
+        units = self.units
+        if isinstance(units, msgspec.UnsetType) or {cuts[-1] for cuts in units.cuts} == {units.tokens}:
+            return None
+        return tuple(units.cuts[shape][-1] for shape in units.shape_of)
+
+    @property
     def classes(self) -> int:
         """Kinds of units with costs of their own: shapes times slices."""
         return 1 if isinstance(self.units, msgspec.UnsetType) else len(self.units.cuts) * self.slices

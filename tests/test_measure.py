@@ -32,7 +32,7 @@ from optpipe_torch.profiler import layers as measure_layers  # noqa: E402
 from optpipe_torch.profiler import records as measure_profile  # noqa: E402
 from optpipe_torch.profiler.child import measure_sizes  # noqa: E402
 from optpipe_torch.profiler.measure import MeasureOptions, layout_of, measure, measure_in_group  # noqa: E402
-from optpipe_torch.profiler.records import Copies, Findings, LayerBytes, Messages, assemble  # noqa: E402
+from optpipe_torch.profiler.records import TIMED, Copies, Findings, LayerBytes, Messages, assemble  # noqa: E402
 from optpipe_torch.profiler.timer import Timer  # noqa: E402
 
 TINY = MeasureOptions(devices=2, layers=2, hidden=32, heads=2, sequence_length=16, microbatch_size=2, samples=4)
@@ -177,7 +177,7 @@ def test_a_quantity_is_median_count_and_interquartile_range():
 
 def findings(alone: int = 1_000_000, together: int = 1_000_000, small: int = 80_000, large: int = 180_000) -> Findings:
     def times(ns: int) -> dict[str, list[int]]:
-        return {op: [ns] * 3 for op in measure_layers.OPS}
+        return {op: [ns] * 3 for op in TIMED}
 
     sizes = LayerBytes(
         saved=90, residue=50, captured=10, checkpoint=8, output=8, static=64, transient=dict.fromkeys(OPS_WITH_BYTES, 5)

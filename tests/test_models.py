@@ -66,7 +66,7 @@ def test_layers_are_made_where_they_are_wanted_with_the_same_shapes():
 
 def test_layers_and_seeds_differ():
     first, second = models.build(SMALL, range(1, 3))
-    assert not torch.equal(first.up.weight, second.up.weight)
+    assert not torch.equal(first.ffn.up.weight, second.ffn.up.weight)
     other = models.build(msgspec.structs.replace(SMALL, seed=8), range(1, 2))
     assert not equal(weights([first]), weights(other))
 

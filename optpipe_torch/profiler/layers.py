@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from optpipe_torch.models import known as models
 from optpipe_torch.models.user_functions import OWN
-from optpipe_torch.profiler.records import OPS, LayerBytes, SelectiveBytes, Times
+from optpipe_torch.profiler.records import TIMED, LayerBytes, SelectiveBytes, Times
 from runtime_torch.bundles import bundled
 from runtime_torch.execution import StageExecution
 from runtime_torch.microbatch import takes_target
@@ -193,7 +193,7 @@ def time_ops(
     With `lead`, the time is the device's alone, however long the host takes to issue an op (`Timer.lead`).
     Yield the part that is done, 0 to 1, after each round.
     """
-    times.update({op: [] for op in (*OPS, "recompute")})
+    times.update({op: [] for op in TIMED})
     rounds = WARM_UP + max(1, -(-samples // len(benches)))
     begin = time.monotonic()
     for index in range(rounds):

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from optpipe_compiler.documents.profile import Cost
 
 OPS = ("forward", "backward_input", "backward_weight", "backward")
-"""The compute ops of a layer, the backward in halves and fused, beside `recompute`."""
+"""The compute ops of a layer, the backward in halves and fused."""
+TIMED = (*OPS, "recompute")
 Times = dict[str, list[int]]
 """Samples in ns by op: forward, backward_input, backward_weight, backward, recompute."""
 
@@ -95,7 +96,7 @@ class LayerBytes:
         whole = ("saved", "residue", "captured", "checkpoint", "output", "static", *(["shared"] if self.shared else []))
         figures: dict[str, Any] = {f"{one}_bytes": cost(getattr(self, one)) for one in whole}
         figures |= {f"{op}_transient_bytes": cost(self.transient[op]) for op in OPS}
-        figures |= {f"{op}_ns": times[op] for op in (*OPS, "recompute")}
+        figures |= {f"{op}_ns": times[op] for op in TIMED}
         selective = self._selective(cost, times.get("selective", 0))
         return Layer(name=name, count=count, chain=self.chain, selective=selective, **figures)
 
@@ -252,7 +253,7 @@ def _title(model: Model) -> str:
 def _layer(name: str, count: int, times: Times, sizes: LayerBytes, overhead_ns: int, *, is_first: bool) -> Layer:
     """Return the record of `count` equal layers; the overhead of an op is counted in the machine, not here."""
 
-    net = {op: quantity(max(0, t - overhead_ns) for t in times[op]) for op in (*OPS, "recompute")}
+    net = {op: quantity(max(0, t - overhead_ns) for t in times[op]) for op in TIMED}
     if is_first:  # nothing is before it: its input has no gradient, and all of its backward is in W
         net["backward_input"] = _estimated(0)
     if sizes.selective:

@@ -132,7 +132,7 @@ def _engine(text: Callable[[], str], folder: Path | None) -> llvm.ExecutionEngin
     llvm.initialize_native_asmprinter()
     triple, cpu, features = llvm.get_process_triple(), llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
     target = llvm.Target.from_triple(triple)
-    reloc = "static" if target.name.startswith("x86") else "default"  # as numba has it
+    reloc = "static" if target.name.startswith("x86") else "default"  # its code lies in this process
     machine = target.create_target_machine(cpu=cpu, features=features, opt=SPEED, reloc=reloc, jit=True)
     digest = hashlib.sha256("\n".join((triple, cpu, features, llvmlite.__version__)).encode()).hexdigest()
     code = _kept(None if folder is None else folder / f"{digest[:16]}.o", lambda: _compiled(text(), machine))

@@ -119,7 +119,7 @@ def test_an_answer_with_a_longer_forecast_that_was_chosen_for_its_noise_stays_an
     roomy = planned(asked, kept)
     assert tight.schedule.digest in [seed.schedule.digest for seed in searches[-1].seeds]
     entry = next(one for one in kept.entries() if one.about.mem_bytes == 4 * GB)
-    kept.write(entry.path.stem, structs.replace(entry.about, value_ns=value(tight) + 1), roomy.schedule)
+    kept.write(entry.path.stem, structs.replace(entry.about, value_ns=value(tight) + 1), roomy.checked)
     again = planned(asked, kept)
     assert again.is_cached
     assert again.quantiles == roomy.quantiles is not None

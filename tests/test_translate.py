@@ -14,7 +14,7 @@ from optpipe_compiler.machine.random import WORDS, below, normal, seeded, unifor
 from optpipe_compiler.machine.translate import Unsupported
 
 if TYPE_CHECKING:
-    from optpipe_compiler.machine.translate import Cube, Row, Table
+    from optpipe_compiler.machine.state import Cube, Row, Table
 
 LIBRARY = Library()
 WIDTH = 4

@@ -81,8 +81,7 @@ from optpipe_compiler.machine.state import (
 )
 
 if TYPE_CHECKING:
-    from optpipe_compiler.machine.state import MachineState
-    from optpipe_compiler.machine.translate import Row
+    from optpipe_compiler.machine.state import MachineState, Row
 
 DONE, LATE, STUCK = range(3)
 """How a run ends: all ops have completed; a device can no longer be done by the cutoff; some ops never start."""

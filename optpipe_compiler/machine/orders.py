@@ -69,8 +69,7 @@ from optpipe_compiler.model.schedule import Schedule, Stuck, Task
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from optpipe_compiler.machine.state import Ints, MachineState
-    from optpipe_compiler.machine.translate import Cube, Row, Table
+    from optpipe_compiler.machine.state import Cube, Ints, MachineState, Row, Table
     from optpipe_compiler.model.problem import Problem
 
 TRIES = 4

@@ -28,14 +28,16 @@ from optpipe_compiler.machine.state import (
     RECOMPUTE,
     U_FIRST,
     B,
+    Cube,
     I,
     Ints,
     MachineState,
+    Row,
+    Table,
     back,
 )
 
 if TYPE_CHECKING:
-    from optpipe_compiler.machine.translate import Cube, Row, Table
     from optpipe_compiler.model.problem import Problem
 
 PARTS = 3

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from optpipe_compiler.machine.compiled import compiled
 
 if TYPE_CHECKING:
-    from optpipe_compiler.machine.translate import Row
+    from optpipe_compiler.machine.state import Row
 
 NUMBERS, FAR = 624, 397
 """Of the generator: numbers of 32 bits that it makes at once, and how far apart two are that make a third."""

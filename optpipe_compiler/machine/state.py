@@ -19,7 +19,6 @@ from optpipe_compiler.model.memory import op_memory
 from optpipe_compiler.model.schedule import Kind, classes, lengths
 
 if TYPE_CHECKING:
-    from optpipe_compiler.machine.translate import Cube, Row, Table
     from optpipe_compiler.model.problem import Problem
 
 NEVER = 1 << 62
@@ -103,6 +102,12 @@ of them that have been received; then the codes of the ops that produced them.""
 
 
 Ints = NDArray[np.int64]
+Row = NDArray[np.int64]
+"""One axis: a row of an array, or an array by itself. The names say how compiled code reads what they are."""
+Table = NDArray[np.int64]
+"""Two axes."""
+Cube = NDArray[np.int64]
+"""Three axes."""
 
 
 class MachineState(NamedTuple):

@@ -16,21 +16,13 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
 INT, BOOL, FLOAT = "i64", "i1", "double"
 SCALARS = {"int": INT, "bool": BOOL, "float": FLOAT}
 AXES = {"Row": 1, "Table": 2, "Cube": 3}
-Row = NDArray[np.int64]
-"""An array of one axis, also a part of another: compiled code goes by the name."""
-Table = NDArray[np.int64]
-"""An array of two axes."""
-Cube = NDArray[np.int64]
-"""An array of three axes."""
+"""Names of arrays, by their axes."""
 BINARY = {
     ast.Add: ("add", "fadd"),
     ast.Sub: ("sub", "fsub"),

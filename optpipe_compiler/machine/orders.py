@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from itertools import accumulate, chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -69,7 +69,7 @@ from optpipe_compiler.model.schedule import Schedule, Stuck, Task
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from optpipe_compiler.machine.state import Cube, Ints, MachineState, Row, Table
+    from optpipe_compiler.machine.state import Ints, MachineState, Row
     from optpipe_compiler.model.problem import Problem
 
 TRIES = 4
@@ -82,9 +82,9 @@ class Orders(NamedTuple):
     Rows: lanes (compute by device, offloads by link, reloads by link), then the allocations of each device.
     """
 
-    codes: Row
+    codes: Ints
     """The ops of all rows: (kind x stages + stage) x microbatches + microbatch."""
-    rows: Annotated[Table, 3]
+    rows: Ints
     """[row, (first, end, next)] places in `codes`; next is the first op that has not started, while it runs."""
 
 
@@ -212,7 +212,7 @@ def _has_started(x: MachineState, code: int) -> bool:
 
 
 @entry
-def hold(x: MachineState, sequence: Row, ticks: Cube, levels: Row) -> None:
+def hold(x: MachineState, sequence: Ints, ticks: Ints, levels: Ints) -> None:
     """Run the ops of `sequence` (codes, in planned order) at `ticks` [k, s, m]; memory is counted, not minded.
 
     `levels` gets the most units that the op's device holds from its start to that of the device's next one.
@@ -247,7 +247,7 @@ def hold(x: MachineState, sequence: Row, ticks: Cube, levels: Row) -> None:
 
 
 @compiled
-def _close(device: Row, levels: Row) -> None:
+def _close(device: Row, levels: Ints) -> None:
     """Add what messages came to, if that was more, since the device's last op began."""
     if device[D_REMAINING] != NONE:
         levels[device[D_REMAINING]] += max(0, device[D_HIGH] - device[D_OPENING])

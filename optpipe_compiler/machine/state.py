@@ -8,13 +8,12 @@ stages, d devices, l host links, m microbatches (or units, where they are cut in
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from optpipe_compiler.machine.compiled import compiled
-from optpipe_compiler.machine.random import WORDS
 from optpipe_compiler.model.memory import op_memory
 from optpipe_compiler.model.schedule import Kind, classes, lengths
 
@@ -103,37 +102,31 @@ of them that have been received; then the codes of the ops that produced them.""
 
 Ints = NDArray[np.int64]
 Row = NDArray[np.int64]
-"""One axis: a row of an array, or an array by itself. The names say how compiled code reads what they are."""
-Table = NDArray[np.int64]
-"""Two axes."""
-Cube = NDArray[np.int64]
-"""Three axes."""
+"""One row of an array of `MachineState`."""
 
 
 class MachineState(NamedTuple):
-    """Constants and state of one problem. Numbers beside a type are lengths of last axes, for compiled code."""
+    """Constants and state of one problem."""
 
-    stages: Annotated[Table, COLUMNS]
+    stages: Ints
     """[s, COLUMNS]"""
-    costs: Annotated[Cube, COSTS]
+    costs: Ints
     """[c, s, COSTS]; one row where, and only where, all microbatches are whole and equal."""
-    units: Annotated[Table, U_FIRST + 1]
+    units: Ints
     """[m, U_*]"""
-    devices: Annotated[Table, D_BEFORE + 1]
+    devices: Ints
     """[d, D_*]"""
-    links: Annotated[Table, L_H_MICROBATCH + 1]
+    links: Ints
     """[l, L_*]"""
-    acts: Annotated[Cube, A_END_H + 1]
+    acts: Ints
     """[s, m, A_*]"""
-    starts: Cube
+    starts: Ints
     """[k, s, m] ticks, NONE where there is no such op."""
-    order: Row
+    order: Ints
     """[s x m] activations (s x microbatches + m) device by device, in the order of their backwards' ranks."""
-    events: Annotated[Table, 2]
+    events: Ints
     """Binary heap of (time, code), the code being (kind x stages + stage) x microbatches + microbatch."""
-    counts: Row
-    random: Row
-    """See random.py."""
+    counts: Ints
 
 
 def machine(problem: Problem) -> MachineState:
@@ -153,7 +146,6 @@ def machine(problem: Problem) -> MachineState:
         order=np.zeros(count * microbatches, np.int64),
         events=np.empty((3 * len(devices) + 4 * len(links) + 2 * count * microbatches, 2), np.int64),
         counts=np.zeros(BOX + len(devices), np.int64),
-        random=np.zeros(WORDS, np.int64),
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 GOLDEN = Path(__file__).parent / "golden"
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")  # how long an example takes depends on what else runs
 FORKED = ["torch._dynamo", "torch.distributed.fsdp", "optpipe_torch.launch.session"]
 """What takes seconds to import; where there is no torch, it is left out."""
 __all__ = ["browser"]

@@ -23,21 +23,26 @@ from optpipe_compiler.compiler import Options, compile_schedule, link_share, und
 from optpipe_compiler.costs.models import Architecture
 from optpipe_compiler.costs.noise import noisy
 from optpipe_compiler.documents.profile import Model
-from optpipe_compiler.lower.emit import lift
+from optpipe_compiler.forecast.executions import durations
+from optpipe_compiler.lower import Certificate, lift, lower
 from optpipe_compiler.machine.orders import retime
 from optpipe_compiler.model.placement import Layout
-from optpipe_compiler.model.problem import Caps, Freedom, build
+from optpipe_compiler.model.problem import Caps, Freedom, build, messages_overhead_ns
 from optpipe_compiler.view.measured import noise_lines
 from optpipe_torch.launch.run import run
 from optpipe_torch.models.text import default_path
 from optpipe_torch.profiler.measure import MeasureOptions, measure
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.profile import Profile
 
 DEVICES, MICROBATCHES = 2, 8
 ROOMY = 10**12
+PASSES = ("forward", "backward", "backward_input")
+"""Ops whose forecast has what their messages take from the compute lane; it is not in what a run measures of them."""
 
 
 def transformer(**sizes: int | str) -> Model:
@@ -79,6 +84,11 @@ def stage_bytes(schedule: ir.Schedule) -> list[int]:
 
 def forecast_ns(schedule: ir.Schedule, profile: Profile) -> int:
     """Return what a step of the schedule would take with the costs of another profile."""
+    return priced(schedule, profile).forecast.makespan_ns
+
+
+def priced(schedule: ir.Schedule, profile: Profile) -> ir.Schedule:
+    """Return the schedule's order with the costs of another profile, as `compile` would write it."""
     cuts = (0, *(stage.layers[1] for stage in schedule.stages))
     selective = frozenset(layer for stage in schedule.stages for layer in stage.selective_layers)
     layout = Layout("", cuts, tuple(stage.device for stage in schedule.stages), selective)
@@ -86,45 +96,87 @@ def forecast_ns(schedule: ir.Schedule, profile: Profile) -> int:
     problem = build(profile, layout, microbatches, caps, Freedom())
     if any(op.layers != schedule.stages[op.stage].layers for device in schedule.devices for op in device.d2h):
         problem = build(profile, layout, microbatches, caps, Freedom(), link_share(problem))
-    return retime(lift(schedule, problem), problem).makespan
+    timed = retime(lift(schedule, problem), problem)
+    return lower(timed, profile, layout, caps, Certificate("makespan", "feasible", 0, "none", {}, {}))
 
 
-def train(schedule: ir.Schedule, steps: int) -> tuple[float, float]:
-    """Return the median step in ns, and the largest activation peak of a rank over its promise."""
+def compute_ns(schedule: ir.Schedule, profile: Profile) -> int:
+    """Return what the forecast has all ops of compute take together, without what their messages take besides."""
+    device_of = [stage.device for stage in schedule.stages]
+    more = [messages_overhead_ns(profile.machine, device_of, stage) for stage in range(len(device_of))]
+    taken = durations(schedule)
+    return sum(
+        round(float(taken[op.id][0])) - (more[op.stage] if op.name in PASSES else 0)
+        for device in schedule.devices
+        for op in device.compute
+        if op.id in taken
+    )
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What steps took, in ns (the median, without the first); and how much of it all ranks spent in compute ops."""
+
+    step_ns: float
+    compute_ns: float
+    used: float
+    """The largest activation peak of a rank over its promise."""
+
+
+def train(schedule: ir.Schedule, steps: int) -> Trained:
+    """Train for some steps."""
     report = run(schedule, steps=steps, data_paths=[default_path()])
+    assert report is not None
     used = max(rank.peak_activation_bytes / rank.promised_activation_bytes for rank in report.ranks)
-    return statistics.median(step.makespan_ns for step in report.steps[1:]), used
+    times = [time.measured_ns for kind, time in report.kinds.items() if kind not in ("offload", "reload")]
+    return Trained(statistics.median(step.makespan_ns for step in report.timed_steps), sum(times), used)
 
 
 def row(name: str, cap: str, schedule: ir.Schedule, rounds: list[Round]) -> str:
     """Return a line of the table."""
-    ratios = [one.measured_ns / one.forecast_ns for one in rounds]
-    noisy = statistics.median(one.measured_ns / one.noisy_ns for one in rounds)
+    ratios = [one.trained.step_ns / one.noisy_ns for one in rounds]
+    quiet, ops = (
+        statistics.median(ratio)
+        for ratio in (
+            [one.trained.step_ns / one.forecast_ns for one in rounds],
+            [one.trained.compute_ns / one.compute_ns for one in rounds],
+        )
+    )
     transfers = sum(len(device.d2h) for device in schedule.devices)
-    forecast = statistics.median(one.forecast_ns for one in rounds) / 1e6
-    measured = statistics.median(one.measured_ns for one in rounds) / 1e6
+    forecast, noisy, measured = (
+        statistics.median(values) / 1e6
+        for values in (
+            [one.forecast_ns for one in rounds],
+            [one.noisy_ns for one in rounds],
+            [one.trained.step_ns for one in rounds],
+        )
+    )
     return (
-        f"| {name} | {cap} | {transfers} | {forecast:.0f} | {measured:.0f} | {statistics.median(ratios):.2f} | "
-        f"{noisy:.2f} | "
-        f"{min(ratios):.2f} to {max(ratios):.2f} | {max(one.used for one in rounds):.0%} |"
+        f"| {name} | {cap} | {transfers} | {forecast:.0f} | {noisy:.0f} | {measured:.0f} | {quiet:.2f} | "
+        f"{statistics.median(ratios):.2f} | {min(ratios):.2f} to {max(ratios):.2f} | {ops:.2f} | "
+        f"{max(one.trained.used for one in rounds):.0%} |"
     )
 
 
 @dataclass(frozen=True)
 class Round:
-    """A run, and what was forecast for it."""
+    """A run, and what was forecast for it: means of the forecasts with the costs before and after it, in ns."""
 
-    measured_ns: float
+    trained: Trained
     forecast_ns: float
-    used: float
     noisy_ns: float
-    """What was forecast for half of the steps, with the noise of the measured costs."""
+    """For half of the steps, with the noise of the measured costs."""
+    compute_ns: float
+    """For the compute ops of all ranks."""
 
 
-def with_noise(schedule: ir.Schedule, profile: Profile) -> float:
-    """Return by which factor the noise of a profile's ops makes half of the steps longer."""
-    found = under_noise(schedule, profile)
-    return 1.0 if found is None else found.p50_ns / schedule.forecast.makespan_ns
+def held(schedule: ir.Schedule, trained: Trained, profiles: Sequence[Profile]) -> Round:
+    """Hold a run against the costs measured before and after it."""
+    found = [priced(schedule, profile) for profile in profiles]
+    noisy = [under_noise(one, profile) for one, profile in zip(found, profiles, strict=True)]
+    quiet = [one.forecast.makespan_ns for one in found]
+    half = [ns if one is None else one.p50_ns for ns, one in zip(quiet, noisy, strict=True)]
+    return Round(trained, *map(statistics.mean, (quiet, half, map(compute_ns, found, profiles))))
 
 
 def rounds_of(model: Model, options: argparse.Namespace) -> dict[str, tuple[ir.Schedule, list[Round]]]:
@@ -145,11 +197,24 @@ def rounds_of(model: Model, options: argparse.Namespace) -> dict[str, tuple[ir.S
         runs = {cap: train(schedule, options.steps) for cap, (schedule, _) in found.items()}
         after = measured()
         for cap, (schedule, rounds) in found.items():
-            forecast = (forecast_ns(schedule, before) + forecast_ns(schedule, after)) / 2
-            factor = (with_noise(schedule, before) + with_noise(schedule, after)) / 2
-            rounds.append(Round(runs[cap][0], forecast, runs[cap][1], forecast * factor))
+            rounds.append(held(schedule, runs[cap], (before, after)))
         before = after
     return found
+
+
+HEADER = """
+Medians of all rounds, times in ms. In a round a plan trains for some steps; its forecasts are means of what `compile`
+prints for the plan's order with the costs measured just before and just after it: `forecast` without noise, `p50` for
+half of the steps with the spread of the measured op times, which counts what ranks lose by waiting for each other.
+`measured` is the median step, from the first start to the last end of an op on any rank; the batch, the optimizer and
+what ranks agree on between steps are no part of it, and of no forecast. `to forecast` and `to p50`: the step of a round
+over its own forecasts; `rounds`: the least and the most of the latter. `ops`: what all compute ops took over what was
+forecast for them; where it is less than `to p50`, the rest is waiting. `used` is the largest measured activation peak
+of a rank over its promise, by the store, which does not see transient bytes. On CPUs the lanes of a rank share its
+core, so offloads take time from compute, which no forecast counts; on GPUs they do not.
+
+| model | cap | offloads | forecast | p50 | measured | to forecast | to p50 | rounds | ops | used |
+|---|---|---|---|---|---|---|---|---|---|---|"""
 
 
 def main() -> None:
@@ -164,22 +229,13 @@ def main() -> None:
     options = parser.parse_args()
     if options.steps < 2:
         parser.error("--steps is too few, expected at least 2: the first is not counted")
+    words = f"--rounds {options.rounds} --steps {options.steps} --samples {options.samples}"
     lines = [
         "# Plan against reality on CPUs",
         "",
-        f"Written by `python -m bench.forecast --rounds {options.rounds} --steps {options.steps} --samples "
-        f"{options.samples} --time-limit {options.time_limit:g}`:",
+        f"Written by `python -m bench.forecast {words} --time-limit {options.time_limit:g}`:",
         f"{state()}; {DEVICES} processes on {machine()}.",
-        f"Medians of {options.rounds} rounds, step times in ms. A round trains for {options.steps - 1} steps; its",
-        "forecast is the plan's order with the costs measured just before and just after it, `ratio` the median of",
-        "what each round measured over its own forecast; `with noise`: over the forecast of half of the steps, with",
-        "the spread of the measured op times (what ranks lose by waiting for each other). `used` is the largest",
-        "measured activation peak of a rank over its promise, by the store, which does not see transient bytes. On",
-        "CPUs the lanes of a rank share its core, so offloads take time from compute, which no forecast counts; on",
-        "GPUs they do not.",
-        "",
-        "| model | cap | offloads | forecast | measured | ratio | with noise | of a round | used |",
-        "|---|---|---|---|---|---|---|---|---|",
+        *HEADER.splitlines(),
     ]
     for name in options.model or MODELS:
         for cap, (schedule, rounds) in rounds_of(MODELS[name], options).items():

@@ -3,7 +3,11 @@
 A small GPT is measured on this machine and trained by two processes, from gpipe and from a plan for costs that are
 wrong by up to 30%, while the planner searches beside. Plans are held against each other by one set of costs, what the
 run measured; times are held against times of the same run. What shares the machine meanwhile makes steps longer, and is
-stated as the system's load. The page is written anew after each row; `--only` measures some of its parts.
+stated as the system's load. The page is written anew after each row.
+
+`--only` measures some of its parts, `--row` some of the rows on training, such as `--row "costs wrong by 30%, free"`;
+what the page has of the others stays. Swaps by hand take half a minute on two free cores, steps beside the planner two
+minutes, each row on training about two, plans for noise some minutes on one core, whatever else runs.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import argparse
 import json
 import os
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -20,18 +25,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from bench.forecast import forecast_ns
+from bench.planner import commit
 from bench.report import machine, publish, state
 from bench.swaps import BLOCK, BLOCKS, SWAPS, beside, stalls
-from optpipe_compiler.compiler import Options, compile_schedule
+from optpipe_compiler.compiler import Options, compile_schedule, spreads_of
 from optpipe_compiler.costs.from_run import profile_from_run, read_run
-from optpipe_compiler.costs.noise import KINDS
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.documents.profile import Quantity, value_of
-from optpipe_compiler.forecast.executions import quantiles
+from optpipe_compiler.forecast.choice import Choice
+from optpipe_compiler.forecast.executions import executed
 from optpipe_compiler.verify import check
 from optpipe_torch.launch.job import Replanning
 from optpipe_torch.launch.run import run
@@ -47,7 +54,10 @@ NEAR = 0.02
 WRONG = 0.3
 THRESHOLD = 0.005
 NOISES = (0.05, 0.15, 0.3)
-PARTS = ("training", "stall", "beside", "noise")
+CASES = ((4, 2.0), (4, 4.0), (8, 2.0), (8, 4.0))
+"""Devices, and the cap of each in GB."""
+FRESH, PARTS, FRESH_SEED = 32768, 32, 7
+"""Executions that compare two plans; in so many parts, whose differences give the standard error; and their seed."""
 
 
 def model() -> Model:
@@ -75,32 +85,60 @@ def wrong(profile: Profile, seed: int = 0) -> Profile:
     return msgspec.structs.replace(profile, layers=layers)
 
 
+HEADER = "# Plans that improve while training runs\n"
+TITLES = {
+    "stall": "Swaps by hand",
+    "beside": "Steps beside a busy planner",
+    "training": "Training with the planner beside",
+    "noise": "Plans for noise",
+}
+
+
 class Page:
-    """What has been measured so far."""
+    """Parts in their order: those that a file has, and in the place of some of them those that are measured now."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        given = {name: getattr(options, name) for name in ("steps", "plan_s", "offline_s", "noise_s", "samples")}
-        words = [f"--{name.replace('_', '-')} {value:g}" for name, value in given.items()]
-        words += [f"--only {part}" for part in options.only or ()]
-        self._path = options.output
-        self._lines = [
-            "# Plans that improve while training runs",
-            "",
-            f"Written by `python -m bench.replan {' '.join(words)}`:",
-            f"{state()}; {DEVICES} processes on {machine()}.",
-        ]
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        text = path.read_text(encoding="utf-8") if path is not None and path.exists() else ""
+        found = dict(part.split("\n", 1) for part in re.split(r"^## ", text, flags=re.MULTILINE)[1:])
+        self._parts = {part: found[title] for part, title in TITLES.items() if title in found}
 
-    def add(self, text: str) -> None:
-        """Add lines to the page, write it anew, and show its rows."""
-        lines = text.splitlines()
-        self._lines += lines
-        print(*(line for line in lines if line.startswith("|")), sep="\n", file=sys.stderr, flush=True)
+    def begin(self, part: str, head: str) -> None:
+        """Write a part anew; its first rows follow."""
+        self._parts[part] = f"\n{head.strip()}\n"
+
+    def add(self, part: str, row: str) -> None:
+        """Add a row to a part, write the page anew, and show the row."""
+        self._parts[part] += f"{row}\n"
+        print(row, file=sys.stderr, flush=True)
         if self._path is not None:
             self.publish()
 
+    def rows(self, part: str) -> list[str]:
+        """Return the rows of a part's table."""
+        return re.findall(r"^\| .*", self._parts.get(part, ""), flags=re.MULTILINE)[1:]
+
+    def has(self, part: str, text: str) -> bool:
+        """Whether a part says this."""
+        return text in self._parts.get(part, "")
+
     def publish(self) -> None:
         """Write the page, or print it."""
-        publish("\n".join(self._lines) + "\n", self._path)
+        parts = [
+            f"\n## {title}\n{self._parts[part].rstrip()}\n" for part, title in TITLES.items() if part in self._parts
+        ]
+        publish(HEADER + "".join(parts), self._path)
+
+
+def measured_by(part: str, options: argparse.Namespace, *names: str) -> str:
+    """Return the sentence that says how a part was measured."""
+    words = [f"--{name.replace('_', '-')} {getattr(options, name):g}" for name in names]
+    return f"Measured by `{' '.join(['python -m bench.replan --only', part, *words])}`"
+
+
+def on_this_machine() -> str:
+    """Return what was measured, and on what."""
+    return f"{state()}; {DEVICES} processes on {machine()}."
 
 
 # -- training
@@ -171,10 +209,15 @@ def story(name: str, first: ir.Schedule, profile: Profile, options: argparse.Nam
     stood = max((swap.swap_ns / swap.measured_before_ns for swap in swaps), default=0.0)
     off = max(abs(a / b - 1) for a, b in zip(trained.report.losses, plain.losses, strict=True))
     return (
-        f"| {name} | {'kept' if keeps else 'free'} | {len(swaps)} | {sum(swap.undoes for swap in swaps)} | {step} | "
+        f"{row_key(name, keeps=keeps)}{len(swaps)} | {sum(swap.undoes for swap in swaps)} | {step} | "
         f"{values[0]:.3f} | {values[-1]:.3f} | {statistics.median(after or spans) / statistics.median(before):.2f} | "
-        f"{stood:.2f} | {f'{off:.0e}' if off else 'equal'} | {load:.1f} |"
+        f"{stood:.2f} | {f'{off:.0e}' if off else 'equal'} | {load:.1f} | {commit()} |"
     )
+
+
+def row_key(name: str, *, keeps: bool) -> str:
+    """Return how a row begins."""
+    return f"| {name} | {'kept' if keeps else 'free'} | "
 
 
 TRAINING = """
@@ -186,19 +229,27 @@ median measured step after the last swap against that before the first, in one r
 stood still for a swap, in steps. `losses`: equal bit by bit to a run without swaps, or the largest relative difference:
 plans that mix backwards in one piece and in two on one stage add weight gradients up in another order.
 
-| from | placement | swaps | undone | within 2% | first | last | step | stood | losses | load |
-|---|---|---|---|---|---|---|---|---|---|---|"""
+| from | placement | swaps | undone | within 2% | first | last | step | stood | losses | load | commit |
+|---|---|---|---|---|---|---|---|---|---|---|---|"""
+STARTS = ("gpipe", "costs wrong by 30%")
+ROWS = {f"{name}, {'kept' if keeps else 'free'}": (name, keeps) for keeps in (True, False) for name in STARTS}
 
 
 def training(page: Page, profile: Profile, options: argparse.Namespace) -> None:
-    """Add the part of the page on training."""
-    page.add(TRAINING)
+    """Add the part of the page on training: the rows that are asked for, and those that the page has from before."""
+    how = f"{measured_by('training', options, 'steps', 'plan_s', 'offline_s', 'samples')};"
+    before = page.rows("training") if page.has("training", how) else []
+    page.begin("training", f"{how} {DEVICES} processes on {machine()}.\n{TRAINING}")
     settings = Options(mem_bytes=ROOMY, microbatches=MICROBATCHES, time_limit_s=options.offline_s)
-    off = wrong(profile)
-    starts = {"gpipe": (gpipe(profile), profile), "costs wrong by 30%": (compile_schedule(off, settings).schedule, off)}
-    for keeps in (True, False):
-        for name, (first, costs) in starts.items():
-            page.add(story(name, first, costs, options, keeps=keeps))
+    for row, (name, keeps) in ROWS.items():
+        if options.row is None or row in options.row:
+            costs = profile if name == "gpipe" else wrong(profile)
+            first = gpipe(profile) if name == "gpipe" else compile_schedule(costs, settings).schedule
+            page.add("training", story(name, first, costs, options, keeps=keeps))
+        else:
+            for known in before:
+                if known.startswith(row_key(name, keeps=keeps)):
+                    page.add("training", known)
 
 
 def gpipe(profile: Profile) -> ir.Schedule:
@@ -210,8 +261,6 @@ def gpipe(profile: Profile) -> ir.Schedule:
 
 
 STALL = f"""
-## Swaps by hand
-
 `Runner.replace` there and back, {SWAPS} times: how long training stood still, and what the next step took longer, in
 steps.
 
@@ -219,7 +268,7 @@ steps.
 |---|---|---|---|---|"""
 
 
-def stall(page: Page, profile: Profile) -> None:
+def stall(page: Page, profile: Profile, options: argparse.Namespace) -> None:
     """Add the part of the page on the cost of swaps."""
     first = gpipe(profile)
     settings = Options(mem_bytes=ROOMY, microbatches=MICROBATCHES)
@@ -228,64 +277,69 @@ def stall(page: Page, profile: Profile) -> None:
         "some layers": replace(settings, method="interleaved-1f1b", stages_per_device=2, placement="loop"),
     }
     plans = [compile_schedule(profile, one).schedule for one in others.values()]
-    page.add(STALL)
+    page.begin("stall", f"{measured_by('stall', options, 'samples')}: {on_this_machine()}\n{STALL}")
     for name, found in zip(others, stalls(first, plans), strict=True):
         moved = f"{found.moved_layers} | {found.moved_bytes / 1e6:.1f}"
-        page.add(f"| {name} | {moved} | {found.median:.2f} | {found.worst:.2f} |")
+        page.add("stall", f"| {name} | {moved} | {found.median:.2f} | {found.worst:.2f} |")
 
 
-def busy(page: Page, profile: Profile) -> None:
+def busy(page: Page, profile: Profile, options: argparse.Namespace) -> None:
     """Add the part of the page on steps beside a busy planner."""
+    page.begin("beside", f"{measured_by('beside', options, 'samples')}: {on_this_machine()}\n")
     try:
         found = beside(gpipe(profile), canonical(profile))
     except RuntimeError as error:  # such as a planner that no core is free for
-        page.add(f"\n## Steps beside a busy planner\n\nNot measured: {error}.")
+        page.add("beside", f"\nNot measured: {error}.")
         return
     page.add(
+        "beside",
         f"""
-## Steps beside a busy planner
-
 Both ranks on one core, the planner on any other; {BLOCK} steps with it busy and {BLOCK} with it at rest, {BLOCKS} times
 in turns. A step takes {found.ratio:.3f} of the time while it is busy (medians of {found.busy_steps} and
-{found.rest_steps} steps in one run; the target is 1.03)."""
+{found.rest_steps} steps in one run; the target is 1.03).""",
     )
 
 
 # -- noise
 
 
-NOISE = """
-## Plans for noise
-
+NOISE = f"""
 The same on every machine. Every op of compute is noisy by itself (log-normal, standard deviation as given). Of the
 `plans` of one reproducible search within 2% of the best forecast, `least` is the one with the least forecast, `chosen`
-the one of least 95th percentile; both 95th percentiles are of 2,000 executions with a seed that chose neither. Times in
-ms.
+the one that `compile --noise` takes; times in ms. Both 95th percentiles are of {FRESH:,} executions with seeds that
+chose neither, and with the same noise for both plans; their standard errors, and that of what is gained, in brackets.
 
 | devices | cap | noise | plans | least | chosen | p95 of least | p95 of chosen | gained |
 |---|---|---|---|---|---|---|---|---|"""
 
 
-def noise(page: Page, seconds: float) -> None:
+def noise(page: Page, options: argparse.Namespace) -> None:
     """Add rows of the chosen plan against the plan with the least forecast, by executions that chose neither."""
-    page.add(NOISE)
-    for devices, cap in ((4, 2.0), (4, 4.0), (8, 4.0)):
+    page.begin("noise", f"{measured_by('noise', options, 'noise_s')}, commit {commit()}.\n{NOISE}")
+    for devices, cap in CASES:
         profile = uniform_profile(
             UniformOptions(devices=devices, layers_per_device=4, activation_gb=1.0, d2h_ms=4.0, h2d_ms=4.0, p2p_ms=0.3)
         )
-        options = Options(mem_bytes=int(cap * 10**9), microbatches=4 * devices, time_limit_s=seconds, reproducible=True)
+        asked = Options(
+            mem_bytes=int(cap * 10**9), microbatches=4 * devices, time_limit_s=options.noise_s, reproducible=True
+        )
+        found = [one.schedule for one in compile_schedule(profile, replace(asked, noise=NOISES[0])).considered]
         for level in NOISES:
-            result = compile_schedule(profile, replace(options, noise=level))
-            least, chosen = result.considered[0].schedule, result.schedule
-            fresh = []
-            for schedule in (least, chosen):
-                spreads = {(kind, stage.stage): level for kind in KINDS for stage in schedule.stages}
-                fresh.append(quantiles(schedule, spreads, count=2000, seed=7).p95_ns)
+            choice = Choice()
+            for one in found:
+                choice.add(one, spreads_of(one, profile, level))
+            least, chosen = found[0], found[choice.best()]
+            taken = [executed(one, spreads_of(one, profile, level), FRESH, FRESH_SEED) for one in (least, chosen)]
+            late = np.array([np.quantile(each.reshape(PARTS, -1), 0.95, axis=1) for each in taken])
+            whole = [float(np.quantile(each, 0.95)) for each in taken]
+            errors = late.std(axis=1, ddof=1) / PARTS**0.5 / whole
+            gained = (1 - late[1] / late[0]).std(ddof=1) / PARTS**0.5
+            forecasts = [one.forecast.makespan_ns / 1e6 for one in (least, chosen)]
             page.add(
-                f"| {devices} | {cap:g} GB | {level:.0%} | {len(result.considered)} | "
-                f"{least.forecast.makespan_ns / 1e6:.1f} | "
-                f"{chosen.forecast.makespan_ns / 1e6:.1f} | {fresh[0] / 1e6:.1f} | {fresh[1] / 1e6:.1f} | "
-                f"{1 - fresh[1] / fresh[0]:+.2%} |"
+                "noise",
+                f"| {devices} | {cap:g} GB | {level:.0%} | {len(found)} | "
+                f"{forecasts[0]:.1f} | {forecasts[1]:.1f} | {whole[0] / 1e6:.2f} ({errors[0]:.3%}) | "
+                f"{whole[1] / 1e6:.2f} ({errors[1]:.3%}) | {1 - whole[1] / whole[0]:+.2%} ({gained:.3%}) |",
             )
 
 
@@ -293,25 +347,28 @@ def main() -> None:
     """Print the page, or write it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=300, help="of every run")
-    parser.add_argument("--plan-s", type=float, default=3.0, help="the first search's time limit")
-    parser.add_argument("--offline-s", type=float, default=15.0, help="of the plan to reach")
-    parser.add_argument("--noise-s", type=float, default=8.0, help="of every plan for noise")
+    parser.add_argument("--plan-s", type=float, default=1.5, help="the first search's time limit")
+    parser.add_argument("--offline-s", type=float, default=8.0, help="of the plan to reach")
+    parser.add_argument("--noise-s", type=float, default=4.0, help="of every plan for noise")
     parser.add_argument("--samples", type=int, default=15)
-    parser.add_argument("--only", action="append", choices=PARTS, help="may be given several times; default: all parts")
+    parser.add_argument(
+        "--only", action="append", choices=TITLES, help="may be given several times; default: all parts"
+    )
+    parser.add_argument("--row", action="append", choices=ROWS, help="of those on training; default: all")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
-    parts = options.only or PARTS
-    page = Page(options)
+    parts = options.only or TITLES
+    page = Page(options.output)
     if set(parts) - {"noise"}:
         profile = measure(MeasureOptions(devices=DEVICES, of=model(), samples=options.samples), lambda what, part: None)
         if "stall" in parts:
-            stall(page, profile)
+            stall(page, profile, options)
         if "beside" in parts:
-            busy(page, profile)
+            busy(page, profile, options)
         if "training" in parts:
             training(page, profile, options)
     if "noise" in parts:
-        noise(page, options.noise_s)
+        noise(page, options)
     if options.output is None:
         page.publish()
 

@@ -26,10 +26,11 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import write_atomically
 from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.errors import BadInput
+from optpipe_compiler.forecast.executions import Quantiles
 from optpipe_compiler.verify import Violated, check
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from optpipe_compiler.compiler import Options, Progress, Result
     from optpipe_compiler.documents.profile import Profile
@@ -66,6 +67,12 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     """What had been found when half of the time limit had passed."""
     costs: list[float]
     """Times, sizes and speeds, for the distance to other costs."""
+    quantiles_ns: tuple[int, int] | None = None
+    """What half of the steps take with noise, and 95% of them; None where no noise is known."""
+    digest: str = ""
+    """Of the schedule."""
+    starts: list[str] = []
+    """The digests of the schedules from which its search started."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +84,13 @@ class Entry:
     size_bytes: int
     used_s: float
     """When it was last read or written; seconds since the epoch."""
+
+    def is_news_for(self, answer: Entry) -> bool:
+        """Whether this plan has a better forecast than an answer, which did not start from it.
+
+        An answer that did was chosen for its steps with noise.
+        """
+        return self.about.value_ns < answer.about.value_ns and self.about.digest not in answer.about.starts
 
 
 class Cache:
@@ -176,23 +190,22 @@ def compile_schedule(
     chosen = compiler.settled(profile, options)
     question = _Question(profile, chosen)
     known = cache.entries(question.family)
-    better = [] if chosen.reproducible else [entry for entry in known if question.is_answered_by(entry)]
+    best = None if chosen.reproducible else question.best(known)
     for entry in known:
-        if entry.path.stem == question.name and not any(o.about.value_ns < entry.about.value_ns for o in better):
+        if entry.path.stem == question.name and (best is None or not best.is_news_for(entry)):
             found = cache.read(entry, profile)
             if found is not None:
-                return _again(found, profile, chosen, entry.about, time.monotonic() - begin, on_progress)
+                return _again(found, chosen, entry.about, time.monotonic() - begin, on_progress)
     seeds = () if chosen.reproducible else tuple(question.starts(cache, known))
     halfway = _Halfway(chosen.time_limit_s or 0.0, on_progress)
     result = compiler.compile_schedule(profile, replace(chosen, seeds=(*chosen.seeds, *seeds)), halfway.see)
     if not result.interrupted:
-        cache.write(question.name, question.about(result, halfway.value_ns), result.schedule)
+        cache.write(question.name, question.about(result, halfway.value_ns, seeds), result.schedule)
     return replace(result, options=chosen)
 
 
 def _again(
     found: ir.Checked,
-    profile: Profile,
     options: Options,
     about: About,
     wall_s: float,
@@ -203,7 +216,7 @@ def _again(
     for value, elapsed_s in ((about.halfway_ns, 0.0), (about.value_ns, about.wall_s)):
         on_progress(compiler.Progress("cache", value, forecast.lower_bound_ns, forecast.method, elapsed_s))
     placement = compiler.placement_of(found.schedule)
-    noisy = compiler.under_noise(found.schedule, profile, options.noise)
+    noisy = None if about.quantiles_ns is None else Quantiles(*about.quantiles_ns)
     return compiler.Result(found, options, placement, False, wall_s, quantiles=noisy, is_cached=True)
 
 
@@ -233,14 +246,14 @@ class _Question:
         varies = ("mem_bytes", "host_mem_bytes", "microbatches", "time_limit_s", "seed", "reproducible")
         common = {name: value for name, value in asked.items() if name not in varies}
         layers = len(profile.expanded_layers())
-        self.family = _digest(ir.FORMAT, ir.VERSION, layers, sorted(common.items()), options.units)
+        self.family = _digest(ir.FORMAT, ir.VERSION, layers, sorted(common.items()), options.units, options.lengths)
         starts = [seed.schedule.digest for seed in options.seeds]
         exact = (self.profile_digest, sorted(asked.items()), options.search, options.workers, starts, planner())
         self.name = f"{self.family}-{_digest(*exact)}"
 
-    def about(self, result: Result, halfway_ns: int | None) -> About:
-        """Return what is said of an answer."""
-        schedule, forecast = result.schedule, result.schedule.forecast
+    def about(self, result: Result, halfway_ns: int | None, starts: Sequence[ir.Checked]) -> About:
+        """Return what is said of an answer whose search began with some kept plans."""
+        schedule, forecast, noisy = result.schedule, result.schedule.forecast, result.quantiles
         return About(
             version=__version__,
             profile=self.profile.name,
@@ -257,6 +270,9 @@ class _Question:
             wall_s=round(result.wall_s, 3),
             halfway_ns=halfway_ns,
             costs=self.costs,
+            quantiles_ns=None if noisy is None else (noisy.p50_ns, noisy.p95_ns),
+            digest=schedule.digest,
+            starts=[one.schedule.digest for one in starts],
         )
 
     def is_answered_by(self, entry: Entry) -> bool:
@@ -269,12 +285,16 @@ class _Question:
             and (options.host_mem_bytes is None or about.host_bytes <= options.host_mem_bytes)
         )
 
+    def best(self, known: list[Entry]) -> Entry | None:
+        """Return the plan of the least forecast of those that are an answer."""
+        return min(filter(self.is_answered_by, known), key=lambda entry: entry.about.value_ns, default=None)
+
     def starts(self, cache: Cache, known: list[Entry]) -> Iterator[ir.Checked]:
         """Yield plans to start from: the best that is an answer, then the nearest others."""
-        answers = sorted(filter(self.is_answered_by, known), key=lambda entry: entry.about.value_ns)
+        best = self.best(known)
         others = [entry for entry in known if not self.is_answered_by(entry) and self._distance(entry)[0] <= NEAR]
         found = 0
-        for entry in chain(answers[:1], sorted(others, key=self._distance)):
+        for entry in chain([] if best is None else [best], sorted(others, key=self._distance)):
             if found < NEIGHBOURS and (seed := cache.read(entry, None)) is not None:
                 found += 1
                 yield seed

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from optpipe_compiler.costs.noise import KINDS, op_spreads
 from optpipe_compiler.errors import NotFound
+from optpipe_compiler.forecast.choice import Choice
 from optpipe_compiler.forecast.executions import quantiles
 from optpipe_compiler.lower import Certificate, lower, promised
 from optpipe_compiler.model import bounds
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.profile import Profile
-    from optpipe_compiler.forecast.executions import Quantiles
+    from optpipe_compiler.forecast.executions import Quantiles, Spreads
     from optpipe_compiler.model.schedule import Schedule
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "placement_of",
     "recorded",
     "settled",
+    "spreads_of",
     "under_noise",
 ]
 
@@ -118,11 +120,17 @@ def under_noise(schedule: ir.Schedule, profile: Profile, noise: float | None = N
 
     `noise` is the standard deviation of every op of compute as a share of its time. None where no noise is known.
     """
+    spreads = spreads_of(schedule, profile, noise)
+    return quantiles(schedule, spreads) if spreads else None
+
+
+def spreads_of(schedule: ir.Schedule, profile: Profile, noise: float | None = None) -> Spreads:
+    """Return the noise of the ops of a schedule, by kind and stage; nothing where no noise is known."""
     ranges = [stage.layers for stage in schedule.stages]
     spreads = op_spreads(profile, ranges)
     if noise is not None:
         spreads = {(kind, number): noise for kind in KINDS for number in range(len(ranges))}
-    return quantiles(schedule, spreads) if any(spreads.values()) else None
+    return spreads if any(spreads.values()) else {}
 
 
 def placement_of(schedule: ir.Schedule) -> str:
@@ -183,28 +191,31 @@ class _Compilation:
             raise KeyboardInterrupt
         if self.incumbents.winner() is None:
             raise NotFound("no schedule was found within the time limit")
-        (attempt, checked, noisy), considered = self._chosen()
+        (attempt, checked), considered = self._chosen()
+        noisy = under_noise(checked.schedule, self.profile, self.options.noise)
         notes = tuple(note for each in self.incumbents.attempts for note in each.notes)
         wall_s = time.monotonic() - self.begin
         return Result(checked, self.options, attempt.layout.name, interrupted, wall_s, notes, noisy, considered)
 
-    def _chosen(self) -> tuple[tuple[Attempt, ir.Checked, Quantiles | None], tuple[ir.Checked, ...]]:
-        """Return the best schedule, of several nearly as good ones that of least 95th percentile; and all of these."""
+    def _chosen(self) -> tuple[tuple[Attempt, ir.Checked], tuple[ir.Checked, ...]]:
+        """Return the best schedule, under noise of several nearly as good ones; and all that were compared."""
         limits = self.budget.limits
-        near = self.incumbents.near()
-        found: list[tuple[int, int, Attempt, ir.Checked, Quantiles | None]] = []
-        for number, (attempt, timed) in enumerate(near):
+        most_s = limits.time_limit_s * (1 + GRACE_SHARE) + GRACE_S
+        found: list[tuple[Attempt, ir.Checked]] = []
+        choice = Choice()
+        for attempt, timed in self.incumbents.near():
             begin = time.monotonic()
             checked = self._certified(attempt, timed)
-            noisy = under_noise(checked.schedule, self.profile, self.options.noise)
-            reached = self.incumbents.value(timed)
-            found.append((reached if noisy is None else noisy.p95_ns, number, attempt, checked, noisy))
-            took_s = time.monotonic() - begin
-            most_s = limits.time_limit_s * (1 + GRACE_SHARE) + GRACE_S
-            late = not limits.reproducible and time.monotonic() + took_s > self.begin + most_s
-            if noisy is None or limits.objective == "span" or self.options.method is not None or late:
+            found.append((attempt, checked))
+            spreads = spreads_of(checked.schedule, self.profile, self.options.noise)
+            if not spreads or limits.objective == "span" or self.options.method is not None:
                 break
-        return min(found, key=lambda one: one[:2])[2:], tuple(one[3] for one in found)
+            choice.add(checked.schedule, spreads)
+            took_s = time.monotonic() - begin
+            # as long as the next one takes, and as long as it takes to confirm the choice
+            if not limits.reproducible and time.monotonic() + 2 * took_s > self.begin + most_s:
+                break
+        return found[choice.best()], tuple(checked for _, checked in found)
 
     def _search(self) -> None:
         """The phases in order, each of which makes incumbents better."""

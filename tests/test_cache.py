@@ -105,11 +105,24 @@ def test_a_better_plan_for_less_memory_takes_the_place_of_an_answer(kept, search
     tight = planned(SOON, kept)
     roomy = planned(replace(SOON, mem_bytes=4 * GB), kept)
     entry = next(one for one in kept.entries() if one.about.mem_bytes == 4 * GB)
-    kept.write(entry.path.stem, structs.replace(entry.about, value_ns=value(tight) + 1), roomy.schedule)
+    about = structs.replace(entry.about, value_ns=value(tight) + 1, starts=[])
+    kept.write(entry.path.stem, about, roomy.schedule)
     again = planned(replace(SOON, mem_bytes=4 * GB), kept)
     assert not again.is_cached
     assert searches[-1].seeds[0].schedule == tight.schedule
     assert value(again) <= value(tight)
+
+
+def test_an_answer_with_a_longer_forecast_that_was_chosen_for_its_noise_stays_an_answer(kept, searches):
+    tight = planned(replace(SOON, noise=0.2), kept)
+    asked = replace(SOON, noise=0.2, mem_bytes=4 * GB)
+    roomy = planned(asked, kept)
+    assert tight.schedule.digest in [seed.schedule.digest for seed in searches[-1].seeds]
+    entry = next(one for one in kept.entries() if one.about.mem_bytes == 4 * GB)
+    kept.write(entry.path.stem, structs.replace(entry.about, value_ns=value(tight) + 1), roomy.schedule)
+    again = planned(asked, kept)
+    assert again.is_cached
+    assert again.quantiles == roomy.quantiles is not None
 
 
 def test_a_reproducible_answer_does_not_depend_on_what_is_kept(kept, searches, tmp_path):

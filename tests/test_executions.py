@@ -14,7 +14,7 @@ from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.documents.profile import P2P
 from optpipe_compiler.errors import Infeasible
-from optpipe_compiler.forecast.executions import durations, makespans, quantiles
+from optpipe_compiler.forecast.executions import durations, executed, makespans, quantiles
 from optpipe_compiler.study.beside import executed_ns
 from tests.instances import profiles, quick, uniform
 from tests.small_schedules import Builder, Shape, profile_for
@@ -64,6 +64,14 @@ def test_noise_costs_time_and_more_noise_more():
     assert all(one.p50_ns < one.p95_ns for one in found)
     assert found[1] == quantiles(PLAN, spread(PLAN, 0.15))
     assert found[1] != quantiles(PLAN, spread(PLAN, 0.15), seed=1)
+
+
+def test_executions_of_one_seed_have_the_same_noise_for_the_same_ops_of_any_schedule():
+    one, other = (executed(PLAN, spread(PLAN, share), 1500, seed=3) for share in (0.05, 0.1))
+    assert np.corrcoef(one, other)[0, 1] > 0.8
+    assert (executed(PLAN, spread(PLAN, 0.05), 1200, seed=3)[:1024] == one[:1024]).all()
+    apart = executed(PLAN, spread(PLAN, 0.05), 1500, seed=4)
+    assert abs(np.corrcoef(one, apart)[0, 1]) < 0.2
 
 
 def test_slices_are_executed_as_forecast_but_for_messages_that_share_a_channel():

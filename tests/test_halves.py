@@ -29,7 +29,7 @@ from optpipe_torch.models.text import default_text  # noqa: E402
 from optpipe_torch.profiler.child import measure_sizes  # noqa: E402
 from optpipe_torch.profiler.layers import Benches, time_ops  # noqa: E402
 from optpipe_torch.profiler.measure import MeasureOptions, measure  # noqa: E402
-from optpipe_torch.profiler.timer import CpuTimer  # noqa: E402
+from optpipe_torch.profiler.timer import Timer  # noqa: E402
 from tests.test_cli import optpipe, refused, run  # noqa: E402, F401 - fixtures
 
 GPT = Architecture(
@@ -158,7 +158,7 @@ def test_measured_halves_keep_together_what_the_block_keeps(model):
     found = []
     for one in (model, in_halves(model)):
         benches = Benches(record(one), default_text())
-        found.append(measure_sizes(CpuTimer(), benches, models.layer_names(record(one)), 10**9))
+        found.append(measure_sizes(Timer(), benches, models.layer_names(record(one)), 10**9))
     whole, half = found[0]["block"], [found[1][name] for name in ("block.0.attention", "block.0.mlp")]
     for size in SUMS:
         assert sum(getattr(one, size) for one in half) == getattr(whole, size), size
@@ -175,7 +175,7 @@ def test_measured_halves_take_together_as_long_as_the_block():
     for _ in range(4):  # in turn: what else runs on the machine touches all of them
         for name, bench in built.items():
             times: dict[str, list[int]] = {}
-            for _ in time_ops(CpuTimer(), [bench], 5, times):
+            for _ in time_ops(Timer(), [bench], 5, times):
                 pass
             taken = sum(min(times[op]) for op in ("forward", "backward_input", "backward_weight"))
             least[name] = min(taken, least.get(name, taken))

@@ -127,6 +127,13 @@ def test_other_devices_start_from_the_order_of_those_that_were_as_far_along():
     assert result.notes == ()
 
 
+def test_a_plan_for_other_devices_of_the_same_profile_keeps_to_the_devices_that_are_asked_for():
+    costs = uniform(4, 2)
+    seed = quick(costs, 2 * GB, microbatches=4).schedule
+    result = quick(costs, 8 * GB, devices=2, seeds=(check(seed),), microbatches=4)
+    assert (seed.setup.devices, result.schedule.setup.devices) == (4, 2)
+
+
 def test_the_search_starts_from_the_seed():
     """With no wished order but the seed's, a search that may climb finds something better."""
     seed = quick(COSTS, GB, method="gpipe-recompute").schedule

@@ -127,11 +127,6 @@ def test_in_a_folder_of_installed_packages_nothing_is_the_projects(project, monk
         import_function("installed:theirs")
 
 
-def test_the_builders_that_need_no_permission_are_the_packages_own():
-    models = pytest.importorskip("optpipe_torch.models.known")
-    assert tuple(models.OWN) == user_functions.OWN
-
-
 # -- commands
 
 

@@ -21,7 +21,7 @@ import runtime_torch  # noqa: E402
 from optpipe_compiler.documents import ir  # noqa: E402
 from optpipe_compiler.documents import profile as profiles  # noqa: E402
 from optpipe_compiler.errors import BadInput  # noqa: E402
-from runtime_torch import vocabulary  # noqa: E402
+from optpipe_torch.models import vocabulary  # noqa: E402
 from tests.test_cli import optpipe, refused, run  # noqa: E402, F401 - fixtures
 
 HIDDEN, SIZE, LENGTH = 8, 17, 5

@@ -122,7 +122,7 @@ def instances(profile: Profile, options: Options) -> list[tuple[Layout, Problem]
         per_device = options.stages_per_device
         if not is_allowed or (per_device is not None and one.stages != per_device * (options.devices or 0)):
             return None
-        if not is_asked(slicing, profile, options):
+        if 1 + max(one.device_of) != options.devices or not is_asked(slicing, profile, options):
             return None
         return made(one, share, slicing)
 

@@ -79,7 +79,7 @@ def wanted() -> Iterator[tuple[str, Profile, Options]]:
     for seed in range(4):
         placement = "v" if seed % 2 else "linear"
         options = Options(
-            int(1.45e9), 4, placement=placement, stages_per_device=1 + seed % 2, time_limit_s=2.0, seed=seed
+            int(1.45e9), 4, placement=placement, stages_per_device=1 + seed % 2, time_limit_s=0.5, seed=seed
         )
         yield f"searched {seed}", uniform(2 + seed % 3, p2p_ms=0.02 * seed, d2h_ms=0.5 + 0.2 * seed), options
 

@@ -131,8 +131,16 @@ def test_a_tight_cap_is_named_and_weights_that_are_too_large_are_not_planned():
     with pytest.raises(Infeasible, match="no way to spread the model over 4 GPUs fits"):
         asked(replace(QUESTION, mem_bytes=10**9), heavy)
 
+    def wide(degrees):
+        return costs(degrees, activation_gb=8)
 
-def test_numbers_without_a_common_divisor_are_refused():
+    with pytest.raises(Infeasible, match="too large in 0; the most promising: "):
+        asked(replace(QUESTION, mem_bytes=9 * 10**8), wide)
+
+
+def test_what_there_is_no_way_for_is_refused():
+    with pytest.raises(BadInput, match="--method seq1f1b is for microbatches cut into slices"):
+        asked(replace(QUESTION, method="seq1f1b"))
     with pytest.raises(BadInput, match="--gpus is 7 and --global-batch 5"):
         advise(replace(QUESTION, gpus=7, batch=5), ways(replace(QUESTION, gpus=7, batch=5), 3, [4]), costs)
 

@@ -123,6 +123,7 @@ def advise(
 
 def _asked(question: Question, model: Architecture, spread: Spread) -> Advice:
     from optpipe_compiler.study import advise as study
+    from optpipe_compiler.study.pool import pool_for
 
     def costs_of(degrees: Degrees) -> Costs:
         return study.Costs(*spread.costs(degrees.pipeline, degrees.tensor, degrees.data, degrees.microbatch_size))
@@ -135,8 +136,8 @@ def _asked(question: Question, model: Architecture, spread: Spread) -> Advice:
 
     divided = (model.heads, model.kv_heads, model.ffn, question.sequence)
     every = list(study.ways(question, model.layers + 2, divided))
-    note(f"{len(every)} ways; the costs of each are estimated, then the most promising are planned")
-    return study.advise(question, every, costs_of, said)
+    note(f"ways: {len(every)}; the costs of each are estimated, then the most promising are planned")
+    return study.advise(question, every, costs_of, said, pool_for(question.jobs))
 
 
 def _degrees(degrees: Degrees) -> str:

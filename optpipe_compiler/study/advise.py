@@ -176,8 +176,8 @@ def advise(
     if question.method is not None and question.method not in METHODS:
         raise BadInput(f"--method is {question.method!r}, expected one of {', '.join(METHODS)}")
     is_cut = None if question.method is None else METHODS[question.method].sliced
-    candidates, too_large = [], 0
-    for one in degrees:
+    candidates, too_large, every = [], 0, list(degrees)
+    for one in every:
         if is_cut not in (None, one.slices > 1):
             continue
         costs = costs_of(one)
@@ -188,20 +188,24 @@ def advise(
         else:
             candidates.append(Candidate(_bound(one, costs), one, costs))
     if not candidates and not too_large:
+        if is_cut is not None and any(one.slices == 1 for one in every):
+            raise BadInput(f"--method {question.method} is for microbatches cut into slices, expected another --slices")
         raise BadInput(
-            f"--gpus is {question.gpus} and --global-batch {question.batch}: no degrees of parallelism divide both, "
-            "expected numbers with common divisors"
+            f"--gpus is {question.gpus} and --global-batch {question.batch}: no degrees of parallelism make so many "
+            f"GPUs, expected a batch that replicas divide, pipelines of at most {LONGEST} devices and the model's "
+            "layers, tensor parallelism within a node that heads and widths divide"
         )
     heapify(candidates)
     found: list[Configuration] = []
-    infeasible = 0
+    reasons: list[str] = []
     asked: dict[int, tuple[Instance, Candidate]] = {}
     answered = 0
     for instance, planned in pool(_planned, _promising(candidates, found, question, asked), question.jobs):
         answered += 1
         configuration = _configuration(asked[id(instance)][1], planned, question)
-        infeasible += configuration is None
-        if configuration is not None:
+        if configuration is None:
+            reasons.append(planned.reason)
+        else:
             found.append(configuration)
         on_planned(answered, configuration)
     considered = len(candidates) + answered + too_large
@@ -210,13 +214,14 @@ def advise(
         raise Infeasible(
             f"no way to spread the model over {question.gpus} GPUs fits {show_bytes(question.mem_bytes)} each: of "
             f"{considered}, the weights alone are too large in {too_large}"
+            + (f"; the most promising: {reasons[0]}" if reasons else "")
         )
     return Advice(
         configurations=best,
         considered=considered,
         too_large=too_large,
         planned=answered,
-        infeasible=infeasible,
+        infeasible=len(reasons),
         next_bound_ns=candidates[0].bound_ns if candidates else None,
     )
 

@@ -34,7 +34,8 @@ def slicings(
     """Return the slicings that the options ask for; None: whole microbatches of the profile's length.
 
     `build` makes the instances with few stages per device. For `auto` the numbers of slices are taken with which the
-    list scheduler is fastest on one of them, offloads, recomputations and the overhead of slices included. (A case of
+    list scheduler is fastest on one of them, offloads, recomputations and the overhead of slices included; of equal ones
+    the largest, which need least memory. (A case of
     tests/test_slices.py takes 13.0 ms; with the numbers for which Seq1F1B needs least memory it took 15.9.)
     """
     if (kept := _kept(options)) is not None:
@@ -53,9 +54,9 @@ def slicings(
             for slicing in cut(profile, options, number):
                 for problem in build(slicing):
                     if lowering_s(problem.tasks) <= most_lowering_s(options.time_limit_s):
-                        ranked.append((_judged(problem, options), number, device_work(problem)))
+                        ranked.append((_judged(problem, options), -number, device_work(problem)))
     least = min((reached for reached, *_ in ranked), default=0)
-    able = [number for _, number, work in sorted(ranked) if work <= least]  # the others compute for longer than that
+    able = [-less for _, less, work in sorted(ranked) if work <= least]  # the others compute for longer than that
     chosen = list(dict.fromkeys(able))[:TRIED]
     return [*whole, *(slicing for number in sorted(chosen) for slicing in cut(profile, options, number))]
 

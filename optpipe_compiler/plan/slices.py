@@ -34,9 +34,9 @@ def slicings(
     """Return the slicings that the options ask for; None: whole microbatches of the profile's length.
 
     `build` makes the instances with few stages per device. For `auto` the numbers of slices are taken with which the
-    list scheduler is fastest on one of them, offloads, recomputations and the overhead of slices included; of equal ones
-    the largest, which need least memory. (A case of
-    tests/test_slices.py takes 13.0 ms; with the numbers for which Seq1F1B needs least memory it took 15.9.)
+    list scheduler is fastest on one of them, offloads, recomputations and the overhead of slices included; of equally
+    fast ones the largest, which need least memory. (A case of tests/test_slices.py takes 13.0 ms; with the numbers for
+    which Seq1F1B needs least memory it took 15.9.)
     """
     if (kept := _kept(options)) is not None:
         return [kept]

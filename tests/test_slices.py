@@ -179,6 +179,18 @@ def test_the_search_beats_seq1f1b_in_its_own_memory_and_says_so() -> None:
     assert {"1f1b", "seq1f1b", "slimpipe"} <= set(schedule.forecast.baselines)
 
 
+def test_auto_counts_the_overhead_of_slices() -> None:
+    """Of 2, 4, 8 and 16 slices, those of least overhead are best, though they need most memory."""
+    profile = sliced(2, attention_share=0.3, kv_fraction=0.1, slice_overhead_ms=0.02, d2h_ms=0.5, h2d_ms=0.5)
+    options = Options(int(6e8), 4, time_limit_s=0.3, reproducible=True)
+    found = {
+        slices: compile_schedule(profile, replace(options, slices=slices)).schedule.forecast.makespan_ns
+        for slices in (1, 2, 4, 16, "auto")
+    }
+    assert found["auto"] <= 1.02 * min(found.values())
+    assert found[16] > 1.2 * min(found.values())
+
+
 def test_slices_of_equal_time_shrink_as_the_sequence_grows() -> None:
     profile = sliced(2, attention_share=0.6)
     even, timely = (one for one in cut(profile, Options(0, 2), 4) if one is not None)

@@ -325,6 +325,7 @@ The same on every machine. Every op of compute is noisy by itself (log-normal, s
 `plans` of one reproducible search within 2% of the best forecast, `least` is the one with the least forecast, `chosen`
 the one that `compile --noise` takes; times in ms. Both 95th percentiles are of {FRESH:,} executions with seeds that
 chose neither, and with the same noise for both plans; their standard errors, and that of what is gained, in brackets.
+Executions let one message of a pair of devices pass at a time, as channels do; forecasts do not count that.
 
 | devices | cap | noise | plans | least | chosen | p95 of least | p95 of chosen | gained |
 |---|---|---|---|---|---|---|---|---|"""

@@ -8,6 +8,8 @@ RUNTIME_TESTS := $(shell grep -lE 'importorskip."(optpipe_|runtime_)?torch[."]' 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := demo
+# As many tests at a time as there are cores, those of a file mostly in one process; make test PARALLEL= has one.
+PARALLEL ?= -n auto --dist worksteal
 
 # The tests of the report's page drive a browser; playwright's own goes into the environment.
 export PLAYWRIGHT_BROWSERS_PATH = 0
@@ -28,11 +30,11 @@ demo: $(READY) ## Profile this machine, plan under two caps, verify and train on
 	mkdir -p $(DEMO)
 	cd $(DEMO) && PATH="$(abspath $(BIN)):$$PATH" sh ../examples/demo.sh
 
-test: $(READY) browser ## Run all tests
-	$(BIN)/python -m pytest
+test: $(READY) browser ## Run all tests, as many at a time as there are cores
+	$(BIN)/python -m pytest $(PARALLEL)
 
 coverage: $(READY) browser ## Run all tests and say which lines none of them runs (coverage.xml); not those of child processes
-	$(BIN)/python -m pytest --cov --cov-report=xml --cov-report=term:skip-covered
+	$(BIN)/python -m pytest $(PARALLEL) --cov --cov-report=xml --cov-report=term:skip-covered
 
 browser: $(READY) ## Install a browser for the tests of the report's page, unless there is one
 	@sh tests/install_browser.sh $(BIN) || true

@@ -16,7 +16,8 @@ import torch
 from torch.distributed.pipelining import _backward as torchs
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from optpipe_torch.models.known import Block
+from optpipe_torch.models.known import build
+from optpipe_torch.profiler.measure import MeasureOptions
 from runtime_torch.execution import StageExecution
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ def compare(hidden: int, samples: int) -> dict[str, Found]:
     """Take the samples of both ways in turn."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    block, x = Block(hidden, hidden // 64), torch.randn(4, 128, hidden)
+    model = MeasureOptions(layers=1, hidden=hidden, heads=hidden // 64).model()
+    (block,), x = build(model, range(1, 2)), torch.randn(4, 128, hidden)
     gradient = torch.randn_like(x)
     for parameter in block.parameters():
         parameter.grad = torch.zeros_like(parameter)

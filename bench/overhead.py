@@ -30,8 +30,7 @@ from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from runtime_torch import engine
 from runtime_torch.execution import StageExecution
-from runtime_torch.microbatch import Microbatch
-from runtime_torch.runner import Steps
+from runtime_torch.replay import Replay
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,8 +93,9 @@ def replayed(schedule: ir.Schedule, rank: int) -> Callable[[Tensor, Tensor], obj
     first = next(iter(stages.values()))
     for stage in stages.values():
         stage.meter, stage.host_meter = first.meter, first.host_meter
-    steps = Steps(
+    replay = Replay(
         schedule,
+        rank,
         stages,
         lambda *_: ((1, 1), torch.float32),
         group=None,
@@ -103,9 +103,7 @@ def replayed(schedule: ir.Schedule, rank: int) -> Callable[[Tensor, Tensor], obj
         meter=first.meter,
         host_meter=first.host_meter,
     )
-    count = schedule.setup.microbatches
-    whole = [Microbatch(1 / count)] * count
-    return lambda inputs, target: steps.step(inputs.split(1), target.split(1), whole)
+    return lambda inputs, target: replay.step(inputs.split(1), target.split(1))
 
 
 def stock(schedule: ir.Schedule, rank: int) -> Callable[[Tensor, Tensor], object]:

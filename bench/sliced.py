@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from bench.planner import commit
 from bench.report import machine
+from bench.slices import MEASURED as TITLE
 from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.documents import profile as profiles
 from optpipe_compiler.documents.files import canonical
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 DEVICES, STEPS = 2, 3
 NUMBERS = (1, 4, 8)
-TITLE = "## Measured"
 
 TEXT = """{title}
 

@@ -1,7 +1,7 @@
 """Measure a head in parts against the whole one on this CPU: `python -m bench.vocabulary [--vocabulary N] [--parts N]`.
 
 For fp32 and bf16, on one core: the least times and the saved bytes of the whole head and of all parts together, one
-stage each, and those times by how many logits are looked at at a time (`runtime_torch.vocabulary.CPU_CHUNK`).
+stage each, and those times by how many logits are looked at at a time (`optpipe_torch.models.vocabulary.CPU_CHUNK`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from runtime_torch import vocabulary
+from optpipe_torch.models import vocabulary
 from runtime_torch.bundles import bundled, trace_bundles
 from runtime_torch.execution import StageExecution
 

@@ -39,6 +39,8 @@ class OpRow:
     lane: Literal["compute", "d2h", "h2d"]
     stage: int
     microbatch: int
+    slice: int | None
+    """Of the microbatch; None where microbatches are not cut."""
     start_ns: int
     end_ns: int
 
@@ -150,13 +152,10 @@ class Plan:
 
     def ops(self, *, messages: bool = False) -> list[OpRow]:
         """Return all ops by start, as rows that pandas.DataFrame takes; with the issues of messages if asked for."""
-        found = []
-        for times in self.schedule.forecast.times:
-            ops = getattr(self.schedule.devices[times.device], times.lane)
-            for op, start, end in zip(ops, times.start_ns, times.end_ns, strict=True):
-                if messages or not isinstance(op, ir.MessageOp):
-                    row = (op.text, op.name, times.device, times.lane, op.stage, op.microbatch, start, end)
-                    found.append(OpRow(*row))
+        found = [
+            OpRow(op.text, op.name, device, lane, op.stage, op.microbatch, op.slice_or_none, start, end)
+            for device, lane, op, start, end in self.schedule.timed(messages=messages)
+        ]
         return sorted(found, key=lambda row: (row.start_ns, row.device, row.lane))
 
     def devices(self) -> list[DeviceRow]:

@@ -41,6 +41,8 @@ class PointRow:
     """The cap whose plan this is, where that is better than what was found for this one."""
     finished: bool | None
     """Whether more time is unlikely to give a much better plan."""
+    slices: int | None
+    """Of every microbatch in this plan; None without one."""
 
 
 class Sweep:
@@ -66,6 +68,7 @@ class Sweep:
                 method=one.method,
                 carried_from_bytes=one.carried_from_bytes,
                 finished=one.finished,
+                slices=one.slices,
             )
             for one in self.record.points
         ]

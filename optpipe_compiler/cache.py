@@ -246,7 +246,7 @@ class _Question:
         varies = ("mem_bytes", "host_mem_bytes", "microbatches", "time_limit_s", "seed", "reproducible")
         common = {name: value for name, value in asked.items() if name not in varies}
         layers = len(profile.expanded_layers())
-        self.family = _digest(ir.FORMAT, ir.VERSION, layers, sorted(common.items()), options.units)
+        self.family = _digest(ir.FORMAT, ir.VERSION, layers, sorted(common.items()), options.units, options.lengths)
         starts = [seed.schedule.digest for seed in options.seeds]
         exact = (self.profile_digest, sorted(asked.items()), options.search, options.workers, starts, planner())
         self.name = f"{self.family}-{_digest(*exact)}"

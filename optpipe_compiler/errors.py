@@ -47,3 +47,8 @@ class MissingDependency(OptPipeError):
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C when there is no result to return."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says; the name of its type where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

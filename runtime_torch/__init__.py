@@ -1,7 +1,8 @@
 """Replay of a schedule file on torch.
 
 In a training loop: `load_schedule`, `build_stages` from layers (or `wrap_stages` around stage modules), `Runner(...)`,
-then `runner.step(inputs, target=target)`. Importing this package alone does not import torch.
+then `runner.step(inputs, target=target)`. Importing this package alone does not import torch. `DecoderLayer` and
+`vocabulary`, layers for a loop's own models, lie in `optpipe_torch` and are here by their names alone.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from optpipe_compiler.errors import MissingDependency
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents.ir import load as load_schedule
-    from runtime_torch.decoder import DecoderLayer
     from runtime_torch.microbatch import add_loss
-    from runtime_torch.runner import Runner, StepResult
+    from runtime_torch.replay import StepResult
+    from runtime_torch.runner import Runner
     from runtime_torch.slices import WHOLE, Carry
     from runtime_torch.stages import build_stages, wrap_stages
 
@@ -30,19 +31,21 @@ __all__ = [
     "build_stages",
     "cheap",
     "load_schedule",
+    "vocabulary",
     "wrap_stages",
 ]
 
 _HOMES = {
     "WHOLE": ("runtime_torch.slices", "WHOLE"),
     "Carry": ("runtime_torch.slices", "Carry"),
-    "DecoderLayer": ("runtime_torch.decoder", "DecoderLayer"),
+    "DecoderLayer": ("optpipe_torch.frameworks.decoder", "DecoderLayer"),
     "Runner": ("runtime_torch.runner", "Runner"),
-    "StepResult": ("runtime_torch.runner", "StepResult"),
+    "StepResult": ("runtime_torch.replay", "StepResult"),
     "add_loss": ("runtime_torch.microbatch", "add_loss"),
     "build_stages": ("runtime_torch.stages", "build_stages"),
     "cheap": ("runtime_torch.selective", "cheap"),
     "load_schedule": ("optpipe_compiler.documents.ir", "load"),
+    "vocabulary": ("optpipe_torch.models.vocabulary", ""),
     "wrap_stages": ("runtime_torch.stages", "wrap_stages"),
 }
 
@@ -54,4 +57,5 @@ def __getattr__(name: str) -> Any:
     if importlib.util.find_spec("torch") is None:
         raise MissingDependency("running a schedule needs torch: pip install 'optpipe[runtime]'")
     module, attribute = _HOMES[name]
-    return getattr(importlib.import_module(module), attribute)
+    home = importlib.import_module(module)
+    return getattr(home, attribute) if attribute else home

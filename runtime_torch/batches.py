@@ -12,17 +12,15 @@ from torch import Tensor
 
 from optpipe_compiler.errors import BadInput
 from runtime_torch.bundles import resized, shortened, show
-from runtime_torch.microbatch import cut, takes_target
-from runtime_torch.slices import Slice
-from runtime_torch.stages import Stages
+from runtime_torch.microbatch import Slice, cut, takes_target
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from optpipe_compiler.documents import ir
     from runtime_torch.bundles import Boundary
-    from runtime_torch.execution import StageExecution
     from runtime_torch.microbatch import Keywords, Microbatch
+    from runtime_torch.stages import Stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +30,7 @@ class Batch:
 
     inputs: Sequence[Tensor] | None
     targets: Sequence[Tensor] | None
-    microbatches: Sequence[Microbatch]
-    slices: Sequence[Slice] | None = None
-    """None: microbatches are not cut."""
+    units: Sequence[Microbatch]
 
 
 class Batches:
@@ -47,11 +43,11 @@ class Batches:
     def __init__(
         self,
         schedule: ir.Schedule,
-        stages: Mapping[int, StageExecution],
+        stages: Stages,
         boundary: Callable[[int], Boundary] | None,
         group: dist.ProcessGroup | None,
     ) -> None:
-        bundles = stages.bundles if isinstance(stages, Stages) else None
+        bundles = stages.bundles
         if bundles is None and boundary is None:
             raise BadInput("the shapes between layers are not known: give build_stages(inputs=...) or boundary=")
         self._setup = schedule.setup
@@ -130,8 +126,7 @@ class Batches:
         ends = {m: end for (m, _), (_, end) in zip(numbers, spans, strict=True)}
         self._units = [(m, end - begin) for (m, _), (begin, end) in zip(numbers, spans, strict=True)]
         units = [
-            replace(microbatches[m], tokens=end - begin, share=(end - begin) / ends[m])
-            for (m, _), (begin, end) in zip(numbers, spans, strict=True)
+            replace(microbatches[m], tokens=end - begin) for (m, _), (begin, end) in zip(numbers, spans, strict=True)
         ]
 
         def shorten(parts: Sequence[Tensor], name: str, *, needed: bool) -> list[Tensor]:
@@ -140,7 +135,6 @@ class Batches:
                 for (m, _), (begin, end) in zip(numbers, spans, strict=True)
             ]
 
-        slices = None
         if setup.slices > 1:
             begins = [begin for begin, _ in spans]
             starts = {m: tuple(begins[m * setup.slices : (m + 1) * setup.slices]) for m in ends}
@@ -148,8 +142,8 @@ class Batches:
                 m: None if targets is None else self._tokens_in(targets[m], 0, end, "the target", needed=True)
                 for m, end in ends.items()
             }
-            slices = [
-                Slice(m, index, starts[m], unit.share, wholes[m])
+            units = [
+                replace(unit, slice=Slice(m, index, starts[m], (unit.tokens or 0) / ends[m], wholes[m]))
                 for (m, index), unit in zip(numbers, units, strict=True)
             ]
         inputs = None
@@ -160,7 +154,7 @@ class Batches:
             ]
             lengths = [tokens for _, tokens in self._units]
             inputs = parts[0] if self._inputs is None else self._inputs.carry_batch(parts, lengths)
-        return Batch(inputs, None if targets is None else shorten(targets, "the target", needed=True), units, slices)
+        return Batch(inputs, None if targets is None else shorten(targets, "the target", needed=True), units)
 
     def _tokens_in(self, tensor: Tensor, begin: int, end: int, name: str, *, needed: bool) -> Tensor:
         """Cut along the second dimension, where that is of tokens."""
@@ -259,9 +253,3 @@ class Batches:
                 f"batch's {samples} samples"
             )
         return torch.split(tensor, [rows * size for size in self._sizes])
-
-
-def weighted(losses: Sequence[Tensor], microbatches: Sequence[Microbatch]) -> float:
-    """Return the sum of the losses times their weights."""
-    found: list[float] = torch.stack(list(losses)).tolist()
-    return sum(loss * one.weight for loss, one in zip(found, microbatches, strict=True))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from optpipe_compiler.errors import BadInput
+from optpipe_compiler.errors import BadInput, first_line
 from runtime_torch.microbatch import Wrapping, current, targets_for
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def _trace(
             also = (target,) if last and target is not None else ()
             raise BadInput(
                 f"layer {index}: cannot be called with {given} "
-                f"({', '.join(f'{tuple(part.shape)} {part.dtype}' for part in (*parts, *also))}): {_first_line(error)}"
+                f"({', '.join(f'{tuple(part.shape)} {part.dtype}' for part in (*parts, *also))}): {first_line(error)}"
             ) from error
         bundles.append(bundle_of(found, f"layer {index}"))
         parts = tuple(found) if isinstance(found, tuple | list) else (found,)
@@ -269,10 +269,6 @@ def _targets(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """What a layer gets of the target; nothing where there is none."""
     return ((), {}) if target is None else targets_for(layer, target.to(device), is_last=is_last)
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from runtime_torch.batches import Batch
     from runtime_torch.bundles import Boundary
-    from runtime_torch.slices import Slice
+    from runtime_torch.microbatch import Slice
 
 BYTES_TOLERANCE = 0.05
 """A stage may save this share more than its profile says; with more the promise of the peak would be void."""
@@ -63,10 +63,9 @@ def prepare(
             x = batch.inputs[unit] if is_input and batch.inputs else zeros(stage.first_layer - 1, stage, unit)
             wanted = None if batch.targets is None else batch.targets[unit]
             expected = None if stage.is_last else boundary(stage.end_layer - 1, unit)
-            part = None if batch.slices is None else batch.slices[unit]
-            share = _tokens(schedule, unit)
-            with entered(batch.microbatches[unit]):
-                conform(schedule.stages[index], trial, x, wanted, expected, bytes_tolerance, part, share)
+            one, share = batch.units[unit], _tokens(schedule, unit)
+            with entered(one):
+                conform(schedule.stages[index], trial, x, wanted, expected, bytes_tolerance, one.slice, share)
 
 
 def _tokens(schedule: ir.Schedule, unit: int) -> tuple[int, int]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from optpipe_compiler.errors import RunFailed
+from runtime_torch.streams import Backend
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor, UntypedStorage
 
 
-class Cuda:
-    """Streams, events and memory of one device; see `streams.Backend`."""
+class Cuda(Backend):
+    """Streams, events and memory of one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -34,7 +34,7 @@ def forward_only(
     """
     losses: list[Tensor] = []
     sent: list[tuple[dist.Work | None, Tensor]] = []
-    for number, microbatch in enumerate(batch.microbatches):
+    for number, microbatch in enumerate(batch.units):
         x: Tensor | None = None
         for index, stage in sorted(stages.items()):
             if index == 0:

@@ -7,7 +7,6 @@ returns the scalar mean loss. Any layer whose `forward` asks for the target by n
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -21,32 +20,22 @@ from runtime_torch.bundles import bundle_of
 from runtime_torch.carrier import Carrier, DirectCarrier
 from runtime_torch.meter import Meter
 from runtime_torch.microbatch import keywords_for, takes_target
+from runtime_torch.regions import SelectiveStore
 from runtime_torch.selective import find_cheap
 from runtime_torch.slices import StageCarry, takes_carry
 from runtime_torch.store import SavedTensorStore
+from runtime_torch.surroundings import Surroundings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch import UntypedStorage, nn
 
     from runtime_torch.bundles import Flow
-    from runtime_torch.slices import Slice
+    from runtime_torch.microbatch import Slice
 
 Layers = tuple[int, int]
 """Layers `[first, end)`, numbered over the whole model."""
-
-
-@dataclass(slots=True)
-class _Surroundings:
-    """What a forward depends on besides its input: random state and autocast, to be restored for a recompute.
-
-    Random states are kept out of torch's memory: on a CPU, too, they are no activations.
-    """
-
-    cpu_random: bytes
-    device_random: bytes | None
-    autocast: tuple[bool, torch.dtype, bool]
 
 
 @dataclass(slots=True)
@@ -56,7 +45,7 @@ class _Checkpoint:
     x: Flow
     """Detached; which of it needs a gradient is said beside it."""
     needs_gradient: list[bool]
-    surroundings: _Surroundings
+    surroundings: Surroundings
 
     def storages(self) -> list[UntypedStorage]:
         """Of all tensors."""
@@ -163,7 +152,8 @@ class StageExecution:
             if part.index == 0:
                 self._carried[part.microbatch] = StageCarry(part.starts, self.meter)
             stays = self._carried[part.microbatch].addresses
-        run = _Pass(SavedTensorStore(self.device, self.meter, self.carrier, self._constants, stays), part)
+        kind = SelectiveStore if self.selective else SavedTensorStore
+        run = _Pass(kind(self.device, self.meter, self.carrier, self._constants, stays), part)
         self._passes[microbatch] = run
         return self._forward(run, x, target, recomputed)
 
@@ -200,7 +190,7 @@ class StageExecution:
         checkpoint = run.checkpoints.pop(layers)
         needs = iter(checkpoint.needs_gradient)
         x = _each(checkpoint.x, lambda part: part.detach().requires_grad_(next(needs)))
-        with _restored(checkpoint.surroundings, self.device), run.store.refilling(*layers):
+        with checkpoint.surroundings.restored(self.device), run.store.refilling(*layers):
             if run.store.autocast:
                 x = _each(x, _as_view)
             for index in range(*layers):
@@ -220,7 +210,9 @@ class StageExecution:
 
     def make_again(self, microbatch: int) -> None:
         """Make all cheap tensors again, as a backward does when it reads them: for measuring."""
-        self._passes[microbatch].store.regions.fill_all()
+        store = self._passes[microbatch].store
+        assert isinstance(store, SelectiveStore)
+        store.make_again()
 
     # -- asking
 
@@ -247,10 +239,6 @@ class StageExecution:
         """Bytes of the inputs that are kept for recomputes still to come."""
         kept = [storage for one in self._passes[microbatch].checkpoints.values() for storage in one.storages()]
         return sum({s.data_ptr(): s.nbytes() for s in kept}.values())
-
-    def in_flight(self) -> list[int]:
-        """The microbatches between their forward and the end of their backward."""
-        return list(self._passes)
 
     # -- how
 
@@ -310,6 +298,7 @@ class StageExecution:
     def _call(self, run: _Pass, index: int, x: Flow) -> Flow:
         if index not in self.selective:
             return self._apply(index, x, run)
+        assert isinstance(run.store, SelectiveStore)
         with run.store.selective(index):
             return self._apply(index, x, run)
 
@@ -350,7 +339,7 @@ class StageExecution:
         checkpoint = _Checkpoint(
             _each(x, lambda part: _compact(part.detach())),
             [part.requires_grad for part in parts_of(x)],
-            _surroundings(self.device),
+            Surroundings.now(self.device),
         )
         run.checkpoints[layers] = checkpoint
         for storage in checkpoint.storages():
@@ -434,34 +423,3 @@ def _as_view(tensor: Tensor) -> Tensor:
 def _compact(tensor: Tensor) -> Tensor:
     """Return `tensor` itself, or a copy where it is a view of a larger storage (a microbatch cut from a batch)."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-
-
-def _surroundings(device: torch.device) -> _Surroundings:
-    kind = device.type
-    on_device = None if kind == "cpu" else _bytes(torch.get_device_module(device).get_rng_state(device))
-    autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
-    return _Surroundings(_bytes(torch.get_rng_state()), on_device, autocast)
-
-
-def _bytes(state: Tensor) -> bytes:
-    return bytes(state.numpy())
-
-
-@contextmanager
-def _restored(then: _Surroundings, device: torch.device) -> Iterator[None]:
-    """Within: random state and autocast as they were `then`; afterwards as they were before."""
-    now = _surroundings(device)
-    enabled, dtype, cached = then.autocast
-    try:
-        _set_random(then, device)
-        with torch.enable_grad(), torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=cached):
-            yield
-    finally:
-        _set_random(now, device)
-
-
-def _set_random(state: _Surroundings, device: torch.device) -> None:
-    torch.set_rng_state(torch.frombuffer(bytearray(state.cpu_random), dtype=torch.uint8))
-    if state.device_random is not None:
-        saved = torch.frombuffer(bytearray(state.device_random), dtype=torch.uint8)
-        torch.get_device_module(device).set_rng_state(saved, device)

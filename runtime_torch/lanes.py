@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from optpipe_compiler.documents.ir import Op
 
@@ -62,61 +62,28 @@ class LaneOps:
         return frozenset(name for names in self.waits.values() for name in names)
 
 
-class Completions:
-    """Which ops of this step have completed (messages: been issued); threads wait on it, and hear of failures."""
-
-    def __init__(self, on_failure: Callable[[BaseException], None] | None = None) -> None:
-        self._changed = threading.Condition()
-        self._on_failure = on_failure
-        self._done: set[str] = set()
-        self._failure: BaseException | None = None
-
-    def reset(self) -> None:
-        """Start a new step."""
-        with self._changed:
-            self._done.clear()
-            self._failure = None
-
-    def complete(self, op_id: str) -> None:
-        """Say that an op is over."""
-        with self._changed:
-            self._done.add(op_id)
-            self._changed.notify_all()
-
-    def fail(self, error: BaseException, *, tell: bool = False) -> None:
-        """Wake all who wait; their waits raise `error`. The first failure counts, and is told to `on_failure`."""
-        with self._changed:
-            first, self._failure = self._failure is None, self._failure or error
-            self._changed.notify_all()
-        if first and tell and self._on_failure is not None:
-            self._on_failure(error)
-
-    def check(self) -> None:
-        """Raise what another thread failed with, if any did."""
-        if self._failure is not None:
-            raise self._failure
-
-    def wait(self, op_ids: Iterable[str]) -> None:
-        """Return once all ops have completed."""
-        for op_id in op_ids:
-            with self._changed:
-                self._changed.wait_for(lambda op_id=op_id: op_id in self._done or self._failure is not None)  # type: ignore[misc]
-                self.check()
-
-
 class ThreadLanes:
-    """Lanes whose transfers run in one thread per direction and step; an op is over when its call returns."""
+    """Lanes whose transfers run in one thread per direction and step; an op is over when its call returns.
+
+    When a lane fails, all waits raise what it failed with, and `on_failure` is told. The first failure counts.
+    """
 
     def __init__(self, work: LaneOps, on_failure: Callable[[BaseException], None] | None = None) -> None:
         self._work = work
         self._watched = work.watched()
-        self._waits = {op_id: names for op_id, names in work.waits.items() if names}
-        self._completions = Completions(on_failure)
+        self._waits = {op_id: frozenset(names) for op_id, names in work.waits.items() if names}
+        self._on_failure = on_failure
+        self._changed = threading.Condition()
+        self._done: set[str] = set()
+        """Of the watched ops those that are over in this step; messages that have been issued."""
+        self._failure: BaseException | None = None
         self._threads: list[threading.Thread] = []
 
     def begin(self) -> None:
         """Start the threads of the lanes that have ops."""
-        self._completions.reset()
+        with self._changed:
+            self._done.clear()
+            self._failure = None
         self._threads = [
             threading.Thread(target=self._run, args=(ops,), name=f"optpipe-{name}", daemon=True)
             for name, ops in (("d2h", self._work.d2h), ("h2d", self._work.h2d))
@@ -127,27 +94,42 @@ class ThreadLanes:
 
     def start(self, op_id: str) -> None:
         """Wait in the calling thread."""
-        self._completions.check()
-        if op_id in self._waits:
-            self._completions.wait(self._waits[op_id])
+        if names := self._waits.get(op_id):
+            with self._changed:
+                self._changed.wait_for(lambda: self._failure is not None or names <= self._done)
+        self._check()
         for name in self._work.messages[op_id]:
             self._work.deliver(name)
 
     def complete(self, op_id: str) -> None:
         """Tell those who wait, if anyone does."""
         if op_id in self._watched:
-            self._completions.complete(op_id)
+            with self._changed:
+                self._done.add(op_id)
+                self._changed.notify_all()
 
     def finish(self) -> None:
         """Join the threads; raise what one of them failed with."""
         for thread in self._threads:
             thread.join()
         self._threads = []
-        self._completions.check()
+        self._check()
 
     def abort(self, error: BaseException) -> None:
         """Wake the threads."""
-        self._completions.fail(error)
+        self._fail(error)
+
+    def _fail(self, error: BaseException) -> bool:
+        """Wake all who wait; return whether it is the first failure."""
+        with self._changed:
+            is_first = self._failure is None
+            self._failure = self._failure or error
+            self._changed.notify_all()
+        return is_first
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     def _run(self, ops: Sequence[Op]) -> None:
         try:
@@ -156,4 +138,5 @@ class ThreadLanes:
                 self._work.transfer(op)
                 self.complete(op.id)
         except BaseException as error:
-            self._completions.fail(error, tell=True)
+            if self._fail(error) and self._on_failure is not None:
+                self._on_failure(error)

@@ -22,23 +22,36 @@ Keywords = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
+class Slice:
+    """Which part of its microbatch a unit is."""
+
+    microbatch: int
+    index: int
+    starts: tuple[int, ...]
+    """The position of the first token of each slice of the microbatch."""
+    share: float
+    """Its tokens by those of the microbatch."""
+    target: Tensor | None = None
+    """Of the whole microbatch."""
+
+
+@dataclass(frozen=True, slots=True)
 class Microbatch:
-    """One microbatch of a step. `samples`: None as long as all microbatches are as announced."""
+    """One microbatch of a step, or a slice of one. `samples`: None as long as all microbatches are as announced."""
 
     weight: float = 1.0
-    """What its loss counts in the step's."""
+    """What the microbatch's loss counts in the step's."""
     samples: int | None = None
     keywords: Keywords = field(default_factory=dict)
     tokens: int | None = None
     """Of the slice that is computed; None: the microbatch is as long as announced."""
-    share: float = 1.0
-    """The slice's tokens by those of its microbatch."""
+    slice: Slice | None = None
+    """None: it is not cut."""
 
 
 _OUTSIDE = Microbatch()
 _current = _OUTSIDE
-_accepted: WeakKeyDictionary[nn.Module, frozenset[str] | None] = WeakKeyDictionary()
-_by_name: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+_parameters: WeakKeyDictionary[nn.Module, Mapping[str, inspect.Parameter]] = WeakKeyDictionary()
 
 
 def current() -> Microbatch:
@@ -78,18 +91,29 @@ def keywords_for(layer: nn.Module) -> dict[str, Any]:
     given = _current.keywords
     if not given:
         return {}
-    if layer not in _accepted:
-        _accepted[layer] = _parameters(layer)
-    names = _accepted[layer]
-    return {name: value for name, value in given.items() if names is None or name in names}
+    known = parameters_of(layer)
+    if any(one.kind is one.VAR_KEYWORD for one in known.values()):
+        return dict(given)
+    names = {name for name, one in known.items() if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)}
+    return {name: value for name, value in given.items() if name in names}
 
 
 def takes_target(layer: nn.Module) -> bool:
     """Whether a layer is given the target by name, wherever in the model it is: its `forward` has `*, target`."""
-    if layer not in _by_name:
-        target = inspect.signature(inner_layer(layer).forward).parameters.get("target")
-        _by_name[layer] = target is not None and target.kind is target.KEYWORD_ONLY
-    return _by_name[layer]
+    return takes(layer, "target")
+
+
+def takes(layer: nn.Module, name: str) -> bool:
+    """Whether a layer's `forward` has a keyword argument of this name, `*, name`."""
+    parameter = parameters_of(layer).get(name)
+    return parameter is not None and parameter.kind is parameter.KEYWORD_ONLY
+
+
+def parameters_of(layer: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """The parameters of a layer's `forward` as the model has it; they are looked up once."""
+    if layer not in _parameters:
+        _parameters[layer] = inspect.signature(inner_layer(layer).forward).parameters
+    return _parameters[layer]
 
 
 def targets_for(
@@ -115,20 +139,14 @@ def inner_layer(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def _parameters(layer: nn.Module) -> frozenset[str] | None:
-    parameters = inspect.signature(inner_layer(layer).forward).parameters.values()
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
-        return None
-    return frozenset(one.name for one in parameters if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD))
-
-
 def add_loss(x: Tensor, loss: Tensor) -> Tensor:
     """Return `x`, with which `loss` becomes a part of the microbatch's loss, as if the last layer had added its sum.
 
     For losses that arise within the model, such as those that balance the experts of a mixture: call it in any layer
     with a tensor that the layer returns. The loss counts in gradients, not in the loss that a step returns.
     """
-    added: Tensor = _AddLoss.apply(x, loss, _current.weight * _current.share)  # type: ignore[no-untyped-call]
+    share = 1.0 if _current.slice is None else _current.slice.share
+    added: Tensor = _AddLoss.apply(x, loss, _current.weight * share)  # type: ignore[no-untyped-call]
     return added
 
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.deliveries import waits
 from optpipe_compiler.documents.ops import op_id
 from optpipe_compiler.errors import BadInput, RunFailed
-from runtime_torch import deliveries
 from runtime_torch.bundles import Boundary, show
 from runtime_torch.cuda import Cuda, pinned
 from runtime_torch.execution import StageExecution
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from runtime_torch.execution import Layers
     from runtime_torch.lanes import Lanes
     from runtime_torch.meter import Meter
-    from runtime_torch.slices import Slice
+    from runtime_torch.microbatch import Slice
     from runtime_torch.streams import Backend
 
 Mark = int | torch.cuda.Event
@@ -90,6 +90,31 @@ class StageOps(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class StepResult:
+    """One step on this rank. `loss` only where the last stage is."""
+
+    loss: float | None
+    start_ns: int
+    end_ns: int
+    """First start and last end over the rank's ops, transfers included; the machine's monotonic clock."""
+    busy_ns: int
+    """Sum of the compute ops."""
+    peak_activation_bytes: int
+    peak_host_bytes: int
+    ops: list[OpTime]
+
+    @property
+    def step_ns(self) -> int:
+        """This rank's span."""
+        return self.end_ns - self.start_ns
+
+    @property
+    def bubble(self) -> float:
+        """The share of the span in which this rank's compute lane was idle."""
+        return 1 - self.busy_ns / max(1, self.step_ns)
+
+
+@dataclass(frozen=True, slots=True)
 class _Due:
     """An op of the compute lane, with what is asked for at each step."""
 
@@ -100,10 +125,11 @@ class _Due:
 
 
 class Replay:
-    """Runs one device's ops, step by step.
+    """Runs one device's ops, step by step, over real stages or rehearsed ones.
 
-    `stages`: this device's stages by number. `boundary(stage, unit)`: shape and dtype of an output of `stage`.
-    `message_bytes(stage, unit)`: what that output counts in the meter, where its tensor is a stand-in. `on_arrival`:
+    `stages`: this device's stages by number. `boundary(stage, unit)`: shape and dtype of an output of `stage`. `meter`
+    and `host_meter` are those of the stages. `message_bytes(stage, unit)`: what an output counts in the meter, where
+    its tensor is a stand-in. `on_arrival`:
     called with a tensor from another device before the op that reads it starts. `on_weights`: called with the stage
     after each of its W. `on_failure`: see `Runner`. `backend`: of the streams that the transfers run on (CUDA has its
     own); None: in threads.
@@ -119,12 +145,16 @@ class Replay:
         group: dist.ProcessGroup | Transport | None,
         on: torch.device,
         meter: Meter,
+        host_meter: Meter,
         message_bytes: Callable[[int, int], int] | None = None,
         on_arrival: Callable[[Tensor], None] | None = None,
         on_weights: Callable[[int], None] | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
         backend: Backend | None = None,
     ) -> None:
+        expected = [stage.stage for stage in schedule.stages_of(device)]
+        if sorted(stages) != expected:
+            raise BadInput(f"rank {device} has stages {sorted(stages)}, the schedule expects {expected}")
         self.plan = schedule.devices[device]
         self.stages = stages
         self.last_stage = len(schedule.stages) - 1
@@ -132,21 +162,17 @@ class Replay:
         self._slices = schedule.setup.slices
         self._boundary = boundary
         self._on = on
-        self._meter = meter
+        self._meter, self._host_meter = meter, host_meter
         self._message_bytes = message_bytes
         self._on_arrival = on_arrival
         self._on_weights = on_weights
         self._names = {
-            stage.stage: f"rank {device}: layer {stage.layers[1] - 1}"
-            for stage in schedule.stages
-            if stage.device == device
+            stage.stage: f"rank {device}: layer {stage.layers[1] - 1}" for stage in schedule.stages_of(device)
         }
         """What an output is said to come from."""
         self._mailbox = Mailbox(group, meter)
         self._timeline = OpRecorder(on)
-        self._lanes = self._make_lanes(
-            deliveries.waits(schedule, device), on_failure, Cuda(on) if on.type == "cuda" else backend
-        )
+        self._lanes = self._make_lanes(waits(schedule, device), on_failure, Cuda(on) if on.type == "cuda" else backend)
         self._received = {op.id for op in self.plan.compute if isinstance(op, ir.RecvActivation | ir.RecvGradient)}
         self._recomputed: dict[tuple[int, int], list[Layers]] = defaultdict(list)
         for op in self.plan.compute:
@@ -166,8 +192,7 @@ class Replay:
         self._order = [_Due(op, op.id, ways[op.name], self._unit(op)) for op in self.plan.compute]
         self._inputs: Sequence[Tensor] | None = None
         self._targets: Sequence[Tensor] | None = None
-        self._all: Sequence[Microbatch] = [Microbatch(1 / self._microbatches)] * self._microbatches * self._slices
-        self._parts: Sequence[Slice] | None = None
+        self._units: Sequence[Microbatch] = [Microbatch(1 / self._microbatches)] * self._microbatches * self._slices
         self._seeds: dict[float, Tensor] = {}
         """The gradient of a microbatch's loss, by its weight."""
         self._losses: Tensor | None = None
@@ -183,16 +208,16 @@ class Replay:
         backend: Backend | None,
     ) -> Lanes:
         plan = self.plan
-        waits: dict[str, list[str]] = {}
-        for lane in (plan.compute, plan.d2h, plan.h2d):
+        others: dict[str, list[str]] = {}
+        for lane in plan.lanes.values():
             own = {op.id for op in lane}
             for op in lane:
-                waits[op.id] = [name for name in (*op.after, *messages[op.id]) if name not in own]
+                others[op.id] = [name for name in (*op.after, *messages[op.id]) if name not in own]
         work = LaneOps(
             plan.compute,
             plan.d2h,
             plan.h2d,
-            waits,
+            others,
             messages,
             self._mailbox.wait,
             self._mailbox.is_delivered,
@@ -200,11 +225,11 @@ class Replay:
         )
         if backend is None:
             return ThreadLanes(work, on_failure)
-        executions = [stage for stage in self.stages.values() if isinstance(stage, StageExecution)]
         pool = PinnedPool(plan.host_bytes, pinned if self._on.type == "cuda" else _pageable)
-        carrier = StreamCarrier(backend, pool, self._meter, executions[0].host_meter)
-        for execution in executions:
-            execution.carrier = carrier
+        carrier = StreamCarrier(backend, pool, self._meter, self._host_meter)
+        for stage in self.stages.values():
+            if isinstance(stage, StageExecution):
+                stage.carrier = carrier
         return StreamLanes(work, backend, carrier)
 
     def _unit(self, op: ir.Op) -> int:
@@ -212,31 +237,26 @@ class Replay:
 
     # -- a step
 
-    @property
-    def losses(self) -> Tensor | None:
-        """This step's losses by microbatch, where the last stage is."""
-        if self._losses is None or self._slices == 1:
-            return self._losses
-        return self._losses.view(-1, self._slices).sum(1)
-
     def step(
         self,
         inputs: Sequence[Tensor] | None,
         targets: Sequence[Tensor] | None,
-        microbatches: Sequence[Microbatch] | None = None,
-        slices: Sequence[Slice] | None = None,
-    ) -> list[OpTime]:
-        """Run all ops once and return when each ran.
+        units: Sequence[Microbatch] | None = None,
+        losses: list[Tensor] | None = None,
+    ) -> StepResult:
+        """Run all ops once.
 
         All are by unit: `inputs` where the first stage is, `targets` where layers get them. What the backwards add to
-        the parameters is the gradient of the sum of the losses times the weights of `microbatches` (absent: their
-        mean). `slices`: which parts of their microbatches the units are, where stages compute something.
+        the parameters is the gradient of the sum of the losses times the weights of `units` (absent: the mean over the
+        microbatches). `losses` is filled with each microbatch's loss where the last stage is.
         """
-        self._inputs, self._targets, self._parts = inputs, targets, slices
-        if microbatches is not None:
-            if [one.weight for one in microbatches] != [one.weight for one in self._all]:
+        self._inputs, self._targets = inputs, targets
+        if units is not None:
+            if [one.weight for one in units] != [one.weight for one in self._units]:
                 self._seeds.clear()
-            self._all = microbatches
+            self._units = units
+        self._meter.reset_peak()
+        self._host_meter.reset_peak()
         self._timeline.begin()
         for stage in self.stages.values():
             stage.begin()
@@ -253,12 +273,24 @@ class Replay:
             enter(None)
         self._lanes.finish()
         self._mailbox.drain()
-        self._inputs = self._targets = self._parts = None
-        return self._timeline.collect()
+        self._inputs = self._targets = None
+        ops = self._timeline.collect()
+        found = [] if self._losses is None else self._losses.view(-1, self._slices).sum(1).unbind()
+        if losses is not None:
+            losses[:] = found
+        return StepResult(
+            loss=weighted(found, self._units[:: self._slices]) if found else None,
+            start_ns=min(op.start_ns for op in ops),
+            end_ns=max(op.end_ns for op in ops),
+            busy_ns=sum(op.end_ns - op.start_ns for op in ops if op.lane == "compute"),
+            peak_activation_bytes=self._meter.peak_bytes,
+            peak_host_bytes=self._host_meter.peak_bytes,
+            ops=ops,
+        )
 
     def _seed(self, number: int, loss: Tensor) -> Tensor:
         """The gradient of the step's loss by a microbatch's: its weight, in the dtype of the loss."""
-        weight = self._all[number].weight
+        weight = self._units[number].weight
         seed = self._seeds.get(weight)
         if seed is None or seed.dtype != loss.dtype:
             seed = self._seeds[weight] = torch.full_like(loss, weight)
@@ -274,11 +306,10 @@ class Replay:
             x = own = self._activations.pop((stage, unit))
         start = self._start(due, own)
         target = None if self._targets is None else self._targets[unit]
-        enter(self._all[unit])
+        enter(self._units[unit])
         with named(due.op):
-            part = None if self._parts is None else self._parts[unit]
             recomputed = self._recomputed.get((stage, unit), ())
-            out = self.stages[stage].forward(unit, x, target, recomputed, part)
+            out = self.stages[stage].forward(unit, x, target, recomputed, self._units[unit].slice)
         expected = None if stage == self.last_stage else self._boundary(stage, unit)
         check_output(out, expected, self._names[stage], due.op.microbatch)
         if stage == self.last_stage:
@@ -328,7 +359,7 @@ class Replay:
     def _recompute(self, due: _Due, stage: int, unit: int) -> None:
         assert isinstance(due.op, ir.Recompute)
         start = self._start(due)
-        enter(self._all[unit])
+        enter(self._units[unit])
         with named(due.op):
             self.stages[stage].recompute(unit, due.op.layers)
         self._end(due, start)
@@ -364,7 +395,7 @@ class Replay:
     def _start(self, due: _Due, tensor: Tensor | None = None) -> Mark:
         """Wait for all that the op needs, `tensor` being what it reads from another stage; return its start."""
         self._lanes.start(due.id)
-        if tensor is not None and self._on_arrival is not None and deliveries.received_for(due.op)[0] in self._received:
+        if tensor is not None and self._on_arrival is not None and due.op.received_id in self._received:
             self._on_arrival(tensor)
         return self._timeline.now()
 
@@ -385,6 +416,12 @@ class Replay:
         nbytes = None if self._message_bytes is None else self._message_bytes(border, unit)
         self._meter.hold(tensor.untyped_storage(), nbytes)
         return tensor
+
+
+def weighted(losses: Sequence[Tensor], microbatches: Sequence[Microbatch]) -> float:
+    """Return the sum of the losses times their weights."""
+    found: list[float] = torch.stack(list(losses)).tolist()
+    return sum(loss * one.weight for loss, one in zip(found, microbatches, strict=True))
 
 
 def check_output(out: Tensor, expected: Boundary | None, name: str, microbatch: int) -> None:

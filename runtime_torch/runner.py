@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,54 +10,26 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from optpipe_compiler.errors import BadInput, RunFailed
-from runtime_torch.batches import Batches, weighted
+from runtime_torch.batches import Batches
 from runtime_torch.conform import BYTES_TOLERANCE, agree, prepare
 from runtime_torch.evaluate import forward_only
-from runtime_torch.replay import Replay, StageOps
+from runtime_torch.replay import Replay, StepResult, weighted
 from runtime_torch.replicas import replicated
-from runtime_torch.stages import Stages, refuse_parts
+from runtime_torch.stages import refuse_parts
 from runtime_torch.swap import Mover, Swap, agree_on, is_same_cut, moves, restaged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
     from optpipe_compiler.documents import ir
     from runtime_torch.batches import Batch
     from runtime_torch.bundles import Boundary
-    from runtime_torch.execution import StageExecution
-    from runtime_torch.meter import Meter
-    from runtime_torch.microbatch import Keywords, Microbatch
+    from runtime_torch.microbatch import Keywords
     from runtime_torch.replicas import Replicas, Shards
-    from runtime_torch.slices import Slice
+    from runtime_torch.stages import Stages
     from runtime_torch.swap import Move
-    from runtime_torch.timeline import OpTime
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """One step on this rank. `loss` only where the last stage is."""
-
-    loss: float | None
-    start_ns: int
-    end_ns: int
-    """First start and last end over the rank's ops, transfers included; the machine's monotonic clock."""
-    busy_ns: int
-    """Sum of the compute ops."""
-    peak_activation_bytes: int
-    peak_host_bytes: int
-    ops: list[OpTime]
-
-    @property
-    def step_ns(self) -> int:
-        """This rank's span."""
-        return self.end_ns - self.start_ns
-
-    @property
-    def bubble(self) -> float:
-        """The share of the span in which this rank's compute lane was idle."""
-        return 1 - self.busy_ns / max(1, self.step_ns)
 
 
 class Runner:
@@ -74,13 +45,16 @@ class Runner:
     def __init__(
         self,
         schedule: ir.Schedule,
-        stages: Mapping[int, StageExecution],
+        stages: Stages,
         boundary: Callable[[int], Boundary] | None = None,
         *,
         group: dist.ProcessGroup | None = None,
         bytes_tolerance: float | None = BYTES_TOLERANCE,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
+        world = dist.get_world_size(group)
+        if world != schedule.setup.devices:
+            raise RunFailed(f"the schedule is for {schedule.setup.devices} devices, but {world} ranks take part")
         self._batches = Batches(schedule, stages, boundary, group)
         self.schedule = schedule
         self._stages = stages
@@ -89,17 +63,15 @@ class Runner:
         self._tolerance = bytes_tolerance
         self._on_failure = on_failure
         self._ready = False
-        self._steps = self._replay(schedule, stages)
+        self._replay = self._replayed(schedule, stages)
         agree(schedule, group)
-        self._ties = stages.ties if isinstance(stages, Stages) else None
-        if self._ties is not None:
-            self._ties.join(group)
+        stages.ties.join(group)
         self._replicated = _replicated(stages)
 
     @property
     def promised_activation_bytes(self) -> int:
         """What the schedule promises at most: its peak without static, reserve."""
-        return self._steps.promised_activation_bytes
+        return self.schedule.activation_bytes(dist.get_rank(self._group))
 
     def step(
         self,
@@ -119,17 +91,15 @@ class Runner:
         loss where the last stage is.
         """
         batch = self._batches.divide(inputs, target, weights, keywords)
-        if self._ties is not None:
-            self._ties.begin()
+        self._stages.ties.begin()
         for part in self._parts():
             part.gather()
         if not self._ready:
             self._prepare(batch)
-        result = self._steps.step(batch.inputs, batch.targets, batch.microbatches, losses, batch.slices)
+        result = self._replay.step(batch.inputs, batch.targets, batch.units, losses)
         for part in self._parts():
             part.reduce()
-        if self._ties is not None:
-            self._ties.finish(self._group)
+        self._stages.ties.finish(self._group)
         return result
 
     @torch.no_grad()
@@ -153,7 +123,7 @@ class Runner:
             part.reshard()
         if losses is not None:
             losses[:] = found
-        return weighted(found, batch.microbatches) if found else None
+        return weighted(found, batch.units) if found else None
 
     def replace(self, schedule: ir.Schedule, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> Swap:
         """Go on with another schedule; called on all ranks between two steps, with one that `verify` has passed.
@@ -167,7 +137,8 @@ class Runner:
         """
         begin = time.perf_counter_ns()
         rank, stages = dist.get_rank(self._group), self._stages
-        mover: Mover | None = None
+        several = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+        mover = Mover(stages, several, rank)
         problem: BadInput | None = None
         wanted: list[Move] = []
         packages: dict[int, Any] = {}
@@ -177,16 +148,14 @@ class Runner:
             if not same:
                 if wanted and optimizer is None:
                     raise BadInput("layers move to other ranks, expected replace(schedule, optimizer), or () for none")
-                several = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
-                mover = Mover(stages, several, rank)
-                packages = mover.pack(wanted, schedule)
-            elif not isinstance(stages, Stages) or any(name.startswith("stage") for name in stages.module):
+                packages = mover.pack(wanted)
+            elif stages.are_modules:
                 refuse_parts(schedule, rank)
         except BadInput as error:
             problem = error
         packages = agree_on(schedule, problem, packages, self._group)
         moved = 0
-        if mover is not None and isinstance(stages, Stages):
+        if not same:
             moved = mover.move(wanted, packages, self._group)
             found = restaged(schedule, stages, rank)
             stages.clear()
@@ -196,13 +165,14 @@ class Runner:
             self._batches, self._ready = batches, False
             self._replicated = _replicated(stages)
         self.schedule = schedule
-        self._steps = self._replay(schedule, stages)
+        self._replay = self._replayed(schedule, stages)
         return Swap(len(wanted), moved, time.perf_counter_ns() - begin)
 
-    def _replay(self, schedule: ir.Schedule, stages: Mapping[int, StageExecution]) -> Steps:
+    def _replayed(self, schedule: ir.Schedule, stages: Stages) -> Replay:
         first = next(iter(stages.values()))
-        return Steps(
+        return Replay(
             schedule,
+            dist.get_rank(self._group),
             stages,
             lambda stage, unit: self._batches.boundary(schedule.stages[stage].layers[1] - 1, unit),
             group=self._group,
@@ -226,83 +196,6 @@ class Runner:
             part.collect()
 
 
-def _replicated(stages: Mapping[int, StageExecution]) -> dict[int, list[Shards | Replicas]]:
+def _replicated(stages: Stages) -> dict[int, list[Shards | Replicas]]:
     """Return the parts of each stage in DDP or FSDP2."""
     return {index: [part for layer in stage.layers for part in replicated(layer)] for index, stage in stages.items()}
-
-
-class Steps:
-    """The replay of one rank, over real stages or rehearsed ones."""
-
-    def __init__(
-        self,
-        schedule: ir.Schedule,
-        stages: Mapping[int, StageOps],
-        boundary: Callable[[int, int], Boundary],
-        *,
-        group: dist.ProcessGroup | None,
-        on: torch.device,
-        meter: Meter,
-        host_meter: Meter,
-        message_bytes: Callable[[int, int], int] | None = None,
-        on_arrival: Callable[[Tensor], None] | None = None,
-        on_weights: Callable[[int], None] | None = None,
-        on_failure: Callable[[BaseException], None] | None = None,
-    ) -> None:
-        rank, world = dist.get_rank(group), dist.get_world_size(group)
-        if world != schedule.setup.devices:
-            raise RunFailed(f"the schedule is for {schedule.setup.devices} devices, but {world} ranks take part")
-        expected = {stage.stage for stage in schedule.stages if stage.device == rank}
-        if set(stages) != expected:
-            raise BadInput(f"rank {rank} has stages {sorted(stages)}, the schedule expects {sorted(expected)}")
-        self.plan = schedule.devices[rank]
-        self._schedule = schedule
-        self._meter, self._host_meter = meter, host_meter
-        self._replay = Replay(
-            schedule,
-            rank,
-            stages,
-            boundary,
-            group=group,
-            on=on,
-            meter=meter,
-            message_bytes=message_bytes,
-            on_arrival=on_arrival,
-            on_weights=on_weights,
-            on_failure=on_failure,
-        )
-        self._static_bytes = sum(stage.static_bytes for stage in schedule.stages if stage.device == rank)
-
-    @property
-    def promised_activation_bytes(self) -> int:
-        """The device's promised peak without static and reserve bytes."""
-        return self.plan.peak_bytes - self._static_bytes - self._schedule.setup.reserve_bytes
-
-    def step(
-        self,
-        inputs: Sequence[Tensor] | None,
-        targets: Sequence[Tensor] | None,
-        microbatches: Sequence[Microbatch],
-        losses: list[Tensor] | None = None,
-        slices: Sequence[Slice] | None = None,
-    ) -> StepResult:
-        """Run all units once; `inputs` are those of the first stage, `targets` those of layers that get them."""
-        self._meter.reset_peak()
-        self._host_meter.reset_peak()
-        ops = self._replay.step(inputs, targets, microbatches, slices)
-        found = self._replay.losses
-        microbatches = microbatches[:: self._schedule.setup.slices]
-        if losses is not None:
-            losses[:] = [] if found is None else found.clone().unbind()
-        return self._result(ops, None if found is None else weighted(found.unbind(), microbatches))
-
-    def _result(self, ops: list[OpTime], loss: float | None) -> StepResult:
-        return StepResult(
-            loss=loss,
-            start_ns=min(op.start_ns for op in ops),
-            end_ns=max(op.end_ns for op in ops),
-            busy_ns=sum(op.end_ns - op.start_ns for op in ops if op.lane == "compute"),
-            peak_activation_bytes=self._meter.peak_bytes,
-            peak_host_bytes=self._host_meter.peak_bytes,
-            ops=ops,
-        )

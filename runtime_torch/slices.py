@@ -18,10 +18,8 @@ microbatch's first backward, and takes over its own.
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
@@ -29,7 +27,7 @@ from torch import Tensor, nn
 
 from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch import attention
-from runtime_torch.microbatch import inner_layer
+from runtime_torch.microbatch import inner_layer, takes
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -71,15 +69,10 @@ WHOLE = Carry()
 BY_TOKEN = (nn.Identity, nn.Linear, nn.Embedding, nn.RMSNorm, nn.Dropout)
 """Layers of torch that look at each token by itself."""
 
-_named: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
-
 
 def takes_carry(layer: nn.Module) -> bool:
     """Whether a layer's `forward` names the carry."""
-    if layer not in _named:
-        parameter = inspect.signature(inner_layer(layer).forward).parameters.get("carry")
-        _named[layer] = parameter is not None and parameter.kind is parameter.KEYWORD_ONLY
-    return _named[layer]
+    return takes(layer, "carry")
 
 
 def is_sliceable(layer: nn.Module) -> bool:
@@ -87,20 +80,6 @@ def is_sliceable(layer: nn.Module) -> bool:
     inner = inner_layer(layer)
     said = getattr(inner, "sliceable", None)
     return takes_carry(layer) or type(inner) in BY_TOKEN if said is None else bool(said)
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """Which part of its microbatch a unit is."""
-
-    microbatch: int
-    index: int
-    starts: tuple[int, ...]
-    """The position of the first token of each slice of the microbatch."""
-    share: float
-    """Its tokens by those of the microbatch."""
-    target: Tensor | None = None
-    """Of the whole microbatch."""
 
 
 @dataclass(slots=True)

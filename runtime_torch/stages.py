@@ -44,6 +44,11 @@ class Stages(dict[int, StageExecution]):
         self.ties = ties
         self.bundles = bundles
 
+    @property
+    def are_modules(self) -> bool:
+        """Whether stages are whole modules (`wrap_stages`), not layers."""
+        return any(name.startswith("stage") for name in self.module)
+
     def unique_parameters(self) -> list[nn.Parameter]:
         """The parameters of `module` without copies of tied ones that another layer counts: for a norm over ranks."""
         repeated = self.ties.repeated()
@@ -96,7 +101,7 @@ def stages_between(
     ties: Iterable[Sequence[str]] = (),
 ) -> Stages:
     """Return what `build_stages` does, where `bundles` (what enters each layer, and leaves the last) are known."""
-    mine = [stage for stage in schedule.stages if stage.device == rank]
+    mine = schedule.stages_of(rank)
     if not mine:
         raise BadInput(f"rank {rank} has no stage: the schedule is for {schedule.setup.devices} devices")
     bundles = _with_tokens(schedule, bundles)
@@ -131,7 +136,7 @@ def executions(
 ) -> dict[int, StageExecution]:
     """Return the stages of `rank` by number, of its layers by number; whole parameters must be there."""
     found = {}
-    for stage in (stage for stage in schedule.stages if stage.device == rank):
+    for stage in schedule.stages_of(rank):
         run = [built[index] for index in range(*stage.layers)]
         _refuse_unsliceable(schedule, stage, run)
         if bundles is not None:
@@ -156,7 +161,7 @@ def wrap_stages(
     needs its `boundary`, which is asked for the last layer of each stage. `ties` name parameters as in
     `("stage0.tokens.weight", "stage3.logits.weight")`.
     """
-    mine = [stage for stage in schedule.stages if stage.device == rank]
+    mine = schedule.stages_of(rank)
     if set(modules) != {stage.stage for stage in mine}:
         expected = [stage.stage for stage in mine]
         raise BadInput(f"rank {rank} has modules for stages {sorted(modules)}, the schedule expects {expected}")
@@ -179,8 +184,8 @@ def refuse_parts(schedule: ir.Schedule, rank: int) -> None:
         whole = schedule.stages[op.stage].layers
         if tuple(getattr(op, "layers", whole)) != tuple(whole):
             raise BadInput(f"stage {op.stage} is one module, but the schedule has {op.id}: build it from its layers")
-    for stage in schedule.stages:
-        if stage.device == rank and stage.selective_layers:
+    for stage in schedule.stages_of(rank):
+        if stage.selective_layers:
             raise BadInput(
                 f"stage {stage.stage} is one module, but the schedule has selective recompute of single layers: build "
                 "it from its layers"

@@ -16,8 +16,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from optpipe_compiler.errors import RunFailed
 from runtime_torch import engine
-from runtime_torch.regions import Regions
-from runtime_torch.selective import told_to
 from runtime_torch.units import Slot, Unit, geometry
 
 if TYPE_CHECKING:
@@ -53,7 +51,6 @@ class SavedTensorStore:
         self._carrier = carrier
         self._constants = constants
         self._stays = stays
-        self._regions: Regions | None = None
         self._pack_again: Callable[[Tensor], Tensor] | None = None
         """In a recompute: what gives dropped units back."""
         self.slots: list[Slot] = []
@@ -65,7 +62,7 @@ class SavedTensorStore:
 
     def saving(self) -> saved_tensors_hooks:
         """Within: every tensor that autograd saves goes into the store, under the current `layer`."""
-        return saved_tensors_hooks(self._pack, self._unpack)
+        return saved_tensors_hooks(self._pack, self.read)
 
     @contextmanager
     def refilling(self, first: int, end: int) -> Iterator[None]:
@@ -82,26 +79,12 @@ class SavedTensorStore:
 
         self._pack_again = pack
         try:
-            with saved_tensors_hooks(pack, _identity):
+            with saved_tensors_hooks(pack, lambda tensor: tensor):
                 yield
         finally:
             self._pack_again = None
         if next(slots, None) is not None:
             raise RunFailed(f"recompute of layers {first} to {end - 1} saved fewer tensors than their forward did")
-
-    @contextmanager
-    def selective(self, layer: int) -> Iterator[None]:
-        """Within: the forward of a layer, or its recompute, whose cheap pieces are dropped at its end."""
-        with told_to(self.regions):
-            yield
-        self.regions.end_layer(layer)
-
-    @property
-    def regions(self) -> Regions:
-        """The cheap pieces of all layers."""
-        if self._regions is None:
-            self._regions = Regions(self)
-        return self._regions
 
     @property
     def is_refilling(self) -> bool:
@@ -114,7 +97,17 @@ class SavedTensorStore:
 
     def read(self, handle: Slot | Tensor) -> Tensor:
         """Return what was saved."""
-        return self._unpack(handle)
+        if not isinstance(handle, Slot):
+            return handle
+        unit = handle.unit
+        if handle.tensor is None:
+            storage = unit.storage
+            if storage is None:
+                raise RunFailed(f"layer {unit.layer}: a saved tensor was read while it was not on the device")
+            assert handle.geometry is not None
+            dtype, offset, size, stride = handle.geometry
+            handle.tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+        return handle.tensor
 
     def is_constant(self, tensor: Tensor) -> bool:
         """Whether a tensor is never stored."""
@@ -151,24 +144,6 @@ class SavedTensorStore:
         self.slots.append(slot)
         return slot
 
-    def _unpack(self, handle: Slot | Tensor) -> Tensor:
-        if not isinstance(handle, Slot):
-            return handle
-        unit = handle.unit
-        if handle.tensor is None:
-            if unit.storage is None and unit.region is not None:
-                self.regions.fill(unit.region)
-            storage = unit.storage
-            if storage is None:
-                raise RunFailed(f"layer {unit.layer}: a saved tensor was read while it was not on the device")
-            assert handle.geometry is not None
-            dtype, offset, size, stride = handle.geometry
-            handle.tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
-        found = handle.tensor
-        if unit.region is not None:
-            self.regions.has_read(handle)
-        return found
-
     def refill(self, slot: Slot | None, tensor: Tensor, what: str, units: Collection[Unit]) -> None:
         """Give the unit of a slot its storage back, where it is one of `units`; raise RunFailed where `what` saves
         something else than before."""
@@ -183,11 +158,6 @@ class SavedTensorStore:
             raise RunFailed(f"layer {unit.layer}: a saved tensor came back with {storage.nbytes()} bytes")
         self.meter.hold(storage)
         unit.storage = storage
-
-    def take_off(self, unit: Unit) -> None:
-        """Free a unit on the device; how to make it again is known elsewhere."""
-        if unit.storage is not None:
-            self.meter.release(self._detach(unit))
 
     def unit_at(self, storage: UntypedStorage) -> Unit | None:
         """The unit of a storage that is alive."""
@@ -230,15 +200,11 @@ class SavedTensorStore:
             unit.storage = storage
 
     def keep_results(self) -> None:
-        """A backward in two halves begins: results that are made again stay for the second."""
-        if self._regions is not None:
-            self._regions.keeps_results = True
+        """A backward in two halves begins."""
 
     def finish(self, handles: Iterable[object]) -> None:
         """Free every unit of which all slots are among `handles`: nobody reads them any more."""
         finished = {handle for handle in handles if isinstance(handle, Slot)}
-        if self._regions is not None:
-            self._regions.let_go(finished)
         for unit in self._live():
             if finished.issuperset(unit.slots):
                 self.meter.release(self._detach(unit, for_good=True))
@@ -263,8 +229,8 @@ class SavedTensorStore:
         return sum(unit.nbytes for unit in self._live(*(layers or (None, None))))
 
     def result_bytes(self) -> int:
-        """Bytes on the device that cheap pieces have made again."""
-        return 0 if self._regions is None else self._regions.result_bytes()
+        """Bytes on the device that selective recompute has made again."""
+        return 0
 
     def storages(self) -> Iterable[UntypedStorage]:
         """The storages that are on the device now."""
@@ -302,7 +268,3 @@ def _matches(slot: Slot, tensor: Tensor, *, whole: bool) -> bool:
     if whole:
         return expected == found and slot.unit.nbytes == tensor.untyped_storage().nbytes()
     return (expected[0], expected[2]) == (found[0], found[2])
-
-
-def _identity(tensor: Tensor) -> Tensor:
-    return tensor

@@ -10,8 +10,9 @@ ordered after; clocks also show which waits an earlier one implies.
 from __future__ import annotations
 
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,36 +34,37 @@ if TYPE_CHECKING:
 COMPUTE, D2H, H2D = range(3)
 
 
-class Backend(Protocol):
-    """What the lanes need of CUDA; streams and events are its own business."""
+class Backend:
+    """What the lanes need of a device; streams and events are its own business. A GPU's is `cuda.Cuda`.
+
+    This one is a CPU's: whatever is put on a stream happens at once, in the caller's thread. So the order, the waits
+    and the memory of a GPU's lanes can be watched on a CPU, by its allocator.
+    """
 
     def compute_stream(self) -> Any:
         """The stream on which the caller computes."""
-        ...
 
     def new_stream(self) -> Any:
         """Another stream."""
-        ...
 
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Within: work is put on `stream`."""
-        ...
+        return nullcontext()
 
     def record(self, stream: Any) -> Any:
         """An event after all that has been put on `stream`."""
-        ...
+        return True
 
     def wait(self, stream: Any, event: Any) -> None:
         """Let what is put on `stream` from now on run after `event`."""
-        ...
 
     def empty(self, nbytes: int) -> UntypedStorage:
         """Device memory of the current stream's allocator."""
-        ...
+        return torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
 
     def copy(self, into: Tensor, of: Tensor) -> None:
         """Put a copy on the current stream."""
-        ...
+        into.copy_(of)
 
 
 @dataclass

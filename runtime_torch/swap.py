@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch.replicas import replicated
-from runtime_torch.stages import Stages, executions
+from runtime_torch.stages import executions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.documents import ir
     from runtime_torch.execution import StageExecution
+    from runtime_torch.stages import Stages
 
 Move = tuple[int, int, int]
 """A layer, the rank that has it, and the rank that gets it."""
@@ -109,18 +110,18 @@ def _owners(schedule: ir.Schedule) -> list[int]:
 class Mover:
     """Takes this rank's part in moving layers; made on every rank, whether it has a part or not."""
 
-    def __init__(self, stages: Mapping[int, StageExecution], optimizers: Sequence[Optimizer], rank: int) -> None:
+    def __init__(self, stages: Stages, optimizers: Sequence[Optimizer], rank: int) -> None:
         self._stages = stages
         self._optimizers = optimizers
         self._rank = rank
         self._device = next(iter(stages.values())).device
         self._packages: dict[int, tuple[_Package, list[Tensor]]] = {}
 
-    def pack(self, wanted: Sequence[Move], schedule: ir.Schedule) -> dict[int, _Package]:
+    def pack(self, wanted: Sequence[Move]) -> dict[int, _Package]:
         """Return what leaves this rank; raise BadInput, naming the layer, where it cannot, or where stages cannot be
         cut so."""
         stages = self._stages
-        if not isinstance(stages, Stages) or any(name.startswith("stage") for name in stages.module):
+        if stages.are_modules:
             raise BadInput("the stages are whole modules, expected a schedule with the same stages on the same ranks")
         if wanted and (ties := stages.ties.names()):
             raise BadInput(
@@ -128,12 +129,12 @@ class Mover:
             )
         for layer, source, _ in wanted:
             if source == self._rank:
-                self._packages[layer] = self._packed(layer, stages.module[str(layer)], stages)
+                self._packages[layer] = self._packed(layer, stages.module[str(layer)])
         return {layer: package for layer, (package, _) in self._packages.items()}
 
-    def _packed(self, number: int, layer: nn.Module, stages: Stages) -> tuple[_Package, list[Tensor]]:
+    def _packed(self, number: int, layer: nn.Module) -> tuple[_Package, list[Tensor]]:
         wrapped = isinstance(layer, DistributedDataParallel)
-        if wrapped and stages.prepare is None:
+        if wrapped and self._stages.prepare is None:
             raise BadInput(f"layer {number} is wrapped in DDP, expected build_stages(prepare=...) to wrap it again")
         if not wrapped and replicated(layer):
             raise BadInput(
@@ -158,7 +159,6 @@ class Mover:
     @torch.no_grad()
     def move(self, wanted: Sequence[Move], packages: Mapping[int, _Package], group: dist.ProcessGroup | None) -> int:
         """Move the layers one after the other; return the bytes that this rank sent and received."""
-        assert isinstance(self._stages, Stages)
         layers = dict(self._stages.module.items())
         passed = 0
         for layer, source, target in wanted:
@@ -190,7 +190,6 @@ class Mover:
                     optimizer.param_groups[group]["params"].append(parameter)
                     if state:
                         optimizer.state[parameter] = state
-        assert isinstance(self._stages, Stages)
         found: nn.Module = inner
         if wrapped:
             assert self._stages.prepare is not None

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True, slots=True)
-class OpTime:
+class OpTime(NamedTuple):
     """One op as it ran."""
 
     op_id: str
     lane: str
     start_ns: int
     end_ns: int
+
+    def later(self, ns: int) -> OpTime:
+        """Return it by another clock."""
+        return self._replace(start_ns=self.start_ns + ns, end_ns=self.end_ns + ns)
 
 
 class OpRecorder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor, UntypedStorage
 
     from runtime_torch.carrier import HostCopy
+    from runtime_torch.surroundings import Autocast
 
 
 class Unit:
@@ -65,25 +67,24 @@ def geometry(tensor: Tensor) -> Geometry:
     return tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride()
 
 
+@dataclass(slots=True, eq=False)
 class Region:
     """One cheap piece of one layer and microbatch."""
 
-    __slots__ = ("autocast", "begin", "function", "inputs", "layer", "needs", "out", "out_unit", "slots", "units")
-
-    def __init__(self, layer: int, function: Callable[..., Tensor], inputs: tuple[Any, ...], begin: int) -> None:
-        self.layer = layer
-        self.function = function
-        self.inputs = inputs
-        """Slots of the activations among them, the others as they are."""
-        self.needs: list[bool] = []
-        self.begin = begin
-        """How many units the store had before."""
-        self.slots: list[Slot] = []
-        """What the piece saved inside."""
-        self.units: list[Unit] = []
-        """What is dropped and made again."""
-        self.out: Tensor | None = None
-        """Its result, alive until the layer's end, so that nothing else has its address."""
-        self.out_unit: Unit | None = None
-        """The unit of the result, where something behind the piece saved it."""
-        self.autocast = (False, torch.float32, False)
+    layer: int
+    function: Callable[..., Tensor]
+    inputs: tuple[Any, ...]
+    """Slots of the activations among them, the others as they are."""
+    needs: list[bool]
+    """Of the inputs: whether they need a gradient."""
+    begin: int
+    """How many units the store had before."""
+    autocast: Autocast
+    slots: list[Slot] = field(default_factory=list)
+    """What the piece saved inside."""
+    units: list[Unit] = field(default_factory=list)
+    """What is dropped and made again."""
+    out: Tensor | None = None
+    """Its result, alive until the layer's end, so that nothing else has its address."""
+    out_unit: Unit | None = None
+    """The unit of the result, where something behind the piece saved it."""

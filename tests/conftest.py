@@ -53,8 +53,19 @@ def golden(request: pytest.FixtureRequest):
     return compare
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """With pytest -n: compile the machine before its processes begin, so that they do not all compile it."""
+    if session.config.getoption("numprocesses", None) and not session.config.option.collectonly:
+        load_machine()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def compiled_machine() -> None:
-    """Compile the machine before the first test, so that no time limit of a test pays for it; once per version."""
+    """Have the machine before the first test, so that no time limit of a test pays for it."""
+    load_machine()
+
+
+def load_machine() -> None:
+    """Load the compiled machine; compile it where this version has not run here before."""
     profile = uniform_profile(UniformOptions(devices=2))
     compile_schedule(profile, Options(mem_bytes=10**10, microbatches=3, reproducible=True, time_limit_s=0.5))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from optpipe_compiler.compiler import Options, Result, compile_schedule
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
+from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile
 from optpipe_compiler.model.placement import stage_devices
 from optpipe_compiler.model.problem import Freedom, Problem, Stage
@@ -85,10 +86,25 @@ def uniform(devices: int = 2, layers: int = 2, **options: object) -> Profile:
     return uniform_profile(UniformOptions(devices=devices, layers_per_device=layers, **options))
 
 
+QUICK: dict[str, object] = {"microbatches": 4, "time_limit_s": 0.2, "search": False, "reproducible": True}
+KEPT: dict[tuple[str, str], Result] = {}
+"""What `quick` has found for which profile and options."""
+
+
 def quick(profile: Profile, mem_bytes: int, **options: object) -> Result:
-    """Compile with heuristics alone."""
-    defaults: dict[str, object] = {"microbatches": 4, "time_limit_s": 2.0, "search": False, "reproducible": True}
-    return compile_schedule(profile, Options(mem_bytes=mem_bytes, **(defaults | options)))
+    """Compile with heuristics alone; what has been asked before in this process is answered as it was then."""
+    chosen = Options(mem_bytes=mem_bytes, **(QUICK | options))
+    if not chosen.reproducible or chosen.seeds or chosen.keep:
+        return compile_schedule(profile, chosen)
+    question = (canonical(profile), repr(chosen))
+    if question not in KEPT:
+        KEPT[question] = compile_schedule(profile, chosen)
+    return KEPT[question]
+
+
+def anew(profile: Profile, mem_bytes: int, **options: object) -> Result:
+    """Compile as `quick` does, whatever has been asked before."""
+    return compile_schedule(profile, Options(mem_bytes=mem_bytes, **(QUICK | options)))
 
 
 @st.composite

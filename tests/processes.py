@@ -1,9 +1,19 @@
-"""Child processes of a process, from /proc."""
+"""Child processes of a process, from /proc, and scripts that run in processes forked from one with torch."""
 
 from __future__ import annotations
 
 import os
+import sys
+import tempfile
 from pathlib import Path
+from subprocess import TimeoutExpired
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.processes import Processes
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
 
@@ -24,3 +34,45 @@ def _command(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except FileNotFoundError:  # it ended meanwhile
         return b""
+
+
+class Script:
+    """A script in a process that has imported torch already, which takes seconds; to be used as a subprocess.Popen."""
+
+    def __init__(self, code: str, arguments: list[str], environment: dict[str, str]) -> None:
+        from optpipe_torch.launch.run import context
+
+        self.returncode: int | None = None
+        self._folder = tempfile.TemporaryDirectory()
+        self._processes = Processes(context(training=True))
+        self._processes.__enter__()
+        self._number = self._processes.start(_run_script, code, arguments, environment, self._folder.name)
+
+    def kill(self) -> None:
+        """End it."""
+        self._processes.kill(self._number)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Wait for its end; return what it has written to stdout and stderr."""
+        heard = self._processes.listen(timeout)
+        self._processes.end()
+        said = tuple(Path(self._folder.name, name).read_text() for name in STREAMS)
+        self._folder.cleanup()
+        if not heard:
+            raise TimeoutExpired("a script", timeout, *said)
+        self.returncode = heard[0][1].code
+        return said
+
+
+STREAMS = ("stdout", "stderr")
+
+
+def _run_script(line: Connection, code: str, arguments: list[str], environment: dict[str, str], folder: str) -> None:
+    for number, name in enumerate(STREAMS, 1):
+        with Path(folder, name).open("wb") as file:
+            os.dup2(file.fileno(), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["-c", *arguments]
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    exec(compile(code, "<script>", "exec"), main.__dict__)

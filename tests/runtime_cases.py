@@ -42,9 +42,9 @@ def tiny_profile(model: Model = MODEL, devices: int = 2, ms: int = 1, cuts: tupl
             is_last=index == count - 1,
             device=on,
         )
-        x = inputs if index == 0 else _random(*models.boundary(model, index - 1)).to(on)
+        x = inputs if index == 0 else _random(*models.bundles(model)[index].boundary).to(on)
         wanted = target if stage.is_last else None
-        gradient = None if stage.is_last else _random(*models.boundary(model, index)).to(on)
+        gradient = None if stage.is_last else _random(*models.bundles(model)[index + 1].boundary).to(on)
         stage.forward(0, x, wanted)
         saved = stage.saved_bytes(0)
         stage.backward_input(0, gradient)
@@ -76,7 +76,7 @@ def tiny_profile(model: Model = MODEL, devices: int = 2, ms: int = 1, cuts: tupl
 def _in_slices(stage, cuts, x, target, gradient):
     """Saved, residue and captured bytes and the carry that are enough for every slice, when scaled to its tokens: not
     all of them grow with the tokens."""
-    from runtime_torch.slices import Slice
+    from runtime_torch.microbatch import Slice
 
     spans = list(pairwise(cuts))
     found = []

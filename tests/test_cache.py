@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -57,9 +56,7 @@ def value(result: compiler.Result) -> int:
 
 def test_the_same_question_is_answered_at_once_with_the_same_bytes(kept, searches):
     first = planned(SOON, kept)
-    begin = time.monotonic()
     again = planned(SOON, kept)
-    assert time.monotonic() - begin < 2
     assert (len(searches), first.is_cached, again.is_cached) == (1, False, True)
     assert ir.to_text(again.schedule) == ir.to_text(first.schedule)
     assert (again.placement, again.options) == (first.placement, first.options)

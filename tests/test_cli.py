@@ -28,7 +28,7 @@ from tests.processes import children
 
 GB = 10**9
 ROOT = Path(__file__).parent.parent
-FAST = ("--microbatches", "4", "--time-limit", "1")
+FAST = ("--microbatches", "4", "--time-limit", "0.3")
 
 
 @dataclass(frozen=True)
@@ -494,7 +494,7 @@ def start(*arguments: str, folder: Path, **options: Any) -> subprocess.Popen[str
 def test_ctrl_c_in_the_middle_of_a_search_writes_the_best_schedule_so_far(tmp_path, whole_group):
     costs = uniform(3, 2)
     (tmp_path / "profile.json").write_text(canonical(costs))
-    arguments = ("compile", "--mem", "1.1GB", "--microbatches", "6", "--time-limit", "20")
+    arguments = ("compile", "--mem", "1.1GB", "--microbatches", "6", "--time-limit", "8")
     with start(*arguments, folder=tmp_path) as process:
         begun = next(line for line in process.stderr if line.startswith("search "))
         solvers = children(process.pid)
@@ -602,11 +602,13 @@ def test_a_defect_ends_with_70_and_not_with_1(run, monkeypatch):
     assert outcome.err.startswith("Traceback")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("command", ["compile --mem 1.1GB", "sweep --mem 1GB:2GB:9 -j 2"])
+@pytest.mark.parametrize(
+    ("number", "command"),
+    [(signal.SIGTERM, "compile --mem 1.1GB"), (signal.SIGHUP, "sweep --mem 1GB:2GB:9 -j 2")],
+)
 def test_a_command_that_is_terminated_leaves_no_process_and_no_temporary_file(run, tmp_path, number, command):
     Path("profile.json").write_text(canonical(uniform(3, 2)))
-    process = start(*command.split(), "--microbatches", "6", "--time-limit", "60", folder=tmp_path)
+    process = start(*command.split(), "--microbatches", "6", "--time-limit", "12", folder=tmp_path)
     until = time.monotonic() + 55  # a first search may have to compile the machine
     while not (started := children(process.pid)) and time.monotonic() < until:
         time.sleep(0.02)
@@ -615,7 +617,7 @@ def test_a_command_that_is_terminated_leaves_no_process_and_no_temporary_file(ru
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 128 + number
     assert errors.splitlines()[-1] == "optpipe: terminated"
-    until = time.monotonic() + 10
+    until = time.monotonic() + 5  # a search that goes on does so for 9 s
     while any(Path(f"/proc/{pid}").exists() for pid in started) and time.monotonic() < until:
         time.sleep(0.05)
     assert not any(Path(f"/proc/{pid}").exists() for pid in started)

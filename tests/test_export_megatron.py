@@ -172,7 +172,7 @@ def test_primus_gets_the_order_with_a_partner_for_every_message(algorithms, algo
     table = made.generate_schedule_table()
     assert made.last_pp_stage_rank() == placement[-1]
     text = "\n".join(f"Rank {rank}: " + ",".join(map(str, row)) for rank, row in enumerate(table))
-    compute = [[op.text for op in device.compute if op.name in primus.LETTERS.values()] for device in plan.devices]
+    compute = [[op.text for op in device.compute if op.name in primus.KIND_OF.values()] for device in plan.devices]
     assert primus.orders(text, list(placement)) == compute
     ends = {
         kind: [
@@ -204,7 +204,7 @@ def test_a_table_that_primus_printed_is_a_schedule_of_ones_own(registry):  # noq
         return optpipe.primus_order(ZERO_BUBBLE, problem)
 
     plan = optpipe.compile(uniform(2, 1), mem="100GB", microbatches=2, method="from-primus")
-    assert [op.text for op in plan.checked.schedule.devices[1].compute if op.name in primus.LETTERS.values()] == (
+    assert [op.text for op in plan.checked.schedule.devices[1].compute if op.name in primus.KIND_OF.values()] == (
         ["1F0", "1I0", "1W0", "1F1", "1I1", "1W1"]
     )
 

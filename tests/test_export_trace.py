@@ -6,18 +6,20 @@ import json
 from collections import Counter, defaultdict
 from itertools import pairwise
 from random import Random
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from small_schedules import Shape, build, random_shape
 
-from optpipe_compiler.documents import ir
 from optpipe_compiler.export.chrome_trace import CELLS, LANES, render
-from optpipe_compiler.export.memory import device_curve, host_curve, timed_ops
+from optpipe_compiler.export.memory import device_curve, host_curve
 from optpipe_compiler.forecast import table as forecast_table
 from optpipe_compiler.verify import check
 from optpipe_compiler.verify.memory import Table
 from optpipe_compiler.verify.placed import PlacedOps
+
+if TYPE_CHECKING:
+    from optpipe_compiler.documents import ir
 
 PLACEMENTS = [(0, 1), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2)]
 
@@ -38,8 +40,7 @@ def test_every_op_that_takes_time_is_one_slice_at_its_forecast_time(seed):
     expected = Counter(
         (device.device, op.name, op.stage, op.microbatch, start / 1000, (end - start) / 1000)
         for device in schedule.devices
-        for op, start, end in timed_ops(schedule, device.device)
-        if not isinstance(op, ir.MessageOp)
+        for _, _, op, start, end in schedule.timed(device.device)
     )
     slices = events(schedule, "X")
     found = Counter(

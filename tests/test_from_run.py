@@ -137,7 +137,7 @@ def test_the_command_writes_a_profile_and_never_over_its_base(tmp_path):
 def test_the_readmes_sequence_runs_with_its_defaults_in_an_empty_folder(tmp_path, monkeypatch):
     pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)
-    small = "--devices 2 --layers 2 --hidden 32 --heads 2 --seq 16 --microbatch-size 2"
+    small = "--devices 2 --layers 2 --hidden 32 --heads 2 --seq 16 --microbatch-size 2 --samples 4"
     for command in (
         f"profile {small}",
         "compile --time-limit 1",

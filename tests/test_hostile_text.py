@@ -60,12 +60,12 @@ compare schedule.json
 compare schedule.json --json
 diff plain.json schedule.json
 diff plain.json schedule.json --json
-explain schedule.json --time-limit 1 --jobs 1
-explain schedule.json --time-limit 1 --jobs 1 --json
+explain schedule.json --time-limit 0.1 --jobs 1
+explain schedule.json --time-limit 0.1 --jobs 1 --json
 compile profile.json --mem 10GB --method 1f1b -o other.json
 report schedule.json
 fmt schedule.json
-sweep profile.json --mem 3GB:4GB:2 --time-limit 1 --jobs 1
+sweep profile.json --mem 3GB:4GB:2 --time-limit 0.1 --jobs 1
 bounds profile.json --mem 10GB
 """
 
@@ -128,12 +128,12 @@ def test_pictures_traces_and_tables_hold_strings_as_data(folder, kind):
 
 
 def test_a_sweeps_picture_and_sentences_hold_names_as_data(folder):
-    assert CliRunner().invoke(cli, ["sweep", "profile.json", "--mem", "3GB", "--time-limit", "1"]).exit_code == 0
+    assert CliRunner().invoke(cli, ["sweep", "profile.json", "--mem", "3GB", "--time-limit", "0.1"]).exit_code == 0
     record = json.loads((folder / "sweep.json").read_text())
     for point in record["points"]:
         point["method"] = HOSTILE
     (folder / "sweep.json").write_text(json.dumps(record))
-    done = CliRunner().invoke(cli, ["sweep", "profile.json", "--mem", "3GB", "--time-limit", "1", "--svg", "s.svg"])
+    done = CliRunner().invoke(cli, ["sweep", "profile.json", "--mem", "3GB", "--time-limit", "0.1", "--svg", "s.svg"])
     assert done.exit_code == 0, done.exception
     assert "fake" in "".join(ET.fromstring((folder / "s.svg").read_text()).itertext())
 

@@ -32,8 +32,8 @@ from optpipe_torch.profiler import layers as measure_layers  # noqa: E402
 from optpipe_torch.profiler import records as measure_profile  # noqa: E402
 from optpipe_torch.profiler.child import measure_sizes  # noqa: E402
 from optpipe_torch.profiler.measure import MeasureOptions, layout_of, measure, measure_in_group  # noqa: E402
-from optpipe_torch.profiler.records import Copies, Findings, LayerBytes, Messages, assemble  # noqa: E402
-from optpipe_torch.profiler.timer import CpuTimer  # noqa: E402
+from optpipe_torch.profiler.records import TIMED, Copies, Findings, LayerBytes, Messages, assemble  # noqa: E402
+from optpipe_torch.profiler.timer import Timer  # noqa: E402
 
 TINY = MeasureOptions(devices=2, layers=2, hidden=32, heads=2, sequence_length=16, microbatch_size=2, samples=4)
 
@@ -53,7 +53,7 @@ def benches() -> measure_layers.Benches:
 
 @pytest.fixture(scope="module")
 def sizes(benches: measure_layers.Benches) -> dict[str, LayerBytes]:
-    return measure_sizes(CpuTimer(), benches, models.layer_names(THREE.model()), 10**9)
+    return measure_sizes(Timer(), benches, models.layer_names(THREE.model()), 10**9)
 
 
 def saved_by(layer: Any, *inputs: Any) -> int:
@@ -110,7 +110,7 @@ def test_the_memory_table_with_these_bytes_covers_stages_that_were_not_measured(
     names = models.layer_names(THREE.model())
     for first, end in [(0, 4), (1, 4), (1, 5), (2, 4)]:
         layers = [sizes[name] for name in names[first:end]]
-        excess = measure_layers.transient_bytes(CpuTimer(), benches, first, end, layers)
+        excess = measure_layers.transient_bytes(Timer(), benches, first, end, layers)
         allowed = {op: max(layer.transient[op] for layer in layers) for op in excess}
         assert all(excess[op] <= allowed[op] for op in excess), (first, end, excess, allowed)
 
@@ -123,7 +123,7 @@ def test_the_peak_counts_what_an_op_frees_before_its_end():
     def three() -> Any:
         return [torch.empty(500, dtype=torch.uint8) for _ in range(3)]
 
-    peaks = CpuTimer().peaks({"one": op, "nothing": lambda: None, "three": three})
+    peaks = Timer().peaks({"one": op, "nothing": lambda: None, "three": three})
     assert peaks == {"one": 1000, "nothing": 0, "three": 1500}
 
 
@@ -153,7 +153,7 @@ def test_a_layer_that_saves_less_than_its_input_is_said_to_save_as_much():
 
 def test_every_op_is_timed_as_often_as_asked(benches):
     times: dict[str, list[int]] = {}
-    parts = list(measure_layers.time_ops(CpuTimer(), [benches.stage(1, 2), benches.stage(2, 3)], 4, times))
+    parts = list(measure_layers.time_ops(Timer(), [benches.stage(1, 2), benches.stage(2, 3)], 4, times))
     assert parts == sorted(parts)
     assert parts[-1] == 1
     assert {op: len(samples) for op, samples in times.items()} == {
@@ -177,7 +177,7 @@ def test_a_quantity_is_median_count_and_interquartile_range():
 
 def findings(alone: int = 1_000_000, together: int = 1_000_000, small: int = 80_000, large: int = 180_000) -> Findings:
     def times(ns: int) -> dict[str, list[int]]:
-        return {op: [ns] * 3 for op in measure_layers.OPS}
+        return {op: [ns] * 3 for op in TIMED}
 
     sizes = LayerBytes(
         saved=90, residue=50, captured=10, checkpoint=8, output=8, static=64, transient=dict.fromkeys(OPS_WITH_BYTES, 5)
@@ -420,7 +420,7 @@ def test_a_model_that_was_measured_is_planned_and_trained_under_its_promise(name
     profile = measure(replace(TINY, of=OTHERS[name]), lambda what, part: None)
     assert profile.model == OTHERS[name]
     assert [(layer.name, layer.count) for layer in profile.layers] == KINDS[name]
-    options = Options(mem_bytes=10**9, microbatches=4, time_limit_s=2.0, search=False)
+    options = Options(mem_bytes=10**9, microbatches=4, time_limit_s=0.2, search=False)
     schedule = compile_schedule(profile, options).schedule
     report = run(schedule, steps=2, data_paths=[text.default_path()], check=True)
     assert report.check is not None
@@ -449,7 +449,7 @@ def test_the_allocator_itself_keeps_to_the_promise_and_comes_near_it(six_layers,
         gpipe = compile_schedule(six_layers, Options(mem_bytes=10**9, microbatches=4, method="gpipe")).schedule
         static = max(stage.static_bytes for stage in gpipe.stages)
         cap = static + int((max(device.peak_bytes for device in gpipe.devices) - static) / plan)
-        options = Options(mem_bytes=cap, microbatches=4, time_limit_s=1.0, recompute=False)
+        options = Options(mem_bytes=cap, microbatches=4, time_limit_s=0.5, search=False, recompute=False)
     schedule = compile_schedule(six_layers, options).schedule
     if isinstance(plan, str):
         assert any(device.d2h for device in schedule.devices) == (plan == "po-f")
@@ -475,6 +475,7 @@ def test_under_torchrun_the_ranks_are_the_devices_and_every_pair_of_neighbours_i
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     command += ["-m", "optpipe_compiler.cli"]
     sizes = ["--layers", "2", "--hidden", "32", "--heads", "2", "--seq", "16", "--microbatch-size", "2"]
+    sizes += ["--samples", "4"]
     root = str(Path(__file__).parents[1])
     ended = subprocess.run(
         [*command, "profile", *sizes],

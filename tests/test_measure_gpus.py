@@ -24,7 +24,7 @@ from optpipe_torch.profiler import layers as measure_layers  # noqa: E402
 from optpipe_torch.profiler.copies import MICROBATCHES, _alone, _Copier, _duplex, stream_lanes, time_copies  # noqa: E402
 from optpipe_torch.profiler.cuda import CudaTimer  # noqa: E402
 from optpipe_torch.profiler.records import Copies, Messages, assemble  # noqa: E402
-from optpipe_torch.profiler.timer import CpuTimer  # noqa: E402
+from optpipe_torch.profiler.timer import Timer  # noqa: E402
 from tests import test_cli  # noqa: E402
 from tests.test_measure import TINY, findings  # noqa: E402
 
@@ -33,7 +33,7 @@ run = test_cli.run
 # -- copies on streams
 
 
-class LateGauge(CpuTimer):
+class LateGauge(Timer):
     """A CPU whose copies are put on streams that run as late as they may."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ def benches() -> measure_layers.Benches:
     return measure_layers.Benches(TINY.model(), text.default_text())
 
 
-@pytest.mark.parametrize("timer", [CpuTimer(), LateGauge()], ids=["threads", "streams"])
+@pytest.mark.parametrize("timer", [Timer(), LateGauge()], ids=["threads", "streams"])
 def test_copies_are_timed_as_often_as_asked_on_either_kind_of_lanes(timer, benches):
     copies = time_copies(timer, benches, 1, 8, bool)
     bench = benches.stage(1, 2)

@@ -20,7 +20,7 @@ from optpipe_torch.models import text
 from optpipe_torch.profiler.layers import Benches, layer_bytes, transient_bytes
 from optpipe_torch.profiler.records import SlicedBytes, assemble, sample_name, slice_spans
 from optpipe_torch.profiler.slices import slice_bytes, sliced_bench, time_slices
-from optpipe_torch.profiler.timer import CpuTimer
+from optpipe_torch.profiler.timer import Timer
 
 BLOCK_NS, ATTENTION, OVERHEAD, OP_NS = 10_000_000, 4_000_000, 100_000, 30_000
 
@@ -91,7 +91,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_the_bytes_of_a_layer_are_enough_for_each_of_its_slices(name):
     benches = Benches(MODELS[name], text.default_text())
-    timer = CpuTimer()
+    timer = Timer()
     hidden = 32 if name == "gpt" else 16
     carries = []
     for index in range(benches.head + 1):
@@ -120,7 +120,7 @@ def test_the_bytes_of_a_layer_are_enough_for_each_of_its_slices(name):
 def test_every_op_of_every_slice_is_timed():
     benches = Benches(TINY.model(), text.default_text())
     sliced = [one for one in (sliced_bench(benches, index) for index in (1, 2)) if one is not None]
-    times = time_slices(CpuTimer(), sliced, 2)
+    times = time_slices(Timer(), sliced, 2)
     assert len(times) == 20
     assert {len(samples) for name, samples in times.items() if not name.startswith("forward")} == {4}
 

@@ -19,10 +19,10 @@ from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profil
 from optpipe_torch.profiler import child as measure_child  # noqa: E402
 from optpipe_torch.profiler import copies as measure_copies  # noqa: E402
 from optpipe_torch.profiler import spread as measure_spread  # noqa: E402
-from optpipe_torch.profiler.layers import OPS, bookkeeping_bench  # noqa: E402
-from optpipe_torch.profiler.records import Messages, assemble  # noqa: E402
+from optpipe_torch.profiler.layers import bookkeeping_bench  # noqa: E402
+from optpipe_torch.profiler.records import TIMED, Messages, assemble  # noqa: E402
 from optpipe_torch.profiler.spread import MOST, relative_spread, steadiest  # noqa: E402
-from optpipe_torch.profiler.timer import CpuTimer  # noqa: E402
+from optpipe_torch.profiler.timer import Timer  # noqa: E402
 from tests.test_measure import TINY, findings  # noqa: E402
 
 QUIET, NOISY, LOUD = [100, 101, 102, 103], [100, 200, 300, 400], [100, 300, 800, 900]
@@ -92,7 +92,7 @@ def test_there_are_no_more_turns_when_the_time_is_up(clock):
 # -- where it is measured
 
 
-class Scripted(CpuTimer):
+class Scripted(Timer):
     """Its clock says what it is told to, op by op."""
 
     def __init__(self, ns):
@@ -118,7 +118,7 @@ def test_layers_and_overhead_are_timed_again_where_they_are_noisy(one_process):
     measure_child._time_kind(Scripted(LOUD), [bench], 4, lambda turn, part: told.append((turn, part)))
     assert {turn for turn, _ in told} == set(range(MOST))
     steady = measure_child._time_kind(Scripted([7]), [bench], 4, lambda turn, part: told.append((-1, part)))
-    assert steady == {"forward": [7] * 8} | {op: [7] * 4 for op in OPS if op != "forward"}
+    assert steady == {"forward": [7] * 8} | {op: [7] * 4 for op in TIMED if op != "forward"}
     assert all(len(samples) >= 20 for samples in measure_child._overhead(Scripted(NOISY), 4).values())
 
 

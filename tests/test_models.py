@@ -21,8 +21,8 @@ from optpipe_torch.models import known as models  # noqa: E402
 from optpipe_torch.models import (  # noqa: E402
     text,
     user_functions,
+    vocabulary,
 )
-from runtime_torch import vocabulary  # noqa: E402
 from runtime_torch.bundles import bundle_of  # noqa: E402
 
 SMALL = Model(
@@ -66,7 +66,7 @@ def test_layers_are_made_where_they_are_wanted_with_the_same_shapes():
 
 def test_layers_and_seeds_differ():
     first, second = models.build(SMALL, range(1, 3))
-    assert not torch.equal(first.up.weight, second.up.weight)
+    assert not torch.equal(first.ffn.up.weight, second.ffn.up.weight)
     other = models.build(msgspec.structs.replace(SMALL, seed=8), range(1, 2))
     assert not equal(weights([first]), weights(other))
 
@@ -85,7 +85,7 @@ def test_boundary_is_what_leaves_each_layer(dtype):
     x, target = models.batch(model, text.default_text(), torch.Generator().manual_seed(0), 1)
     for index, layer in enumerate(layers):
         x = layer(x, target) if index == len(layers) - 1 else layer(x)
-        assert (tuple(x.shape), x.dtype) == models.boundary(model, index)
+        assert (tuple(x.shape), x.dtype) == models.bundles(model)[index + 1].boundary
 
 
 def test_names_say_which_layers_are_alike():
@@ -182,8 +182,8 @@ def test_a_users_function_gives_the_layers(user_model):
     whole = models.build(user_model)
     assert len(whole) == models.layer_count(user_model) == 3
     assert equal(weights(models.build(user_model, range(1, 3))), weights(whole[1:]))
-    assert models.boundary(user_model, 0) == ((2, 16, 12), torch.float32)
-    assert models.boundary(user_model, 2) == ((), torch.float32)
+    assert models.bundles(user_model)[1].boundary == ((2, 16, 12), torch.float32)
+    assert models.bundles(user_model)[3].boundary == ((), torch.float32)
     assert len(set(models.layer_names(user_model))) == 3
 
 
@@ -231,7 +231,7 @@ def test_a_known_architecture_is_built_layer_by_layer_and_learns(name):
         x = layer(x)
         shapes.append((tuple(x.shape), x.dtype))
     shapes.append(((), layers[-1](x, targets).dtype))
-    assert shapes == models.boundaries(model)
+    assert shapes == [one.boundary for one in models.bundles(model)[1:]]
     optimizer = torch.optim.AdamW([p for layer in layers for p in layer.parameters()], lr=3e-3)
     losses = []
     for _ in range(30):
@@ -343,7 +343,9 @@ def test_a_builder_may_return_functions_of_which_only_the_needed_are_called(monk
 
     monkeypatch.setattr(sys.modules[__name__], "lazy_builder", builder, raising=False)
     lazy = Model(builder=f"{__name__}:lazy_builder", config={"width": 4}, microbatch_size=2, sequence_length=3)
-    assert models.boundaries(lazy) == [((2, 3, 4), torch.float32)] * 2 + [((), torch.float32)]
+    assert [one.boundary for one in models.bundles(lazy)[1:]] == [((2, 3, 4), torch.float32)] * 2 + [
+        ((), torch.float32)
+    ]
     assert models.layer_count(lazy) == 3
     (first,), (again,) = models.build(lazy, range(1, 2)), models.build(lazy, range(1, 2))
     assert made == [1, 1]
@@ -417,7 +419,7 @@ def test_what_a_users_function_must_not_return_is_named_in_one_sentence(user_mod
     found, sentence = DATA[case]
     monkeypatch.setattr(sys.modules["optpipe_test_user"], "layers", lambda width: found)
     with pytest.raises(BadInput) as refused:
-        models.boundaries(user_model)
+        [one.boundary for one in models.bundles(user_model)[1:]]
     assert str(refused.value).startswith("$.model.builder 'optpipe_test_user:layers'")
     assert sentence in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -439,5 +441,5 @@ def test_layers_that_pass_several_tensors_along_are_known_by_all_of_them():
     ids = ((2, 12), torch.int64), *inner[1:]
     assert [bundle.parts for bundle in models.bundles(model)] == [ids, *[inner] * 4, (((), torch.float32),)]
     carried = 4 * (2 * 12 * 4) + 8 * (2 * 12) + 2 * 12 * 12
-    assert models.boundary(model, 0) == ((carried // 4,), torch.float32)
+    assert models.bundles(model)[1].boundary == ((carried // 4,), torch.float32)
     assert models.layer_names(model) == ["Words", *["Attention"] * 3, "Guess"]

@@ -48,20 +48,27 @@ def two_nodes(folder: Path, *command: str, options: str = "", **variables: str) 
     return sorted(re.findall("^step .*|^validation .*", "\n".join(said), flags=re.M))
 
 
-@pytest.fixture
-def folder(tmp_path):
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("nodes")
     plan = schedule(Shape((0, 1), microbatches=4, ranges=lambda stage, _: [("offload", 2 * stage, 2 * stage + 1)]))
-    (tmp_path / "schedule.json").write_text(ir.to_text(plan))
-    return tmp_path
+    (path / "schedule.json").write_text(ir.to_text(plan))
+    return path
+
+
+@pytest.fixture(scope="module")
+def straight(folder):
+    """What four steps say that nothing interrupts."""
+    said = two_nodes(folder, TRAIN, "schedule.json", "--steps", "4")
+    assert [line[:6] for line in said] == ["step 1", "step 2", "step 3", "step 4", "valida"]
+    return said
 
 
 @pytest.mark.runtime
-def test_two_nodes_started_again_with_the_same_command_go_on_where_the_last_checkpoint_is(folder):
-    straight = two_nodes(folder, TRAIN, "schedule.json", "--steps", "3")
-    assert [line[:6] for line in straight] == ["step 1", "step 2", "step 3", "valida"]
+def test_two_nodes_started_again_with_the_same_command_go_on_where_the_last_checkpoint_is(folder, straight):
     saved = ["schedule.json", "--save", "checkpoints", "--save-every", "1", "--resume"]
     assert two_nodes(folder, TRAIN, *saved, "--steps", "2")[:2] == straight[:2]
-    assert two_nodes(folder, TRAIN, *saved, "--steps", "3") == straight[2:]
+    assert two_nodes(folder, TRAIN, *saved, "--steps", "4") == straight[2:]
 
 
 DIES = """
@@ -83,9 +90,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.runtime
-def test_a_rank_that_dies_is_started_again_by_torchrun_and_all_go_on_from_the_last_checkpoint(folder):
+def test_a_rank_that_dies_is_started_again_by_torchrun_and_all_go_on_from_the_last_checkpoint(folder, straight):
     (folder / "dies.py").write_text(DIES)
-    straight = two_nodes(folder, TRAIN, "schedule.json", "--steps", "4")
-    saved = ["schedule.json", "--steps", "4", "--save", "checkpoints", "--save-every", "1", "--resume"]
+    saved = ["schedule.json", "--steps", "4", "--save", "others", "--save-every", "1", "--resume"]
     options = {"options": "--max-restarts 1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     assert two_nodes(folder, "dies.py", TRAIN, *saved, **options) == straight

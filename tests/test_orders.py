@@ -24,7 +24,7 @@ from tests.strategies import problems
 if TYPE_CHECKING:
     from optpipe_compiler.documents.profile import Profile
 
-MANY = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+MANY = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def shuffled(plan: LaneOrders, random: Random) -> LaneOrders:

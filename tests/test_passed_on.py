@@ -24,7 +24,7 @@ from optpipe_torch.models.text import default_text  # noqa: E402
 from optpipe_torch.profiler.child import measure_sizes  # noqa: E402
 from optpipe_torch.profiler.layers import Benches  # noqa: E402
 from optpipe_torch.profiler.measure import MeasureOptions, measure  # noqa: E402
-from optpipe_torch.profiler.timer import CpuTimer  # noqa: E402
+from optpipe_torch.profiler.timer import Timer  # noqa: E402
 from runtime_torch.bundles import bundled, trace_bundles  # noqa: E402
 from runtime_torch.execution import StageExecution  # noqa: E402
 
@@ -159,7 +159,7 @@ def head_parts():
     model = Model(builder="transformer", config=config, microbatch_size=2, sequence_length=5)
     benches = Benches(model, default_text())
     names = models.layer_names(model)
-    found = measure_sizes(CpuTimer(), benches, names, 10**9)
+    found = measure_sizes(Timer(), benches, names, 10**9)
     return benches, names.index("head.0"), [found[name] for name in names[-PARTS:]]
 
 

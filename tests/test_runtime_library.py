@@ -26,6 +26,7 @@ from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profil
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.view.report.trace import measured
 from runtime_torch import engine
+from tests.processes import Script
 
 HIDDEN, LENGTH, LAYERS, MICROBATCHES = 8, 5, 4, 2
 
@@ -381,20 +382,30 @@ os._exit(0)  # torch's threads may abort a Python that shuts down while they han
 """
 
 
-def start_ranks(code, *arguments, world=2, each=lambda rank: (), **environment):
+def fresh(code, arguments, environment):
+    """Start a script in a Python of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def start_ranks(code, *arguments, world=2, each=lambda rank: (), how=Script, **environment):
     """Start a script, which imports sys, once per rank with torchrun's environment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     here = Path(__file__).parent
     common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {"GLOO_SOCKET_IFNAME": "lo"}
     return [
-        subprocess.Popen(
-            [sys.executable, "-c", code + END, *arguments, *each(rank), str(here), str(here.parent)],
-            env={**os.environ, **common, "GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank), **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        how(
+            code + END,
+            [*arguments, *each(rank), str(here), str(here.parent)],
+            {**os.environ, **common, "RANK": str(rank), **environment},
         )
         for rank in range(world)
     ]

@@ -126,38 +126,39 @@ class Watched(launch.Ranks):
 def job(plan, **changes):
     text = ir.to_text(plan)
     training = plan.model is not None
-    first = Job(text, training, steps=50, data=TEXT.read_bytes(), check=False, time_scale=2.0, seed=0, timeout_s=60)
+    first = Job(text, training, steps=50, data=TEXT.read_bytes(), check=False, time_scale=2.0, seed=0, timeout_s=1000)
     return dataclasses.replace(first, **changes)
 
 
 def failure(jobs, on_event=lambda ranks, event: None):
-    """Run until it fails; return the message, how long it took, and check that no process is left."""
+    """Run until it fails; return the error, and check that no process is left.
+
+    A rank that waits for one that is gone does so for longer than pytest waits for the test.
+    """
     ranks = Watched(jobs, lambda event: on_event(ranks, event))
-    start = time.monotonic()
     with pytest.raises((RunFailed, BadInput)) as caught:
         ranks.run()
     assert multiprocessing.active_children() == []
-    return caught.value, time.monotonic() - start
+    return caught.value
 
 
 @pytest.mark.parametrize("model", [MODEL, None], ids=["training", "rehearsal"])
-def test_a_killed_rank_ends_the_run_in_seconds_and_is_named(model):
+def test_a_killed_rank_ends_the_run_at_once_and_is_named(model):
     plan = schedule(Shape(LINEAR_2, microbatches=4), model=model)
     killed = []
 
     def kill(ranks, event):
         if event["event"] == "step" and not killed:
-            killed.append(time.monotonic())
+            killed.append(1)
             os.kill(ranks.processes.pid(1), signal.SIGKILL)
 
-    error, _ = failure([job(plan)] * 2, kill)
+    error = failure([job(plan)] * 2, kill)
     assert str(error) == "rank 1 died: killed by signal 9 (SIGKILL)"
-    assert time.monotonic() - killed[0] < 6
 
 
 def test_ranks_with_different_schedules_are_refused_by_name():
     plans = [schedule(Shape(LINEAR_2, microbatches=4), seed) for seed in (0, 1)]
-    error, _ = failure([job(plan) for plan in plans])
+    error = failure([job(plan) for plan in plans])
     assert str(error).startswith("rank 1 has another schedule than rank 0: digest sha256:")
 
 
@@ -167,9 +168,8 @@ def test_a_failing_transfer_lane_ends_the_run_while_its_rank_waits_for_a_message
     record["model"]["builder"] = "runtime_cases:lossy_layers"
     record["model"]["config"] = {"layers": 4, "hidden": 16}
     broken = ir.seal(msgspec.convert(record, ir.Schedule))
-    error, seconds = failure([job(broken)] * 2)
+    error = failure([job(broken)] * 2)
     assert str(error).startswith("rank 1 failed: OSError: no space for a copy")
-    assert seconds < 25
 
 
 def test_an_interrupt_of_the_parent_ends_every_rank():
@@ -238,7 +238,7 @@ def test_half_precision_trains_within_its_tolerance():
 
 def test_too_small_a_text_is_bad_input():
     plan = schedule(Shape(LINEAR_2, microbatches=4))
-    error, _ = failure([job(plan, data=b"short")] * 2)
+    error = failure([job(plan, data=b"short")] * 2)
     assert isinstance(error, BadInput)
     assert "training text" in str(error)
 

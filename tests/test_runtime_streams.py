@@ -70,7 +70,7 @@ def steps(plan, meter, host_meter, backend, count=2):
         )
         for stage in plan.stages
     }
-    boundaries = [models.boundary(model, stage.layers[1] - 1) for stage in plan.stages]
+    boundaries = [models.bundles(model)[stage.layers[1]].boundary for stage in plan.stages]
     replay = Replay(
         plan,
         0,
@@ -79,6 +79,7 @@ def steps(plan, meter, host_meter, backend, count=2):
         group=None,
         on=torch.device("cpu"),
         meter=meter,
+        host_meter=host_meter,
         backend=backend,
     )
     found = []

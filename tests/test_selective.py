@@ -28,7 +28,7 @@ def costs(devices: int = 4, **light: int) -> profile.Profile:
 
 
 def planned(cap_mb: int, microbatches: int = 12, **options: object) -> ir.Schedule:
-    chosen = Options(mem_bytes=cap_mb * MB, microbatches=microbatches, time_limit_s=3.0, reproducible=True, **options)
+    chosen = Options(mem_bytes=cap_mb * MB, microbatches=microbatches, time_limit_s=0.5, reproducible=True, **options)
     return compile_schedule(costs(), chosen).schedule
 
 
@@ -46,7 +46,7 @@ def test_a_plan_chooses_it_where_memory_is_tight_and_is_faster_for_it(tight):
     assert tight.version == 2
     assert verify(tight, costs()) == []
     without = structs.replace(costs(), layers=[structs.replace(one, selective=None) for one in costs().layers])
-    options = Options(mem_bytes=2000 * MB, microbatches=12, time_limit_s=3.0, reproducible=True, offload=False)
+    options = Options(mem_bytes=2000 * MB, microbatches=12, time_limit_s=0.5, reproducible=True, offload=False)
     assert tight.forecast.makespan_ns < compile_schedule(without, options).schedule.forecast.makespan_ns
 
 
@@ -124,11 +124,13 @@ from torch.nn import functional as F  # noqa: E402, N812
 from torch.profiler import ProfilerActivity  # noqa: E402
 from torch.profiler import profile as watched  # noqa: E402
 
-from optpipe_torch.models.known import Block as GptBlock  # noqa: E402
+from optpipe_compiler.costs.models import Architecture  # noqa: E402
+from optpipe_torch.models.layers import Block  # noqa: E402
 from runtime_torch import cheap  # noqa: E402
 from runtime_torch.execution import StageExecution  # noqa: E402
 
 WIDTH, ROWS, LENGTH = 16, 2, 6
+GPT = Architecture(kind="gpt2", layers=3, hidden=16, heads=2, kv_heads=2, head_dim=8, ffn=64, vocab=256, qkv_bias=True)
 SCALARS = 64
 """Bytes that no store has: single numbers."""
 
@@ -186,7 +188,7 @@ def llama() -> nn.Module:
 
 
 MODELS = {
-    "gpt": lambda: [GptBlock(WIDTH, 2) for _ in range(3)],
+    "gpt": lambda: [Block(GPT, LENGTH) for _ in range(3)],
     "transformers' Llama": lambda: [llama() for _ in range(3)],
     "own": lambda: [Own() for _ in range(2)],
     "several tensors": lambda: [Pair(), Pair(), Join()],
@@ -299,11 +301,11 @@ def test_estimates_know_it_and_drop_what_the_runtime_drops():
     from optpipe_torch.estimates.count import count
 
     torch.manual_seed(0)
-    layer = GptBlock(WIDTH, 2)
+    layer = Block(GPT, LENGTH)
     _, saved, _ = taken([copy.deepcopy(layer)], [], fused=False, way="keep")
     _, less, _ = taken([layer], [0], fused=False, way="keep")
     with torch.device("meta"):
-        counted = count([GptBlock(WIDTH, 2)], torch.empty(ROWS, LENGTH, WIDTH), None)
+        counted = count([Block(GPT, LENGTH)], torch.empty(ROWS, LENGTH, WIDTH), None)
     light = counted.sizes.selective
     assert light is not None
     assert counted.sizes.saved - light.saved == saved - less

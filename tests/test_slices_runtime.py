@@ -14,17 +14,20 @@ from torch import nn
 
 from optpipe_compiler.costs.models import Architecture
 from optpipe_compiler.errors import BadInput
-from optpipe_torch.models import known, layers
-from runtime_torch import attention, engine, vocabulary
+from optpipe_torch.frameworks.decoder import DecoderLayer
+from optpipe_torch.models import layers, vocabulary
+from runtime_torch import attention, engine
 from runtime_torch.bundles import bundled, trace_bundles
-from runtime_torch.decoder import DecoderLayer
 from runtime_torch.execution import StageExecution
 from runtime_torch.meter import Meter
-from runtime_torch.microbatch import Microbatch, entered
-from runtime_torch.slices import WHOLE, Slice, StageCarry
+from runtime_torch.microbatch import Microbatch, Slice, entered
+from runtime_torch.slices import WHOLE, StageCarry
 
 TOKENS = 24
 LLAMA = Architecture(kind="llama", layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48, vocab=256)
+GPT = Architecture(
+    kind="gpt2", layers=2, hidden=32, heads=4, kv_heads=4, head_dim=8, ffn=128, vocab=256, positions=24, qkv_bias=True
+)
 CUTS = [(0, 12, 24), (0, 5, 17, 24), (0, 6, 12, 18, 24)]
 whole_cuts = pytest.mark.parametrize("cuts", CUTS, ids=["2", "3 unequal", "4"])
 
@@ -99,19 +102,21 @@ def test_a_slice_keeps_its_own_tokens_alone():
 
 
 def llama(**changes):
-    model = replace(LLAMA, **changes)
-    found = layers.makers(model, TOKENS)
-    return [make() for _, (count, make) in found.items() for _ in range(count)]
+    return built(replace(LLAMA, **changes))
 
 
 def gpt():
-    return [known.Embedding(256, TOKENS, 32), known.Block(32, 4), known.Block(32, 4), known.Head(32, 256)]
+    return built(GPT)
+
+
+def built(model):
+    return [make() for count, make in layers.makers(model, TOKENS).values() for _ in range(count)]
 
 
 def in_parts():
     ignoring = vocabulary.head_parts(32, 256, 2, norm=partial(nn.LayerNorm, 32), ignore_index=3)
     embedding = [layers.EmbeddingPart(Architecture(**{**LLAMA_FIELDS, "embedding_parts": 2}), part) for part in (0, 1)]
-    return [*embedding, known.Block(32, 4), *(make() for make in ignoring)]
+    return [*embedding, layers.Block(GPT, TOKENS), *(make() for make in ignoring)]
 
 
 def decoders(kind):
@@ -129,7 +134,7 @@ def decoders(kind):
 
         config = transformers.GPT2Config(n_embd=32, n_head=4, n_layer=2, attn_pdrop=0.0, resid_pdrop=0.0)
         made = [DecoderLayer(gpts.GPT2Block(config, layer_idx=index)) for index in (0, 1)]
-    return [known.Embedding(256, TOKENS, 32), *made, known.Head(32, 256)]
+    return [layers.Embedding(GPT), *made, layers.Head(GPT)]
 
 
 LLAMA_FIELDS = {name: getattr(LLAMA, name) for name in LLAMA.__dataclass_fields__}
@@ -197,7 +202,7 @@ def run_sliced(model, cuts, how, cut=2):
     ranges = [(s.first_layer, s.end_layer) for s in stages]
     for index, (a, b) in enumerate(spans):
         x = inputs[:, a:b]
-        with entered(Microbatch(tokens=b - a, share=parts[index].share)):
+        with entered(Microbatch(tokens=b - a, slice=parts[index])):
             for stage, layers_ in zip(stages, ranges, strict=True):
                 recomputed = [layers_] if "recompute" in how else []
                 x = stage.forward(index, x, target[:, a:b], recomputed, parts[index])
@@ -206,7 +211,7 @@ def run_sliced(model, cuts, how, cut=2):
         loss += x.item()
     for index, (a, b) in reversed(list(enumerate(spans))):
         gradient = None
-        with entered(Microbatch(tokens=b - a, share=parts[index].share)):
+        with entered(Microbatch(tokens=b - a, slice=parts[index])):
             for stage, layers_ in reversed(list(zip(stages, ranges, strict=True))):
                 if "offload" in how:
                     stage.reload(index, layers_)
@@ -283,10 +288,10 @@ def test_a_first_layer_with_attention_over_its_own_weights_is_refused():
     class Both(nn.Module):
         def __init__(self):
             super().__init__()
-            self.embedding, self.block = known.Embedding(256, TOKENS, 32), known.Block(32, 4)
+            self.embedding, self.block = layers.Embedding(GPT), layers.Block(GPT, TOKENS)
 
         def forward(self, x, *, carry=WHOLE):
             return self.block(self.embedding(x), carry=carry)
 
     with pytest.raises(BadInput, match="layer 0 has weights below its attention and is the model's first"):
-        run_sliced([Both(), known.Head(32, 256)], CUTS[0], "split", cut=1)
+        run_sliced([Both(), layers.Head(GPT)], CUTS[0], "split", cut=1)

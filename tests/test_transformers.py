@@ -193,7 +193,7 @@ def test_a_function_for_the_commands_may_return_the_model():
     model = COMMAND(config={"tie_word_embeddings": True})
     names = known.layer_names(model)
     assert names == ["Embedding", *["DecoderLayer", "DecoderLayer-2"] * 2, "Head"]  # sliding and full attention
-    assert known.boundaries(model)[0] == ((2, 7, 32), torch.float32)
+    assert known.bundles(model)[1].boundary == ((2, 7, 32), torch.float32)
     assert known.ties(model) == [("0.whole.model.embed_tokens.weight", "5.whole.lm_head.weight")]
 
 

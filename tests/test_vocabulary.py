@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: E402, N812
 from torch import nn  # noqa: E402
 
 from optpipe_compiler.errors import BadInput  # noqa: E402
-from runtime_torch import vocabulary  # noqa: E402
+from optpipe_torch.models import vocabulary  # noqa: E402
 from runtime_torch.bundles import bundled, trace_bundles  # noqa: E402
 from runtime_torch.execution import StageExecution  # noqa: E402
 

@@ -21,7 +21,7 @@ import runtime_torch  # noqa: E402
 from optpipe_compiler.documents import ir  # noqa: E402
 from optpipe_compiler.documents import profile as profiles  # noqa: E402
 from optpipe_compiler.errors import BadInput  # noqa: E402
-from runtime_torch import vocabulary  # noqa: E402
+from optpipe_torch.models import vocabulary  # noqa: E402
 from tests.test_cli import optpipe, refused, run  # noqa: E402, F401 - fixtures
 
 HIDDEN, SIZE, LENGTH = 8, 17, 5
@@ -186,11 +186,11 @@ def parts_of(name):
     ],
 )
 def test_a_model_in_parts_is_measured_planned_checked_and_trained(optpipe, model, dtype, parts, method):  # noqa: F811
-    sizes = ("--devices", 2, "--device", "cpu", "--seq", 16, "--microbatch-size", 2)
+    sizes = ("--devices", 2, "--device", "cpu", "--seq", 16, "--microbatch-size", 2, "--samples", 4)
     optpipe("profile", "--model", f"{model}.json", *sizes, "--dtype", dtype, *parts)
     count = 2 if parts[1] == "auto" else int(parts[1])
     assert parts_of("head") == [f"head.{part}" for part in range(count)]
-    by_method = ("--method", method) if method else ("--time-limit", 3)
+    by_method = ("--method", method) if method else ("--time-limit", 0.5)
     optpipe("compile", "--mem", "1GB", "--microbatches", 4, *by_method)
     optpipe("verify", "schedule.json", "--profile", "profile.json")
     assert "forward" in optpipe("show", "schedule.json")

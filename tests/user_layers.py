@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from optpipe_compiler.documents.profile import Model
 from optpipe_torch.models import known
 from runtime_torch import vocabulary
 
@@ -64,7 +65,8 @@ def paced(flag: str, wait_s: float = 0.2) -> tuple[list[nn.Module], Callable[...
         tokens = torch.randint(256, (samples, 9), generator=generator)
         return tokens[:, :-1], tokens[:, 1:]
 
-    return [known.Embedding(256, 8, 16), *(known.Block(16, 2) for _ in range(4)), known.Head(16, 256)], batch
+    config = {"layers": 4, "hidden": 16, "heads": 2, "vocab": 256}
+    return known.build(Model(builder="gpt", config=config, microbatch_size=1, sequence_length=8)), batch
 
 
 # -- tied weights

@@ -119,6 +119,7 @@ def _profile(bench: Bench, model: Model, size: int, devices: int, path: Path) ->
     config = path.with_suffix(".config.json")
     config.write_text(json.dumps(model.config), encoding="utf-8")
     sizes = ["--seq", str(model.sequence), "--microbatch-size", str(size), "--dtype", model.dtype]
+    sizes += ["--samples", str(bench.sizes.samples)]
     place = ["--device", bench.sizes.device, "--devices", str(devices)]
     bench.commands.run([*OPTPIPE, "profile", "--model", config, *sizes, *place, "-o", path], bench.limit_s("profile"))
 

@@ -59,6 +59,8 @@ class Sizes:
     """Of every run; the first is not timed."""
     plan_s: float
     """For which a plan of the large model is searched."""
+    samples: int = 60
+    """Of every time in a profile."""
     limits_s: dict[str, float] = field(default_factory=dict)
     """By part: what one of its commands may take."""
 
@@ -81,6 +83,7 @@ DRY = Sizes(
     microbatches=4,
     steps=2,
     plan_s=1,
+    samples=4,
     limits_s=dict.fromkeys(("machine", "tests", "profile", "plans", "check", "emulate", "trace"), 120),
 )
 """The same on a CPU, where it takes half a minute."""

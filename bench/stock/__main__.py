@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from msgspec import structs
 
+from bench.stock import llama
 from bench.stock.crew import Crew, FailedWayError, Spec
 from bench.stock.page import INTRO, page
 from bench.stock.ways import SCHEDULES, TREATMENTS, Setting
@@ -92,6 +93,9 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--microbatches", type=int, help="default: 4 per device")
     parser.add_argument("--blocks", type=int, default=4, help="per device")
+    parser.add_argument(
+        "--granularity", choices=("block", "half"), default="half", help="what plans move; rehearsals take blocks"
+    )
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--ffn", type=int, default=688)
     parser.add_argument("--vocab", type=int, default=512)
@@ -116,6 +120,7 @@ def compare(options: argparse.Namespace) -> Found:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     on_gpus, cores = gpus >= options.devices, len(os.sched_getaffinity(0))
     dtype = options.dtype or ("bfloat16" if on_gpus else "float32")
+    rehearsed = not on_gpus and options.devices > cores
     config = {
         "blocks": options.blocks * options.devices,
         "hidden": options.hidden,
@@ -124,6 +129,7 @@ def compare(options: argparse.Namespace) -> Found:
         "vocab": options.vocab,
         "sequence": options.sequence,
         "dtype": dtype,
+        "granularity": "block" if rehearsed else options.granularity,
     }
     setting = Setting(
         rank=0,
@@ -134,7 +140,6 @@ def compare(options: argparse.Namespace) -> Found:
         config=config,
     )
     profile = _profile(options.profile, setting, options.samples)
-    rehearsed = not on_gpus and options.devices > cores
     with Crew(setting) as crew:
         found = (_rehearsed if rehearsed else _computed)(crew, setting, profile, options.plan_s)
         chosen = [one for one in (*found.stock, *found.plans) if one.spec is not None and not one.failure]
@@ -192,14 +197,15 @@ def _computed(crew: Crew, setting: Setting, profile: Profile, seconds: float) ->
     stock = []
     activations, held = 0, [0] * setting.devices
     for name, (placement, several, _) in SCHEDULES.items():
-        placed = layout(placement, setting.devices, several, work)
+        placed = _cut_between_blocks(layout(placement, setting.devices, several, _of_blocks(work, setting)), setting)
         for treatment in TREATMENTS:
             one = Choice(name, treatment, Spec(f"{name} {treatment}", (name, treatment), placed))
             seen = _watch(crew, one, _static(statics, placed, setting.devices))
             if seen is not None and (name, treatment) == ("1F1B", "plain"):
                 activations, held = max(seen), [*map(int.__add__, _static(statics, placed, setting.devices), seen)]
             stock.append(one)
-    static = _static(statics, layout("linear", setting.devices, 1, work), setting.devices)
+    linear = layout("linear", setting.devices, 1, _of_blocks(work, setting))
+    static = _static(statics, _cut_between_blocks(linear, setting), setting.devices)
     caps = {one.peak_bytes: f"as {one.name} {one.treatment}" for one in stock if one.peak_bytes is not None}
     for part in PARTS:
         rises = [total - fixed for total, fixed in zip(held, static, strict=True)]
@@ -218,6 +224,20 @@ def _computed(crew: Crew, setting: Setting, profile: Profile, seconds: float) ->
             _watch(crew, plan, fixed)
     what = f"{setting.devices} processes on {'GPUs' if setting.device.type == 'cuda' else 'CPU cores, one thread each'}"
     return Found(setting, what, stock, plans, activations)
+
+
+def _of_blocks(work: Sequence[int], setting: Setting) -> list[int]:
+    """Return the work of embedding, decoder layers and head."""
+    within = llama.decoder_layers(**setting.config)
+    return [work[0], *(sum(work[begin:end]) for begin, end in within), work[-1]]
+
+
+def _cut_between_blocks(placed: Layout, setting: Setting) -> Layout:
+    """Return a cut of embedding, decoder layers and head as one of the layers that plans move."""
+    within = llama.decoder_layers(**setting.config)
+    head = within[-1][1]
+    begins = [0, *(begin for begin, _ in within), head, head + 1]
+    return replace(placed, cuts=tuple(begins[cut] for cut in placed.cuts))
 
 
 def _static(statics: Sequence[int], placed: Layout, devices: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The model of the comparison: a small Llama of transformers as a list of layers, one decoder layer each."""
+"""The model of the comparison: a small Llama of transformers as a list of layers, decoder layers or halves of them."""
 
 from __future__ import annotations
 
@@ -19,22 +19,49 @@ class Embedding(nn.Embedding):
     """Tokens to hidden states."""
 
 
-class Block(nn.Module):
-    """One decoder layer, with the rotary tables that transformers' model passes to all of them."""
+class Attention(nn.Module):
+    """A decoder layer's first half, with the rotary tables that transformers' model passes to all of them."""
 
     cosine: Tensor
     sine: Tensor
 
     def __init__(self, config: LlamaConfig, sequence: int) -> None:
         super().__init__()
-        self.layer = LlamaDecoderLayer(config, 0)
+        layer = LlamaDecoderLayer(config, 0)
+        self.norm, self.attention = layer.input_layernorm, layer.self_attn
         table = LlamaRotaryEmbedding(config)(torch.empty(1, sequence, 1), torch.arange(sequence).unsqueeze(0))
         for name, part in zip(("cosine", "sine"), table, strict=True):
             self.register_buffer(name, part.clone(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Keep the shape (batch, sequence, hidden)."""
-        return self.layer(x, position_embeddings=(self.cosine, self.sine))  # type: ignore[no-any-return]
+        seen, _ = self.attention(self.norm(x), position_embeddings=(self.cosine, self.sine), attention_mask=None)
+        return x + seen  # type: ignore[no-any-return]
+
+
+class FeedForward(nn.Module):
+    """A decoder layer's second half."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        layer = LlamaDecoderLayer(config, 0)
+        self.norm, self.mlp = layer.post_attention_layernorm, layer.mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Keep the shape (batch, sequence, hidden)."""
+        return x + self.mlp(self.norm(x))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """A decoder layer."""
+
+    def __init__(self, config: LlamaConfig, sequence: int) -> None:
+        super().__init__()
+        self.first, self.second = Attention(config, sequence), FeedForward(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Keep the shape (batch, sequence, hidden)."""
+        return self.second(self.first(x))  # type: ignore[no-any-return]
 
 
 class Head(nn.Module):
@@ -56,7 +83,17 @@ def loss(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), target.flatten())
 
 
-def layers(*, blocks: int, hidden: int, ffn: int, heads: int, vocab: int, sequence: int, dtype: str) -> list[Any]:
+def layers(
+    *,
+    blocks: int,
+    hidden: int,
+    ffn: int,
+    heads: int,
+    vocab: int,
+    sequence: int,
+    dtype: str,
+    granularity: str = "block",
+) -> list[Any]:
     """Return a function for each layer that makes it, with the same values whichever others are made."""
     config = LlamaConfig(
         hidden_size=hidden,
@@ -68,12 +105,19 @@ def layers(*, blocks: int, hidden: int, ffn: int, heads: int, vocab: int, sequen
         max_position_embeddings=sequence,
         attn_implementation="sdpa",
     )
+    halves = [partial(Attention, config, sequence), partial(FeedForward, config)]
     makers: list[Callable[[], nn.Module]] = [
         partial(Embedding, vocab, hidden),
-        *[partial(Block, config, sequence)] * blocks,
+        *(halves if granularity == "half" else [partial(Block, config, sequence)]) * blocks,
         partial(Head, config),
     ]
     return [partial(_seeded, index, make, getattr(torch, dtype)) for index, make in enumerate(makers)]
+
+
+def decoder_layers(*, blocks: int, granularity: str = "block", **_: Any) -> list[tuple[int, int]]:
+    """Return the range of layers that each decoder layer is."""
+    wide = 2 if granularity == "half" else 1
+    return [(begin, begin + wide) for begin in range(1, 1 + blocks * wide, wide)]
 
 
 def _seeded(index: int, make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:

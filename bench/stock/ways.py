@@ -12,12 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.stock import llama
 from bench.stock.offload import HostPool, Offloaded
-from optpipe_torch.emulate.at_once import AtOnce
 from runtime_torch import Runner, build_stages
 from runtime_torch.replay import Replay
+from runtime_torch.streams import Backend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from optpipe_compiler.documents import ir
     from optpipe_compiler.model.placement import Layout
@@ -93,10 +93,9 @@ class Stock:
         for stage, owner in enumerate(layout.device_of):
             if owner != setting.rank:
                 continue
-            run = []
-            for index in range(layout.cuts[stage], layout.cuts[stage + 1]):
-                self._layers[index] = layer = setting.build(index)
-                run.append(_treated(layer, treatment, pool))
+            within = range(layout.cuts[stage], layout.cuts[stage + 1])
+            self._layers |= {index: setting.build(index) for index in within}
+            run = [_treated(decoder_layer, treatment, pool) for decoder_layer in _whole(self._layers, within, setting)]
             stages.append(
                 pipelining.PipelineStage(
                     nn.Sequential(*run), stage, count, setting.device, **_ends(setting, stage, count)
@@ -121,8 +120,22 @@ class Stock:
         return self.step, 0
 
 
+def _whole(layers: Mapping[int, nn.Module], within: range, setting: Setting) -> Iterator[nn.Module]:
+    """The layers of a stage, those of a decoder layer as one module."""
+    ends = dict(llama.decoder_layers(**setting.config))
+    index = within.start
+    while index < within.stop:
+        end = ends.get(index, index + 1)
+        yield DecoderLayer(*(layers[i] for i in range(index, end))) if index in ends else layers[index]
+        index = end
+
+
+class DecoderLayer(nn.Sequential):
+    """What stock choices checkpoint or offload as one."""
+
+
 def _treated(layer: nn.Module, treatment: str, pool: HostPool) -> nn.Module:
-    if not isinstance(layer, llama.Block) or treatment == "plain":
+    if not isinstance(layer, DecoderLayer) or treatment == "plain":
         return layer
     return Checkpointed(layer) if treatment == "checkpoint" else Offloaded(layer, pool)
 
@@ -162,6 +175,7 @@ class Planned:
         plan, bundles = self._schedule.devices[self._setting.rank], self._stages.bundles
         assert bundles is not None
         boundaries = [bundle.boundary for bundle in bundles[1:]]
+        first = next(iter(self._stages.values()))
         replay = Replay(
             self._schedule,
             self._setting.rank,
@@ -169,8 +183,9 @@ class Planned:
             lambda stage, _: boundaries[self._schedule.stages[stage].layers[1] - 1],
             group=None,
             on=self._setting.device,
-            meter=next(iter(self._stages.values())).meter,
-            backend=AtOnce(),
+            meter=first.meter,
+            host_meter=first.host_meter,
+            backend=Backend(),
         )
 
         def step(tokens: Tensor, target: Tensor) -> None:

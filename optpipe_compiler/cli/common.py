@@ -76,6 +76,48 @@ jobs_option = click.option(
 )
 
 
+def units_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add `--slices` and `--lengths`; `units_of` reads what they say."""
+    lengths = click.option(
+        "--lengths", type=click.Path(path_type=Path), help="File with the tokens of each microbatch."
+    )
+    slices = click.option(
+        "--slices", metavar="N|auto", default="1", show_default=True, help="Slices of every sequence; auto: searched."
+    )
+    return slices(lengths(command))
+
+
+def units_of(slices: str, lengths: Path | None) -> dict[str, Any]:
+    """Return what `--slices` and `--lengths` mean, as compiler.Options has it."""
+    return {
+        "slices": _number_of_slices(slices),
+        "lengths": None if lengths is None else read_lengths(lengths),
+    }
+
+
+def _number_of_slices(text: str) -> int | str:
+    if text == "auto":
+        return text
+    if not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise BadInput(f"--slices is {text!r}, expected a number, or auto")
+    return int(text)
+
+
+def read_lengths(path: Path) -> tuple[int, ...]:
+    """Return the tokens of each microbatch that a file lists, with blanks, commas or line ends between them."""
+    from optpipe_compiler.documents.files import read_text
+
+    words = read_text(path).replace(",", " ").split()
+    for word in words:
+        if not word.isascii() or not word.isdigit() or len(word) > 9 or not int(word):
+            raise BadInput(
+                f"{path}: has {word[:40]!r}, expected the tokens of each microbatch: whole numbers from 1 on"
+            )
+    if not words:
+        raise BadInput(f"{path}: is empty, expected the tokens of each microbatch")
+    return tuple(map(int, words))
+
+
 cache_option = click.option(
     "--no-cache", "cached", is_flag=True, flag_value=False, default=True, help="Plan anew, and keep no plan."
 )

@@ -20,6 +20,8 @@ from optpipe_compiler.cli.common import (
     plan_json,
     say,
     say_json,
+    units_of,
+    units_options,
 )
 from optpipe_compiler.documents.units import parse_cap
 from optpipe_compiler.errors import BadInput, Rejected
@@ -40,10 +42,7 @@ from optpipe_compiler.errors import BadInput, Rejected
 @click.option(
     "--time-limit", type=float, metavar="SECONDS", help="[default: 60 up to 8 devices, 180 up to 32, 270 above]"
 )
-@click.option(
-    "--slices", metavar="N|auto", default="1", show_default=True, help="Slices of every sequence; auto: searched."
-)
-@click.option("--lengths", type=click.Path(path_type=Path), help="File with the tokens of each microbatch.")
+@units_options
 @click.option(
     "--noise",
     type=float,
@@ -144,6 +143,7 @@ def _list_methods() -> None:
 @click.option("--placement", type=click.Choice(["auto", "linear", "loop", "v"]), default="auto", show_default=True)
 @click.option("--stages-per-device", type=int, help="[default: all that are searched]")
 @click.option("--objective", type=click.Choice(["makespan", "span"]), default="makespan", show_default=True)
+@units_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def bounds(profile_path: Path, mems: str, as_json: bool, **options: Any) -> None:
     """Print lower bounds for a range of caps, without solving.
@@ -157,6 +157,7 @@ def bounds(profile_path: Path, mems: str, as_json: bool, **options: Any) -> None
     from optpipe_compiler.documents.units import show_bytes, show_ns
 
     costs = profiles.load(profile_path)
+    options |= units_of(options["slices"], options["lengths"])
     rows = []
     for text in mems.split(","):
         chosen = compiler.settled(costs, compiler.Options(mem_bytes=parse_cap(text, "--mem"), **options))
@@ -179,12 +180,14 @@ def bounds(profile_path: Path, mems: str, as_json: bool, **options: Any) -> None
 def _taken_for_granted(costs: Any, chosen: Any, *, asked: bool) -> list[str]:
     """Say for what the bounds are, and what the profile leaves out."""
     from optpipe_compiler.documents.profile import value_of
-    from optpipe_compiler.documents.units import show_hosts
+    from optpipe_compiler.documents.units import show_hosts, show_slicing
 
-    default = "" if asked else " (default: 4 per device)"
+    default = "" if asked else " (default: one per length)" if chosen.lengths else " (default: 4 per device)"
+    units = show_slicing(chosen.slices, chosen.lengths)
     hosts = [host for host in costs.machine.hosts if min(host.devices) < chosen.devices]
     host = show_hosts(chosen.host_mem_bytes, [value_of(host.memory_bytes) for host in hosts])
     said = [f"{chosen.devices} devices, {chosen.microbatches} microbatches{default}, host memory {host}"]
+    said += [] if units is None else [units]
     if not any(value_of(layer.static_bytes) for layer in costs.layers):
         said.append("the profile has no static bytes: weights, gradients and optimizer state count 0")
     return said
@@ -216,33 +219,9 @@ def _renamed(options: dict[str, Any]) -> dict[str, Any]:
     for name in ("offload", "recompute", "split"):
         options[name] = not options.pop(f"no_{name}")
     options["host_mem_bytes"] = options.pop("host_mem")
-    options["slices"] = _number_of_slices(options["slices"])
-    options["lengths"] = None if options["lengths"] is None else read_lengths(options["lengths"])
+    options |= units_of(options["slices"], options["lengths"])
     options["time_limit_s"] = options.pop("time_limit")
     return options
-
-
-def _number_of_slices(text: str) -> int | str:
-    if text == "auto":
-        return text
-    if not text.isascii() or not text.isdigit() or len(text) > 9:
-        raise BadInput(f"--slices is {text!r}, expected a number, or auto")
-    return int(text)
-
-
-def read_lengths(path: Path) -> tuple[int, ...]:
-    """Return the tokens of each microbatch that a file lists, with blanks, commas or line ends between them."""
-    from optpipe_compiler.documents.files import read_text
-
-    words = read_text(path).replace(",", " ").split()
-    for word in words:
-        if not word.isascii() or not word.isdigit() or len(word) > 9 or not int(word):
-            raise BadInput(
-                f"{path}: has {word[:40]!r}, expected the tokens of each microbatch: whole numbers from 1 on"
-            )
-    if not words:
-        raise BadInput(f"{path}: is empty, expected the tokens of each microbatch")
-    return tuple(map(int, words))
 
 
 def _report(result: Any) -> dict[str, Any]:

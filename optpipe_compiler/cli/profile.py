@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from optpipe_compiler.documents.profile import Profile
     from optpipe_torch.profiler.measure import MeasureOptions
 
-MEASURED = {"layers": 8, "hidden": 256, "heads": 4, "seq": 128, "microbatch_size": 4}
+MEASURED = {"layers": 8, "hidden": 256, "heads": 4, "seq": 128, "microbatch_size": 4, "samples": 60}
 """What is measured when nothing is said."""
 CUTS = ("embedding_parts", "head_parts", "granularity")
 """Into which layers a known model is cut."""
@@ -58,6 +58,9 @@ FROM_RUN = Path("measured.json")
     "--device",
     type=click.Choice(["cpu", "cuda"]),
     help="What to measure [default: cuda where there is a GPU for each device, as run has it].",
+)
+@click.option(
+    "--samples", type=click.IntRange(min=1), help="Measurements of every time; fewer take less long [default: 60]."
 )
 @parts_options
 @granularity_option(
@@ -190,7 +193,7 @@ def _measure_model(output: Path, given: dict[str, Any], *, as_json: bool) -> Non
     from optpipe_torch.profiler.measure import MeasureOptions
 
     refuse(given, set(given) - {"hidden", "heads"}, "the model itself says; expected no --model")
-    refuse(given, {"model", "device", "devices", "layers", "seq", "microbatch_size", "dtype", *CUTS}, "needs --gpu")
+    refuse(given, {"model", "device", "devices", *(set(MEASURED) - {"hidden", "heads"}), "dtype", *CUTS}, "needs --gpu")
     builder, config = _built(given)
     model = Model(
         builder=builder,
@@ -201,7 +204,8 @@ def _measure_model(output: Path, given: dict[str, Any], *, as_json: bool) -> Non
     )
     if model.dtype not in ("fp32", "bf16"):
         raise BadInput(f"--dtype is {model.dtype}, expected fp32 or bf16 where there is no --gpu")
-    options = MeasureOptions(device=given.get("device"), devices=given.get("devices"), of=model)
+    samples = given.get("samples", MEASURED["samples"])
+    options = MeasureOptions(device=given.get("device"), devices=given.get("devices"), of=model, samples=samples)
     _run_measure(output, options, as_json=as_json)
 
 
@@ -243,6 +247,7 @@ def _measure(
     heads: int,
     seq: int,
     microbatch_size: int,
+    samples: int,
     *,
     as_json: bool,
 ) -> None:
@@ -258,6 +263,7 @@ def _measure(
             heads=heads,
             sequence_length=seq,
             microbatch_size=microbatch_size,
+            samples=samples,
         ),
         as_json=as_json,
     )

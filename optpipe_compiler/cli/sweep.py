@@ -20,6 +20,8 @@ from optpipe_compiler.cli.common import (
     refuse_png,
     say,
     say_json,
+    units_of,
+    units_options,
 )
 from optpipe_compiler.cli.estimate import (
     ESTIMATED,
@@ -63,6 +65,7 @@ FOR_ESTIMATES = (
 @click.option("--no-offload", is_flag=True)
 @click.option("--no-recompute", is_flag=True)
 @click.option("--no-split", is_flag=True, help="Only fused backwards.")
+@units_options
 @click.option(
     "--time-limit",
     type=float,
@@ -120,6 +123,7 @@ def sweep(
         offload=not options["no_offload"],
         recompute=not options["no_recompute"],
         split=not options["no_split"],
+        **units_of(options["slices"], options["lengths"]),
     )
     found = study.begin(output, costs, common)
     todo = study.missing(found, costs, common, grid, cached=cached)
@@ -174,6 +178,7 @@ def _estimated(given: dict[str, Any]) -> Costs:
         {one.gpu.name: estimate(one) for one in every},
         first.microbatch_size * first.sequence_length,
         {**asdict(first.model), **common},
+        tokens=first.sequence_length,
     )
 
 

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from optpipe_compiler.costs.fit import Sample, fitted, quartiles
-from optpipe_compiler.documents import ir  # noqa: TC001  (msgspec reads the types of About)
-from optpipe_compiler.documents.files import LARGEST_TRACE, read_text
+from optpipe_compiler.documents import ir, traces
 from optpipe_compiler.documents.profile import Layer, Link, Profile, Quantity, Sliceable, value_of
 from optpipe_compiler.errors import BadInput
 
@@ -69,19 +68,6 @@ class RunOp(msgspec.Struct, frozen=True):
     """Of its unit within the microbatch, [begin, end); None: all, as many as the profile is for."""
 
 
-class _Event(msgspec.Struct, frozen=True):
-    ph: str = ""
-    cat: str = ""
-    ts: float = 0.0
-    dur: float = 0.0
-    args: dict[str, Any] = msgspec.field(default_factory=dict)
-
-
-class _Trace(msgspec.Struct, frozen=True):
-    about: About = msgspec.field(name="otherData")
-    events: list[_Event] = msgspec.field(name="traceEvents")
-
-
 @dataclass(frozen=True)
 class Run:
     """The ops of a run's timed steps: those after the first, which warms up, unless there is only one."""
@@ -112,19 +98,17 @@ class FromRun:
 
 def read_run(path: Path) -> Run:
     """Read a trace of `optpipe run --trace`; raise BadInput if it is none, or of a rehearsal."""
-    try:
-        trace = msgspec.json.decode(read_text(path, LARGEST_TRACE), type=_Trace)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise BadInput(f"{path}: is no trace of optpipe run --trace: {error}") from error
-    if not trace.about.real:
+    trace = traces.read(path)
+    about = traces.said(path, trace.about, About, "trace of optpipe run --trace")
+    if not about.real:
         raise BadInput(f"{path}: is of a rehearsal, which takes the times of its forecast; expected a run with a model")
-    events = [event for event in trace.events if event.ph == "X" and "op" in event.args]
+    events = [event for event in trace.ranges() if "op" in event.args]
     try:
-        ops = [_op(event, trace.about.units) for event in events]
+        ops = [_op(event, about.units) for event in events]
     except (msgspec.ValidationError, LookupError, TypeError) as error:
         raise BadInput(f"{path}: has an op that is none of its schedule: {error}") from error
-    ops = [op for op in ops if op.step >= trace.about.first_step]
-    if trace.about.units is None and any("slice" in event.args for event in events):
+    ops = [op for op in ops if op.step >= about.first_step]
+    if about.units is None and any("slice" in event.args for event in events):
         raise BadInput(
             f"{path}: is of a schedule with slices and does not say where they are cut, expected a trace of this "
             "version of optpipe run --trace"
@@ -133,10 +117,10 @@ def read_run(path: Path) -> Run:
     timed = [op for op in ops if op.step > first] or ops
     if not timed:
         raise BadInput(f"{path}: has no measured op")
-    return Run(str(path), trace.about, timed)
+    return Run(str(path), about, timed)
 
 
-def _op(event: _Event, units: ir.Units | None) -> RunOp:
+def _op(event: traces.ReadEvent, units: ir.Units | None) -> RunOp:
     args = event.args
     begin = round(event.ts * 1000)
     tokens = None if units is None else units.tokens_of(args["microbatch"], args.get("slice"))

@@ -6,7 +6,10 @@ the same number of stages on the same devices; otherwise only counts are.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from optpipe_compiler.diff import ops
 from optpipe_compiler.diff.records import Change, Difference
@@ -55,7 +58,18 @@ def _counts(old: ir.Schedule, new: ir.Schedule) -> list[Change]:
 def _setup(old: ir.Schedule, new: ir.Schedule) -> list[Change]:
     names = ("devices", "microbatches", "layers", "cap_bytes", "host_cap_bytes", "reserve_bytes")
     rows = [(name, getattr(old.setup, name), getattr(new.setup, name)) for name in names]
+    rows += [("slices", old.setup.slices, new.setup.slices), ("tokens of slices", _tokens(old), _tokens(new))]
     return _changes([*rows, ("hosts", _hosts(old), _hosts(new)), ("model", _model(old), _model(new))])
+
+
+def _tokens(schedule: ir.Schedule) -> str | None:
+    """Say where the slices of each shape of microbatches begin and end, and how many microbatches have it."""
+    units = schedule.setup.units
+    if isinstance(units, msgspec.UnsetType):
+        return None
+    count = Counter(units.shape_of)
+    said = (f"{count[shape]} of {'-'.join(map(str, cuts))}" for shape, cuts in enumerate(units.cuts))
+    return f"{', '.join(said)}, costs for {units.tokens}"
 
 
 def _hosts(schedule: ir.Schedule) -> str | None:
@@ -97,11 +111,17 @@ def _stages(old: ir.Schedule, new: ir.Schedule) -> list[Change]:
         for name in before.__struct_fields__:
             if name.endswith("_bytes"):
                 found += _changes([(name, _total(getattr(before, name)), _total(getattr(after, name)))], of)
+        for name in ir.Carry.__struct_fields__:
+            found += _changes([(f"carry_{name}", _carry(before, name), _carry(after, name))], of)
     return found
 
 
 def _range(layers: ir.Range) -> str:
     return f"{layers[0]}-{layers[1] - 1}" if layers[1] > layers[0] + 1 else str(layers[0])
+
+
+def _carry(stage: ir.Stage, name: str) -> int:
+    return 0 if isinstance(stage.carry, msgspec.UnsetType) else sum(getattr(stage.carry, name))
 
 
 def _total(size: int | list[int]) -> int:

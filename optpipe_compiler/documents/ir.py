@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import msgspec
 
@@ -16,6 +16,9 @@ from optpipe_compiler.documents.ops import op_id
 from optpipe_compiler.documents.ops import parse as parse_op
 from optpipe_compiler.documents.profile import MOST_LAYERS, Count, Model, Positive
 from optpipe_compiler.errors import BadInput
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 FORMAT = "optpipe-schedule"
 VERSION = 4
@@ -30,6 +33,9 @@ MOST_DEVICES = 1024
 
 Range = tuple[Count, Count]
 """Layers `[first, end)` in model order."""
+
+READ = {"forward": "recv_activation", "backward": "recv_gradient", "backward_input": "recv_gradient"}
+"""By kind of op: the kind of message that it reads, where its neighbour is on another device."""
 
 Outcome = Literal["optimal", "feasible"]
 Objective = Literal["makespan", "span"]
@@ -71,6 +77,15 @@ class Op(Record, frozen=True, kw_only=True):
         """The op's name for people: stage, letter, microbatch and slice, as in `2F0` or `2F0.1`."""
         return parse_op(self.id).text
 
+    @property
+    def received_id(self) -> str | None:
+        """The id of the receive that the op reads if its neighbour is on another device; None: it never reads any."""
+        return self._named(READ[self.name], self.stage) if self.name in READ else None
+
+    def _named(self, kind: str, stage: int) -> str:
+        """Return the id of an op of the same unit."""
+        return op_id(kind, stage, self.microbatch, None, self.slice_or_none)
+
 
 class Forward(Op, frozen=True, kw_only=True, tag_field="op", tag="forward"):
     """F."""
@@ -92,6 +107,13 @@ class MessageOp(Op, frozen=True, kw_only=True):
     """The issue of one half of a message; `stage` is the op's own stage, `peer` the other device."""
 
     peer: Count
+
+    @property
+    def send_id(self) -> str:
+        """The id of the message's send, whichever half this is."""
+        if self.name == "recv_activation":
+            return self._named("send_activation", self.stage - 1)
+        return self._named("send_gradient", self.stage + 1) if self.name == "recv_gradient" else self.id
 
 
 class SendActivation(MessageOp, frozen=True, kw_only=True, tag_field="op", tag="send_activation"):
@@ -211,6 +233,14 @@ class Setup(Record, frozen=True, kw_only=True, omit_defaults=False):
         return 1 if isinstance(self.units, msgspec.UnsetType) else self.units.slices
 
     @property
+    def lengths(self) -> tuple[int, ...] | None:
+        """Tokens of each microbatch; None where all are as long as the byte figures are for."""
+        units = self.units
+        if isinstance(units, msgspec.UnsetType) or {cuts[-1] for cuts in units.cuts} == {units.tokens}:
+            return None
+        return tuple(units.cuts[shape][-1] for shape in units.shape_of)
+
+    @property
     def classes(self) -> int:
         """Kinds of units with costs of their own: shapes times slices."""
         return 1 if isinstance(self.units, msgspec.UnsetType) else len(self.units.cuts) * self.slices
@@ -299,6 +329,16 @@ class Device(Record, frozen=True, kw_only=True, omit_defaults=False):
     deliveries: list[Delivered] | msgspec.UnsetType = msgspec.UNSET
     """What follows from order and waits of all devices, by lane; files before revision 2 leave it to the reader."""
 
+    @property
+    def lanes(self) -> dict[Lane, Sequence[Op]]:
+        """The ops of each lane, in order."""
+        return {"compute": self.compute, "d2h": self.d2h, "h2d": self.h2d}
+
+    @property
+    def ops(self) -> Iterator[Op]:
+        """All ops, lane by lane."""
+        return chain(self.compute, self.d2h, self.h2d)
+
 
 class StageCost(Record, frozen=True, kw_only=True, omit_defaults=False):
     """Durations of one stage's ops as forecast; `recompute_ns` per layer, without the overhead of an op.
@@ -341,6 +381,16 @@ class Times(Record, frozen=True, kw_only=True, omit_defaults=False):
     lane: Lane
     start_ns: list[Count]
     end_ns: list[Count]
+
+
+class OpForecast(NamedTuple):
+    """An op with its forecast times in ns: of a message its issue and its arrival."""
+
+    device: int
+    lane: Lane
+    op: Op
+    start_ns: int
+    end_ns: int
 
 
 class Baseline(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -409,6 +459,28 @@ class Schedule(Record, frozen=True, kw_only=True, omit_defaults=False):
     devices: list[Device]
     forecast: Forecast
     provenance: Provenance
+
+    def stages_of(self, device: int) -> list[Stage]:
+        """Return the stages that a device owns, in model order."""
+        return [stage for stage in self.stages if stage.device == device]
+
+    def static_bytes(self, device: int) -> int:
+        """Return what the stages of a device hold all the time."""
+        return sum(stage.static_bytes for stage in self.stages_of(device))
+
+    def activation_bytes(self, device: int) -> int:
+        """Return a device's promised peak without static and reserve bytes."""
+        return self.devices[device].peak_bytes - self.static_bytes(device) - self.setup.reserve_bytes
+
+    def timed(self, device: int | None = None, *, messages: bool = False) -> Iterator[OpForecast]:
+        """Yield the ops of a device (absent: of all), lane by lane, with their forecast times; with `messages` sends
+        and receives, too, which take no lane."""
+        for times in self.forecast.times:
+            if device in (None, times.device):
+                ops = self.devices[times.device].lanes[times.lane]
+                for op, start, end in zip(ops, times.start_ns, times.end_ns, strict=True):
+                    if messages or not isinstance(op, MessageOp):
+                        yield OpForecast(times.device, times.lane, op, start, end)
 
 
 @dataclass(frozen=True)

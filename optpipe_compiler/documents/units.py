@@ -74,6 +74,18 @@ def short_bytes(size: int) -> str:
     return show_bytes(size).split(" (")[0]
 
 
+def show_slicing(slices: int | str, lengths: Sequence[int] | None) -> str | None:
+    """Return in words how microbatches are cut (`auto`: searched), and how long they are; None: whole, equal ones."""
+    found = []
+    if slices == "auto":
+        found.append("with whole microbatches and with slices of them, whichever is best")
+    elif slices != 1:
+        found.append(f"with {slices} slices per microbatch")
+    if lengths is not None:
+        found.append(f"for microbatches of {min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in all")
+    return ", ".join(found) or None
+
+
 def show_hosts(total: int | None, hosts: Sequence[int]) -> str:
     """Return in words what offloads may hold: on all hosts together (None: unlimited), and on each of `hosts`."""
     if not hosts:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import LETTERS, op_id, unit_name
-from optpipe_compiler.export.memory import device_curve, host_curve, timed_ops
+from optpipe_compiler.export.memory import device_curve, host_curve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -46,7 +46,7 @@ def render(checked: ir.Checked) -> str:
 def _names(schedule: ir.Schedule) -> Iterator[TraceEvent]:
     """Name and order processes and threads; lanes without ops get no thread."""
     for device in schedule.devices:
-        layers = [stage.layers for stage in schedule.stages if stage.device == device.device]
+        layers = [stage.layers for stage in schedule.stages_of(device.device)]
         shown = ", ".join(f"{first}-{end - 1}" if end > first + 1 else str(first) for first, end in layers)
         yield _about("process_name", device.device, 0, name=f"device {device.device}: layers {shown}")
         yield _about("process_sort_index", device.device, 0, sort_index=device.device)
@@ -67,7 +67,7 @@ def _slices(schedule: ir.Schedule) -> Slices:
     threads = {kind: 0 for kind in CELLS} | {"offload": 1, "reload": 2}
     found: Slices = {}
     for device in schedule.devices:
-        for op, start, end in timed_ops(schedule, device.device):
+        for _, _, op, start, end in schedule.timed(device.device):
             if op.name in CELLS:
                 found[op.id] = {
                     "ph": "X",

@@ -19,7 +19,7 @@ Curve = list[tuple[int, int]]
 def device_curve(schedule: ir.Schedule, device: int) -> Curve:
     """Return what the device holds over the forecast, weights and reserve included."""
     table = Table(schedule)
-    always = schedule.setup.reserve_bytes + table.static_bytes[device]
+    always = schedule.setup.reserve_bytes + schedule.static_bytes(device)
     return _summed(_changes(schedule, device, table.on_device), always)
 
 
@@ -33,23 +33,8 @@ def host_curve(schedule: ir.Schedule, devices: Iterable[int]) -> Curve:
 def _changes(
     schedule: ir.Schedule, device: int, table: Callable[[ir.Op], tuple[int, int]]
 ) -> Iterator[tuple[int, int]]:
-    for op, start, end in timed_ops(schedule, device):
+    for _, _, op, start, end in schedule.timed(device, messages=True):
         yield from zip((start, end), table(op), strict=True)
-
-
-def timed_ops(schedule: ir.Schedule, device: int) -> list[tuple[ir.Op, int, int]]:
-    """Return the device's ops with their forecast start and end (of messages: issue and arrival), by lane."""
-    lanes: dict[str, list[ir.Op]] = {
-        "compute": list(schedule.devices[device].compute),
-        "d2h": list(schedule.devices[device].d2h),
-        "h2d": list(schedule.devices[device].h2d),
-    }
-    return [
-        timed
-        for times in schedule.forecast.times
-        if times.device == device
-        for timed in zip(lanes[times.lane], times.start_ns, times.end_ns, strict=True)
-    ]
 
 
 def _summed(changes: Iterable[tuple[int, int]], level: int) -> Curve:

@@ -31,7 +31,7 @@ KINDS = {
     "recv_activation": "RF",
     "recv_gradient": "RB",
 }
-LETTERS = {"F": "forward", "B": "backward_input", "W": "backward_weight", "BW": "backward"}
+KIND_OF = {"F": "forward", "B": "backward_input", "W": "backward_weight", "BW": "backward"}
 _LINE = re.compile(r"Rank (\d+): *(\S*)")
 _NODE = re.compile(r"\(([A-Z]+)\|(\d+)\|(\d+)\)")
 
@@ -156,8 +156,8 @@ def orders(text: str, placement: list[int]) -> list[list[str]]:
                 raise BadInput(f"the table has ({kind}|{microbatch}|{chunk}) on rank {rank}, expected F, B, W and BW")
             if int(chunk) >= len(mine):
                 raise BadInput(f"the table has chunk {chunk} on rank {rank}, expected 0 to {len(mine) - 1}")
-            if kind in LETTERS:
-                found[rank].append(OpName(LETTERS[kind], mine[int(chunk)], int(microbatch)).text)
+            if kind in KIND_OF:
+                found[rank].append(OpName(KIND_OF[kind], mine[int(chunk)], int(microbatch)).text)
     if len(found) != ranks:
         raise BadInput(f"the table has {len(found)} lines such as 'Rank 0: (F|0|0)', expected {ranks}")
     return [found[rank] for rank in range(ranks)]

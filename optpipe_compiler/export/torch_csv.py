@@ -37,7 +37,7 @@ def render(checked: ir.Checked) -> str:
 
 def memory_ops(schedule: ir.Schedule) -> Counter[str]:
     """Return how many ops of each kind the format cannot carry."""
-    lanes = (lane for device in schedule.devices for lane in (device.compute, device.d2h, device.h2d))
+    lanes = (lane for device in schedule.devices for lane in device.lanes.values())
     return Counter(op.name for lane in lanes for op in lane if isinstance(op, ir.SavedOp))
 
 

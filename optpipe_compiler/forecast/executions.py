@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from optpipe_compiler.documents import ir
-from optpipe_compiler.documents.ops import op_id, parse
+from optpipe_compiler.documents.ops import parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,11 +85,7 @@ def durations(schedule: ir.Schedule) -> dict[str, Times]:
 
 
 def _forecast(schedule: ir.Schedule) -> Iterator[tuple[ir.Op, int]]:
-    for times in schedule.forecast.times:
-        ops = getattr(schedule.devices[times.device], times.lane)
-        for op, start, end in zip(ops, times.start_ns, times.end_ns, strict=True):
-            if not isinstance(op, ir.MessageOp):
-                yield op, end - start
+    return ((one.op, one.end_ns - one.start_ns) for one in schedule.timed())
 
 
 def makespans(schedule: ir.Schedule, taken: Mapping[str, Times]) -> Times:
@@ -116,7 +112,7 @@ class Contract:
         self.schedule = schedule
         self.events: list[Event] = []
         self._lanes: list[tuple[int, Sequence[ir.Op]]] = [
-            (device.device, lane) for device in schedule.devices for lane in (device.compute, device.d2h, device.h2d)
+            (device.device, lane) for device in schedule.devices for lane in device.lanes.values()
         ]
         self._next = [0] * len(self._lanes)
         self._last: list[int | None] = [None] * len(self._lanes)
@@ -130,7 +126,7 @@ class Contract:
         for device in schedule.devices:
             for op in device.compute:
                 if isinstance(op, ir.MessageOp) and device.device < op.peer:
-                    self._pairs[device.device, op.peer].order.append(_send_of(op))
+                    self._pairs[device.device, op.peer].order.append(op.send_id)
         self._order()
 
     def run(self, count: int, taken: Callable[[int], Times | float]) -> Times:
@@ -175,15 +171,8 @@ class Contract:
         found: dict[str, str] = {}
         for link in self.schedule.forecast.links:
             for name in ("d2h", "h2d") if len(link.devices) > 1 else ():
-                order = []
-                for times in self.schedule.forecast.times:
-                    if times.lane == name and times.device in link.devices:
-                        ops = getattr(self.schedule.devices[times.device], name)
-                        order += [
-                            (start, end, op.id)
-                            for op, start, end in zip(ops, times.start_ns, times.end_ns, strict=True)
-                        ]
-                order.sort()
+                on_link = [one for one in self.schedule.timed() if one.lane == name and one.device in link.devices]
+                order = sorted((one.start_ns, one.end_ns, one.op.id) for one in on_link)
                 found |= {after[2]: before[2] for before, after in pairwise(order)}
         return found
 
@@ -202,11 +191,10 @@ class Contract:
     def _take(self, number: int, device: int, op: ir.Op) -> bool:
         """Take the next op of a lane if all that it waits for is there."""
         needs = list(op.after)
-        if isinstance(op, ir.Forward) and op.stage and self._owner(op.stage - 1) != device:
-            needs.append(op_id("recv_activation", op.stage, op.microbatch, None, op.slice_or_none))
-        last = op.stage + 1 == len(self.schedule.stages)
-        if isinstance(op, ir.Backward | ir.BackwardInput) and not last and self._owner(op.stage + 1) != device:
-            needs.append(op_id("recv_gradient", op.stage, op.microbatch, None, op.slice_or_none))
+        other = op.stage + (-1 if isinstance(op, ir.Forward) else 1)
+        reads = 0 <= other < len(self.schedule.stages) and self._owner(other) != device
+        if reads and op.received_id is not None:
+            needs.append(op.received_id)
         name = op.id
         if name in self._behind:
             needs.append(self._behind[name])
@@ -264,15 +252,6 @@ class _Pair:
     """Ids of the sends."""
     done: int = 0
     last: int | None = None
-
-
-def _send_of(op: ir.MessageOp) -> str:
-    """Return the id of the sending half."""
-    if isinstance(op, ir.RecvActivation):
-        return op_id("send_activation", op.stage - 1, op.microbatch, None, op.slice_or_none)
-    if isinstance(op, ir.RecvGradient):
-        return op_id("send_gradient", op.stage + 1, op.microbatch, None, op.slice_or_none)
-    return op.id
 
 
 class _Noise:

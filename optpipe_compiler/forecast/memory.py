@@ -24,7 +24,7 @@ def device_stack(timeline: Timeline, device: int) -> Stack:
     schedule, table = timeline.schedule, timeline.table
     ops = [timed for lane in ("compute", "d2h", "h2d") for timed in timeline.lanes[device, lane]]
     changes = ((timed, *table.by_holder(timed.op)) for timed in ops)
-    static = schedule.setup.reserve_bytes + table.static_bytes[device]
+    static = schedule.setup.reserve_bytes + schedule.static_bytes(device)
     return _stack(timeline.begin_ns, (static, *NOTHING[1:]), changes)
 
 

@@ -30,10 +30,6 @@ class Table:
             [_UnitStage(stage, schedule.setup, number) for number in range(schedule.setup.classes)]
             for stage in schedule.stages
         ]
-        self.static_bytes: dict[int, int] = defaultdict(int)
-        """Of all stages of a device."""
-        for stage in schedule.stages:
-            self.static_bytes[stage.device] += stage.static_bytes
         self.forward_of: dict[tuple[int, int, ir.Range], int] = {}
         """The most transient bytes of a forward of some layers of a stage, as far as they were asked for."""
         self.dropped: dict[tuple[int, Unit], int] = defaultdict(int)

@@ -301,10 +301,8 @@ def _stage_cost(index: int, stage: Stage, layers: list[Layer]) -> ir.StageCost:
 def lift(schedule: ir.Schedule, problem: Problem) -> Schedule:
     """Return the planned schedule that the file's forecast describes, on the problem that it was lowered from."""
     starts: dict[Task, int] = {}
-    for times in schedule.forecast.times:
-        ops = getattr(schedule.devices[times.device], times.lane)
-        for op, start in zip(ops, times.start_ns, strict=True):
-            if op.name in KINDS:
-                unit = op.microbatch * problem.slices + (op.slice_or_none or 0)
-                starts[Task(KINDS[op.name], op.stage, unit)] = start
+    for _, _, op, start, _ in schedule.timed():
+        if op.name in KINDS:
+            unit = op.microbatch * problem.slices + (op.slice_or_none or 0)
+            starts[Task(KINDS[op.name], op.stage, unit)] = start
     return Schedule(problem, schedule.forecast.method, starts)

@@ -1,8 +1,4 @@
-"""Exact search by CP-SAT: small instances as a whole, the best schedule of larger ones in windows.
-
-Its models know whole microbatches of one length; instances with slices or with unequal lengths are left to the local
-search.
-"""
+"""Exact search by CP-SAT: small instances as a whole, the best schedule of larger ones in windows."""
 
 from __future__ import annotations
 
@@ -35,7 +31,7 @@ WINDOW_S = 4.0
 
 def is_small(attempt: Attempt) -> bool:
     """Whether the full model of a placement can be searched."""
-    return attempt.problem.slicing is None and len(attempt.problem.stages) * attempt.problem.microbatches <= EXACT
+    return len(attempt.problem.stages) * attempt.problem.microbatches <= EXACT
 
 
 def exact(incumbents: Incumbents, budget: Budget) -> None:
@@ -51,7 +47,7 @@ def exact(incumbents: Incumbents, budget: Budget) -> None:
         winner = incumbents.winner()
         if winner is None or winner.best is None or budget.left() <= 1:
             return
-        if budget.limits.objective == "makespan" and winner.problem.slicing is None:
+        if budget.limits.objective == "makespan":
             search.polish(winner, winner.best)
 
 

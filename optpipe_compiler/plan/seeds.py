@@ -183,7 +183,7 @@ def _read(seed: ir.Schedule, problem: Problem, layout: Layout) -> tuple[Ints, In
         return None
     if seed.setup.devices != problem.devices or slicing_of(seed, problem.whole) != problem.slicing:
         return None
-    lanes = (op for device in seed.devices for lane in (device.compute, device.d2h, device.h2d) for op in lane)
+    lanes = (op for device in seed.devices for op in device.ops)
     if not all(_is_possible(op, problem, layout) for op in lanes if op.name in KINDS):
         return None
     return _times(seed)
@@ -193,13 +193,11 @@ def _times(seed: ir.Schedule) -> tuple[Ints, Ints]:
     """Return starts and ends [kind, stage, unit]; of several recomputes or copies of one stage the last."""
     shape = len(Kind), len(seed.stages), seed.setup.microbatches * seed.setup.slices
     starts, ends = np.full(shape, NONE, np.int64), np.full(shape, NONE, np.int64)
-    for times in seed.forecast.times:
-        ops = getattr(seed.devices[times.device], times.lane)
-        for op, start, end in zip(ops, times.start_ns, times.end_ns, strict=True):
-            if op.name in KINDS:
-                unit = op.microbatch * seed.setup.slices + (op.slice_or_none or 0)
-                place = KINDS[op.name], op.stage, unit
-                starts[place], ends[place] = start, end
+    for _, _, op, start, end in seed.timed():
+        if op.name in KINDS:
+            unit = op.microbatch * seed.setup.slices + (op.slice_or_none or 0)
+            place = KINDS[op.name], op.stage, unit
+            starts[place], ends[place] = start, end
     return starts, ends
 
 

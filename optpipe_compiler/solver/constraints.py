@@ -19,8 +19,7 @@ def add_all(model: cp_model.CpModel, problem: Problem, v: Variables, budgets: Se
         model.add_exactly_one(a.keep, a.offload, a.recompute)
         _data(model, problem, v, s, m, a)
         _residency(model, problem, s, a)
-        if (s, m - 1) in v.activations:
-            _in_order(model, problem, s, v.activations[s, m - 1], a)
+        _in_order(model, problem, v, s, m, a)
     _compute_lanes(model, problem, v)
     _links(model, problem, v)
     _device_memory(model, problem, v, problem.budget if budgets is None else budgets)
@@ -29,12 +28,12 @@ def add_all(model: cp_model.CpModel, problem: Problem, v: Variables, budgets: Se
 
 def _data(model: cp_model.CpModel, problem: Problem, v: Variables, s: int, m: int, a: Activation) -> None:
     """F after F of the stage before; backward after F and the next stage's backward; W after I; messages take time."""
-    stage = problem.stages[s]
+    stage = problem.at(s, m)
     if s > 0:
-        before = problem.stages[s - 1]
+        before = problem.at(s - 1, m)
         model.add(a.forward >= v.activations[s - 1, m].forward + before.forward + before.send_activation)
     if s + 1 < len(problem.stages):
-        model.add(a.backward >= v.activations[s + 1, m].backward_end + problem.stages[s + 1].send_gradient)
+        model.add(a.backward >= v.activations[s + 1, m].backward_end + problem.at(s + 1, m).send_gradient)
     model.add(a.backward >= a.forward + stage.forward)
     model.add(a.weight >= a.backward_end)
     model.add(a.release == a.weight + stage.backward_weight).only_enforce_if(a.split)
@@ -59,19 +58,30 @@ def _residency(model: cp_model.CpModel, problem: Problem, s: int, a: Activation)
         model.add(a.late == a.again).only_enforce_if(a.recompute)
 
 
-def _in_order(model: cp_model.CpModel, problem: Problem, s: int, a: Activation, b: Activation) -> None:
-    """Per stage and kind, microbatches run in order: torch's engine needs it, and equal microbatches lose nothing."""
-    model.add(b.forward >= a.forward + problem.stages[s].forward)
-    model.add(b.backward >= a.backward_end)
-    for earlier, later in ((a.weight, b.weight), (a.away, b.away), (a.back, b.back), (a.again, b.again)):
-        model.add(later >= earlier)
+def _in_order(model: cp_model.CpModel, problem: Problem, v: Variables, s: int, m: int, a: Activation) -> None:
+    """Per stage and kind, microbatches run in order: torch's engine needs it, and equal microbatches lose nothing.
+
+    Slices of a microbatch ascend in forwards and offloads, and descend in all others.
+    """
+    one = v.activations.get((s, m - 1))
+    other = v.activations.get((s, problem.back(problem.back(m) - 1)))
+    if one is not None:
+        model.add(a.forward >= one.forward + problem.at(s, m - 1).forward)
+    if other is not None:
+        model.add(a.backward >= other.backward_end)
+        model.add(a.weight >= other.weight)
+    if one is not None:
+        model.add(a.away >= one.away)
+    if other is not None:
+        model.add(a.back >= other.back)
+        model.add(a.again >= other.again)
 
 
 def _compute_lanes(model: cp_model.CpModel, problem: Problem, v: Variables) -> None:
     """A device runs one compute op at a time."""
     lanes: list[list[cp_model.IntervalVar]] = [[] for _ in range(problem.devices)]
     for (s, m), a in v.activations.items():
-        stage = problem.stages[s]
+        stage = problem.at(s, m)
         size = stage.backward + (stage.backward_input - stage.backward) * a.split
         lane = lanes[stage.device]
         lane.append(model.new_fixed_size_interval_var(a.forward, stage.forward, f"F_{s}_{m}"))
@@ -98,7 +108,7 @@ def _links(model: cp_model.CpModel, problem: Problem, v: Variables) -> None:
     lanes: dict[tuple[int | None, str], list[cp_model.IntervalVar]] = {}
     for (s, m), a in v.activations.items():
         if problem.can_offload(s):
-            stage = problem.stages[s]
+            stage = problem.at(s, m)
             link = problem.link_of[stage.device]
             size = stage.offload - (stage.offload - stage.offload_alone) * a.away_alone
             away = model.new_optional_interval_var(a.away, size, a.away_end, a.offload, f"D_{s}_{m}")
@@ -138,10 +148,13 @@ class _Cumulative:
 
 
 def _device_memory(model: cp_model.CpModel, problem: Problem, v: Variables, budgets: Sequence[Expr]) -> None:
-    """At every moment what is resident on a device fits its budget (docs/IR.md; messages count with their op)."""
+    """At every moment what is resident on a device fits its budget (docs/IR.md; messages count with their op).
+
+    The gradients of what a slice carries are there from the backward of the microbatch's last slice to its own.
+    """
     resources = [_Cumulative(model, v) for _ in range(problem.devices)]
     for (s, m), a in v.activations.items():
-        stage = problem.stages[s]
+        stage = problem.at(s, m)
         held = resources[stage.device]
         growth = max(0, stage.residue - stage.saved)
         both = min(stage.saved, stage.residue)
@@ -149,7 +162,9 @@ def _device_memory(model: cp_model.CpModel, problem: Problem, v: Variables, budg
         held.add(a.late, a.release, both, None, f"residue_{name}")
         held.add(a.late, a.backward_end, stage.saved - both, None, f"saved_{name}")
         held.add(a.backward, a.release, growth, a.split, f"growth_{name}")
-        _while_running(held, problem, s, a, growth, name)
+        _while_running(held, problem, s, m, a, growth)
+        last = v.activations[s, m + problem.slices - 1 - m % problem.slices]
+        held.add(last.backward, a.backward_end, stage.gradient, None, f"gradient_{name}")
         if problem.can_offload(s):
             held.add(a.forward, a.away_end, stage.moved, a.offload, f"leaving_{name}")
             held.add(a.forward, a.late, stage.staying, a.offload, f"staying_{name}")
@@ -162,9 +177,9 @@ def _device_memory(model: cp_model.CpModel, problem: Problem, v: Variables, budg
             model.add_cumulative(held.intervals, held.demands, budget)
 
 
-def _while_running(held: _Cumulative, problem: Problem, s: int, a: Activation, growth: int, name: str) -> None:
+def _while_running(held: _Cumulative, problem: Problem, s: int, m: int, a: Activation, growth: int) -> None:
     """Transient bytes and messages exist while their op runs."""
-    stage = problem.stages[s]
+    stage, name = problem.at(s, m), f"{s}_{m}"
     held.add(a.forward, a.forward + stage.forward, stage.forward_extra, None, f"F_extra_{name}")
     fused, halves = stage.backward_extra, stage.backward_input_extra + stage.captured - growth
     held.add(a.backward, a.backward_end, min(fused, halves), None, f"B_extra_{name}")
@@ -183,7 +198,7 @@ def _host_memory(model: cp_model.CpModel, problem: Problem, v: Variables) -> Non
     resources = [_Cumulative(model, v) for _ in range(problem.devices)]
     for (s, m), a in v.activations.items():
         if problem.can_offload(s):
-            stage = problem.stages[s]
+            stage = problem.at(s, m)
             held = resources[stage.device]
             held.add(a.away, a.back_end, stage.moved, a.offload, f"host_{s}_{m}")
     largest = [min((limit for devices, limit in limits if d in devices), default=None) for d in range(problem.devices)]

@@ -25,15 +25,25 @@ def add_hint(
     """Hint every variable, those of absent tasks and `extra` included: only complete hints help CP-SAT."""
     hints: dict[int, int] = {v.makespan.index: value(schedule, objective)} | (extra or {})
     previous: dict[int, dict[str, int]] = {}
-    for (s, m), a in v.activations.items():
-        numbers = of_activation(schedule, s, m, previous.get(s, {}))
+    aways = _aways(schedule, v)
+    for s, m in sorted(v.activations, key=lambda one: (one[0], schedule.problem.back(one[1]))):
+        numbers = of_activation(schedule, s, m, previous.get(s, {}) | {"away": aways[s, m]})
         previous[s] = numbers
-        hints |= {getattr(a, name).index: number for name, number in numbers.items()}
+        hints |= {getattr(v.activations[s, m], name).index: number for name, number in numbers.items()}
     for length, start, end in v.lengths:
         hints[length.index] = min(v.horizon, max(0, _evaluate(end, hints) - _evaluate(start, hints)))
     hints |= {share.index: peak for share, peak in zip(v.shares, schedule.host_peaks, strict=False)}
     for index, number in hints.items():
         model.add_hint(model.get_int_var_from_proto_index(index), number)
+
+
+def _aways(schedule: Schedule, v: Variables) -> dict[tuple[int, int], int]:
+    """Return when each offload starts; one that is absent right after its forward and the offload before it."""
+    found: dict[tuple[int, int], int] = {}
+    for s, m in sorted(v.activations):
+        at_least = max(schedule.end(Task(Kind.F, s, m)), found.get((s, m - 1), 0))
+        found[s, m] = schedule.starts.get(Task(Kind.D, s, m), at_least)
+    return found
 
 
 def _evaluate(expression: cp_model.LinearExprT, hints: dict[int, int]) -> int:
@@ -57,7 +67,7 @@ def of_activation(schedule: Schedule, s: int, m: int, before: dict[str, int]) ->
     def start(kind: Kind, at_least: int, name: str) -> int:
         return starts.get(Task(kind, s, m), max(at_least, before.get(name, 0)))
 
-    stage = schedule.problem.stages[s]
+    stage = schedule.problem.at(s, m)
     away, back = start(Kind.D, forward_end, "away"), start(Kind.H, 0, "back")
     away_alone = stage.offload_alone < stage.offload and offload and schedule.is_alone(Task(Kind.D, s, m))
     back_alone = stage.reload_alone < stage.reload and offload and schedule.is_alone(Task(Kind.H, s, m))

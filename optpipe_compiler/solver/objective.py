@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def minimise(model: cp_model.CpModel, problem: Problem, v: Variables, objective: str) -> None:
     """Minimise the makespan, or the longest span of one device (first start to last end on its compute lane)."""
-    last = problem.microbatches - 1
+    last = problem.back(problem.microbatches - 1)
     if objective == "makespan":
         model.add(v.activations[0, 0].forward == 0)
         for s in range(len(problem.stages)):

@@ -1,4 +1,4 @@
-"""The decision variables of the full model: one set per stage and microbatch."""
+"""The decision variables of the full model: one set per stage and microbatch, or slice of one."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def create(model: cp_model.CpModel, problem: Problem, horizon: int) -> Variables
 
 def create_activation(model: cp_model.CpModel, problem: Problem, s: int, m: int, horizon: int) -> Activation:
     """Create the variables of one stage and microbatch."""
-    stage = problem.stages[s]
+    stage = problem.at(s, m)
 
     def time(name: str, beyond: int = 0) -> Var:
         return model.new_int_var(0, horizon + beyond, f"{name}_{s}_{m}")

@@ -45,7 +45,8 @@ class WindowModel:
         self.closing = window.end >= self.last
         self.gain = model.new_int_var(0, 0 if self.closing else window.end - window.begin, "gain")
         touched = {task.microbatch for task in schedule.starts if self._runs(task)}
-        self.microbatches = range(min(touched), max(touched) + 1)
+        slices = schedule.problem.slices  # of a microbatch all, or none
+        self.microbatches = range(min(touched) // slices * slices, (max(touched) // slices + 1) * slices)
         stages = range(len(schedule.problem.stages))
         activations = {(s, m): self._activation(s, m) for s in stages for m in self.microbatches}
         self.variables = Variables(self.last, activations, model.new_int_var(0, self.last, "makespan"))

@@ -302,13 +302,8 @@ def _configuration(candidate: Candidate, planned: Planned, question: Question) -
 def _steady_ns(schedule: ir.Schedule) -> int:
     """What one more microbatch takes: the busiest lane's time for one, recomputes and transfers included."""
     busy: dict[tuple[int, str], int] = {}
-    for times in schedule.forecast.times:
-        device = schedule.devices[times.device]
-        ops: list[ir.Op] = list(getattr(device, times.lane))
-        for op, start, end in zip(ops, times.start_ns, times.end_ns, strict=True):
-            if not op.name.startswith(("send_", "recv_")):
-                key = times.device, times.lane
-                busy[key] = busy.get(key, 0) + end - start
+    for device, lane, _, start, end in schedule.timed():
+        busy[device, lane] = busy.get((device, lane), 0) + end - start
     return max(busy.values(), default=0) // schedule.setup.microbatches
 
 

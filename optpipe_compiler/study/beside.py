@@ -106,6 +106,7 @@ def answer(question: Question) -> Answer:
         time_limit_s=question.time_limit_s,
         seed=question.seed,
         seeds=(present,),
+        slices=present.schedule.setup.slices,
         units=None if isinstance(units, UnsetType) else units,
         workers=1,
     )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from optpipe_compiler.study.pool import Pool
 
 PLAN_S = 5.0
-"""Time limit of a published schedule, which is written down rather than searched."""
+"""Time limit at least of a published schedule, which is written down rather than searched."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,7 @@ def _differences(rows: Sequence[Facts]) -> Iterator[str]:
         ("costs", lambda row: row.profile_digest, lambda digest: digest[:15]),
         ("devices", lambda row: row.devices, str),
         ("microbatches", lambda row: row.microbatches, str),
+        ("lengths of microbatches", lambda row: row.lengths, _lengths),
         ("caps", lambda row: row.cap_bytes, short_bytes),
         ("host caps", lambda row: row.host_cap_bytes, lambda cap: "none" if cap is None else short_bytes(cap)),
     )
@@ -79,6 +80,12 @@ def _differences(rows: Sequence[Facts]) -> Iterator[str]:
         if len(groups) > 1:
             shown = (f"{one if exact else show(one)} in {_some(names)}" for one, names in groups.items())
             yield f"{part} differ: " + "; ".join(shown)
+
+
+def _lengths(lengths: tuple[int, ...] | None) -> str:
+    if lengths is None:
+        return "all as long as the costs are for"
+    return f"{min(lengths)} to {max(lengths)} tokens, {sum(lengths)} in all"
 
 
 def _some(names: Sequence[str]) -> str:
@@ -115,9 +122,14 @@ def options_for(schedule: ir.Schedule, method: str, name: str) -> compiler.Optio
     """Return the options for a published schedule on the instance of the one that is called `name`.
 
     They are those that the other one was compiled with, so that the result is the one that its file compares with;
-    where these exclude the placements that the published one is for, these. Raises BadInput for options that are none.
+    where these exclude the placements that the published one is for, these, and where they cut microbatches that the
+    published one takes whole, whole ones. Raises BadInput for options that are none.
     """
-    options = replace(options_of(schedule, name), method=method, time_limit_s=PLAN_S, workers=1)
+    limit = schedule.provenance.options.get("time_limit_s")  # on which it depends how finely microbatches may be cut
+    limit_s = max(PLAN_S, limit) if isinstance(limit, int | float) else PLAN_S
+    options = replace(options_of(schedule, name), method=method, time_limit_s=limit_s, workers=1)
+    if not METHODS[method].sliced:
+        options = replace(options, slices=1)
     placed = METHODS[method].placements
     if not any(options.placement in ("auto", one) and options.stages_per_device in (None, n) for one, n in placed):
         options = replace(options, stages_per_device=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from optpipe_compiler import compiler
 from optpipe_compiler.forecast import analyse
@@ -36,7 +36,10 @@ class Idle:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """What a change saves, as shares of the time per microbatch; negative: what it costs."""
+    """What a change saves, as shares of the time per microbatch; negative: what it costs.
+
+    Where microbatches are of unequal length, per token.
+    """
 
     family: Family
     text: str
@@ -78,6 +81,10 @@ class Explanation:
     finished: bool
     """Whether the best plan of the unchanged instance is."""
     bubble_fraction: float
+    slices: int | Literal["auto"]
+    """Into which every change cuts microbatches; auto: searched, the schedule was compiled so."""
+    lengths: tuple[int, ...] | None
+    """Tokens of each microbatch; None: all are as long as the costs are for."""
     idle: tuple[Idle, ...]
     what_ifs: tuple[WhatIf, ...]
 
@@ -144,7 +151,7 @@ def summed_up(schedule: ir.Schedule, asked: Sequence[Variation], found: Sequence
     outer = [one.bound_ns for one, effect in zip(found, effects, strict=True) if effect in ("same", "relaxed")]
     bound = min(best, max([forecast.lower_bound_ns, *outer]))
     found = _carried(asked, found, best, bound)
-    each = best / schedule.setup.microbatches
+    each = best / _work(asked[0])
     return Explanation(
         objective=forecast.objective,
         devices=schedule.setup.devices,
@@ -156,6 +163,8 @@ def summed_up(schedule: ir.Schedule, asked: Sequence[Variation], found: Sequence
         time_limit_s=asked[0].instance.options.time_limit_s or 0.0,
         finished=found[0].finished,
         bubble_fraction=forecast.bubble_fraction,
+        slices=asked[0].instance.options.slices,
+        lengths=schedule.setup.lengths,
         idle=idle(schedule),
         what_ifs=tuple(_what_if(c, one, each) for c, one in zip(asked, found, strict=True) if c.effect != "same"),
     )
@@ -193,7 +202,7 @@ def _what_if(variation: Variation, planned: Planned, best_each: float) -> WhatIf
     assert microbatches is not None
 
     def saved(value: int) -> float:
-        return 1 - value / microbatches / best_each if best_each else 0.0
+        return 1 - value / _work(variation) / best_each if best_each else 0.0
 
     return WhatIf(
         family=variation.family,
@@ -208,6 +217,13 @@ def _what_if(variation: Variation, planned: Planned, best_each: float) -> WhatIf
         outcome=planned.outcome,
         finished=planned.finished,
     )
+
+
+def _work(variation: Variation) -> int:
+    """Return what a step does: its microbatches, or their tokens where they are of unequal length."""
+    options = variation.instance.options
+    assert options.microbatches is not None
+    return options.microbatches if options.lengths is None else sum(options.lengths)
 
 
 def idle(schedule: ir.Schedule) -> tuple[Idle, ...]:

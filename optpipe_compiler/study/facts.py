@@ -34,6 +34,10 @@ class Facts:
     """Share of recomputation in the compute time of all devices."""
     tokens_per_s: float | None
     """None where the costs are of no model."""
+    slices: int = 1
+    """Of every microbatch."""
+    lengths: tuple[int, ...] | None = None
+    """Tokens of each microbatch; None: all are as long as the costs are for."""
     remark: str = ""
     kind: str = ""
     """Of a schedule to compare with: paper, stock or composition."""
@@ -73,8 +77,9 @@ def _stated(schedule: ir.Schedule, name: str) -> Facts:
     setup, forecast, model = schedule.setup, schedule.forecast, schedule.model
     tokens = None
     if model is not None and forecast.makespan_ns:
-        per_step = setup.microbatches * model.microbatch_size * model.sequence_length
-        tokens = per_step * 10**9 / forecast.makespan_ns
+        lengths = setup.lengths
+        per_step = setup.microbatches * model.sequence_length if lengths is None else sum(lengths)
+        tokens = model.microbatch_size * per_step * 10**9 / forecast.makespan_ns
     return Facts(
         name=name,
         profile_digest=schedule.provenance.profile_digest,
@@ -89,6 +94,8 @@ def _stated(schedule: ir.Schedule, name: str) -> Facts:
         host_traffic_bytes=None,
         recompute_fraction=None,
         tokens_per_s=tokens,
+        slices=setup.slices,
+        lengths=setup.lengths,
     )
 
 
@@ -99,12 +106,8 @@ def _host_traffic(schedule: ir.Schedule) -> int:
 
 def _recompute_fraction(schedule: ir.Schedule) -> float:
     again = whole = 0
-    for times in schedule.forecast.times:
-        if times.lane != "compute":
-            continue
-        ops = schedule.devices[times.device].compute
-        for op, start, end in zip(ops, times.start_ns, times.end_ns, strict=True):
-            if not op.name.startswith(("send_", "recv_")):
-                whole += end - start
-                again += end - start if op.name == "recompute" else 0
+    for _, lane, op, start, end in schedule.timed():
+        if lane == "compute":
+            whole += end - start
+            again += end - start if op.name == "recompute" else 0
     return again / whole if whole else 0.0

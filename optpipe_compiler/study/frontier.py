@@ -39,6 +39,8 @@ class Point(Record, frozen=True, kw_only=True, omit_defaults=False):
     reason: str = ""
     finished: bool | None = None
     """Whether more time is unlikely to give a much better schedule; None in files of revision 1."""
+    slices: Positive | None = None
+    """Of every microbatch in this schedule; None without one, and in files of revision 2."""
 
     @property
     def line(self) -> tuple[str | None, int, int]:
@@ -99,6 +101,7 @@ def _carried(point: Point, before: Point) -> Point:
         carried_from_bytes=before.carried_from_bytes or before.mem_bytes,
         reason="",
         finished=before.finished,
+        slices=before.slices,
     )
 
 

@@ -99,6 +99,7 @@ def _searched(instance: Instance, bound: int) -> Planned:
 def options_of(schedule: ir.Schedule, name: str) -> compiler.Options:
     """Return the options that a schedule was compiled with, without its time limit; `name` stands for the file.
 
+    Microbatches have the lengths and the number of slices of the schedule; `auto` slices where it was compiled so.
     Raises BadInput for what are none.
     """
     setup, recorded = schedule.setup, schedule.provenance.options
@@ -109,6 +110,8 @@ def options_of(schedule: ir.Schedule, name: str) -> compiler.Options:
         "devices": setup.devices,
         "host_mem_bytes": setup.host_cap_bytes,
         "objective": schedule.forecast.objective,
+        "slices": "auto" if recorded.get("slices") == "auto" else setup.slices,
+        "lengths": setup.lengths,
     }
     try:
         return msgspec.convert(options, compiler.Options)

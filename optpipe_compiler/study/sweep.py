@@ -10,7 +10,7 @@ import msgspec
 
 from optpipe_compiler import compiler
 from optpipe_compiler.documents.files import Record, canonical, decode, read_text, write_atomically
-from optpipe_compiler.documents.units import parse_cap
+from optpipe_compiler.documents.units import parse_cap, show_slicing
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.study.frontier import Point, frontier
 from optpipe_compiler.study.planned import Instance, plan
@@ -27,8 +27,11 @@ if TYPE_CHECKING:
 
 FORMAT = "optpipe-sweep"
 VERSION = 1
-REVISION = 2
-"""1: GPUs. 2: whether a point is finished."""
+REVISION = 3
+"""1: GPUs. 2: whether a point is finished. 3: slices, and lengths of microbatches."""
+
+BEFORE = {"slices": 1, "lengths": None}
+"""What files of earlier revisions were planned with and do not say."""
 
 Scalar = str | int | float | bool | None
 
@@ -47,7 +50,15 @@ class Sweep(Record, frozen=True, kw_only=True, omit_defaults=False):
     options: dict[str, Scalar]
     """What all points have in common."""
     tokens_per_microbatch: int | None
+    """On the average, where microbatches are of unequal length."""
     points: list[Point]
+
+    @property
+    def slicing(self) -> str | None:
+        """In words how all plans cut microbatches, and how long these are; None where neither was said."""
+        slices, lengths = self.options.get("slices"), self.options.get("lengths")
+        each = tuple(map(int, lengths.split(","))) if isinstance(lengths, str) else None
+        return show_slicing(slices if isinstance(slices, int | str) else 1, each)
 
 
 @dataclass(frozen=True)
@@ -60,12 +71,21 @@ class Costs:
     tokens_per_microbatch: int | None
     options: dict[str, Scalar] = field(default_factory=dict)
 
+    tokens: int | None = None
+    """Of a sequence; None where nobody knows."""
+
+    def tokens_of(self, lengths: tuple[int, ...] | None) -> int | None:
+        """Return the tokens of a microbatch, on the average where they are of unequal length."""
+        if lengths is None or self.tokens_per_microbatch is None or self.tokens is None:
+            return self.tokens_per_microbatch
+        return round(self.tokens_per_microbatch / self.tokens * sum(lengths) / len(lengths))
+
     @staticmethod
     def of(profile: Profile) -> Costs:
         """Return the costs of one profile."""
         model = profile.model
         tokens = None if model is None else model.microbatch_size * model.sequence_length
-        return Costs(profile.name, {None: profile}, tokens)
+        return Costs(profile.name, {None: profile}, tokens, tokens=profile.tokens)
 
 
 @dataclass(frozen=True)
@@ -103,14 +123,16 @@ def parse_counts(text: str | None, option: str) -> tuple[int, ...]:
 
 def begin(path: Path | None, costs: Costs, common: Options) -> Sweep:
     """Return what is in the file, or an empty sweep; raise BadInput where the file is of other costs or options."""
-    varies = ("mem_bytes", "microbatches", "devices", "workers", "seeds", "keep", "noise")
+    varies = ("mem_bytes", "microbatches", "devices", "workers", "seeds", "keep", "noise", "units", "lengths")
     digests = {gpu: profile.digest() for gpu, profile in costs.profiles.items()}
+    lengths = None if common.lengths is None else ",".join(map(str, common.lengths))
+    fixed = {name: value for name, value in asdict(common).items() if name not in varies} | {"lengths": lengths}
     empty = Sweep(
         profile=costs.name,
         profile_digest=digests.get(None),
         gpu_profile_digests={gpu: digest for gpu, digest in digests.items() if gpu is not None},
-        options={name: value for name, value in asdict(common).items() if name not in varies} | costs.options,
-        tokens_per_microbatch=costs.tokens_per_microbatch,
+        options=fixed | costs.options,
+        tokens_per_microbatch=costs.tokens_of(common.lengths),
         points=[],
     )
     if path is None or not path.is_file():
@@ -120,8 +142,9 @@ def begin(path: Path | None, costs: Costs, common: Options) -> Sweep:
     if (found.profile_digest is None) != (empty.profile_digest is None):
         raise BadInput(f"{path}: is of {_origin(found)}, expected one of {_origin(empty)}; {again}")
     for name, value in empty.options.items():
-        if found.options.get(name) != value:
-            raise BadInput(f"{path}: $.options.{name} is {found.options.get(name)!r}, expected {value!r}; {again}")
+        before = found.options.get(name, BEFORE.get(name))
+        if before != value:
+            raise BadInput(f"{path}: $.options.{name} is {before!r}, expected {value!r}; {again}")
     known = _digests(found)
     for where, digest in _digests(empty).items():
         if known.get(where, digest) != digest:
@@ -150,7 +173,8 @@ def missing(sweep: Sweep, costs: Costs, common: Options, grid: Grid, *, cached: 
     instances = []
     for gpu, profile in costs.profiles.items():
         for devices in grid.devices or (profile.machine.devices,):
-            for microbatches, cap in product(grid.microbatches or (4 * devices,), grid.mem_bytes):
+            usual = 4 * devices if common.lengths is None else len(common.lengths)
+            for microbatches, cap in product(grid.microbatches or (usual,), grid.mem_bytes):
                 if (gpu, devices, microbatches, cap) not in done:
                     options = replace(common, devices=devices, microbatches=microbatches, mem_bytes=cap, workers=1)
                     instances.append(Instance(profile, compiler.settled(profile, options), gpu, cached))
@@ -208,4 +232,5 @@ def _point(instance: Instance, planned: Planned) -> Point:
         method=planned.method,
         reason=planned.reason,
         finished=planned.finished,
+        slices=None if planned.schedule is None else planned.schedule.schedule.setup.slices,
     )

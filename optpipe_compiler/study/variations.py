@@ -4,16 +4,18 @@ in parts."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import structs
 
-from optpipe_compiler.documents.profile import value_of
+from optpipe_compiler.documents.profile import Sliceable, value_of
 from optpipe_compiler.documents.units import short_bytes
+from optpipe_compiler.model.problem import gradient_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from optpipe_compiler.documents.profile import Cost, Layer, Profile
     from optpipe_compiler.study.planned import Instance
@@ -64,7 +66,9 @@ def variations(instance: Instance, *, offloads: bool, uneven: bool, selective: b
         without = replace(instance, profile=structs.replace(profile, layers=layers))
         yield Variation("selective", "no selective recompute", "restricted", without)
     more = options.microbatches + (options.microbatches + 1) // 2
-    yield Variation("microbatches", f"{more} microbatches", "different", _with(instance, microbatches=more), str(more))
+    lengths = options.lengths and tuple(islice(cycle(options.lengths), more))  # those of the first ones come again
+    others = _with(instance, microbatches=more, lengths=lengths)
+    yield Variation("microbatches", f"{more} microbatches", "different", others, str(more))
     parts = _head_in_parts(instance)
     if parts is not None:
         count = f"{options.devices} parts"
@@ -111,6 +115,15 @@ SHARED = (
     "static_bytes",
 )
 """What layers share out among them; messages, checkpoints and transient bytes do not shrink with a layer."""
+SHARED_SLICES = (
+    "forward_attention_ns",
+    "backward_input_attention_ns",
+    "forward_overhead_ns",
+    "backward_input_overhead_ns",
+    "backward_weight_overhead_ns",
+    "carry_bytes",
+)
+"""The same of what slices of a layer cost besides."""
 AVERAGED = (
     "output_bytes",
     "checkpoint_bytes",
@@ -131,7 +144,7 @@ def _head_in_parts(instance: Instance) -> Profile | None:
     *others, head = layers
     if devices < 2 or not others or value_of(head.output_bytes) or any(one.name == head.name for one in others):
         return None
-    if _work(head) < median(map(_work, others)):
+    if _work(head) < median(map(_work, others)) or (head.slices is not None and value_of(head.slices.carry_bytes)):
         return None
     passed = value_of(others[-1].output_bytes)
     shared = {
@@ -150,10 +163,20 @@ def _head_in_parts(instance: Instance) -> Profile | None:
         tied_bytes=0,
         tie=None,
         selective=None,
+        slices=None if head.slices is None else _attention_in_parts(head.slices, devices),
         **shared,
     )
     first = structs.replace(part, count=devices - 1, output_bytes=passed)
     return structs.replace(instance.profile, layers=[*instance.profile.layers[:-1], first, part])
+
+
+def _attention_in_parts(slices: Sliceable, parts: int) -> Sliceable:
+    """Return what slices of a part cost besides: as much overhead, its share of the attention."""
+    return structs.replace(
+        slices,
+        forward_attention_ns=value_of(slices.forward_attention_ns) // parts,
+        backward_input_attention_ns=value_of(slices.backward_input_attention_ns) // parts,
+    )
 
 
 def _work(layer: Layer) -> int:
@@ -171,7 +194,38 @@ def _even(instance: Instance) -> Profile:
     averaged["checkpoint_bytes"] = min(averaged["checkpoint_bytes"], saved)
     shared["residue_bytes"] = min(max(shared["residue_bytes"], captured), saved + captured)
     layer = structs.replace(layers[0], name="even", count=count, shared_bytes=0, selective=None, **shared, **averaged)
+    layer = structs.replace(layer, slices=_even_slices(layer, [one.slices for one in layers]))
     return structs.replace(instance.profile, layers=[layer])
+
+
+def _even_slices(layer: Layer, slices: list[Sliceable | None]) -> Sliceable | None:
+    """Return what slices of the even `layer` cost besides; None where one of the layers cannot run slice by slice."""
+    known = [one for one in slices if one is not None]
+    if len(known) < len(slices):
+        return None
+
+    def share(costs: Iterable[int]) -> int:
+        return round(sum(costs) / layer.count)
+
+    shared = {name: share(value_of(getattr(one, name)) for one in known) for name in SHARED_SLICES}
+    shared["forward_attention_ns"] = min(shared["forward_attention_ns"], value_of(layer.forward_ns))
+    least = min(value_of(layer.backward_input_ns), _of(layer, "backward_ns"))
+    shared["backward_input_attention_ns"] = min(shared["backward_input_attention_ns"], least)
+    room = value_of(layer.saved_bytes) - value_of(layer.checkpoint_bytes)
+    shared["carry_bytes"] = min(shared["carry_bytes"], room)
+    return Sliceable(
+        **shared,
+        backward_overhead_ns=share(map(_fused_overhead_ns, known)),
+        carry_gradient_bytes=share(map(gradient_bytes, known)),
+        forward_prefix_bytes=round(fmean(value_of(one.forward_prefix_bytes) for one in known)),
+        backward_prefix_bytes=round(fmean(value_of(one.backward_prefix_bytes) for one in known)),
+    )
+
+
+def _fused_overhead_ns(slices: Sliceable) -> int:
+    if slices.backward_overhead_ns is not None:
+        return value_of(slices.backward_overhead_ns)
+    return value_of(slices.backward_input_overhead_ns) + value_of(slices.backward_weight_overhead_ns)
 
 
 def _of(layer: Layer, name: str) -> int:

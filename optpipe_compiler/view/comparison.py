@@ -103,6 +103,8 @@ def _columns(comparison: Comparison) -> dict[str, list[str]]:
     if comparison.differences:
         columns["per mb"] = [show_ns(round(row.per_microbatch_ns)) for row in rows]
         columns["mb"] = [str(row.microbatches) for row in rows]
+    if any(row.slices > 1 for row in rows):
+        columns["slices"] = [str(row.slices) for row in rows]
     columns["idle"] = [f"{row.bubble_fraction:.1%}" for row in rows]
     columns["peak"] = [short_bytes(row.peak_bytes) for row in rows]
     columns["of cap"] = [f"{row.peak_bytes / row.cap_bytes:.0%}" if row.cap_bytes else "-" for row in rows]

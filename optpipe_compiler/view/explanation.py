@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.table import Table
 from rich.text import Text
 
-from optpipe_compiler.documents.units import show_ns
+from optpipe_compiler.documents.units import show_ns, show_slicing
 from optpipe_compiler.view.bar import Bar, description_column
 
 if TYPE_CHECKING:
@@ -64,6 +64,8 @@ def render(explanation: Explanation) -> RenderableType:
 def sentences(explanation: Explanation) -> Iterator[str]:
     """Yield everything in sentences, the most important first."""
     yield _standing(explanation)
+    if (units := show_slicing(explanation.slices, explanation.lengths)) is not None:
+        yield f"Every change is planned {units}."
     yield from _idle(explanation)
     yield _binding(explanation)
     memory = [one for one in explanation.what_ifs if one.family == "memory"]
@@ -73,7 +75,7 @@ def sentences(explanation: Explanation) -> Iterator[str]:
         if one.family in SUBJECTS:
             yield f"{SUBJECTS[one.family][1]} {_saving(one, explanation)}."
         elif one.family == "microbatches":
-            yield f"{one.text} instead of {explanation.microbatches} would save, per microbatch, " + (
+            yield f"{one.text} instead of {explanation.microbatches} would save, {_per(explanation)}, " + (
                 f"{_saving(one, explanation)}."
             )
         elif one.family == "head":
@@ -127,7 +129,8 @@ def _binding(explanation: Explanation) -> str:
     if best is None or best.found is None or best.found < NOTHING:
         return f"Nothing that was tried saved anything in {_searches(explanation)}, though the bounds leave room."
     text = (
-        f"What helps most, as far as it was found, is {_subject(best)}: {_share(best.found)} less time per microbatch"
+        f"What helps most, as far as it was found, is {_subject(best)}: {_share(best.found)} less time "
+        f"{_per(explanation)}"
     )
     most = best.found + NOTHING
     open_ = dict.fromkeys(_subject(one) for one in tried if one.family != best.family and one.at_most > most)
@@ -186,6 +189,10 @@ def _costs(one: WhatIf, explanation: Explanation) -> str:
     return f"Without {what} a step takes at least {_share(-one.at_most)} longer (bound); {text}."
 
 
+def _per(explanation: Explanation) -> str:
+    return "per microbatch" if explanation.lengths is None else "per token"
+
+
 def _share(value: float) -> str:
     return f"{value:.1%}"
 
@@ -199,7 +206,7 @@ def _searches(explanation: Explanation) -> str:
 
 
 def _table(explanation: Explanation) -> Table:
-    table = Table(title="time per microbatch", title_justify="left", box=None, pad_edge=False)
+    table = Table(title=f"time {_per(explanation)}", title_justify="left", box=None, pad_edge=False)
     table.add_column("if")
     for column in ("saves (found)", "at most (bound)", "step found"):
         table.add_column(column, justify="right")

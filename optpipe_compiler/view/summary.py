@@ -15,11 +15,9 @@ from optpipe_compiler.forecast.links import link_loads
 from optpipe_compiler.view.baselines import OTHERS, best, faster, kind, ranked, whose
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rich.console import RenderableType
 
-    from optpipe_compiler.documents.ir import Device, Op, Schedule
+    from optpipe_compiler.documents.ir import Schedule
     from optpipe_compiler.forecast import Analysis
     from optpipe_compiler.forecast.links import LinkLoad
 
@@ -60,16 +58,12 @@ def summary(analysis: Analysis) -> RenderableType:
 
 def count(schedule: Schedule, name: str) -> int:
     """Return how many ops of one kind the schedule has."""
-    return sum(op.name == name for device in schedule.devices for lane in _lanes(device) for op in lane)
+    return sum(op.name == name for device in schedule.devices for op in device.ops)
 
 
 def selective_layers(schedule: Schedule) -> list[int]:
     """Return the layers with selective recompute, in order."""
     return [layer for stage in schedule.stages for layer in stage.selective_layers]
-
-
-def _lanes(device: Device) -> tuple[Sequence[Op], ...]:
-    return device.compute, device.d2h, device.h2d
 
 
 def _headline(schedule: Schedule) -> Table:
@@ -204,12 +198,12 @@ def _devices(analysis: Analysis) -> Table:
     table.add_column("layers", no_wrap=True, overflow="ellipsis")
     whole = max(1, analysis.end_ns - analysis.begin_ns)
     for number, device in enumerate(schedule.devices):
-        mine = [stage for stage in schedule.stages if stage.device == device.device]
+        mine = schedule.stages_of(device.device)
         idle = analysis.idle_ns(number) / whole
         table.add_row(
             str(device.device),
             f"{idle:.1%}",
-            short_bytes(sum(stage.static_bytes for stage in mine) + schedule.setup.reserve_bytes),
+            short_bytes(schedule.static_bytes(device.device) + schedule.setup.reserve_bytes),
             short_bytes(device.peak_bytes),
             f"{device.peak_bytes / schedule.setup.cap_bytes:.0%}" if schedule.setup.cap_bytes else "-",
             short_bytes(device.host_bytes),

@@ -75,7 +75,9 @@ def _table(points: Sequence[Point], tokens: int | None) -> Table:
     rows = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     best = {point.line: point.throughput for point in points if point.makespan_ns}  # the last has the largest cap
     throughput = "micro-\nbatches/s" if tokens is None else "tokens/s"
-    for title in ("devices", "micro-\nbatches", "cap", "step", throughput, "of most", "gap", "peak"):
+    is_cut = any((point.slices or 1) > 1 for point in points)
+    slices = ("slices",) if is_cut else ()
+    for title in ("devices", "micro-\nbatches", "cap", "step", throughput, "of most", "gap", "peak", *slices):
         rows.add_column(title, justify="right", no_wrap=True)
     rows.add_column("", style="dim", no_wrap=True)
     last = None
@@ -84,7 +86,10 @@ def _table(points: Sequence[Point], tokens: int | None) -> Table:
             rows.add_row()
         head = [str(point.devices), str(point.microbatches)] if point.line != last else ["", ""]
         last = point.line
-        rows.add_row(*head, short_bytes(point.mem_bytes), *_cells(point, best.get(point.line, 0.0), tokens))
+        cells = _cells(point, best.get(point.line, 0.0), tokens)
+        if is_cut:
+            cells.insert(-1, "-" if point.slices is None else str(point.slices))
+        rows.add_row(*head, short_bytes(point.mem_bytes), *cells)
     return rows
 
 
@@ -195,7 +200,9 @@ def percent(share: float) -> str:
 
 
 def notes(sweep: Sweep) -> Iterator[str]:
-    """Yield what the table's last column means, and what numbers are worth that were not measured."""
+    """Yield what is planned, what the table's last column means, and what numbers are worth that were not measured."""
+    if (slicing := sweep.slicing) is not None:
+        yield f"Every point is planned {slicing}."
     carried = sum(point.carried_from_bytes is not None for point in sweep.points)
     if carried:
         yield (

@@ -13,25 +13,24 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.export.memory import timed_ops
-from optpipe_torch.emulate.at_once import AtOnce
 from optpipe_torch.emulate.peers import Peers
-from optpipe_torch.launch.trace import Ran, chrome_trace
+from optpipe_torch.launch.trace import chrome_trace
 from optpipe_torch.launch.worker import settle_on_cpu
 from optpipe_torch.models import known as models
-from optpipe_torch.profiler.timer import CpuTimer
+from optpipe_torch.profiler.timer import Timer
 from runtime_torch.batches import Batches
 from runtime_torch.conform import BYTES_TOLERANCE, prepare
 from runtime_torch.replay import Replay
 from runtime_torch.stages import stages_between
+from runtime_torch.streams import Backend
+from runtime_torch.timeline import OpTime
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from optpipe_compiler.documents import ir
     from optpipe_torch.launch.job import RunEvent
-    from optpipe_torch.profiler.timer import Timer
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +97,14 @@ def emulate(
     if device.type == "cpu":
         settle_on_cpu()
     alone = _Alone(schedule, rank, device, data, time_scale, seed)
-    runs: list[list[Ran]] = []
+    runs: list[list[OpTime]] = []
     for number in range(steps):
         runs.append(alone.step())
-        span = runs[-1][-1][3]
+        span = runs[-1][-1].end_ns
         on_event({"event": "step", "step": number, "steps": steps, "loss": alone.loss, "makespan_ns": span})
     alone.measure_allocator()
     if trace:
-        nobody: list[Ran] = []
+        nobody: list[OpTime] = []
         devices = [[run if other == rank else nobody for other in range(schedule.setup.devices)] for run in runs]
         on_event({"event": "trace", "text": chrome_trace([(schedule, devices)], time_scale)})
     return alone.report(runs)
@@ -120,7 +119,7 @@ class _Alone:
         assert schedule.model is not None
         torch.manual_seed(seed)
         model = schedule.model
-        mine = [range(*stage.layers) for stage in schedule.stages if stage.device == rank]
+        mine = [range(*stage.layers) for stage in schedule.stages_of(rank)]
         layers = {i: layer for own in mine for i, layer in zip(own, models.build(model, own, device), strict=True)}
         self._schedule, self._rank, self._device, self._scale = schedule, rank, device, time_scale
         bundles = models.bundles(model)
@@ -131,7 +130,6 @@ class _Alone:
         self._batch = batches.cut_all([one.to(device) for one in inputs], target.to(device))
         prepare(schedule, self._stages, batches.boundary, self._batch, BYTES_TOLERANCE)
         first = next(iter(self._stages.values()))
-        self._meter, self._host_meter = first.meter, first.host_meter
         carriers = [bundle.boundary for bundle in bundles[1:] if not bundle.is_single]
         self._peers = Peers(schedule, rank, time_scale, zeros=carriers)
         self._make_replay = partial(
@@ -142,7 +140,8 @@ class _Alone:
             lambda stage, unit: batches.boundary(schedule.stages[stage].layers[1] - 1, unit),
             group=self._peers,
             on=device,
-            meter=self._meter,
+            meter=first.meter,
+            host_meter=first.host_meter,
         )
         self._replay = self._make_replay()
         for parameter in self._stages.module.parameters():  # gradients are static memory
@@ -151,19 +150,16 @@ class _Alone:
         self._allocator_peak = 0
         self.loss = float("nan")
 
-    def step(self) -> list[Ran]:
+    def step(self) -> list[OpTime]:
         """Run the device's ops once; return when each ran, from the start of the step, by end."""
-        self._meter.reset_peak()
-        self._host_meter.reset_peak()
         batch = self._batch
-        ops = self._replay.step(batch.inputs, batch.targets, batch.microbatches, batch.slices)
+        result = self._replay.step(batch.inputs, batch.targets, batch.units)
         start = self._peers.start_ns
         self._stages.module.zero_grad(set_to_none=False)
-        self._peaks.append((self._meter.peak_bytes, self._host_meter.peak_bytes))
-        losses = self._replay.losses
-        self.loss = float("nan") if losses is None else losses.mean().item()
-        ran = [(op.op_id, op.lane, op.start_ns - start, op.end_ns - start) for op in ops]
-        return sorted(ran, key=lambda op: op[3])
+        self._peaks.append((result.peak_activation_bytes, result.peak_host_bytes))
+        self.loss = float("nan") if result.loss is None else result.loss
+        ran = [op.later(-start) for op in result.ops]
+        return sorted(ran, key=lambda op: op.end_ns)
 
     def measure_allocator(self) -> None:
         """One more step, watched by the allocator; the peaks of those before it stay as they are."""
@@ -173,13 +169,13 @@ class _Alone:
 
             timer: Timer = CudaTimer(self._device.index)
         else:
-            timer = CpuTimer()
-            self._replay = self._make_replay(backend=AtOnce())
+            timer = Timer()
+            self._replay = self._make_replay(backend=Backend())
             self.step()  # makes the slab on the host
         self._allocator_peak = timer.peaks({"step": self.step})["step"]
         self._peaks = peaks
 
-    def report(self, runs: Sequence[Sequence[Ran]]) -> EmulationReport:
+    def report(self, runs: Sequence[Sequence[OpTime]]) -> EmulationReport:
         """Put the steps together."""
         schedule, plan = self._schedule, self._schedule.devices[self._rank]
         timed = runs[1:] or runs
@@ -196,7 +192,6 @@ class _Alone:
             )
             for op_id, lane, start, end in planned
         ]
-        static = sum(stage.static_bytes for stage in schedule.stages if stage.device == self._rank)
         measured = [transfers(run) for run in timed]
         spans = [_span(run) for run in timed]
         return EmulationReport(
@@ -212,21 +207,19 @@ class _Alone:
             ),
             forecast_transfers=transfers(planned),
             peak_activation_bytes=max(peak for peak, _ in self._peaks),
-            promised_activation_bytes=plan.peak_bytes - static - schedule.setup.reserve_bytes,
+            promised_activation_bytes=schedule.activation_bytes(self._rank),
             peak_host_bytes=max(peak for _, peak in self._peaks),
             promised_host_bytes=plan.host_bytes,
             allocator_peak_bytes=self._allocator_peak,
             ops=ops,
         )
 
-    def _planned(self) -> Iterable[Ran]:
-        lanes = {"offload": "d2h", "reload": "h2d"}
-        for op, start, end in timed_ops(self._schedule, self._rank):
-            if not isinstance(op, ir.MessageOp):
-                yield op.id, lanes.get(op.name, "compute"), round(start * self._scale), round(end * self._scale)
+    def _planned(self) -> Iterable[OpTime]:
+        for _, lane, op, start, end in self._schedule.timed(self._rank):
+            yield OpTime(op.id, lane, round(start * self._scale), round(end * self._scale))
 
 
-def transfers(ran: Sequence[Ran]) -> CopyTimes:
+def transfers(ran: Sequence[OpTime]) -> CopyTimes:
     """Return how much of the copies' time the compute lane was busy for."""
     busy = [(start, end) for _, lane, start, end in ran if lane == "compute"]
     copies = [(start, end) for _, lane, start, end in ran if lane != "compute"]
@@ -234,5 +227,5 @@ def transfers(ran: Sequence[Ran]) -> CopyTimes:
     return CopyTimes(hidden, sum(end - start for start, end in copies) - hidden)
 
 
-def _span(ran: Sequence[Ran]) -> int:
+def _span(ran: Sequence[OpTime]) -> int:
     return max(end for *_, end in ran) - min(start for _, _, start, _ in ran)

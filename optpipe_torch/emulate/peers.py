@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from optpipe_compiler.documents import ir
-from optpipe_compiler.export.memory import timed_ops
 from runtime_torch.messages import Delivery, Transport
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class Peers(Transport):
     def __init__(self, schedule: ir.Schedule, device: int, time_scale: float, zeros: Collection[Boundary] = ()) -> None:
         self._times = {
             op.id: (round(start * time_scale), round(end * time_scale))
-            for op, start, end in timed_ops(schedule, device)
+            for _, _, op, start, end in schedule.timed(device, messages=True)
             if isinstance(op, ir.MessageOp)
         }
         self._zeros = zeros

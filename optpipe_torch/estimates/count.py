@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from optpipe_torch.estimates.work import Work, kernel_of, tensors_of
-from optpipe_torch.profiler.records import LayerBytes, SelectiveBytes
+from optpipe_torch.profiler.records import OPS, LayerBytes, SelectiveBytes
 from runtime_torch import split
 from runtime_torch.bundles import bundled
 from runtime_torch.microbatch import targets_for
@@ -174,7 +174,7 @@ def count(
             parameter.grad = torch.zeros_like(parameter)
     gradients = [p.grad.untyped_storage() for layer in layers for p in layer.parameters() if p.grad is not None]
     with _Counter(gradients if accumulation == "fused" else ()) as counter:
-        work = {op: Work() for op in ("forward", "backward_input", "backward_weight", "backward")}
+        work = {op: Work() for op in OPS}
         sizes = _split(counter, work, layers, x, target)
         _fused(counter, work["backward"], layers, x, target)
         work["selective"], sizes.selective = _selective(counter, layers, x, target)

@@ -215,19 +215,8 @@ def _layer(name: str, number: int, counted: Counted, options: EstimateOptions) -
         saved=max(counted.sizes.saved, counted.sizes.checkpoint),
         static=(BYTES_PER_PARAMETER - SHARED_OUT) * parameters + -(-SHARED_OUT * parameters // options.data_parallel),
     )
-    return Layer(
-        name=name,
-        count=number,
-        forward_ns=times["forward"],
-        backward_input_ns=times["backward_input"],
-        backward_weight_ns=times["backward_weight"],
-        backward_ns=times["backward"],
-        recompute_ns=times["forward"],
-        chain=sizes.chain,
-        selective=sizes.selective_costs(_estimated, times["selective"]),
-        slices=_slices(counted, options),
-        **sizes.costs(_estimated),
-    )
+    layer = sizes.layer(name, number, times | {"recompute": times["forward"]}, _estimated)
+    return structs.replace(layer, slices=_slices(counted, options))
 
 
 def _slices(counted: Counted, options: EstimateOptions) -> Sliceable | None:
@@ -236,10 +225,10 @@ def _slices(counted: Counted, options: EstimateOptions) -> Sliceable | None:
     if counted.slice is None:
         return None
     from optpipe_torch.estimates.time import kernel_ns, work_ns
-    from optpipe_torch.profiler.records import SLICES
+    from optpipe_torch.profiler.records import OPS, SLICES
 
     attention, more, ranks = {}, {}, options.tensor_parallel
-    for op in ("forward", "backward_input", "backward_weight", "backward"):
+    for op in OPS:
         whole, part = counted.work[op], counted.slice.work[op]
         kernels = [kernel for kernel in whole.kernels if kernel.kind.startswith("attention")]
         attention[op] = sum(kernel_ns(kernel, options.gpu, ranks) for kernel in kernels)

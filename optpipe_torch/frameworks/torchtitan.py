@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,14 +20,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from optpipe_compiler.documents.ir import load as load_schedule
 from optpipe_compiler.errors import BadInput
+from optpipe_torch.frameworks.common import keeping_dtypes, loaded
 from runtime_torch.conform import BYTES_TOLERANCE
 from runtime_torch.runner import Runner
 from runtime_torch.stages import build_stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from optpipe_compiler.documents import ir
     from runtime_torch.bundles import Boundary
@@ -46,7 +46,7 @@ def planned(config: Any, schedule: ir.Schedule | Path | str, **options: Any) -> 
     Set are the model's `pipelining_fn`, the pipeline's degree and microbatches, and what the replay needs off:
     torchtitan's activation checkpointing, compilation of the model, CUDA graphs. `options` are those of `pipelining`.
     """
-    plan = _loaded(schedule)
+    plan = loaded(schedule)
     config.model_spec = replace(config.model_spec, pipelining_fn=pipelining(plan, **options))
     config.parallelism.pipeline_parallel_degree = plan.setup.devices
     config.parallelism.num_pp_microbatches = plan.setup.microbatches
@@ -65,7 +65,7 @@ def pipelining(
     and expert parallelism, mixtures of experts, models with other parts than a decoder's, tied weights, activation
     checkpointing, compiled models, parameters on the host.
     """
-    plan = _loaded(schedule)
+    plan = loaded(schedule)
 
     def pipelining_fn(
         model: Any,
@@ -103,8 +103,7 @@ def pipelining(
                 ac_config=ac_config,
                 **others,
             )
-            for stage in plan.stages
-            if stage.device == rank
+            for stage in plan.stages_of(rank)
             for index in range(*stage.layers)
         }
         sharded = any(isinstance(module, FSDPModule) for part in mine.values() for module in part.modules())
@@ -150,53 +149,35 @@ class PlannedSchedule:
         self._border = border
         self._tolerance = bytes_tolerance
 
-    def step(
-        self,
-        *,
-        arg_mbs: Sequence[tuple[Tensor, ...]] | None = None,
-        kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
-        target_mbs: Sequence[Tensor] | None = None,
-        losses: list[Tensor] | None = None,
-        loss_kwargs: Mapping[str, Any] | None = None,
-        return_outputs: bool = False,
-    ) -> None:
+    def step(self, *, losses: list[Tensor] | None = None, return_outputs: bool = False, **given: Any) -> None:
         """Run all microbatches once; add the gradients of the sum of their losses, and give `losses` each of them.
 
-        By microbatch: the tokens where the first stage is, the model's keyword arguments on every rank, the labels
-        where the last stage is. `loss_kwargs` go to the loss of each.
+        Given are, by microbatch: `arg_mbs`, the tokens, where the first stage is, `kwarg_mbs`, the model's keyword
+        arguments, on every rank, `target_mbs`, the labels, where the last stage is; and `loss_kwargs` for all losses.
         """
-        if return_outputs:
-            raise _refused("step(return_outputs=True) asks for the last stage's outputs, expected False")
-        batch = self._batch(arg_mbs, kwarg_mbs, target_mbs, loss_kwargs)
+        batch = self._batch(return_outputs=return_outputs, **given)
         weights = [1.0] * self.schedule.setup.microbatches
         runner = self._started(batch)
         runner.step(*batch.inputs, target=batch.target, weights=weights, keywords=batch.keywords, losses=losses)
 
-    def eval(
-        self,
-        *,
-        arg_mbs: Sequence[tuple[Tensor, ...]] | None = None,
-        kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
-        target_mbs: Sequence[Tensor] | None = None,
-        losses: list[Tensor] | None = None,
-        loss_kwargs: Mapping[str, Any] | None = None,
-        return_outputs: bool = False,
-    ) -> None:
+    def eval(self, *, losses: list[Tensor] | None = None, return_outputs: bool = False, **given: Any) -> None:
         """Run the microbatches forward only and give `losses` the loss of each; the arguments are as in `step`."""
-        if return_outputs:
-            raise _refused("eval(return_outputs=True) asks for the last stage's outputs, expected False")
-        batch = self._batch(arg_mbs, kwarg_mbs, target_mbs, loss_kwargs)
+        batch = self._batch(return_outputs=return_outputs, **given)
         runner = self._started(batch)
         runner.eval(*batch.inputs, target=batch.target, keywords=batch.keywords, losses=losses)
 
     def _batch(
         self,
-        arg_mbs: Sequence[tuple[Tensor, ...]] | None,
-        kwarg_mbs: Sequence[Mapping[str, Any]] | None,
-        target_mbs: Sequence[Tensor] | None,
-        loss_kwargs: Mapping[str, Any] | None,
+        *,
+        arg_mbs: Sequence[tuple[Tensor, ...]] | None = None,
+        kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
+        target_mbs: Sequence[Tensor] | None = None,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        return_outputs: bool = False,
     ) -> _Batch:
         """Join the microbatches, which the runner cuts again."""
+        if return_outputs:
+            raise _refused("return_outputs=True asks for the last stage's outputs, expected False")
         count = self.schedule.setup.microbatches
         tokens = [arguments[0] for arguments in arg_mbs or ()]
         given = [{}] * count if kwarg_mbs is None else kwarg_mbs
@@ -273,14 +254,8 @@ class Layer(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         """Move, but keep buffers, such as complex rotary factors, in the dtype in which the model made them."""
-        kept = [
-            (module, name, buffer)
-            for module in self.part.modules()
-            for name, buffer in module.named_buffers(recurse=False)
-        ]
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for module, name, buffer in kept:
-            setattr(module, name, buffer.to(getattr(module, name).device))
+        with keeping_dtypes(self.part):
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def forward(self, x: Tensor, *, given: _Given | None = None) -> Tensor:
@@ -444,7 +419,3 @@ def _check(
 
 def _refused(what: str) -> BadInput:
     return BadInput(f"torchtitan: {what}")
-
-
-def _loaded(schedule: ir.Schedule | Path | str) -> ir.Schedule:
-    return load_schedule(schedule) if isinstance(schedule, Path | str) else schedule

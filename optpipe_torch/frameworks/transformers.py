@@ -15,7 +15,6 @@ import sys
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,13 +22,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from optpipe_compiler.documents.ir import load as load_schedule
-from optpipe_compiler.errors import BadInput
+from optpipe_compiler.errors import BadInput, first_line
+from optpipe_torch.frameworks.common import keeping_dtypes, loaded
 from runtime_torch.runner import Runner
 from runtime_torch.stages import build_stages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from optpipe_compiler.documents import ir
     from runtime_torch.stages import Stages
@@ -84,7 +84,7 @@ def pipelined(
     CPU. `options` are those of `build_stages`.
     """
     device = _joined() if device is None else torch.device(device)
-    plan = load_schedule(schedule) if isinstance(schedule, Path | str) else schedule
+    plan = loaded(schedule)
     tensors = dict(batch) if isinstance(batch, Mapping) else {"input_ids": batch}
     tensors.pop("labels", None)
     example = [tensor.tensor_split(plan.setup.microbatches)[0] for tensor in tensors.values()]
@@ -225,15 +225,8 @@ class _Layer(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
         """Move, but keep tables of rotary frequencies in the precision in which the model made them."""
-        kept = [
-            (module, name, buffer)
-            for module in self._thinned.context.modules()
-            for name, buffer in module.named_buffers(recurse=False)
-            if buffer.is_floating_point()
-        ]
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for module, name, buffer in kept:
-            setattr(module, name, buffer.to(getattr(module, name).device))
+        with keeping_dtypes(self._thinned.context):
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def _decode(self, rest: tuple[Tensor, ...], **entering: Tensor) -> Tensor:
@@ -329,7 +322,7 @@ def _try(model: Any, layers: Sequence[nn.Module], inputs: Sequence[str]) -> None
                 flow = flow if isinstance(flow, tuple) else (flow,)
                 flow = layer(*flow, *((tokens,) if layer is layers[-1] else ()))
     except FAILURES as error:
-        raise _refused(model, f"cannot be cut into layers: {_first_line(error)}") from error
+        raise _refused(model, f"cannot be cut into layers: {first_line(error)}") from error
 
 
 def _check(model: Any, inputs: Sequence[str]) -> None:
@@ -368,7 +361,7 @@ class _Anatomy:
             if not found._try(as_tuple=False) and not found._try(as_tuple=True):
                 raise _refused(model, "does not hand the output of each of its decoder layers to the next")
         except FAILURES as error:
-            raise _refused(model, f"cannot be run without its decoder layers: {_first_line(error)}") from error
+            raise _refused(model, f"cannot be run without its decoder layers: {first_line(error)}") from error
         return found
 
     @property
@@ -519,10 +512,6 @@ def _copied(model: Any, instead: Iterable[tuple[nn.Module, nn.Module]]) -> Any:
         config = getattr(module, "config", None)
         memo[id(config)] = config
     return copy.deepcopy(model, memo)
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _refused(model: Any, why: str) -> BadInput:

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from optpipe_torch.launch.report import CheckReport
 from optpipe_torch.models import known as models
+from optpipe_torch.models.vocabulary import whole
 from runtime_torch.microbatch import targets_for
 from runtime_torch.ties import share
-from runtime_torch.vocabulary import whole
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,6 +7,7 @@ between stages are two numbers: how many stages the microbatch has passed, and w
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,15 +17,16 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import op_id
 from optpipe_compiler.forecast.table import Table
 from optpipe_torch.launch.report import forecast_durations
+from runtime_torch.meter import Meter
+from runtime_torch.replay import Replay
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
     from runtime_torch.execution import Layers
-    from runtime_torch.meter import Meter
-    from runtime_torch.slices import Slice
+    from runtime_torch.microbatch import Slice
 
 BOUNDARY = ((2,), torch.float64)
 """Shape and dtype of every message."""
@@ -67,7 +69,7 @@ class RehearsedDevice:
         self.scale = scale
         self._meter, self._host_meter = meter, host_meter
         plan = schedule.devices[rank]
-        self._ops: dict[str, ir.Op] = {op.id: op for lane in (plan.compute, plan.d2h, plan.h2d) for op in lane}
+        self._ops = {op.id: op for op in plan.ops}
         self._durations = forecast_durations(schedule, rank)
         self._bytes = Table(schedule)
         self._compute, self._arrival = Pace(), Pace()
@@ -112,6 +114,33 @@ def _messages(schedule: ir.Schedule, op: ir.Op, unit: int) -> tuple[int, int]:
     if isinstance(op, ir.Forward):
         return after, before
     return (before, after) if isinstance(op, ir.Backward | ir.BackwardInput) else (0, 0)
+
+
+def replay(
+    schedule: ir.Schedule, rank: int, scale: float, on_failure: Callable[[BaseException], None] | None = None
+) -> Replay:
+    """Return the replay of a rank whose stages compute nothing."""
+    meter, host_meter = Meter(), Meter()
+    device = RehearsedDevice(schedule, rank, scale, meter, host_meter)
+    return Replay(
+        schedule,
+        rank,
+        {stage.stage: RehearsedStage(device, stage.stage) for stage in schedule.stages_of(rank)},
+        lambda *_: BOUNDARY,
+        group=None,
+        on=torch.device("cpu"),
+        meter=meter,
+        host_meter=host_meter,
+        message_bytes=partial(message_bytes, schedule),
+        on_arrival=device.arrive,
+        on_failure=on_failure,
+    )
+
+
+def batch(schedule: ir.Schedule) -> Sequence[Tensor]:
+    """Return inputs, or targets, of a step: one for each unit."""
+    shape, dtype = BOUNDARY
+    return torch.zeros(schedule.setup.microbatches * schedule.setup.slices, *shape, dtype=dtype).unbind()
 
 
 class RehearsedStage:

@@ -7,8 +7,6 @@ from statistics import median
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from optpipe_compiler.documents import ir
     from optpipe_torch.replan.records import PlannerNote, SwapRecord
 
@@ -25,11 +23,6 @@ class CheckReport:
     worst_parameter: str
     worst_difference: float
     tolerance: float
-
-    @property
-    def loss_difference(self) -> float:
-        """Absolute."""
-        return abs(self.loss - self.reference_loss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +129,4 @@ class RunReport:
 
 def forecast_durations(schedule: ir.Schedule, device: int) -> dict[str, int]:
     """The forecast duration in ns of every op of a device that takes time on a lane."""
-    plan = schedule.devices[device]
-    lanes: dict[str, Sequence[ir.Op]] = {"compute": plan.compute, "d2h": plan.d2h, "h2d": plan.h2d}
-    return {
-        op.id: end - start
-        for times in schedule.forecast.times
-        if times.device == device
-        for op, start, end in zip(lanes[times.lane], times.start_ns, times.end_ns, strict=True)
-        if not op.name.startswith(("send", "recv"))
-    }
+    return {op.id: end - start for _, _, op, start, end in schedule.timed(device)}

@@ -127,7 +127,7 @@ class Ranks:
         self._finished: dict[int, RunReport] = {}
         self._failed: dict[int, tuple[OptPipeError, bool]] = {}
         """By rank: what happened, and whether it may be but the echo of another rank's end."""
-        self.processes = Processes(_context(training=jobs[0].training))
+        self.processes = Processes(context(training=jobs[0].training))
 
     def run(self) -> RunReport:
         """Start, listen, end."""
@@ -186,7 +186,7 @@ LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
 """Bytes of the folder for temporary files: a socket's path has at most 107."""
 
 
-def _context(*, training: bool) -> BaseContext:
+def context(*, training: bool) -> BaseContext:
     """Fork from a server that has imported torch once, which saves seconds per process; spawn where there are GPUs.
 
     The server listens on a socket in the folder for temporary files, whose path must be short.
@@ -194,10 +194,10 @@ def _context(*, training: bool) -> BaseContext:
     is_long = len(os.fsencode(tempfile.gettempdir())) > LONGEST_FOLDER
     if is_long or Path("/proc/driver/nvidia").exists() or "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
+    server = multiprocessing.get_context("forkserver")
     optimizer = ["torch._dynamo"] if training else []  # what torch.optim imports when it is first used
-    context.set_forkserver_preload([*optimizer, "optpipe_torch.launch.session"])
-    return context
+    server.set_forkserver_preload([*optimizer, "optpipe_torch.launch.session"])
+    return server
 
 
 def _rank(line: Connection, job: Job, place: Place, cores: list[int]) -> None:

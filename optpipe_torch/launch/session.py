@@ -7,7 +7,6 @@ import threading
 from abc import ABC, abstractmethod
 from dataclasses import asdict, replace
 from datetime import timedelta
-from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Literal
 
@@ -19,7 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents import profile as profiles
 from optpipe_compiler.documents.files import canonical
-from optpipe_compiler.errors import BadInput, RunFailed
+from optpipe_compiler.errors import BadInput, RunFailed, first_line
 from optpipe_torch.launch import rehearsal
 from optpipe_torch.launch.check import check
 from optpipe_torch.launch.job import gpu_count, ranks_here
@@ -27,11 +26,10 @@ from optpipe_torch.launch.report import KindTime, RankReport, RunReport, StepRec
 from optpipe_torch.launch.trace import chrome_trace
 from optpipe_torch.launch.worker import settle_on_cpu
 from optpipe_torch.models import known as models
+from optpipe_torch.replan.measured import gathered
 from optpipe_torch.replan.replanner import Replanner
 from runtime_torch.conform import agree
-from runtime_torch.meter import Meter
-from runtime_torch.microbatch import Microbatch
-from runtime_torch.runner import Runner, StepResult, Steps
+from runtime_torch.runner import Runner
 from runtime_torch.stages import stages_between
 
 if TYPE_CHECKING:
@@ -41,9 +39,11 @@ if TYPE_CHECKING:
 
     from optpipe_torch.launch.job import Job, Place, RunEvent
     from optpipe_torch.launch.report import CheckReport
-    from optpipe_torch.launch.trace import Ran
     from optpipe_torch.models.user_model import Batch
+    from optpipe_torch.replan.measured import Steps
     from optpipe_torch.replan.records import SwapRecord
+    from runtime_torch.replay import StepResult
+    from runtime_torch.timeline import OpTime
 
     Tell = Callable[[RunEvent], None]
     Failed = Callable[[BaseException], None]
@@ -104,8 +104,7 @@ def _meet(place: Place, timeout_s: float, on_failure: Failed) -> Store:
     try:
         store, _, _ = next(rendezvous(place.meet, place.rank, place.world, timeout=timedelta(seconds=allowed)))
     except (RuntimeError, ValueError) as error:
-        what = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise RunFailed(f"rank {place.rank} did not meet the other ranks: {what}") from error
+        raise RunFailed(f"rank {place.rank} did not meet the other ranks: {first_line(error)}") from error
     finally:
         timer.cancel()
     store.set_timeout(timedelta(seconds=timeout_s))
@@ -182,10 +181,6 @@ class _Session(ABC):
     def step(self) -> StepResult:
         """One step on this rank."""
 
-    @abstractmethod
-    def promised_bytes(self) -> int:
-        """The plan's peak of activation bytes on this rank."""
-
     def _one_step(self, number: int) -> None:
         dist.barrier(group=self.control)
         result = self.step()
@@ -223,18 +218,14 @@ class _Session(ABC):
 
     def _trace(self) -> None:
         """Tell the ops of all ranks as one trace."""
-        mine = [[(op.op_id, op.lane, op.start_ns, op.end_ns) for op in result.ops] for result in self._results]
+        steps = gathered(self._results, self.control)
         if not self.one_host:  # clocks differ: each rank's step starts at the same moment
-            starts = [result.start_ns for result in self._results]
-            mine = [[(i, lane, s - t, e - t) for i, lane, s, e in ops] for ops, t in zip(mine, starts, strict=True)]
-        found = [mine] * dist.get_world_size(self.control)
-        dist.all_gather_object(found, mine, group=self.control)
+            steps = [[_from_its_start(ran) for ran in ranks] for ranks in steps]
         if self.rank == 0:
-            steps = list(zip(*found, strict=True))
             text = chrome_trace(self._eras(steps), self.time_scale, [asdict(swap) for swap in self._swaps()])
             self.tell({"event": "trace", "text": text})
 
-    def _eras(self, steps: list[tuple[list[Ran], ...]]) -> list[tuple[ir.Schedule, list[tuple[list[Ran], ...]]]]:
+    def _eras(self, steps: Steps) -> list[tuple[ir.Schedule, Steps]]:
         """Return the schedules in turn with their steps."""
         ends = [first for first, _ in self._begins[1:]] + [len(steps)]
         return [(one, steps[first:end]) for (first, one), end in zip(self._begins, ends, strict=True) if first < end]
@@ -271,9 +262,9 @@ class _Session(ABC):
         plan, mine = schedule.devices[self.rank], self._results[first:]
         return RankReport(
             rank=self.rank,
-            stages=[stage.stage for stage in schedule.stages if stage.device == self.rank],
+            stages=[stage.stage for stage in schedule.stages_of(self.rank)],
             peak_activation_bytes=max((result.peak_activation_bytes for result in mine), default=0),
-            promised_activation_bytes=self.promised_bytes(),
+            promised_activation_bytes=schedule.activation_bytes(self.rank),
             peak_host_bytes=max((result.peak_host_bytes for result in mine), default=0),
             promised_host_bytes=plan.host_bytes,
             busy_ns=median([result.busy_ns for result in timed] or [0]),
@@ -291,6 +282,11 @@ class _Session(ABC):
                 measured[kind] = measured.get(kind, 0) + (op.end_ns - op.start_ns) / len(timed)
                 planned[kind] = planned.get(kind, 0) + forecast[op.op_id] * self.time_scale / len(timed)
         return {kind: KindTime(measured[kind], planned[kind]) for kind in measured}
+
+
+def _from_its_start(ran: list[OpTime]) -> list[OpTime]:
+    start = min(op.start_ns for op in ran)
+    return [op.later(-start) for op in ran]
 
 
 def _collect_garbage(*, first: bool) -> None:
@@ -314,7 +310,7 @@ class _Training(_Session):
         if (found := models.layer_count(model)) != self.schedule.setup.layers:
             raise BadInput(f"the model has {found} layers, the schedule is for {self.schedule.setup.layers}")
         torch.manual_seed(self.job.seed + self.rank)
-        mine = [stage.layers for stage in self.schedule.stages if stage.device == self.rank]
+        mine = [stage.layers for stage in self.schedule.stages_of(self.rank)]
         layers: dict[int, nn.Module] = {}
         for first, end in mine:
             layers.update(zip(range(first, end), models.build(model, range(first, end)), strict=True))
@@ -352,10 +348,6 @@ class _Training(_Session):
         self._optimizer.zero_grad()
         return result
 
-    def promised_bytes(self) -> int:
-        """As the schedule says."""
-        return self._runner.promised_activation_bytes
-
     def _batch(self, generator: torch.Generator) -> Batch:
         inputs, target = self._draw(generator, self.schedule.setup.microbatches)
         return tuple(tensor.to(self.device) for tensor in inputs), target.to(self.device)
@@ -370,28 +362,9 @@ class _Rehearsal(_Session):
         """Set up the clocks and meters."""
         schedule, scale = self.schedule, self.job.time_scale
         self.time_scale = rehearsal.auto_scale(schedule) if scale is None else scale
-        meter, host_meter = Meter(), Meter()
-        device = rehearsal.RehearsedDevice(schedule, self.rank, self.time_scale, meter, host_meter)
-        mine = [stage.stage for stage in schedule.stages if stage.device == self.rank]
-        self._steps = Steps(
-            schedule,
-            {index: rehearsal.RehearsedStage(device, index) for index in mine},
-            lambda *_: rehearsal.BOUNDARY,
-            group=None,
-            on=self.device,
-            meter=meter,
-            host_meter=host_meter,
-            message_bytes=partial(rehearsal.message_bytes, schedule),
-            on_arrival=device.arrive,
-            on_failure=self.on_failure,
-        )
+        self._replay = rehearsal.replay(schedule, self.rank, self.time_scale, self.on_failure)
 
     def step(self) -> StepResult:
         """One rehearsed step."""
-        count, slices = self.schedule.setup.microbatches, self.schedule.setup.slices
-        batch = torch.zeros(count * slices, 2, dtype=torch.float64).unbind()
-        return self._steps.step(batch, batch, [Microbatch(1 / count)] * count * slices)
-
-    def promised_bytes(self) -> int:
-        """As the schedule says."""
-        return self._steps.promised_activation_bytes
+        batch = rehearsal.batch(self.schedule)
+        return self._replay.step(batch, batch)

@@ -12,23 +12,21 @@ import msgspec
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import range_name
-from optpipe_compiler.export.memory import timed_ops
 from optpipe_compiler.forecast.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from runtime_torch.timeline import OpTime
+
 TraceEvent = dict[str, Any]
-Ran = tuple[str, str, int, int]
-"""Op id, lane, start and end in ns of the machine's monotonic clock."""
 
 FORMAT = "optpipe-trace"
 LANES = ("compute", "d2h", "h2d")
-_KINDS = {"offload": "d2h", "reload": "h2d"}
 
 
 def chrome_trace(
-    eras: Sequence[tuple[ir.Schedule, Sequence[Sequence[Sequence[Ran]]]]],
+    eras: Sequence[tuple[ir.Schedule, Sequence[Sequence[Sequence[OpTime]]]]],
     time_scale: float = 1.0,
     swaps: Sequence[dict[str, Any]] = (),
 ) -> str:
@@ -41,7 +39,7 @@ def chrome_trace(
     schedule = eras[-1][0]
     events, first = list(_names(schedule)), 0
     for number, (one, steps) in enumerate(eras):
-        ops = {op.id: op for device in one.devices for op in (*device.compute, *device.d2h, *device.h2d)}
+        ops = {op.id: op for device in one.devices for op in device.ops}
         table = Table(one)
         if number:
             events.append(_mark(one, first, _start(steps[0]) - origin))
@@ -80,7 +78,7 @@ def _mark(schedule: ir.Schedule, step: int, shift: int) -> TraceEvent:
     return {"ph": "i", "s": "g", "name": "swap", "pid": 0, "tid": 0, "ts": shift / 1000, "args": about}
 
 
-def _start(devices: Sequence[Sequence[Ran]]) -> int:
+def _start(devices: Sequence[Sequence[OpTime]]) -> int:
     return min(start for ran in devices for _, _, start, _ in ran)
 
 
@@ -88,7 +86,7 @@ def _names(schedule: ir.Schedule) -> Iterator[TraceEvent]:
     """Name and order processes (devices) and threads (lanes); lanes without ops get no thread."""
     for device in schedule.devices:
         number = device.device
-        stages = ", ".join(str(stage.stage) for stage in schedule.stages if stage.device == number)
+        stages = ", ".join(str(stage.stage) for stage in schedule.stages_of(number))
         yield _about("process_name", number, 0, name=f"device {number}: stages {stages}")
         yield _about("process_sort_index", number, 0, sort_index=number)
         for lane in LANES:
@@ -108,22 +106,20 @@ def _thread(lane: str) -> int:
 
 def _forecast(schedule: ir.Schedule, device: int, step: int, shift: int, scale: float) -> Iterator[TraceEvent]:
     """Yield what was forecast for a step; named so that no reader takes it for a measured op."""
-    for op, start, end in timed_ops(schedule, device):
-        if isinstance(op, ir.MessageOp):
-            continue
+    for _, lane, op, start, end in schedule.timed(device):
         yield {
             "ph": "X",
             "name": f"forecast {_name(op)}",
             "cat": "forecast",
             "pid": device,
-            "tid": _thread(_KINDS.get(op.name, "compute")),
+            "tid": _thread(lane),
             "ts": (shift + start * scale) / 1000,
             "dur": (end - start) * scale / 1000,
             "args": {"forecast": op.id, "step": step},
         }
 
 
-def _measured(table: Table, op: ir.Op, device: int, step: int, ran: Ran, origin: int) -> TraceEvent:
+def _measured(table: Table, op: ir.Op, device: int, step: int, ran: OpTime, origin: int) -> TraceEvent:
     _, lane, start, end = ran
     about: dict[str, Any] = {"op": op.id, "kind": op.name, "stage": op.stage, "microbatch": op.microbatch, "step": step}
     if op.slice_or_none is not None:

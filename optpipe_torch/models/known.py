@@ -3,88 +3,27 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
 
 from optpipe_compiler.costs.models import Architecture
 from optpipe_compiler.errors import BadInput
-from optpipe_torch.models import user_model
+from optpipe_torch.models import layers, user_model
+from optpipe_torch.models.user_functions import OWN
 from runtime_torch.bundles import Bundle
-from runtime_torch.selective import cheap
-from runtime_torch.slices import WHOLE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from optpipe_compiler.documents.profile import Model
     from optpipe_torch.models.user_model import Batch, UserModel
-    from runtime_torch.bundles import Boundary
-    from runtime_torch.slices import Carry
     from runtime_torch.ties import Names
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BYTE_VALUES = 256
-
-
-class Embedding(nn.Module):
-    """Byte and learned position embeddings: tokens (batch, sequence) int64 to (batch, sequence, hidden)."""
-
-    def __init__(self, vocab: int, sequence: int, hidden: int) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(vocab, hidden)
-        self.positions = nn.Embedding(sequence, hidden)
-
-    def forward(self, x: Tensor, *, carry: Carry = WHOLE) -> Tensor:
-        """Add the two embeddings."""
-        positions = torch.arange(carry.start, carry.start + x.shape[1], device=x.device)
-        return self.tokens(x) + self.positions(positions)  # type: ignore[no-any-return]
-
-
-class Block(nn.Module):
-    """One pre-norm transformer block: causal self-attention, then a GELU MLP four times as wide."""
-
-    def __init__(self, hidden: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.attention_norm = nn.LayerNorm(hidden)
-        self.qkv = nn.Linear(hidden, 3 * hidden)
-        self.projection = nn.Linear(hidden, hidden)
-        self.mlp_norm = nn.LayerNorm(hidden)
-        self.up = nn.Linear(hidden, 4 * hidden)
-        self.down = nn.Linear(4 * hidden, hidden)
-
-    def forward(self, x: Tensor, *, carry: Carry = WHOLE) -> Tensor:
-        """Map (batch, sequence, hidden) to the same shape."""
-        x = x + self.attend(self.attention_norm(x), carry)
-        return x + self.down(cheap(F.gelu, self.up(self.mlp_norm(x))))  # type: ignore[no-any-return]
-
-    def attend(self, x: Tensor, carry: Carry) -> Tensor:
-        """Causal self-attention over the sequence."""
-        batch, sequence, hidden = x.shape
-        qkv = self.qkv(x).view(batch, sequence, 3, self.heads, hidden // self.heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = carry.attend(query, key, value)
-        return self.projection(mixed.transpose(1, 2).reshape(batch, sequence, hidden))  # type: ignore[no-any-return]
-
-
-class Head(nn.Module):
-    """Final norm, projection onto the vocabulary, and the loss."""
-
-    sliceable = True
-
-    def __init__(self, hidden: int, vocab: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(hidden)
-        self.logits = nn.Linear(hidden, vocab, bias=False)
-
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        """Return the mean cross-entropy (a scalar) of the next-byte predictions against `target` (batch, sequence)."""
-        return F.cross_entropy(self.logits(self.norm(x)).flatten(0, 1), target.flatten())
 
 
 def build(model: Model, indices: range | None = None, on: torch.device | None = None) -> list[nn.Module]:
@@ -104,11 +43,11 @@ def each(model: Model, indices: range | None = None, on: torch.device | None = N
     """Yield what `build` returns; layers that functions make are made one at a time."""
     dtype = _dtype(model)
     if model.builder not in OWN:
-        layers = _user(model).layers
-        for index in range(len(layers)) if indices is None else indices:
-            yield user_model.made(model, index, layers[index]).to(dtype)
+        own = _user(model).layers
+        for index in range(len(own)) if indices is None else indices:
+            yield user_model.made(model, index, own[index]).to(dtype)
         return
-    makers = OWN[model.builder](model)
+    makers = _makers(model)
     for index in range(len(makers)) if indices is None else indices:
         with nullcontext() if on is None else on:
             layer = _seeded(model.seed, index, makers[index]).to(dtype)
@@ -126,12 +65,12 @@ def tied_layers(model: Model) -> list[tuple[str, int] | None]:
     A layer with several ties has that of its largest parameter.
     """
     found: list[tuple[str, int] | None] = [None] * layer_count(model)
-    layers = [] if model.builder in OWN else _user(model).layers
+    own = [] if model.builder in OWN else _user(model).layers
     dtype = _dtype(model)
     for tie in ties(model):
         for index, path in ((int(prefix), path) for prefix, _, path in (name.partition(".") for name in tie)):
             with torch.random.fork_rng(devices=[]):
-                parameters = dict(user_model.sketched(model, index, layers[index]).named_parameters())
+                parameters = dict(user_model.sketched(model, index, own[index]).named_parameters())
             nbytes = parameters[path].numel() * dtype.itemsize if path in parameters else 0
             known = found[index]
             if known is None or known[1] < nbytes:
@@ -141,7 +80,7 @@ def tied_layers(model: Model) -> list[tuple[str, int] | None]:
 
 def layer_count(model: Model) -> int:
     """Return how many layers the model has."""
-    return len(OWN[model.builder](model) if model.builder in OWN else _user(model).layers)
+    return len(_makers(model) if model.builder in OWN else _user(model).layers)
 
 
 def layer_names(model: Model) -> list[str]:
@@ -150,28 +89,22 @@ def layer_names(model: Model) -> list[str]:
     A user's layers are of one kind if torch prints them alike, their parameters have the same shapes, and so have what
     enters and leaves them; the first and the last layer are kinds of their own.
     """
-    if model.builder == "transformer":
-        from optpipe_torch.models.layers import kind_of
-
-        return [kind_of(title, _architecture(model)) for title in layer_titles(model)]
     if model.builder in OWN:
-        return ["embedding", *["block"] * _size(model, "layers"), "head"]
+        return [layers.kind_of(title, _architecture(model)) for title in layer_titles(model)]
     return user_model.kinds(model, _user(model), bundles(model))
 
 
 def layer_titles(model: Model) -> list[str]:
     """Return the name of each layer: that of its kind, `head.3` for a part of the head, `block.3.mlp` for a half."""
-    if model.builder == "transformer":
+    if model.builder in OWN:
         return [title for title, (count, _) in _named_makers(model).items() for _ in range(count)]
     return layer_names(model)
 
 
 def layer_chains(model: Model) -> list[str | None]:
     """Return, for each layer, which of the others pass on what it passes on, beside those of its kind (Layer.chain)."""
-    if model.builder == "transformer":
-        from optpipe_torch.models.layers import chain_of
-
-        return [chain_of(title) for title in layer_titles(model)]
+    if model.builder in OWN:
+        return [layers.chain_of(title) for title in layer_titles(model)]
     return [None] * layer_count(model)
 
 
@@ -180,22 +113,12 @@ def parameter_bytes(model: Model) -> list[int]:
     dtype = _dtype(model)
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         if model.builder in OWN:
-            makers = OWN[model.builder](model)
+            makers = _makers(model)
             made = {make: make() for make in dict.fromkeys(makers)}
-            layers = [made[make] for make in makers]
+            found = [made[make] for make in makers]
         else:
-            layers = [user_model.sketched(model, index, one) for index, one in enumerate(_user(model).layers)]
-    return [sum(p.numel() for p in layer.parameters()) * dtype.itemsize for layer in layers]
-
-
-def boundary(model: Model, layer_index: int) -> Boundary:
-    """Return shape and dtype of the tensor that leaves a layer for one microbatch; the last layer's is the loss."""
-    return boundaries(model)[layer_index]
-
-
-def boundaries(model: Model) -> list[Boundary]:
-    """Return `boundary` of all layers; of layers that return several tensors, that of the one that carries them."""
-    return [bundle.boundary for bundle in bundles(model)[1:]]
+            found = [user_model.sketched(model, index, one) for index, one in enumerate(_user(model).layers)]
+    return [sum(p.numel() for p in layer.parameters()) * dtype.itemsize for layer in found]
 
 
 def bundles(model: Model) -> list[Bundle]:
@@ -204,13 +127,8 @@ def bundles(model: Model) -> list[Bundle]:
         return user_model.bundles(model, _user(model), _dtype(model))
     batch, sequence, dtype = model.microbatch_size, model.sequence_length, _dtype(model)
     tokens = Bundle((((batch, sequence), torch.int64),))
-    if model.builder == "gpt":
-        hidden = Bundle((((batch, sequence, _size(model, "hidden")), dtype),))
-        return [tokens, *[hidden] * (layer_count(model) - 1), Bundle((((), dtype),))]
-    from optpipe_torch.models.layers import border
-
     architecture = _architecture(model)
-    return [tokens, *(border(title, architecture, batch, sequence, dtype) for title in layer_titles(model))]
+    return [tokens, *(layers.border(title, architecture, batch, sequence, dtype) for title in layer_titles(model))]
 
 
 def batches(model: Model, data: bytes) -> Callable[[torch.Generator, int], Batch]:
@@ -240,39 +158,45 @@ def batch(model: Model, data: bytes, generator: torch.Generator, microbatches: i
     return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
 
-def _gpt(model: Model) -> list[Callable[[], nn.Module]]:
-    """Return what makes each layer of the GPT: nothing is allocated until it is called."""
-    hidden, heads, vocab = (_size(model, key) for key in ("hidden", "heads", "vocab"))
-    if hidden % heads:
-        raise BadInput(f"$.model.config.heads is {heads}, expected a divisor of hidden ({hidden})")
-    if vocab < BYTE_VALUES:
-        raise BadInput(f"$.model.config.vocab is {vocab}, expected at least {BYTE_VALUES}, one per byte value")
-    return [
-        partial(Embedding, vocab, model.sequence_length, hidden),
-        *[partial(Block, hidden, heads)] * _size(model, "layers"),
-        partial(Head, hidden, vocab),
-    ]
-
-
-def _transformer(model: Model) -> list[Callable[[], nn.Module]]:
-    """Return what makes each layer of a known architecture (costs/models.py), whose fields are the model's config."""
+def _makers(model: Model) -> list[Callable[[], nn.Module]]:
+    """Return what makes each layer of a known architecture: nothing is allocated until it is called."""
     return [make for count, make in _named_makers(model).values() for _ in range(count)]
 
 
 def _named_makers(model: Model) -> dict[str, tuple[int, Callable[[], nn.Module]]]:
-    from optpipe_torch.models.layers import makers
+    return layers.makers(_architecture(model), model.sequence_length)
 
-    return makers(_architecture(model), model.sequence_length)
+
+def _gpt(model: Model) -> Architecture:
+    """Return the GPT over bytes: GPT-2's layers with feed-forward layers four times as wide, without dropout."""
+    hidden, heads = _size(model, "hidden"), _size(model, "heads")
+    if hidden % heads:
+        raise BadInput(f"$.model.config.heads is {heads}, expected a divisor of hidden ({hidden})")
+    return Architecture(
+        kind="gpt2",
+        layers=_size(model, "layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        ffn=4 * hidden,
+        vocab=_size(model, "vocab"),
+        positions=model.sequence_length,
+        qkv_bias=True,
+    )
 
 
 def _architecture(model: Model) -> Architecture:
-    """Return the architecture; raise BadInput where the config gives none that can be trained."""
+    """Return the architecture, whose fields (costs/models.py) are the config of a transformer; raise BadInput where the
+    config gives none that can be trained."""
     try:
-        architecture = msgspec.convert(model.config, Architecture)
+        architecture = _gpt(model) if model.builder == "gpt" else msgspec.convert(model.config, Architecture)
     except msgspec.ValidationError as error:
         raise BadInput(f"$.model.config: {error}") from error
     if architecture.vocab < BYTE_VALUES:
-        raise BadInput(f"$.model.config.vocab is {architecture.vocab}, expected at least {BYTE_VALUES}")
+        raise BadInput(
+            f"$.model.config.vocab is {architecture.vocab}, expected at least {BYTE_VALUES}, one per byte value"
+        )
     if architecture.positions and model.sequence_length > architecture.positions:
         raise BadInput(
             f"$.model.sequence_length is {model.sequence_length}, expected at most the positions of the model "
@@ -282,11 +206,6 @@ def _architecture(model: Model) -> Architecture:
         if not 1 <= parts <= architecture.vocab:
             raise BadInput(f"$.model.config.{name} is {parts}, expected 1 to the vocabulary ({architecture.vocab})")
     return architecture
-
-
-OWN: dict[str, Callable[[Model], list[Callable[[], nn.Module]]]] = {"gpt": _gpt, "transformer": _transformer}
-"""The models that come with the package: an embedding, blocks, a head; embedding and head whole or in parts, blocks
-whole or in halves."""
 
 
 def _size(model: Model, key: str) -> int:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
 
+from optpipe_torch.models import vocabulary
 from optpipe_torch.models.layer_kernels import (
     drop,
     flash_attention,
@@ -23,7 +24,6 @@ from optpipe_torch.models.layer_kernels import (
     rms_norm,
     scatter_sequence,
 )
-from runtime_torch import vocabulary
 from runtime_torch.bundles import Bundle
 from runtime_torch.selective import cheap
 from runtime_torch.slices import WHOLE

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 OWN = ("gpt", "transformer")
-"""The builders that come with the package (models.py)."""
+"""The builders that come with the package (known.py): a GPT over bytes, and known architectures."""
 INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 _allowed: set[str] = set()

@@ -16,6 +16,7 @@ from optpipe_compiler.errors import BadInput
 from optpipe_torch.launch.worker import settle_on_cpu
 from optpipe_torch.models import known as models
 from optpipe_torch.models import text
+from optpipe_torch.models.user_functions import OWN
 from optpipe_torch.profiler.copies import time_copies
 from optpipe_torch.profiler.layers import (
     Benches,
@@ -30,7 +31,7 @@ from optpipe_torch.profiler.layers import (
 from optpipe_torch.profiler.records import Findings, LayerBytes, Messages, Times, available_memory
 from optpipe_torch.profiler.slices import slice_bytes, sliced_bench, time_slices
 from optpipe_torch.profiler.spread import steadiest
-from optpipe_torch.profiler.timer import CpuTimer
+from optpipe_torch.profiler.timer import Timer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from optpipe_compiler.documents.profile import Model
     from optpipe_torch.launch.job import Place
     from optpipe_torch.profiler.layers import Bench
-    from optpipe_torch.profiler.timer import Timer
 
 GROUP_TIMEOUT = timedelta(seconds=120)
 MOST_EQUAL = 4
@@ -101,7 +101,7 @@ def _joined(place: Place, *, on_gpu: bool) -> Iterator[Timer]:
 def _timer(gpu: int | None) -> Timer:
     if gpu is None:
         settle_on_cpu()
-        return CpuTimer()
+        return Timer()
     from optpipe_torch.profiler.cuda import CudaTimer
 
     return CudaTimer(gpu)
@@ -158,7 +158,7 @@ def _find(timer: Timer, place: Place, model: Model, samples: int, say: Callable[
         copies_alone,
         kind=timer.kind,
         memory=timer.memory(),
-        titles=models.layer_titles(model) if model.builder in models.OWN else [],
+        titles=models.layer_titles(model) if model.builder in OWN else [],
         host_link=timer.host_link,
         host_memory_bytes=available_memory(),
         sliced=sliced_times,

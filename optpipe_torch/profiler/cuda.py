@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from optpipe_torch.profiler.copies import stream_lanes
+from optpipe_torch.profiler.timer import Timer
 from optpipe_torch.profiler.topology import pci_address, root_port
 from runtime_torch.cuda import Cuda, pinned
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from contextlib import AbstractContextManager
 
     from runtime_torch.execution import StageExecution
     from runtime_torch.lanes import LaneOps, Lanes
@@ -30,7 +30,7 @@ LEAD_SIZE = 2048
 """Rows and columns of the matrices that are multiplied meanwhile."""
 
 
-class CudaTimer:
+class CudaTimer(Timer):
     """One GPU of this machine.
 
     An op's time is that between two events around it on the compute stream, as in a run (`timeline.py`). The host does
@@ -63,9 +63,10 @@ class CudaTimer:
         end.record()
         self._under_way.append((into, start, end))
 
-    def busy(self, into: list[int]) -> AbstractContextManager[None]:
+    @contextmanager
+    def busy(self, into: list[int]) -> Iterator[None]:
         """Messages are on a stream of their own."""
-        return nullcontext()
+        yield
 
     def settle(self) -> None:
         """Wait for the device, then read the events."""

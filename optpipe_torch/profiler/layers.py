@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from optpipe_torch.models import known as models
-from optpipe_torch.profiler.records import LayerBytes, SelectiveBytes, Times
+from optpipe_torch.models.user_functions import OWN
+from optpipe_torch.profiler.records import TIMED, LayerBytes, SelectiveBytes, Times
 from runtime_torch.bundles import bundled
 from runtime_torch.execution import StageExecution
 from runtime_torch.microbatch import takes_target
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from optpipe_torch.profiler.timer import Timer
     from runtime_torch.bundles import Bundle
 
-OPS = ("forward", "backward_input", "backward_weight", "backward", "recompute")
 WARM_UP = 2
 """Rounds before the samples: allocator, caches, gradients' buffers."""
 LEAST, MOST_S = 3, 40.0
@@ -68,7 +68,7 @@ class Benches:
         self._names = models.layer_names(model)
         self._entering = self._entering_kinds()
         self._gradients: dict[Bundle, Tensor] = {}
-        if model.builder in models.OWN:
+        if model.builder in OWN:
             self._pass_back()
 
     def _pass_back(self) -> None:
@@ -97,7 +97,7 @@ class Benches:
 
     def _in_turn(self) -> Iterator[tuple[int, nn.Module | None]]:
         """Yield the layers before the last, one at a time; None for blocks of models of our own, and their halves."""
-        if self.model.builder not in models.OWN:
+        if self.model.builder not in OWN:
             yield from islice(enumerate(models.each(self.model, None, self.device)), self.head)
             return
         for index, name in enumerate(self._names[: self.head]):
@@ -193,13 +193,13 @@ def time_ops(
     With `lead`, the time is the device's alone, however long the host takes to issue an op (`Timer.lead`).
     Yield the part that is done, 0 to 1, after each round.
     """
-    times.update({op: [] for op in OPS})
+    times.update({op: [] for op in TIMED})
     rounds = WARM_UP + max(1, -(-samples // len(benches)))
     begin = time.monotonic()
     for index in range(rounds):
         if index >= WARM_UP + LEAST and time.monotonic() - begin > MOST_S:
             return
-        into = times if index >= WARM_UP else {op: [] for op in OPS}
+        into = times if index >= WARM_UP else {op: [] for op in times}
         if lead:
             timer.lead()
         _recompute_round(timer, benches, into)

@@ -18,6 +18,7 @@ from optpipe_compiler.documents.profile import Model
 from optpipe_compiler.errors import BadInput, MissingDependency, OptPipeError, RunFailed
 from optpipe_compiler.processes import Ended, Processes
 from optpipe_torch.launch.job import Place, gpu_count, place_from_environment, ranks_here, shares_of_cores
+from optpipe_torch.launch.run import context
 from optpipe_torch.models.user_functions import allow
 from optpipe_torch.profiler.records import assemble
 
@@ -118,7 +119,7 @@ def _need_torch() -> None:
 
 def layout_of(options: MeasureOptions, gpus: int = 0) -> Arrangement:
     """Return one process per device, but not more than GPUs, or than cores (two at least: messages need a pair)."""
-    for option, value in (("--devices", options.devices), ("--layers", options.layers), ("samples", options.samples)):
+    for option, value in (("--devices", options.devices), ("--layers", options.layers), ("--samples", options.samples)):
         if value is not None and value < 1:
             raise BadInput(f"{option} is {value}, expected at least 1")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -146,7 +147,8 @@ def _run_processes(
     """Return what the processes found by rank; raise the error of one, or RunFailed when one is gone or late."""
     deadline = time.monotonic() + options.timeout_s
     found: dict[int, Findings] = {}
-    with tempfile.TemporaryDirectory(prefix="optpipe-profile-") as folder, Processes() as processes:
+    how = context(training=False)
+    with tempfile.TemporaryDirectory(prefix="optpipe-profile-") as folder, Processes(how) as processes:
         ranks = range(layout.processes)
         for rank in ranks:
             processes.start(_measure, rank, layout, options, str(Path(folder) / "store"))

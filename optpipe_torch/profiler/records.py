@@ -26,10 +26,13 @@ from optpipe_compiler.documents.profile import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from optpipe_compiler.documents.profile import Cost
 
+OPS = ("forward", "backward_input", "backward_weight", "backward")
+"""The compute ops of a layer, the backward in halves and fused."""
+TIMED = (*OPS, "recompute")
 Times = dict[str, list[int]]
 """Samples in ns by op: forward, backward_input, backward_weight, backward, recompute."""
 
@@ -87,15 +90,17 @@ class LayerBytes:
     sliced: SlicedBytes | None = None
     """In slices; None: the layer does not say that it can be sliced."""
 
-    def costs(self, cost: Callable[[int], Cost]) -> dict[str, Any]:
-        """Return the byte figures of a profile's `Layer`, each as `cost` makes it."""
+    def layer(self, name: str, count: int, times: Mapping[str, Cost], cost: Callable[[int], Cost]) -> Layer:
+        """Return the profile's record of `count` equal layers with these bytes, each as `cost` makes it, and with these
+        times in ns by op; `selective` is what selective recompute takes."""
         whole = ("saved", "residue", "captured", "checkpoint", "output", "static", *(["shared"] if self.shared else []))
-        ops = ("forward", "backward_input", "backward_weight", "backward")
-        found = {f"{name}_bytes": cost(getattr(self, name)) for name in whole}
-        return found | {f"{op}_transient_bytes": cost(self.transient[op]) for op in ops}
+        figures: dict[str, Any] = {f"{one}_bytes": cost(getattr(self, one)) for one in whole}
+        figures |= {f"{op}_transient_bytes": cost(self.transient[op]) for op in OPS}
+        figures |= {f"{op}_ns": times[op] for op in TIMED}
+        selective = self._selective(cost, times.get("selective", 0))
+        return Layer(name=name, count=count, chain=self.chain, selective=selective, **figures)
 
-    def selective_costs(self, cost: Callable[[int], Cost], recompute_ns: Cost) -> Selective | None:
-        """Return the profile's record of selective recompute, which takes `recompute_ns`."""
+    def _selective(self, cost: Callable[[int], Cost], recompute_ns: Cost) -> Selective | None:
         if self.selective is None:
             return None
         least = max(self.checkpoint, self.shared)
@@ -248,22 +253,12 @@ def _title(model: Model) -> str:
 def _layer(name: str, count: int, times: Times, sizes: LayerBytes, overhead_ns: int, *, is_first: bool) -> Layer:
     """Return the record of `count` equal layers; the overhead of an op is counted in the machine, not here."""
 
-    def net(op: str) -> Quantity:
-        return quantity(max(0, t - overhead_ns) for t in times[op])
-
-    return Layer(
-        name=name,
-        count=count,
-        forward_ns=net("forward"),
-        # nothing is before the first layer: its input has no gradient, and all of its backward is in W
-        backward_input_ns=Quantity(value=0, source="estimated") if is_first else net("backward_input"),
-        backward_weight_ns=net("backward_weight"),
-        backward_ns=net("backward"),
-        recompute_ns=net("recompute"),
-        chain=sizes.chain,
-        selective=sizes.selective_costs(_once, quantity(times["selective"]) if sizes.selective else 0),
-        **sizes.costs(_once),
-    )
+    net = {op: quantity(max(0, t - overhead_ns) for t in times[op]) for op in TIMED}
+    if is_first:  # nothing is before it: its input has no gradient, and all of its backward is in W
+        net["backward_input"] = _estimated(0)
+    if sizes.selective:
+        net["selective"] = quantity(times["selective"])
+    return sizes.layer(name, count, net, _once)
 
 
 def _sliceable(
@@ -276,7 +271,7 @@ def _sliceable(
     assert sizes.sliced is not None
     sliced = sizes.sliced
     attention, more = {}, {}
-    for op in ("forward", "backward_input", "backward_weight", "backward"):
+    for op in OPS:
         names = [sample_name(op, k) for k in (None, *range(len(spans)))]
         beside, *found = [quantity(max(0, t - overhead_ns) for t in times[name]) for name in names]
         known, whole = value_of(getattr(layer, f"{op}_ns") or 0), beside.value if _has_op(layer, op) else 0

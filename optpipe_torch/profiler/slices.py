@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 from optpipe_compiler.errors import BadInput
 from optpipe_torch.profiler.layers import LEAST, MOST_S, WARM_UP
-from optpipe_torch.profiler.records import SlicedBytes, sample_name, slice_spans
-from runtime_torch.microbatch import Microbatch, entered
-from runtime_torch.slices import Slice, is_sliceable
+from optpipe_torch.profiler.records import OPS, SlicedBytes, sample_name, slice_spans
+from runtime_torch.microbatch import Microbatch, Slice, entered
+from runtime_torch.slices import is_sliceable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -46,9 +46,7 @@ class SlicedBench:
 
     def forward(self, index: int) -> object:
         """F of a slice."""
-        starts = tuple(begin for begin, _ in self.spans)
-        with self._entered(index) as share:
-            part = Slice(0, index, starts, share, self.whole_target)
+        with self._entered(index) as part:
             return self.bench.stage.forward(index, self.xs[index], self.targets[index], part=part)
 
     def backward(self, index: int) -> object:
@@ -66,11 +64,12 @@ class SlicedBench:
         self.bench.stage.backward_weight(index)
 
     @contextmanager
-    def _entered(self, index: int) -> Iterator[float]:
+    def _entered(self, index: int) -> Iterator[Slice]:
         begin, end = self.spans[index]
-        share = (end - begin) / self.tokens
-        with entered(Microbatch(tokens=end - begin, share=share)):
-            yield share
+        starts = tuple(start for start, _ in self.spans)
+        part = Slice(0, index, starts, (end - begin) / self.tokens, self.whole_target)
+        with entered(Microbatch(tokens=end - begin, slice=part)):
+            yield part
 
 
 def sliced_bench(benches: Benches, index: int) -> SlicedBench | None:
@@ -160,8 +159,7 @@ def _transient_bytes(timer: Timer, sliced: SlicedBench, sizes: LayerBytes, into:
 def time_slices(timer: Timer, sliced: Sequence[SlicedBench], samples: int) -> Times:
     """Time every op of every slice on equal layers in turn, as `time_ops` does; samples by op and slice."""
     count = len(sliced[0].spans)
-    ops = ("forward", "backward_input", "backward_weight", "backward")
-    times: Times = {sample_name(op, index): [] for op in ops for index in (None, *range(count))}
+    times: Times = {sample_name(op, index): [] for op in OPS for index in (None, *range(count))}
     begin = time.monotonic()
     for turn in range(WARM_UP + samples):
         if turn >= WARM_UP + LEAST and time.monotonic() - begin > MOST_S / 2:

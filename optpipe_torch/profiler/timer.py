@@ -1,4 +1,4 @@
-"""What measuring needs of a device: its clock, its memory, its lanes and its messages. The CPU's is here."""
+"""What measuring needs of a device: its clock, its memory, its lanes and its messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import time
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -16,7 +16,6 @@ from runtime_torch.lanes import ThreadLanes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
-    from contextlib import AbstractContextManager
 
     import torch.distributed as dist
 
@@ -24,93 +23,52 @@ if TYPE_CHECKING:
     from runtime_torch.lanes import LaneOps, Lanes
 
 
-class Timer(Protocol):
-    """All in which measuring differs from one kind of device to another."""
-
-    device: torch.device
-    kind: str
-    """As the profile names it."""
-    host_link: str | None
-    """Names the link by which the device reaches its host, among those of all hosts; None: not known."""
-    group: dist.ProcessGroup | None
-    """Carries messages between devices; None: the default group."""
-
-    def join(self, processes: int) -> None:
-        """Make the group for messages; called by all processes when they have met."""
-        ...
-
-    def timed(self, into: list[int]) -> AbstractContextManager[None]:
-        """Within: one op, whose ns are in `into` after the next `settle`."""
-        ...
-
-    def busy(self, into: list[int]) -> AbstractContextManager[None]:
-        """Within: messages; the ns that they keep the compute lane busy are in `into`. Nothing, if they run beside."""
-        ...
-
-    def settle(self) -> None:
-        """Wait for all ops that were timed."""
-        ...
-
-    def lead(self) -> None:
-        """Occupy the device for longer than the host takes to issue what follows, so that its time is the device's."""
-        ...
-
-    def peaks(self, ops: Mapping[str, Callable[[], object]]) -> dict[str, int]:
-        """Run the ops in order; return by how many bytes the allocator rises at most during each, over its start.
-
-        What an op returns lives until its end.
-        """
-        ...
-
-    def lanes(self, stage: StageExecution, host_bytes: int) -> Callable[[LaneOps], Lanes]:
-        """Let the stage offload up to `host_bytes` as in a run, from its next forward on; return its lanes' maker."""
-        ...
-
-    def room_bytes(self, processes: int) -> int:
-        """Memory that this process may fill with one thing, where `processes` stand on the host."""
-        ...
-
-    def memory(self) -> tuple[int, int] | None:
-        """Return the device's bytes, and those taken while the process holds no tensor; None: it uses the host's."""
-        ...
-
-
-class CpuTimer:
-    """A core of the host: what an op takes is what its call takes."""
+class Timer:
+    """All in which measuring differs from one kind of device to another; here a core of the host, where what an op
+    takes is what its call takes. `cuda.CudaTimer` is a GPU's."""
 
     kind = "cpu"
+    """As the profile names it."""
     host_link: str | None = None
+    """Names the link by which the device reaches its host, among those of all hosts; None: not known."""
     group: dist.ProcessGroup | None = None
+    """Carries messages between devices; None: the default group."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
 
     def join(self, processes: int) -> None:
-        """The default group carries messages."""
+        """Make the group for messages; called by all processes when they have met."""
 
     @contextmanager
     def timed(self, into: list[int]) -> Iterator[None]:
-        """By the host's clock."""
+        """Within: one op, whose ns are in `into` after the next `settle`."""
         start = time.perf_counter_ns()
         yield
         into.append(time.perf_counter_ns() - start)
 
     @contextmanager
     def busy(self, into: list[int]) -> Iterator[None]:
-        """By the processor's clock: gloo's thread takes its time from the only core, or from another one."""
+        """Within: messages; the ns that they keep the compute lane busy are in `into`. Nothing, if they run beside.
+
+        By the processor's clock: gloo's thread takes its time from the only core, or from another one.
+        """
         clock = time.process_time_ns if len(os.sched_getaffinity(0)) == 1 else time.thread_time_ns
         start = clock()
         yield
         into.append(clock() - start)
 
     def settle(self) -> None:
-        """Nothing is under way."""
+        """Wait for all ops that were timed."""
 
     def lead(self) -> None:
-        """Host and device are one."""
+        """Occupy the device for longer than the host takes to issue what follows, so that its time is the device's."""
 
     def peaks(self, ops: Mapping[str, Callable[[], object]]) -> dict[str, int]:
-        """By torch.profiler's memory events."""
+        """Run the ops in order; return by how many bytes the allocator rises at most during each, over its start.
+
+        What an op returns lives until its end. Here by torch.profiler's memory events.
+        """
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             for name, op in ops.items():
                 with record_function(name):
@@ -125,15 +83,16 @@ class CpuTimer:
         }
 
     def lanes(self, stage: StageExecution, host_bytes: int) -> Callable[[LaneOps], Lanes]:
-        """Threads; the stage copies by itself."""
+        """Let the stage offload up to `host_bytes` as in a run, from its next forward on; return its lanes' maker."""
         return ThreadLanes
 
     def room_bytes(self, processes: int) -> int:
-        """Half of the process's share."""
+        """Memory that this process may fill with one thing, where `processes` stand on the host: half of its share."""
         return available_memory() // (2 * processes)
 
-    def memory(self) -> None:
-        """The host's."""
+    def memory(self) -> tuple[int, int] | None:
+        """Return the device's bytes, and those taken while the process holds no tensor; None: it uses the host's."""
+        return None
 
 
 def _highest(changes: Iterable[int]) -> int:

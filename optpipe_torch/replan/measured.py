@@ -19,17 +19,16 @@ if TYPE_CHECKING:
     from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.profile import Profile
     from optpipe_compiler.study.beside import Taken
-    from runtime_torch.runner import StepResult
+    from runtime_torch.replay import StepResult
+    from runtime_torch.timeline import OpTime
 
-Ran = tuple[str, str, int, int]
-"""Op id, lane, start and end in ns of a monotonic clock."""
-Steps = list[list[list[Ran]]]
+Steps = list[list[list["OpTime"]]]
 """By step and rank."""
 
 
 def gathered(results: Sequence[StepResult], group: dist.ProcessGroup | None = None) -> Steps:
     """Return the ops of these steps of all ranks; called on all of them."""
-    mine = [[(op.op_id, op.lane, op.start_ns, op.end_ns) for op in result.ops] for result in results]
+    mine = [result.ops for result in results]
     found = [mine] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
     return [list(ranks) for ranks in zip(*found, strict=True)]

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.documents.profile import Profile
     from optpipe_compiler.study.beside import Answer
-    from runtime_torch.runner import Runner, StepResult
+    from runtime_torch.replay import StepResult
+    from runtime_torch.runner import Runner
     from runtime_torch.swap import Swap
 
 NOTHING, MEASURE, OFFER, SWAP, UNDO = range(5)
@@ -334,49 +335,24 @@ class Replanner:
                 self._watch.refused.add(self._found.digest)
             self._led_to_nothing()
             return None
-        record = SwapRecord(
-            step=self._step,
-            digest=self._runner.schedule.digest,
-            forecast_before_ns=offer.forecast_before_ns,
-            forecast_after_ns=offer.forecast_after_ns,
-            measured_before_ns=round(median(spans)),
-            measured_after_ns=None,
-            moved_layers=done.moved_layers,
-            moved_bytes=done.moved_bytes,
-            swap_ns=done.wall_ns,
-            planning_ns=offer.planning_ns,
-        )
         allowed = SLOWER + done.wall_ns / HORIZON / max(1.0, median(spans))
         self._before = _Before(before, self.profile, spans, allowed)
         self.profile = self._watch.measured or self.profile
-        return self._go_on(record)
+        return self._go_on(offer, done)
 
     def _undo(self) -> SwapRecord | None:
         """Let all ranks go back to the schedule before the last swap."""
         before, self._before = self._before, None
         assert before is not None
-        last, spans = self.swaps[-1], list(self._spans)
+        last = self.swaps[-1]
         self._watch.refused.add(last.digest)
         self._led_to_nothing()
-        done = self._replace(_Offer(last.forecast_after_ns, last.forecast_before_ns, 0, before.schedule))
+        offer = _Offer(last.forecast_after_ns, last.forecast_before_ns, 0, before.schedule)
+        done = self._replace(offer)
         if done is None:
             return None
         self.profile = before.profile
-        return self._go_on(
-            SwapRecord(
-                step=self._step,
-                digest=before.schedule.digest,
-                forecast_before_ns=last.forecast_after_ns,
-                forecast_after_ns=last.forecast_before_ns,
-                measured_before_ns=round(median(spans)),
-                measured_after_ns=None,
-                moved_layers=done.moved_layers,
-                moved_bytes=done.moved_bytes,
-                swap_ns=done.wall_ns,
-                planning_ns=0,
-                undoes=True,
-            )
-        )
+        return self._go_on(offer, done, undoes=True)
 
     def _replace(self, offer: _Offer) -> Swap | None:
         """Let the runners of all ranks replace the schedule, or none; return what was done, by the slowest rank."""
@@ -401,8 +377,21 @@ class Replanner:
         self._note((said or "another rank keeps its schedule") + ("; the placement is kept from now on" * moves))
         return None
 
-    def _go_on(self, record: SwapRecord) -> SwapRecord:
-        """Begin anew with the schedule that runs now."""
+    def _go_on(self, offer: _Offer, done: Swap, *, undoes: bool = False) -> SwapRecord:
+        """Begin anew with the schedule that runs now; return what is remembered of its swap."""
+        record = SwapRecord(
+            step=self._step,
+            digest=self._runner.schedule.digest,
+            forecast_before_ns=offer.forecast_before_ns,
+            forecast_after_ns=offer.forecast_after_ns,
+            measured_before_ns=round(median(self._spans)),
+            measured_after_ns=None,
+            moved_layers=done.moved_layers,
+            moved_bytes=done.moved_bytes,
+            swap_ns=done.wall_ns,
+            planning_ns=offer.planning_ns,
+            undoes=undoes,
+        )
         self.swaps.append(record)
         self._since = 0
         self._results.clear()

@@ -147,8 +147,7 @@ def _waits(found: Analysis) -> dict[int, list[int | str]]:
 def _pending(schedule: ir.Schedule) -> Iterator[tuple[ir.Op, list[str]]]:
     """Yield every op that takes its lane, with the waits of the messages issued before it and its own."""
     for device in schedule.devices:
-        lanes: tuple[Sequence[ir.Op], ...] = (device.compute, device.d2h, device.h2d)
-        for lane in lanes:
+        for lane in device.lanes.values():
             names: list[str] = []
             for op in lane:
                 names += op.after

@@ -200,7 +200,7 @@ def _devices(found: Analysis) -> str:
     schedule = found.schedule
     rows = []
     for device in schedule.devices:
-        mine = [stage for stage in schedule.stages if stage.device == device.device]
+        mine = schedule.stages_of(device.device)
         idle = found.idle_ns(device.device) / max(1, found.end_ns - found.begin_ns)
         layers = ", ".join(
             f"{first}-{end - 1}" if end > first + 1 else f"{first}" for first, end in (s.layers for s in mine)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from optpipe_compiler.documents.files import LARGEST_TRACE, read_text
+from optpipe_compiler.documents import traces
 from optpipe_compiler.documents.ops import range_name
 from optpipe_compiler.errors import BadInput
 
@@ -15,21 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from optpipe_compiler.documents.ir import Op, Schedule
+    from optpipe_compiler.documents.ir import Schedule
+    from optpipe_compiler.documents.traces import ReadEvent, Trace
 
 Range = tuple[int, int]
 """Begin and end in ns."""
-
-
-class TraceEvent(msgspec.Struct, frozen=True):
-    """What counts of a Chrome trace event; times in microseconds."""
-
-    name: str = ""
-    ph: str = ""
-    cat: str = ""
-    ts: float = 0.0
-    dur: float = 0.0
-    args: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class TraceSwap(msgspec.Struct, frozen=True):
@@ -47,36 +37,25 @@ class TraceSwap(msgspec.Struct, frozen=True):
     """Whether it went back to the schedule before the last swap."""
 
 
-class TraceAbout(msgspec.Struct, frozen=True):
-    """What a trace of ours says of itself."""
-
-    schedule: str = ""
-    swaps: list[TraceSwap] = []
-
-
-class Trace(msgspec.Struct, frozen=True):
-    """A trace file; torch's times count from `baseTimeNanoseconds`."""
-
-    trace_events: list[TraceEvent] = msgspec.field(name="traceEvents")
-    base_ns: int = msgspec.field(name="baseTimeNanoseconds", default=0)
-    about: TraceAbout = msgspec.field(name="otherData", default=TraceAbout())
-
-    def steps_of(self, digest: str) -> range | None:
-        """Return the steps that ran a schedule, of a trace with swaps; None: all steps, or nothing is said."""
-        swaps = self.about.swaps
-        if not swaps:
-            return None
-        ends = [swap.step for swap in swaps]
-        names = [swap.digest for swap in swaps]
-        if digest in names:
-            number = len(names) - 1 - names[::-1].index(digest)
-            return range(ends[number], [*ends, 2**31][number + 1])
-        return range(ends[0])
-
-
 def swaps(paths: Sequence[Path]) -> list[TraceSwap]:
     """Return the swaps that traces tell of, in order."""
-    return sorted({swap for path in paths for swap in _read(path).about.swaps}, key=lambda swap: swap.step)
+    return sorted({swap for path in paths for swap in _swaps(path, traces.read(path))}, key=lambda swap: swap.step)
+
+
+def _swaps(path: Path, trace: Trace) -> list[TraceSwap]:
+    return traces.said(path, trace.about.get("swaps", []), list[TraceSwap], "trace of optpipe run --replan")
+
+
+def _steps_of(digest: str, swaps: Sequence[TraceSwap]) -> range | None:
+    """Return the steps that ran a schedule; None: all steps, or nothing is said."""
+    if not swaps:
+        return None
+    ends = [swap.step for swap in swaps]
+    names = [swap.digest for swap in swaps]
+    if digest in names:
+        number = len(names) - 1 - names[::-1].index(digest)
+        return range(ends[number], [*ends, 2**31][number + 1])
+    return range(ends[0])
 
 
 def measured(paths: Sequence[Path], schedule: Schedule) -> dict[str, Range]:
@@ -90,8 +69,8 @@ def measured(paths: Sequence[Path], schedule: Schedule) -> dict[str, Range]:
     found: dict[str, tuple[int, Range]] = {}
     for path in paths:
         before = len(found)
-        trace = _read(path)
-        steps = trace.steps_of(schedule.digest)
+        trace = traces.read(path)
+        steps = _steps_of(schedule.digest, _swaps(path, trace))
         for step, op_id, ran in _ranges(trace, names):
             if steps is not None and step not in steps:
                 continue
@@ -105,16 +84,9 @@ def measured(paths: Sequence[Path], schedule: Schedule) -> dict[str, Range]:
     return {op_id: (first - begin, end - begin) for op_id, (first, end) in ran_last.items()}
 
 
-def _read(path: Path) -> Trace:
-    try:
-        return msgspec.json.decode(read_text(path, LARGEST_TRACE), type=Trace)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise BadInput(f"{path}: is no Chrome trace: {error}") from error
-
-
 def _ranges(trace: Trace, names: dict[str, str]) -> Iterator[tuple[int, str, Range]]:
     """Yield step, op id and times of every event that is an op; what ran on a GPU rather than its launch."""
-    events = [event for event in trace.trace_events if event.ph == "X"]
+    events = trace.ranges()
     on_gpu = [event for event in events if event.cat == "gpu_user_annotation"]
     for event in on_gpu or events:
         op_id = next((names[name] for name in _called(event) if name in names), None)
@@ -124,7 +96,7 @@ def _ranges(trace: Trace, names: dict[str, str]) -> Iterator[tuple[int, str, Ran
             yield step if isinstance(step, int) else 0, op_id, (begin, begin + round(event.dur * 1000))
 
 
-def _called(event: TraceEvent) -> Iterator[str]:
+def _called(event: ReadEvent) -> Iterator[str]:
     """Yield what an event may call its op, the surest first."""
     op = event.args.get("op")
     yield str(op)
@@ -136,8 +108,7 @@ def _names(schedule: Schedule) -> dict[str, str]:
     """Return the op id for every name that a trace may give an op that takes time."""
     names: dict[str, str] = {}
     for device in schedule.devices:
-        ops: list[Op] = [*device.compute, *device.d2h, *device.h2d]
-        for op in ops:
+        for op in device.ops:
             if re.match("send_|recv_", op.name):
                 continue
             names[op.id] = op.id

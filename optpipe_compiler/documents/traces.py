@@ -1,0 +1,54 @@
+"""Chrome traces, of `optpipe run --trace` or torch's profiler: the events of a file, and what it says of itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from optpipe_compiler.documents.files import LARGEST_TRACE, read_text
+from optpipe_compiler.errors import BadInput
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+T = TypeVar("T")
+
+
+class ReadEvent(msgspec.Struct, frozen=True):
+    """What counts of an event; times in microseconds."""
+
+    name: str = ""
+    ph: str = ""
+    cat: str = ""
+    ts: float = 0.0
+    dur: float = 0.0
+    args: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Trace(msgspec.Struct, frozen=True):
+    """A trace file; torch's times count from `baseTimeNanoseconds`."""
+
+    events: list[ReadEvent] = msgspec.field(name="traceEvents")
+    base_ns: int = msgspec.field(name="baseTimeNanoseconds", default=0)
+    about: dict[str, Any] = msgspec.field(name="otherData", default_factory=dict)
+
+    def ranges(self) -> list[ReadEvent]:
+        """Return the events that last for some time."""
+        return [event for event in self.events if event.ph == "X"]
+
+
+def read(path: Path) -> Trace:
+    """Read a trace; raise BadInput where the file is none."""
+    try:
+        return msgspec.json.decode(read_text(path, LARGEST_TRACE), type=Trace)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise BadInput(f"{path}: is no Chrome trace: {error}") from error
+
+
+def said(path: Path, what: object, kind: type[T], expected: str) -> T:
+    """Return a part of what a trace says of itself as a record; raise BadInput where it is none."""
+    try:
+        return msgspec.convert(what, kind)
+    except msgspec.ValidationError as error:
+        raise BadInput(f"{path}: is no {expected}: {error}") from error

@@ -1,0 +1,58 @@
+"""What a forward depends on besides its input: random state and autocast, to be restored when it is repeated."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Autocast = tuple[bool, torch.dtype, bool]
+"""Whether it is on, its dtype, and whether it keeps its copies of the weights."""
+
+
+def autocast_now(device: torch.device) -> Autocast:
+    """Return how autocast is set for a kind of device."""
+    kind = device.type
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+
+
+def autocast_as(then: Autocast, device: torch.device) -> torch.autocast:
+    """Within: autocast is as it was then."""
+    enabled, dtype, cached = then
+    return torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=cached)
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Random states are kept out of torch's memory: on a CPU, too, they are no activations."""
+
+    cpu_random: bytes
+    device_random: bytes | None
+    autocast: Autocast
+
+    @classmethod
+    def now(cls, device: torch.device) -> Surroundings:
+        """Return those of the present."""
+        is_cpu = device.type == "cpu"
+        on_device = None if is_cpu else bytes(torch.get_device_module(device).get_rng_state(device).numpy())
+        return cls(bytes(torch.get_rng_state().numpy()), on_device, autocast_now(device))
+
+    @contextmanager
+    def restored(self, device: torch.device) -> Iterator[None]:
+        """Within: random state and autocast as they were then, and gradients; afterwards as they were before."""
+        devices = [] if self.device_random is None else [device]
+        with torch.random.fork_rng(devices, device_type=device.type):
+            torch.set_rng_state(_tensor(self.cpu_random))
+            if self.device_random is not None:
+                torch.get_device_module(device).set_rng_state(_tensor(self.device_random), device)
+            with torch.enable_grad(), autocast_as(self.autocast, device):
+                yield
+
+
+def _tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

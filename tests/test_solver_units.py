@@ -1,0 +1,122 @@
+"""The full model of slices and of microbatches of unequal length: their order, their carry, their costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from small_schedules import Shape, profile_for, random_cuts
+
+from optpipe_compiler.compiler import Options, compile_schedule
+from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
+from optpipe_compiler.machine.orders import peaks, retime
+from optpipe_compiler.model.placement import layout
+from optpipe_compiler.model.problem import Caps, Freedom, Problem, build, coarsen
+from optpipe_compiler.model.schedule import Kind, Schedule
+from optpipe_compiler.plan.slices import cut
+from optpipe_compiler.solver.window import Window
+from optpipe_compiler.solver.worker import Request, SearchEvent, solve
+from optpipe_compiler.verify import verify
+from tests import plans, test_slices
+from tests.machines import dispatched
+
+UNIFORM = UniformOptions(
+    devices=2,
+    layers_per_device=1,
+    sliceable=True,
+    attention_share=0.4,
+    kv_fraction=0.2,
+    boundary_fraction=0.1,
+    p2p_ms=0,
+    d2h_ms=0.5,
+    h2d_ms=0.5,
+)
+
+
+def sliced(cap: float, slices: int = 3, lengths: tuple[int, ...] = (32_768, 20_000), **fields: object) -> Problem:
+    """Two devices and microbatches, each of some slices, in the solver's ticks and units; the cap in activations."""
+    profile = uniform_profile(replace(UNIFORM, **fields))  # type: ignore[arg-type]
+    (slicing, *_) = cut(profile, Options(0, len(lengths), lengths=lengths), slices)
+    where = layout("linear", profile.machine.devices, 1, [1] * profile.machine.devices)
+    caps = Caps(int(cap * 1e9), None)
+    return coarsen(build(profile, where, len(lengths), caps, Freedom(), slicing=slicing))
+
+
+@pytest.mark.parametrize("kind", ["makespan", "span"])
+@pytest.mark.parametrize(("cap", "slices"), [(0.75, 3), (2.0, 3), (1.2, 1)])
+def test_every_hint_of_units_is_complete_and_feasible_with_its_value(cap, slices, kind):
+    one, kinds = sliced(cap, slices), set()
+    for timed in dispatched(one):
+        fates = (timed.count(Kind.D) > 0, timed.count(Kind.R) > 0, timed.count(Kind.W) > 0)
+        if fates in kinds:
+            continue
+        kinds.add(fates)
+        events: list[SearchEvent] = []
+        solve(Request(one, timed, kind, 0.1, seed=0, workers=1, reproducible=True, log=True), events.append)
+        log = "\n".join(event.text for event in events if event.kind == "log")
+        value = timed.makespan if kind == "makespan" else timed.span
+        assert f"The solution hint is complete and is feasible. Its objective value is {value}." in log
+    assert len(kinds) > 1
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_the_best_of_one_device_is_that_of_all_orders(seed):
+    """Where there are no messages the model's memory is the machine's: keys, values and their gradients included."""
+    rng = Random(seed)
+    microbatches, slices = [(1, 3), (2, 2), (1, 2), (2, 1)][seed % 4]
+    profile = profile_for(Shape(placement=(0,), layers_per_stage=1, **random_cuts(rng, 3)), rng)
+    lengths = tuple(rng.randint(slices, 12) for _ in range(microbatches))
+    (slicing, *_) = cut(profile, Options(0, microbatches, lengths=lengths), slices)
+    cap = sum(layer.saved_bytes for layer in profile.layers) + rng.randint(20, 80)
+    freedom = Freedom(offload=False, recompute=microbatches * slices <= 3)
+    where = layout("linear", 1, 1, [1])
+    one = build(profile, where, microbatches, Caps(cap, None), freedom, slicing=slicing)
+    found = plans.best(one, lambda activations: [a.split == 1 for a in activations.values()])
+    assert (None if found is None else found[0]) == test_slices.best(one)
+
+
+def test_slices_ascend_in_forwards_and_descend_in_backwards():
+    one = sliced(4.0, 2, (32_768,), devices=1)
+    for name, is_ascending in (
+        ("forward", True),
+        ("away", True),
+        ("backward", False),
+        ("weight", False),
+        ("back", False),
+        ("again", False),
+    ):
+        reached = {
+            order: plans.best(one, lambda a, name=name, order=order: [_earlier(a, name, first=order)])
+            for order in (0, 1)
+        }
+        assert reached[0 if is_ascending else 1] is not None
+        assert reached[1 if is_ascending else 0] is None
+
+
+def _earlier(a, name, *, first):
+    return getattr(a[0, first], name) < getattr(a[0, 1 - first], name)
+
+
+def test_windows_of_slices_keep_what_is_outside_and_every_law():
+    one = sliced(0.75, 3, (32_768, 20_000, 32_768))
+    begin = max(dispatched(one), key=lambda timed: timed.makespan)
+    for window in (Window(0, begin.makespan // 2), Window(begin.makespan // 3, begin.makespan)):
+        events: list[SearchEvent] = []
+        solve(Request(one, begin, "makespan", 1.0, 0, 1, reproducible=True, window=window), events.append)
+        found = [Schedule(one, "windows", event.starts) for event in events if event.starts is not None]
+        assert found
+        assert found[-1].makespan <= begin.makespan
+        again = retime(found[-1], one)
+        assert again.makespan <= begin.makespan
+        assert all(peak <= budget for peak, budget in zip(peaks(again), one.budget, strict=True))
+
+
+def test_small_instances_of_slices_are_searched_and_bounded_by_the_full_model():
+    profile = uniform_profile(UNIFORM)
+    options = Options(10**9, 2, slices=2, offload=False, time_limit_s=8.0, reproducible=True)
+    searched, without = (compile_schedule(profile, replace(options, search=one)).schedule for one in (True, False))
+    assert verify(searched, profile) == []
+    assert (searched.forecast.method, searched.forecast.bound) == ("cp-sat", "cp-sat")
+    assert searched.forecast.makespan_ns <= without.forecast.makespan_ns
+    assert searched.forecast.lower_bound_ns > without.forecast.lower_bound_ns

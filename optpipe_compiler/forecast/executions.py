@@ -16,6 +16,7 @@ import numpy as np
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import op_id, parse
+from optpipe_compiler.forecast.copies import NO_COPIES, busy_ns
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -93,6 +94,9 @@ class _Execution:
         self.issued: dict[str, Any] = {}
         self.pairs: dict[tuple[int, int], _Pair] = defaultdict(_Pair)
         self.behind = self._shared_links()
+        self.busy = busy_ns(schedule)
+        self.free: dict[int, Any] = {}
+        """By lane of compute: when the last op that takes time, and the copies behind it, are over."""
         self.first: Any = None
         for device in schedule.devices:
             for op in device.compute:
@@ -152,8 +156,13 @@ class _Execution:
         if isinstance(op, ir.MessageOp):
             self.issued[op.id] = self.clock[number] = start
             return True
+        before, after = self.busy.get(op.id, NO_COPIES)
+        if number in self.free:
+            start = np.maximum(start, self.free[number] + before)
         self.first = start if self.first is None else np.minimum(self.first, start)
         self.clock[number] = self.over[op.id] = start + self.taken[op.id]
+        if self.busy and isinstance(op, ir.ComputeOp):
+            self.free[number] = self.over[op.id] + after
         return True
 
     def _transfer(self, pair: _Pair) -> bool:

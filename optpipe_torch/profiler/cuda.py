@@ -64,7 +64,7 @@ class CudaTimer:
         self._under_way.append((into, start, end))
 
     def busy(self, into: list[int]) -> AbstractContextManager[None]:
-        """Messages are on a stream of their own."""
+        """Messages and copies are on streams of their own; what these take from compute is not measured."""
         return nullcontext()
 
     def settle(self) -> None:

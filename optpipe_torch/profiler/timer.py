@@ -44,7 +44,8 @@ class Timer(Protocol):
         ...
 
     def busy(self, into: list[int]) -> AbstractContextManager[None]:
-        """Within: messages; the ns that they keep the compute lane busy are in `into`. Nothing, if they run beside."""
+        """Within: messages or host copies; the ns that they take from compute are in `into`, or none if they run beside
+        it."""
         ...
 
     def settle(self) -> None:
@@ -97,7 +98,7 @@ class CpuTimer:
 
     @contextmanager
     def busy(self, into: list[int]) -> Iterator[None]:
-        """By the processor's clock: gloo's thread takes its time from the only core, or from another one."""
+        """By the processor's clock: other threads take their time from the only core, or from another one."""
         clock = time.process_time_ns if len(os.sched_getaffinity(0)) == 1 else time.thread_time_ns
         start = clock()
         yield

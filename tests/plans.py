@@ -64,6 +64,7 @@ def check(timed: Schedule) -> None:
     for lane in (*timed.lane_orders.compute, *timed.lane_orders.d2h, *timed.lane_orders.h2d):
         for before, after in pairwise(lane):
             assert timed.end(before) <= timed.starts[after]
+    assert timed.has_copied
     for lane in timed.lane_orders.compute:
         for before, after in pairwise(lane):
             assert timed.end(before) + copied(timed, before)[1] + copied(timed, after)[0] <= timed.starts[after]

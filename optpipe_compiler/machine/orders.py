@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from optpipe_compiler.machine.compiled import compiled, entry
-from optpipe_compiler.machine.events import begin, begin_transfer, next_moment, reset
+from optpipe_compiler.machine.events import begin, begin_transfer, gives_way, is_idle, next_moment, reset
 from optpipe_compiler.machine.memory import free
 from optpipe_compiler.machine.state import (
     A_BACKWARD,
@@ -27,7 +27,6 @@ from optpipe_compiler.machine.state import (
     BACK,
     COMPUTED,
     D_BUDGET,
-    D_BUSY,
     D_HELD,
     D_HIGH,
     D_HOST,
@@ -117,7 +116,7 @@ def _start_all(x: MachineState, o: Orders, now: int, d: int) -> None:
     seeking = True
     while seeking:
         seeking = False
-        if not device[D_BUSY] and _start_next(x, o, now, d):
+        if is_idle(x, now, d) and _start_next(x, o, now, d):
             seeking = True
         if link != NONE:
             if x.links[link, L_D_STAGE] == NONE and _start_next(x, o, now, x.devices.shape[0] + link):
@@ -135,7 +134,9 @@ def _start_next(x: MachineState, o: Orders, now: int, lane: int) -> bool:
     rest, m = divmod(code, x.acts.shape[1])
     kind, s = divmod(rest, x.acts.shape[0])
     d = x.stages[s, DEVICE]
-    if not _is_ready(x, now, kind, s, m) or not _fits(x, o, d, code, kind, s, m):
+    if not _is_ready(x, now, kind, s, m) or gives_way(x, now, kind, s, m):
+        return False
+    if not _fits(x, o, d, code, kind, s, m):
         return False
     o.rows[lane, 2] += 1
     if kind < D:

@@ -1,8 +1,9 @@
 """What each part of the search earns: `python -m bench.ablation [--cases PATTERN] [--parts PATTERN] [--seeds N]`.
 
-Every case is planned with everything, and with one part left out or one constant changed, in reproducible mode (the
+Every case is searched with everything, and with one part left out or one constant changed, in reproducible mode (the
 same ops whatever the machine does meanwhile). A part's worth on a case is how much longer plans take without it, seed
 by seed. The planner knows nothing of it: what is left out is patched here, in compiled code edited in a copy of it.
+Parts of the local search are measured on it alone, from where it begins to climb; other parts on whole plans.
 
 Makespans go to a JSON file, so that cases, parts and seeds can be added at another time: each stands beside plans with
 everything of the same commit and the same limit. `--report FILE` writes the Markdown tables of all that is in it.
@@ -30,20 +31,26 @@ from msgspec import structs
 
 from bench.planner import COSTS, Case
 from optpipe_compiler import compiler
-from optpipe_compiler.compiler import Options, compile_schedule
+from optpipe_compiler.compiler import Options, compile_schedule, in_time, settled
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.machine import policy
+from optpipe_compiler.machine.policy import copied
+from optpipe_compiler.model import bounds
 from optpipe_compiler.model.problem import fused_ns
 from optpipe_compiler.plan import candidates, exact, instances, local_search, wishes
+from optpipe_compiler.plan.local_search import Effort, LocalSearch, Realiser, SearchedProblem
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from optpipe_compiler.documents.profile import Profile
+    from optpipe_compiler.plan.local_search import Found, _Climber
 
     Makespans = dict[str, float]
 
 GB = 10**9
+PLACED_S = 20.0
+"""The limit that says which placements the local search has, where it is measured alone."""
 ROOM = Path(compiler.__file__).parent
 
 
@@ -54,6 +61,8 @@ class Group:
     title: str
     seconds: float
     cases: tuple[Case, ...]
+    is_alone: bool = True
+    """Whether the local search is measured alone."""
 
 
 BINDING = Group(
@@ -81,8 +90,10 @@ SMALL = Group(
     "Small enough for CP-SAT",
     20.0,
     (Case("unit", 4, 16, 0.25), Case("6.2B", 4, 16, 0.125), Case("6.2B", 4, 3, 1.0), Case("6.2B", 2, 8, 0.25)),
+    is_alone=False,
 )
-GROUPS = (BINDING, HEAD, WIDE, LONG, FUSED, SMALL)
+WHOLE_PLANS = Group("Whole plans where memory binds", 3.0, BINDING.cases, is_alone=False)
+GROUPS = (BINDING, WHOLE_PLANS, HEAD, WIDE, LONG, FUSED, SMALL)
 WHOLE = "nothing"
 """The part of a plan with everything."""
 
@@ -135,7 +146,9 @@ def shares(local: float) -> tuple[object, ...]:
 NO_WINDOWS = patch.object(exact._Exact, "polish", nothing)
 NO_MODEL = patch.object(exact, "EXACT", 0)
 PARTS = {
-    "published schedules as candidates": Part((patch.object(candidates.Candidates, "steps", lambda *_: iter(())),)),
+    "published schedules as candidates": Part(
+        (patch.object(candidates.Candidates, "steps", lambda *_: iter(())),), groups=(WHOLE_PLANS,)
+    ),
     "published orders as wishes": Part((wished(modulo=True),)),
     "modulo schedules as wishes": Part((wished(modulo=False),)),
     "first offloads by how long activations stay": Part((patch.object(wishes, "STAYS", ()),)),
@@ -144,8 +157,8 @@ PARTS = {
     "offloads of a part of a stage": Part((patch.object(instances, "link_share", lambda _: 1.0),)),
     "loops of the smallest stages": Part((patch.object(instances, "_finest", lambda *_: []),)),
     "other cuts of a placement": Part((patch.object(instances, "others", lambda *_: iter(())),)),
-    "sparing": Part((patch.object(compiler, "spare", nothing),)),
-    "local search": Part(shares(0.0), groups=(BINDING, WIDE)),
+    "sparing": Part((patch.object(compiler, "spare", nothing),), groups=(WHOLE_PLANS,)),
+    "local search": Part(shares(0.0), groups=(WHOLE_PLANS,)),
     "few microbatches first": Part((patch.object(local_search, "shortened", lambda problem: problem),), groups=(LONG,)),
     "more than two climbers": Part((patch.object(local_search, "CLIMBERS", 2),), groups=(BINDING, WIDE)),
     "going on from the best": Part(
@@ -198,9 +211,8 @@ def profile_of(case: Case) -> Profile:
     return structs.replace(found, layers=layers)
 
 
-def planned_ms(case: Case, seconds: float, seed: int) -> tuple[float, float]:
-    """Return the plan's makespan, and its bound."""
-    options = Options(
+def options(case: Case, seconds: float, seed: int = 0) -> Options:
+    return Options(
         mem_bytes=int(case.cap * case.devices * GB),
         microbatches=case.microbatches,
         offload=case.costs != "unit-no-links",
@@ -208,8 +220,46 @@ def planned_ms(case: Case, seconds: float, seed: int) -> tuple[float, float]:
         seed=seed,
         reproducible=True,
     )
-    forecast = compile_schedule(profile_of(case), options).schedule.forecast
+
+
+def planned_ms(case: Case, seconds: float, seed: int) -> tuple[float, float]:
+    """Return a plan's makespan, and its bound."""
+    forecast = compile_schedule(profile_of(case), options(case, seconds, seed)).schedule.forecast
     return forecast.makespan_ns / 1e6, forecast.lower_bound_ns / 1e6
+
+
+class Alone:
+    """The local search of a case, begun anew for every seed from the same policies."""
+
+    def __init__(self, case: Case, seconds: float) -> None:
+        profile, asked = profile_of(case), options(case, PLACED_S)
+        asked = settled(profile, asked)
+        self.seconds = seconds
+        self.placed = in_time(instances.instances(profile, asked), asked)
+        self.instances = [
+            SearchedProblem(problem, (one.name, one.stages // problem.devices), bounds.best(problem, "makespan").ticks)
+            for one, problem in self.placed
+        ]
+        self.climbers: list[_Climber] = []
+        """What can climb, the best first."""
+        with patch.object(LocalSearch, "_rounds", lambda _, pool, climbers: self.climbers.extend(climbers)):
+            self._run(Effort(0.0, 0, 1, reproducible=True, is_span=False))
+
+    def ms(self, seed: int) -> tuple[float, float]:
+        """Return the best makespan that is reached, and the bound."""
+        begun = [replace(one, policy=copied(one.policy), trial=copied(one.trial)) for one in self.climbers]
+        with patch.object(LocalSearch, "_screened", lambda *_: begun):
+            found = self._run(Effort(self.seconds, seed, 1, reproducible=True, is_span=False))
+        assert found is not None
+        timed = Realiser(self.instances[found.instance], is_span=False).schedule(found)
+        assert timed is not None
+        return timed.makespan / 1e6, min(one.bound for one in self.instances) / 1e6
+
+    def _run(self, effort: Effort) -> Found | None:
+        with LocalSearch(self.instances, effort) as search:
+            search._thread.join()
+        assert search.error is None, search.error
+        return min(search.take(0.0), key=lambda one: one.value, default=None)
 
 
 def commit() -> str:
@@ -226,6 +276,7 @@ class Run:
     """Plans of one case with one part left out, under one limit."""
 
     commit: str
+    group: str
     part: str
     case: str
     seconds: float
@@ -236,7 +287,12 @@ class Run:
 
     def is_like(self, other: Run) -> bool:
         """Whether the two are of the same search but for the part."""
-        return (self.commit, self.case, self.seconds) == (other.commit, other.case, other.seconds)
+        return self.place == other.place and self.commit == other.commit
+
+    @property
+    def place(self) -> tuple[str, str, float]:
+        """What is searched, and how long."""
+        return self.group, self.case, self.seconds
 
 
 def runs_in(path: Path) -> list[Run]:
@@ -257,8 +313,7 @@ def added(runs: list[Run], run: Run) -> list[Run]:
     return [
         one
         for one in runs
-        if (one.part, one.case, one.seconds) != (run.part, run.case, run.seconds)
-        or (run.part == WHOLE and one.commit != run.commit)
+        if (one.part, one.place) != (run.part, run.place) or (run.part == WHOLE and one.commit != run.commit)
     ] + [run]
 
 
@@ -269,15 +324,18 @@ def measured(known: list[Run], empty: list[Run], seeds: int) -> Iterator[Run]:
     if part.edits:
         yield from in_a_copy(part, [run for run in begun if len(run.ms) < seeds], seeds)
         return
-    named = {case.name: case for group in GROUPS for case in group.cases}
     for run in begun:
-        for seed in range(len(run.ms), seeds):
-            with ExitStack() as stack:
-                for one in part.patches:
-                    stack.enter_context(one)  # type: ignore[arg-type]
-                ms, bound_ms = planned_ms(named[run.case], run.seconds, seed)
-            run = replace(run, ms=(*run.ms, ms), bound_ms=(*run.bound_ms, bound_ms))
-            yield run
+        group = next(group for group in GROUPS if group.title == run.group)
+        case = next(case for case in group.cases if case.name == run.case)
+        with ExitStack() as stack:
+            for one in part.patches:
+                stack.enter_context(one)  # type: ignore[arg-type]
+            missing = range(len(run.ms), seeds)
+            alone = Alone(case, run.seconds) if group.is_alone and missing else None
+            for seed in missing:
+                ms, bound_ms = planned_ms(case, run.seconds, seed) if alone is None else alone.ms(seed)
+                run = replace(run, ms=(*run.ms, ms), bound_ms=(*run.bound_ms, bound_ms))
+                yield run
 
 
 def in_a_copy(part: Part, begun: list[Run], seeds: int) -> list[Run]:
@@ -294,12 +352,13 @@ def in_a_copy(part: Part, begun: list[Run], seeds: int) -> list[Run]:
             assert text.count(before) == 1, (file, before)
             path.write_text(text.replace(before, after))
         found = folder / "runs.json"
-        limits = ["--seconds", str(begun[0].seconds), "--seeds", str(seeds), "--commit", begun[0].commit]
-        cases = ["--cases", *(run.case for run in begun)]
-        command = [sys.executable, "-m", "bench.ablation", "--parts", "-o", str(found), *limits, *cases]
+        first = begun[0]
+        limits = ["--seconds", str(first.seconds), "--seeds", str(seeds), "--commit", first.commit]
+        cases = ["--groups", first.group, "--cases", *(run.case for run in begun)]
+        command = [sys.executable, "-m", "bench.ablation", "--parts", WHOLE, "-o", str(found), *limits, *cases]
         environment = os.environ | {"PYTHONPATH": name, "XDG_CACHE_HOME": name}
         subprocess.run(command, env=environment, cwd=folder, check=True, stdout=subprocess.DEVNULL)
-        return [replace(run, part=begun[0].part) for run in runs_in(found)]
+        return [replace(run, part=first.part) for run in runs_in(found)]
 
 
 # -- report
@@ -318,9 +377,10 @@ def shown(mean: float, error: float) -> str:
     return f"{mean:+.2f} ± {error:.2f}"
 
 
-def table(runs: list[Run], cases: tuple[Case, ...]) -> Iterator[str]:
-    """Yield a Markdown table of what was run on these cases."""
-    names = [case.name for case in cases if any(run.case == case.name for run in runs)]
+def table(every: list[Run], group: Group) -> Iterator[str]:
+    """Yield a Markdown table of what was run of a group."""
+    runs = [run for run in every if run.group == group.title]
+    names = [case.name for case in group.cases if any(run.case == case.name for run in runs)]
     rows = list(dict.fromkeys((run.commit, run.seconds, run.part) for run in runs if run.case in names))
     if not rows:
         return
@@ -348,7 +408,7 @@ def report(runs: list[Run], head: str) -> str:
     """Return the page: its head as it was, then a table for each group of cases."""
     lines = [head.partition(MARK)[0].rstrip(), "", MARK, ""]
     for group in GROUPS:
-        lines += [f"## {group.title}", "", *table(runs, group.cases)]
+        lines += [f"## {group.title}", "", *table(runs, group)] if any(run.group == group.title for run in runs) else []
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -360,7 +420,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, help="time limit of each plan, counted in ops, if not the group's")
     parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--cases", nargs="+", default=["*"], help="names, with * and ?")
-    parser.add_argument("--parts", nargs="*", default=["*"], help="names, with * and ?; none: plans with everything")
+    parser.add_argument("--groups", nargs="+", default=["*"], help="titles, with * and ?")
+    parser.add_argument(
+        "--parts", nargs="+", default=["*"], help="names, with * and ?; `nothing` is a plan with everything"
+    )
     parser.add_argument("--commit", help="what is measured, where it is not this checkout")
     parser.add_argument("-o", "--output", type=Path, default=Path("bench/ablation.json"))
     parser.add_argument("--add", type=Path, nargs="+", help="take the results of these files, too, and stop")
@@ -377,12 +440,14 @@ def main() -> None:
     if chosen.add:
         return
     parts = {name: part for name, part in PARTS.items() if is_named(name, chosen.parts)}
-    used = tuple(group for group in GROUPS if not chosen.parts or any(group in part.groups for part in parts.values()))
+    groups = [group for group in GROUPS if is_named(group.title, chosen.groups)]
+    used = tuple(group for group in groups if not parts or any(group in part.groups for part in parts.values()))
+    whole = {WHOLE: Part(groups=used)} if is_named(WHOLE, chosen.parts) else {}
     made = chosen.commit or commit()
-    for name, part in {WHOLE: Part(groups=used), **parts}.items():
-        for group in part.groups:
+    for name, part in {**whole, **parts}.items():
+        for group in filter(groups.__contains__, part.groups):
             cases = [case.name for case in group.cases if is_named(case.name, chosen.cases)]
-            empty = [Run(made, name, case, chosen.seconds or group.seconds, (), ()) for case in cases]
+            empty = [Run(made, group.title, name, case, chosen.seconds or group.seconds, (), ()) for case in cases]
             for run in measured(runs, empty, chosen.seeds) if empty else ():
                 runs = added(runs, run)
                 write(runs, chosen.output)

@@ -15,57 +15,31 @@ from unittest.mock import patch
 
 import numpy as np
 
-from bench.ablation import FUSED, GB, is_named, profile_of
+from bench.ablation import FUSED, Alone, is_named
 from bench.planner import cases
-from optpipe_compiler.compiler import Options, instances, settled
-from optpipe_compiler.model import bounds
 from optpipe_compiler.plan import wishes
-from optpipe_compiler.plan.local_search import CLIMBERS, Effort, LocalSearch, SearchedProblem
+from optpipe_compiler.plan.local_search import CLIMBERS, shortened
 
 if TYPE_CHECKING:
     from bench.planner import Case
     from optpipe_compiler.plan.local_search import _Climber
 
-SECONDS = 60.0
-"""The limit, by which very long placements are left out."""
-EFFORT = Effort(0.0, 0, 1, reproducible=True, is_span=False)
-
 
 def starts(case: Case) -> list[tuple[str, str, str]]:
     """Return placement, order and treatment of the pairs that climb, the best first."""
-    profile = profile_of(case)
-    options = Options(
-        mem_bytes=int(case.cap * case.devices * GB),
-        microbatches=case.microbatches,
-        offload=case.costs != "unit-no-links",
-        time_limit_s=SECONDS,
-    )
-    found = instances(profile, settled(profile, options))
-    searched = [
-        SearchedProblem(problem, (one.name, one.stages // problem.devices), bounds.best(problem, "makespan").ticks)
-        for one, problem in found
-    ]
-    kept: list[_Climber] = []
-    with (
-        patch.object(LocalSearch, "_rounds", lambda _, pool, climbers: kept.extend(climbers[:CLIMBERS])),
-        LocalSearch(searched, EFFORT) as search,
-    ):
-        search._thread.join()
-    assert search.error is None, search.error
-    names = []
-    for climber in kept:
-        layout, _ = found[climber.instance]
-        problem = search.problems[climber.instance]
-        part = " of parts" if any(stage.staying_layers for stage in problem.stages) else ""
-        placement = f"{layout.name}-{layout.stages // problem.devices}{part}"
-        names.append((placement, climber.wish, treatment(search, climber)))
+    alone, names = Alone(case, 0.0), []
+    for climber in alone.climbers[:CLIMBERS]:
+        layout, whole = alone.placed[climber.instance]
+        part = " of parts" if any(stage.staying_layers for stage in whole.stages) else ""
+        placement = f"{layout.name}-{layout.stages // whole.devices}{part}"
+        names.append((placement, climber.wish, treatment(alone, climber)))
     return names
 
 
-def treatment(search: LocalSearch, climber: _Climber) -> str:
+def treatment(alone: Alone, climber: _Climber) -> str:
     """Return the first rule that treats the activations so."""
-    problem = search.problems[climber.instance]
-    wished = search.instances[climber.instance].wish(problem, climber.wish)
+    problem = shortened(alone.instances[climber.instance].problem)
+    wished = alone.instances[climber.instance].wish(problem, climber.wish)
     modes = climber.policy.modes[0, :, 0]
     if not modes.any():
         return "keep"

@@ -191,8 +191,7 @@ PARTS = {
     ),
     "reloads no more than 2 ahead for 1": Part(edits=(("machine/dispatch.py", "\nAHEAD = 1\n", "\nAHEAD = 2\n"),)),
     "windows": Part((NO_WINDOWS,), groups=(SMALL,)),
-    "windows, their time to the local search": Part((NO_WINDOWS, *shares(1.0)), groups=(SMALL,)),
-    "the full model": Part((NO_MODEL,), groups=(SMALL,)),
+    "the full model, its time to windows": Part((NO_MODEL, *shares(0.3)), groups=(SMALL,)),
     "the full model up to 48 stages x microbatches for 100": Part((patch.object(exact, "EXACT", 48),), groups=(SMALL,)),
     "windows and the full model, their time to the local search": Part(
         (NO_WINDOWS, NO_MODEL, *shares(1.0)), groups=(SMALL,)
@@ -202,20 +201,21 @@ PARTS = {
 
 
 def profile_of(case: Case) -> Profile:
-    """Return the profile of a case; `-fused` after the name of costs makes backwards in one piece quicker."""
-    costs, _, fused = case.costs.partition("-fused")
-    found = uniform_profile(UniformOptions(devices=case.devices, **COSTS[costs + fused]))  # type: ignore[arg-type]
-    if costs == case.costs:
+    """Return the profile of a case; costs that end in `-fused` have quicker backwards, in `-x2` 2 layers a device."""
+    name, _, layers = case.costs.partition("-x")
+    costs = COSTS[name.removesuffix("-fused")] | ({"layers_per_device": int(layers)} if layers else {})
+    found = uniform_profile(UniformOptions(devices=case.devices, **costs))  # type: ignore[arg-type]
+    if not name.endswith("-fused"):
         return found
-    layers = [structs.replace(layer, backward_ns=round(0.93 * fused_ns(layer))) for layer in found.layers]
-    return structs.replace(found, layers=layers)
+    quicker = [structs.replace(layer, backward_ns=round(0.93 * fused_ns(layer))) for layer in found.layers]
+    return structs.replace(found, layers=quicker)
 
 
 def options(case: Case, seconds: float, seed: int = 0) -> Options:
     return Options(
         mem_bytes=int(case.cap * case.devices * GB),
         microbatches=case.microbatches,
-        offload=case.costs != "unit-no-links",
+        offload=not case.costs.startswith("unit-no-links"),
         time_limit_s=seconds,
         seed=seed,
         reproducible=True,

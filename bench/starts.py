@@ -16,13 +16,21 @@ from unittest.mock import patch
 import numpy as np
 
 from bench.ablation import FUSED, Alone, is_named
-from bench.planner import cases
+from bench.planner import Case, cases
 from optpipe_compiler.plan import wishes
 from optpipe_compiler.plan.local_search import CLIMBERS, shortened
 
 if TYPE_CHECKING:
-    from bench.planner import Case
     from optpipe_compiler.plan.local_search import _Climber
+
+
+FEW_AND_MANY = tuple(
+    Case(f"{costs}-x{layers}", 8, 32, cap)
+    for costs in ("unit", "6.2B", "unit-slow-links", "unit-no-links")
+    for layers in (1, 2, 16)
+    for cap in (0.5, 0.25, 0.125)
+)
+"""Of as many layers on each device."""
 
 
 def starts(case: Case) -> list[tuple[str, str, str]]:
@@ -56,7 +64,9 @@ def treatment(alone: Alone, climber: _Climber) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="+", default=["*"], help="names, with * and ?")
-    chosen = [case for case in (*cases(), *FUSED.cases) if is_named(case.name, parser.parse_args().cases)]
+    chosen = [
+        case for case in (*cases(), *FUSED.cases, *FEW_AND_MANY) if is_named(case.name, parser.parse_args().cases)
+    ]
     climbing: list[Counter[str]] = [Counter(), Counter(), Counter()]
     best: list[Counter[str]] = [Counter(), Counter(), Counter()]
     for case in chosen:

@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := demo
 # As many tests at a time as there are cores, those of a file mostly in one process; make test PARALLEL= has one.
-PARALLEL ?= -n auto --dist worksteal
+PARALLEL ?= -n logical --dist worksteal
 
 # The tests of the report's page drive a browser; playwright's own goes into the environment.
 export PLAYWRIGHT_BROWSERS_PATH = 0

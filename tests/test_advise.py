@@ -18,7 +18,16 @@ from optpipe_compiler.costs.gpus import GpuFile
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.errors import BadInput, Infeasible
-from optpipe_compiler.study.advise import LONGEST, Costs, Degrees, Question, _planned_microbatches, advise, ways
+from optpipe_compiler.study.advise import (
+    LONGEST,
+    Costs,
+    Degrees,
+    Question,
+    _divisors,
+    _planned_microbatches,
+    advise,
+    ways,
+)
 from optpipe_compiler.study.pool import answers_here
 from tests.instances import uniform
 from tests.test_cli import TINY, run  # noqa: F401 - a fixture
@@ -40,6 +49,7 @@ def test_every_way_divides_gpus_batch_heads_and_layers(gpus, node, batch, layers
         assert one.slices == 1 or (one.pipeline > 1 == one.microbatch_size and one.slices <= question.sequence)
     if batch % gpus == 0:
         assert any(one.data == gpus for one in found)
+    assert _divisors(gpus) == [one for one in range(1, gpus + 1) if gpus % one == 0]
 
 
 @given(st.integers(1, LONGEST), st.integers(1, 10**4), st.sampled_from([1, 2, 4, 8]))
@@ -82,6 +92,11 @@ def test_one_microbatch_after_another_on_one_device_takes_its_work():
     assert row.step_ns == row.bound_ns == 8 * 8 * 3 * MB
     assert row.limits == ["nothing above 5%"]
     assert row.tokens_per_s == pytest.approx(8 * 128 / (row.step_ns / 1e9))
+
+
+def test_a_step_of_any_length_is_answered():
+    (row, *_) = asked(replace(QUESTION, gpus=1, batch=10**8, microbatch_sizes=(1,))).configurations
+    assert row.step_ns == row.bound_ns == 10**8 * 8 * 3 * MB
 
 
 def test_slices_are_best_where_whole_microbatches_cannot_fill_the_pipeline():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
+from math import isqrt
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.compiler import Options, lower_bound, settled
@@ -34,6 +35,8 @@ PER_DEVICE = 4
 SMALL = 2048
 """Microbatches times devices and slices that are planned in any time limit; larger instances get LARGE_S."""
 LARGE_S = 10.0
+PROVED = 10_000
+"""Microbatches of a step that a bound is proved for at most: more take at least as long, and longer to prove."""
 LONGEST = 64
 """Devices of a pipeline at most."""
 NEARLY_FULL = 0.97
@@ -160,7 +163,8 @@ def ways(question: Question, layers: int, divided: Iterable[int]) -> Iterator[De
 
 
 def _divisors(number: int) -> list[int]:
-    return [one for one in range(1, number + 1) if number % one == 0]
+    small = [one for one in range(1, isqrt(number) + 1) if number % one == 0]
+    return sorted({*small, *(number // one for one in small)})
 
 
 def advise(
@@ -242,7 +246,7 @@ def _promising(
         one = heappop(candidates)
         options = Options(
             mem_bytes=question.mem_bytes,
-            microbatches=one.degrees.microbatches,
+            microbatches=min(one.degrees.microbatches, PROVED),
             devices=one.degrees.pipeline,
             time_limit_s=question.time_limit_s,
             workers=1,

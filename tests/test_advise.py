@@ -28,6 +28,7 @@ from optpipe_compiler.study.advise import (
     advise,
     ways,
 )
+from optpipe_compiler.study.planned import plan
 from optpipe_compiler.study.pool import answers_here
 from tests.instances import uniform
 from tests.test_cli import TINY, run  # noqa: F401 - a fixture
@@ -119,6 +120,15 @@ def test_one_schedule_alone_is_planned_where_it_is_asked_for_and_defined():
     assert found.infeasible > 0
     with pytest.raises(BadInput, match="--method is 'best', expected one of gpipe"):
         asked(replace(QUESTION, method="best"))
+
+
+def test_that_no_known_schedule_fits_is_said(monkeypatch):
+    def last(instance):
+        return replace(plan(instance), method="one-at-a-time")
+
+    monkeypatch.setattr("optpipe_compiler.study.advise.plan", last)
+    (row, *_) = asked(replace(QUESTION, gpus=1)).configurations
+    assert row.limits == ["no known schedule fits, --time-limit searches"]
 
 
 def test_what_costs_time_is_avoided_and_named():

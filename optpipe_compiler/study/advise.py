@@ -41,6 +41,8 @@ LONGEST = 64
 """Devices of a pipeline at most."""
 NEARLY_FULL = 0.97
 """A device is said to be limited by memory from this share of the cap on."""
+ONE_AT_A_TIME = "one-at-a-time"
+"""How the name of a plan begins that was made where nothing else fits."""
 WORTH_SAYING = 0.05
 """Shares of the step below this limit nothing."""
 
@@ -340,7 +342,7 @@ def _configuration(candidate: Candidate, planned: Planned, question: Question) -
         method=planned.method,
         planned_microbatches=count,
         offloaded_bytes=offloaded,
-        limits=_limits(shares, peak, question.mem_bytes, offloaded, degrees),
+        limits=_limits(shares, peak, question.mem_bytes, offloaded, planned.method),
         **{f"{name}_share": share for name, share in shares.items()},
     )
 
@@ -358,8 +360,9 @@ def _steady_ns(schedule: ir.Schedule) -> int:
     return max(busy.values(), default=0) // schedule.setup.microbatches
 
 
-def _limits(shares: dict[str, float], peak: int, cap: int, offloaded: int, degrees: Degrees) -> list[str]:
-    """Say what the step is longer for than its work, the largest first, and whether memory is full."""
+def _limits(shares: dict[str, float], peak: int, cap: int, offloaded: int, method: str) -> list[str]:
+    """Say what the step is longer for than its work, the largest first, and whether memory is full, or so short that
+    no known schedule fits."""
     names = {
         "bubble": "bubble",
         "tensor": "tensor-parallel collectives",
@@ -373,4 +376,6 @@ def _limits(shares: dict[str, float], peak: int, cap: int, offloaded: int, degre
     ]
     if peak >= NEARLY_FULL * cap:
         found.append("memory, with offload" if offloaded else "memory")
+    if method.startswith(ONE_AT_A_TIME):
+        found.append("no known schedule fits, --time-limit searches")
     return found or ["nothing above 5%"]

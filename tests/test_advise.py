@@ -18,7 +18,17 @@ from optpipe_compiler.costs.gpus import GpuFile
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.errors import BadInput, Infeasible
-from optpipe_compiler.study.advise import LONGEST, Costs, Degrees, Question, _planned_microbatches, advise, ways
+from optpipe_compiler.study.advise import (
+    LONGEST,
+    Costs,
+    Degrees,
+    Question,
+    _divisors,
+    _planned_microbatches,
+    advise,
+    ways,
+)
+from optpipe_compiler.study.planned import plan
 from optpipe_compiler.study.pool import answers_here
 from tests.instances import uniform
 from tests.test_cli import TINY, run  # noqa: F401 - a fixture
@@ -40,6 +50,7 @@ def test_every_way_divides_gpus_batch_heads_and_layers(gpus, node, batch, layers
         assert one.slices == 1 or (one.pipeline > 1 == one.microbatch_size and one.slices <= question.sequence)
     if batch % gpus == 0:
         assert any(one.data == gpus for one in found)
+    assert _divisors(gpus) == [one for one in range(1, gpus + 1) if gpus % one == 0]
 
 
 @given(st.integers(1, LONGEST), st.integers(1, 10**4), st.sampled_from([1, 2, 4, 8]))
@@ -84,6 +95,11 @@ def test_one_microbatch_after_another_on_one_device_takes_its_work():
     assert row.tokens_per_s == pytest.approx(8 * 128 / (row.step_ns / 1e9))
 
 
+def test_a_step_of_any_length_is_answered():
+    (row, *_) = asked(replace(QUESTION, gpus=1, batch=10**8, microbatch_sizes=(1,))).configurations
+    assert row.step_ns == row.bound_ns == 10**8 * 8 * 3 * MB
+
+
 def test_slices_are_best_where_whole_microbatches_cannot_fill_the_pipeline():
     few = replace(QUESTION, batch=2, slices=(1, 4))
     degrees = list(ways(few, 8, [1]))
@@ -104,6 +120,15 @@ def test_one_schedule_alone_is_planned_where_it_is_asked_for_and_defined():
     assert found.infeasible > 0
     with pytest.raises(BadInput, match="--method is 'best', expected one of gpipe"):
         asked(replace(QUESTION, method="best"))
+
+
+def test_that_no_known_schedule_fits_is_said(monkeypatch):
+    def last(instance):
+        return replace(plan(instance), method="one-at-a-time")
+
+    monkeypatch.setattr("optpipe_compiler.study.advise.plan", last)
+    (row, *_) = asked(replace(QUESTION, gpus=1)).configurations
+    assert row.limits == ["no known schedule fits, --time-limit searches"]
 
 
 def test_what_costs_time_is_avoided_and_named():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
+from math import isqrt
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.compiler import Options, lower_bound, settled
@@ -34,10 +35,14 @@ PER_DEVICE = 4
 SMALL = 2048
 """Microbatches times devices and slices that are planned in any time limit; larger instances get LARGE_S."""
 LARGE_S = 10.0
+PROVED = 10_000
+"""Microbatches of a step that a bound is proved for at most: more take at least as long, and longer to prove."""
 LONGEST = 64
 """Devices of a pipeline at most."""
 NEARLY_FULL = 0.97
 """A device is said to be limited by memory from this share of the cap on."""
+ONE_AT_A_TIME = "one-at-a-time"
+"""How the name of a plan begins that was made where nothing else fits."""
 WORTH_SAYING = 0.05
 """Shares of the step below this limit nothing."""
 
@@ -160,7 +165,8 @@ def ways(question: Question, layers: int, divided: Iterable[int]) -> Iterator[De
 
 
 def _divisors(number: int) -> list[int]:
-    return [one for one in range(1, number + 1) if number % one == 0]
+    small = [one for one in range(1, isqrt(number) + 1) if number % one == 0]
+    return sorted({*small, *(number // one for one in small)})
 
 
 def advise(
@@ -242,7 +248,7 @@ def _promising(
         one = heappop(candidates)
         options = Options(
             mem_bytes=question.mem_bytes,
-            microbatches=one.degrees.microbatches,
+            microbatches=min(one.degrees.microbatches, PROVED),
             devices=one.degrees.pipeline,
             time_limit_s=question.time_limit_s,
             workers=1,
@@ -336,7 +342,7 @@ def _configuration(candidate: Candidate, planned: Planned, question: Question) -
         method=planned.method,
         planned_microbatches=count,
         offloaded_bytes=offloaded,
-        limits=_limits(shares, peak, question.mem_bytes, offloaded, degrees),
+        limits=_limits(shares, peak, question.mem_bytes, offloaded, planned.method),
         **{f"{name}_share": share for name, share in shares.items()},
     )
 
@@ -349,8 +355,9 @@ def _steady_ns(schedule: ir.Schedule) -> int:
     return max(busy.values(), default=0) // schedule.setup.microbatches
 
 
-def _limits(shares: dict[str, float], peak: int, cap: int, offloaded: int, degrees: Degrees) -> list[str]:
-    """Say what the step is longer for than its work, the largest first, and whether memory is full."""
+def _limits(shares: dict[str, float], peak: int, cap: int, offloaded: int, method: str) -> list[str]:
+    """Say what the step is longer for than its work, the largest first, and whether memory is full, or so short that
+    no known schedule fits."""
     names = {
         "bubble": "bubble",
         "tensor": "tensor-parallel collectives",
@@ -364,4 +371,6 @@ def _limits(shares: dict[str, float], peak: int, cap: int, offloaded: int, degre
     ]
     if peak >= NEARLY_FULL * cap:
         found.append("memory, with offload" if offloaded else "memory")
+    if method.startswith(ONE_AT_A_TIME):
+        found.append("no known schedule fits, --time-limit searches")
     return found or ["nothing above 5%"]

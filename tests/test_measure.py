@@ -8,7 +8,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -465,22 +464,13 @@ def test_the_allocator_itself_keeps_to_the_promise_and_comes_near_it(six_layers,
 
 @pytest.mark.runtime
 def test_copies_take_their_time_from_the_compute_of_the_only_core(benches):
-    """Against what a loop gets of the core at the same time, as other processes may run there, too."""
     everywhere = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(everywhere)})
     try:
-        took, core = _wall_and_core_ns()
-        taken = statistics.median(time_copies(Timer(), benches, 1, 16, bool).busy) / 1000
+        taken = time_copies(Timer(), benches, 1, 16, bool).busy
     finally:
         os.sched_setaffinity(0, everywhere)
-    assert 0.3 * core / took < taken <= 1
-
-
-def _wall_and_core_ns() -> tuple[int, int]:
-    begin, used = time.perf_counter_ns(), time.thread_time_ns()
-    while time.thread_time_ns() - used < 20_000_000:
-        pass
-    return time.perf_counter_ns() - begin, time.thread_time_ns() - used
+    assert 500 < statistics.median(taken) <= 1000
 
 
 @pytest.mark.runtime

@@ -6,6 +6,7 @@ import gc
 import time
 from contextlib import contextmanager, nullcontext
 from itertools import chain
+from statistics import median
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents import ir
@@ -144,18 +145,20 @@ def _duplex(copier: _Copier, samples: int) -> Times:
 def _repeat(copier: _Copier, lanes: Lanes, samples: int, *, with_busy: bool = False) -> Times:
     """Run the lanes until there are so many samples of each direction, or time is up; the first run is not counted.
 
-    `busy` is then in thousandths of what the copies take one after the other, of each run.
+    `busy` is then of each run, in thousandths of what its copies take at the median: not of what they took, as other
+    processes may have had the core for a while.
     """
     found: Times = {"d2h": [], "h2d": []}
+    busy: list[int] = []
     copier.run(lanes)
     begin = time.monotonic()
     for index in range(max(1, samples // MICROBATCHES)):
         if index >= LEAST and time.monotonic() - begin > MOST_S:
             break
-        busy: list[int] = []
         out, back = copier.run(lanes, busy if with_busy else None)
         found["d2h"] += out
         found["h2d"] += back
-        for ns in busy:
-            found.setdefault("busy", []).append(min(1000, round(1000 * ns / max(1, sum(out) + sum(back)))))
+    if busy:
+        usual = MICROBATCHES * (median(found["d2h"]) + median(found["h2d"]))
+        found["busy"] = [min(1000, round(1000 * ns / max(1, usual))) for ns in busy]
     return found

@@ -93,7 +93,17 @@ SMALL = Group(
     is_alone=False,
 )
 WHOLE_PLANS = Group("Whole plans where memory binds", 3.0, BINDING.cases, is_alone=False)
-GROUPS = (BINDING, WHOLE_PLANS, HEAD, WIDE, LONG, FUSED, SMALL)
+FEW = Group(
+    "One or two layers a device",
+    1.0,
+    (
+        Case("unit-x1", 8, 32, 0.25),
+        Case("6.2B-x1", 8, 32, 0.5),
+        Case("unit-x2", 8, 32, 0.25),
+        Case("6.2B-x2", 8, 32, 0.25),
+    ),
+)
+GROUPS = (BINDING, FEW, WHOLE_PLANS, HEAD, WIDE, LONG, FUSED, SMALL)
 WHOLE = "nothing"
 """The part of a plan with everything."""
 
@@ -151,7 +161,9 @@ PARTS = {
     ),
     "published orders as wishes": Part((wished(modulo=True),)),
     "modulo schedules as wishes": Part((wished(modulo=False),)),
-    "first offloads by how long activations stay": Part((patch.object(wishes, "STAYS", ()),)),
+    "first offloads by how long activations stay": Part(
+        (patch.object(wishes, "STAYS", ()),), groups=(BINDING, FEW, HEAD)
+    ),
     "first offloads of the lowest stages": wishes_edited("n in range(1, max(turn.values()) + 1)", "n in ()"),
     "first recomputes of the lowest stages": wishes_edited("n in range(1, max(turn.values()) + 2)", "n in ()"),
     "offloads of a part of a stage": Part((patch.object(instances, "link_share", lambda _: 1.0),)),
@@ -161,9 +173,6 @@ PARTS = {
     "local search": Part(shares(0.0), groups=(WHOLE_PLANS,)),
     "few microbatches first": Part((patch.object(local_search, "shortened", lambda problem: problem),), groups=(LONG,)),
     "more than two climbers": Part((patch.object(local_search, "CLIMBERS", 2),), groups=(BINDING, WIDE)),
-    "going on from the best": Part(
-        (patch.object(local_search.LocalSearch, "_restart", nothing),), groups=(BINDING, WIDE)
-    ),
     "4 climbers for 8": search(CLIMBERS=4),
     "16 climbers for 8": search(CLIMBERS=16),
     "5 rounds for 10": search(ROUNDS=5),
@@ -365,16 +374,17 @@ def in_a_copy(part: Part, begun: list[Run], seeds: int) -> list[Run]:
 
 
 def cell(runs: list[Run], run: Run) -> tuple[float, float] | None:
-    """Return by how many percent plans are longer, and the standard error, over the seeds that both have."""
+    """Return by how many percent plans are longer, and the standard error (nan of one), over the seeds both have."""
     base = next((one for one in runs if one.part == WHOLE and one.is_like(run)), None)
     pairs = [] if base is None else [100 * (a / b - 1) for a, b in zip(run.ms, base.ms, strict=False)]
-    if len(pairs) < 2:
+    if not pairs:
         return None
-    return statistics.mean(pairs), statistics.stdev(pairs) / math.sqrt(len(pairs))
+    error = statistics.stdev(pairs) / math.sqrt(len(pairs)) if len(pairs) > 1 else math.nan
+    return statistics.mean(pairs), error
 
 
 def shown(mean: float, error: float) -> str:
-    return f"{mean:+.2f} ± {error:.2f}"
+    return f"{mean:+.2f}" if math.isnan(error) else f"{mean:+.2f} ± {error:.2f}"
 
 
 def table(every: list[Run], group: Group) -> Iterator[str]:

@@ -2,8 +2,8 @@
 
 Every wished order of every instance is run with each first treatment of its activations; an earlier schedule is such a
 wish, too, with what it does with its activations as one more treatment. The best of the different
-(instance, wish) pairs then climb, each on its own, in rounds; after each of the first rounds the worse half is dropped,
-later the worst goes on from where the best is. Long steps are searched on few microbatches.
+(instance, wish) pairs then climb, each on its own, in rounds, after each of which the worse half is dropped down to one
+for each thread. Long steps are searched on few microbatches.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class LocalSearch:
         return machine(self.problems[number])
 
     def _rounds(self, pool: ThreadPoolExecutor, climbers: list[_Climber]) -> None:
-        """Let the best climb; drop the worse half while there are more than two for each thread's share."""
+        """Let the best climb; drop the worse half while there are more than two, or than threads."""
         most = CLIMBERS if self.effort.reproducible else max(CLIMBERS, 2 * self.effort.threads)
         least = CORES if self.effort.reproducible else max(CORES, self.effort.threads)
         climbers = climbers[:most]
@@ -232,10 +232,7 @@ class LocalSearch:
             climbers.sort(key=lambda one: one.value)
             self._tell(climbers[0])
             self._last = list(climbers)
-            if len(climbers) > least:
-                climbers = climbers[: max(least, len(climbers) // 2)]
-            else:
-                self._restart(climbers)
+            climbers = climbers[: max(least, len(climbers) // 2)]
 
     def _used_before(self, number: int) -> float:
         return number / ROUNDS if self.effort.reproducible else min(1.0, self._used())
@@ -261,14 +258,6 @@ class LocalSearch:
                 self._tell(climber)
             if self.instances[climber.instance].bound >= climber.value:
                 return
-
-    def _restart(self, climbers: list[_Climber]) -> None:
-        """The worst goes on from where the best is."""
-        from optpipe_compiler.machine.policy import copied
-
-        best, worst = climbers[0], climbers[-1]
-        if worst is not best:
-            climbers[-1] = replace(best, policy=copied(best.policy), trial=copied(best.policy))
 
     def _tell(self, climber: _Climber) -> None:
         """Report a policy that is better than all before."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -43,10 +44,10 @@ class Script:
         from optpipe_torch.launch.run import context
 
         self.returncode: int | None = None
-        self._folder = tempfile.TemporaryDirectory()
+        self._folder = tempfile.mkdtemp()
         self._processes = Processes(context(training=True))
         self._processes.__enter__()
-        self._number = self._processes.start(_run_script, code, arguments, environment, self._folder.name)
+        self._number = self._processes.start(_run_script, code, arguments, environment, self._folder)
 
     def kill(self) -> None:
         """End it."""
@@ -56,8 +57,8 @@ class Script:
         """Wait for its end; return what it has written to stdout and stderr."""
         heard = self._processes.listen(timeout)
         self._processes.end()
-        said = tuple(Path(self._folder.name, name).read_text() for name in STREAMS)
-        self._folder.cleanup()
+        said = tuple(Path(self._folder, name).read_text() for name in STREAMS)
+        shutil.rmtree(self._folder)
         if not heard:
             raise TimeoutExpired("a script", timeout, *said)
         self.returncode = heard[0][1].code

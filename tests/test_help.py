@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 run = test_cli.run
 
 FASTER = {
+    "advise": "--microbatch-sizes 1 --slices 1",
     "compile": "--time-limit 1",
     "sweep": "--time-limit 0.1",
     "explain": "--time-limit 1",

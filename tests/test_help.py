@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 run = test_cli.run
 
 FASTER = {
-    "advise": "--model gpt2 --gpus 4 --global-batch 8 --seq 256 --microbatch-sizes 1",
+    "advise": "--model gpt2 --gpus 4 --global-batch 8 --seq 256 --microbatch-sizes 1 --slices 1",
     "compile": "--time-limit 0.2",
     "sweep": "--time-limit 0.1",
     "explain": "--time-limit 0.1",

@@ -18,16 +18,17 @@ from tempfile import NamedTemporaryFile
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-import llvmlite
-import llvmlite.binding as llvm
 import numpy as np
 
+from optpipe_compiler.errors import MissingDependency
 from optpipe_compiler.machine.translate import AXES, fields, module, outside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     Function = TypeVar("Function", bound=Callable[..., Any])
+    import llvmlite.binding as llvm
+
     Array = np.ndarray[Any, Any]
 
 SPEED = 2
@@ -128,6 +129,11 @@ def _words(array: Array, axes: int, last: int | None = None) -> list[int]:
 
 def _engine(text: Callable[[], str], folder: Path | None) -> llvm.ExecutionEngine:
     """Return what runs the code of a module, compiled for this processor."""
+    try:
+        import llvmlite
+        import llvmlite.binding as llvm
+    except ImportError as error:
+        raise MissingDependency("planning needs llvmlite: pip install llvmlite") from error
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     triple, cpu, features = llvm.get_process_triple(), llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
@@ -159,6 +165,8 @@ def _kept(path: Path | None, make: Callable[[], bytes]) -> bytes:
 
 
 def _compiled(text: str, machine: llvm.TargetMachine) -> bytes:
+    import llvmlite.binding as llvm
+
     head = f'target datalayout = "{machine.target_data}"\ntarget triple = "{machine.triple}"\n'
     whole = llvm.parse_assembly(head + text)
     options = llvm.create_pipeline_tuning_options(SPEED)

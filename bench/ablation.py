@@ -1,132 +1,461 @@
-"""What each part of the search earns: `python -m bench.ablation [--seconds S] [--seeds N] [-o FILE]`.
+"""What each part of the search earns: `python -m bench.ablation [--cases PATTERN] [--parts PATTERN] [--seeds N]`.
 
-Every case is planned with everything, and with one part left out, in reproducible mode (the same ops whatever the
-machine does meanwhile). A part's worth on a case is how much longer the plan takes without it, on the mean over seeds.
-What is left out is patched here; the planner knows nothing of it.
+Every case is searched with everything, and with one part left out or one constant changed, in reproducible mode (the
+same ops whatever the machine does meanwhile). A part's worth on a case is how much longer plans take without it, seed
+by seed. The planner knows nothing of it: what is left out is patched here, in compiled code edited in a copy of it.
+Parts of the local search are measured on it alone, from where it begins to climb; other parts on whole plans.
+
+Makespans go to a JSON file, so that cases, parts and seeds can be added at another time: each stands beside plans with
+everything of the same commit and the same limit. `--report FILE` writes the Markdown tables of all that is in it.
 """
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
+import json
+import math
+import os
+import shutil
 import statistics
-from contextlib import ExitStack, contextmanager
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
-from bench.planner import COSTS, Case, commit
+from msgspec import structs
+
+from bench.planner import COSTS, Case
 from optpipe_compiler import compiler
-from optpipe_compiler.compiler import Options, compile_schedule
+from optpipe_compiler.compiler import Options, compile_schedule, in_time, settled
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.machine import policy
-from optpipe_compiler.plan import candidates, exact, local_search, wishes
+from optpipe_compiler.machine.policy import copied
+from optpipe_compiler.model import bounds
+from optpipe_compiler.model.problem import fused_ns
+from optpipe_compiler.plan import candidates, exact, instances, local_search, wishes
+from optpipe_compiler.plan.local_search import Effort, LocalSearch, Realiser, SearchedProblem
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
-CASES = (
-    Case("unit", 4, 16, 0.375),
-    Case("unit", 8, 32, 0.25),
-    Case("unit", 8, 32, 0.125),
-    Case("6.2B", 8, 32, 0.25),
-    Case("unit-slow-links", 8, 32, 0.25),
-    Case("unit-no-links", 8, 32, 0.25),
-    Case("6.2B-head-parts", 8, 32, 0.25),
-)
+    from optpipe_compiler.documents.profile import Profile
+    from optpipe_compiler.plan.local_search import Found, _Climber
+
+    Makespans = dict[str, float]
+
 GB = 10**9
+PLACED_S = 20.0
+"""The limit that says which placements the local search has, where it is measured alone."""
+ROOM = Path(compiler.__file__).parent
 
 
-def without_wishes(kept: str) -> object:
-    """Keep the wished orders whose names begin so, or those that do not."""
+@dataclass(frozen=True)
+class Group:
+    """Cases of one kind, and the time limit of their plans."""
+
+    title: str
+    seconds: float
+    cases: tuple[Case, ...]
+    is_alone: bool = True
+    """Whether the local search is measured alone."""
+
+
+BINDING = Group(
+    "Where memory binds",
+    3.0,
+    (
+        Case("unit", 8, 32, 0.25),
+        Case("unit", 8, 32, 0.125),
+        Case("6.2B", 8, 32, 0.25),
+        Case("unit-slow-links", 8, 32, 0.25),
+        Case("unit-no-links", 8, 32, 0.25),
+    ),
+)
+HEAD = Group("A head in parts", 6.5, (Case("6.2B-head-parts", 8, 32, 0.25), Case("6.2B-head-parts", 8, 32, 0.125)))
+WIDE = Group("More devices", 8.0, (Case("unit", 16, 64, 0.125),))
+LONG = Group(
+    "More microbatches than show how a step goes on", 4.0, (Case("unit", 8, 128, 0.125), Case("6.2B", 8, 128, 0.25))
+)
+FUSED = Group(
+    "A backward in one piece takes 0.93 of its halves",
+    3.0,
+    (Case("6.2B-fused", 8, 32, 0.25), Case("6.2B-fused", 8, 32, 1.0)),
+)
+SMALL = Group(
+    "Small enough for CP-SAT",
+    20.0,
+    (Case("unit", 4, 16, 0.25), Case("6.2B", 4, 16, 0.125), Case("6.2B", 4, 3, 1.0), Case("6.2B", 2, 8, 0.25)),
+    is_alone=False,
+)
+WHOLE_PLANS = Group("Whole plans where memory binds", 3.0, BINDING.cases, is_alone=False)
+GROUPS = (BINDING, WHOLE_PLANS, HEAD, WIDE, LONG, FUSED, SMALL)
+WHOLE = "nothing"
+"""The part of a plan with everything."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is left out or changed: patches of the planner, or (file, before, after) in its compiled code."""
+
+    patches: tuple[object, ...] = ()
+    edits: tuple[tuple[str, str, str], ...] = ()
+    groups: tuple[Group, ...] = (BINDING, HEAD)
+    """Where it may matter."""
+
+
+def wished(*, modulo: bool) -> object:
+    """Keep one kind of wished orders, those of modulo schedules or the published ones."""
     every = wishes.names
 
     def names(*arguments: object) -> list[str]:
         found = every(*arguments)  # type: ignore[arg-type]
-        return [name for name in found if name.startswith("modulo") == (kept == "modulo")]
+        return [name for name in found if name.startswith("modulo") == modulo]
 
     return patch.object(local_search, "names", names)
 
 
-def without_move(name: str) -> object:
-    return patch.dict(policy.MOVES, {name: 0})
+def moves(**shares: int) -> Part:
+    return Part((patch.dict(policy.MOVES, shares),))
+
+
+def search(**constants: object) -> Part:
+    return Part(tuple(patch.object(local_search, name, value) for name, value in constants.items()))
+
+
+def policies(before: str, after: str) -> Part:
+    return Part(edits=(("machine/policy.py", before, after),))
+
+
+def wishes_edited(before: str, after: str) -> Part:
+    return Part(edits=(("plan/wishes.py", before, after),))
 
 
 def nothing(*_: object, **__: object) -> None:
     return None
 
 
-PARTS: dict[str, tuple[object, ...]] = {
-    "published schedules as candidates": (patch.object(candidates.Candidates, "steps", lambda *_: iter(())),),
-    "published orders as wishes": (without_wishes("modulo"),),
-    "modulo schedules as wishes": (without_wishes("published"),),
-    "first offloads by how long activations stay": (patch.object(wishes, "STAYS", ()),),
-    "moves of ranks": (without_move("shift"),),
-    "moves of treatments": (without_move("treat"),),
-    "moves of splits": (without_move("split"),),
-    "going on from the best": (patch.object(local_search.LocalSearch, "_restart", nothing),),
-    "more than two climbers": (patch.object(local_search, "CLIMBERS", 2),),
-    "few microbatches first": (patch.object(local_search, "shortened", lambda problem: problem),),
-    "local search": tuple(patch.object(compiler, name, 0.0) for name in ("LOCAL_SHARE", "SMALL_SHARE")),
-    "windows": (patch.object(exact._Exact, "polish", nothing),),
-    "the full model": (patch.object(exact, "EXACT", 0),),
+def shares(local: float) -> tuple[object, ...]:
+    return tuple(patch.object(compiler, name, local) for name in ("LOCAL_SHARE", "SMALL_SHARE"))
+
+
+NO_WINDOWS = patch.object(exact._Exact, "polish", nothing)
+NO_MODEL = patch.object(exact, "EXACT", 0)
+PARTS = {
+    "published schedules as candidates": Part(
+        (patch.object(candidates.Candidates, "steps", lambda *_: iter(())),), groups=(WHOLE_PLANS,)
+    ),
+    "published orders as wishes": Part((wished(modulo=True),)),
+    "modulo schedules as wishes": Part((wished(modulo=False),)),
+    "first offloads by how long activations stay": Part((patch.object(wishes, "STAYS", ()),)),
+    "first offloads of the lowest stages": wishes_edited("n in range(1, max(turn.values()) + 1)", "n in ()"),
+    "first recomputes of the lowest stages": wishes_edited("n in range(1, max(turn.values()) + 2)", "n in ()"),
+    "offloads of a part of a stage": Part((patch.object(instances, "link_share", lambda _: 1.0),)),
+    "loops of the smallest stages": Part((patch.object(instances, "_finest", lambda *_: []),)),
+    "other cuts of a placement": Part((patch.object(instances, "others", lambda *_: iter(())),)),
+    "sparing": Part((patch.object(compiler, "spare", nothing),), groups=(WHOLE_PLANS,)),
+    "local search": Part(shares(0.0), groups=(WHOLE_PLANS,)),
+    "few microbatches first": Part((patch.object(local_search, "shortened", lambda problem: problem),), groups=(LONG,)),
+    "more than two climbers": Part((patch.object(local_search, "CLIMBERS", 2),), groups=(BINDING, WIDE)),
+    "going on from the best": Part(
+        (patch.object(local_search.LocalSearch, "_restart", nothing),), groups=(BINDING, WIDE)
+    ),
+    "4 climbers for 8": search(CLIMBERS=4),
+    "16 climbers for 8": search(CLIMBERS=16),
+    "5 rounds for 10": search(ROUNDS=5),
+    "20 rounds for 10": search(ROUNDS=20),
+    "moves of ranks": moves(shift=0),
+    "moves of treatments": moves(treat=0),
+    "moves of splits": Part(moves(split=0).patches, groups=(BINDING, HEAD, FUSED)),
+    "moves of ranks 20 for 45": moves(shift=20, treat=78),
+    "moves of ranks 70 for 45": moves(shift=70, treat=28),
+    "moves of splits 10 for 2": Part(moves(split=10).patches, groups=(FUSED,)),
+    "two moves at once": policies("1 + np.random.randint(0, 4) // 2", "1"),
+    "moves that change nothing of the value": policies(
+        "value(x, trial, given, reached)", "value(x, trial, given, reached - 1)"
+    ),
+    "narrow and wide moves of ranks": policies("(0.3, 1.0, 3.0)[np.random.randint(0, 3)]", "1.0"),
+    "moves of ranks of all turns": policies("is_whole = np.random.random() < 0.2", "is_whole = False"),
+    "moves of ranks by part of the step": policies(
+        "by.shift[kind, part, turn] += change",
+        "for p in range(PARTS):\n                by.shift[kind, p, turn] += change",
+    ),
+    "treatments by part of the step": policies("part = np.random.randint(0, PARTS + 1)", "part = PARTS"),
+    "treatments by parity of the microbatch": policies("least = np.random.randint(0, sorts + 1)", "least = sorts"),
+    "treatments of several devices at once": policies(
+        "high = low if np.random.random() < 0.5 else", "high = low if True else"
+    ),
+    "reloads no more than 2 ahead for 1": Part(edits=(("machine/dispatch.py", "\nAHEAD = 1\n", "\nAHEAD = 2\n"),)),
+    "windows": Part((NO_WINDOWS,), groups=(SMALL,)),
+    "the full model, its time to windows": Part((NO_MODEL, *shares(0.3)), groups=(SMALL,)),
+    "the full model up to 48 stages x microbatches for 100": Part((patch.object(exact, "EXACT", 48),), groups=(SMALL,)),
+    "windows and the full model, their time to the local search": Part(
+        (NO_WINDOWS, NO_MODEL, *shares(1.0)), groups=(SMALL,)
+    ),
 }
 """What is left out, and how."""
 
 
-@contextmanager
-def left_out(part: str) -> Iterator[None]:
-    with ExitStack() as stack:
-        for one in PARTS.get(part, ()):
-            stack.enter_context(one)  # type: ignore[arg-type]
-        yield
+def profile_of(case: Case) -> Profile:
+    """Return the profile of a case; costs that end in `-fused` have quicker backwards, in `-x2` 2 layers a device."""
+    name, _, layers = case.costs.partition("-x")
+    costs = COSTS[name.removesuffix("-fused")] | ({"layers_per_device": int(layers)} if layers else {})
+    found = uniform_profile(UniformOptions(devices=case.devices, **costs))  # type: ignore[arg-type]
+    if not name.endswith("-fused"):
+        return found
+    quicker = [structs.replace(layer, backward_ns=round(0.93 * fused_ns(layer))) for layer in found.layers]
+    return structs.replace(found, layers=quicker)
 
 
-def reached_ms(case: Case, seconds: float, seed: int) -> float:
-    """Return the makespan of the plan."""
-    profile = uniform_profile(UniformOptions(devices=case.devices, **COSTS[case.costs]))  # type: ignore[arg-type]
-    options = Options(
+def options(case: Case, seconds: float, seed: int = 0) -> Options:
+    return Options(
         mem_bytes=int(case.cap * case.devices * GB),
         microbatches=case.microbatches,
-        offload=case.costs != "unit-no-links",
+        offload=not case.costs.startswith("unit-no-links"),
         time_limit_s=seconds,
         seed=seed,
         reproducible=True,
     )
-    return compile_schedule(profile, options).schedule.forecast.makespan_ns / 1e6
 
 
-def table(cases: list[Case], parts: list[str], seconds: float, seeds: int) -> Iterator[str]:
-    """Yield the lines of a Markdown table: per part, how many percent longer the plans take without it."""
-    yield "| left out | " + " | ".join(case.name for case in cases) + " |"
-    yield "|---" * (1 + len(cases)) + "|"
-    whole = {case: [reached_ms(case, seconds, seed) for seed in range(seeds)] for case in cases}
-    yield "| *nothing (ms)* | " + " | ".join(f"{statistics.mean(whole[case]):.1f}" for case in cases) + " |"
-    for part in parts:
-        cells = []
-        for case in cases:
-            with left_out(part):
-                found = [reached_ms(case, seconds, seed) for seed in range(seeds)]
-            cells.append(f"{statistics.mean(found) / statistics.mean(whole[case]) - 1:+.1%}")
-        yield f"| {part} | " + " | ".join(cells) + " |"
+def planned_ms(case: Case, seconds: float, seed: int) -> tuple[float, float]:
+    """Return a plan's makespan, and its bound."""
+    forecast = compile_schedule(profile_of(case), options(case, seconds, seed)).schedule.forecast
+    return forecast.makespan_ns / 1e6, forecast.lower_bound_ns / 1e6
+
+
+class Alone:
+    """The local search of a case, begun anew for every seed from the same policies."""
+
+    def __init__(self, case: Case, seconds: float) -> None:
+        profile, asked = profile_of(case), options(case, PLACED_S)
+        asked = settled(profile, asked)
+        self.seconds = seconds
+        self.placed = in_time(instances.instances(profile, asked), asked)
+        self.instances = [
+            SearchedProblem(problem, (one.name, one.stages // problem.devices), bounds.best(problem, "makespan").ticks)
+            for one, problem in self.placed
+        ]
+        self.climbers: list[_Climber] = []
+        """What can climb, the best first."""
+        with patch.object(LocalSearch, "_rounds", lambda _, pool, climbers: self.climbers.extend(climbers)):
+            self._run(Effort(0.0, 0, 1, reproducible=True, is_span=False))
+
+    def ms(self, seed: int) -> tuple[float, float]:
+        """Return the best makespan that is reached, and the bound."""
+        begun = [replace(one, policy=copied(one.policy), trial=copied(one.trial)) for one in self.climbers]
+        with patch.object(LocalSearch, "_screened", lambda *_: begun):
+            found = self._run(Effort(self.seconds, seed, 1, reproducible=True, is_span=False))
+        assert found is not None
+        timed = Realiser(self.instances[found.instance], is_span=False).schedule(found)
+        assert timed is not None
+        return timed.makespan / 1e6, min(one.bound for one in self.instances) / 1e6
+
+    def _run(self, effort: Effort) -> Found | None:
+        with LocalSearch(self.instances, effort) as search:
+            search._thread.join()
+        assert search.error is None, search.error
+        return min(search.take(0.0), key=lambda one: one.value, default=None)
+
+
+def commit() -> str:
+    """Return the last commit that changed the compiler, with a + where its files differ from it."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True, cwd=ROOM).stdout.strip()
+
+    return git("log", "-1", "--format=%h", "--abbrev=8", "--", ".") + ("+" if git("status", "--porcelain", ".") else "")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Plans of one case with one part left out, under one limit."""
+
+    commit: str
+    group: str
+    part: str
+    case: str
+    seconds: float
+    ms: tuple[float, ...]
+    """Makespans by seed, from 0."""
+    bound_ms: tuple[float, ...]
+    """What the plans were proved not to fall below."""
+
+    def is_like(self, other: Run) -> bool:
+        """Whether the two are of the same search but for the part."""
+        return self.place == other.place and self.commit == other.commit
+
+    @property
+    def place(self) -> tuple[str, str, float]:
+        """What is searched, and how long."""
+        return self.group, self.case, self.seconds
+
+
+def runs_in(path: Path) -> list[Run]:
+    records = json.loads(path.read_text()) if path.exists() else []
+    return [
+        Run(**{name: tuple(value) if isinstance(value, list) else value for name, value in record.items()})
+        for record in records
+    ]
+
+
+def write(runs: Iterable[Run], path: Path) -> None:
+    """Write a line for each run."""
+    path.write_text("[\n" + ",\n".join(json.dumps(vars(run)) for run in runs) + "\n]\n")
+
+
+def added(runs: list[Run], run: Run) -> list[Run]:
+    """Return the runs with one more, in the place of an earlier one of that part; what stands beside it stays."""
+    return [
+        one
+        for one in runs
+        if (one.part, one.place) != (run.part, run.place) or (run.part == WHOLE and one.commit != run.commit)
+    ] + [run]
+
+
+def measured(known: list[Run], empty: list[Run], seeds: int) -> Iterator[Run]:
+    """Yield runs of one part with more and more seeds, until each has so many, beginning with what is known."""
+    part = PARTS.get(empty[0].part, Part())
+    begun = [next((one for one in known if one.is_like(run) and one.part == run.part), run) for run in empty]
+    if part.edits:
+        yield from in_a_copy(part, [run for run in begun if len(run.ms) < seeds], seeds)
+        return
+    for run in begun:
+        group = next(group for group in GROUPS if group.title == run.group)
+        case = next(case for case in group.cases if case.name == run.case)
+        with ExitStack() as stack:
+            for one in part.patches:
+                stack.enter_context(one)  # type: ignore[arg-type]
+            missing = range(len(run.ms), seeds)
+            alone = Alone(case, run.seconds) if group.is_alone and missing else None
+            for seed in missing:
+                ms, bound_ms = planned_ms(case, run.seconds, seed) if alone is None else alone.ms(seed)
+                run = replace(run, ms=(*run.ms, ms), bound_ms=(*run.bound_ms, bound_ms))
+                yield run
+
+
+def in_a_copy(part: Part, begun: list[Run], seeds: int) -> list[Run]:
+    """Plan with everything in a copy of the compiler with the part's edits; return the runs."""
+    if not begun:
+        return []
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        for room in (ROOM, Path(__file__).parent):
+            shutil.copytree(room, folder / room.name, ignore=shutil.ignore_patterns("__pycache__", "*.json"))
+        for file, before, after in part.edits:
+            path = folder / ROOM.name / file
+            text = path.read_text()
+            assert text.count(before) == 1, (file, before)
+            path.write_text(text.replace(before, after))
+        found = folder / "runs.json"
+        first = begun[0]
+        limits = ["--seconds", str(first.seconds), "--seeds", str(seeds), "--commit", first.commit]
+        cases = ["--groups", first.group, "--cases", *(run.case for run in begun)]
+        command = [sys.executable, "-m", "bench.ablation", "--parts", WHOLE, "-o", str(found), *limits, *cases]
+        environment = os.environ | {"PYTHONPATH": name, "XDG_CACHE_HOME": name}
+        subprocess.run(command, env=environment, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        return [replace(run, part=first.part) for run in runs_in(found)]
+
+
+# -- report
+
+
+def cell(runs: list[Run], run: Run) -> tuple[float, float] | None:
+    """Return by how many percent plans are longer, and the standard error, over the seeds that both have."""
+    base = next((one for one in runs if one.part == WHOLE and one.is_like(run)), None)
+    pairs = [] if base is None else [100 * (a / b - 1) for a, b in zip(run.ms, base.ms, strict=False)]
+    if len(pairs) < 2:
+        return None
+    return statistics.mean(pairs), statistics.stdev(pairs) / math.sqrt(len(pairs))
+
+
+def shown(mean: float, error: float) -> str:
+    return f"{mean:+.2f} ± {error:.2f}"
+
+
+def table(every: list[Run], group: Group) -> Iterator[str]:
+    """Yield a Markdown table of what was run of a group."""
+    runs = [run for run in every if run.group == group.title]
+    names = [case.name for case in group.cases if any(run.case == case.name for run in runs)]
+    rows = list(dict.fromkeys((run.commit, run.seconds, run.part) for run in runs if run.case in names))
+    if not rows:
+        return
+    yield "| left out or changed | " + " | ".join(names) + " | mean | gap | limit s | seeds | commit |"
+    yield "|---" * (len(names) + 6) + "|"
+    for made, seconds, part in sorted(rows, key=lambda row: (row[0], row[1], row[2] != WHOLE)):
+        mine = {run.case: run for run in runs if (run.commit, run.seconds, run.part) == (made, seconds, part)}
+        mine = {name: run for name, run in mine.items() if name in names}
+        seeds = "-".join(str(n) for n in sorted({len(run.ms) for run in mine.values()}))
+        gap = statistics.mean(1 - b / a for run in mine.values() for a, b in zip(run.ms, run.bound_ms, strict=True))
+        if part == WHOLE:
+            cells = [f"{statistics.mean(mine[name].ms):.5g} ms" if name in mine else "" for name in names]
+            whole = ""
+        else:
+            found = {name: cell(runs, run) for name, run in mine.items()}
+            known = [one for one in found.values() if one is not None]
+            cells = [shown(*one) if (one := found.get(name)) is not None else "" for name in names]
+            error = math.hypot(*(error for _, error in known)) / max(1, len(known))
+            whole = shown(statistics.mean(mean for mean, _ in known), error) if known else ""
+        yield f"| {part} | " + " | ".join(cells) + f" | {whole} | {gap:.1%} | {seconds:g} | {seeds} | {made} |"
+    yield ""
+
+
+def report(runs: list[Run], head: str) -> str:
+    """Return the page: its head as it was, then a table for each group of cases."""
+    lines = [head.partition(MARK)[0].rstrip(), "", MARK, ""]
+    for group in GROUPS:
+        lines += [f"## {group.title}", "", *table(runs, group)] if any(run.group == group.title for run in runs) else []
+    return "\n".join(lines).rstrip() + "\n"
+
+
+MARK = "<!-- below: python -m bench.ablation --report docs/ABLATION.md -->"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=4.0, help="time limit of each plan, counted in ops")
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--cases", default="*", help="names, with * and ?")
-    parser.add_argument("--parts", default="*", help="names, with * and ?")
-    parser.add_argument("-o", "--output")
+    parser.add_argument("--seconds", type=float, help="time limit of each plan, counted in ops, if not the group's")
+    parser.add_argument("--seeds", type=int, default=6)
+    parser.add_argument("--cases", nargs="+", default=["*"], help="names, with * and ?")
+    parser.add_argument("--groups", nargs="+", default=["*"], help="titles, with * and ?")
+    parser.add_argument(
+        "--parts", nargs="+", default=["*"], help="names, with * and ?; `nothing` is a plan with everything"
+    )
+    parser.add_argument("--commit", help="what is measured, where it is not this checkout")
+    parser.add_argument("-o", "--output", type=Path, default=Path("bench/ablation.json"))
+    parser.add_argument("--add", type=Path, nargs="+", help="take the results of these files, too, and stop")
+    parser.add_argument("--report", type=Path, help="write the tables of all results there and stop")
     chosen = parser.parse_args()
-    cases = [case for case in CASES if fnmatch.fnmatch(case.name, chosen.cases)]
-    parts = [part for part in PARTS if fnmatch.fnmatch(part, chosen.parts)]
-    lines = [f"Commit {commit()}, {chosen.seconds:g} s each, mean of {chosen.seeds} seeds.", ""]
-    for line in table(cases, parts, chosen.seconds, chosen.seeds):
-        print(line, flush=True)
-        lines.append(line)
-    if chosen.output:
-        Path(chosen.output).write_text("\n".join(lines) + "\n")
+    runs = runs_in(chosen.output)
+    if chosen.report:
+        chosen.report.write_text(report(runs, chosen.report.read_text()))
+        return
+    for path in chosen.add or ():
+        for run in runs_in(path):
+            runs = added(runs, run)
+        write(runs, chosen.output)
+    if chosen.add:
+        return
+    parts = {name: part for name, part in PARTS.items() if is_named(name, chosen.parts)}
+    groups = [group for group in GROUPS if is_named(group.title, chosen.groups)]
+    used = tuple(group for group in groups if not parts or any(group in part.groups for part in parts.values()))
+    whole = {WHOLE: Part(groups=used)} if is_named(WHOLE, chosen.parts) else {}
+    made = chosen.commit or commit()
+    for name, part in {**whole, **parts}.items():
+        for group in filter(groups.__contains__, part.groups):
+            cases = [case.name for case in group.cases if is_named(case.name, chosen.cases)]
+            empty = [Run(made, group.title, name, case, chosen.seconds or group.seconds, (), ()) for case in cases]
+            for run in measured(runs, empty, chosen.seeds) if empty else ():
+                runs = added(runs, run)
+                write(runs, chosen.output)
+                print(run.part, run.case, *run.ms, flush=True)
+
+
+def is_named(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """`optpipe advise` against the degrees of parallelism that others have published: writes docs/ADVISE.md.
 
-`python -m bench.advise` asks for every published configuration of CASES (half an hour on two cores), `--only NAME` for
+`python -m bench.advise` asks for every published configuration of CASES (an hour on two cores), `--only NAME` for
 some; answers are kept in bench/advise.json, so that the page can be written again with `--page`.
 """
 
@@ -9,8 +9,11 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from msgspec import structs
 
 from optpipe_compiler.costs import gpus
 from optpipe_compiler.costs.models import Architecture
@@ -19,19 +22,29 @@ from optpipe_compiler.study import advise as study
 from optpipe_torch.estimates.estimate import EstimateOptions
 from optpipe_torch.estimates.spread import Spread
 
+if TYPE_CHECKING:
+    from optpipe_compiler.costs.gpus import Gpu
+
 ROOT = Path(__file__).parent.parent
 ANSWERS = ROOT / "bench" / "advise.json"
 PAGE = ROOT / "docs" / "ADVISE.md"
 
 
+CHECKPOINTED = "interleaved-1f1b-recompute"
+"""Interleaved 1F1B with full recomputation."""
+ALONE = "1f1b-recompute"
+"""The same without a pipeline."""
+PARTS = ("ours", "ours_as_run", "theirs", "theirs_as_run", "rival", "rival_as_run")
+
+
 @dataclass(frozen=True)
 class Case:
-    """A published configuration; the sources do not say how large the microbatches are."""
+    """A published configuration."""
 
     name: str
     source: str
     model: Architecture
-    gpu: str
+    gpu: Gpu
     gpus: int
     batch: int
     sequence: int
@@ -39,6 +52,13 @@ class Case:
     tensor: int
     tflops: float | None = None
     """Per GPU, as published, by the source's formula."""
+    tokens_per_s: float | None = None
+    """Per GPU, as published."""
+    rival: tuple[int, int] | None = None
+    """Pipeline and tensor parallel degree with which the source compares its own."""
+    schedule: str = CHECKPOINTED
+    """What the source ran."""
+    links: Literal["pairs", "none"] = "none"
 
     @property
     def degrees(self) -> tuple[int, int, int]:
@@ -48,9 +68,11 @@ class Case:
     @property
     def published_step_s(self) -> float | None:
         """What a step takes at the published rate: Narayanan et al., Eq. 3 (recomputation included)."""
+        m, tokens = self.model, self.batch * self.sequence
+        if self.tokens_per_s is not None:
+            return tokens / (self.tokens_per_s * self.gpus)
         if self.tflops is None:
             return None
-        m, tokens = self.model, self.batch * self.sequence
         flops = 96 * tokens * m.layers * m.hidden**2
         flops *= 1 + self.sequence / (6 * m.hidden) + m.vocab / (16 * m.layers * m.hidden)
         return flops / (self.tflops * 1e12 * self.gpus)
@@ -73,54 +95,98 @@ def llama(layers: int, hidden: int, heads: int, ffn: int) -> Architecture:
     )  # fmt: skip
 
 
+def grouped(layers: int, hidden: int, heads: int, sequence: int) -> Architecture:
+    """PipeOffload's GPT with dropout, flash attention and 8 groups of queries. The paper does not tell its vocabulary:
+    its six models have the parameters that it says with 32,000."""
+    return replace(
+        gpt(layers, hidden, heads), kv_heads=8, vocab=32000, positions=sequence, attention="flash"
+    )  # fmt: skip
+
+
+A100, H100 = gpus.load("a100-80gb"), gpus.load("h100-sxm")
+H100_96 = structs.replace(H100, name="h100 96 GB", memory_bytes=96 * 10**9, memory_bytes_per_s=2_400_000_000_000)
+"""torchtitan's: HBM2e, 500 W; what its matrix products reach under this limit is not known, and taken as without."""
 MEGATRON = "Narayanan et al., arXiv:2104.04473, Table 1"
 TITAN = "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
+OFFLOAD = "Wan et al., arXiv:2503.01328 (PipeOffload), Table 2 and Figure 11"
+PURE: dict[str, Any] = {"rival": (4, 8), "schedule": "po-f", "links": "pairs"}
 CASES = [
-    Case("18.4B", MEGATRON, gpt(40, 6144, 48), "a100-80gb", 256, 1024, 2048, 1, 8, 135),
-    Case("39.1B", MEGATRON, gpt(48, 8192, 64), "a100-80gb", 512, 1536, 2048, 2, 8, 138),
-    Case("76.1B", MEGATRON, gpt(60, 10240, 80), "a100-80gb", 1024, 1792, 2048, 4, 8, 140),
-    Case("145.6B", MEGATRON, gpt(80, 12288, 96), "a100-80gb", 1536, 2304, 2048, 8, 8, 148),
-    Case("Llama 3.1 70B", f"{TITAN}, Table 4", llama(80, 8192, 64, 28672), "h100-sxm", 256, 512, 8192, 1, 8),
-    Case("Llama 3.1 405B", f"{TITAN}, Table 5", llama(126, 16384, 128, 53248), "h100-sxm", 512, 256, 8192, 8, 8),
-]
+    Case("18.4B", MEGATRON, gpt(40, 6144, 48), A100, 256, 1024, 2048, 1, 8, tflops=135),
+    Case("39.1B", MEGATRON, gpt(48, 8192, 64), A100, 512, 1536, 2048, 2, 8, tflops=138),
+    Case("76.1B", MEGATRON, gpt(60, 10240, 80), A100, 1024, 1792, 2048, 4, 8, tflops=140),
+    Case("145.6B", MEGATRON, gpt(80, 12288, 96), A100, 1536, 2304, 2048, 8, 8, tflops=148),
+    Case("42.9B", OFFLOAD, grouped(62, 8192, 64, 16384), A100, 32, 256, 16384, 32, 1, **PURE),
+    Case("66.6B", OFFLOAD, grouped(62, 10240, 80, 16384), A100, 32, 256, 16384, 32, 1, **PURE),
+    Case("83.8B", OFFLOAD, grouped(78, 10240, 80, 8192), A100, 32, 256, 8192, 32, 1, **PURE),
+    Case(
+        "Llama 3.1 70B", f"{TITAN}, Table 4", llama(80, 8192, 64, 28672), H100_96, 256, 512, 8192, 1, 8,
+        tokens_per_s=876,
+    ),
+    Case(
+        "Llama 3.1 405B", f"{TITAN}, Table 5", llama(126, 16384, 128, 53248), H100_96, 512, 256, 8192, 8, 8,
+        tokens_per_s=128,
+    ),
+]  # fmt: skip
 
 
-def answer(case: Case, jobs: int) -> dict[str, object]:
-    """Ask for the best, and for the published degrees alone."""
-    gpu = gpus.load(case.gpu)
-    options = EstimateOptions(model=case.model, gpu=gpu, name=case.name, sequence_length=case.sequence)
-    spread = Spread(options, case.gpus)
-    question = study.Question(
-        gpus=case.gpus,
-        gpus_per_node=gpu.devices_per_node,
-        batch=case.batch,
-        sequence=case.sequence,
-        mem_bytes=gpu.memory_bytes,
-        jobs=jobs,
-    )
+class Asked:
+    """One case's questions, by part: each is a row, rows, or a whole answer of `advise`; None: nothing fits."""
 
-    def costs_of(one: study.Degrees) -> study.Costs:
-        return study.Costs(*spread.costs(one.pipeline, one.tensor, one.data, one.microbatch_size))
+    def __init__(self, case: Case, jobs: int) -> None:
+        gpu = case.gpu
+        options = EstimateOptions(
+            model=case.model, gpu=gpu, name=case.name, sequence_length=case.sequence, shared_links=case.links
+        )
+        self.case = case
+        self.spread = Spread(options, case.gpus)
+        self.question = study.Question(
+            gpus=case.gpus,
+            gpus_per_node=gpu.devices_per_node,
+            batch=case.batch,
+            sequence=case.sequence,
+            mem_bytes=gpu.memory_bytes,
+            jobs=jobs,
+        )
+        divided = (case.model.heads, case.model.kv_heads, case.model.ffn, case.sequence)
+        self.ways = list(study.ways(self.question, case.model.layers + 2, divided))
 
-    divided = (case.model.heads, case.model.kv_heads, case.model.ffn, case.sequence)
-    ways = list(study.ways(question, case.model.layers + 2, divided))
+    def part(self, name: str, ours: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Answer one of PARTS; `ours`: what the first of them is."""
+        case = self.case
+        if name == "ours":
+            return self.advice(self.ways)
+        pipeline, tensor = case.pipeline, case.tensor
+        if name == "ours_as_run" and ours is not None:
+            pipeline, tensor = (ours["configurations"][0]["degrees"][key] for key in ("pipeline", "tensor"))
+        if name.startswith("rival"):
+            if case.rival is None:
+                return None
+            pipeline, tensor = case.rival
+        own = [way for way in self.ways if (way.pipeline, way.tensor) == (pipeline, tensor)]
+        ran = {"ours": case.schedule, "theirs": case.schedule, "rival": "interleaved-1f1b"}
+        method = ran[name.removesuffix("_as_run")] if name.endswith("_as_run") else None
+        found = self.advice(own, method if method is None or pipeline > 1 else ALONE)
+        return found and found["configurations"][0]
 
-    def say(number: int, found: study.Configuration | None) -> None:
-        print(f"  {number}: {found and (found.degrees, found.step_ns / 1e9)}", file=sys.stderr)
+    def advice(self, some: list[study.Degrees], method: str | None = None) -> dict[str, Any] | None:
+        try:
+            found = study.advise(replace(self.question, method=method), some, self.costs_of, say) if some else None
+        except Infeasible:
+            return None
+        return found and asdict(found)
 
-    try:
-        own = [way for way in ways if (way.pipeline, way.tensor, way.data) == case.degrees]
-        theirs = study.advise(question, own, costs_of, say).configurations[0]
-    except Infeasible:
-        theirs = None
-    found = study.advise(question, ways, costs_of, say)
-    return {"ours": asdict(found), "theirs": theirs and asdict(theirs), "published_s": case.published_step_s}
+    def costs_of(self, one: study.Degrees) -> study.Costs:
+        return study.Costs(*self.spread.costs(one.pipeline, one.tensor, one.data, one.microbatch_size))
+
+
+def say(number: int, found: study.Configuration | None) -> None:
+    print(f"  {number}: {found and (found.degrees, found.step_ns / 1e9)}", file=sys.stderr)
 
 
 HEADER = """# Advice against published choices
 
-`optpipe advise` says which pipeline, tensor and data parallel degrees and which microbatch size are best for a model on
-so many GPUs. This page asks it for configurations that others have published. It is written by
+`optpipe advise` says which pipeline, tensor and data parallel degrees, which microbatch size and how many slices are
+best for a model on so many GPUs. This page asks it for configurations that others have published. It is written by
 `python -m bench.advise`; no number here is typed in but the published degrees and rates.
 
 ## How it is found
@@ -131,59 +197,138 @@ exchange of gradients once per step as a ring that overlaps nothing. A step is a
 over its devices, and what `compile` proves of it under the GPU's memory. Ways are planned in the order of this bound,
 until the next one is above the fifth best step: what was not planned cannot be among the five at this effort. Steps of
 more than 4 microbatches per device (fewer above 22 devices) are planned with 4, and repeat their steady state.
-Pipelines have 64 devices at most.
+Pipelines have 64 devices at most. Here sequences stay whole, as in the sources; `advise` tries 2 and 4 slices, too.
 
 Not in it: context and expert parallelism, FSDP's gathering of weights in every microbatch, fp8, overlap of the
-gradients' exchange with the last backwards, the optimizer's own time.
+gradients' exchange with the last backwards, the optimizer's own time, a limit of the hosts' memory.
 
 ## Is theirs among our five, and what does ours promise over it
 
-*theirs, planned*: our plan of their degrees, with the best microbatch, which the sources do not tell; *published*: the
-step at the rate that they measured (Eq. 3 of the paper, whose operations include full recomputation). *Ours over
-theirs* compares our plan of our best degrees with our plan of theirs.
+*theirs, planned*: our plan of their degrees with the best microbatch of 1, 2 and 4, which the sources do not tell
+(torchtitan's 70B runs its 16 sequences at once); *published*: the step at the rate that they measured, with full
+recomputation (Megatron-LM: Eq. 3 of the paper; torchtitan: in fp8). *Ours over theirs* compares our plan of our best
+degrees with our plan of theirs: both are estimates.
 
 | model | GPUs, batch | theirs (PP x TP x DP) | our best, microbatch | theirs among the five | ours, s \
 | theirs, planned, s | ours over theirs | published, s |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
 
+READING = """
+Estimated stages miss measured ones ([Estimates](ESTIMATES.md)) by more than most of these differences, and not equally
+for all degrees: ways that differ by a few percent are equal, as far as estimates can tell, and worth trying both. So it
+is with 145.6B, whose published degrees fall just short of the fifth row.
+
+Where theirs is not among the five, it stands below them in the tables. What these have in common: tensor parallelism
+over the whole node keeps the pipeline short, and its collectives take more time than the longer pipelines of our plans
+idle. Two errors of the estimates speak for ours: messages between stages took several times as long where they were
+measured, which a longer pipeline feels more, and offloads have the hosts' memory without limit. A source's degrees are
+also those that suit its schedule: 1F1B with full recomputation needs less memory and idles more in long pipelines.
+"""
+
+AS_RUN = """
+## With the schedule that they ran
+
+A source's degrees are good for the schedule that it ran. Here theirs and ours run as the source did: interleaved 1F1B
+with full recomputation; without a pipeline, full recomputation. What is left of the difference is due to estimated
+costs, the rest to our plans.
+
+| model | ours (PP x TP x DP, microbatch), s | theirs, s | ours over theirs: so | planned | theirs over published |
+| --- | --- | --- | --- | --- | --- |
+"""
+
+RIVALS = """
+## Pure pipeline parallelism against tensor parallelism
+
+PipeOffload's Figure 11 compares its schedule on 32 devices (po-f, all activations offloaded) with tensor parallelism of
+8 and interleaved 1F1B on 4, and finds pure pipelines 12 to 19% faster. *As they ran it*: with these schedules;
+*planned*: with ours, on both sides. Pairs of GPUs share a host link, as in the paper.
+
+| model | 32 x 1 x 1, s: as they ran it | planned | 4 x 8 x 1, s: as they ran it | planned | pure pipeline faster by: \
+as they ran it | planned |
+| --- | --- | --- | --- | --- | --- | --- |
+"""
+
+NOTHING = "nothing fits"
+RUN = {"theirs", "theirs_as_run", "rival", "rival_as_run"}
+
 
 def shown(degrees: dict[str, int]) -> str:
     return f"{degrees['pipeline']} x {degrees['tensor']} x {degrees['data']}, {degrees['microbatch_size']}"
 
 
-def page(answers: dict[str, dict]) -> str:  # type: ignore[type-arg]
+def seconds(row: dict[str, Any] | None) -> str:
+    return NOTHING if row is None else f"{row['step_ns'] / 1e9:.2f}"
+
+
+def over(row: dict[str, Any] | None, other: dict[str, Any] | None) -> str:
+    """Return by how much the first takes longer."""
+    return "" if row is None or other is None else f"{row['step_ns'] / other['step_ns'] - 1:+.1%}"
+
+
+def among(case: Case, rows: list[dict[str, Any]], theirs: dict[str, Any] | None) -> str:
+    """Return the place of the published degrees among the rows, or how far behind the last they are."""
+    degrees = [tuple(row["degrees"][key] for key in ("pipeline", "tensor", "data")) for row in rows]
+    if case.degrees in degrees:
+        return f"number {degrees.index(case.degrees) + 1}"
+    return "no" if theirs is None else f"no, {theirs['step_ns'] / rows[-1]['step_ns'] - 1:.2%} behind the last"
+
+
+def page(answers: dict[str, dict[str, Any]]) -> str:
     """Return docs/ADVISE.md."""
     text = HEADER
-    for case in CASES:
-        if case.name not in answers:
-            continue
-        found, theirs = answers[case.name]["ours"], answers[case.name]["theirs"]
-        rows, published = found["configurations"], case.published_step_s
-        degrees = [tuple(row["degrees"][key] for key in ("pipeline", "tensor", "data")) for row in rows]
-        among = f"number {degrees.index(case.degrees) + 1}" if case.degrees in degrees else "no"
-        own = " x ".join(map(str, case.degrees))
-        best = rows[0]["step_ns"]
+    known = [case for case in CASES if {"ours", "theirs"} <= set(answers.get(case.name, {}))]
+    for case in known:
+        answer, published = answers[case.name], case.published_step_s
+        rows, theirs = answer["ours"]["configurations"], answer["theirs"]
         text += (
-            f"| {case.name} | {case.gpus} {case.gpu}, {case.batch} x {case.sequence} | {own} "
-            f"| {shown(rows[0]['degrees'])} | {among} "
-            f"| {best / 1e9:.2f} | {'nothing fits' if theirs is None else format(theirs['step_ns'] / 1e9, '.2f')} "
-            f"| {'' if theirs is None else format(best / theirs['step_ns'] - 1, '+.1%')} "
+            f"| {case.name} | {case.gpus} {case.gpu.name}, {case.batch} x {case.sequence} "
+            f"| {' x '.join(map(str, case.degrees))} | {shown(rows[0]['degrees'])} | {among(case, rows, theirs)} "
+            f"| {seconds(rows[0])} | {seconds(theirs)} | {over(rows[0], theirs)} "
             f"| {'' if published is None else format(published, '.2f')} |\n"
         )
-    for case in CASES:
-        if case.name in answers:
-            text += section(case, answers[case.name]["ours"])
-    left = ", ".join(one.name for one in CASES if one.name not in answers) or "None of the cases"
-    return text + (
-        f"\n## Not compared\n\n- {left}: not asked yet.\n"
-        "- The tables of PipeOffload (pipeline against tensor parallel at 42.9B, 66.6B, 83.8B): "
-        "their\n  configurations were not at hand when this page was written.\n"
-    )
+    text += READING
+    text += as_run([(case, answers[case.name]) for case in known if "ours_as_run" in answers[case.name]])
+    text += rivals([(case, one) for case in CASES if set(one := answers.get(case.name, {})) >= RUN and case.rival])
+    for case in known:
+        text += section(case, answers[case.name])
+    left = [case.name for case in CASES if case not in known]
+    return text + (f"\n## Not compared\n\n{', '.join(left)}: not asked yet.\n" if left else "")
 
 
-def section(case: Case, found: dict) -> str:  # type: ignore[type-arg]
-    """Return the five of one case."""
+def as_run(answers: list[tuple[Case, dict[str, Any]]]) -> str:
+    """Return what ours and theirs take with the published schedule."""
+    text = AS_RUN if answers else ""
+    for case, answer in answers:
+        ours, theirs, published = answer["ours_as_run"], answer["theirs_as_run"], case.published_step_s
+        planned = over(answer["ours"]["configurations"][0], answer["theirs"])
+        text += (
+            f"| {case.name} | {placed(ours)} | {placed(theirs)} | {over(ours, theirs)} | {planned} "
+            f"| {'' if None in (published, theirs) else format(theirs['step_ns'] / 1e9 / published - 1, '+.1%')} |\n"
+        )
+    return text
+
+
+def placed(row: dict[str, Any] | None) -> str:
+    """Return degrees and step."""
+    return NOTHING if row is None else f"{shown(row['degrees'])}: {seconds(row)}"
+
+
+def rivals(answers: list[tuple[Case, dict[str, Any]]]) -> str:
+    """Return what pure pipelines are worth."""
+    text = RIVALS if answers else ""
+    for case, found in answers:
+        run, planned, rival_run, rival = (found[name] for name in ("theirs_as_run", "theirs", "rival_as_run", "rival"))
+        text += (
+            f"| {case.name} | {seconds(run)} | {seconds(planned)} | {seconds(rival_run)} | {seconds(rival)} "
+            f"| {over(rival_run, run)} | {over(rival, planned)} |\n"
+        )
+    return text
+
+
+def section(case: Case, answer: dict[str, Any]) -> str:
+    """Return the five of one case, and theirs where it is not among them."""
+    found, theirs = answer["ours"], answer["theirs"]
     text = f"\n## {case.name}\n\n{case.source}. {found['considered']} ways, {found['too_large']} with too large "
     text += f"weights,\n{found['planned']} planned.\n\n"
     text += (
@@ -191,27 +336,38 @@ def section(case: Case, found: dict) -> str:  # type: ignore[type-arg]
         + "| --- " * 5
         + "|\n"
     )
-    for row in found["configurations"]:
-        text += (
-            f"| {shown(row['degrees'])} | {row['stages_per_device']} | {row['step_ns'] / 1e9:.2f} "
-            f"| {row['bound_ns'] / 1e9:.2f} | {row['peak_bytes'] / 1e9:.1f} | {', '.join(row['limits'])} |\n"
-        )
+    rows = found["configurations"]
+    for row in rows:
+        text += line(row, shown(row["degrees"]))
+    if theirs is not None and among(case, rows, theirs).startswith("no"):
+        text += line(theirs, f"theirs: {shown(theirs['degrees'])}")
     return text
+
+
+def line(row: dict[str, Any], name: str) -> str:
+    return (
+        f"| {name} | {row['stages_per_device']} | {row['step_ns'] / 1e9:.2f} "
+        f"| {row['bound_ns'] / 1e9:.2f} | {row['peak_bytes'] / 1e9:.1f} | {', '.join(row['limits'])} |\n"
+    )
 
 
 def main() -> None:
     """Ask, keep, write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", action="append", choices=[case.name for case in CASES])
+    parser.add_argument("--part", action="append", choices=PARTS)
     parser.add_argument("--page", action="store_true", help="write the page from what is kept")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     answers = json.loads(ANSWERS.read_text()) if ANSWERS.exists() else {}
     for case in CASES:
         if not options.page and (options.only is None or case.name in options.only):
-            print(case.name, file=sys.stderr)
-            answers[case.name] = answer(case, options.jobs)
-            ANSWERS.write_text(json.dumps(answers, indent=1) + "\n")
+            asked = Asked(case, options.jobs)
+            kept = answers.setdefault(case.name, {})
+            for part in options.part or PARTS:
+                print(f"{case.name}: {part}", file=sys.stderr)
+                kept[part] = asked.part(part, kept.get("ours"))
+                ANSWERS.write_text(json.dumps(answers, indent=1) + "\n")
     PAGE.write_text(page(answers))
 
 

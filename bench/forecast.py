@@ -211,7 +211,7 @@ what ranks agree on between steps are no part of it, and of no forecast. `to for
 over its own forecasts; `rounds`: the least and the most of the latter. `ops`: what all compute ops took over what was
 forecast for them; where it is less than `to p50`, the rest is waiting. `used` is the largest measured activation peak
 of a rank over its promise, by the store, which does not see transient bytes. On CPUs the lanes of a rank share its
-core, so offloads take time from compute, which no forecast counts; on GPUs they do not.
+core: forecasts count what offloads take from compute, as the profiles measure it (`compute_permille`).
 
 | model | cap | offloads | forecast | p50 | measured | to forecast | to p50 | rounds | ops | used |
 |---|---|---|---|---|---|---|---|---|---|---|"""

@@ -1,15 +1,14 @@
 """Measure the compiled machine: `python -m bench.machine [--seconds S]`.
 
-Prints, for pipelines of several sizes, how many ops a second of processor it runs with everything in it (memory,
-messages, duplex links), and beside it the definition in plain Python (tests/list_scheduler.py), on the same guide; then
-how much processor a new process takes until its first run is done, compiled anew and loaded from the cache.
+Prints, for pipelines of several sizes, how many ops a second it runs with everything in it (memory, messages, duplex
+links), and beside it the definition in plain Python (tests/list_scheduler.py), on the same guide; then how long a new
+process takes until its first run is done, compiled anew and loaded from the cache.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -39,9 +38,7 @@ START = """
 import time
 from bench.machine import loaded
 x, run = loaded(8, 32, 4)
-begin = time.process_time()
 run()
-print(time.process_time() - begin)
 """
 
 
@@ -79,26 +76,24 @@ def reference(problem: Problem, x: MachineState) -> float:
     modes = {key: Mode(mode) for key, mode in table(A_MODE).items()}
     fused = [bool(row) for row in x.stages[:, FUSED]]
     guide = Guide(table(A_FORWARD), table(A_BACKWARD), table(A_WEIGHT), modes, fused, [0] * problem.devices)
-    begin = time.process_time()
+    begin = time.perf_counter()
     starts = Run(problem, guide).play()
-    return len(starts) / (time.process_time() - begin)
+    return len(starts) / (time.perf_counter() - begin)
 
 
 def rate(run: Callable[[], int], seconds: float) -> float:
-    """Return the ops a second of processor."""
-    ops, begin = 0, time.process_time()
-    while (spent := time.process_time() - begin) < seconds:
+    """Return the ops a second."""
+    ops, begin = 0, time.perf_counter()
+    while (spent := time.perf_counter() - begin) < seconds:
         ops += run()
     return ops / spent
 
 
-def first_run_s(cache: str) -> tuple[float, float]:
-    """Return the seconds of processor that a process takes until its first run is done, and those of that run."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    environment = os.environ | {"XDG_CACHE_HOME": cache}
-    ended = subprocess.run([sys.executable, "-c", START], env=environment, check=True, capture_output=True, text=True)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, float(ended.stdout)
+def first_run_s(cache: str) -> float:
+    """Return the seconds from the start of a process to the end of its first run."""
+    begin = time.perf_counter()
+    subprocess.run([sys.executable, "-c", START], env=os.environ | {"XDG_CACHE_HOME": cache}, check=True)
+    return time.perf_counter() - begin
 
 
 def main() -> None:
@@ -116,9 +111,8 @@ def main() -> None:
         million = rate(run, arguments.seconds) / 1e6
         print(f"| {devices} | {microbatches} | {per_device} | {million:.1f} | {plain} |", flush=True)
     with tempfile.TemporaryDirectory() as cache:
-        for name in ("compiled anew", "from the cache"):
-            whole_s, run_s = first_run_s(cache)
-            print(f"\nFirst run of a process, {name}: {run_s:.2f} s of processor, {whole_s:.2f} s from its start on.")
+        anew, again = first_run_s(cache), first_run_s(cache)
+    print(f"\nA process until its first run is done: compiled anew {anew:.1f} s, from the cache {again:.1f} s.")
 
 
 if __name__ == "__main__":

@@ -183,6 +183,19 @@ def measured(trained: Trained, profile: Profile, *, keeps: bool) -> Profile:
         return profile_from_run(profile, "the profile", read_run(path)).profile
 
 
+def adds_in_order(schedule: ir.Schedule) -> bool:
+    """Return whether each stage adds up the weight gradients of its microbatches in their order.
+
+    A microbatch's own gradient is the same bit by bit whether its backward is in one piece or in two
+    (tests/test_runtime_execution.py); a sum depends on the order.
+    """
+    found: dict[int, list[int]] = {stage.stage: [] for stage in schedule.stages}
+    for op in (op for device in schedule.devices for op in device.compute):
+        if isinstance(op, ir.Backward | ir.BackwardWeight):
+            found[op.stage].append(op.microbatch)
+    return all(order == sorted(order) for order in found.values())
+
+
 def story(name: str, first: ir.Schedule, profile: Profile, options: argparse.Namespace, *, keeps: bool) -> str:
     """Train from a schedule; return a row of the table."""
     load = os.getloadavg()[0]
@@ -208,10 +221,13 @@ def story(name: str, first: ir.Schedule, profile: Profile, options: argparse.Nam
     before = spans[1 : swaps[0].step] if swaps else spans[1:]
     stood = max((swap.swap_ns / swap.measured_before_ns for swap in swaps), default=0.0)
     off = max(abs(a / b - 1) for a, b in zip(trained.report.losses, plain.losses, strict=True))
+    losses = f"{off:.0e}" if off else "equal"
+    if not all(map(adds_in_order, ran)):
+        losses += ", other order"
     return (
         f"{row_key(name, keeps=keeps)}{len(swaps)} | {sum(swap.undoes for swap in swaps)} | {step} | "
         f"{values[0]:.3f} | {values[-1]:.3f} | {statistics.median(after or spans) / statistics.median(before):.2f} | "
-        f"{stood:.2f} | {f'{off:.0e}' if off else 'equal'} | {load:.1f} | {commit()} |"
+        f"{stood:.2f} | {losses} | {load:.1f} | {commit()} |"
     )
 
 
@@ -226,8 +242,9 @@ want 3 cores). Where the placement is `kept`, only orders are swapped. `undone`:
 because steps were longer. `first`, `last`: the schedules that training began and ended with, against the best plan that
 was found offline for the same costs, those of the run. `within 2%`: the step from which on that was so. `step`: the
 median measured step after the last swap against that before the first, in one run. `stood`: the longest that training
-stood still for a swap, in steps. `losses`: equal bit by bit to a run without swaps, or the largest relative difference:
-plans that mix backwards in one piece and in two on one stage add weight gradients up in another order.
+stood still for a swap, in steps. `losses`: equal bit by bit to a run without swaps, or the largest relative difference.
+Each microbatch's gradient is the same bit by bit, in one piece or in two; a plan that mixes both on a stage may add
+those of several microbatches up in another order than theirs, which is said.
 
 | from | placement | swaps | undone | within 2% | first | last | step | stood | losses | load | commit |
 |---|---|---|---|---|---|---|---|---|---|---|---|"""
@@ -308,6 +325,7 @@ The same on every machine. Every op of compute is noisy by itself (log-normal, s
 `plans` of one reproducible search within 2% of the best forecast, `least` is the one with the least forecast, `chosen`
 the one that `compile --noise` takes; times in ms. Both 95th percentiles are of {FRESH:,} executions with seeds that
 chose neither, and with the same noise for both plans; their standard errors, and that of what is gained, in brackets.
+Executions let one message of a pair of devices pass at a time, as channels do; forecasts do not count that.
 
 | devices | cap | noise | plans | least | chosen | p95 of least | p95 of chosen | gained |
 |---|---|---|---|---|---|---|---|---|"""
@@ -338,7 +356,7 @@ def noise(page: Page, options: argparse.Namespace) -> None:
             page.add(
                 "noise",
                 f"| {devices} | {cap:g} GB | {level:.0%} | {len(found)} | "
-                f"{forecasts[0]:.1f} | {forecasts[1]:.1f} | {whole[0] / 1e6:.2f} ({errors[0]:.3%}) | "
+                f"{forecasts[0]:.2f} | {forecasts[1]:.2f} | {whole[0] / 1e6:.2f} ({errors[0]:.3%}) | "
                 f"{whole[1] / 1e6:.2f} ({errors[1]:.3%}) | {1 - whole[1] / whole[0]:+.2%} ({gained:.3%}) |",
             )
 

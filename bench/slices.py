@@ -4,7 +4,8 @@ Equal layers, F = I = W, messages of no time. First at Seq1F1B's own memory and 
 slices differ, then under caps that need more than slices, then without host links; last how soon there is a schedule.
 Plans are searched reproducibly, so what else the machine does changes nothing but the times of the last part, which
 are of the processor. Rows go to a JSON file one by one, with the commit: an interrupted run goes on, and parts may be
-run one at a time. The page has all rows that the file has; its section of real runs is bench.sliced's.
+run one at a time. A section of the page is written anew when all its rows are there, the others stay as they are; that
+of real runs is bench.sliced's.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.planner import commit
-from bench.report import machine
+from bench.report import machine, publish
 from optpipe_compiler.compiler import Options, Progress, compile_schedule
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.errors import OptPipeError
 from optpipe_compiler.plan.slices import cut
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from optpipe_compiler.documents.ir import Schedule
     from optpipe_compiler.documents.profile import Profile
@@ -43,10 +44,9 @@ MEASURED = "## Measured"
 
 HEADER = """# Slices of sequences as a plan's choice
 
-Written by `python -m bench.slices` at {commits}; {machine}. Layers are equal, F = I = W = 1 ms per
-device and microbatch, messages take no time; memory is in activations of a device's layers for one microbatch. Plans
-are searched reproducibly (as much search, whatever else runs), {seconds} s each if nothing else is said, and
-every one is checked by the judge.
+Written by `python -m bench.slices`; the last section by `python -m bench.sliced`. Layers are equal, F = I = W = 1 ms
+per device and microbatch, messages take no time; memory is in activations of a device's layers for one microbatch.
+Plans are searched reproducibly (as much search, whatever else runs), and every one is checked by the judge.
 """
 
 
@@ -276,27 +276,31 @@ def _head(*titles: str) -> Iterator[str]:
     yield "|" + "---|" * len(titles) + "\n"
 
 
-def page(results: dict[str, Rows]) -> str:
-    """Return the page but for its section of real runs; tables whose rows are of several commits say which."""
-    every = [row for rows in results.values() for row in rows.values()]
-    commits = {row["commit"] for row in every}
-    seconds = sorted({f"{row['seconds']:g}" for row in every}, key=float)
-    told = next(iter(commits)) if len(commits) == 1 else "the commits that are named below the tables"
-    text = HEADER.format(commits=told, machine=machine(), seconds=" or ".join(seconds))
+def sections(results: dict[str, Rows]) -> Iterator[str]:
+    """Yield the sections whose rows are all there, each with its title first; they say of which commits they are."""
     for name, part in PARTS.items():
         rows = {row: results[name][row] for row in part.rows if row in results.get(name, {})}
-        if rows:
-            text += "".join(part.table(rows))
-        if len(commits) > 1 and rows:
-            text += "\nCommits of the rows: " + ", ".join(row["commit"] for row in rows.values()) + ".\n"
-    return text
+        if len(rows) == len(part.rows):
+            yield "".join(part.table(rows)).lstrip("\n") + _origin(name, list(rows.values()))
 
 
-def write(text: str, path: Path) -> None:
-    """Write the page, and leave its section of real runs as it is."""
-    before = path.read_text(encoding="utf-8") if path.exists() else ""
-    _, title, runs = before.partition(f"\n{MEASURED}\n")
-    path.write_text(text + title + runs, encoding="utf-8")
+def _origin(name: str, rows: list[Row]) -> str:
+    seconds = sorted({f"{row['seconds']:g}" for row in rows}, key=float)
+    commits = [row["commit"] for row in rows]
+    told = commits[0] if len(set(commits)) == 1 else f"{', '.join(commits)}, row by row"
+    return f"\n`python -m bench.slices --parts {name} --seconds {' or '.join(seconds)}` at {told}; {machine()}.\n"
+
+
+def merged(before: str, new: Iterable[str]) -> str:
+    """Return a page with the new sections in place of those of the same title, or behind the others."""
+    _, *known = before.split("\n## ")
+    parts = {one.partition("\n")[0]: one.rstrip("\n") + "\n" for one in known}
+    runs = parts.pop(MEASURED.removeprefix("## "), None)
+    for section in new:
+        title, _, rest = section.removeprefix("## ").partition("\n")
+        parts[title] = f"{title}\n{rest}"
+    every = [*parts.values(), *([] if runs is None else [runs])]
+    return HEADER + "".join(f"\n## {one}" for one in every)
 
 
 def main() -> None:
@@ -319,10 +323,10 @@ def main() -> None:
             rows[row] = {"commit": now, "seconds": options.seconds, **PARTS[name].measure(row, options.seconds)}
             options.results.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
             print(f"{name}: {row}", file=sys.stderr, flush=True)
-    if options.output is None:
-        print(page(results), end="")
-    else:
-        write(page(results), options.output)
+    before = (
+        options.output.read_text(encoding="utf-8") if options.output is not None and options.output.exists() else ""
+    )
+    publish(merged(before, sections(results)), options.output)
 
 
 if __name__ == "__main__":

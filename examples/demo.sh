@@ -1,7 +1,7 @@
 #!/bin/sh
 # The whole job, with its defaults: measure, plan, check, train. Then the same model under a cap that hurts.
 set -eu
-optpipe profile
+optpipe profile --samples "${SAMPLES:-60}"
 optpipe compile --mem 40GB --time-limit "${LIMIT:-20}"
 optpipe show
 optpipe verify --profile profile.json

@@ -30,6 +30,7 @@ class UniformKeywords(TypedDict, total=False):
     static_gb: float
     shared_links: Literal["pairs", "none"]
     duplex_slowdown: float
+    copy_share: float
     embedding_ms: Triple | None
     head_ms: Triple | None
     embedding_parts: int

@@ -332,7 +332,7 @@ def planner() -> str:
     files = sorted(room.rglob("*.py"))
     states = [(str(path.relative_to(room)), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     libraries = []
-    for name in ("llvmlite", "numpy", "ortools"):
+    for name in ("numba", "numpy", "ortools"):
         with suppress(metadata.PackageNotFoundError):
             libraries.append((name, metadata.version(name)))
     return _digest(__version__, states, libraries)

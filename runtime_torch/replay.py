@@ -22,10 +22,9 @@ from runtime_torch.execution import StageExecution
 from runtime_torch.lanes import LaneOps, ThreadLanes
 from runtime_torch.messages import Mailbox, Transport
 from runtime_torch.microbatch import Microbatch, enter
-from runtime_torch.named import named
 from runtime_torch.pinned import PinnedPool
 from runtime_torch.streams import StreamCarrier, StreamLanes
-from runtime_torch.timeline import OpRecorder, OpTime
+from runtime_torch.timeline import OpRecorder, OpTime, named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import os
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from tests.browser import HOW, browser  # the second is a fixture
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 GOLDEN = Path(__file__).parent / "golden"
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")  # how long an example takes depends on what else runs
+FORKED = ["torch._dynamo", "torch.distributed.fsdp", "optpipe_torch.launch.session"]
+"""What takes seconds to import; where there is no torch, it is left out."""
 __all__ = ["browser"]
 
 
@@ -63,6 +73,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def compiled_machine() -> None:
     """Have the machine before the first test, so that no time limit of a test pays for it."""
     load_machine()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_server() -> Iterator[None]:
+    """Let the server that processes are forked from import what any of them needs, whichever test starts it."""
+    forkserver.set_forkserver_preload(FORKED)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forkserver, "set_forkserver_preload", lambda names: None)
+        yield
 
 
 def load_machine() -> None:

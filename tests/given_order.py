@@ -100,6 +100,8 @@ class _Replay:
             task: device_memory(problem, task, Task(Kind.R, task.stage, task.microbatch) in self.tasks)
             for task in self.tasks
         }
+        self.copied = [0] * problem.devices
+        """By device: when the last task of compute, and what the offload behind it takes from compute, is over."""
         self._link_precedence()
 
     def _link_precedence(self) -> None:
@@ -134,6 +136,9 @@ class _Replay:
         stage = self.problem.stages[task.stage]
         self.free[stage.device] += self.memory[task][1]
         self._lane_of(task).running = None
+        if task.kind not in (Kind.D, Kind.H):
+            is_offloaded = task.kind is Kind.F and task._replace(kind=Kind.D) in self.tasks
+            self.copied[stage.device] = now + (stage.offload_busy if is_offloaded else 0)
         if task.kind is Kind.H:
             self.host_free[stage.device] += stage.moved
         if task.kind in (Kind.D, Kind.H):
@@ -169,7 +174,7 @@ class _Replay:
         if lane.running is not None or lane.next == len(lane.tasks):
             return False
         task = lane.tasks[lane.next]
-        if self.missing[task] or self.ready[task] > now or not self._fits(task):
+        if self.missing[task] or self.ready[task] > now or self._gives_way(now, task) or not self._fits(task):
             return False
         device = self.problem.stages[task.stage].device
         self.free[device] -= self.memory[task][0]
@@ -180,6 +185,17 @@ class _Replay:
         self.starts[task] = now
         self._end_at(task, now + self._length(task))
         return True
+
+    def _gives_way(self, now: int, task: Task) -> bool:
+        """Whether copies have compute until later; the task is then tried again when they are done."""
+        if task.kind in (Kind.D, Kind.H):
+            return False
+        stage = self.problem.stages[task.stage]
+        is_reloaded = task.kind in (Kind.I, Kind.B) and task._replace(kind=Kind.H) in self.tasks
+        until = self.copied[stage.device] + (stage.reload_busy if is_reloaded else 0)
+        if until > now:
+            heapq.heappush(self.events, (until, 1, task))
+        return until > now
 
     def _length(self, task: Task) -> int:
         """Return how long the task takes; a transfer that meets one of the other direction slows that one down."""

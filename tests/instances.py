@@ -116,6 +116,7 @@ def profiles(draw: st.DrawFn) -> Profile:
         devices=draw(st.sampled_from([None, [0, 1]])),
         d2h_bytes_per_s=draw(st.integers(1, 20)) * 10**9,
         h2d_bytes_per_s=draw(st.integers(1, 20)) * 10**9,
+        compute_permille=draw(st.sampled_from([0, 300, 1000])),
     )
     machine = Machine(
         devices=devices,

@@ -53,6 +53,10 @@ class Device:
     leaving: int = 0
     """What offloads and messages on their way will free."""
     running: Task | None = None
+    copied: int = 0
+    """When its last op, and what the offload behind it takes from compute, is over."""
+    rests: int = 0
+    """It starts nothing earlier."""
     reloaded: set[Key] = field(default_factory=set)
     """Activations that are back, or on the way, and whose backward has not begun."""
 
@@ -119,6 +123,8 @@ class Run:
             while self.events and self.events[0][0] == now:
                 _, code, s, m = heapq.heappop(self.events)
                 touched.add(self._stage(s).device)
+                if code == 9:
+                    continue
                 if code >= 7:
                     arrived.append(Task(F if code == 7 else B, s, m))
                 elif self.ends[Task(Kind(code), s, m)] == now and Task(Kind(code), s, m) not in self.done:
@@ -171,6 +177,8 @@ class Run:
                 device.free_host += stage.moved
             return
         device.running = None
+        is_offloaded = kind is F and self.modes[s, m] is Mode.OFFLOAD
+        device.copied = self.ends[task] + (stage.offload_busy if is_offloaded else 0)
         source = s - 1 if kind is F else s + 1
         if kind in (F, I, B) and 0 <= source < len(self.problem.stages) and self._device(source) is not device:
             read = stage.incoming if kind is F else stage.outgoing
@@ -191,8 +199,16 @@ class Run:
             if link is not None:
                 self._start_offload(now, link)
                 self._start_reload(now, link)
-            if self.devices[d].running is None:
-                self._start_op(now, d)
+            if self.devices[d].running is None and self.devices[d].rests <= now:
+                if self.devices[d].copied > now:
+                    self._rest(d, self.devices[d].copied)
+                else:
+                    self._start_op(now, d)
+
+    def _rest(self, d: int, until: int) -> None:
+        """Let copies have compute for a time."""
+        self.devices[d].rests = until
+        heapq.heappush(self.events, (until, 9, self.devices[d].stages[0], 0))
 
     def _begin(self, now: int, task: Task, end: int) -> None:
         self.starts[task] = now
@@ -211,6 +227,11 @@ class Run:
         for _, _, task in sorted(ready):
             if self._is_granted(d, task):
                 device, stage = self.devices[d], self._stage(task.stage)
+                if task.kind in (I, B) and self.modes[task.stage, task.microbatch] is Mode.OFFLOAD:
+                    until = device.copied + stage.reload_busy
+                    if until > now:
+                        self._rest(d, until)
+                        return
                 self._begin(now, task, now + duration(self.problem, task))
                 device.running = task
                 if self._is_sent(task):

@@ -64,11 +64,24 @@ def check(timed: Schedule) -> None:
     for lane in (*timed.lane_orders.compute, *timed.lane_orders.d2h, *timed.lane_orders.h2d):
         for before, after in pairwise(lane):
             assert timed.end(before) <= timed.starts[after]
+    assert timed.has_copied
+    for lane in timed.lane_orders.compute:
+        for before, after in pairwise(lane):
+            assert timed.end(before) + copied(timed, before)[1] + copied(timed, after)[0] <= timed.starts[after]
     for task, start in timed.starts.items():
         for before, lag in predecessors(timed.problem, task, timed.starts):
             assert timed.end(before) + lag <= start
     assert all(peak <= budget for peak, budget in zip(peaks(timed), timed.problem.budget, strict=True))
     assert timed.problem.fits_hosts(timed.host_peaks)
+
+
+def copied(timed: Schedule, task: Task) -> tuple[int, int]:
+    """What copies take from compute before and behind a task."""
+    stage = timed.problem.at(task.stage, task.microbatch)
+    if Task(Kind.D, task.stage, task.microbatch) not in timed.starts:
+        return 0, 0
+    before = stage.reload_busy if task.kind in (Kind.I, Kind.B) else 0
+    return before, stage.offload_busy if task.kind is Kind.F else 0
 
 
 def start(problem: Problem, objective: str = "makespan") -> Schedule:

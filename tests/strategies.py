@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from optpipe_compiler.model.problem import Freedom, Problem, Stage
+from optpipe_compiler.model.problem import Freedom, Problem, Stage, busy_ns
 from tests.instances import problem
 
 
@@ -50,6 +50,7 @@ def _stage(draw: st.DrawFn, stage: Stage, least: int, ticks: int) -> Stage:
     offload, reload = time(), time()
     saved, captured, small = draw(st.integers(1, 6)), draw(st.integers(0, 2)), st.integers(0, 2)
     lag = st.integers(0, 3)
+    share = draw(st.sampled_from([0, 0, 500, 1000]))
     return replace(
         stage,
         forward=time(),
@@ -61,6 +62,8 @@ def _stage(draw: st.DrawFn, stage: Stage, least: int, ticks: int) -> Stage:
         reload=reload,
         offload_alone=offload,
         reload_alone=reload,
+        offload_busy=busy_ns(offload, share),
+        reload_busy=busy_ns(reload, share),
         send_activation=draw(lag) if stage.send_activation else 0,
         send_gradient=draw(lag) if stage.send_gradient else 0,
         saved=saved,

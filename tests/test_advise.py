@@ -7,10 +7,15 @@ import shlex
 from dataclasses import replace
 from math import prod
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
+from optpipe_compiler.costs import gpus
+from optpipe_compiler.costs.gpus import GpuFile
+from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.errors import BadInput, Infeasible
 from optpipe_compiler.study.advise import LONGEST, Costs, Degrees, Question, _planned_microbatches, advise, ways
@@ -24,7 +29,7 @@ QUESTION = Question(gpus=4, gpus_per_node=4, batch=8, sequence=128, mem_bytes=10
 
 @given(st.integers(1, 64), st.sampled_from([1, 4, 8]), st.integers(1, 96), st.integers(1, 12), st.integers(1, 64))
 def test_every_way_divides_gpus_batch_heads_and_layers(gpus, node, batch, layers, heads):
-    question = replace(QUESTION, gpus=gpus, gpus_per_node=node, batch=batch)
+    question = replace(QUESTION, gpus=gpus, gpus_per_node=node, batch=batch, slices=(1, 2, 256))
     found = list(ways(question, layers, [heads]))
     assert len(set(found)) == len(found)
     for one in found:
@@ -32,15 +37,17 @@ def test_every_way_divides_gpus_batch_heads_and_layers(gpus, node, batch, layers
         assert prod((one.data, one.microbatch_size, one.microbatches)) == batch
         assert node % one.tensor == heads % one.tensor == 0
         assert one.pipeline <= layers
+        assert one.slices == 1 or (one.pipeline > 1 == one.microbatch_size and one.slices <= question.sequence)
     if batch % gpus == 0:
         assert any(one.data == gpus for one in found)
 
 
-@given(st.integers(1, LONGEST), st.integers(1, 10**4))
-def test_what_is_planned_of_a_step_is_small_and_has_a_microbatch_for_each_device(pipeline, microbatches):
-    count = _planned_microbatches(Degrees(pipeline, 1, 1, 1, microbatches))
-    assert min(pipeline, microbatches) <= count <= min(microbatches, 4 * pipeline)
-    assert count * pipeline <= max(2048, pipeline**2)
+@given(st.integers(1, LONGEST), st.integers(1, 10**4), st.sampled_from([1, 2, 4, 8]))
+def test_what_is_planned_of_a_step_is_small_and_has_a_unit_for_each_device(pipeline, microbatches, slices):
+    count = _planned_microbatches(Degrees(pipeline, 1, 1, 1, microbatches, slices))
+    assert count <= min(microbatches, 4 * pipeline)
+    assert count * slices >= min(pipeline, microbatches * slices)
+    assert count * pipeline * slices <= max(2048, pipeline * (pipeline + slices - 1))
 
 
 def costs(degrees: Degrees, *, tensor_ns: int = 2 * MB, data_ns: int = 10 * MB, **changes: float) -> Costs:
@@ -77,6 +84,28 @@ def test_one_microbatch_after_another_on_one_device_takes_its_work():
     assert row.tokens_per_s == pytest.approx(8 * 128 / (row.step_ns / 1e9))
 
 
+def test_slices_are_best_where_whole_microbatches_cannot_fill_the_pipeline():
+    few = replace(QUESTION, batch=2, slices=(1, 4))
+    degrees = list(ways(few, 8, [1]))
+
+    def sliceable(one):
+        return costs(one, data_ns=10**12, sliceable=True, sequence_length=128)
+
+    found = advise(few, degrees, sliceable, pool=answers_here).configurations
+    assert found[0].degrees == Degrees(4, 1, 1, 1, 2, 4)
+    assert found[0].step_ns < min(row.step_ns for row in found if row.degrees.slices == 1)
+    assert {row.degrees.slices for row in advise(few, degrees, costs, pool=answers_here).configurations} == {1}
+
+
+def test_one_schedule_alone_is_planned_where_it_is_asked_for_and_defined():
+    found = asked(replace(QUESTION, method="interleaved-1f1b", batch=6, best=100))
+    assert {row.method for row in found.configurations} == {"interleaved-1f1b"}
+    assert all(row.degrees.microbatches % row.degrees.pipeline == 0 for row in found.configurations)
+    assert found.infeasible > 0
+    with pytest.raises(BadInput, match="--method is 'best', expected one of gpipe"):
+        asked(replace(QUESTION, method="best"))
+
+
 def test_what_costs_time_is_avoided_and_named():
     def slow_network(degrees):
         return costs(degrees, data_ns=10**10)
@@ -102,8 +131,16 @@ def test_a_tight_cap_is_named_and_weights_that_are_too_large_are_not_planned():
     with pytest.raises(Infeasible, match="no way to spread the model over 4 GPUs fits"):
         asked(replace(QUESTION, mem_bytes=10**9), heavy)
 
+    def wide(degrees):
+        return costs(degrees, activation_gb=8)
 
-def test_numbers_without_a_common_divisor_are_refused():
+    with pytest.raises(Infeasible, match="too large in 0; the most promising: "):
+        asked(replace(QUESTION, mem_bytes=9 * 10**8), wide)
+
+
+def test_what_there_is_no_way_for_is_refused():
+    with pytest.raises(BadInput, match="--method seq1f1b is for microbatches cut into slices"):
+        asked(replace(QUESTION, method="seq1f1b"))
     with pytest.raises(BadInput, match="--gpus is 7 and --global-batch 5"):
         advise(replace(QUESTION, gpus=7, batch=5), ways(replace(QUESTION, gpus=7, batch=5), 3, [4]), costs)
 
@@ -111,16 +148,24 @@ def test_numbers_without_a_common_divisor_are_refused():
 def test_the_command_prints_the_lines_that_plan_the_best(run, tmp_path):  # noqa: F811
     pytest.importorskip("torch")
     (tmp_path / "tiny.json").write_text(json.dumps(TINY["llama"]))
-    asking = "advise --model tiny.json --gpu h100-sxm --gpus 4 --global-batch 8 --seq 64 --microbatch-sizes 1 --jobs 1"
+    sheet = gpus.presets()["h100-sxm"]
+    known = GpuFile(format="optpipe-gpus", version=1, revision=0, gpus=[structs.replace(sheet, name="ours")])
+    (tmp_path / "gpu.json").write_bytes(msgspec.json.encode(known))
+    asking = (
+        "advise --model tiny.json --gpu gpu.json --gpus 4 --global-batch 2 --seq 64 --microbatch-sizes 1 --jobs 1 "
+        "--mem 37.3GiB --links pairs"
+    )
     found = run(*asking.split(), "--json")
     assert found.code == 0, found.err
     answer = json.loads(found.out)
     assert answer["planned"] <= answer["considered"]
     best = answer["configurations"][0]
     assert best["pipeline"] * best["tensor"] * best["data"] == 4
+    assert {"microbatch_size", "slices", "stages_per_device", "limits"} <= set(best)
     for command in answer["commands"]:
         done = run(*shlex.split(command)[1:], *(["--time-limit", "1"] if "compile" in command else []))
         assert done.code == 0, done.err
+    assert ir.load(tmp_path / "schedule.json").forecast.makespan_ns <= best["step_ns"]
     shown = run(*asking.split())
     assert shown.out.splitlines()[-2:] == answer["commands"]
     assert "limits" in shown.out.splitlines()[0]
@@ -128,7 +173,7 @@ def test_the_command_prints_the_lines_that_plan_the_best(run, tmp_path):  # noqa
 
 def test_replicas_share_the_optimizer_out():
     pytest.importorskip("torch")
-    from optpipe_compiler.costs import gpus, models
+    from optpipe_compiler.costs import models
     from optpipe_torch.estimates.estimate import EstimateOptions, estimate
     from optpipe_torch.estimates.spread import Spread
 

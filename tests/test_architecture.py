@@ -177,11 +177,11 @@ def test_no_two_rooms_need_each_other():
     TopologicalSorter({name: allowed.split() for name, allowed in ROOMS.items()}).prepare()  # raises for a circle
 
 
-def test_only_the_solver_imports_ortools_only_the_machine_llvmlite_and_not_the_compiler_torch():
-    users = {name: {module for module in TREES if name in theirs(module)} for name in ("ortools", "llvmlite", "torch")}
+def test_only_the_solver_imports_ortools_only_the_machine_numba_and_not_the_compiler_torch():
+    users = {name: {module for module in TREES if name in theirs(module)} for name in ("ortools", "numba", "torch")}
     assert users["ortools"]
     assert users["ortools"] <= set(within("optpipe_compiler.solver"))
-    assert users["llvmlite"] == {"optpipe_compiler.machine.compiled"}
+    assert users["numba"] == {"optpipe_compiler.machine.compiled"}
     assert users["torch"]
     assert not users["torch"] & set(within("optpipe_compiler"))
 
@@ -353,7 +353,7 @@ def test_the_gate_forbids(folder):
     ids=" ".join,
 )
 def test_what_neither_plans_nor_runs_needs_neither_ortools_nor_torch(folder, arguments):
-    ended = without(["ortools", "llvmlite", "torch"], command(*arguments), folder)
+    ended = without(["ortools", "numba", "torch"], command(*arguments), folder)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout
 
@@ -385,10 +385,10 @@ def test_compile_without_ortools_writes_the_best_heuristic_and_says_what_is_miss
     assert verify(ir.load(folder / "new.json")) == []
 
 
-def test_compile_without_llvmlite_says_how_to_install_it(folder):
-    ended = without(["llvmlite"], command("compile", "--mem", "1GB", "--microbatches", "3", "--no-cache"), folder)
+def test_compile_without_numba_says_how_to_install_it(folder):
+    ended = without(["numba"], command("compile", "--mem", "1GB", "--microbatches", "3", "--no-cache"), folder)
     assert (ended.returncode, ended.stdout) == (6, "")
-    assert ended.stderr.splitlines()[-1] == "optpipe: planning needs llvmlite: pip install llvmlite"
+    assert ended.stderr.splitlines()[-1] == "optpipe: planning needs numba: pip install numba"
     assert "Traceback" not in ended.stderr
 
 
@@ -400,7 +400,7 @@ import importlib, sys
 for module in {[*within("optpipe_compiler.verify"), *views]!r}:
     importlib.import_module(module)
 loaded = set(sys.modules)
-print([name for name in ("ortools", "llvmlite", "torch") if name in loaded])
+print([name for name in ("ortools", "numba", "torch") if name in loaded])
 print([name for name in {planning!r} if "optpipe_compiler." + name in loaded])
 """
     ended = without([], code, folder)
@@ -424,7 +424,7 @@ for name, (home, _) in runtime_torch._HOMES.items():
         getattr(runtime_torch, name)
 print({".".join(name.split(".")[:2]) for name in sys.modules if name.startswith("optpipe_")})
 """
-    ended = without(["click", "rich", "ortools", "llvmlite"], code, folder)
+    ended = without(["click", "rich", "ortools", "numba"], code, folder)
     assert ended.returncode == 0, ended.stderr
     replay = {"optpipe_compiler", "optpipe_compiler.documents", "optpipe_compiler.errors"}
     assert ast.literal_eval(ended.stdout) == replay

@@ -28,7 +28,8 @@ def environment(tmp_path):
     return os.environ | {
         "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "LIMIT": "3",
+        "LIMIT": "1",
+        "SAMPLES": "4",
         "STEPS": "2",
     }
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec import structs
+from msgspec import UNSET, structs
 
 from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
@@ -78,6 +78,15 @@ def test_slices_are_executed_as_forecast_but_for_messages_that_share_a_channel()
     profile = uniform(4, 2, p2p_ms=0.0, sliceable=True, sequence_length=4096, attention_share=0.3)
     plan = quick(profile, 40 * GB, microbatches=4, slices=4, method="seq1f1b").schedule
     assert makespans(plan, durations(plan)).tolist() == [plan.forecast.makespan_ns]
+
+
+def test_copies_take_compute_in_executions_as_in_the_forecast():
+    costs = uniform(2, 4, p2p_ms=0.0, d2h_ms=0.2, h2d_ms=0.2, copy_share=1.0)
+    plan = quick(costs, 100 * GB, microbatches=6, method="interleaved-1f1b-offload").schedule
+    assert makespans(plan, durations(plan)).tolist() == [plan.forecast.makespan_ns]
+    links = [structs.replace(one, compute_permille=UNSET) for one in plan.forecast.links]
+    free = structs.replace(plan, forecast=structs.replace(plan.forecast, links=links))
+    assert makespans(free, durations(plan))[0] < plan.forecast.makespan_ns
 
 
 def test_measured_ops_take_what_their_messages_take_besides():

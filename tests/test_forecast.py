@@ -16,7 +16,7 @@ from optpipe_compiler.forecast import HOLDERS, Analysis, Cause, Item, Reason, an
 from optpipe_compiler.lower import Certificate, lower, promised
 from optpipe_compiler.machine.orders import retime
 from optpipe_compiler.model.placement import layout
-from optpipe_compiler.model.problem import Caps, Freedom, build
+from optpipe_compiler.model.problem import Caps, Freedom, build, busy_ns
 from optpipe_compiler.model.schedule import Mode, Stuck
 from optpipe_compiler.published import METHODS, PLACEMENTS, NotDefined
 from optpipe_compiler.published import published as publish
@@ -77,7 +77,25 @@ def explains(analysis: Analysis, item: Item) -> bool:
             return before.end_ns <= item.begin_ns and (
                 before.device == item.device or starts_with_another(analysis, item)
             )
+        case Reason.COPIES:
+            follows = (before.device, before.index) == (item.device, item.index - 1)
+            return follows and item.begin_ns - before.end_ns == taken(analysis, before, item)
     return False
+
+
+def taken(analysis: Analysis, before: Item, item: Item) -> int:
+    """What copies take from compute between two ops."""
+    copies = [one for one in analysis.items if one.lane != "compute"]
+    behind = [one for one in copies if one.lane == "d2h" and isinstance(before.op, ir.Forward)]
+    ahead = [one for one in copies if one.lane == "h2d" and isinstance(item.op, ir.Backward | ir.BackwardInput)]
+    mine = [one for one in behind if (one.op.stage, one.op.unit) == (before.op.stage, before.op.unit)]
+    mine += [one for one in ahead if (one.op.stage, one.op.unit) == (item.op.stage, item.op.unit)]
+    return sum(busy_ns(one.end_ns - one.begin_ns, share_of(analysis, one.device)) for one in mine)
+
+
+def share_of(analysis: Analysis, device: int) -> int:
+    """The links of these tests are as fast with both directions busy."""
+    return next(link.share_permille for link in analysis.schedule.forecast.links if device in link.devices)
 
 
 def starts_with_another(analysis: Analysis, item: Item) -> bool:
@@ -204,6 +222,15 @@ def test_the_link_that_backwards_wait_for_is_named():
     waiting = {gap.resource for gap in analysis.gaps if gap.device == 1 and gap.cause is Cause.TRANSFER}
     assert waiting == {"link 1 h2d"}
     assert sum(share for name, share in causes(analysis).items() if name.startswith("transfer link")) > 0.2
+
+
+def test_copies_that_take_compute_are_named():
+    """Four stages on a device, each with 50 us for its copies in either direction, all taken from compute."""
+    profile = uniform(2, 4, p2p_ms=0.0, d2h_ms=0.2, h2d_ms=0.2, copy_share=1.0)
+    analysis = compiled(profile, 100, microbatches=6, method="interleaved-1f1b-offload")
+    assert [item for item in analysis.items if not explains(analysis, item)] == []
+    assert {gap.length_ns for gap in analysis.gaps if gap.cause is Cause.COPIES} == {50_000, 2 * 50_000}
+    assert sum(share for name, share in causes(analysis).items() if name.startswith("copies device")) > 0.02
 
 
 def test_an_order_that_leaves_room_unused_is_named():

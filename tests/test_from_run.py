@@ -14,7 +14,7 @@ from msgspec import structs
 from small_schedules import Builder, Shape
 
 from optpipe_compiler.cli import cli
-from optpipe_compiler.costs.from_run import About, Run, RunOp, RunStage, profile_from_run, read_run
+from optpipe_compiler.costs.from_run import About, Run, RunOp, RunStage, profile_from_run, read_run, without_each_other
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents import profile as profiles
 from optpipe_compiler.documents.files import canonical
@@ -102,6 +102,23 @@ def test_copies_give_the_bandwidth_alone_and_against_the_other_direction(tmp_pat
     assert value_of(link.duplex_d2h_bytes_per_s) == 250_000_000
     assert value_of(link.duplex_h2d_bytes_per_s) == 200_000_000
     assert value_of(link.h2d_bytes_per_s) == 250_000_000
+
+
+def test_what_copies_took_from_compute_is_not_the_ops(tmp_path):
+    """A forward that runs 4 us beside an offload that takes all of its time from compute: each lost 2 us."""
+    events = [event("forward", 0, 0, 0, 8.1), event("offload", 0, 0, 4.1, 6, bytes=1000)]
+    links = [structs.replace(BASE.machine.links[0], compute_permille=1000)]
+    profile = structs.replace(BASE, machine=structs.replace(BASE.machine, links=links))
+    path = written(tmp_path, events, profile_digest=profile.digest())
+    found = profile_from_run(profile, "base.json", read_run(path)).profile
+    assert sum(value_of(layer.forward_ns) for layer in found.expanded_layers()[:2]) == 6000
+    assert value_of(found.machine.links[0].d2h_bytes_per_s) == 250_000_000
+
+
+@pytest.mark.parametrize(("share", "op", "copy"), [(0.0, 100, 80), (0.5, 80, 60), (1.0, 70, 50)])
+def test_two_that_share_a_core_are_told_apart(share, op, copy):
+    ops, copies = [(0, 100), (200, 300)], {"d2h": [(40, 120)], "h2d": []}
+    assert without_each_other(ops, copies, share) == ([op, 100], {"d2h": [copy], "h2d": []})
 
 
 def test_wrong_files_are_one_sentence(tmp_path):

@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 run = test_cli.run
 
 FASTER = {
-    "compile": "--time-limit 1",
+    "advise": "--gpus 8 --global-batch 16",
+    "compile": "--time-limit 0.2",
     "sweep": "--time-limit 0.1",
-    "explain": "--time-limit 1",
+    "explain": "--time-limit 0.1",
 }
-"""Options that shorten an example and change nothing else."""
+"""Options that shorten an example; of those given twice the last counts."""
 SMALLER_MODEL = "--model gpt2 --devices 2 --microbatches 2"
 """Instead of a model of many layers, for a sweep."""
 NEEDS_TORCH = {"profile"}

@@ -103,7 +103,9 @@ def test_its_peaks_are_those_that_the_file_promises(profile, microbatches, room,
         msgspec.structs.replace(layer, **{f"{name}_ns": getattr(layer, f"{name}_ns") + 1 for name in TIMES})
         for layer in profile.layers
     ]
-    timed_profile = msgspec.structs.replace(profile, layers=layers)
+    links = [msgspec.structs.replace(link, latency_ns=link.latency_ns + 1) for link in profile.machine.links]
+    machine = msgspec.structs.replace(profile.machine, links=links)
+    timed_profile = msgspec.structs.replace(profile, layers=layers, machine=machine)
     devices = profile.machine.devices
     names = ["linear", *["loop", "v"] * (len(layers) >= 2 * devices)]
     name = random.choice(names)

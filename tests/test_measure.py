@@ -5,8 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import statistics
 import subprocess
 import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,7 @@ from optpipe_torch.models import text  # noqa: E402
 from optpipe_torch.profiler import layers as measure_layers  # noqa: E402
 from optpipe_torch.profiler import records as measure_profile  # noqa: E402
 from optpipe_torch.profiler.child import measure_sizes  # noqa: E402
+from optpipe_torch.profiler.copies import time_copies  # noqa: E402
 from optpipe_torch.profiler.measure import MeasureOptions, layout_of, measure, measure_in_group  # noqa: E402
 from optpipe_torch.profiler.records import TIMED, Copies, Findings, LayerBytes, Messages, assemble  # noqa: E402
 from optpipe_torch.profiler.timer import Timer  # noqa: E402
@@ -458,6 +461,26 @@ def test_the_allocator_itself_keeps_to_the_promise_and_comes_near_it(six_layers,
         assert 0.9 * report.promised_activation_bytes <= report.allocator_peak_bytes
         assert report.allocator_peak_bytes <= report.promised_activation_bytes
         assert report.peak_host_bytes <= report.promised_host_bytes
+
+
+@pytest.mark.runtime
+def test_copies_take_their_time_from_the_compute_of_the_only_core(benches):
+    """Against what a loop gets of the core at the same time, as other processes may run there, too."""
+    everywhere = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(everywhere)})
+    try:
+        took, core = _wall_and_core_ns()
+        taken = statistics.median(time_copies(Timer(), benches, 1, 16, bool).busy) / 1000
+    finally:
+        os.sched_setaffinity(0, everywhere)
+    assert 0.3 * core / took < taken <= 1
+
+
+def _wall_and_core_ns() -> tuple[int, int]:
+    begin, used = time.perf_counter_ns(), time.thread_time_ns()
+    while time.thread_time_ns() - used < 20_000_000:
+        pass
+    return time.perf_counter_ns() - begin, time.thread_time_ns() - used
 
 
 @pytest.mark.runtime

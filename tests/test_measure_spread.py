@@ -267,6 +267,16 @@ def test_the_command_says_what_is_not_to_be_trusted(monkeypatch, tmp_path):
     assert told["noisy"][0]["spread"] == 5051
 
 
+@pytest.mark.parametrize("model", [[], ["--model", "gpt2"]], ids=["small GPT", "model"])
+def test_the_command_says_how_many_samples_to_take(monkeypatch, tmp_path, model):
+    asked = []
+    monkeypatch.setattr("optpipe_torch.profiler.measure.measure", lambda options, _: asked.append(options) or PROFILE)
+    for samples in ([], ["--samples", "7"]):
+        done = CliRunner().invoke(cli, ["profile", *model, *samples, "-o", str(tmp_path / "profile.json")])
+        assert done.exit_code == 0, done.output
+    assert [options.samples for options in asked] == [60, 7]
+
+
 def test_the_command_is_silent_about_a_quiet_profile(monkeypatch, tmp_path):
     quiet = assemble(TINY.model(), 2, [findings(), findings()])
     monkeypatch.setattr("optpipe_torch.profiler.measure.measure", lambda options, on_progress: quiet)

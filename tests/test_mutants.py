@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import pairwise
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -61,6 +62,10 @@ def wanted() -> Iterator[tuple[str, Profile, Options]]:
             for microbatches in (3, 5):
                 options = Options(int((activations + 0.2) * 1e9), microbatches, time_limit_s=0.0)
                 yield f"uniform {devices} {activations} {microbatches}", uniform(devices), options
+    for share in (0.3, 1.0):
+        for activations in (0.6, 1.2):
+            profile = uniform(3, d2h_ms=0.3, h2d_ms=0.3, copy_share=share)
+            yield f"copies {share} {activations}", profile, Options(int((activations + 0.2) * 1e9), 5, time_limit_s=0.0)
     for seed in range(20):
         devices = 2 + seed % 3
         profile = uneven(devices, seed)
@@ -79,7 +84,7 @@ def wanted() -> Iterator[tuple[str, Profile, Options]]:
     for seed in range(4):
         placement = "v" if seed % 2 else "linear"
         options = Options(
-            int(1.45e9), 4, placement=placement, stages_per_device=1 + seed % 2, time_limit_s=2.0, seed=seed
+            int(1.45e9), 4, placement=placement, stages_per_device=1 + seed % 2, time_limit_s=0.5, seed=seed
         )
         yield f"searched {seed}", uniform(2 + seed % 3, p2p_ms=0.02 * seed, d2h_ms=0.5 + 0.2 * seed), options
 
@@ -532,6 +537,30 @@ def stretch_the_forecast_of_an_op(plain: Plain, rng: Random) -> bool:
     times = rng.choice([times for times in plain["forecast"]["times"] if times["end_ns"]])
     times["end_ns"][rng.randrange(len(times["end_ns"]))] += 1
     return True
+
+
+@refused_by("times")
+def leave_out_what_copies_take_from_compute(plain: Plain, rng: Random) -> bool:
+    """The plan is of a profile in which copies take less than this, so that some op starts too early."""
+    before = sum(link.get("compute_permille", 0) for link in plain["forecast"]["links"])
+    for link in plain["forecast"]["links"]:
+        link["compute_permille"] = 1000
+    return before == 0 and has_copies_between_ops(plain)
+
+
+def has_copies_between_ops(plain: Plain) -> bool:
+    """Whether some forward that is offloaded ends when the next op of its lane begins."""
+    for device in plain["devices"]:
+        away = {(op["stage"], op["microbatch"], op.get("slice")) for op in device["d2h"]}
+        for times in plain["forecast"]["times"]:
+            if (times["device"], times["lane"]) == (device["device"], "compute"):
+                rows = zip(device["compute"], times["start_ns"], times["end_ns"], strict=True)
+                ops = [row for row in rows if "peer" not in row[0]]
+                for (op, _, end), (_, start, _) in pairwise(ops):
+                    is_away = (op["stage"], op["microbatch"], op.get("slice")) in away
+                    if op["op"] == "forward" and is_away and start == end:
+                        return True
+    return False
 
 
 @refused_by("times", "link")

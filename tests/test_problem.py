@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec import structs
 
 from optpipe_compiler.documents.profile import P2P, Host, Layer, Link, Machine, Profile, Quantity
 from optpipe_compiler.model.placement import Layout, layout
@@ -84,6 +85,8 @@ def test_a_stage_costs_the_sum_of_its_layers_and_each_op_its_overhead_once():
         "reload": 0,
         "offload_alone": 0,
         "reload_alone": 0,
+        "offload_busy": 0,
+        "reload_busy": 0,
         "send_activation": 0,
         "send_gradient": 0,
     }
@@ -157,6 +160,14 @@ def test_transfers_have_a_time_alone_and_one_while_the_other_direction_is_busy()
     stage = built(Machine(devices=2, links=[link])).stages[0]
     assert (stage.offload_alone, stage.reload_alone) == (1 + 300, 1 + 300)
     assert (stage.offload, stage.reload) == (1 + 600, 1 + 300)
+
+
+def test_copies_take_a_share_of_their_time_alone_from_compute():
+    link = Link(d2h_bytes_per_s=10**9, h2d_bytes_per_s=2 * 10**9, duplex_d2h_bytes_per_s=5 * 10**8, latency_ns=1)
+    stage = built(Machine(devices=2, links=[structs.replace(link, compute_permille=500)])).stages[0]
+    assert (stage.offload_busy, stage.reload_busy) == (151, 76)  # of 301 and 151, half up
+    stage = built(Machine(devices=2, links=[link])).stages[0]
+    assert (stage.offload_busy, stage.reload_busy) == (0, 0)
 
 
 def test_a_link_is_never_faster_with_both_directions_busy():
@@ -249,8 +260,9 @@ def test_stretch_is_the_most_that_any_duration_grew(exact, reference):
     for fine, rough in zip(exact.stages, coarse.stages, strict=True):
         for name in DURATIONS:
             true, rounded = getattr(fine, name), getattr(rough, name) * tick
-            assert abs(rounded - true) <= (tick - 1 if name.startswith("send") else tick / 2)
-            if name.startswith("send"):
+            is_down = name.startswith("send") or name.endswith("busy")
+            assert abs(rounded - true) <= (tick - 1 if is_down else tick / 2)
+            if is_down:
                 assert rounded <= true
             elif true:
                 grown.append(rounded / true)

@@ -124,9 +124,9 @@ dist.destroy_process_group()
 
 
 @pytest.mark.runtime
-@pytest.mark.parametrize("way", ["keep", "move", "slower"])
+@pytest.mark.parametrize("way", ["keep", "slower"])
 def test_a_loop_swaps_in_a_better_plan_and_trains_what_it_would_have_trained(tmp_path, way):
-    """Where weights move, also back again: as if steps were longer after the swap."""
+    """Weights move, and back again: as if steps were longer after the swap; or the placement is kept."""
     profile = costs(2) if way == "keep" else lopsided(costs(2))
     schedule = poor(profile, 8)
     (tmp_path / "profile.json").write_text(canonical(profile))
@@ -407,7 +407,7 @@ BUILDER = "tests.user_layers:paced"
 
 
 @pytest.mark.runtime
-@pytest.mark.parametrize("way", ["kept", "moved", "sliced"])
+@pytest.mark.parametrize("way", ["moved", "sliced"])
 def test_the_command_swaps_trains_the_same_and_shows_it_everywhere(run, monkeypatch, way):  # noqa: F811
     keeps = way != "moved"
     flag = Path("swapped").absolute()

@@ -66,6 +66,13 @@ def test_slower_layers_keep_the_order_and_get_times_of_their_own(best):
     assert seeded(slower, best, GB).forecast.makespan_ns > best.forecast.makespan_ns
 
 
+def test_a_plan_of_free_copies_is_timed_anew_where_they_take_compute(best):
+    busy = uniform(2, 4, d2h_ms=0.5, h2d_ms=0.5, copy_share=1.0)
+    again = seeded(busy, best, GB)
+    assert verify(again, busy) == []
+    assert again.forecast.makespan_ns > best.forecast.makespan_ns
+
+
 def test_a_placement_that_is_not_searched_comes_with_its_seed():
     uneven = uniform(2, 4, head_ms=(2, 2, 2))
     seed = quick(uneven, 4 * GB, placement="loop", stages_per_device=2).schedule

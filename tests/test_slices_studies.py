@@ -168,6 +168,8 @@ def test_a_sweep_is_planned_in_slices_and_for_lengths_and_says_so(run):  # noqa:
     assert "Every point is planned with 2 slices per microbatch, for microbatches of 8000 to 32768 tokens" in said
     file = json.loads(Path("sweep.json").read_text())
     assert [(point["microbatches"], point["slices"]) for point in file["points"]] == [(6, 2), (6, 2)]
+    assert "6 x 2" in said
+    assert "…" not in outcome.out
     again = run("sweep", *words, "--json")
     assert json.loads(again.out)["points"] == file["points"]
     assert refused(run("sweep", *words[:4], "--time-limit", "0"), 2).startswith("sweep.json: $.options.lengths is '327")

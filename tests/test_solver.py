@@ -79,6 +79,18 @@ def test_a_backward_waits_for_reload_and_the_reload_for_the_offload():
     assert shortest(problem(1, 1, 4, offload=3, reload=5), taken(offload=1)) == 10 + 3 + 5 + 20
 
 
+def test_copies_take_compute_behind_the_forward_and_before_the_backward():
+    """By hand: with room for both, the lane idles for the copies of a microbatch beside the ops of the other one."""
+    free = {"offload": 4, "reload": 4, "freedom": OFFLOAD}
+    both = free | {"offload_busy": 4, "reload_busy": 3}
+    assert shortest(problem(1, 1, 4, **free), taken(offload=1)) == 10 + 4 + 4 + 20
+    assert shortest(problem(1, 1, 4, **both), taken(offload=1)) == 10 + 4 + 4 + 20
+    assert shortest(problem(1, 2, 8, **free), taken(offload=1)) == 60
+    assert shortest(problem(1, 2, 8, **free, offload_busy=4), taken(offload=1)) == 60 + 2 * 4
+    assert shortest(problem(1, 2, 8, **both), taken(offload=1)) == 60 + 2 * 4 + 2 * 3
+    assert shortest(problem(1, 2, 8, **both)) == 60
+
+
 def test_a_recomputation_runs_between_forward_and_backward():
     assert shortest(problem(1, 1, 4), taken(recompute=1)) == 10 + 10 + 20
 

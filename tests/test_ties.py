@@ -248,8 +248,10 @@ def test_ties_with_a_name_in_common_are_one():
 
 
 @pytest.mark.runtime
-@pytest.mark.parametrize("builder", ["tied_modules", "tied_functions", "tied_parts"])
-@pytest.mark.parametrize("method", ["zb-h1", "zbv"])
+@pytest.mark.parametrize(
+    ("builder", "method"),
+    [("tied_modules", "zb-h1"), ("tied_functions", "zbv"), ("tied_parts", "zb-h1"), ("tied_parts", "zbv")],
+)
 def test_a_tied_model_is_measured_planned_checked_and_trained(builder, method):
     model = Model(builder=f"tests.user_layers:{builder}", config={}, microbatch_size=2, sequence_length=16)
     profile = measure(MeasureOptions(devices=2, samples=2, of=model), lambda *_: None)

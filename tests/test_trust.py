@@ -209,10 +209,13 @@ profile --model gpt2 --gpu a100-80gb --devices 2 -o estimated.json
 
 
 @pytest.mark.runtime
-@pytest.mark.parametrize("start", [None, [sys.executable, "-m", "optpipe_compiler.cli"]])
-def test_no_command_imports_modules_that_lie_in_the_current_folder(littered, start):
+@pytest.mark.parametrize(
+    ("start", "count"), [(None, None), ([sys.executable, "-m", "optpipe_compiler.cli"], 3)], ids=["script", "module"]
+)
+def test_no_command_imports_modules_that_lie_in_the_current_folder(littered, start, count):
+    """Every command as a script; started as a module, which is seen to before any command, some of them."""
     pytest.importorskip("torch")
-    for line in COMMANDS.strip().splitlines():
+    for line in COMMANDS.strip().splitlines()[:count]:
         ended = optpipe(littered, *line.split(), start=start)
         assert ended.returncode == 0, (line, ended.stderr)
         assert not (littered / "executed").exists(), line

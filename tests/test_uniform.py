@@ -167,6 +167,7 @@ def test_every_number_is_manual():
         ("--d2h-ms", "d2h_ms", 0),
         ("--h2d-ms", "h2d_ms", math.nan),
         ("--duplex-slowdown", "duplex_slowdown", 0.7),
+        ("--copy-share", "copy_share", 1.5),
         ("--shared-links", "shared_links", "triples"),
         ("--embedding-ms", "embedding_ms", (1, -1, 1)),
         ("--head-ms", "head_ms", (1, 1, math.nan)),

@@ -608,6 +608,10 @@ def test_a_schedule_that_differs_from_its_profile_is_refused(part: str, change: 
         (lambda costs: costs["layers"][0].update(saved_bytes=10**9 + 8), "saved_bytes of stage 0 is "),
         (lambda costs: costs["machine"].update(op_overhead_ns=5), "forecast.op_overhead_ns is 0, the profile has 5; "),
         (lambda costs: costs["machine"]["links"][0].update(latency_ns=7), "latency_ns of link 0 is 0, by the profile "),
+        (
+            lambda costs: costs["machine"]["links"][0].update(compute_permille=7),
+            "compute_permille of link 0 is 0, by the profile it is 7",
+        ),
         (lambda costs: costs["machine"]["p2p"][0].update(latency_ns=7), "send_activation_ns of stage 0 is 50000, "),
     ],
 )

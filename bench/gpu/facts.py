@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "numpy", "llvmlite", "ortools", "msgspec", "click", "rich", "transformers", "triton")
+PACKAGES = ("torch", "numpy", "numba", "ortools", "msgspec", "click", "rich", "transformers", "triton")
 QUERY = "name,driver_version,memory.total,clocks.max.sm,pcie.link.gen.max,pcie.link.width.max,power.limit"
 
 

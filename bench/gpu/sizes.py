@@ -82,7 +82,7 @@ DRY = Sizes(
     devices=2,
     microbatches=4,
     steps=2,
-    plan_s=1,
+    plan_s=0.2,
     samples=4,
     limits_s=dict.fromkeys(("machine", "tests", "profile", "plans", "check", "emulate", "trace"), 120),
 )

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from optpipe_compiler.cli.common import Size, complete_gpus, complete_models, console, jobs_option, note, say_json
-from optpipe_compiler.errors import BadInput
+from optpipe_compiler.cli.common import (
+    Size,
+    complete_gpus,
+    complete_methods,
+    complete_models,
+    console,
+    jobs_option,
+    note,
+    say_json,
+)
 
 if TYPE_CHECKING:
-    from optpipe_compiler.costs.gpus import Gpu
     from optpipe_compiler.costs.models import Architecture
     from optpipe_compiler.study.advise import Advice, Configuration, Costs, Degrees, Question
     from optpipe_torch.estimates.spread import Spread
@@ -23,10 +30,17 @@ if TYPE_CHECKING:
 @click.option("--gpu", "gpu_name", required=True, metavar="NAME|gpu.json", shell_complete=complete_gpus)
 @click.option("--gpus", type=click.IntRange(min=1), required=True, help="How many, in all.")
 @click.option("--global-batch", type=click.IntRange(min=1), required=True, help="Sequences in one step.")
-@click.option("--seq", type=click.IntRange(min=1), default=4096, show_default=True, help="Tokens of a sequence.")
+@click.option("--seq", type=click.IntRange(min=1), help="Tokens of a sequence [default: 4096, or learned positions].")
 @click.option("--mem", type=Size(), help="Cap per GPU [default: the data sheet's memory].")
 @click.option("--microbatch-sizes", default="1,2,4", show_default=True, help="Sequences, those that are tried.")
+@click.option(
+    "--slices", default="1,2,4", show_default=True, help="Of a sequence, those that are tried with the smallest size."
+)
+@click.option(
+    "--links", type=click.Choice(["pairs", "none"]), default="none", show_default=True, help="pairs: of GPUs share one."
+)
 @click.option("--dtype", type=click.Choice(["bf16", "fp16"]), default="bf16", show_default=True)
+@click.option("--method", shell_complete=complete_methods, help="Plan with this known schedule alone.")
 @click.option(
     "--time-limit",
     type=click.FloatRange(min=0),
@@ -42,15 +56,18 @@ def advise(
     gpu_name: str,
     gpus: int,
     global_batch: int,
-    seq: int,
+    seq: int | None,
     mem: int | None,
     microbatch_sizes: str,
-    dtype: str,
+    slices: str,
+    links: Literal["pairs", "none"],
+    dtype: Literal["bf16", "fp16"],
+    method: str | None,
     time_limit: float,
     jobs: int,
     as_json: bool,
 ) -> None:
-    """Say which pipeline, tensor and data parallel degrees and microbatch size are best for a model on so many GPUs.
+    """Say which pipeline, tensor and data parallel degrees, microbatch size and slices are best for a model.
 
     All ways that divide GPUs, heads and batch are bounded, the most promising planned; the best five are printed, with
     what limits each, and the commands that plan the best.
@@ -59,14 +76,20 @@ def advise(
     """
     from optpipe_compiler.costs import gpus as data_sheets
     from optpipe_compiler.costs import models
+    from optpipe_compiler.documents.units import show_bytes
+    from optpipe_compiler.errors import BadInput
     from optpipe_compiler.study import advise as study
     from optpipe_compiler.study.sweep import parse_counts
-    from optpipe_torch.estimates.estimate import EstimateOptions
+    from optpipe_torch.estimates.estimate import EstimateOptions, check
     from optpipe_torch.estimates.spread import Spread
 
     model, gpu = models.load(model_name), data_sheets.load(gpu_name)
-    if model.positions and seq > model.positions:
-        raise BadInput(f"--seq is {seq}, expected at most the positions of the model ({model.positions})")
+    if seq is None:
+        seq = model.positions or 4096
+    if mem is not None and mem > gpu.memory_bytes:
+        raise BadInput(
+            f"--mem is {show_bytes(mem)}, expected at most what {gpu.name} has: {show_bytes(gpu.memory_bytes)}"
+        )
     question = study.Question(
         gpus=gpus,
         gpus_per_node=gpu.devices_per_node,
@@ -74,24 +97,33 @@ def advise(
         sequence=seq,
         mem_bytes=gpu.memory_bytes if mem is None else mem,
         microbatch_sizes=parse_counts(microbatch_sizes, "--microbatch-sizes"),
+        slices=parse_counts(slices, "--slices"),
+        method=method,
         time_limit_s=time_limit,
         jobs=jobs,
     )
-    options = EstimateOptions(model=model, gpu=gpu, name=model_name, sequence_length=seq, dtype=_dtype(dtype))
+    options = EstimateOptions(
+        model=model, gpu=gpu, name=model_name, sequence_length=seq, dtype=dtype, shared_links=links
+    )
+    check(options)
     advice = _asked(question, model, Spread(options, gpus))
-    line = commands(advice.configurations[0], model_name, gpu, question, dtype)
+    estimated: dict[str, str | int] = {
+        "--model": model_name,
+        "--gpu": gpu_name,
+        "--seq": seq,
+        "--dtype": dtype,
+        "--links": links,
+    }
+    line = commands(advice.configurations[0], estimated, question)
     if as_json:
         say_json(_report(advice, line))
     else:
         _show(advice, line, model_name, question)
 
 
-def _dtype(name: str) -> Any:
-    return name
-
-
 def _asked(question: Question, model: Architecture, spread: Spread) -> Advice:
     from optpipe_compiler.study import advise as study
+    from optpipe_compiler.study.pool import pool_for
 
     def costs_of(degrees: Degrees) -> Costs:
         return study.Costs(*spread.costs(degrees.pipeline, degrees.tensor, degrees.data, degrees.microbatch_size))
@@ -104,33 +136,36 @@ def _asked(question: Question, model: Architecture, spread: Spread) -> Advice:
 
     divided = (model.heads, model.kv_heads, model.ffn, question.sequence)
     every = list(study.ways(question, model.layers + 2, divided))
-    return study.advise(question, every, costs_of, said)
+    note(f"ways: {len(every)}; the costs of each are estimated, then the most promising are planned")
+    return study.advise(question, every, costs_of, said, pool_for(question.jobs))
 
 
 def _degrees(degrees: Degrees) -> str:
     return (
         f"pipeline {degrees.pipeline} x tensor {degrees.tensor} x data {degrees.data}, "
         f"{degrees.microbatches} microbatches of {degrees.microbatch_size}"
+        + (f" in {degrees.slices} slices" if degrees.slices > 1 else "")
     )
 
 
-def commands(best: Configuration, model: str, gpu: Gpu, question: Question, dtype: str) -> list[str]:
+def commands(best: Configuration, estimated: dict[str, str | int], question: Question) -> list[str]:
     """Return the lines that estimate the best configuration's costs, and plan it."""
     degrees = best.degrees
-    estimated = {
-        "--model": model,
-        "--gpu": gpu.name,
+    spread = {
         "--devices": degrees.pipeline,
         "--tp": degrees.tensor,
         "--dp": degrees.data,
         "--microbatch-size": degrees.microbatch_size,
-        "--seq": question.sequence,
-        "--dtype": dtype,
     }
-    planned = {"--mem": f"{question.mem_bytes / 1e9:g}GB", "--microbatches": degrees.microbatches}
+    giga, left = divmod(question.mem_bytes, 10**9)
+    planned = {"--mem": f"{question.mem_bytes}B" if left else f"{giga}GB", "--microbatches": degrees.microbatches}
+    if degrees.slices > 1:
+        planned["--slices"] = degrees.slices
+    if question.method is not None:
+        planned["--method"] = question.method
     return [
         " ".join(["optpipe", name, *(f"{key} {shlex.quote(str(value))}" for key, value in given.items())])
-        for name, given in (("profile", estimated), ("compile profile.json", planned))
+        for name, given in (("profile", {**estimated, **spread}), ("compile profile.json", planned))
     ]
 
 
@@ -141,31 +176,45 @@ def _report(advice: Advice, line: list[str]) -> dict[str, Any]:
     return {"configurations": rows, **about, "commands": line}
 
 
+def _shorter(limits: list[str]) -> str:
+    """Return limits for a narrow column; the legend says what the letters mean."""
+    text = ", ".join(limits)
+    return text.replace("tensor-parallel collectives", "TP").replace("gradients between replicas", "DP")
+
+
 def _show(advice: Advice, line: list[str], model: str, question: Question) -> None:
     from rich.table import Table
 
-    from optpipe_compiler.documents.units import short_bytes
-
     out = console()
-    table = Table(box=None, pad_edge=False)
-    columns = ("PP", "TP", "DP", "size", "count", "stages", "step", "bound", "tokens/s", "peak")
-    for column in columns:
-        table.add_column(column, justify="right")
-    table.add_column("limits", min_width=20)
-    for row in advice.configurations:
-        degrees = row.degrees
-        table.add_row(
-            *map(str, (degrees.pipeline, degrees.tensor, degrees.data, degrees.microbatch_size, degrees.microbatches)),
-            str(row.stages_per_device),
-            f"{row.step_ns / 1e9:.3f} s",
-            f"{row.bound_ns / 1e9:.3f} s",
-            f"{row.tokens_per_s / question.gpus:,.0f}",
-            short_bytes(row.peak_bytes),
-            ", ".join(row.limits),
-        )
+    rows = [(row, row.degrees) for row in advice.configurations]
+    columns: dict[str, list[object]] = {
+        "PP": [degrees.pipeline for _, degrees in rows],
+        "TP": [degrees.tensor for _, degrees in rows],
+        "DP": [degrees.data for _, degrees in rows],
+        "size": [degrees.microbatch_size for _, degrees in rows],
+        "count": [degrees.microbatches for _, degrees in rows],
+        "slices": [degrees.slices for _, degrees in rows],
+        "stages": [row.stages_per_device for row, _ in rows],
+        "step": [f"{row.step_ns / 1e9:.3f}" for row, _ in rows],
+        "bound": [f"{row.bound_ns / 1e9:.3f}" for row, _ in rows],
+        "tokens/s": [f"{row.tokens_per_s / question.gpus:,.0f}" for row, _ in rows],
+        "GB": [f"{row.peak_bytes / 1e9:.1f}" for row, _ in rows],
+    }
+    if set(columns["slices"]) == {1}:
+        del columns["slices"]
+    table = Table(box=None, pad_edge=False, collapse_padding=True)
+    for name in columns:
+        table.add_column(name, justify="right")
+    table.add_column("limits", min_width=12)
+    for number, (row, _) in enumerate(rows):
+        table.add_row(*(str(cells[number]) for cells in columns.values()), _shorter(row.limits))
     out.print(table)
     out.print()
-    out.print("PP, TP, DP: pipeline, tensor and data parallel degree; size, count: of microbatches; tokens/s: of a GPU")
+    out.print(
+        "PP, TP, DP: pipeline, tensor and data parallel degree; size, count: of microbatches; stages: of a device; "
+        "step, bound: s, the pipeline and the exchange of gradients; tokens/s: of a GPU; GB: the most on a device; "
+        "limits: what takes time beside the work, TP collectives of tensor parallelism, DP gradients between replicas"
+    )
     out.print(
         f"{model} on {question.gpus} GPUs, {question.batch} sequences of {question.sequence} per step: "
         f"{advice.considered} ways, {advice.too_large} too large, {advice.planned} planned"

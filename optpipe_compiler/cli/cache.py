@@ -46,7 +46,8 @@ def list_command(as_json: bool) -> None:
             table.add_row(about.profile, *sizes, show_ns(about.value_ns), about.outcome, _ago(entry.used_s))
         console().print(table)
         click.echo()
-    say(f"{len(found)} plans, {short_bytes(total)} of {short_bytes(kept.most_bytes)}, in {kept.folder}")
+    plans = f"{len(found)} plan{'s' * (len(found) != 1)}"
+    say(f"{plans}, {short_bytes(total)} of {short_bytes(kept.most_bytes)}, in {kept.folder}")
 
 
 @cache.command(short_help="Remove all plans that are kept.")
@@ -61,7 +62,7 @@ def clear(as_json: bool) -> None:
     if as_json:
         say_json({"folder": str(kept.folder), "removed": removed})
     else:
-        say(f"removed {removed} plans from {kept.folder}")
+        say(f"removed {removed} plan{'s' * (removed != 1)} from {kept.folder}")
 
 
 def _users() -> Any:

@@ -311,6 +311,7 @@ def _uniform_option(name: str, default: Any, help: str) -> Callable[[Any], Any]:
     metavar="RATIO",
     help="How much longer a transfer takes while the link's other direction is busy; 1/0.7 may be written so.",
 )
+@_uniform_option("--copy-share", 0.0, "Share of a transfer's time that its device's compute loses.")
 @_uniform_option("--static-gb", 0.0, "Weights, gradients and optimizer state per device.")
 @click.option(
     "--shared-links",

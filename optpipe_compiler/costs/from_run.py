@@ -9,11 +9,12 @@ others that it did: a fused backward and its halves, a recompute and its forward
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
+import numpy as np
 
 from optpipe_compiler.costs.fit import Sample, fitted, quartiles
 from optpipe_compiler.documents import ir, traces
@@ -24,8 +25,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from optpipe_compiler.costs.fit import Fit
+    from numpy.typing import NDArray
 
+    from optpipe_compiler.costs.fit import Fit
+    from optpipe_compiler.documents.profile import Machine
+
+Span = tuple[int, int]
+"""Begin and end in ns."""
 COPIES = {"offload": "d2h", "reload": "h2d"}
 OFF = 0.15
 """By how much the ops of one unit may be off what a profile can say of them before that is noted."""
@@ -147,6 +153,7 @@ def profile_from_run(base: Profile, name: str, run: Run) -> FromRun:
             f"{base.digest()[:19]}, expected {run.about.profile_digest[:19]}"
         )
     layers = base.expanded_layers()
+    run = replace(run, ops=_undisturbed(run, base.machine))
     ops: dict[tuple[int, str], list[RunOp]] = defaultdict(list)
     for op in run.ops:
         ops[op.stage, op.kind].append(op)
@@ -162,6 +169,65 @@ def profile_from_run(base: Profile, name: str, run: Run) -> FromRun:
         links[index] = _relink(link, index, base, run, changes)
     machine = msgspec.structs.replace(base.machine, links=links)
     return FromRun(msgspec.structs.replace(base, machine=machine, layers=_grouped(layers)), changes, notes)
+
+
+def without_each_other(
+    ops: Sequence[Span], copies: Mapping[str, Sequence[Span]], share: float
+) -> tuple[list[int], dict[str, list[int]]]:
+    """Return what the ops of compute and the copies (by lane) of a device would have taken without each other, in ns.
+
+    Copies take `share` of their time from compute: while both run, each goes on at 1 / (1 + share) of its speed.
+    """
+    lost = share / (1 + share)
+    beside = sum((_overlaps(ops, lane) for lane in copies.values()), np.zeros(len(ops)))
+    return _shorter(ops, lost * beside), {
+        lane: _shorter(spans, lost * _overlaps(spans, ops)) for lane, spans in copies.items()
+    }
+
+
+def _shorter(spans: Sequence[Span], lost_ns: NDArray[np.float64]) -> list[int]:
+    return [max(0, round(end - begin - ns)) for (begin, end), ns in zip(spans, lost_ns.tolist(), strict=True)]
+
+
+def _overlaps(spans: Sequence[Span], others: Sequence[Span]) -> NDArray[np.float64]:
+    """Return for how long others, of which no two overlap, run beside each span."""
+    if not spans or not others:
+        return np.zeros(len(spans))
+    times = np.array(sorted(others), np.float64)
+    run = np.concatenate([[0.0], np.repeat(np.cumsum(times[:, 1] - times[:, 0]), 2)[:-1]])
+    reached: NDArray[np.float64] = np.interp(np.array(spans, np.float64), times.ravel(), run)
+    return reached[:, 1] - reached[:, 0]
+
+
+def _undisturbed(run: Run, machine: Machine) -> list[RunOp]:
+    """Return the ops without the time that copies took from compute, and compute from copies."""
+    if not any(value_of(link.compute_permille) for link in machine.links):
+        return run.ops
+    device_of = {stage.stage: stage.device for stage in run.about.stages}
+    groups: dict[tuple[int, int], list[RunOp]] = defaultdict(list)
+    for op in run.ops:
+        groups[device_of[op.stage], op.step].append(op)
+    found = []
+    for (device, _), ops in groups.items():
+        share = _share(machine, device)
+        lanes: dict[str, list[RunOp]] = {"compute": [], "d2h": [], "h2d": []}
+        for op in ops:
+            lanes[COPIES.get(op.kind, "compute")].append(op)
+        spans = {lane: [(op.begin_ns, op.end_ns) for op in mine] for lane, mine in lanes.items()}
+        taken, copies = without_each_other(spans.pop("compute"), spans, share)
+        for lane, mine in lanes.items():
+            found += [
+                msgspec.structs.replace(op, end_ns=op.begin_ns + ns)
+                for op, ns in zip(mine, taken if lane == "compute" else copies[lane], strict=True)
+            ]
+    return found
+
+
+def _share(machine: Machine, device: int) -> float:
+    """Return the part of a copy's time that the device's compute loses."""
+    named = [link for link in machine.links if device in (link.devices or ())]
+    every = [link for link in machine.links if link.devices is None]
+    return next((value_of(link.compute_permille) / 1000 for link in (*named, *every)), 0.0)
 
 
 class _Base:

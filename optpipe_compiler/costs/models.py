@@ -13,6 +13,8 @@ from optpipe_compiler.errors import BadInput
 PRESETS = Path(__file__).parent / "models"
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 KNOWN = ("gpt2", *LLAMA_LIKE)
+ALIASES = {"llama-70b": "llama-2-70b"}
+"""Llama and Llama 2 are the same model in the sizes that both have; 70b is there of the second alone."""
 LARGEST = 10**7
 """No layer count or width is larger; products of them stay far below 64 bits."""
 
@@ -67,7 +69,8 @@ def presets() -> list[str]:
 
 def load(name: str) -> Architecture:
     """Return the model of a preset's name or of a config.json; raise BadInput with file, path, value, expectation."""
-    path = PRESETS / f"{name}.json" if name in presets() else Path(name)
+    preset = ALIASES.get(name, name)
+    path = PRESETS / f"{preset}.json" if preset in presets() else Path(name)
     if path.suffix != ".json" and not path.is_file():
         raise BadInput(f"--model is {name!r}, expected one of {', '.join(presets())}, or a config.json")
     config = parse_json(read_text(path), str(path))

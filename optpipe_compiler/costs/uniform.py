@@ -50,6 +50,8 @@ class UniformOptions:
     """`pairs`: devices 2i and 2i + 1 share one host link; an odd last device has one of its own."""
     duplex_slowdown: float = 1.0
     """How much longer a transfer takes while the other direction of its link is busy."""
+    copy_share: float = 0.0
+    """Share of a transfer's time that is taken from the compute of its device."""
     embedding_ms: Triple | None = None
     head_ms: Triple | None = None
     embedding_parts: int = 1
@@ -190,6 +192,7 @@ def _links(options: UniformOptions, device_bytes: int) -> list[Link]:
         h2d_bytes_per_s=_bandwidth("--h2d-ms", h2d, device_bytes),
         duplex_d2h_bytes_per_s=None if slow == 1 else _bandwidth("--d2h-ms", d2h * slow, device_bytes),
         duplex_h2d_bytes_per_s=None if slow == 1 else _bandwidth("--h2d-ms", h2d * slow, device_bytes),
+        compute_permille=_nearest(1000 * _exact(options.copy_share)),
     )
     if options.shared_links == "none":
         return [link]
@@ -251,6 +254,7 @@ def _check(options: UniformOptions) -> None:
     for option, value in (("--d2h-ms", options.d2h_ms), ("--h2d-ms", options.h2d_ms)):
         _check_range(option, value, 1 / NS_PER_MS, 1e9)
     _check_range("--duplex-slowdown", options.duplex_slowdown, 1, 1000)
+    _check_range("--copy-share", options.copy_share, 0, 1)
     if options.shared_links not in ("pairs", "none"):
         raise BadInput(f"--shared-links is {options.shared_links!r}, expected 'pairs' or 'none'")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import msgspec
 
@@ -26,8 +26,9 @@ VERSION = 4
 """2: stages may name layers with selective recompute. 3: microbatches may be cut into slices, and differ in length.
 4: hosts with a cap each.
 A file has the lowest version that says all of it, so that older tools read what they understand."""
-REVISION = 2
-"""1: the kind of a baseline. 2: what each device knows of its deliveries."""
+REVISION = 3
+"""1: the kind of a baseline. 2: what each device knows of its deliveries. 3: what copies take from compute, in files
+where they do; others have revision 2."""
 
 MOST_DEVICES = 1024
 """In a schedule; docs/IR.md states the limits."""
@@ -373,6 +374,14 @@ class LinkCost(Record, frozen=True, kw_only=True, omit_defaults=False):
     duplex_d2h_bytes_per_s: Positive
     duplex_h2d_bytes_per_s: Positive
     latency_ns: Count
+    compute_permille: Annotated[int, msgspec.Meta(ge=1, le=1000)] | msgspec.UnsetType = msgspec.UNSET
+    """What a transfer takes from its device's compute lane, in thousandths of its time alone; absent: nothing. Behind a
+    forward the lane runs nothing for what its offloads take, before a backward for what its reloads take."""
+
+    @property
+    def share_permille(self) -> int:
+        """The same, 0 where it is absent."""
+        return 0 if isinstance(self.compute_permille, msgspec.UnsetType) else self.compute_permille
 
 
 class Times(Record, frozen=True, kw_only=True, omit_defaults=False):
@@ -452,7 +461,7 @@ class Schedule(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     format: Literal["optpipe-schedule"] = "optpipe-schedule"
     version: int = 1
-    revision: int = REVISION
+    revision: int = 2
     digest: str
     setup: Setup
     model: Model | None
@@ -504,11 +513,12 @@ def contract_digest(schedule: Schedule) -> str:
 
 
 def seal(schedule: Schedule) -> Schedule:
-    """Return the schedule with its version and digest filled in."""
+    """Return the schedule with its version, revision and digest filled in."""
     is_selective = any(stage.selective_layers for stage in schedule.stages)
     version = 3 if schedule.setup.units is not msgspec.UNSET else 2 if is_selective else 1
     version = 4 if schedule.setup.hosts is not msgspec.UNSET else version
-    schedule = msgspec.structs.replace(schedule, version=version)
+    revision = REVISION if any(link.share_permille for link in schedule.forecast.links) else 2
+    schedule = msgspec.structs.replace(schedule, version=version, revision=revision)
     return msgspec.structs.replace(schedule, digest=contract_digest(schedule))
 
 

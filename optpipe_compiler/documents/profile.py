@@ -158,6 +158,8 @@ class Link(Record, frozen=True, kw_only=True):
     duplex_d2h_bytes_per_s: Cost | None = None
     duplex_h2d_bytes_per_s: Cost | None = None
     latency_ns: Cost = 0
+    compute_permille: Cost = 0
+    """What a copy takes from its device's compute lane, in thousandths (at most all) of its time alone."""
 
 
 class Host(Record, frozen=True, kw_only=True):
@@ -465,6 +467,8 @@ def _check_machine(machine: Machine, name: str) -> None:
             cost = getattr(link, field)
             if cost is not None and value_of(cost) < 1:
                 raise BadInput(f"{name}: $.machine.links[{index}].{field} is 0, expected at least 1")
+        if (share := value_of(link.compute_permille)) > 1000:
+            raise BadInput(f"{name}: $.machine.links[{index}].compute_permille is {share}, expected 0 to 1000")
         for device in link.devices or ():
             if device >= machine.devices:
                 raise BadInput(

@@ -10,11 +10,13 @@ line the gap could be gone. What the op stood in line for is
 * memory: it waited for bytes to be freed; or it ran in the order of its lane, but while it was ready the lane idled for
   as long as the op takes, and there its bytes would not have fitted under the cap.
 * transfer: it waited for a reload, or it is a transfer and its link was busy.
+* copies: it was ready, and copies took the compute of its device.
 * imbalance: it was ready, and its device was busy with other work for (nearly) all that time.
 * order: it was ready, the lane idled for as long as it takes, there was room, and the order has it later all the same.
 * slack: the forecast starts it later than anything in the file asks for.
 
-Two causes are for the ends of the pipeline:
+A gap that lasts exactly as long as the copies around it take is blamed on these. Two causes are for the ends of the
+pipeline:
 
 * fill: the time before a device's first op, and gaps whose walk reaches the start of the schedule before an op that
   stood in line for as long: the pipeline has not come that far.
@@ -30,6 +32,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from optpipe_compiler.documents import ir
+from optpipe_compiler.forecast.items import Reason
 from optpipe_compiler.forecast.lines import Cause, Lines
 
 if TYPE_CHECKING:
@@ -73,7 +76,7 @@ def find_gaps(timeline: Timeline, curves: list[Curve], begin_ns: int, end_ns: in
     return [gap for device, lane in enumerate(lanes) for gap in search.of_lane(device, lane, begin_ns, end_ns)]
 
 
-AT_THE_END = (Cause.MEMORY, Cause.TRANSFER, Cause.SLACK)
+AT_THE_END = (Cause.MEMORY, Cause.TRANSFER, Cause.COPIES, Cause.SLACK)
 """What a gap after the last forward may be blamed on."""
 
 
@@ -99,7 +102,9 @@ class _Search:
         for item in lane:
             if idle_from < item.begin_ns:
                 blame: Blame = Cause.FILL, "", None
-                if item is not lane[0]:
+                if item.reason is Reason.COPIES:
+                    blame = Cause.COPIES, f"device {device}", item.index
+                elif item is not lane[0]:
                     blame = self.blame(
                         item, item.begin_ns - idle_from, last_forward if idle_from >= last_forward else None
                     )

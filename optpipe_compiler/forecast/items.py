@@ -1,8 +1,8 @@
 """Every op that takes a lane, with its times, and what it waited for.
 
 The *critical predecessor* of an op is the op because of which it does not start earlier: the predecessor's end, plus
-the time of a message where one is between them, is its start. Where several are equally late, the first `Reason` in
-the order of the enum is given.
+the time of a message, or of copies that take the lane, where they are between them, is its start. Where several are
+equally late, the first `Reason` in the order of the enum is given.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import LETTERS, op_id, unit_name
 from optpipe_compiler.errors import BadInput
+from optpipe_compiler.forecast.copies import NO_COPIES, busy_ns
 from optpipe_compiler.forecast.table import Table
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class Reason(Enum):
     MEMORY = "memory"
     """Bytes that it counts on were freed just now, on the device or, for an offload, on the host; or it took bytes when
     an op of the device whose turn was before has started, and waited for the same as that one."""
+    COPIES = "copies"
+    """The op of its lane before it has ended, and since then copies took the device's compute."""
     SLACK = "slack"
     """Nothing in the file: the forecast starts it later than it must, as schedules that run one op at a time do."""
 
@@ -108,6 +111,7 @@ class Timeline:
         self.lanes = {(d, lane): _timed(schedule, d, lane, given[d, lane]) for d, lane in everywhere}
         self.ops = {timed.id: timed for lane in self.lanes.values() for timed in lane}
         self.table = Table(schedule)
+        self._busy = busy_ns(schedule)
         self.link_of = {device: n for n, link in enumerate(schedule.forecast.links) for device in link.devices}
         working = [t for lane in self.lanes.values() for t in lane if not isinstance(t.op, ir.MessageOp)]
         self.number = {timed.id: index for index, timed in enumerate(working)}
@@ -178,7 +182,14 @@ class Timeline:
             producer = self.producer(found)
             if found.end_ns == timed.begin_ns and producer is not None and producer.id != timed.id:
                 return reason, self.number[producer.id]
+        previous = self._previous.get(timed.id)
+        if previous is not None and timed.begin_ns - previous.end_ns == self._taken_between(previous, timed) > 0:
+            return Reason.COPIES, self.number[previous.id]
         return Reason.SLACK, None
+
+    def _taken_between(self, before: Timed, after: Timed) -> int:
+        """Return what copies take from the lane between two ops that follow each other on it."""
+        return self._busy.get(before.id, NO_COPIES)[1] + self._busy.get(after.id, NO_COPIES)[0]
 
     def _acyclic(self, critical: dict[str, tuple[Reason, int | None]]) -> dict[str, tuple[Reason, int | None]]:
         """Let ops wait for nothing whose walk back never ends: ops that take no time and wait for each other."""

@@ -30,6 +30,7 @@ class Cause(Enum):
     DRAIN = "drain"
     MEMORY = "memory"
     TRANSFER = "transfer"
+    COPIES = "copies"
     IMBALANCE = "imbalance"
     ORDER = "order"
     SLACK = "slack"
@@ -74,6 +75,8 @@ class Lines:
                 return Line(wait, Cause.SLACK, "")
             case Reason.MEMORY:
                 return Line(wait, Cause.MEMORY, self._memory_of(item))
+            case Reason.COPIES:
+                return Line(wait, Cause.COPIES, resource)
             case Reason.TRANSFER if item.lane == "compute":
                 reload = self.timeline.items[item.predecessor or 0]
                 return Line(wait, Cause.TRANSFER, self._resource(reload))

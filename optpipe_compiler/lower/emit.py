@@ -259,6 +259,7 @@ def _forecast(
                 duplex_d2h_bytes_per_s=duplex(link)[0],
                 duplex_h2d_bytes_per_s=duplex(link)[1],
                 latency_ns=value_of(link.latency_ns),
+                compute_permille=value_of(link.compute_permille) or UNSET,
             )
             for members, link in host_links(profile.machine, schedule.problem.devices)
         ],

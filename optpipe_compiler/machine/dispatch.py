@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.machine.compiled import compiled, entry
-from optpipe_compiler.machine.events import begin, begin_transfer, next_moment, reset, sent
+from optpipe_compiler.machine.events import begin, begin_transfer, gives_way, is_idle, next_moment, reset, sent
 from optpipe_compiler.machine.memory import enough, free, is_safe
 from optpipe_compiler.machine.state import (
     A_BACKWARD,
@@ -31,7 +31,6 @@ from optpipe_compiler.machine.state import (
     COMPUTED,
     D_AHEAD,
     D_BACK,
-    D_BUSY,
     D_END,
     D_ENOUGH,
     D_FIRST,
@@ -81,8 +80,7 @@ from optpipe_compiler.machine.state import (
 )
 
 if TYPE_CHECKING:
-    from optpipe_compiler.machine.state import MachineState
-    from optpipe_compiler.machine.translate import Row
+    from optpipe_compiler.machine.state import MachineState, Row
 
 DONE, LATE, STUCK = range(3)
 """How a run ends: all ops have completed; a device can no longer be done by the cutoff; some ops never start."""
@@ -105,7 +103,7 @@ def play(x: MachineState, is_span: bool, cutoff: int) -> tuple[int, int, int]:
                 devices[d, D_TOUCHED] = 0
                 if devices[d, D_LINK] != NONE:
                     _start_transfers(x, now, devices[d, D_LINK])
-                if not devices[d, D_BUSY] and not _start_next(x, now, d, is_span, cutoff):
+                if is_idle(x, now, d) and not _start_next(x, now, d, is_span, cutoff):
                     return LATE, 0, x.counts[OPS]
         if x.counts[EVENTS] == 0:
             break
@@ -185,6 +183,8 @@ def _start_next(x: MachineState, now: int, d: int, is_span: bool, cutoff: int) -
     first = now if device[D_FIRST] == NONE else device[D_FIRST]
     if now + device[D_REMAINING] - (first if is_span else 0) > cutoff:
         return False
+    if gives_way(x, now, kind, s, m):
+        return True
     device[D_REMAINING] -= row[LENGTH + kind]
     if kind == F:
         act[A_MODE] = _mode(x, d, s, m)

@@ -23,6 +23,7 @@ from optpipe_compiler.machine.state import (
     BACK,
     BEGUN_F,
     BOX,
+    BUSY,
     COMPUTED,
     D_AHEAD,
     D_BACK,
@@ -31,6 +32,8 @@ from optpipe_compiler.machine.state import (
     D_FINISHED,
     D_FIRST,
     D_FIRST_PLACE,
+    D_FIRST_STAGE,
+    D_FREE,
     D_HELD,
     D_HIGH,
     D_HOST,
@@ -42,6 +45,7 @@ from optpipe_compiler.machine.state import (
     D_MAIL,
     D_MICROBATCH,
     D_MOMENT,
+    D_NEXT,
     D_NEXT_BEHIND,
     D_OPENING,
     D_PEAK,
@@ -67,6 +71,7 @@ from optpipe_compiler.machine.state import (
     MOVED,
     NEVER,
     NONE,
+    OFFLOAD,
     OFFLOADING,
     OPS,
     PRODUCED,
@@ -81,6 +86,7 @@ from optpipe_compiler.machine.state import (
     D,
     F,
     H,
+    I,
     R,
     W,
     back,
@@ -90,8 +96,7 @@ from optpipe_compiler.machine.state import (
 )
 
 if TYPE_CHECKING:
-    from optpipe_compiler.machine.state import MachineState
-    from optpipe_compiler.machine.translate import Row
+    from optpipe_compiler.machine.state import MachineState, Row
 
 
 @compiled
@@ -113,7 +118,7 @@ def reset(x: MachineState) -> None:
         device = x.devices[d]
         device[D_HELD] = device[D_MAIL] = device[D_LEAVING] = device[D_BUSY] = device[D_AHEAD] = device[
             D_HIGH
-        ] = device[D_PEAK] = 0
+        ] = device[D_PEAK] = device[D_FREE] = device[D_NEXT] = 0
         device[D_FIRST] = device[D_KIND] = device[D_MOMENT] = NONE
         device[D_TOUCHED] = 1
         device[D_BACK] = device[D_FINISHED] = device[D_FIRST_PLACE]
@@ -164,6 +169,37 @@ def begin(x: MachineState, now: int, kind: int, s: int, m: int) -> None:
 
 
 @compiled
+def is_idle(x: MachineState, now: int, d: int) -> bool:
+    """Whether a device's compute may start an op, for all that its lane runs and that offloads take from it."""
+    device = x.devices[d]
+    if device[D_BUSY] or device[D_NEXT] > now:
+        return False
+    if device[D_FREE] > now:
+        _rest(x, d, device[D_FREE])
+        return False
+    return True
+
+
+@compiled
+def gives_way(x: MachineState, now: int, kind: int, s: int, m: int) -> bool:
+    """Whether a compute op that could start must let its reload have compute first; the device is woken up after."""
+    if (kind != B and kind != I) or x.acts[s, m, A_MODE] != OFFLOAD:
+        return False
+    d = x.stages[s, DEVICE]
+    until = x.devices[d, D_FREE] + x.costs[sort(x, m), s, BUSY + 1]
+    if until <= now:
+        return False
+    _rest(x, d, until)
+    return True
+
+
+@compiled
+def _rest(x: MachineState, d: int, until: int) -> None:
+    x.devices[d, D_NEXT] = until
+    push(x, until, WAKE, x.devices[d, D_FIRST_STAGE], 0)
+
+
+@compiled
 def sent(x: MachineState, s: int, kind: int, m: int) -> int:
     """Return the units that an op sends to another device."""
     target = s + 1 if kind == F else s - 1
@@ -178,6 +214,7 @@ def complete(x: MachineState, now: int, kind: int, s: int, m: int) -> None:
     stage, act, row = x.stages[s], x.acts[s, m], x.costs[sort(x, m), s]
     device = x.devices[stage[DEVICE]]
     device[D_BUSY], device[D_TOUCHED] = 0, 1
+    device[D_FREE] = now + (row[BUSY] if kind == F and act[A_MODE] == OFFLOAD else 0)
     device[D_HELD] -= row[GIVEN + (7 if act[A_MODE] == RECOMPUTE else 0) + kind]
     if kind == R:
         act[A_WHERE] = RESTORED

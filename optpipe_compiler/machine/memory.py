@@ -65,8 +65,7 @@ from optpipe_compiler.machine.state import (
 )
 
 if TYPE_CHECKING:
-    from optpipe_compiler.machine.state import MachineState
-    from optpipe_compiler.machine.translate import Row
+    from optpipe_compiler.machine.state import MachineState, Row
 
 # -- what is held
 

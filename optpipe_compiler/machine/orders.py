@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from itertools import accumulate, chain
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from optpipe_compiler.machine.compiled import compiled, entry
-from optpipe_compiler.machine.events import begin, begin_transfer, next_moment, reset
+from optpipe_compiler.machine.events import begin, begin_transfer, gives_way, is_idle, next_moment, reset
 from optpipe_compiler.machine.memory import free
 from optpipe_compiler.machine.state import (
     A_BACKWARD,
@@ -27,7 +27,6 @@ from optpipe_compiler.machine.state import (
     BACK,
     COMPUTED,
     D_BUDGET,
-    D_BUSY,
     D_HELD,
     D_HIGH,
     D_HOST,
@@ -69,8 +68,7 @@ from optpipe_compiler.model.schedule import Schedule, Stuck, Task
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from optpipe_compiler.machine.state import Ints, MachineState
-    from optpipe_compiler.machine.translate import Cube, Row, Table
+    from optpipe_compiler.machine.state import Ints, MachineState, Row
     from optpipe_compiler.model.problem import Problem
 
 TRIES = 4
@@ -83,9 +81,9 @@ class Orders(NamedTuple):
     Rows: lanes (compute by device, offloads by link, reloads by link), then the allocations of each device.
     """
 
-    codes: Row
+    codes: Ints
     """The ops of all rows: (kind x stages + stage) x microbatches + microbatch."""
-    rows: Annotated[Table, 3]
+    rows: Ints
     """[row, (first, end, next)] places in `codes`; next is the first op that has not started, while it runs."""
 
 
@@ -118,7 +116,7 @@ def _start_all(x: MachineState, o: Orders, now: int, d: int) -> None:
     seeking = True
     while seeking:
         seeking = False
-        if not device[D_BUSY] and _start_next(x, o, now, d):
+        if is_idle(x, now, d) and _start_next(x, o, now, d):
             seeking = True
         if link != NONE:
             if x.links[link, L_D_STAGE] == NONE and _start_next(x, o, now, x.devices.shape[0] + link):
@@ -136,7 +134,9 @@ def _start_next(x: MachineState, o: Orders, now: int, lane: int) -> bool:
     rest, m = divmod(code, x.acts.shape[1])
     kind, s = divmod(rest, x.acts.shape[0])
     d = x.stages[s, DEVICE]
-    if not _is_ready(x, now, kind, s, m) or not _fits(x, o, d, code, kind, s, m):
+    if not _is_ready(x, now, kind, s, m) or gives_way(x, now, kind, s, m):
+        return False
+    if not _fits(x, o, d, code, kind, s, m):
         return False
     o.rows[lane, 2] += 1
     if kind < D:
@@ -213,7 +213,7 @@ def _has_started(x: MachineState, code: int) -> bool:
 
 
 @entry
-def hold(x: MachineState, sequence: Row, ticks: Cube, levels: Row) -> None:
+def hold(x: MachineState, sequence: Ints, ticks: Ints, levels: Ints) -> None:
     """Run the ops of `sequence` (codes, in planned order) at `ticks` [k, s, m]; memory is counted, not minded.
 
     `levels` gets the most units that the op's device holds from its start to that of the device's next one.
@@ -248,7 +248,7 @@ def hold(x: MachineState, sequence: Row, ticks: Cube, levels: Row) -> None:
 
 
 @compiled
-def _close(device: Row, levels: Row) -> None:
+def _close(device: Row, levels: Ints) -> None:
     """Add what messages came to, if that was more, since the device's last op began."""
     if device[D_REMAINING] != NONE:
         levels[device[D_REMAINING]] += max(0, device[D_HIGH] - device[D_OPENING])

@@ -14,7 +14,6 @@ import numpy as np
 
 from optpipe_compiler.machine.compiled import compiled, entry
 from optpipe_compiler.machine.dispatch import DONE, play
-from optpipe_compiler.machine.random import below, normal, seeded, uniform
 from optpipe_compiler.machine.state import (
     A_FORWARD,
     A_MODE,
@@ -23,6 +22,7 @@ from optpipe_compiler.machine.state import (
     D_RESERVE,
     DEVICE,
     FUSED,
+    KEEP,
     NEVER,
     OPS,
     RECOMPUTE,
@@ -35,7 +35,8 @@ from optpipe_compiler.machine.state import (
 )
 
 if TYPE_CHECKING:
-    from optpipe_compiler.machine.translate import Cube, Row, Table
+    from numpy.typing import NDArray
+
     from optpipe_compiler.model.problem import Problem
 
 PARTS = 3
@@ -48,28 +49,28 @@ TRIES = 4
 class Policy(NamedTuple):
     """Axes: k forwards, backwards, weight gradients; p parts of the step; t turns of a device; s stages; d devices."""
 
-    shift: Cube
+    shift: Ints
     """[k, p, t] ticks added to the wished starts."""
-    modes: Cube
+    modes: Ints
     """[p, s, sort] what becomes of an activation (schedule.Mode): by parity of the microbatch, or by slice of it."""
-    fused: Row
+    fused: NDArray[np.bool_]
     """[t] whether backwards are run in one piece."""
-    reserve: Row
+    reserve: Ints
     """[d] units left free for messages."""
 
 
 class Setting(NamedTuple):
     """What policies of one instance have in common."""
 
-    wish: Cube
+    wish: Ints
     """[k, s, m] wished starts in ticks."""
-    turn: Row
+    turn: Ints
     """[s] how many stages the owner has before it."""
-    able: Table
+    able: NDArray[np.bool_]
     """[mode, s] whether the stage may be treated so."""
-    numbers: Row
+    numbers: Ints
     """See the indices below."""
-    moves: Row
+    moves: Ints
     """[move] running sums of `MOVES`."""
 
 
@@ -90,9 +91,9 @@ def setting(problem: Problem, wish: Ints, whole: int, *, is_span: bool) -> Setti
     return Setting(
         wish,
         np.array([turn[s] for s in stages], dtype=np.int64),
-        np.array(able, dtype=np.int64),
+        np.array(able),
         np.array(numbers, dtype=np.int64),
-        np.cumsum(list(MOVES.values()), dtype=np.int64),
+        np.cumsum(list(MOVES.values())),
     )
 
 
@@ -104,7 +105,7 @@ def policy(problem: Problem, modes: Ints) -> Policy:
         modes=np.ascontiguousarray(
             np.broadcast_to(modes[:, None], (PARTS, len(modes), max(2, problem.slices))), dtype=np.int64
         ),
-        fused=np.full(turns, not problem.freedom.split, np.int64),
+        fused=np.full(turns, not problem.freedom.split),
         reserve=np.zeros(problem.devices, np.int64),
     )
 
@@ -194,11 +195,11 @@ def climb(
 
     `trial` is room for another policy.
     """
-    seeded(x.random, seed)
+    np.random.seed(seed)
     spent = 0
     while spent < ops:
         _copy(trial, by)
-        for _ in range(1 + below(x.random, 4) // 2):
+        for _ in range(1 + np.random.randint(0, 4) // 2):
             _change(trial, x, given)
         found = value(x, trial, given, reached)
         spent += x.counts[OPS] + x.acts.shape[0] * x.acts.shape[1]
@@ -223,24 +224,24 @@ def _copy(to: Policy, source: Policy) -> None:
 @compiled
 def _change(by: Policy, x: MachineState, given: Setting) -> None:
     """Take one step at random: ranks, treatment of activations, or a split."""
-    draw = below(x.random, given.moves[2])
+    draw = np.random.randint(0, given.moves[2])
     if draw < given.moves[0]:
-        _shift(by, x, given)
+        _shift(by, given)
     elif draw < given.moves[1] or not given.numbers[CAN_SPLIT]:
         _treat(by, x, given)
     else:
-        turn = below(x.random, by.fused.size)
+        turn = np.random.randint(0, by.fused.size)
         by.fused[turn] = not by.fused[turn]
 
 
 @compiled
-def _shift(by: Policy, x: MachineState, given: Setting) -> None:
+def _shift(by: Policy, given: Setting) -> None:
     """Move one kind of op in one part of the step, of one turn or of all."""
-    kind, part, size = below(x.random, 3), below(x.random, PARTS), below(x.random, 3)
-    width = (0.3 if size == 0 else 1.0 if size == 1 else 3.0) * given.numbers[SCALE]
-    change = int(width * normal(x.random))
-    chosen = below(x.random, by.shift.shape[2])
-    is_whole = uniform(x.random) < 0.2
+    kind, part = np.random.randint(0, 3), np.random.randint(0, PARTS)
+    width = (0.3, 1.0, 3.0)[np.random.randint(0, 3)] * given.numbers[SCALE]
+    change = int(np.random.normal(0.0, width))
+    chosen = np.random.randint(0, by.shift.shape[2])
+    is_whole = np.random.random() < 0.2
     for turn in range(by.shift.shape[2]):
         if is_whole or turn == chosen:
             by.shift[kind, part, turn] += change
@@ -249,18 +250,17 @@ def _shift(by: Policy, x: MachineState, given: Setting) -> None:
 @compiled
 def _treat(by: Policy, x: MachineState, given: Setting) -> None:
     """Keep, offload or recompute what a range of devices computes in one turn, in one part of the step or in all."""
-    mode, sorts = below(x.random, RECOMPUTE + 1), by.modes.shape[2]
-    least = below(x.random, sorts + 1)
+    mode, sorts = np.random.randint(KEEP, RECOMPUTE + 1), by.modes.shape[2]
+    least = np.random.randint(0, sorts + 1)
     most = least
     if least == sorts:
         least, most = 0, sorts - 1
-    elif sorts > 2 and uniform(x.random) < 0.5:
-        most = least + below(x.random, sorts - least)
-    part = below(x.random, PARTS + 1)
-    turn = below(x.random, by.fused.size)
-    devices = x.devices.shape[0]
-    low = below(x.random, devices)
-    high = low if uniform(x.random) < 0.5 else low + below(x.random, devices - low)
+    elif sorts > 2 and np.random.random() < 0.5:
+        most = np.random.randint(least, sorts)
+    part = np.random.randint(0, PARTS + 1)
+    turn = np.random.randint(0, by.fused.size)
+    low = np.random.randint(0, x.devices.shape[0])
+    high = low if np.random.random() < 0.5 else np.random.randint(low, x.devices.shape[0])
     for s in range(x.acts.shape[0]):
         if given.turn[s] == turn and low <= x.stages[s, DEVICE] <= high and given.able[mode, s]:
             for p in range(PARTS):

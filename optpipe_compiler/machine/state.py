@@ -8,18 +8,16 @@ stages, d devices, l host links, m microbatches (or units, where they are cut in
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from optpipe_compiler.machine.compiled import compiled
-from optpipe_compiler.machine.random import WORDS
 from optpipe_compiler.model.memory import op_memory
 from optpipe_compiler.model.schedule import Kind, classes, lengths
 
 if TYPE_CHECKING:
-    from optpipe_compiler.machine.translate import Cube, Row, Table
     from optpipe_compiler.model.problem import Problem
 
 NEVER = 1 << 62
@@ -37,10 +35,12 @@ the link is busy); units that it takes at its start and gives back at its end by
 kept or offloaded and once for recomputed ones; ticks of a transfer by way while the other direction is idle; ticks and
 units of the messages with its activation and with its input's gradient."""
 SAVED, MOVED, RESIDUE, CHECKPOINT, ACCUMULATORS, GRADIENT, EXTRA = range(34, 41)
+BUSY = 42
+"""Ticks that the transfers of an activation take from compute, by way."""
 """Units of a whole activation, of the part that an offload moves, of what stays between I and W, of what a recompute
 leaves; of the gradients of keys and values that a backward adds, and of those that it frees; the most that an op takes
 beyond the activation, once where backwards are split and once where they are in one piece."""
-COSTS = 42
+COSTS = 44
 DEVICE, NEXT, BEGUN_F, BEGUN_B, BEGUN_W, DONE_F, DONE_B, DONE_W, LEFT, FUSED = range(10)
 """Columns of `stages`: its owner; the owner's next stage; microbatches whose op has begun, or has completed, by
 kind; those, from the first on, that need no offload any more; whether backwards are run in one piece."""
@@ -77,7 +77,9 @@ COLUMNS = 10
     D_FIRST,  # start of the first compute op
     D_MOMENT,  # when messages of the device were last delivered
     D_BEFORE,  # units held just before that
-) = range(30)
+    D_FREE,  # when the last compute op, and what the offload behind it takes from compute, is over
+    D_NEXT,  # no compute op starts earlier; an event is set for this time
+) = range(32)
 """Columns of `devices`."""
 L_FIRST_BEHIND, L_D_STAGE, L_D_MICROBATCH, L_H_STAGE, L_H_MICROBATCH = range(5)
 """Columns of `links`: the first device behind it, and its running transfers."""
@@ -103,32 +105,32 @@ of them that have been received; then the codes of the ops that produced them.""
 
 
 Ints = NDArray[np.int64]
+Row = NDArray[np.int64]
+"""One row of an array of `MachineState`."""
 
 
 class MachineState(NamedTuple):
-    """Constants and state of one problem. Numbers beside a type are lengths of last axes, for compiled code."""
+    """Constants and state of one problem."""
 
-    stages: Annotated[Table, COLUMNS]
+    stages: Ints
     """[s, COLUMNS]"""
-    costs: Annotated[Cube, COSTS]
+    costs: Ints
     """[c, s, COSTS]; one row where, and only where, all microbatches are whole and equal."""
-    units: Annotated[Table, U_FIRST + 1]
+    units: Ints
     """[m, U_*]"""
-    devices: Annotated[Table, D_BEFORE + 1]
+    devices: Ints
     """[d, D_*]"""
-    links: Annotated[Table, L_H_MICROBATCH + 1]
+    links: Ints
     """[l, L_*]"""
-    acts: Annotated[Cube, A_END_H + 1]
+    acts: Ints
     """[s, m, A_*]"""
-    starts: Cube
+    starts: Ints
     """[k, s, m] ticks, NONE where there is no such op."""
-    order: Row
+    order: Ints
     """[s x m] activations (s x microbatches + m) device by device, in the order of their backwards' ranks."""
-    events: Annotated[Table, 2]
+    events: Ints
     """Binary heap of (time, code), the code being (kind x stages + stage) x microbatches + microbatch."""
-    counts: Row
-    random: Row
-    """See random.py."""
+    counts: Ints
 
 
 def machine(problem: Problem) -> MachineState:
@@ -146,9 +148,8 @@ def machine(problem: Problem) -> MachineState:
         acts=np.zeros((count, microbatches, A_END_H + 1), np.int64),
         starts=np.empty((7, count, microbatches), np.int64),
         order=np.zeros(count * microbatches, np.int64),
-        events=np.empty((3 * len(devices) + 4 * len(links) + 2 * count * microbatches, 2), np.int64),
+        events=np.empty((4 * len(devices) + 4 * len(links) + 2 * count * microbatches, 2), np.int64),
         counts=np.zeros(BOX + len(devices), np.int64),
-        random=np.zeros(WORDS, np.int64),
     )
 
 
@@ -159,7 +160,7 @@ def _constants(problem: Problem) -> tuple[Ints, Ints, Ints, Ints]:
     count = 1 + max((link for link in problem.link_of if link is not None), default=-1)
     after = {s: later for mine in owned for s, later in zip(mine, [*mine[1:], NONE], strict=True)}
     stages = np.zeros((len(problem.stages), COLUMNS), np.int64)
-    devices = np.zeros((problem.devices, D_BEFORE + 1), np.int64)
+    devices = np.zeros((problem.devices, D_NEXT + 1), np.int64)
     links = np.zeros((count, L_H_MICROBATCH + 1), np.int64)
     for s, stage in enumerate(problem.stages):
         stages[s, DEVICE], stages[s, NEXT] = stage.device, after[s]
@@ -173,7 +174,8 @@ def _constants(problem: Problem) -> tuple[Ints, Ints, Ints, Ints]:
         row[ALONE:LAG] = stage.offload_alone, stage.reload_alone
         row[LAG:MESSAGE] = stage.send_activation, stage.send_gradient
         row[MESSAGE:SAVED] = stage.outgoing, stage.incoming
-        row[SAVED:COSTS] = (
+        row[BUSY:COSTS] = stage.offload_busy, stage.reload_busy
+        row[SAVED:BUSY] = (
             stage.saved,
             stage.moved,
             stage.residue,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from optpipe_compiler.model.placement import Layout
 
 NS_PER_S = 10**9
+Pair = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,9 @@ class Stage:
     """One stage's durations (ticks) and sizes (units) per unit: a microbatch, or a slice of one.
 
     `offload` and `reload` are the times while the link's other direction is busy, `*_alone` those while it is not.
-    `*_extra` exists only while the op runs: its transient bytes and the messages that it reads and writes.
+    `*_busy` is what the copies take from compute: the lane runs nothing for so long behind the forward of what is
+    offloaded, and before the first backward of what was reloaded. `*_extra` exists only while the op runs: its
+    transient bytes and the messages that it reads and writes.
     """
 
     device: int
@@ -105,6 +108,8 @@ class Stage:
     """Units of the output that goes to the next stage, and of its gradient; likewise."""
     accumulators: int = 0
     """Units that the backward of the last slice takes for the gradients of all carried keys and values."""
+    offload_busy: int = 0
+    reload_busy: int = 0
     gradient: int = 0
     """Units of these that the end of the unit's own backward frees."""
 
@@ -427,7 +432,7 @@ def _stage(
     outgoing = value_of(mine[-1].output_bytes) if after else 0
     saved = _total(layer.saved_bytes for layer in mine)
     staying = _total(layer.saved_bytes for layer in mine[leaving:]) + sum(carried[:leaving])
-    busy, alone = _transfers(machine, device, max(layout.device_of) + 1, saved - staying)
+    busy, alone, taken = _transfers(machine, device, max(layout.device_of) + 1, saved - staying)
     overhead = value_of(machine.op_overhead_ns)
     moved = overhead + messages_overhead_ns(machine, layout.device_of, index)
     messages = incoming + outgoing
@@ -442,6 +447,8 @@ def _stage(
         reload=busy[1],
         offload_alone=alone[0],
         reload_alone=alone[1],
+        offload_busy=taken[0],
+        reload_busy=taken[1],
         send_activation=message_ns(machine, outgoing, device, layout.device_of[index + 1]) if after else 0,
         send_gradient=message_ns(machine, incoming, device, layout.device_of[index - 1]) if before else 0,
         saved=saved,
@@ -477,8 +484,13 @@ def residue_bytes(layer: Layer) -> int:
     return value_of(layer.saved_bytes if layer.residue_bytes is None else layer.residue_bytes)
 
 
-def _transfers(machine: Machine, device: int, devices: int, size: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return (offload, reload) times while the other direction is busy, and alone."""
+def busy_ns(copy_ns: int, permille: int) -> int:
+    """Return what a copy takes from compute, rounded half up; `copy_ns` is its time alone."""
+    return (2 * copy_ns * permille + 1000) // 2000
+
+
+def _transfers(machine: Machine, device: int, devices: int, size: int) -> tuple[Pair, Pair, Pair]:
+    """Return (offload, reload): times while the other direction is busy, alone, and what they take from compute."""
     for members, link in host_links(machine, devices):
         if device in members:
             latency = value_of(link.latency_ns)
@@ -486,8 +498,9 @@ def _transfers(machine: Machine, device: int, devices: int, size: int) -> tuple[
                 (transfer_ns(size, d2h, latency), transfer_ns(size, h2d, latency))
                 for d2h, h2d in (duplex(link), alone(link))
             )
-            return busy, idle
-    return (0, 0), (0, 0)
+            share = value_of(link.compute_permille)
+            return busy, idle, (busy_ns(idle[0], share), busy_ns(idle[1], share))
+    return (0, 0), (0, 0), (0, 0)
 
 
 DURATIONS = (
@@ -500,6 +513,8 @@ DURATIONS = (
     "reload",
     "offload_alone",
     "reload_alone",
+    "offload_busy",
+    "reload_busy",
     "send_activation",
     "send_gradient",
 )
@@ -525,9 +540,9 @@ def coarsen(problem: Problem, reference: int = 0) -> Problem:
 
     The tick is the greatest common divisor of all durations if that leaves them small, else 1/64 of the shortest
     compute op that matters (one of at least a tenth of the mean) or less, where `reference` ticks (a known makespan)
-    are then still no more than 2^15. Durations are rounded to the nearest
-    tick, messages down, and `stretch` is the largest ratio by which a duration grew: scaling any true schedule by it
-    and rounding its starts down gives a schedule of the coarse problem, so (coarse optimum) x tick_ns / stretch is a
+    are then still no more than 2^15. Durations are rounded to the nearest tick, messages and what copies take from
+    compute down, and `stretch` is the largest ratio by which a duration grew: scaling any true schedule by it and
+    rounding its starts down gives a schedule of the coarse problem, so (coarse optimum) x tick_ns / stretch is a
     lower bound in ns. Sizes are divided by their common divisor, budgets rounded down, which loses nothing.
     """
     every = [stage for stages in problem.classes or (problem.stages,) for stage in stages]
@@ -539,7 +554,8 @@ def coarsen(problem: Problem, reference: int = 0) -> Problem:
 
     def duration(name: str, value: int) -> int:
         nonlocal stretch
-        rounded = value // tick if name.startswith("send") else (2 * value + tick) // (2 * tick)
+        is_down = name.startswith("send") or name.endswith("busy")
+        rounded = value // tick if is_down else (2 * value + tick) // (2 * tick)
         if rounded * tick > value > 0:
             stretch = max(stretch, rounded * tick / value)
         return rounded

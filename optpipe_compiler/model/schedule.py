@@ -152,6 +152,24 @@ class Schedule:
         return max(int(columns.end[lane].max() - columns.start[lane].min()) for lane in lanes if lane.any())
 
     @cached_property
+    def has_copied(self) -> bool:
+        """Whether compute idles for what copies take from it, behind forwards and before backwards: see `Stage`."""
+        every = self.problem.classes or (self.problem.stages,)
+        busy = np.array([[(stage.offload_busy, stage.reload_busy) for stage in stages] for stages in every])
+        if not busy.any():
+            return True
+        columns = self.columns
+        rows = self.rows[columns.kind[self.rows] < Kind.D]
+        kind, stage, microbatch = columns.kind[rows], columns.stage[rows], columns.microbatch[rows]
+        is_offloaded = self.ticks[Kind.D, stage, microbatch] != NONE
+        taken = busy[classes(self.problem)[microbatch], stage] * is_offloaded[:, None]
+        behind = columns.end[rows] + taken[:, 0] * (kind == Kind.F)
+        before = columns.start[rows] - taken[:, 1] * ((kind == Kind.I) | (kind == Kind.B))
+        device = np.array([one.device for one in self.problem.stages])[stage]
+        lanes = [device == d for d in range(self.problem.devices)]
+        return all(bool((behind[lane][:-1] <= before[lane][1:]).all()) for lane in lanes)
+
+    @cached_property
     def bubble_fraction(self) -> float:
         """Compute-idle time / (devices x makespan)."""
         columns = self.columns

@@ -109,7 +109,8 @@ def instances(profile: Profile, options: Options) -> list[tuple[Layout, Problem]
         return build(profile, one, options.microbatches, caps, freedom, share, slicing)
 
     simplest = placed[0] if placed[0].stages == options.devices else _linear(profile, options)
-    cuts = slicings(profile, options, lambda slicing: made(simplest, 1.0, slicing))
+    loops = [one for one in placed if one.stages == 2 * len(set(simplest.device_of))]
+    cuts = slicings(profile, options, lambda slicing: [made(one, 1.0, slicing) for one in (simplest, *loops[:1])])
     whole = [(one, made(one, 1.0, slicing)) for slicing in cuts for one in placed]
     parts = [(one, made(one, link_share(p), p.slicing)) for one, p in whole]
     found = whole + [(one, p) for one, p in parts if any(stage.staying_layers for stage in p.stages)]

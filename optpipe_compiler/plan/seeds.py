@@ -150,7 +150,7 @@ def _timed(seed: ir.Schedule, problem: Problem, layout: Layout) -> Iterator[Sche
         stage.send_activation <= cost.send_activation_ns and stage.send_gradient <= cost.send_gradient_ns
         for stage, cost in zip(_by_stage(problem), seed.forecast.stages, strict=True)
     )
-    if is_sent and (columns.end <= ends[columns.kind, columns.stage, columns.microbatch]).all():
+    if is_sent and timed.has_copied and (columns.end <= ends[columns.kind, columns.stage, columns.microbatch]).all():
         yield timed
     with suppress(Stuck):
         yield retime(timed, problem)

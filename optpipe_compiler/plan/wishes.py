@@ -31,7 +31,6 @@ ORDERS = (
     "gis-h",
     "gis-h-uniform",
     "interleaved-zb",
-    "hanayo",
     "zbv",
     "v-half",
     "v-min",
@@ -41,9 +40,11 @@ ORDERS = (
     "seq1f1b-interleaved-zb",
     "slimpipe",
 )
-"""Published orders that are worth a wish; the others are special cases of these or of `modulo`."""
+"""Published orders that are worth a wish: each is among the 8 that climb in some case of bench.starts (hanayo was in
+none of 103); the others are special cases of these or of `modulo`."""
 STAYS = (0.5, 1.5, 3.0, 5.0)
-"""Activations are offloaded at first that stay longer than so many transfers there and back."""
+"""Activations are offloaded at first that stay longer than so many transfers there and back; by bench.starts such a
+treatment is the best at first in 35 of 103 cases."""
 
 
 def names(problem: Problem, placed: Placed) -> list[str]:

@@ -78,7 +78,7 @@ def _in_order(model: cp_model.CpModel, problem: Problem, v: Variables, s: int, m
 
 
 def _compute_lanes(model: cp_model.CpModel, problem: Problem, v: Variables) -> None:
-    """A device runs one compute op at a time."""
+    """A device runs one compute op at a time, and none while copies take its compute: see `Stage`."""
     lanes: list[list[cp_model.IntervalVar]] = [[] for _ in range(problem.devices)]
     for (s, m), a in v.activations.items():
         stage = problem.at(s, m)
@@ -90,6 +90,12 @@ def _compute_lanes(model: cp_model.CpModel, problem: Problem, v: Variables) -> N
             lane.append(_optional(model, a.weight, stage.backward_weight, a.split, f"W_{s}_{m}"))
         if problem.can_recompute(s):
             lane.append(_optional(model, a.again, stage.recompute, a.recompute, f"R_{s}_{m}"))
+        if problem.can_offload(s) and stage.offload_busy:
+            end = a.forward + stage.forward
+            lane.append(_optional(model, end, stage.offload_busy, a.offload, f"D_busy_{s}_{m}"))
+        if problem.can_offload(s) and stage.reload_busy:
+            begin = a.backward - stage.reload_busy
+            lane.append(_optional(model, begin, stage.reload_busy, a.offload, f"H_busy_{s}_{m}"))
     for lane in lanes:
         model.add_no_overlap(lane)
 

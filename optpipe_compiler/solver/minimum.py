@@ -85,6 +85,8 @@ def _unit_times(problem: Problem) -> Problem:
             reload=1,
             offload_alone=1,
             reload_alone=1,
+            offload_busy=0,
+            reload_busy=0,
             send_activation=0,
             send_gradient=0,
         )
@@ -99,12 +101,14 @@ def _serial(problem: Problem, starts: dict[Task, int]) -> Schedule:
     timed: dict[Task, int] = {}
     clock = 0
     for task in sorted(order, key=lambda task: (starts[task], task.kind is not Kind.D)):
+        stage, is_offloaded = problem.stages[task.stage], task._replace(kind=Kind.D) in starts
+        clock += stage.reload_busy if is_offloaded and task.kind in (Kind.I, Kind.B) else 0
         timed[task] = clock
         lag = 0
         if task.kind is Kind.F:
-            lag = problem.stages[task.stage].send_activation
+            lag = stage.send_activation + (stage.offload_busy if is_offloaded else 0)
         elif task.kind in (Kind.I, Kind.B):
-            lag = problem.stages[task.stage].send_gradient
+            lag = stage.send_gradient
         clock += max(1, duration(problem, task)) + lag  # ops of no length must not run at one moment
     return Schedule(problem, "one-at-a-time", timed)
 

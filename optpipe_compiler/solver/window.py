@@ -55,7 +55,18 @@ class WindowModel:
         hint.add_hint(model, self.variables, schedule, "makespan", extra={self.gain.index: 0})
 
     def _runs(self, task: Task) -> bool:
-        return self.schedule.starts[task] < self.window.end and self.schedule.end(task) > self.window.begin
+        """Whether a task, or what its copies take from compute, runs in the window."""
+        before, after = self._busy(task)
+        begin, end = self.schedule.starts[task] - before, self.schedule.end(task) + after
+        return begin < self.window.end and end > self.window.begin
+
+    def _busy(self, task: Task) -> tuple[int, int]:
+        """Return the ticks before and behind a task in which its copies take compute, in the old schedule."""
+        stage = self.schedule.problem.stages[task.stage]
+        if task._replace(kind=Kind.D) not in self.schedule.starts:
+            return 0, 0
+        before = stage.reload_busy if task.kind in (Kind.I, Kind.B) else 0
+        return before, stage.offload_busy if task.kind is Kind.F else 0
 
     def _free(self, task: Task) -> bool:
         return self.window.begin <= self.schedule.starts[task] < self.window.end
@@ -84,6 +95,7 @@ class WindowModel:
                 self.model.add(getattr(made, name) == int(values[name]))
         if not self.closing:
             self._bound_ends(made, s, m)
+        self._bound_begin(made, s, m)
         return made
 
     def _place(self, task: Task, start: Expr) -> None:
@@ -111,10 +123,23 @@ class WindowModel:
             old = self.schedule.starts.get(task)
             if old is not None and not self._free(task):
                 continue
-            end = self.window.end if old is None else max(self.window.end, self.schedule.end(task))
-            law = self.model.add(_end(made, kind, duration(self.schedule.problem, task)) <= end - self.gain)
+            end = self.window.end
+            if old is not None:
+                end = max(end, self.schedule.end(task) + self._busy(task)[1])
+            latest = end - self.gain
+            if kind is Kind.F and (busy := self.schedule.problem.stages[s].offload_busy):
+                latest -= busy * made.offload
+            law = self.model.add(_end(made, kind, duration(self.schedule.problem, task)) <= latest)
             if literal is not None:
                 law.only_enforce_if(literal)
+
+    def _bound_begin(self, made: Activation, s: int, m: int) -> None:
+        """What the reload of a free backward takes from compute is in the window, or where it was before."""
+        busy = self.schedule.problem.stages[s].reload_busy
+        for task in (Task(Kind.I, s, m), Task(Kind.B, s, m)):
+            if busy and task in self.schedule.starts and self._free(task):
+                least = min(self.window.begin, self.schedule.starts[task] - self._busy(task)[0])
+                self.model.add(made.backward - busy * made.offload >= least)
 
     def _minimise(self) -> None:
         v = self.variables

@@ -1,10 +1,10 @@
 """Which degrees of parallelism: every way to spread a model over so many GPUs is bounded, the most promising planned.
 
-A way is a pipeline, tensor and data parallel degree and a microbatch size. Its step cannot be shorter than the work of
-its microbatches over its devices and the exchange of gradients, nor than what `compile` proves, which takes longer to
-find out. The way with the least bound is next: its better bound is proved, or, where that is done, it is planned; until
-the least bound is above the time of the last of the best. So nothing that was left out can be among the best, unless a
-longer search had made its plan that much better than the plans of the others.
+A way is a pipeline, tensor and data parallel degree, a microbatch size and a number of slices. Its step cannot be
+shorter than the work of its microbatches over its devices and the exchange of gradients, nor than what `compile`
+proves, which takes longer to find out. The way with the least bound is next: its better bound is proved, or, where that
+is done, it is planned; until the least bound is above the time of the last of the best. So nothing that was left out
+can be among the best, unless a longer search had made its plan that much better than the plans of the others.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 
 from optpipe_compiler.compiler import Options, lower_bound, settled
 from optpipe_compiler.documents.profile import value_of
+from optpipe_compiler.documents.units import show_bytes
 from optpipe_compiler.errors import BadInput, Infeasible
+from optpipe_compiler.published import METHODS
 from optpipe_compiler.study.facts import facts
 from optpipe_compiler.study.planned import Instance, Planned, plan
 from optpipe_compiler.study.pool import answers
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 PER_DEVICE = 4
 """Microbatches per device that are planned at most; a longer step repeats its steady state."""
 SMALL = 2048
-"""Microbatches times devices that are planned in any time limit; larger instances get LARGE_S."""
+"""Microbatches times devices and slices that are planned in any time limit; larger instances get LARGE_S."""
 LARGE_S = 10.0
 LONGEST = 64
 """Devices of a pipeline at most."""
@@ -51,6 +53,8 @@ class Degrees:
     """Sequences."""
     microbatches: int
     """Of one replica in one step."""
+    slices: int = 1
+    """Of every sequence."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,9 @@ class Question:
     sequence: int
     mem_bytes: int
     microbatch_sizes: tuple[int, ...] = (1, 2, 4)
+    slices: tuple[int, ...] = (1,)
+    method: str | None = None
+    """Plan with this known schedule alone."""
     best: int = 5
     time_limit_s: float = 0.0
     """Of the search for one plan."""
@@ -132,16 +139,24 @@ class Question:
 
 def ways(question: Question, layers: int, divided: Iterable[int]) -> Iterator[Degrees]:
     """Yield every way that divides GPUs and batch evenly; tensor-parallel groups lie within a node and divide `divided`
-    (heads, widths); a device has at least one layer."""
+    (heads, widths); a device has at least one layer. Sequences are cut into slices where microbatches are smallest
+    already, and where there is a pipeline to fill."""
     numbers = tuple(divided)
     for tensor in _divisors(question.gpus):
         if question.gpus_per_node % tensor or any(number % tensor for number in numbers):
             continue
         for pipeline in _divisors(question.gpus // tensor):
             data = question.gpus // tensor // pipeline
+            if pipeline > min(layers, LONGEST):
+                continue
             for size in question.microbatch_sizes:
-                if pipeline <= min(layers, LONGEST) and question.batch % (data * size) == 0:
-                    yield Degrees(pipeline, tensor, data, size, question.batch // (data * size))
+                count, left = divmod(question.batch, data * size)
+                if left:
+                    continue
+                for slices in question.slices:
+                    is_smallest = size == min(question.microbatch_sizes) and pipeline > 1
+                    if slices == 1 or (is_smallest and slices <= question.sequence):
+                        yield Degrees(pipeline, tensor, data, size, count, slices)
 
 
 def _divisors(number: int) -> list[int]:
@@ -155,44 +170,58 @@ def advise(
     on_planned: Callable[[int, Configuration | None], None] = lambda number, found: None,
     pool: Pool = answers,
 ) -> Advice:
-    """Return the best configurations; raise BadInput where there is no way, Infeasible where none fits."""
-    candidates, too_large = [], 0
-    for one in degrees:
+    """Return the best configurations; raise BadInput where there is no way, Infeasible where none fits.
+
+    Ways with slices are left out where the costs know none, or the method is for whole microbatches."""
+    if question.method is not None and question.method not in METHODS:
+        raise BadInput(f"--method is {question.method!r}, expected one of {', '.join(METHODS)}")
+    is_cut = None if question.method is None else METHODS[question.method].sliced
+    candidates, too_large, every = [], 0, list(degrees)
+    for one in every:
+        if is_cut not in (None, one.slices > 1):
+            continue
         costs = costs_of(one)
+        if one.slices > 1 and any(layer.slices is None for layer in costs.profile.layers):
+            continue
         if _least_bytes(costs.profile) > question.mem_bytes:
             too_large += 1
         else:
             candidates.append(Candidate(_bound(one, costs), one, costs))
     if not candidates and not too_large:
+        if is_cut is not None and any(one.slices == 1 for one in every):
+            raise BadInput(f"--method {question.method} is for microbatches cut into slices, expected another --slices")
         raise BadInput(
-            f"--gpus is {question.gpus} and --global-batch {question.batch}: no degrees of parallelism divide both, "
-            "expected numbers with common divisors"
+            f"--gpus is {question.gpus} and --global-batch {question.batch}: no degrees of parallelism make so many "
+            f"GPUs, expected a batch that replicas divide, pipelines of at most {LONGEST} devices and the model's "
+            "layers, tensor parallelism within a node that heads and widths divide"
         )
     heapify(candidates)
     found: list[Configuration] = []
-    infeasible = 0
+    reasons: list[str] = []
     asked: dict[int, tuple[Instance, Candidate]] = {}
     answered = 0
-    for instance, planned in pool(plan, _promising(candidates, found, question, asked), question.jobs):
+    for instance, planned in pool(_planned, _promising(candidates, found, question, asked), question.jobs):
         answered += 1
         configuration = _configuration(asked[id(instance)][1], planned, question)
-        infeasible += configuration is None
-        if configuration is not None:
+        if configuration is None:
+            reasons.append(planned.reason)
+        else:
             found.append(configuration)
         on_planned(answered, configuration)
     considered = len(candidates) + answered + too_large
     best = sorted(found, key=lambda one: one.step_ns)[: question.best]
     if not best:
         raise Infeasible(
-            f"no way to spread the model over {question.gpus} GPUs fits {question.mem_bytes} bytes each: of "
+            f"no way to spread the model over {question.gpus} GPUs fits {show_bytes(question.mem_bytes)} each: of "
             f"{considered}, the weights alone are too large in {too_large}"
+            + (f"; the most promising: {reasons[0]}" if reasons else "")
         )
     return Advice(
         configurations=best,
         considered=considered,
         too_large=too_large,
         planned=answered,
-        infeasible=infeasible,
+        infeasible=len(reasons),
         next_bound_ns=candidates[0].bound_ns if candidates else None,
     )
 
@@ -218,6 +247,8 @@ def _promising(
             time_limit_s=question.time_limit_s,
             workers=1,
             search=False,
+            slices=one.degrees.slices,
+            method=question.method,
         )
         profile = one.costs.profile
         if not one.is_proved:
@@ -227,7 +258,7 @@ def _promising(
             continue
         count = _planned_microbatches(one.degrees)
         limit_s = question.time_limit_s
-        if count * one.degrees.pipeline > SMALL:
+        if count * one.degrees.pipeline * one.degrees.slices > SMALL:
             limit_s = max(limit_s, LARGE_S)
         options = replace(options, microbatches=count, time_limit_s=limit_s)
         instance = Instance(profile, settled(profile, options))
@@ -235,10 +266,21 @@ def _promising(
         yield instance
 
 
+def _planned(instance: Instance) -> Planned:
+    """Plan; that a known schedule is not defined for a way is an answer."""
+    try:
+        return plan(instance)
+    except BadInput as error:
+        if instance.options.method is None:
+            raise
+        return Planned("infeasible", None, 0, reason=str(error))
+
+
 def _planned_microbatches(degrees: Degrees) -> int:
-    """Return how many of the step's microbatches are planned: fewer per device in long pipelines, but one for each."""
-    devices = degrees.pipeline
-    return min(degrees.microbatches, PER_DEVICE * devices, max(devices, SMALL // devices))
+    """Return how many of the step's microbatches are planned: fewer per device in long pipelines and where there are
+    many slices, but a microbatch or slice for each device."""
+    devices, slices = degrees.pipeline, degrees.slices
+    return min(degrees.microbatches, PER_DEVICE * devices, max(-(-devices // slices), SMALL // (devices * slices)))
 
 
 def _least_bytes(profile: Profile) -> int:

@@ -25,7 +25,9 @@ MORE_MEMORY = (10, 25, 50, 100)
 
 Effect = Literal["same", "relaxed", "restricted", "different"]
 """relaxed: every schedule of the instance is one of the changed one, too, and no slower; restricted: the reverse."""
-Family = Literal["same", "memory", "link", "messages", "offload", "selective", "microbatches", "head", "layers"]
+Family = Literal[
+    "same", "memory", "link", "copies", "messages", "offload", "selective", "microbatches", "head", "layers"
+]
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,11 @@ def variations(instance: Instance, *, offloads: bool, uneven: bool, selective: b
         yield Variation("memory", text, "relaxed", _with(instance, mem_bytes=options.mem_bytes + more), amount)
     if profile.machine.links and options.offload:
         yield Variation("link", "host links x 2", "relaxed", replace(instance, profile=_faster_links(profile)))
+    if options.offload and any(value_of(link.compute_permille) for link in profile.machine.links):
+        links = [structs.replace(link, compute_permille=0) for link in profile.machine.links]
+        machine = structs.replace(profile.machine, links=links)
+        beside = replace(instance, profile=structs.replace(profile, machine=machine))
+        yield Variation("copies", "compute of copies x 0", "relaxed", beside)
     if any(value_of(e.latency_ns) or value_of(e.overhead_ns) or e.bytes_per_s is not None for e in profile.machine.p2p):
         machine = structs.replace(profile.machine, p2p=[])
         free = replace(instance, profile=structs.replace(profile, machine=machine))

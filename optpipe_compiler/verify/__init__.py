@@ -121,6 +121,7 @@ def _forecast(placed: PlacedOps, *, complete: bool) -> list[Violation]:
     rules = (
         forecast.costs,
         forecast.lane_times,
+        forecast.copy_times,
         forecast.wait_times,
         forecast.message_times,
         forecast.receive_times,

@@ -316,8 +316,12 @@ def links(placed: PlacedOps, machine: Machine) -> Iterator[Violation]:
             for field, figure in _link_figures(entry).items():
                 if (number, field) not in seen:
                     seen.add((number, field))
-                    differences.see(number, field, getattr(found, field), figure)
+                    differences.see(number, field, _or_zero(getattr(found, field)), figure)
     yield from differences.violations()
+
+
+def _or_zero(figure: int | msgspec.UnsetType) -> int:
+    return 0 if isinstance(figure, msgspec.UnsetType) else figure
 
 
 def hosts(schedule: ir.Schedule, machine: Machine) -> Iterator[Violation]:
@@ -354,4 +358,5 @@ def _link_figures(link: Link) -> dict[str, int]:
         "duplex_d2h_bytes_per_s": d2h if busy_d2h is None else min(d2h, value_of(busy_d2h)),
         "duplex_h2d_bytes_per_s": h2d if busy_h2d is None else min(h2d, value_of(busy_h2d)),
         "latency_ns": value_of(link.latency_ns),
+        "compute_permille": value_of(link.compute_permille),
     }

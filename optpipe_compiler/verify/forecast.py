@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from math import isfinite
+from math import floor, isfinite
 from typing import TYPE_CHECKING
 
 from msgspec import UNSET, UnsetType
@@ -20,7 +20,7 @@ from optpipe_compiler.verify.sizes import Sizes
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from optpipe_compiler.verify.placed import Message
+    from optpipe_compiler.verify.placed import Message, Unit
 
 TOLERANCE = Fraction(1, 10**9)
 """Of the bubble fraction, the only figure that is no integer."""
@@ -148,6 +148,18 @@ class Timed:
                 return link.latency_ns + transfer_ns(moved, rate)
         raise AssertionError(f"an op without a cost: {op.name}")
 
+    def busy(self) -> dict[tuple[str, int, Unit], int]:
+        """Return, by direction, stage and unit, what copies take from compute: of each a share of its time alone.
+
+        Each is rounded to the nearest ns, half up.
+        """
+        found: dict[tuple[str, int, Unit], int] = defaultdict(int)
+        for place in self.placed.of("offload", "reload"):
+            share = self.link_of[place.device].share_permille
+            taken = Fraction(self._cost(place, shared=False) * share, 1000)
+            found[place.lane, place.stage, place.unit] += floor(taken + Fraction(1, 2))
+        return found
+
     def slowed(self, place: PlacedOp) -> bool:
         """Return whether a transfer of the other direction of the link runs at some time of this one."""
         other: ir.Lane = "h2d" if place.lane == "d2h" else "d2h"
@@ -198,6 +210,24 @@ def lane_times(timed: Timed) -> Iterator[Violation]:
             if start < free:
                 message = f"starts at {start} ns, before {before.id} frees the lane at {free} ns"
                 yield place.breaks("times", f"{place.id} on device {place.device} {message}", before.id)
+
+
+def copy_times(timed: Timed) -> Iterator[Violation]:
+    """Copies have their time of the compute lane: offloads behind their forward, reloads before their backward."""
+    busy = timed.busy()
+    if not any(busy.values()):
+        return
+    for device in range(len(timed.placed.schedule.devices)):
+        lane = [place for place in timed.placed.lanes[device, "compute"] if place.kind not in MESSAGES]
+        for before, place in pairwise(lane):
+            taken = busy.get(("d2h", before.stage, before.unit), 0) if before.kind == "forward" else 0
+            if place.kind in ("backward_input", "backward"):
+                taken += busy.get(("h2d", place.stage, place.unit), 0)
+            start, free = timed.start[place.id], timed.end[before.id] + taken
+            if taken and start < free:
+                text = f"starts {start - timed.end[before.id]} ns after {before.id} on its lane, but copies take"
+                text = f"{text} {taken} ns of compute between them"
+                yield place.breaks("times", f"{place.id} on device {device} {text}", before.id)
 
 
 def wait_times(timed: Timed) -> Iterator[Violation]:

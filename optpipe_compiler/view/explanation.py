@@ -29,6 +29,7 @@ LOST = {
     "drain": "while it drains",
     "memory": "waiting for {}",
     "transfer": "waiting for {}",
+    "copies": "while copies take the compute of {}",
     "imbalance": "waiting for {}, which is busy with other work",
     "order": "because {} runs other ops first",
     "slack": "for no reason that the file names",
@@ -37,6 +38,7 @@ DOINGS = {"offload": "offloading", "selective": "selective recompute"}
 """What a schedule does and a change forbids."""
 SUBJECTS = {
     "link": ("host links twice as fast", "Host links twice as fast would save"),
+    "copies": ("copies that take no compute", "Copies that take no compute would save"),
     "messages": ("messages in no time", "Messages that take no time would save"),
     "layers": ("layers of equal cost", "Layers of equal cost, evenly cut, would save"),
 }

@@ -31,6 +31,7 @@ IDLE = {
     Cause.DRAIN: Look("the pipeline is running out", "#8f8577"),
     Cause.MEMORY: Look("waited for memory", "#dd4b47"),
     Cause.TRANSFER: Look("waited for a transfer", "#a8743a"),
+    Cause.COPIES: Look("waited while copies took its device's compute", "#1f8a8a"),
     Cause.IMBALANCE: Look("was ready while its device was busy with other work", "#9269d8"),
     Cause.ORDER: Look("was ready and had room, but the order has it later", "#7f8a1f"),
     Cause.SLACK: Look("could start earlier than in the forecast", "#c2569b"),

@@ -100,8 +100,11 @@ def _machine(profile: Profile) -> Text:
         busy = f", {_time(p2p.overhead_ns)} of each device's compute" if value_of(p2p.overhead_ns) else ""
         lines.append(f"message {_time(p2p.latency_ns)}{speed}{pair}{_origin(p2p.latency_ns)}{busy}")
     for link in machine.links:
+        share = value_of(link.compute_permille)
+        busy = f", {share / 10:g}% of their time taken from compute" if share else ""
         d2h, h2d = (value_of(cost) / 1e9 for cost in (link.d2h_bytes_per_s, link.h2d_bytes_per_s))
-        lines.append(f"host copies {d2h:.2f} GB/s out, {h2d:.2f} GB/s in{_of(link)}{_origin(link.d2h_bytes_per_s)}")
+        whose = f"{_of(link)}{_origin(link.d2h_bytes_per_s)}{busy}"
+        lines.append(f"host copies {d2h:.2f} GB/s out, {h2d:.2f} GB/s in{whose}")
     return Text("\n".join(lines))
 
 

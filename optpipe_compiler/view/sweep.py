@@ -76,8 +76,8 @@ def _table(points: Sequence[Point], tokens: int | None) -> Table:
     best = {point.line: point.throughput for point in points if point.makespan_ns}  # the last has the largest cap
     throughput = "micro-\nbatches/s" if tokens is None else "tokens/s"
     is_cut = any((point.slices or 1) > 1 for point in points)
-    slices = ("slices",) if is_cut else ()
-    for title in ("devices", "micro-\nbatches", "cap", "step", throughput, "of most", "gap", "peak", *slices):
+    microbatches = "micro-\nbatches\nx slices" if is_cut else "micro-\nbatches"
+    for title in ("devices", microbatches, "cap", "step", throughput, "of most", "gap", "peak"):
         rows.add_column(title, justify="right", no_wrap=True)
     rows.add_column("", style="dim", no_wrap=True)
     last = None
@@ -85,11 +85,10 @@ def _table(points: Sequence[Point], tokens: int | None) -> Table:
         if last not in (None, point.line):
             rows.add_row()
         head = [str(point.devices), str(point.microbatches)] if point.line != last else ["", ""]
+        if is_cut and point.slices is not None:
+            head[1] = f"{point.microbatches} x {point.slices}"
         last = point.line
-        cells = _cells(point, best.get(point.line, 0.0), tokens)
-        if is_cut:
-            cells.insert(-1, "-" if point.slices is None else str(point.slices))
-        rows.add_row(*head, short_bytes(point.mem_bytes), *cells)
+        rows.add_row(*head, short_bytes(point.mem_bytes), *_cells(point, best.get(point.line, 0.0), tokens))
     return rows
 
 

@@ -15,6 +15,7 @@ import torch
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import op_id
+from optpipe_compiler.forecast.copies import NO_COPIES, busy_ns
 from optpipe_compiler.forecast.table import Table
 from optpipe_torch.launch.report import forecast_durations
 from runtime_torch.meter import Meter
@@ -74,6 +75,9 @@ class RehearsedDevice:
         self._bytes = Table(schedule)
         self._compute, self._arrival = Pace(), Pace()
         self._copies = {"offload": Pace(), "reload": Pace()}
+        self._busy = busy_ns(schedule)
+        self._free_ns = 0
+        """When the last compute op, and what the copies behind it take from compute, is over."""
 
     def arrive(self, message: Tensor) -> None:
         """Wait until a message from another device is due."""
@@ -82,6 +86,10 @@ class RehearsedDevice:
     def run(self, kind: str, stage: int, unit: int, layers: Layers | None = None) -> None:
         """Wait as long as the op takes, and count its bytes but for messages, which the replay counts."""
         op = self._ops[op_id(kind, stage, *_name(self.schedule, unit, layers))]
+        before, after = self._busy.get(op.id, NO_COPIES)
+        due_ns = self._free_ns + round(before * self.scale)
+        if kind not in self._copies and due_ns > time.perf_counter_ns():
+            self._compute.until(due_ns)
         taken, given = self._bytes.on_device(op)
         host_taken, host_given = self._bytes.on_host(op)
         made, read = _messages(self.schedule, op, unit)
@@ -90,6 +98,8 @@ class RehearsedDevice:
         self._copies.get(kind, self._compute).spend(round(self._durations[op.id] * self.scale))
         self._meter.count(given + read)
         self._host_meter.count(host_given)
+        if kind not in self._copies:
+            self._free_ns = time.perf_counter_ns() + round(after * self.scale)
 
 
 def _name(schedule: ir.Schedule, unit: int, layers: Layers | None) -> tuple[int, Layers | None, int | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -48,7 +48,8 @@ def time_copies(timer: Timer, benches: Benches, layer: int, samples: int, agree:
 def _time_latency(timer: Timer, samples: int, agree: Callable[[bool], bool]) -> list[int]:
     """Time copies of next to no bytes."""
     with _copier(timer, bookkeeping_bench(timer.device)) as copier:
-        return [ns for times in steadiest(lambda turn: _alone(copier, samples), agree).values() for ns in times]
+        times = steadiest(lambda turn: _alone(copier, samples), agree)
+        return [*times["d2h"], *times["h2d"]]
 
 
 def _time_layer(timer: Timer, bench: Bench, samples: int, agree: Callable[[bool], bool]) -> Copies:
@@ -82,6 +83,7 @@ class _Copier:
 
     def __init__(self, timer: Timer, bench: Bench) -> None:
         self._bench = bench
+        self._timer = timer
         self._timeline = OpRecorder(timer.device)
         bench.forward(0)
         self.nbytes = bench.stage.saved_bytes(0)
@@ -105,11 +107,12 @@ class _Copier:
         none: Mapping[str, Sequence[str]] = {op_id: () for op_id in waits}
         return self._lanes(LaneOps([], d2h, h2d, waits, none, lambda _: None, lambda _: True, self._transfer))
 
-    def run(self, lanes: Lanes) -> tuple[list[int], list[int]]:
-        """Run them once; return the ns of each offload and of each reload."""
+    def run(self, lanes: Lanes, busy: list[int] | None = None) -> tuple[list[int], list[int]]:
+        """Run them once; return the ns of each offload and of each reload; `busy` gets what all take from compute."""
         self._timeline.begin()
-        lanes.begin()
-        lanes.finish()
+        with nullcontext() if busy is None else self._timer.busy(busy):
+            lanes.begin()
+            lanes.finish()
         ran = self._timeline.collect()
         d2h, h2d = ([op.end_ns - op.start_ns for op in ran if op.lane == lane] for lane in ("d2h", "h2d"))
         return d2h, h2d
@@ -125,7 +128,7 @@ class _Copier:
 def _alone(copier: _Copier, samples: int) -> Times:
     """Offload several microbatches, then reload them, so that none is still warm in the caches."""
     everyone = range(MICROBATCHES)
-    return _repeat(copier, copier.lanes(everyone, everyone, at_once=False), samples)
+    return _repeat(copier, copier.lanes(everyone, everyone, at_once=False), samples, with_busy=True)
 
 
 def _duplex(copier: _Copier, samples: int) -> Times:
@@ -138,15 +141,21 @@ def _duplex(copier: _Copier, samples: int) -> Times:
     return found
 
 
-def _repeat(copier: _Copier, lanes: Lanes, samples: int) -> Times:
-    """Run the lanes until there are so many samples of each direction, or time is up; the first run is not counted."""
+def _repeat(copier: _Copier, lanes: Lanes, samples: int, *, with_busy: bool = False) -> Times:
+    """Run the lanes until there are so many samples of each direction, or time is up; the first run is not counted.
+
+    `busy` is then in thousandths of what the copies take one after the other, of each run.
+    """
     found: Times = {"d2h": [], "h2d": []}
     copier.run(lanes)
     begin = time.monotonic()
     for index in range(max(1, samples // MICROBATCHES)):
         if index >= LEAST and time.monotonic() - begin > MOST_S:
             break
-        out, back = copier.run(lanes)
+        busy: list[int] = []
+        out, back = copier.run(lanes, busy if with_busy else None)
         found["d2h"] += out
         found["h2d"] += back
+        for ns in busy:
+            found.setdefault("busy", []).append(min(1000, round(1000 * ns / max(1, sum(out) + sum(back)))))
     return found

@@ -65,7 +65,7 @@ class CudaTimer(Timer):
 
     @contextmanager
     def busy(self, into: list[int]) -> Iterator[None]:
-        """Messages are on a stream of their own."""
+        """Messages and copies are on streams of their own; what these take from compute is not measured."""
         yield
 
     def settle(self) -> None:

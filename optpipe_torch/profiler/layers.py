@@ -19,7 +19,7 @@ from runtime_torch.execution import StageExecution
 from runtime_torch.microbatch import takes_target
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from optpipe_compiler.documents.profile import Model
     from optpipe_torch.profiler.timer import Timer
@@ -203,8 +203,8 @@ def time_ops(
         if lead:
             timer.lead()
         _recompute_round(timer, benches, into)
-        _split_round(timer, benches, into)
-        _fused_round(timer, benches, into)
+        time_round(timer, benches, into, split=True)
+        time_round(timer, benches, into, split=False)
         timer.settle()
         yield (index + 1) / rounds
 
@@ -219,25 +219,17 @@ def _recompute_round(timer: Timer, benches: Sequence[Bench], times: Times) -> No
         bench.stage.backward(0, bench.gradient)
 
 
-def _split_round(timer: Timer, benches: Sequence[Bench], times: Times) -> None:
+def time_round(timer: Timer, benches: Sequence[Bench], times: Mapping[str, list[int]], *, split: bool) -> None:
+    """Time forwards and backwards of equal stages, these in halves or fused, into `times` by op."""
     for bench in benches:
         with timer.timed(times["forward"]):
             bench.forward(0)
     for bench in reversed(benches):
-        with timer.timed(times["backward_input"]):
-            bench.stage.backward_input(0, bench.gradient)
-    for bench in reversed(benches):
+        with timer.timed(times["backward_input" if split else "backward"]):
+            (bench.stage.backward_input if split else bench.stage.backward)(0, bench.gradient)
+    for bench in reversed(benches) if split else ():
         with timer.timed(times["backward_weight"]):
             bench.stage.backward_weight(0)
-
-
-def _fused_round(timer: Timer, benches: Sequence[Bench], times: Times) -> None:
-    for bench in benches:
-        with timer.timed(times["forward"]):
-            bench.forward(0)
-    for bench in reversed(benches):
-        with timer.timed(times["backward"]):
-            bench.stage.backward(0, bench.gradient)
 
 
 # -- bytes

@@ -131,6 +131,8 @@ class Copies:
     h2d: list[int] = field(default_factory=list)
     duplex_d2h: list[int] = field(default_factory=list)
     duplex_h2d: list[int] = field(default_factory=list)
+    busy: list[int] = field(default_factory=list)
+    """What copies keep the compute lane from, in thousandths of their time; none where they run beside it."""
 
 
 @dataclass
@@ -434,7 +436,7 @@ def _known_link(sharing: Sequence[Findings]) -> Link:
             return shares
         return list(by_itself)
 
-    return _link(alone.nbytes, latency, samples)
+    return _link(alone.nbytes, latency, samples, alone.busy)
 
 
 def _guessed_links(findings: Sequence[Findings], devices: int, per_host: int) -> list[Link]:
@@ -449,12 +451,13 @@ def _guessed_links(findings: Sequence[Findings], devices: int, per_host: int) ->
     shared = alone is not None and _is_shared(alone, together)
     used = [alone] if shared and alone is not None else together
     latency = quantity(t for copies in used for t in copies.latency)
-    link = _link(used[0].nbytes, latency, lambda direction: [t for c in used for t in getattr(c, direction)])
+    busy = [t for copies in used for t in copies.busy]
+    link = _link(used[0].nbytes, latency, lambda direction: [t for c in used for t in getattr(c, direction)], busy)
     groups = [list(range(first, min(first + per_host, devices))) for first in range(0, devices, per_host)]
     return [structs.replace(link, devices=group) for group in groups] if shared else [link]
 
 
-def _link(nbytes: int, latency: Quantity, samples: Callable[[str], Sequence[int]]) -> Link:
+def _link(nbytes: int, latency: Quantity, samples: Callable[[str], Sequence[int]], busy: Sequence[int]) -> Link:
     def speed(direction: str) -> Quantity:
         return bandwidth(quantity(samples(direction)), nbytes, latency.value)
 
@@ -464,6 +467,7 @@ def _link(nbytes: int, latency: Quantity, samples: Callable[[str], Sequence[int]
         duplex_d2h_bytes_per_s=speed("duplex_d2h"),
         duplex_h2d_bytes_per_s=speed("duplex_h2d"),
         latency_ns=latency,
+        compute_permille=quantity(busy) if busy else 0,
     )
 
 

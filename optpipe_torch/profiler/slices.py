@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.errors import BadInput
-from optpipe_torch.profiler.layers import LEAST, MOST_S, WARM_UP
+from optpipe_torch.profiler.layers import LEAST, MOST_S, WARM_UP, time_round
 from optpipe_torch.profiler.records import OPS, SlicedBytes, sample_name, slice_spans
 from runtime_torch.microbatch import Microbatch, Slice, entered
 from runtime_torch.slices import is_sliceable
@@ -166,7 +166,8 @@ def time_slices(timer: Timer, sliced: Sequence[SlicedBench], samples: int) -> Ti
             break
         into: Times = times if turn >= WARM_UP else {name: [] for name in times}
         for split in (True, False):
-            _whole_round(timer, sliced, into, split=split)
+            whole = {op: into[sample_name(op, None)] for op in OPS}
+            time_round(timer, [one.bench for one in sliced], whole, split=split)
             for index in range(count):
                 for one in sliced:
                     with timer.timed(into[sample_name("forward", index)]):
@@ -182,16 +183,3 @@ def time_slices(timer: Timer, sliced: Sequence[SlicedBench], samples: int) -> Ti
                         one.backward_weight(index)
         timer.settle()
     return times
-
-
-def _whole_round(timer: Timer, sliced: Sequence[SlicedBench], into: Times, *, split: bool) -> None:
-    benches = [one.bench for one in sliced]
-    for bench in benches:
-        with timer.timed(into[sample_name("forward", None)]):
-            bench.forward(0)
-    for bench in reversed(benches):
-        with timer.timed(into[sample_name("backward_input" if split else "backward", None)]):
-            (bench.stage.backward_input if split else bench.stage.backward)(0, bench.gradient)
-    for bench in reversed(benches) if split else ():
-        with timer.timed(into[sample_name("backward_weight", None)]):
-            bench.stage.backward_weight(0)

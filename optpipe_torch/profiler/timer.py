@@ -49,9 +49,9 @@ class Timer:
 
     @contextmanager
     def busy(self, into: list[int]) -> Iterator[None]:
-        """Within: messages; the ns that they keep the compute lane busy are in `into`. Nothing, if they run beside.
+        """Within: messages or host copies; the ns that they take from compute are in `into`. None, if they run beside.
 
-        By the processor's clock: gloo's thread takes its time from the only core, or from another one.
+        By the processor's clock: other threads take their time from the only core, or from another one.
         """
         clock = time.process_time_ns if len(os.sched_getaffinity(0)) == 1 else time.thread_time_ns
         start = clock()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from msgspec import UnsetType
 
-from optpipe_compiler.costs.from_run import COPIES, About, Run, RunOp, RunStage, profile_from_run
+from optpipe_compiler.costs.from_run import COPIES, About, Run, RunOp, RunStage, profile_from_run, without_each_other
 from optpipe_compiler.documents.ops import parse
 from optpipe_compiler.forecast.table import Table
 
@@ -66,9 +66,17 @@ def run_of(profile: Profile, schedule: ir.Schedule, steps: Steps) -> Run:
 
 
 def taken_ns(schedule: ir.Schedule, steps: Steps) -> Taken:
-    """Return the median time of each kind of op, stage and kind of unit."""
+    """Return the median time of each kind of op, stage and kind of unit, without what copies take from compute."""
+    share_of = {device: link.share_permille / 1000 for link in schedule.forecast.links for device in link.devices}
     found: dict[tuple[str, int, int], list[int]] = defaultdict(list)
-    for name, _, start, end in (op for ranks in steps for ran in ranks for op in ran):
-        op = parse(name)
-        found[op.kind, op.stage, schedule.setup.class_of(op.microbatch, op.slice)].append(end - start)
+    for device, ran in ((device, ran) for ranks in steps for device, ran in enumerate(ranks)):
+        lanes: dict[str, list[tuple[str, int, int]]] = {"compute": [], "d2h": [], "h2d": []}
+        for name, lane, start, end in ran:
+            lanes[lane].append((name, start, end))
+        spans = {lane: [(start, end) for _, start, end in ops] for lane, ops in lanes.items()}
+        taken, copies = without_each_other(spans.pop("compute"), spans, share_of.get(device, 0.0))
+        for lane, ops in lanes.items():
+            for (name, _, _), ns in zip(ops, taken if lane == "compute" else copies[lane], strict=True):
+                op = parse(name)
+                found[op.kind, op.stage, schedule.setup.class_of(op.microbatch, op.slice)].append(ns)
     return {place: float(median(times)) for place, times in found.items()}

@@ -27,6 +27,7 @@ REASONS = {
     Reason.TRANSFER: "It reads what was just copied by",
     Reason.LINK: "The host link that it shares was busy with",
     Reason.MEMORY: "Memory that it needs was freed just now by",
+    Reason.COPIES: "Copies took the compute of its device since the end of",
     Reason.SLACK: "Nothing in the file holds it back: the forecast starts it later than it must.",
 }
 """Why an op does not start earlier; its critical predecessor follows where there is one."""

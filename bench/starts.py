@@ -1,0 +1,86 @@
+"""Where the local search starts from: `python -m bench.starts [--cases PATTERN ...]`.
+
+Every wished order is run with each first treatment of activations, and the best pairs of placement and order climb.
+The table says of each order and treatment in how many cases it is among those, and in how many it is the best of all.
+An order or treatment that is in none could be left out without a change.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from contextlib import suppress
+from typing import TYPE_CHECKING
+from unittest.mock import patch
+
+import numpy as np
+
+from bench.ablation import FUSED, Alone, is_named
+from bench.planner import Case, cases
+from optpipe_compiler.plan import wishes
+from optpipe_compiler.plan.local_search import CLIMBERS, shortened
+
+if TYPE_CHECKING:
+    from optpipe_compiler.plan.local_search import _Climber
+
+
+FEW_AND_MANY = tuple(
+    Case(f"{costs}-x{layers}", 8, 32, cap)
+    for costs in ("unit", "6.2B", "unit-slow-links", "unit-no-links")
+    for layers in (1, 2, 16)
+    for cap in (0.5, 0.25, 0.125)
+)
+"""Of as many layers on each device."""
+
+
+def starts(case: Case) -> list[tuple[str, str, str]]:
+    """Return placement, order and treatment of the pairs that climb, the best first."""
+    alone, names = Alone(case, 0.0), []
+    for climber in alone.climbers[:CLIMBERS]:
+        layout, whole = alone.placed[climber.instance]
+        part = " of parts" if any(stage.staying_layers for stage in whole.stages) else ""
+        placement = f"{layout.name}-{layout.stages // whole.devices}{part}"
+        names.append((placement, climber.wish, treatment(alone, climber)))
+    return names
+
+
+def treatment(alone: Alone, climber: _Climber) -> str:
+    """Return the first rule that treats the activations so."""
+    problem = shortened(alone.instances[climber.instance].problem)
+    wished = alone.instances[climber.instance].wish(problem, climber.wish)
+    modes = climber.policy.modes[0, :, 0]
+    if not modes.any():
+        return "keep"
+    for stay in wishes.STAYS:
+        with patch.object(wishes, "STAYS", (stay,)):
+            if np.array_equal(next(wishes.treatments(problem, wished)), modes):
+                return f"offload what stays {stay:g} transfers"
+    kind = {1: "offload", 2: "recompute"}[int(modes.max())]
+    turn = {s: n for d in range(problem.devices) for n, s in enumerate(problem.stages_of(d))}
+    lowest = 1 + max(turn[s] for s in range(len(modes)) if modes[s])
+    return f"{kind} the lowest {lowest}" if lowest <= max(turn.values()) else f"{kind} all"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", nargs="+", default=["*"], help="names, with * and ?")
+    chosen = [
+        case for case in (*cases(), *FUSED.cases, *FEW_AND_MANY) if is_named(case.name, parser.parse_args().cases)
+    ]
+    climbing: list[Counter[str]] = [Counter(), Counter(), Counter()]
+    best: list[Counter[str]] = [Counter(), Counter(), Counter()]
+    for case in chosen:
+        found = starts(case)
+        print(f"# {case.name}: {found}", flush=True)
+        for n, (many, first) in enumerate(zip(climbing, best, strict=True)):
+            many.update({one[n] for one in found})
+            with suppress(IndexError):
+                first[found[0][n]] += 1
+    for title, many, first in zip(("placement", "order", "treatment"), climbing, best, strict=True):
+        print(f"\n| {title} | climbs in | is the best in | of {len(chosen)} cases |\n|---|---|---|---|")
+        for name, count in many.most_common():
+            print(f"| {name} | {count} | {first[name]} | |")
+
+
+if __name__ == "__main__":
+    main()

@@ -95,7 +95,7 @@ ROOMS = {
     "documents": "errors",
     "costs": "documents errors",
     "model": "documents errors",
-    "machine": "model",
+    "machine": "errors model",
     "published": "documents errors machine model",
     "solver": "errors model processes",
     "plan": "documents errors machine model published solver",
@@ -383,6 +383,13 @@ def test_compile_without_ortools_writes_the_best_heuristic_and_says_what_is_miss
     assert "Traceback" not in ended.stderr
     assert '"outcome":"feasible"' in ended.stdout
     assert verify(ir.load(folder / "new.json")) == []
+
+
+def test_compile_without_numba_says_how_to_install_it(folder):
+    ended = without(["numba"], command("compile", "--mem", "1GB", "--microbatches", "3", "--no-cache"), folder)
+    assert (ended.returncode, ended.stdout) == (6, "")
+    assert ended.stderr.splitlines()[-1] == "optpipe: planning needs numba: pip install numba"
+    assert "Traceback" not in ended.stderr
 
 
 def test_the_judge_and_the_view_import_neither_ortools_nor_torch_nor_planning(folder):

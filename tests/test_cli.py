@@ -401,7 +401,7 @@ def test_every_option_of_a_uniform_profile_reaches_it(run):
 def test_every_option_of_compile_reaches_the_planner(run, monkeypatch):
     chosen: list[compiler.Options] = []
 
-    def stop(costs: object, options: compiler.Options, on_progress: object) -> None:
+    def stop(costs: object, options: compiler.Options, *others: object) -> None:
         chosen.append(options)
         raise NotFound("stop here")
 

@@ -15,7 +15,12 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from numba import config, njit
+from optpipe_compiler.errors import MissingDependency
+
+try:
+    from numba import config, njit
+except ImportError as error:
+    raise MissingDependency("planning needs numba: pip install numba") from error
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -243,4 +243,4 @@ def test_the_line_moves_every_second_by_itself_and_shows_the_limit(monkeypatch):
 
 
 def test_a_command_without_a_terminal_says_the_limit(run):  # noqa: F811
-    assert " of 1 s\n" in run("compile", "--mem", "2GB", *FAST).err
+    assert " of 1 s\n" in run("compile", "--mem", "2GB", "--microbatches", "4", "--time-limit", "1").err

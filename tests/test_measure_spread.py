@@ -146,7 +146,7 @@ def test_messages_are_timed_again_where_they_are_noisy(one_process, monkeypatch)
 
 def test_copies_end_in_time_when_they_take_long(clock, monkeypatch):
     class Slow:
-        def run(self, lanes):
+        def run(self, lanes, busy=None):
             clock[0] += measure_copies.MOST_S
             return [1] * 4, [2] * 4
 

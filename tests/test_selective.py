@@ -28,7 +28,7 @@ def costs(devices: int = 4, **light: int) -> profile.Profile:
 
 
 def planned(cap_mb: int, microbatches: int = 12, **options: object) -> ir.Schedule:
-    chosen = Options(mem_bytes=cap_mb * MB, microbatches=microbatches, time_limit_s=0.5, reproducible=True, **options)
+    chosen = Options(mem_bytes=cap_mb * MB, microbatches=microbatches, time_limit_s=1.5, reproducible=True, **options)
     return compile_schedule(costs(), chosen).schedule
 
 
@@ -46,7 +46,7 @@ def test_a_plan_chooses_it_where_memory_is_tight_and_is_faster_for_it(tight):
     assert tight.version == 2
     assert verify(tight, costs()) == []
     without = structs.replace(costs(), layers=[structs.replace(one, selective=None) for one in costs().layers])
-    options = Options(mem_bytes=2000 * MB, microbatches=12, time_limit_s=0.5, reproducible=True, offload=False)
+    options = Options(mem_bytes=2000 * MB, microbatches=12, time_limit_s=1.5, reproducible=True, offload=False)
     assert tight.forecast.makespan_ns < compile_schedule(without, options).schedule.forecast.makespan_ns
 
 

@@ -42,6 +42,9 @@ take to the host and back over its compute time: beyond 1 a link cannot carry al
 layer recomputed (full activation checkpointing), under whatever memory it needs. Plans are searched {seconds:g} s each
 (reproducibly: as much search, whatever else runs); ms per step.
 
+With room for one layer nothing can be copied beside a layer that computes: an offloaded layer has to be gone before the
+next one begins, so that a link's speed hardly matters, and a plan wins by its order and by what need not be recomputed.
+
 | devices | room | k | 1F1B, full checkpointing | plan | by | faster by | bound |
 |---|---|---|---|---|---|---|---|
 """

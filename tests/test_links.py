@@ -9,7 +9,7 @@ import pytest
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.forecast.links import link_loads
-from optpipe_compiler.view.summary import assumptions
+from optpipe_compiler.view.summary import assumptions, host_links
 from tests.instances import quick, uniform
 from tests.test_cli import run  # noqa: F401  (a fixture)
 
@@ -25,12 +25,19 @@ GB = 10**9
         ({"d2h_ms": 2.0, "h2d_ms": 2.0, "shared_links": "pairs"}, 8 / 3, 4 / 3, "pays"),
         ({"d2h_ms": 2.0, "h2d_ms": 2.0, "duplex_slowdown": 2.0}, 4 / 3, 4 / 3, "pays"),
         ({"d2h_ms": 9.0, "h2d_ms": 9.0}, 6.0, 3.0, "does not pay"),
+        ({"d2h_ms": 1.0, "h2d_ms": 0.5, "copy_share": 0.25}, 0.5, 1 / 3, "fits"),
     ],
 )
 def test_k_is_the_round_trip_over_the_compute_time_and_the_load_decides(options, k, load, verdict):
     for one in link_loads(quick(uniform(2, 1, **options), 2 * GB, time_limit_s=0.0).schedule):
         assert (one.k, one.load) == (pytest.approx(k, rel=1e-5), pytest.approx(load, rel=1e-5))
         assert one.verdict == verdict
+
+
+def test_offload_is_not_called_free_where_copies_take_compute():
+    schedule = quick(uniform(2, 1, d2h_ms=0.5, h2d_ms=0.5, copy_share=0.25), 2 * GB, time_limit_s=0.0).schedule
+    said = "offload fits the link (all of them: busy 17% of the time, copies take 25% of their time from compute)"
+    assert [second for _, second in host_links(schedule)] == [said]
 
 
 def test_where_there_are_no_links_there_is_no_k():

@@ -1,4 +1,4 @@
-"""What the host links could carry: k of PipeOffload (arXiv:2503.01328), and whether offloading is free, pays, or not.
+"""What host links could carry: k of PipeOffload (arXiv:2503.01328), and whether offload is free, fits, pays, or not.
 
 For a link, k is the time in which the activations of one microbatch of all devices behind it go to the host and back,
 one after the other, over the time in which the busiest of these devices computes a microbatch. Both directions of a
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from optpipe_compiler.documents.ir import LinkCost, Schedule
 
 NS_PER_S = 10**9
-Verdict = Literal["free", "pays", "does not pay"]
+Verdict = Literal["free", "fits", "pays", "does not pay"]
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,12 @@ class LinkLoad:
     k: float
     load: float
     """The busier direction's time, while both are busy, over the compute time."""
+    share: float
+    """Of a copy's time alone, what the device's compute loses."""
     verdict: Verdict
-    """free: everything can leave and come back while the devices compute. pays: a part of it can (1 / load). does not
-    pay: one activation is longer on the way than it would stay, even in the deepest pipeline of these devices."""
+    """free: everything can leave and come back while the devices compute. fits: so it can, and takes its share of their
+    compute. pays: a part of it can (1 / load). does not pay: one activation is longer on the way than it would stay,
+    even in the deepest pipeline of these devices."""
 
 
 def link_loads(schedule: Schedule) -> Iterator[LinkLoad]:
@@ -62,8 +65,9 @@ def link_loads(schedule: Schedule) -> Iterator[LinkLoad]:
         if alone and compute:
             load = max(away, back) / compute
             is_late = longest > schedule.setup.devices * compute
-            verdict: Verdict = "free" if load <= 1 else "does not pay" if is_late else "pays"
-            yield LinkLoad(tuple(link.devices), alone, compute, alone / compute, load, verdict)
+            share = link.share_permille / 1000
+            verdict: Verdict = ("fits" if share else "free") if load <= 1 else "does not pay" if is_late else "pays"
+            yield LinkLoad(tuple(link.devices), alone, compute, alone / compute, load, share, verdict)
 
 
 def _ns(size: int, bytes_per_s: int, link: LinkCost) -> int:

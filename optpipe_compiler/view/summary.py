@@ -112,7 +112,7 @@ def host_links(schedule: Schedule) -> list[tuple[str, str]]:
     """Say k of each host link, links alike together, and what offloading over it does: two lines each."""
     alike: dict[tuple[object, ...], list[LinkLoad]] = {}
     for one in link_loads(schedule):
-        alike.setdefault((one.round_trip_ns, one.compute_ns, one.load, len(one.devices)), []).append(one)
+        alike.setdefault((one.round_trip_ns, one.compute_ns, one.load, one.share, len(one.devices)), []).append(one)
     return [_link(same) for same in alike.values()]
 
 
@@ -121,11 +121,14 @@ def _link(same: list[LinkLoad]) -> tuple[str, str]:
     of = f"{len(same)} of {behind} device{'s' if behind > 1 else ''}"
     words = {
         "free": "offload is free",
+        "fits": "offload fits the link",
         "pays": f"offload pays, for {1 / one.load:.0%} of the activations",
         "does not pay": "offload does not pay",
     }
     trip = f"round trip {show_ns(one.round_trip_ns)}, compute {show_ns(one.compute_ns)}"
-    return f"{of}: k {one.k:.2f} ({trip})", f"{words[one.verdict]} (all of them: busy {one.load:.0%} of the time)"
+    taken = f", copies take {one.share:.0%} of their time from compute" if one.share else ""
+    said = f"{words[one.verdict]} (all of them: busy {one.load:.0%} of the time{taken})"
+    return f"{of}: k {one.k:.2f} ({trip})", said
 
 
 def _fullest(schedule: Schedule) -> str:

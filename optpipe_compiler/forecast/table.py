@@ -11,6 +11,7 @@ from msgspec import UnsetType
 from optpipe_compiler.documents import ir
 
 Unit = tuple[int, int | None]
+"""A microbatch and its slice, None where microbatches are not cut."""
 Holds = tuple[int, ...]
 """Bytes by what holds them, in the order of HOLDERS."""
 HOLDERS = ("static", "kept", "residue", "captured", "messages", "working")

@@ -249,6 +249,10 @@ def test_only_the_judge_makes_a_checked_schedule():
     assert making == {"optpipe_compiler.verify"}
 
 
+def test_the_judge_states_the_memory_table_again():
+    assert all("optpipe_compiler.documents.memory" not in named(module) for module in within("optpipe_compiler.verify"))
+
+
 def begins_as_an_id(node: ast.AST) -> bool:
     """Whether it is an f-string such as f"forward:{stage}:{microbatch}" or f"{stage}F{microbatch}"."""
     if not isinstance(node, ast.JoinedStr):

@@ -36,7 +36,6 @@ from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.machine import policy
 from optpipe_compiler.machine.policy import copied
 from optpipe_compiler.model import bounds
-from optpipe_compiler.model.problem import fused_ns
 from optpipe_compiler.plan import candidates, exact, instances, local_search, wishes
 from optpipe_compiler.plan.local_search import Effort, LocalSearch, Realiser, SearchedProblem
 
@@ -219,7 +218,7 @@ def profile_of(case: Case) -> Profile:
     found = uniform_profile(UniformOptions(devices=case.devices, **costs))  # type: ignore[arg-type]
     if not name.endswith("-fused"):
         return found
-    quicker = [structs.replace(layer, backward_ns=round(0.93 * fused_ns(layer))) for layer in found.layers]
+    quicker = [structs.replace(layer, backward_ns=round(0.93 * layer.fused_ns)) for layer in found.layers]
     return structs.replace(found, layers=quicker)
 
 

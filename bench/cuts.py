@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from optpipe_compiler.costs import gpus, models
 from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.model.placement import layout
-from optpipe_compiler.model.problem import fused_ns
 from optpipe_compiler.plan import passes
 from optpipe_compiler.solver import cuts
 from optpipe_torch.estimates.estimate import EstimateOptions, estimate
@@ -34,7 +33,7 @@ def cases() -> Iterator[tuple[str, list[int], int]]:
                 model = replace(models.load(name), head_parts=parts, granularity=granularity)
                 options = EstimateOptions(model=model, gpu=gpus.load("h100-sxm"), name=name, devices=devices)
                 layers = estimate(options).expanded_layers()
-                work = [value_of(layer.forward_ns) + fused_ns(layer) for layer in layers]
+                work = [value_of(layer.forward_ns) + layer.fused_ns for layer in layers]
                 yield f"{name}, {granularity}s, head in {parts}, P={devices}", work, devices
 
 

@@ -20,7 +20,7 @@ from optpipe_compiler.costs import gpus, models
 from optpipe_compiler.documents.profile import Profile, value_of
 from optpipe_compiler.errors import Infeasible, NotFound
 from optpipe_compiler.model.placement import layout
-from optpipe_compiler.model.problem import fused_ns, static_bytes
+from optpipe_compiler.model.problem import static_bytes
 from optpipe_torch.estimates.estimate import EstimateOptions, estimate
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ always holds; ms per step (idle share), planned
 def caps(profile: Profile) -> dict[str, int]:
     """Return the caps by name."""
     layers = profile.expanded_layers()
-    even = layout("linear", DEVICES, 1, [value_of(layer.forward_ns) + fused_ns(layer) for layer in layers])
+    even = layout("linear", DEVICES, 1, [value_of(layer.forward_ns) + layer.fused_ns for layer in layers])
     activation = max(
         sum(value_of(layer.saved_bytes) for layer in layers[even.cuts[device] : even.cuts[device + 1]])
         for device in range(DEVICES)
@@ -115,7 +115,7 @@ def main() -> None:
         saved=saved / 1e6,
         light=light / 1e6,
         less=1 - light / saved,
-        more=value_of(block.selective.recompute_ns) / (value_of(block.forward_ns) + fused_ns(block)),
+        more=value_of(block.selective.recompute_ns) / (value_of(block.forward_ns) + block.fused_ns),
     )
     publish(header + "\n".join(rows) + "\n", options.output)
 

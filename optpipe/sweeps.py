@@ -120,7 +120,7 @@ def sweep(
     which a point gets up to three. With `path` points are written there as they are found, and a sweep that is there
     goes on. `jobs` above 1 plans in as many processes.
     """
-    costs = _sweep.Costs.of(as_profile(profile))
+    costs = _sweep.SweptCosts.of(as_profile(profile))
     caps = _sweep.parse_caps(mem, "mem") if isinstance(mem, str) else tuple(sorted({size(one, "mem") for one in mem}))
     common = compiler.Options(
         mem_bytes=0,

@@ -46,7 +46,7 @@ FOLDER = "OPTPIPE_CACHE"
 SUFFIX = ".plan"
 
 
-class About(msgspec.Struct, frozen=True, kw_only=True):
+class AboutPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The first line of a file."""
 
     version: str
@@ -80,7 +80,7 @@ class Entry:
     """One plan that is kept."""
 
     path: Path
-    about: About
+    about: AboutPlan
     size_bytes: int
     used_s: float
     """When it was last read or written; seconds since the epoch."""
@@ -106,7 +106,7 @@ class Cache:
         for path in self.folder.glob(f"{family}*{SUFFIX}"):
             with suppress(OSError, msgspec.DecodeError):
                 with path.open("rb") as file:
-                    about = msgspec.json.decode(file.readline(), type=About)
+                    about = msgspec.json.decode(file.readline(), type=AboutPlan)
                 status = path.stat()
                 found.append(Entry(path, about, status.st_size, status.st_mtime))
         return sorted(found, key=lambda entry: (-entry.used_s, entry.path.name))
@@ -125,7 +125,7 @@ class Cache:
             os.utime(entry.path)
         return found
 
-    def write(self, name: str, about: About, checked: ir.Checked) -> None:
+    def write(self, name: str, about: AboutPlan, checked: ir.Checked) -> None:
         """Keep a plan, and no more than there is room for; where nothing can be written nothing is kept."""
         with suppress(OSError, BadInput):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -207,7 +207,7 @@ def compile_schedule(
 def _again(
     found: ir.Checked,
     options: Options,
-    about: About,
+    about: AboutPlan,
     wall_s: float,
     on_progress: Callable[[Progress], None],
 ) -> Result:
@@ -251,10 +251,10 @@ class _Question:
         exact = (self.profile_digest, sorted(asked.items()), options.search, options.workers, starts, planner())
         self.name = f"{self.family}-{_digest(*exact)}"
 
-    def about(self, result: Result, halfway_ns: int | None, starts: Sequence[ir.Checked]) -> About:
+    def about(self, result: Result, halfway_ns: int | None, starts: Sequence[ir.Checked]) -> AboutPlan:
         """Return what is said of an answer whose search began with some kept plans."""
         schedule, forecast, noisy = result.schedule, result.schedule.forecast, result.quantiles
-        return About(
+        return AboutPlan(
             version=__version__,
             profile=self.profile.name,
             profile_digest=self.profile_digest,

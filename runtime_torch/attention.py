@@ -21,7 +21,7 @@ from runtime_torch import engine
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-Block = tuple[Tensor, Tensor]
+KeysValues = tuple[Tensor, Tensor]
 """Keys and values of one slice, each (batch, key-value heads, tokens, head width), contiguous."""
 
 SCORES = 1 << 24
@@ -30,7 +30,7 @@ _WIDEST = 256
 """Head width that torch's flash kernel on CUDA takes; it takes multiples of 8."""
 
 
-def forward(query: Tensor, blocks: Sequence[Block], scale: float | None) -> tuple[Tensor, Tensor]:
+def forward(query: Tensor, blocks: Sequence[KeysValues], scale: float | None) -> tuple[Tensor, Tensor]:
     """Return the result and its logsumexp, of `query` over all of `blocks`, of which the last is the slice's own.
 
     `query` is (batch, heads, tokens, head width), contiguous, and so is the result, in the dtype of `query`; the
@@ -55,7 +55,14 @@ def forward(query: Tensor, blocks: Sequence[Block], scale: float | None) -> tupl
 
 
 def backward(
-    gradient: Tensor, query: Tensor, block: Block, result: Tensor, logsumexp: Tensor, scale: float | None, *, own: bool
+    gradient: Tensor,
+    query: Tensor,
+    block: KeysValues,
+    result: Tensor,
+    logsumexp: Tensor,
+    scale: float | None,
+    *,
+    own: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what one block adds to the gradient of the query, and the gradients of the block's keys and values.
 
@@ -73,7 +80,7 @@ def backward(
     return found[0].reshape(query.shape), dk, dv
 
 
-def _grouped(query: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+def _grouped(query: Tensor, block: KeysValues) -> tuple[Tensor, Tensor, Tensor]:
     """Return views in which every key-value head is a sample, and the heads are those that read it: for the own block,
     whose mask has to meet each head's tokens by themselves."""
     _, heads, tokens, width = query.shape
@@ -82,7 +89,7 @@ def _grouped(query: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
     return query.view(-1, groups, tokens, width), key, value
 
 
-def _folded(query: Tensor, block: Block) -> Tensor:
+def _folded(query: Tensor, block: KeysValues) -> Tensor:
     """Return a view in which the tokens of all heads that read one key-value head are tokens of one head: without a
     mask they are alike."""
     return query.view(query.shape[0], block[0].shape[1], -1, query.shape[-1])
@@ -126,7 +133,7 @@ def _kernels(query: Tensor) -> tuple[Callable[..., Any], Callable[..., Any]] | N
     """Return the flash kernel that takes these queries, and its backward."""
     width = query.shape[-1]
     fits = query.dtype in (torch.float16, torch.bfloat16) and width <= _WIDEST and width % 8 == 0
-    return engine.flash_attention(query.device.type) if query.is_cpu or (query.is_cuda and fits) else None
+    return engine.flash_kernels(query.device.type) if query.is_cpu or (query.is_cuda and fits) else None
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:

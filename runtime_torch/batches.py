@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from optpipe_compiler.errors import BadInput
-from runtime_torch.bundles import resized, shortened, show
+from runtime_torch.bundles import in_words, with_samples, with_tokens
 from runtime_torch.microbatch import Slice, cut, takes_target
 
 if TYPE_CHECKING:
@@ -82,8 +82,8 @@ class Batches:
             assert self._bundles is not None
             return self._bundles[layer + 1].of(size, tokens).boundary
         shape, dtype = self._given(layer)
-        shape = shape if self._announced is None else resized(shape, self._announced, size)
-        return (shape if tokens is None else shortened(shape, self._tokens(), tokens)), dtype
+        shape = shape if self._announced is None else with_samples(shape, self._announced, size)
+        return (shape if tokens is None else with_tokens(shape, self._tokens(), tokens)), dtype
 
     def divide(
         self,
@@ -199,8 +199,8 @@ class Batches:
         for index, (tensor, (shape, dtype)) in enumerate(zip(given, parts, strict=True)):
             if tensor.dtype != dtype or tuple(tensor.shape[1:]) != shape[1:]:
                 raise BadInput(
-                    f"input {index} of step() is {show((tuple(tensor.shape), tensor.dtype))}, expected "
-                    f"{show((shape, dtype))} for each microbatch, as build_stages was given"
+                    f"input {index} of step() is {in_words((tuple(tensor.shape), tensor.dtype))}, expected "
+                    f"{in_words((shape, dtype))} for each microbatch, as build_stages was given"
                 )
 
     def _told(self, source: int, values: Sequence[float]) -> Sequence[float]:

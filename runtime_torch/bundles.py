@@ -44,7 +44,7 @@ class Bundle:
     """How many tokens each of its sequences has, where that matters: units then have fewer."""
 
     def __str__(self) -> str:
-        return ", ".join(map(show, self.parts))
+        return ", ".join(map(in_words, self.parts))
 
     @property
     def is_single(self) -> bool:
@@ -78,9 +78,9 @@ class Bundle:
         parts = []
         for shape, dtype in self.parts:
             if samples is not None and self.samples is not None:
-                shape = resized(shape, self.samples, samples)
+                shape = with_samples(shape, self.samples, samples)
             if tokens is not None and self.tokens is not None:
-                shape = shortened(shape, self.tokens, tokens)
+                shape = with_tokens(shape, self.tokens, tokens)
             parts.append((shape, dtype))
         return Bundle(tuple(parts), samples, tokens)
 
@@ -140,17 +140,17 @@ class Bundle:
             yield end, nbytes
 
 
-def show(found: Boundary) -> str:
+def in_words(found: Boundary) -> str:
     """Say it in words."""
     return f"{str(found[1]).removeprefix('torch.')} of shape {found[0]}"
 
 
-def resized(shape: tuple[int, ...], announced: int, samples: int) -> tuple[int, ...]:
+def with_samples(shape: tuple[int, ...], announced: int, samples: int) -> tuple[int, ...]:
     """Return the shape with so many samples in its first dimension, where there were `announced`."""
     return (samples, *shape[1:]) if shape and shape[0] == announced else shape
 
 
-def shortened(shape: tuple[int, ...], announced: int, tokens: int) -> tuple[int, ...]:
+def with_tokens(shape: tuple[int, ...], announced: int, tokens: int) -> tuple[int, ...]:
     """Return the shape with so many tokens in its second dimension, where there were `announced`."""
     return (shape[0], tokens, *shape[2:]) if len(shape) > 1 and shape[1] == announced else shape
 

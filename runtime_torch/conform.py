@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import BadInput, RunFailed
-from runtime_torch.bundles import show
+from runtime_torch.bundles import in_words
 from runtime_torch.execution import StageExecution
 from runtime_torch.microbatch import entered
 
@@ -99,9 +99,9 @@ def conform(
         out = trial.forward(unit, x, target, part=part)
     found = tuple(out.shape), out.dtype
     if expected is not None and found != expected:
-        raise BadInput(f"{name} returns {show(found)}, expected {show(expected)}")
+        raise BadInput(f"{name} returns {in_words(found)}, expected {in_words(expected)}")
     if expected is None and out.dim():
-        raise BadInput(f"{name} returns {show(found)}, expected the scalar loss")
+        raise BadInput(f"{name} returns {in_words(found)}, expected the scalar loss")
     said = "" if part is None else f" of {tokens[0]} tokens"
     what = f"per {'microbatch' if part is None else 'slice'}{said}"
     saved, kept = trial.saved_bytes(unit), trial.carry_bytes(unit)

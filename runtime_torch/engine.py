@@ -95,7 +95,7 @@ def capture(
     return _run_backward(tuple(edges), tuple(gradients), retain, False, tuple(of), True, accumulate_grad=False)
 
 
-def flash_attention(kind: str) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+def flash_kernels(kind: str) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """Return the flash kernel of a kind of device, which also says the logsumexp, and its backward, which takes it."""
     forward, backward = _flash.get(kind), _flash.get(f"{kind} backward")
     return None if forward is None or backward is None else (forward, backward)

@@ -49,7 +49,7 @@ class _Checkpoint:
 
     def storages(self) -> list[UntypedStorage]:
         """Of all tensors."""
-        return [part.untyped_storage() for part in parts_of(self.x)]
+        return [part.untyped_storage() for part in tensors_in(self.x)]
 
 
 @dataclass(slots=True)
@@ -261,7 +261,7 @@ class StageExecution:
                 run.store.layer = index
                 flow = self._call(run, index, flow)
                 if index + 1 in ends:
-                    run.store.drop(*ends[index + 1], parts_of(run.checkpoints[ends[index + 1]].x))
+                    run.store.drop(*ends[index + 1], tensors_in(run.checkpoints[ends[index + 1]].x))
                 if self.is_first and run.entry is None:
                     flow = self._enter(run, index, flow)
         assert isinstance(flow, Tensor)
@@ -271,7 +271,7 @@ class StageExecution:
 
     def _enter(self, run: _Pass, index: int, x: Flow) -> Flow:
         """Where the first stage's first output with a gradient is, let all of it pass one node."""
-        if not any(part.requires_grad for part in parts_of(x)):
+        if not any(part.requires_grad for part in tensors_in(x)):
             return x
         if run.part is not None and self._carried[run.part.microbatch].has_kept(run.part.index, range(index + 1)):
             raise BadInput(
@@ -338,7 +338,7 @@ class StageExecution:
         x = _each(x, lambda part: part if run.store.owns(part) else _compact(part))
         checkpoint = _Checkpoint(
             _each(x, lambda part: _compact(part.detach())),
-            [part.requires_grad for part in parts_of(x)],
+            [part.requires_grad for part in tensors_in(x)],
             Surroundings.now(self.device),
         )
         run.checkpoints[layers] = checkpoint
@@ -398,7 +398,7 @@ class StageExecution:
         run.store.clear()
 
 
-def parts_of(x: Flow) -> tuple[Tensor, ...]:
+def tensors_in(x: Flow) -> tuple[Tensor, ...]:
     """Return the tensors that pass from one layer to the next."""
     return x if isinstance(x, tuple) else (x,)
 

@@ -11,10 +11,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch import engine
+from runtime_torch.holdings import Holding, Region, Slot
 from runtime_torch.selective import told_to
 from runtime_torch.store import SavedTensorStore
 from runtime_torch.surroundings import autocast_as, autocast_now
-from runtime_torch.units import Region, Slot, Unit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -28,8 +28,8 @@ class SelectiveStore(SavedTensorStore):
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self._regions: list[Region] = []
-        self._unread: dict[Unit, set[Slot]] = {}
-        """Of units that were made again: what is still to be read."""
+        self._unread: dict[Holding, set[Slot]] = {}
+        """Of holdings that were made again: what is still to be read."""
         self._keeps_results = False
         """Whether results stay once they are made again: between the halves of a split backward."""
 
@@ -42,8 +42,8 @@ class SelectiveStore(SavedTensorStore):
             if region.layer == layer:
                 if region.out is not None:
                     self._settle(region, region.out.untyped_storage())
-                for unit in region.units:
-                    self._take_off(unit)
+                for holding in region.holdings:
+                    self._take_off(holding)
 
     def cheap(self, function: Callable[..., Tensor], inputs: tuple[Any, ...]) -> Tensor:
         """In a layer's forward, or in its recompute, which meets the pieces of the forward once more."""
@@ -52,7 +52,7 @@ class SelectiveStore(SavedTensorStore):
             with told_to(None):
                 return function(*inputs)
         needs = [isinstance(one, Tensor) and one.requires_grad for one in inputs]
-        region = Region(self.layer, function, kept, needs, len(self.units), autocast_now(self.device))
+        region = Region(self.layer, function, kept, needs, len(self.holdings), autocast_now(self.device))
         first = len(self.slots)
         versions = [engine.changes(one) for one in inputs if isinstance(one, Tensor)]
         with told_to(None):
@@ -60,7 +60,7 @@ class SelectiveStore(SavedTensorStore):
         if versions != [engine.changes(one) for one in inputs if isinstance(one, Tensor)]:
             raise BadInput(f"layer {self.layer}: a cheap part changes its input in place, expected a new tensor")
         region.slots = self.slots[first:]
-        region.units = self.units[region.begin :]
+        region.holdings = self.holdings[region.begin :]
         region.out = out.detach()
         self._regions.append(region)
         return out
@@ -68,12 +68,12 @@ class SelectiveStore(SavedTensorStore):
     def make_again(self) -> None:
         """Make everything again."""
         for region in self._regions:
-            if any(unit.storage is None for unit in region.units):
+            if any(holding.storage is None for holding in region.holdings):
                 self._fill(region)
 
     def result_bytes(self) -> int:
         """Bytes on the device that cheap pieces have made again."""
-        return sum(unit.nbytes for region in self._regions for unit in region.units if unit.storage is not None)
+        return sum(one.nbytes for region in self._regions for one in region.holdings if one.storage is not None)
 
     # -- what reading and finishing change
 
@@ -85,45 +85,45 @@ class SelectiveStore(SavedTensorStore):
         """Also free the inputs of pieces that nobody computes again after the first half of a split backward."""
         finished = {handle for handle in handles if isinstance(handle, Slot)}
         for region in reversed(self._regions):
-            result = region.out_unit
+            result = region.out_holding
             is_there = result is None or result.storage is not None or finished.issuperset(result.slots)
             if is_there and finished.issuperset(region.slots):
                 for slot in _slots_among(region.inputs):
-                    if slot in slot.unit.slots:
-                        slot.unit.slots.remove(slot)
-                        slot.tensor = None  # the unit frees its storage without asking this one
+                    if slot in slot.holding.slots:
+                        slot.holding.slots.remove(slot)
+                        slot.tensor = None  # the holding frees its storage without asking this one
         super().finish(finished)
 
     def read(self, handle: Slot | Tensor) -> Tensor:
-        """Make it again where a cheap piece dropped it, and drop a unit once more when all of it was read."""
-        region = handle.unit.region if isinstance(handle, Slot) else None
+        """Make it again where a cheap piece dropped it, and drop a holding once more when all of it was read."""
+        region = handle.holding.region if isinstance(handle, Slot) else None
         if not isinstance(handle, Slot) or region is None:
             return super().read(handle)
-        unit = handle.unit
-        if handle.tensor is None and unit.storage is None:
+        holding = handle.holding
+        if handle.tensor is None and holding.storage is None:
             self._fill(region)
         found = super().read(handle)
-        unread = self._unread.get(unit)
+        unread = self._unread.get(holding)
         if unread is not None:
             unread.discard(handle)
-            if not unread and not (self._keeps_results and unit is region.out_unit):
-                del self._unread[unit]
-                self._take_off(unit)
+            if not unread and not (self._keeps_results and holding is region.out_holding):
+                del self._unread[holding]
+                self._take_off(holding)
         return found
 
     # -- how
 
     def _settle(self, region: Region, storage: UntypedStorage) -> None:
         """After the forward of its layer: find out what a piece can do without."""
-        inputs = {handle.unit for handle in _slots_among(region.inputs)}
-        region.units = [unit for unit in region.units if unit not in inputs]
-        result = self.unit_at(storage)
-        if result is not None and result not in inputs and result in self.units[region.begin :]:
-            region.out_unit = result
-            if result not in region.units:
-                region.units.append(result)
-        for unit in region.units:
-            unit.region = region
+        inputs = {handle.holding for handle in _slots_among(region.inputs)}
+        region.holdings = [holding for holding in region.holdings if holding not in inputs]
+        result = self.holding_at(storage)
+        if result is not None and result not in inputs and result in self.holdings[region.begin :]:
+            region.out_holding = result
+            if result not in region.holdings:
+                region.holdings.append(result)
+        for holding in region.holdings:
+            holding.region = region
         region.out = None
 
     def _fill(self, region: Region) -> None:
@@ -137,7 +137,7 @@ class SelectiveStore(SavedTensorStore):
 
         def pack(tensor: Tensor) -> Tensor:
             if not self.is_constant(tensor):
-                self.refill(next(slots, None), tensor, f"a cheap part of layer {region.layer}", region.units)
+                self.refill(next(slots, None), tensor, f"a cheap part of layer {region.layer}", region.holdings)
             return tensor.detach()
 
         with (
@@ -149,15 +149,15 @@ class SelectiveStore(SavedTensorStore):
             out = region.function(*fresh)
         if next(slots, None) is not None:
             raise RunFailed(f"a cheap part of layer {region.layer} saved fewer tensors than in its forward")
-        if region.out_unit is not None and region.out_unit.storage is None:
-            self.put_back(region.out_unit, out.untyped_storage())
-        for unit in region.units:
-            self._unread[unit] = set(unit.slots)
+        if region.out_holding is not None and region.out_holding.storage is None:
+            self.put_back(region.out_holding, out.untyped_storage())
+        for holding in region.holdings:
+            self._unread[holding] = set(holding.slots)
 
-    def _take_off(self, unit: Unit) -> None:
-        """Free a unit on the device; how to make it again is known."""
-        if unit.storage is not None:
-            self.meter.release(self._detach(unit))
+    def _take_off(self, holding: Holding) -> None:
+        """Free a holding on the device; how to make it again is known."""
+        if holding.storage is not None:
+            self.meter.release(self._detach(holding))
 
 
 def _slots_among(inputs: tuple[Any, ...]) -> list[Slot]:

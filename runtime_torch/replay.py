@@ -16,7 +16,7 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.deliveries import waits
 from optpipe_compiler.documents.ops import op_id
 from optpipe_compiler.errors import BadInput, RunFailed
-from runtime_torch.bundles import Boundary, show
+from runtime_torch.bundles import Boundary, in_words
 from runtime_torch.cuda import Cuda, pinned
 from runtime_torch.execution import StageExecution
 from runtime_torch.lanes import LaneOps, ThreadLanes
@@ -24,7 +24,7 @@ from runtime_torch.messages import Mailbox, Transport
 from runtime_torch.microbatch import Microbatch, enter
 from runtime_torch.pinned import PinnedPool
 from runtime_torch.streams import StreamCarrier, StreamLanes
-from runtime_torch.timeline import OpRecorder, OpTime, named
+from runtime_torch.timeline import OpRecorder, OpTime, told_to_profiler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -306,7 +306,7 @@ class Replay:
         start = self._start(due, own)
         target = None if self._targets is None else self._targets[unit]
         enter(self._units[unit])
-        with named(due.op):
+        with told_to_profiler(due.op):
             recomputed = self._recomputed.get((stage, unit), ())
             out = self.stages[stage].forward(unit, x, target, recomputed, self._units[unit].slice)
         expected = None if stage == self.last_stage else self._boundary(stage, unit)
@@ -332,7 +332,7 @@ class Replay:
         start = self._start(due, gradient)
         execution = self.stages[stage]
         fused = isinstance(due.op, ir.Backward)
-        with named(due.op):
+        with told_to_profiler(due.op):
             found = (execution.backward if fused else execution.backward_input)(unit, gradient)
         if stage > 0:
             if found is None:
@@ -349,7 +349,7 @@ class Replay:
 
     def _backward_weight(self, due: _Due, stage: int, unit: int) -> None:
         start = self._start(due)
-        with named(due.op):
+        with told_to_profiler(due.op):
             self.stages[stage].backward_weight(unit)
         if self._on_weights is not None:
             self._on_weights(stage)
@@ -359,7 +359,7 @@ class Replay:
         assert isinstance(due.op, ir.Recompute)
         start = self._start(due)
         enter(self._units[unit])
-        with named(due.op):
+        with told_to_profiler(due.op):
             self.stages[stage].recompute(unit, due.op.layers)
         self._end(due, start)
 
@@ -387,7 +387,7 @@ class Replay:
         assert isinstance(op, ir.Offload | ir.Reload)
         execution, there = self.stages[op.stage], isinstance(op, ir.Offload)
         start = self._timeline.now()
-        with named(op):
+        with told_to_profiler(op):
             (execution.offload if there else execution.reload)(self._unit(op), op.layers)
         self._timeline.add(op.id, "d2h" if there else "h2d", start, self._timeline.now())
 
@@ -427,9 +427,9 @@ def check_output(out: Tensor, expected: Boundary | None, name: str, microbatch: 
     """Raise BadInput where a layer returns another tensor than the next one counts on; None: than the loss."""
     shape, dtype = expected or ((), out.dtype)
     if out.shape != shape or out.dtype != dtype:
-        wanted = "the scalar loss" if expected is None else show(expected)
+        wanted = "the scalar loss" if expected is None else in_words(expected)
         raise BadInput(
-            f"{name} returned {show((tuple(out.shape), out.dtype))} for microbatch {microbatch}, expected {wanted}"
+            f"{name} returned {in_words((tuple(out.shape), out.dtype))} for microbatch {microbatch}, expected {wanted}"
         )
 
 

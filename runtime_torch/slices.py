@@ -86,7 +86,7 @@ def is_sliceable(layer: nn.Module) -> bool:
 class _Kept:
     """Keys and values of one slice at one place of a stage, and what was added to their gradients so far."""
 
-    block: attention.Block
+    block: attention.KeysValues
     needs_gradient: bool
     gradients: list[Tensor] = field(default_factory=list)
 
@@ -134,7 +134,7 @@ class StageCarry:
 
     # -- for the attention
 
-    def keep(self, index: int, place: tuple[int, int], block: attention.Block, needs_gradient: bool) -> None:
+    def keep(self, index: int, place: tuple[int, int], block: attention.KeysValues, needs_gradient: bool) -> None:
         """Keep a slice's own block for later ones; the second forward of a recompute finds it kept."""
         if index == self.last or place in self._kept[index]:
             return
@@ -143,7 +143,7 @@ class StageCarry:
             self._meter.hold(one.untyped_storage())
             self.addresses.add(one.untyped_storage().data_ptr())
 
-    def block(self, index: int, place: tuple[int, int]) -> attention.Block:
+    def block(self, index: int, place: tuple[int, int]) -> attention.KeysValues:
         """Return the keys and values of a slice."""
         if place not in self._kept[index]:
             raise RunFailed(f"layer {place[0]}: keys and values of slice {index} are gone, or were never there")
@@ -153,7 +153,7 @@ class StageCarry:
         """Whether anybody asks for the gradients of a slice's block."""
         return self._kept[index][place].needs_gradient
 
-    def add(self, index: int, place: tuple[int, int], gradients: attention.Block) -> None:
+    def add(self, index: int, place: tuple[int, int], gradients: attention.KeysValues) -> None:
         """Add to the gradients of a slice's block."""
         kept = self._kept[index][place]
         if kept.gradients:

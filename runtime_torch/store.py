@@ -1,13 +1,14 @@
 """What a forward saved for its backward: one store per (stage, microbatch) serves keep, offload and recompute.
 
-Autograd hands every tensor that it saves to the store's pack hook and gets a slot back. Slots share *units*, one per
-storage, so that views and shared storages are held, counted and copied once. A unit belongs to the layer during whose
-forward it was first saved. Taking a unit's storage away (drop, offload, free) really frees the memory, because the
-graph refers to slots only; putting an equal one back (recompute, reload) makes all its slots readable again.
+Autograd hands every tensor that it saves to the store's pack hook and gets a slot back. Slots share *holdings*, one per
+storage, so that views and shared storages are held, counted and copied once. A holding belongs to the layer during
+whose forward it was first saved. Taking a holding's storage away (drop, offload, free) really frees the memory, because
+the graph refers to slots only; putting an equal one back (recompute, reload) makes all its slots readable again.
 """
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from optpipe_compiler.errors import RunFailed
 from runtime_torch import engine
-from runtime_torch.units import Slot, Unit, geometry
+from runtime_torch.holdings import Holding, Slot, geometry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -52,11 +53,11 @@ class SavedTensorStore:
         self._constants = constants
         self._stays = stays
         self._pack_again: Callable[[Tensor], Tensor] | None = None
-        """In a recompute: what gives dropped units back."""
+        """In a recompute: what gives dropped holdings back."""
         self.slots: list[Slot] = []
         """In the order of saving."""
-        self.units: list[Unit] = []
-        self._by_address: dict[int, Unit] = {}
+        self.holdings: list[Holding] = []
+        self._by_address: dict[int, Holding] = {}
 
     # -- saving and reading
 
@@ -66,15 +67,15 @@ class SavedTensorStore:
 
     @contextmanager
     def refilling(self, first: int, end: int) -> Iterator[None]:
-        """Within: a second forward of layers [first, end) gives their dropped units back, in the order of saving."""
+        """Within: a second forward of layers [first, end) gives their dropped holdings back, in the order of saving."""
         slots = iter([slot for slot in self.slots if first <= slot.layer < end])
 
-        units = [unit for unit in self.units if first <= unit.layer < end]
+        holdings = [holding for holding in self.holdings if first <= holding.layer < end]
         what = f"recompute of layers {first} to {end - 1}"
 
         def pack(tensor: Tensor) -> Tensor:
             if not self.is_constant(tensor):
-                self.refill(next(slots, None), tensor, what, units)
+                self.refill(next(slots, None), tensor, what, holdings)
             return tensor.detach()
 
         self._pack_again = pack
@@ -99,11 +100,11 @@ class SavedTensorStore:
         """Return what was saved."""
         if not isinstance(handle, Slot):
             return handle
-        unit = handle.unit
+        holding = handle.holding
         if handle.tensor is None:
-            storage = unit.storage
+            storage = holding.storage
             if storage is None:
-                raise RunFailed(f"layer {unit.layer}: a saved tensor was read while it was not on the device")
+                raise RunFailed(f"layer {holding.layer}: a saved tensor was read while it was not on the device")
             assert handle.geometry is not None
             dtype, offset, size, stride = handle.geometry
             handle.tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
@@ -128,39 +129,39 @@ class SavedTensorStore:
         address = storage.data_ptr()
         if address in self._constants:
             return tensor
-        unit = self._by_address.get(address)
-        if unit is None:
+        holding = self._by_address.get(address)
+        if holding is None:
             if self.is_constant(tensor):
                 return tensor.detach()
-            unit = Unit(self.layer, storage)
-            unit.stays = address in self._stays
-            self._by_address[address] = unit
-            self.units.append(unit)
+            holding = Holding(self.layer, storage)
+            holding.stays = address in self._stays
+            self._by_address[address] = holding
+            self.holdings.append(holding)
             self.meter.hold(storage)
-        slot = Slot(self.layer, unit, tensor.detach())
-        if unit.storage is None:  # dropped, but alive as the input of a recompute
+        slot = Slot(self.layer, holding, tensor.detach())
+        if holding.storage is None:  # dropped, but alive as the input of a recompute
             slot.take_away()
-        unit.slots.append(slot)
+        holding.slots.append(slot)
         self.slots.append(slot)
         return slot
 
-    def refill(self, slot: Slot | None, tensor: Tensor, what: str, units: Collection[Unit]) -> None:
-        """Give the unit of a slot its storage back, where it is one of `units`; raise RunFailed where `what` saves
-        something else than before."""
-        if slot is None or not _matches(slot, tensor, whole=slot.unit in units):
+    def refill(self, slot: Slot | None, tensor: Tensor, what: str, holdings: Collection[Holding]) -> None:
+        """Give the holding of a slot its storage back, where it is one of `holdings`; raise RunFailed where `what`
+        saves something else than before."""
+        if slot is None or not _matches(slot, tensor, whole=slot.holding in holdings):
             raise RunFailed(f"{what} did not save what the forward saved")
-        if slot.unit.storage is None and slot.unit in units:
-            self.put_back(slot.unit, tensor.untyped_storage())
+        if slot.holding.storage is None and slot.holding in holdings:
+            self.put_back(slot.holding, tensor.untyped_storage())
 
-    def put_back(self, unit: Unit, storage: UntypedStorage) -> None:
-        """The unit's storage is there again."""
-        if storage.nbytes() != unit.nbytes:
-            raise RunFailed(f"layer {unit.layer}: a saved tensor came back with {storage.nbytes()} bytes")
+    def put_back(self, holding: Holding, storage: UntypedStorage) -> None:
+        """The holding's storage is there again."""
+        if storage.nbytes() != holding.nbytes:
+            raise RunFailed(f"layer {holding.layer}: a saved tensor came back with {storage.nbytes()} bytes")
         self.meter.hold(storage)
-        unit.storage = storage
+        holding.storage = storage
 
-    def unit_at(self, storage: UntypedStorage) -> Unit | None:
-        """The unit of a storage that is alive."""
+    def holding_at(self, storage: UntypedStorage) -> Holding | None:
+        """The holding of a storage that is alive."""
         return self._by_address.get(storage.data_ptr())
 
     # -- moving
@@ -171,10 +172,10 @@ class SavedTensorStore:
         What later layers save of `kept` is not theirs: it stays that of the layer that saved it first.
         """
         alive = {tensor.untyped_storage().data_ptr() for tensor in kept}
-        for unit in self._movable(first, end):
-            storage = self._detach(unit)
+        for holding in self._movable(first, end):
+            storage = self._detach(holding)
             if storage.data_ptr() in alive:
-                self._by_address[storage.data_ptr()] = unit
+                self._by_address[storage.data_ptr()] = holding
             self.meter.release(storage)
 
     def owns(self, tensor: Tensor) -> bool:
@@ -183,50 +184,50 @@ class SavedTensorStore:
 
     def offload(self, first: int, end: int) -> None:
         """Copy what layers [first, end) saved to the host, each storage once, then free it on the device."""
-        units = self._movable(first, end)
-        storages = [self._detach(unit) for unit in units]
-        for unit, host_copy in zip(units, self._carrier.take(storages), strict=True):
-            unit.host_copy = host_copy
+        holdings = self._movable(first, end)
+        storages = [self._detach(holding) for holding in holdings]
+        for holding, host_copy in zip(holdings, self._carrier.take(storages), strict=True):
+            holding.host_copy = host_copy
 
     def reload(self, first: int, end: int) -> None:
         """Allocate on the device, copy back what layers [first, end) offloaded, then free it on the host."""
-        units = [unit for unit in self.units if first <= unit.layer < end and unit.host_copy is not None]
+        holdings = [one for one in self.holdings if first <= one.layer < end and one.host_copy is not None]
         host_copies = []
-        for unit in units:
-            assert unit.host_copy is not None
-            host_copies.append(unit.host_copy)
-            unit.host_copy = None
-        for unit, storage in zip(units, self._carrier.bring(host_copies), strict=True):
-            unit.storage = storage
+        for holding in holdings:
+            assert holding.host_copy is not None
+            host_copies.append(holding.host_copy)
+            holding.host_copy = None
+        for holding, storage in zip(holdings, self._carrier.bring(host_copies), strict=True):
+            holding.storage = storage
 
     def keep_results(self) -> None:
         """A backward in two halves begins."""
 
     def finish(self, handles: Iterable[object]) -> None:
-        """Free every unit of which all slots are among `handles`: nobody reads them any more."""
+        """Free every holding of which all slots are among `handles`: nobody reads them any more."""
         finished = {handle for handle in handles if isinstance(handle, Slot)}
-        for unit in self._live():
-            if finished.issuperset(unit.slots):
-                self.meter.release(self._detach(unit, for_good=True))
+        for holding in self._live():
+            if finished.issuperset(holding.slots):
+                self.meter.release(self._detach(holding, for_good=True))
 
     def clear(self) -> None:
         """Free everything, on the device and on the host."""
         for slot in self.slots:
             slot.tensor = None
-        for unit in self.units:
-            if unit.storage is not None:
-                self.meter.release(unit.storage)
-                unit.storage = None
-            elif unit.host_copy is not None:
-                self._carrier.discard(unit.host_copy)
-                unit.host_copy = None
+        for holding in self.holdings:
+            if holding.storage is not None:
+                self.meter.release(holding.storage)
+                holding.storage = None
+            elif holding.host_copy is not None:
+                self._carrier.discard(holding.host_copy)
+                holding.host_copy = None
         self._by_address.clear()
 
     # -- asking
 
     def live_bytes(self, layers: tuple[int, int] | None = None) -> int:
         """Bytes on the device of what `layers` [first, end) (absent: all) saved, each storage once."""
-        return sum(unit.nbytes for unit in self._live(*(layers or (None, None))))
+        return sum(holding.nbytes for holding in self._live(*layers or ()))
 
     def result_bytes(self) -> int:
         """Bytes on the device that selective recompute has made again."""
@@ -234,37 +235,33 @@ class SavedTensorStore:
 
     def storages(self) -> Iterable[UntypedStorage]:
         """The storages that are on the device now."""
-        return (unit.storage for unit in self.units if unit.storage is not None)
+        return (holding.storage for holding in self.holdings if holding.storage is not None)
 
     # -- helpers
 
-    def _movable(self, first: int, end: int) -> list[Unit]:
-        return [unit for unit in self._live(first, end) if not unit.stays]
+    def _movable(self, first: int, end: int) -> list[Holding]:
+        return [holding for holding in self._live(first, end) if not holding.stays]
 
-    def _live(self, first: int | None = None, end: int | None = None) -> list[Unit]:
-        return [
-            unit
-            for unit in self.units
-            if unit.storage is not None and (first is None or unit.layer >= first) and (end is None or unit.layer < end)
-        ]
+    def _live(self, first: float = 0, end: float = math.inf) -> list[Holding]:
+        return [one for one in self.holdings if one.storage is not None and first <= one.layer < end]
 
-    def _detach(self, unit: Unit, *, for_good: bool = False) -> UntypedStorage:
-        """Take the storage off a unit; the caller answers for the store's hold on it."""
-        storage = unit.storage
+    def _detach(self, holding: Holding, *, for_good: bool = False) -> UntypedStorage:
+        """Take the storage off a holding; the caller answers for the store's hold on it."""
+        storage = holding.storage
         assert storage is not None
         self._by_address.pop(storage.data_ptr(), None)
-        for slot in unit.slots:
+        for slot in holding.slots:
             if not for_good:
                 slot.shape()
             slot.tensor = None
-        unit.storage = None
+        holding.storage = None
         return storage
 
 
 def _matches(slot: Slot, tensor: Tensor, *, whole: bool) -> bool:
     """Whether a second forward saved what the slot is for, on an equal storage if it is to take the place of the
-    `whole` unit."""
+    `whole` holding."""
     expected, found = slot.shape(), geometry(tensor)
     if whole:
-        return expected == found and slot.unit.nbytes == tensor.untyped_storage().nbytes()
+        return expected == found and slot.holding.nbytes == tensor.untyped_storage().nbytes()
     return (expected[0], expected[2]) == (found[0], found[2])

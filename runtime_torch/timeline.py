@@ -34,7 +34,7 @@ class OpTime(NamedTuple):
 _SILENCE = nullcontext()
 
 
-def named(op: ir.Op) -> AbstractContextManager[object]:
+def told_to_profiler(op: ir.Op) -> AbstractContextManager[object]:
     """Tell a profiler, where one listens, that an op runs within: `forward 3 m2` is microbatch 2 on stage 3."""
     if not is_profiled():
         return _SILENCE

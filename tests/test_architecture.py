@@ -249,6 +249,10 @@ def test_only_the_judge_makes_a_checked_schedule():
     assert making == {"optpipe_compiler.verify"}
 
 
+def test_the_judge_states_the_memory_table_again():
+    assert all("optpipe_compiler.documents.memory" not in named(module) for module in within("optpipe_compiler.verify"))
+
+
 def begins_as_an_id(node: ast.AST) -> bool:
     """Whether it is an f-string such as f"forward:{stage}:{microbatch}" or f"{stage}F{microbatch}"."""
     if not isinstance(node, ast.JoinedStr):
@@ -261,6 +265,36 @@ def begins_as_an_id(node: ast.AST) -> bool:
 def test_ids_and_text_forms_of_ops_are_made_in_one_place():
     making = {module for module, tree in TREES.items() if any(begins_as_an_id(node) for node in ast.walk(tree))}
     assert making == {"optpipe_compiler.documents.ops"}
+
+
+ALIKE = {
+    "Carry": "what slices of a microbatch pass on: its bytes in the file, itself in the runtime",
+    "Comparison": "of a study, and as the Python interface shows it",
+    "DecoderLayer": "of transformers: cut out of its model, and by itself to run in slices",
+    "Embedding": "the first layer, of transformers' models and of our own",
+    "EmbeddingPart": "some rows of it, for any loop and in our own models",
+    "Explanation": "of a study, and as the Python interface shows it",
+    "Head": "the last layer, of transformers' models and of our own",
+    "HeadPart": "some rows of it, for any loop and in our own models",
+    "Host": "of a profile, and in the file",
+    "Message": "a tensor between two devices, for views and for the judge",
+    "Question": "what a study is asked",
+    "Schedule": "as it is planned, and in the file",
+    "Stage": "as it is planned, and in the file",
+    "Sweep": "of a study, and as the Python interface shows it",
+    "Table": "the memory table, for readers and for the judge",
+}
+"""Names of classes that stand in two modules, and the one thing that both are."""
+
+
+def test_no_name_of_a_class_has_two_meanings():
+    homes: dict[str, list[str]] = {}
+    for module, tree in TREES.items():
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module)
+    assert {name for name, modules in homes.items() if len(modules) > 1} == set(ALIKE)
+    assert all(len(homes[name]) == 2 for name in ALIKE)
 
 
 def is_print(node: ast.AST) -> bool:

@@ -12,7 +12,7 @@ import pytest
 from small_schedules import Shape, build, random_shape
 
 from optpipe_compiler.export.chrome_trace import CELLS, LANES, render
-from optpipe_compiler.export.memory import device_curve, host_curve
+from optpipe_compiler.forecast import analyse
 from optpipe_compiler.forecast import table as forecast_table
 from optpipe_compiler.verify import check
 from optpipe_compiler.verify.memory import Table
@@ -133,30 +133,36 @@ def test_memory_starts_and_ends_with_what_is_always_there_and_stays_below_the_pr
     from runtime_cases import promise_exactly
 
     schedule = promise_exactly(drawn(seed))
+    curves = counters(schedule)
     for device in schedule.devices:
         mine = [stage for stage in schedule.stages if stage.device == device.device]
         always = schedule.setup.reserve_bytes + sum(stage.static_bytes for stage in mine)
-        curve = device_curve(schedule, device.device)
-        assert curve[-1][1] == always
-        assert always <= min(held for _, held in curve)
-        assert always < max(held for _, held in curve) <= device.peak_bytes
-        host = host_curve(schedule, [device.device])
+        held = curves[device.device, "device memory"]
+        assert held[0] == held[-1] == always == min(held)
+        assert always < max(held) <= device.peak_bytes
+        host = curves.get((device.device, "host memory"), [])
         assert bool(host) == bool(device.d2h)
-        assert all(0 <= held <= device.host_bytes for _, held in host)
-        assert not host or host[-1][1] == 0
+        assert not host or host[0] == host[-1] == 0 < max(host) <= device.host_bytes
 
 
 def test_counters_show_memory_of_every_device_and_of_the_host_against_the_caps():
     schedule = build(Shape((0, 1), ranges=lambda stage, microbatch: [("offload", 2, 4)] if stage == 1 else []))
-    counters: dict[tuple[int, str], list[int]] = defaultdict(list)
-    for event in events(schedule, "C"):
-        counters[event["pid"], event["name"]].append(event["args"]["bytes"])
+    found = counters(schedule)
     own = {(device, f"device memory{cap}") for device in (0, 1) for cap in ("", " cap")}
-    assert set(counters) == own | {(1, "host memory"), (2, "host memory"), (2, "host memory cap")}
-    assert counters[1, "device memory"] == [held for _, held in device_curve(schedule, 1)]
-    assert set(counters[0, "device memory cap"]) == {schedule.setup.cap_bytes}
-    assert set(counters[2, "host memory cap"]) == {schedule.setup.host_cap_bytes}
-    assert counters[1, "host memory"] == counters[2, "host memory"]
+    assert set(found) == own | {(1, "host memory"), (2, "host memory"), (2, "host memory cap")}
+    for device, curve in enumerate(analyse(schedule).memory):
+        assert found[device, "device memory"] == [held for _, held in curve]
+    assert set(found[0, "device memory cap"]) == {schedule.setup.cap_bytes}
+    assert set(found[2, "host memory cap"]) == {schedule.setup.host_cap_bytes}
+    assert found[1, "host memory"] == found[2, "host memory"]
+
+
+def counters(schedule: ir.Schedule) -> dict[tuple[int, str], list[int]]:
+    """The bytes of each counter in order, by process and name."""
+    found: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for event in events(schedule, "C"):
+        found[event["pid"], event["name"]].append(event["args"]["bytes"])
+    return found
 
 
 def test_without_offloads_there_is_no_host():

@@ -9,7 +9,7 @@ import pytest
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.forecast.links import link_loads
-from optpipe_compiler.view.summary import assumptions, host_links
+from optpipe_compiler.view.summary import assumptions, link_sentences
 from tests.instances import quick, uniform
 from tests.test_cli import run  # noqa: F401  (a fixture)
 
@@ -37,7 +37,7 @@ def test_k_is_the_round_trip_over_the_compute_time_and_the_load_decides(options,
 def test_offload_is_not_called_free_where_copies_take_compute():
     schedule = quick(uniform(2, 1, d2h_ms=0.5, h2d_ms=0.5, copy_share=0.25), 2 * GB, time_limit_s=0.0).schedule
     said = "offload fits the link (all of them: busy 17% of the time, copies take 25% of their time from compute)"
-    assert [second for _, second in host_links(schedule)] == [said]
+    assert [second for _, second in link_sentences(schedule)] == [said]
 
 
 def test_where_there_are_no_links_there_is_no_k():

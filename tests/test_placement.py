@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.model.placement import Layout, layout, stage_devices
-from optpipe_compiler.model.problem import fused_ns
 from optpipe_compiler.plan import passes
 from optpipe_compiler.plan.cuts import others, recut
 from optpipe_compiler.solver.cuts import lightest
@@ -166,7 +165,7 @@ def test_blocks_and_parts_of_a_head_are_spread_evenly_over_a_loop():
     """GPT 6.2B: descending step by step from the even cut leaves a device with five blocks."""
     times = {"forward_ms": 29.935, "backward_input_ms": 29.621, "backward_weight_ms": 19.388}
     costs = uniform_profile(UniformOptions(devices=8, **times, head_ms=(12.66, 9.38, 13.38), head_parts=8))
-    work = [layer.forward_ns + fused_ns(layer) for layer in costs.expanded_layers()]
+    work = [layer.forward_ns + layer.fused_ns for layer in costs.expanded_layers()]
     even = layout("loop", 8, 2, work)
     quick = next(others(costs, even, 10**12))
     load = [0] * 8

@@ -21,7 +21,6 @@ from optpipe_compiler.model.problem import (
     Problem,
     build,
     coarsen,
-    host_links,
     message_ns,
     transfer_ns,
 )
@@ -180,8 +179,8 @@ def test_a_link_without_devices_is_one_for_each_device_not_named():
     own = Link(d2h_bytes_per_s=1, h2d_bytes_per_s=1)
     shared = Link(devices=[0, 2, 5], d2h_bytes_per_s=2, h2d_bytes_per_s=2)
     machine = Machine(devices=6, links=[own, shared])
-    assert host_links(machine, 4) == [([0, 2], shared), ([1], own), ([3], own)]
-    assert host_links(Machine(devices=6, links=[shared]), 2) == [([0], shared)]
+    assert machine.host_links(4) == [([0, 2], shared), ([1], own), ([3], own)]
+    assert Machine(devices=6, links=[shared]).host_links(2) == [([0], shared)]
     assert built(Machine(devices=2, links=[shared])).link_of == (0, None)
     assert built(Machine(devices=2, links=[own])).link_of == (0, 1)
 

@@ -179,7 +179,7 @@ def test_a_sweep_is_planned_in_slices_and_for_lengths_and_says_so(run):  # noqa:
 
 def test_a_sweep_of_an_earlier_revision_goes_on(tmp_path):
     path = tmp_path / "sweep.json"
-    costs, common = sweep.Costs.of(COSTS), Options(0, time_limit_s=0.0)
+    costs, common = sweep.SweptCosts.of(COSTS), Options(0, time_limit_s=0.0)
     before = json.loads(canonical(sweep.begin(None, costs, common)))
     for name in ("slices", "lengths"):
         del before["options"][name]

@@ -245,7 +245,7 @@ def test_a_lean_schedule_of_a_larger_cap_stands_in_for_a_worse_one():
 
 
 def test_each_point_starts_from_the_best_plan_of_a_smaller_cap():
-    costs, common = study.Costs.of(uniform(2, 2)), Options(mem_bytes=0, time_limit_s=0.0, reproducible=True)
+    costs, common = study.SweptCosts.of(uniform(2, 2)), Options(mem_bytes=0, time_limit_s=0.0, reproducible=True)
     grid = study.Grid((GB, 2 * GB, 3 * GB), (4,))
     started: list[tuple[int, ...]] = []
 

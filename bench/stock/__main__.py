@@ -31,7 +31,6 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import Model, value_of
 from optpipe_compiler.errors import Infeasible, NotFound
 from optpipe_compiler.model.placement import layout
-from optpipe_compiler.model.problem import fused_ns
 from optpipe_torch.launch.rehearsal import auto_scale
 from optpipe_torch.profiler.measure import MeasureOptions, measure
 
@@ -193,7 +192,7 @@ def _grown(known: Profile, model: Model, setting: Setting) -> Profile:
 
 def _computed(crew: Crew, setting: Setting, profile: Profile, seconds: float) -> Found:
     statics = [value_of(layer.static_bytes) for layer in profile.expanded_layers()]
-    work = [value_of(layer.forward_ns) + fused_ns(layer) for layer in profile.expanded_layers()]
+    work = [value_of(layer.forward_ns) + layer.fused_ns for layer in profile.expanded_layers()]
     stock = []
     activations, held = 0, [0] * setting.devices
     for name, (placement, several, _) in SCHEDULES.items():

@@ -35,7 +35,7 @@ from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
     from optpipe_compiler.study.planned import Instance
-    from optpipe_compiler.study.sweep import Costs, Sweep
+    from optpipe_compiler.study.sweep import Sweep, SweptCosts
 
 FOR_ESTIMATES = (
     "model", "gpu", "seq", "microbatch_size", "tp", "dp", "links", "dtype", "attention", "accumulation", "granularity",
@@ -141,28 +141,28 @@ def sweep(
         note(f"interrupted: {points} left; the same command continues")
 
 
-def _costs(profile_path: Path | None, given: dict[str, Any]) -> Costs:
+def _costs(profile_path: Path | None, given: dict[str, Any]) -> SweptCosts:
     """Return the costs of the profile, or of the model on each GPU."""
     from optpipe_compiler.documents import profile as profiles
-    from optpipe_compiler.study.sweep import Costs
+    from optpipe_compiler.study.sweep import SweptCosts
 
     if profile_path is not None and given:
         name, value = next(iter(given.items()))
         option = f"--{name.replace('_', '-')}"
         raise BadInput(f"PROFILE is {profile_path} and {option} is {value}, expected a profile or --model and --gpu")
     if not given:
-        return Costs.of(profiles.load(profile_path or PROFILE))
+        return SweptCosts.of(profiles.load(profile_path or PROFILE))
     if "model" not in given:
         refuse(given, set(), "needs --model")
     return _estimated(given)
 
 
-def _estimated(given: dict[str, Any]) -> Costs:
+def _estimated(given: dict[str, Any]) -> SweptCosts:
     """Estimate for as many devices as there are layers; fewer of them cost the same, so one profile does for all."""
     from dataclasses import asdict
 
     from optpipe_compiler.costs import gpus, models
-    from optpipe_compiler.study.sweep import Costs
+    from optpipe_compiler.study.sweep import SweptCosts
     from optpipe_torch.estimates.estimate import estimate
 
     model = models.load(given["model"])
@@ -173,7 +173,7 @@ def _estimated(given: dict[str, Any]) -> Costs:
     every = [chosen({**given, "devices": layers}, model, gpu) for gpu in wanted]
     first = every[0]
     common = {name: value for name, value in vars(first).items() if name not in ("name", "model", "gpu", "devices")}
-    return Costs(
+    return SweptCosts(
         first.name,
         {one.gpu.name: estimate(one) for one in every},
         first.microbatch_size * first.sequence_length,

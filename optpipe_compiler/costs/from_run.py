@@ -204,12 +204,14 @@ def _undisturbed(run: Run, machine: Machine) -> list[RunOp]:
     if not any(value_of(link.compute_permille) for link in machine.links):
         return run.ops
     device_of = {stage.stage: stage.device for stage in run.about.stages}
+    links = machine.host_links(1 + max(device_of.values()))
+    share_of = {device: value_of(link.compute_permille) / 1000 for members, link in links for device in members}
     groups: dict[tuple[int, int], list[RunOp]] = defaultdict(list)
     for op in run.ops:
         groups[device_of[op.stage], op.step].append(op)
     found = []
     for (device, _), ops in groups.items():
-        share = _share(machine, device)
+        share = share_of.get(device, 0.0)
         lanes: dict[str, list[RunOp]] = {"compute": [], "d2h": [], "h2d": []}
         for op in ops:
             lanes[COPIES.get(op.kind, "compute")].append(op)
@@ -223,29 +225,19 @@ def _undisturbed(run: Run, machine: Machine) -> list[RunOp]:
     return found
 
 
-def _share(machine: Machine, device: int) -> float:
-    """Return the part of a copy's time that the device's compute loses."""
-    named = [link for link in machine.links if device in (link.devices or ())]
-    every = [link for link in machine.links if link.devices is None]
-    return next((value_of(link.compute_permille) / 1000 for link in (*named, *every)), 0.0)
-
-
 class _Base:
     """The times of a layer in ns, with the defaults of the format; those of attention and of slices by kind of op."""
 
     def __init__(self, layer: Layer, *, is_selective: bool) -> None:
         slices = layer.slices or Sliceable()
-        halves = [value_of(layer.backward_input_ns), value_of(layer.backward_weight_ns)]
-        extra = [value_of(slices.backward_input_overhead_ns), value_of(slices.backward_weight_overhead_ns)]
         self.again = value_of(layer.selective.recompute_ns) if is_selective and layer.selective is not None else 0
         """What selective recompute adds to backward_input and to a fused backward."""
-        forward = value_of(layer.forward_ns)
         self.time = {
-            "forward": forward,
-            "backward_input": halves[0],
-            "backward_weight": halves[1],
-            "backward": sum(halves) if layer.backward_ns is None else value_of(layer.backward_ns),
-            "recompute": forward if layer.recompute_ns is None else value_of(layer.recompute_ns),
+            "forward": value_of(layer.forward_ns),
+            "backward_input": value_of(layer.backward_input_ns),
+            "backward_weight": value_of(layer.backward_weight_ns),
+            "backward": layer.fused_ns,
+            "recompute": layer.recompute_or_forward_ns,
         }
         self.attention = dict.fromkeys(self.time, 0) | {
             "forward": value_of(slices.forward_attention_ns),
@@ -255,9 +247,9 @@ class _Base:
         }
         self.overhead = {
             "forward": value_of(slices.forward_overhead_ns),
-            "backward_input": extra[0],
-            "backward_weight": extra[1],
-            "backward": sum(extra) if slices.backward_overhead_ns is None else value_of(slices.backward_overhead_ns),
+            "backward_input": value_of(slices.backward_input_overhead_ns),
+            "backward_weight": value_of(slices.backward_weight_overhead_ns),
+            "backward": slices.fused_overhead_ns,
             "recompute": value_of(slices.forward_overhead_ns),
         }
 
@@ -398,9 +390,9 @@ class _Retimed:
 
 def _relink(link: Link, index: int, base: Profile, run: Run, changes: list[Update]) -> Link:
     """Return the link with the bandwidths that its devices' copies had, alone and against the other direction."""
-    named = {device for other in base.machine.links for device in other.devices or ()}
     device_of = {stage.stage: stage.device for stage in run.about.stages}
-    mine = set(link.devices) if link.devices is not None else set(device_of.values()) - named
+    links = base.machine.host_links(1 + max(device_of.values()))
+    mine = {device for members, one in links if one is link for device in members}
     copies = [op for op in run.ops if op.kind in COPIES and device_of[op.stage] in mine]
     latency = value_of(link.latency_ns)
     speeds: dict[str, list[float]] = defaultdict(list)

@@ -88,6 +88,18 @@ class Sliceable(Record, frozen=True, kw_only=True):
     backward_prefix_bytes: Cost = 0
     """The same of backward_input and a fused backward."""
 
+    @property
+    def fused_overhead_ns(self) -> int:
+        """`backward_overhead_ns`, or the sum of the two halves."""
+        if self.backward_overhead_ns is not None:
+            return value_of(self.backward_overhead_ns)
+        return value_of(self.backward_input_overhead_ns) + value_of(self.backward_weight_overhead_ns)
+
+    @property
+    def gradient_or_carry_bytes(self) -> int:
+        """`carry_gradient_bytes`, or `carry_bytes`."""
+        return value_of(self.carry_bytes if self.carry_gradient_bytes is None else self.carry_gradient_bytes)
+
 
 class Layer(Record, frozen=True, kw_only=True):
     """The costs of one layer and one microbatch, or of `count` equal layers in a row (each costs this much).
@@ -133,6 +145,23 @@ class Layer(Record, frozen=True, kw_only=True):
     slices: Sliceable | None = None
     """Absent: the layer needs whole sequences."""
 
+    @property
+    def fused_ns(self) -> int:
+        """`backward_ns`, or the sum of the two halves."""
+        if self.backward_ns is not None:
+            return value_of(self.backward_ns)
+        return value_of(self.backward_input_ns) + value_of(self.backward_weight_ns)
+
+    @property
+    def recompute_or_forward_ns(self) -> int:
+        """`recompute_ns`, or the forward time."""
+        return value_of(self.forward_ns if self.recompute_ns is None else self.recompute_ns)
+
+    @property
+    def residue_or_saved_bytes(self) -> int:
+        """`residue_bytes`, or `saved_bytes`."""
+        return value_of(self.saved_bytes if self.residue_bytes is None else self.residue_bytes)
+
 
 class P2P(Record, frozen=True, kw_only=True):
     """Cost of a message between two devices: latency plus bytes over bandwidth (no bandwidth: latency only)."""
@@ -160,6 +189,21 @@ class Link(Record, frozen=True, kw_only=True):
     latency_ns: Cost = 0
     compute_permille: Cost = 0
     """What a copy takes from its device's compute lane, in thousandths (at most all) of its time alone."""
+
+    @property
+    def alone(self) -> tuple[int, int]:
+        """(d2h, h2d) in bytes per second while the other direction is idle."""
+        return value_of(self.d2h_bytes_per_s), value_of(self.h2d_bytes_per_s)
+
+    @property
+    def duplex(self) -> tuple[int, int]:
+        """(d2h, h2d) in bytes per second while both directions are busy; never more than alone."""
+        d2h, h2d = self.alone
+        busy_d2h, busy_h2d = self.duplex_d2h_bytes_per_s, self.duplex_h2d_bytes_per_s
+        return (
+            d2h if busy_d2h is None else min(d2h, value_of(busy_d2h)),
+            h2d if busy_h2d is None else min(h2d, value_of(busy_h2d)),
+        )
 
 
 class Host(Record, frozen=True, kw_only=True):
@@ -189,6 +233,19 @@ class Machine(Record, frozen=True, kw_only=True):
     """Time that every compute op costs whatever its layers (launch, bookkeeping)."""
     p2p: list[P2P] = msgspec.field(default_factory=list)
     links: list[Link] = msgspec.field(default_factory=list)
+
+    def host_links(self, devices: int) -> list[tuple[list[int], Link]]:
+        """Return each host link with those of the first `devices` devices that are behind it; a link without devices is
+        one for each device not named."""
+        named = {device for link in self.links for device in link.devices or ()}
+        found: list[tuple[list[int], Link]] = []
+        for link in self.links:
+            if link.devices is not None:
+                members = [device for device in link.devices if device < devices]
+                found += [(members, link)] if members else []
+            else:
+                found += [([device], link) for device in range(devices) if device not in named]
+        return sorted(found, key=lambda pair: pair[0])
 
 
 class Model(Record, frozen=True, kw_only=True):
@@ -258,16 +315,13 @@ def _selectively(layer: Layer) -> Layer:
         return layer
     again, more = value_of(light.recompute_ns), value_of(light.transient_bytes)
     saved = value_of(layer.saved_bytes)
-    residue = layer.saved_bytes if layer.residue_bytes is None else layer.residue_bytes
-    halves = value_of(layer.backward_input_ns) + value_of(layer.backward_weight_ns)
-    fused = halves if layer.backward_ns is None else value_of(layer.backward_ns)
     return structs.replace(
         layer,
         saved_bytes=light.saved_bytes,
-        residue_bytes=residue,
+        residue_bytes=layer.residue_or_saved_bytes,
         captured_bytes=light.captured_bytes,
         backward_input_ns=value_of(layer.backward_input_ns) + again,
-        backward_ns=fused + again,
+        backward_ns=layer.fused_ns + again,
         forward_transient_bytes=value_of(layer.forward_transient_bytes) + saved - value_of(light.saved_bytes),
         backward_input_transient_bytes=value_of(layer.backward_input_transient_bytes) + more,
         backward_transient_bytes=value_of(layer.backward_transient_bytes) + more,
@@ -294,9 +348,7 @@ def of_unit(layer: Layer, tokens: tuple[int, int], whole: int, *, is_cut: bool) 
         twice = 2 * ((total - quadratic) * (end - begin) * whole + quadratic * (end**2 - begin**2))
         return (twice + whole**2) // (2 * whole**2) + (value_of(overhead) if is_cut else 0)
 
-    again = value_of(layer.forward_ns if layer.recompute_ns is None else layer.recompute_ns)
-    halves = value_of(layer.backward_input_ns) + value_of(layer.backward_weight_ns)
-    extra = value_of(slices.backward_input_overhead_ns) + value_of(slices.backward_weight_overhead_ns)
+    again = layer.recompute_or_forward_ns
     return structs.replace(
         layer,
         forward_ns=time(layer.forward_ns, slices.forward_attention_ns, slices.forward_overhead_ns),
@@ -304,14 +356,10 @@ def of_unit(layer: Layer, tokens: tuple[int, int], whole: int, *, is_cut: bool) 
             layer.backward_input_ns, slices.backward_input_attention_ns, slices.backward_input_overhead_ns
         ),
         backward_weight_ns=time(layer.backward_weight_ns, 0, slices.backward_weight_overhead_ns),
-        backward_ns=time(
-            halves if layer.backward_ns is None else layer.backward_ns,
-            slices.backward_input_attention_ns,
-            extra if slices.backward_overhead_ns is None else slices.backward_overhead_ns,
-        ),
+        backward_ns=time(layer.fused_ns, slices.backward_input_attention_ns, slices.fused_overhead_ns),
         recompute_ns=time(again, min(again, value_of(slices.forward_attention_ns)), slices.forward_overhead_ns),
         saved_bytes=size(value_of(layer.saved_bytes) - carried) + size(carried),
-        residue_bytes=size(layer.saved_bytes if layer.residue_bytes is None else layer.residue_bytes),
+        residue_bytes=size(layer.residue_or_saved_bytes),
         shared_bytes=0,
         captured_bytes=size(layer.captured_bytes),
         checkpoint_bytes=size(layer.checkpoint_bytes),
@@ -333,14 +381,13 @@ def on_device(layer: Layer, machine: Machine, device: int) -> Layer:
     def time(cost: Cost) -> int:
         return (2 * value_of(cost) * permille + 1000) // 2000
 
-    halves = value_of(layer.backward_input_ns) + value_of(layer.backward_weight_ns)
     return structs.replace(
         layer,
         forward_ns=time(layer.forward_ns),
         backward_input_ns=time(layer.backward_input_ns),
         backward_weight_ns=time(layer.backward_weight_ns),
-        backward_ns=time(halves if layer.backward_ns is None else layer.backward_ns),
-        recompute_ns=time(layer.forward_ns if layer.recompute_ns is None else layer.recompute_ns),
+        backward_ns=time(layer.fused_ns),
+        recompute_ns=time(layer.recompute_or_forward_ns),
     )
 
 
@@ -363,8 +410,8 @@ def _behind_its_chain(layer: Layer) -> Layer:
     if not value_of(layer.shared_bytes):
         return layer
     saved = max(value_of(layer.saved_bytes) - value_of(layer.shared_bytes), value_of(layer.checkpoint_bytes))
-    residue = value_of(layer.saved_bytes if layer.residue_bytes is None else layer.residue_bytes)
-    return structs.replace(layer, saved_bytes=saved, residue_bytes=min(residue, saved + value_of(layer.captured_bytes)))
+    residue = min(layer.residue_or_saved_bytes, saved + value_of(layer.captured_bytes))
+    return structs.replace(layer, saved_bytes=saved, residue_bytes=residue)
 
 
 def load(path: Path) -> Profile:
@@ -411,7 +458,7 @@ def _check_layers(profile: Profile, name: str) -> None:
                 f"{name}: $.layers[{index}].shared_bytes is {shared}, expected at most saved_bytes ({saved})"
             )
         captured = value_of(layer.captured_bytes)
-        residue = saved if layer.residue_bytes is None else value_of(layer.residue_bytes)
+        residue = layer.residue_or_saved_bytes
         if not captured <= residue <= saved + captured:
             raise BadInput(
                 f"{name}: $.layers[{index}].residue_bytes is {residue}, expected captured_bytes ({captured}) to "

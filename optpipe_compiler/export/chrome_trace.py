@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import LETTERS, op_id, unit_name
-from optpipe_compiler.export.memory import device_curve, host_curve
+from optpipe_compiler.forecast.items import Timeline
+from optpipe_compiler.forecast.memory import device_stack, host_curve, total
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from optpipe_compiler.export.memory import Curve
+    from optpipe_compiler.forecast.memory import Curve
 
 TraceEvent = dict[str, Any]
 Slices = dict[str, TraceEvent]
@@ -130,14 +131,14 @@ def _middle(of: TraceEvent) -> TraceEvent:
 
 
 def _counters(schedule: ir.Schedule) -> Iterator[TraceEvent]:
-    setup = schedule.setup
+    setup, timeline = schedule.setup, Timeline(schedule)
     for device in schedule.devices:
-        yield from _counter(device.device, "device memory", device_curve(schedule, device.device), setup.cap_bytes)
+        held = total(device_stack(timeline, device.device))
+        yield from _counter(device.device, "device memory", held, setup.cap_bytes)
         if device.d2h:
-            yield from _counter(device.device, "host memory", host_curve(schedule, [device.device]), None)
+            yield from _counter(device.device, "host memory", host_curve(timeline, [device.device]), None)
     if _offloads(schedule):
-        everyone = range(len(schedule.devices))
-        yield from _counter(len(everyone), "host memory", host_curve(schedule, everyone), setup.host_cap_bytes)
+        yield from _counter(len(schedule.devices), "host memory", host_curve(timeline), setup.host_cap_bytes)
 
 
 def _counter(process: int, name: str, curve: Curve, cap: int | None) -> Iterator[TraceEvent]:

@@ -12,11 +12,11 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from optpipe_compiler.documents.memory import HOLDERS
 from optpipe_compiler.forecast.gaps import Gap, find_gaps
 from optpipe_compiler.forecast.items import Item, Message, Reason, Timeline
 from optpipe_compiler.forecast.lines import Cause
 from optpipe_compiler.forecast.memory import Curve, Stack, device_stack, host_curve, total
-from optpipe_compiler.forecast.table import HOLDERS
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents.ir import Schedule

@@ -16,7 +16,7 @@ Busy = tuple[int, int]
 NO_COPIES = (0, 0)
 
 
-def busy_ns(schedule: Schedule) -> dict[str, Busy]:
+def busy_by_op(schedule: Schedule) -> dict[str, Busy]:
     """Return, by id of a compute op, what its copies take before and behind it; ops without such copies are left out.
 
     Behind a forward these are its offloads, before the first backward of a unit its reloads.

@@ -17,7 +17,7 @@ import numpy as np
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import parse
-from optpipe_compiler.forecast.copies import NO_COPIES, busy_ns
+from optpipe_compiler.forecast.copies import NO_COPIES, busy_by_op
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -124,7 +124,7 @@ class Contract:
         self._pairs: dict[tuple[int, int], _Pair] = defaultdict(_Pair)
         self._behind = self._shared_links()
         self._ns = {op.id: ns for op, ns in _forecast(schedule)}
-        self._busy = busy_ns(schedule)
+        self._busy = busy_by_op(schedule)
         self._computed: dict[int, tuple[int, int]] = {}
         """By lane of compute: the last op that takes time, and what the copies behind it take in ns."""
         for device in schedule.devices:

@@ -18,15 +18,15 @@ import numpy as np
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import LETTERS, op_id, unit_name
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.forecast.copies import NO_COPIES, busy_ns
+from optpipe_compiler.forecast.copies import NO_COPIES, busy_by_op
 from optpipe_compiler.forecast.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from optpipe_compiler.forecast.table import Unit
+
 LANES: tuple[ir.Lane, ...] = ("compute", "d2h", "h2d")
-Unit = tuple[int, int | None]
-"""A microbatch and its slice, None where microbatches are not cut."""
 
 
 class Reason(Enum):
@@ -111,7 +111,7 @@ class Timeline:
         self.lanes = {(d, lane): _timed(schedule, d, lane, given[d, lane]) for d, lane in everywhere}
         self.ops = {timed.id: timed for lane in self.lanes.values() for timed in lane}
         self.table = Table(schedule)
-        self._busy = busy_ns(schedule)
+        self._busy = busy_by_op(schedule)
         self.link_of = {device: n for n, link in enumerate(schedule.forecast.links) for device in link.devices}
         working = [t for lane in self.lanes.values() for t in lane if not isinstance(t.op, ir.MessageOp)]
         self.number = {timed.id: index for index, timed in enumerate(working)}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from itertools import groupby
-from operator import itemgetter
+from operator import add, itemgetter
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.forecast.table import NOTHING, Holds, plus
+from optpipe_compiler.documents.memory import NOTHING, Holds
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -67,7 +67,7 @@ def _stack(begin: int, held: Holds, changes: Iterable[tuple[Timed, Holds, Holds]
     for now, group in groupby(sorted(events), key=itemgetter(0)):
         before = highest = held
         for *_, change in group:
-            held = plus(held, change)
+            held = tuple(map(add, held, change))
             highest = max(highest, held, key=sum)
         if sum(highest) > max(sum(before), sum(held)):
             stack.append((now, highest))

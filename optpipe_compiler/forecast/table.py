@@ -1,4 +1,4 @@
-"""The memory table of docs/IR.md for what reads schedule files; planning and the judge have their own."""
+"""The memory table of docs/IR.md, op by op of a schedule file."""
 
 from __future__ import annotations
 
@@ -8,17 +8,10 @@ from operator import add
 
 from msgspec import UnsetType
 
-from optpipe_compiler.documents import ir
+from optpipe_compiler.documents import ir, memory
 
 Unit = tuple[int, int | None]
-Holds = tuple[int, ...]
-"""Bytes by what holds them, in the order of HOLDERS."""
-HOLDERS = ("static", "kept", "residue", "captured", "messages", "working")
-"""What holds bytes on a device: weights, optimizer state and the reserve; what forwards keep for backwards (of
-recomputed layers the checkpoint), and gradients of keys and values that add up; what stays between input and weight
-gradient; what an input gradient adds for it while it runs; tensors on their way between stages; what ops need only
-while they run."""
-NOTHING: Holds = (0,) * len(HOLDERS)
+"""A microbatch and its slice, None where microbatches are not cut."""
 
 
 class Table:
@@ -32,7 +25,7 @@ class Table:
         ]
         self.forward_of: dict[tuple[int, int, ir.Range], int] = {}
         """The most transient bytes of a forward of some layers of a stage, as far as they were asked for."""
-        self._known: dict[object, tuple[tuple[Holds, Holds], tuple[int, int]]] = {}
+        self._known: dict[object, tuple[memory.Row, tuple[int, int]]] = {}
         self.dropped: dict[tuple[int, Unit], int] = defaultdict(int)
         """What the recomputed ranges of a stage and unit give up after their forward."""
         for device in schedule.devices:
@@ -44,11 +37,11 @@ class Table:
         """Return the bytes on the device at the start and at the end of `op`; what is freed is negative."""
         return self._entry(op)[1]
 
-    def by_holder(self, op: ir.Op) -> tuple[Holds, Holds]:
+    def by_holder(self, op: ir.Op) -> memory.Row:
         """Return the same by what holds the bytes."""
         return self._entry(op)[0]
 
-    def _entry(self, op: ir.Op) -> tuple[tuple[Holds, Holds], tuple[int, int]]:
+    def _entry(self, op: ir.Op) -> tuple[memory.Row, tuple[int, int]]:
         """Return the bytes of an op by holder and in all; they are the same for most microbatches."""
         dropped = self.dropped.get((op.stage, op.unit), 0) if isinstance(op, ir.Forward) else 0
         key = type(op), self._of(op), op.layers if isinstance(op, ir.SavedOp) else None, dropped
@@ -58,16 +51,15 @@ class Table:
             found = self._known[key] = (taken, given), (sum(taken), sum(given))
         return found
 
-    def _by_holder(self, op: ir.Op, dropped: int) -> tuple[Holds, Holds]:
-        entry = self._of(op).entries.get(type(op))
-        if entry is not None:
-            return entry[0], plus(entry[1], _holds(kept=-dropped))
-        assert isinstance(op, ir.SavedOp)
-        if isinstance(op, ir.Recompute):
-            extra = self._forward_of(op)
-            return _holds(kept=self._recomputed(op), working=extra), _holds(working=-extra)
-        copied = self.copied(op)
-        return (NOTHING, _holds(kept=-copied)) if isinstance(op, ir.Offload) else (_holds(kept=copied), NOTHING)
+    def _by_holder(self, op: ir.Op, dropped: int) -> memory.Row:
+        match op:
+            case ir.Offload():
+                return memory.offload(self.copied(op))
+            case ir.Reload():
+                return memory.reload(self.copied(op))
+            case ir.Recompute():
+                return memory.recompute(self._recomputed(op), self._forward_of(op))
+        return self._of(op).row(op, dropped)
 
     def on_host(self, op: ir.Op) -> tuple[int, int]:
         """Return the same on the host."""
@@ -128,70 +120,38 @@ class _UnitStage:
             sum(-(-one * (end - begin) // self.whole) for one in carry.gradient_bytes)
             for begin, end in pairwise(self.cuts)
         ]
-        self.entries = _entries(
-            saved=sum(saved),
-            residue=sum(self._scaled(stage.residue_bytes)),
-            captured=sum(self._scaled(stage.captured_bytes)),
-            before=self._scaled([stage.input_bytes])[0],
-            after=self._scaled([stage.output_bytes])[0],
-            transients=(
-                self.forward_transient,
-                list(map(add, self._scaled(stage.backward_input_transient_bytes), back)),
-                self._scaled(stage.backward_weight_transient_bytes),
-                list(map(add, self._scaled(stage.backward_transient_bytes), back)),
-            ),
-            begun=sum(gradients[:-1]) if is_last else 0,
-            ended=0 if is_last else gradients[self.cuts.index(self.begin)],
-        )
+        self.accumulators = sum(gradients[:-1]) if is_last else 0
+        self.gradient = 0 if is_last else gradients[self.cuts.index(self.begin)]
+        self.saved, self.residue = sum(saved), sum(self._scaled(stage.residue_bytes))
+        self.captured = sum(self._scaled(stage.captured_bytes))
+        self.incoming, self.outgoing = self._scaled([stage.input_bytes, stage.output_bytes])
+        self.transient = {
+            "forward": self.forward_transient,
+            "backward_input": list(map(add, self._scaled(stage.backward_input_transient_bytes), back)),
+            "backward_weight": self._scaled(stage.backward_weight_transient_bytes),
+            "backward": list(map(add, self._scaled(stage.backward_transient_bytes), back)),
+        }
+
+    def row(self, op: ir.Op, dropped: int) -> memory.Row:
+        """Return the row of an op of the whole stage; recomputed ranges give up `dropped` after their forward."""
+        messages, slices = (self.incoming, self.outgoing), (self.accumulators, self.gradient)
+        transient = max(self.transient.get(op.name, ()), default=0)
+        match op:
+            case ir.Forward():
+                return memory.forward(self.saved, *messages, transient, dropped)
+            case ir.BackwardInput():
+                return memory.backward_input(self.saved, self.residue, self.captured, *messages, transient, *slices)
+            case ir.BackwardWeight():
+                return memory.backward_weight(self.residue, transient)
+            case ir.Backward():
+                return memory.backward(self.saved, *messages, transient, *slices)
+            case ir.RecvActivation() | ir.RecvGradient():
+                return memory.receive(self.incoming if isinstance(op, ir.RecvActivation) else self.outgoing)
+            case _:
+                return memory.send(self.outgoing if isinstance(op, ir.SendActivation) else self.incoming)
 
     def _scaled(self, figures: list[int]) -> list[int]:
         return [-(-one * (self.end - self.begin) // self.whole) for one in figures]
 
     def _before(self, figures: list[int]) -> list[int]:
         return [-(-one * self.begin // self.whole) for one in figures]
-
-
-def _holds(*, kept: int = 0, residue: int = 0, captured: int = 0, messages: int = 0, working: int = 0) -> Holds:
-    return 0, kept, residue, captured, messages, working
-
-
-def plus(one: Holds, other: Holds) -> Holds:
-    """Return the sum by holder."""
-    return tuple(map(add, one, other))
-
-
-def _entries(
-    *,
-    saved: int,
-    residue: int,
-    captured: int,
-    before: int,
-    after: int,
-    transients: tuple[list[int], list[int], list[int], list[int]],
-    begun: int,
-    ended: int,
-) -> dict[type[ir.Op], tuple[Holds, Holds]]:
-    """Return the table's rows for one stage and class of units, those apart that depend on layers.
-
-    `begun` and `ended`: gradients of keys and values that add up from a backward on, and until one.
-    """
-    forward, split_input, split_weight, fused = (max(sizes, default=0) for sizes in transients)
-    return {
-        ir.RecvActivation: (_holds(messages=before), NOTHING),
-        ir.RecvGradient: (_holds(messages=after), NOTHING),
-        ir.SendActivation: (NOTHING, _holds(messages=-after)),
-        ir.SendGradient: (NOTHING, _holds(messages=-before)),
-        ir.Forward: (
-            _holds(kept=saved, messages=after, working=forward),
-            _holds(messages=-before, working=-forward),
-        ),
-        ir.BackwardInput: (
-            _holds(kept=begun, captured=captured, messages=before, working=split_input),
-            _holds(kept=-saved - ended, residue=residue, captured=-captured, messages=-after, working=-split_input),
-        ),
-        ir.BackwardWeight: (_holds(working=split_weight), _holds(residue=-residue, working=-split_weight)),
-        ir.Backward: (
-            _holds(kept=begun, messages=before, working=fused),
-            _holds(kept=-saved - ended, messages=-after, working=-fused),
-        ),
-    }

@@ -15,17 +15,7 @@ from optpipe_compiler.documents.ops import op_id
 from optpipe_compiler.documents.profile import Sliceable, in_one_stage, of_unit, on_device, selected, value_of
 from optpipe_compiler.lower.graph import LANES, SEND_ACTIVATION, Graph
 from optpipe_compiler.lower.waits import Waits, planned_peaks
-from optpipe_compiler.model.problem import (
-    alone,
-    duplex,
-    gradient_bytes,
-    host_links,
-    hosts_of,
-    recompute_ns,
-    residue_bytes,
-    static_bytes,
-    statics,
-)
+from optpipe_compiler.model.problem import hosts_of, static_bytes, statics
 from optpipe_compiler.model.schedule import KINDS, Kind, Schedule, Task
 
 if TYPE_CHECKING:
@@ -136,7 +126,7 @@ def _carry(layers: list[Layer]) -> ir.Carry:
     found = [layer.slices or Sliceable() for layer in layers]
     return ir.Carry(
         bytes=[value_of(one.carry_bytes) for one in found],
-        gradient_bytes=[gradient_bytes(one) for one in found],
+        gradient_bytes=[one.gradient_or_carry_bytes for one in found],
         forward_transient_bytes=[value_of(one.forward_prefix_bytes) for one in found],
         backward_transient_bytes=[value_of(one.backward_prefix_bytes) for one in found],
     )
@@ -157,7 +147,7 @@ def _stage(layers: list[Layer], layout: Layout, index: int, held: list[int], sli
         input_bytes=value_of(layers[begin - 1].output_bytes) if index > 0 else 0,
         output_bytes=value_of(mine[-1].output_bytes) if index + 1 < layout.stages else 0,
         saved_bytes=each("saved_bytes"),
-        residue_bytes=[residue_bytes(layer) for layer in mine],
+        residue_bytes=[layer.residue_or_saved_bytes for layer in mine],
         captured_bytes=each("captured_bytes"),
         checkpoint_bytes=each("checkpoint_bytes"),
         forward_transient_bytes=each("forward_transient_bytes"),
@@ -254,14 +244,14 @@ def _forecast(
         links=[
             ir.LinkCost(
                 devices=members,
-                d2h_bytes_per_s=alone(link)[0],
-                h2d_bytes_per_s=alone(link)[1],
-                duplex_d2h_bytes_per_s=duplex(link)[0],
-                duplex_h2d_bytes_per_s=duplex(link)[1],
+                d2h_bytes_per_s=link.alone[0],
+                h2d_bytes_per_s=link.alone[1],
+                duplex_d2h_bytes_per_s=link.duplex[0],
+                duplex_h2d_bytes_per_s=link.duplex[1],
                 latency_ns=value_of(link.latency_ns),
                 compute_permille=value_of(link.compute_permille) or UNSET,
             )
-            for members, link in host_links(profile.machine, schedule.problem.devices)
+            for members, link in profile.machine.host_links(schedule.problem.devices)
         ],
         times=times,
     )
@@ -293,7 +283,7 @@ def _stage_cost(index: int, stage: Stage, layers: list[Layer]) -> ir.StageCost:
         backward_input_ns=stage.backward_input,
         backward_weight_ns=stage.backward_weight,
         backward_ns=stage.backward,
-        recompute_ns=[recompute_ns(layer) for layer in layers],
+        recompute_ns=[layer.recompute_or_forward_ns for layer in layers],
         send_activation_ns=stage.send_activation,
         send_gradient_ns=stage.send_gradient,
     )

@@ -1,9 +1,10 @@
-"""The memory table of docs/IR.md, as planning and lowering have it; a send's bytes go when it is delivered."""
+"""What planning and lowering take of the memory table: what an op of a stage takes and gives back, in units."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from optpipe_compiler.documents import memory
 from optpipe_compiler.model.schedule import Kind
 
 if TYPE_CHECKING:
@@ -11,28 +12,29 @@ if TYPE_CHECKING:
 
 
 def op_memory(stage: Stage, kind: Kind, recomputed: bool) -> tuple[int, int]:
-    """Return the units that an op takes when it starts and gives back when it has completed (docs/IR.md, Memory).
+    """Return the units that an op takes when it starts and gives back when it has completed."""
+    taken, added = _row(stage, kind, recomputed)
+    return sum(taken), -sum(added)
 
-    A forward finds its input where the message or the stage before left it, and frees it; a backward likewise the
-    gradient of its output.
-    """
-    messages = stage.incoming + stage.outgoing
-    if kind is Kind.F:
-        extra = stage.forward_extra - messages
-        dropped = stage.saved - stage.checkpoint if recomputed else 0
-        return stage.saved + stage.outgoing + extra, extra + stage.incoming + dropped
-    if kind is Kind.I:
-        extra = stage.backward_input_extra - messages
-        freed = stage.saved + stage.captured - stage.residue
-        taken = stage.incoming + stage.captured + extra + stage.accumulators
-        return taken, extra + stage.outgoing + freed + stage.gradient
-    if kind is Kind.W:
-        return stage.backward_weight_extra, stage.backward_weight_extra + stage.residue
-    if kind is Kind.B:
-        extra = stage.backward_extra - messages
-        taken = stage.incoming + extra + stage.accumulators
-        return taken, extra + stage.outgoing + stage.saved + stage.gradient
-    if kind is Kind.R:
-        extra = stage.forward_extra - messages
-        return stage.saved - stage.checkpoint + extra, extra
-    return (0, stage.moved) if kind is Kind.D else (stage.moved, 0)
+
+def _row(stage: Stage, kind: Kind, recomputed: bool) -> memory.Row:
+    incoming, outgoing = stage.incoming, stage.outgoing
+    messages, dropped = incoming + outgoing, stage.saved - stage.checkpoint
+    slices = stage.accumulators, stage.gradient
+    match kind:
+        case Kind.F:
+            extra = stage.forward_extra - messages
+            return memory.forward(stage.saved, incoming, outgoing, extra, dropped if recomputed else 0)
+        case Kind.I:
+            extra = stage.backward_input_extra - messages
+            return memory.backward_input(stage.saved, stage.residue, stage.captured, incoming, outgoing, extra, *slices)
+        case Kind.W:
+            return memory.backward_weight(stage.residue, stage.backward_weight_extra)
+        case Kind.B:
+            return memory.backward(stage.saved, incoming, outgoing, stage.backward_extra - messages, *slices)
+        case Kind.R:
+            return memory.recompute(dropped, stage.forward_extra - messages)
+        case Kind.D:
+            return memory.offload(stage.moved)
+        case Kind.H:
+            return memory.reload(stage.moved)

@@ -11,13 +11,13 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.documents.profile import Sliceable, in_one_stage, of_unit, on_device, selected, value_of
+from optpipe_compiler.documents.profile import in_one_stage, of_unit, on_device, selected, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from optpipe_compiler.documents.ir import Units
-    from optpipe_compiler.documents.profile import P2P, Cost, Layer, Link, Machine, Profile
+    from optpipe_compiler.documents.profile import P2P, Cost, Layer, Machine, Profile
     from optpipe_compiler.model.placement import Layout
 
 NS_PER_S = 10**9
@@ -233,7 +233,7 @@ def build(
     classes = _classes(layers, layout, machine, offloaded, slicing)
     stages = _mean(classes, slicing)
     fixed = [static_bytes(profile, layout, device) for device in range(devices)]
-    links = host_links(machine, devices)
+    links = machine.host_links(devices)
     link_of = [next((n for n, (members, _) in enumerate(links) if d in members), None) for d in range(devices)]
     budget = tuple(caps.device_bytes - size for size in fixed)
     units = microbatches * (1 if slicing is None else slicing.slices)
@@ -302,18 +302,13 @@ class _Part:
 
     def gradients(self, layers: list[Layer]) -> tuple[int, int]:
         """Return the units of gradients of carries that the slice's backward takes, and gives back."""
-        figures = [gradient_bytes(layer.slices) for layer in layers if layer.slices is not None]
+        figures = [layer.slices.gradient_or_carry_bytes for layer in layers if layer.slices is not None]
         if self.is_last:
             return sum(self._scaled(one, length) for length in self.lengths[:-1] for one in figures), 0
         return 0, sum(self._scaled(one, self.tokens[1] - self.tokens[0]) for one in figures)
 
     def _scaled(self, size: int, tokens: int) -> int:
         return -(-size * tokens // self.whole)
-
-
-def gradient_bytes(slices: Sliceable) -> int:
-    """Return what the gradients of a carry take, by default as much as the carry."""
-    return value_of(slices.carry_bytes if slices.carry_gradient_bytes is None else slices.carry_gradient_bytes)
 
 
 def static_bytes(profile: Profile, layout: Layout, device: int) -> int:
@@ -339,34 +334,9 @@ def statics(layers: Sequence[Layer], layout: Layout) -> list[int]:
     return held
 
 
-def host_links(machine: Machine, devices: int) -> list[tuple[list[int], Link]]:
-    """Return each host link with the devices behind it; a link without devices is one for each device not named."""
-    named = {device for link in machine.links for device in link.devices or ()}
-    result: list[tuple[list[int], Link]] = []
-    for link in machine.links:
-        if link.devices is not None:
-            members = [device for device in link.devices if device < devices]
-            result += [(members, link)] if members else []
-        else:
-            result += [([device], link) for device in range(devices) if device not in named]
-    return sorted(result, key=lambda pair: pair[0])
-
-
 def transfer_ns(size: int, bytes_per_s: int, latency_ns: int) -> int:
     """Return latency plus bytes over bandwidth in ns, rounded half up."""
     return latency_ns + (2 * size * NS_PER_S + bytes_per_s) // (2 * bytes_per_s)
-
-
-def alone(link: Link) -> tuple[int, int]:
-    """Return (d2h, h2d) bytes per second while the other direction is idle."""
-    return value_of(link.d2h_bytes_per_s), value_of(link.h2d_bytes_per_s)
-
-
-def duplex(link: Link) -> tuple[int, int]:
-    """Return (d2h, h2d) bytes per second while both directions are busy; never more than alone."""
-    d2h = link.d2h_bytes_per_s if link.duplex_d2h_bytes_per_s is None else link.duplex_d2h_bytes_per_s
-    h2d = link.h2d_bytes_per_s if link.duplex_h2d_bytes_per_s is None else link.duplex_h2d_bytes_per_s
-    return min(value_of(d2h), alone(link)[0]), min(value_of(h2d), alone(link)[1])
 
 
 def message_ns(machine: Machine, size: int, source: int, target: int) -> int:
@@ -407,13 +377,6 @@ def _largest(costs: Iterable[Cost]) -> int:
     return max(value_of(cost) for cost in costs)
 
 
-def fused_ns(layer: Layer) -> int:
-    """Return the fused backward, by default the sum of its halves."""
-    if layer.backward_ns is not None:
-        return value_of(layer.backward_ns)
-    return value_of(layer.backward_input_ns) + value_of(layer.backward_weight_ns)
-
-
 def _stage(
     layers: list[Layer], layout: Layout, index: int, machine: Machine, offloaded: float, part: _Part | None = None
 ) -> Stage:
@@ -441,8 +404,8 @@ def _stage(
         forward=moved + _total(layer.forward_ns for layer in mine),
         backward_input=moved + _total(layer.backward_input_ns for layer in mine),
         backward_weight=overhead + _total(layer.backward_weight_ns for layer in mine),
-        backward=moved + sum(fused_ns(layer) for layer in mine),
-        recompute=overhead + sum(recompute_ns(layer) for layer in mine),
+        backward=moved + sum(layer.fused_ns for layer in mine),
+        recompute=overhead + sum(layer.recompute_or_forward_ns for layer in mine),
         offload=busy[0],
         reload=busy[1],
         offload_alone=alone[0],
@@ -452,7 +415,7 @@ def _stage(
         send_activation=message_ns(machine, outgoing, device, layout.device_of[index + 1]) if after else 0,
         send_gradient=message_ns(machine, incoming, device, layout.device_of[index - 1]) if before else 0,
         saved=saved,
-        residue=sum(residue_bytes(layer) for layer in mine),
+        residue=sum(layer.residue_or_saved_bytes for layer in mine),
         captured=_total(layer.captured_bytes for layer in mine),
         checkpoint=value_of(mine[0].checkpoint_bytes) + sum(carried),
         forward_extra=messages + _largest(layer.forward_transient_bytes for layer in mine),
@@ -474,16 +437,6 @@ def _leaving(layers: list[Layer], size: float) -> int:
     return max(1, sum(total <= size for total in held))
 
 
-def recompute_ns(layer: Layer) -> int:
-    """Return the time of a recomputation, by default the forward's."""
-    return value_of(layer.forward_ns if layer.recompute_ns is None else layer.recompute_ns)
-
-
-def residue_bytes(layer: Layer) -> int:
-    """Return what stays between the two halves of the backward, by default all that was saved."""
-    return value_of(layer.saved_bytes if layer.residue_bytes is None else layer.residue_bytes)
-
-
 def busy_ns(copy_ns: int, permille: int) -> int:
     """Return what a copy takes from compute, rounded half up; `copy_ns` is its time alone."""
     return (2 * copy_ns * permille + 1000) // 2000
@@ -491,12 +444,12 @@ def busy_ns(copy_ns: int, permille: int) -> int:
 
 def _transfers(machine: Machine, device: int, devices: int, size: int) -> tuple[Pair, Pair, Pair]:
     """Return (offload, reload): times while the other direction is busy, alone, and what they take from compute."""
-    for members, link in host_links(machine, devices):
+    for members, link in machine.host_links(devices):
         if device in members:
             latency = value_of(link.latency_ns)
             busy, idle = (
                 (transfer_ns(size, d2h, latency), transfer_ns(size, h2d, latency))
-                for d2h, h2d in (duplex(link), alone(link))
+                for d2h, h2d in (link.duplex, link.alone)
             )
             share = value_of(link.compute_permille)
             return busy, idle, (busy_ns(idle[0], share), busy_ns(idle[1], share))

@@ -8,7 +8,6 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents.profile import value_of
-from optpipe_compiler.model.problem import fused_ns
 from optpipe_compiler.plan import passes
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def with_ties(profile: Profile, one: Layout) -> Layout | None:
     with suppress(ImportError):
         from optpipe_compiler.solver.cuts import lightest
 
-        work = [value_of(layer.forward_ns) + fused_ns(layer) for layer in layers]
+        work = [value_of(layer.forward_ns) + layer.fused_ns for layer in layers]
         found = replace(one, cuts=lightest(work, one.device_of, one.cuts, pairs))
         return found if all(_are_together(found, pairs)) else None
     return None
@@ -132,7 +131,7 @@ class _Costs:
         self.differ = len(set(self.permille or ())) > 1
         """Whether the same work takes some devices longer than others."""
         self.reserve = value_of(profile.machine.reserve_bytes)
-        self.work = sums(lambda layer: value_of(layer.forward_ns) + fused_ns(layer))
+        self.work = sums(lambda layer: value_of(layer.forward_ns) + layer.fused_ns)
         self.static = sums(lambda layer: value_of(layer.static_bytes))
         self.saved = sums(lambda layer: value_of(layer.saved_bytes))
         self.all = sums(_all_bytes)
@@ -166,10 +165,9 @@ class _Costs:
 
 def _all_bytes(layer: Layer) -> int:
     """Return no less than what one microbatch can make a layer's device hold at one time, on the layer's account."""
-    residue = layer.saved_bytes if layer.residue_bytes is None else layer.residue_bytes
     sizes = (
         layer.saved_bytes,
-        residue,
+        layer.residue_or_saved_bytes,
         layer.captured_bytes,
         layer.checkpoint_bytes,
         layer.forward_transient_bytes,

@@ -11,7 +11,7 @@ from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.placement import Layout, by_layers, layout
-from optpipe_compiler.model.problem import Caps, Freedom, build, fused_ns
+from optpipe_compiler.model.problem import Caps, Freedom, build
 from optpipe_compiler.plan import seeds
 from optpipe_compiler.plan.budget import LOWERING_SHARE, lowering_s, most_lowering_s
 from optpipe_compiler.plan.cuts import most_bytes, others, with_ties
@@ -46,7 +46,7 @@ def layouts(profile: Profile, options: Options) -> list[Layout]:
         kept = replace(seeds.layout_or_given(options.keep.schedule), selective=frozenset())
         again = selectively(profile, [kept], options.mem_bytes) if options.recompute and options.method is None else ()
         return [kept, *again]
-    work = [value_of(layer.forward_ns) + fused_ns(layer) for layer in profile.expanded_layers()]
+    work = [value_of(layer.forward_ns) + layer.fused_ns for layer in profile.expanded_layers()]
     wanted = options.stages_per_device
     if options.placement != "auto":
         chosen: list[tuple[str, int]] = [
@@ -133,7 +133,7 @@ def instances(profile: Profile, options: Options) -> list[tuple[Layout, Problem]
 def _linear(profile: Profile, options: Options) -> Layout:
     """Return one stage per device."""
     assert options.devices is not None
-    work = [value_of(layer.forward_ns) + fused_ns(layer) for layer in profile.expanded_layers()]
+    work = [value_of(layer.forward_ns) + layer.fused_ns for layer in profile.expanded_layers()]
     return layout("linear", options.devices, 1, work)
 
 

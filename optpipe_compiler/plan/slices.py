@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents.profile import Sliceable, value_of
-from optpipe_compiler.model.problem import Slicing, fused_ns
+from optpipe_compiler.model.problem import Slicing
 from optpipe_compiler.model.unit_bounds import device_work
 from optpipe_compiler.plan.budget import lowering_s, most_lowering_s
 from optpipe_compiler.plan.local_search import shortened
@@ -137,4 +137,4 @@ def _work(profile: Profile) -> tuple[int, int]:
     layers = profile.expanded_layers()
     slices = [layer.slices or Sliceable() for layer in layers]
     attention = sum(value_of(one.forward_attention_ns) + value_of(one.backward_input_attention_ns) for one in slices)
-    return sum(value_of(layer.forward_ns) + fused_ns(layer) for layer in layers) - attention, attention
+    return sum(value_of(layer.forward_ns) + layer.fused_ns for layer in layers) - attention, attention

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.published.common import Order, needs_split, needs_v
-from optpipe_compiler.published.v_pattern import Block, repeated
+from optpipe_compiler.published.v_pattern import BuildingBlock, repeated
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
@@ -18,7 +18,7 @@ def v_half(problem: Problem) -> Order:
     return repeated(problem, _block)
 
 
-def _block(devices: int, device: int) -> Block:
+def _block(devices: int, device: int) -> BuildingBlock:
     """Forwards wait a slot per hop on the way down, none on the way up; input gradients likewise."""
     turn = 3 * devices + (0 if devices % 2 else 3)
-    return Block(2 * device, 3 * devices - 2 - device, turn - 1 + 2 * device, turn + 3 * devices - 2 - device)
+    return BuildingBlock(2 * device, 3 * devices - 2 - device, turn - 1 + 2 * device, turn + 3 * devices - 2 - device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.published.common import Order, needs_split, needs_v
-from optpipe_compiler.published.v_pattern import Block, repeated
+from optpipe_compiler.published.v_pattern import BuildingBlock, repeated
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
@@ -18,7 +18,7 @@ def v_min(problem: Problem) -> Order:
     return repeated(problem, _block)
 
 
-def _block(devices: int, device: int) -> Block:
+def _block(devices: int, device: int) -> BuildingBlock:
     """No pass waits; where P is a multiple of 3 two slots before the gradients keep repetitions apart."""
     turn = 2 * devices + (0 if devices % 3 else 2)
-    return Block(device, 2 * devices - 1 - device, turn + device, turn + 2 * devices - 1 - device)
+    return BuildingBlock(device, 2 * devices - 1 - device, turn + device, turn + 2 * devices - 1 - device)

@@ -23,7 +23,7 @@ PERIOD = 6
 Slots = dict[Task, int]
 
 
-class Block(NamedTuple):
+class BuildingBlock(NamedTuple):
     """Slots of one microbatch on one device: forwards down and up the V, input gradients down and up again."""
 
     forward_down: int
@@ -32,7 +32,7 @@ class Block(NamedTuple):
     input_down: int
 
 
-def repeated(problem: Problem, block: Callable[[int, int], Block]) -> Order:
+def repeated(problem: Problem, block: Callable[[int, int], BuildingBlock]) -> Order:
     """Return the order that repeats `block(devices, device)` for all microbatches."""
     return _Pattern(problem, block).orders()
 
@@ -40,7 +40,7 @@ def repeated(problem: Problem, block: Callable[[int, int], Block]) -> Order:
 class _Pattern:
     """Per device the slots of its passes, improved step by step."""
 
-    def __init__(self, problem: Problem, block: Callable[[int, int], Block]) -> None:
+    def __init__(self, problem: Problem, block: Callable[[int, int], BuildingBlock]) -> None:
         self.devices = problem.devices
         self.count = problem.microbatches
         self.last = 2 * problem.devices - 1

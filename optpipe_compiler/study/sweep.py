@@ -62,7 +62,7 @@ class Sweep(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 @dataclass(frozen=True)
-class Costs:
+class SweptCosts:
     """What is swept over: one profile, or one per GPU, estimated from the same `options`."""
 
     name: str
@@ -81,11 +81,11 @@ class Costs:
         return round(self.tokens_per_microbatch / self.tokens * sum(lengths) / len(lengths))
 
     @staticmethod
-    def of(profile: Profile) -> Costs:
+    def of(profile: Profile) -> SweptCosts:
         """Return the costs of one profile."""
         model = profile.model
         tokens = None if model is None else model.microbatch_size * model.sequence_length
-        return Costs(profile.name, {None: profile}, tokens, tokens=profile.tokens)
+        return SweptCosts(profile.name, {None: profile}, tokens, tokens=profile.tokens)
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def parse_counts(text: str | None, option: str) -> tuple[int, ...]:
     return tuple(sorted(set(map(int, parts))))
 
 
-def begin(path: Path | None, costs: Costs, common: Options) -> Sweep:
+def begin(path: Path | None, costs: SweptCosts, common: Options) -> Sweep:
     """Return what is in the file, or an empty sweep; raise BadInput where the file is of other costs or options."""
     varies = ("mem_bytes", "microbatches", "devices", "workers", "seeds", "keep", "noise", "units", "lengths")
     digests = {gpu: profile.digest() for gpu, profile in costs.profiles.items()}
@@ -167,7 +167,7 @@ def _digests(sweep: Sweep) -> dict[str, str]:
     return {f"gpu_profile_digests.{gpu}": digest for gpu, digest in sweep.gpu_profile_digests.items()}
 
 
-def missing(sweep: Sweep, costs: Costs, common: Options, grid: Grid, *, cached: bool = False) -> list[Instance]:
+def missing(sweep: Sweep, costs: SweptCosts, common: Options, grid: Grid, *, cached: bool = False) -> list[Instance]:
     """Return the grid's instances that the sweep has no point for; raise BadInput for impossible ones."""
     done = {_place(point) for point in sweep.points}
     instances = []

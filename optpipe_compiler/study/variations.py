@@ -12,7 +12,6 @@ from msgspec import structs
 
 from optpipe_compiler.documents.profile import Sliceable, value_of
 from optpipe_compiler.documents.units import short_bytes
-from optpipe_compiler.model.problem import gradient_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -122,6 +121,12 @@ SHARED = (
     "static_bytes",
 )
 """What layers share out among them; messages, checkpoints and transient bytes do not shrink with a layer."""
+DEFAULTS = {
+    "backward_ns": "fused_ns",
+    "recompute_ns": "recompute_or_forward_ns",
+    "residue_bytes": "residue_or_saved_bytes",
+}
+"""Costs that may be absent, and what says the cost then."""
 SHARED_SLICES = (
     "forward_attention_ns",
     "backward_input_attention_ns",
@@ -187,7 +192,7 @@ def _attention_in_parts(slices: Sliceable, parts: int) -> Sliceable:
 
 
 def _work(layer: Layer) -> int:
-    return _of(layer, "forward_ns") + _of(layer, "backward_ns")
+    return _of(layer, "forward_ns") + layer.fused_ns
 
 
 def _even(instance: Instance) -> Profile:
@@ -216,30 +221,19 @@ def _even_slices(layer: Layer, slices: list[Sliceable | None]) -> Sliceable | No
 
     shared = {name: share(value_of(getattr(one, name)) for one in known) for name in SHARED_SLICES}
     shared["forward_attention_ns"] = min(shared["forward_attention_ns"], value_of(layer.forward_ns))
-    least = min(value_of(layer.backward_input_ns), _of(layer, "backward_ns"))
+    least = min(value_of(layer.backward_input_ns), layer.fused_ns)
     shared["backward_input_attention_ns"] = min(shared["backward_input_attention_ns"], least)
     room = value_of(layer.saved_bytes) - value_of(layer.checkpoint_bytes)
     shared["carry_bytes"] = min(shared["carry_bytes"], room)
     return Sliceable(
         **shared,
-        backward_overhead_ns=share(map(_fused_overhead_ns, known)),
-        carry_gradient_bytes=share(map(gradient_bytes, known)),
+        backward_overhead_ns=share(one.fused_overhead_ns for one in known),
+        carry_gradient_bytes=share(one.gradient_or_carry_bytes for one in known),
         forward_prefix_bytes=round(fmean(value_of(one.forward_prefix_bytes) for one in known)),
         backward_prefix_bytes=round(fmean(value_of(one.backward_prefix_bytes) for one in known)),
     )
 
 
-def _fused_overhead_ns(slices: Sliceable) -> int:
-    if slices.backward_overhead_ns is not None:
-        return value_of(slices.backward_overhead_ns)
-    return value_of(slices.backward_input_overhead_ns) + value_of(slices.backward_weight_overhead_ns)
-
-
 def _of(layer: Layer, name: str) -> int:
-    """Return a cost of a layer; what is absent as docs/IR.md says."""
-    cost = getattr(layer, name)
-    if cost is not None:
-        return value_of(cost)
-    if name == "backward_ns":
-        return value_of(layer.backward_input_ns) + value_of(layer.backward_weight_ns)
-    return value_of(layer.forward_ns if name == "recompute_ns" else layer.saved_bytes)
+    """Return a cost of a layer."""
+    return value_of(getattr(layer, DEFAULTS.get(name, name)))

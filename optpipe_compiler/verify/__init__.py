@@ -117,7 +117,7 @@ def _forecast(placed: PlacedOps, *, complete: bool) -> list[Violation]:
     found = _all((forecast.cost_records(placed), forecast.links(placed), forecast.timetable(placed)))
     if found or not complete:
         return found
-    timed = forecast.Timed(placed)
+    timed = forecast.ForecastTimes(placed)
     rules = (
         forecast.costs,
         forecast.lane_times,

@@ -98,7 +98,7 @@ def timetable(placed: PlacedOps) -> Iterator[Violation]:
             yield Violation("times", message, device, lane)
 
 
-class Timed:
+class ForecastTimes:
     """A forecast whose timetable and cost records are complete: start, end and cost of every op in ns."""
 
     def __init__(self, placed: PlacedOps) -> None:
@@ -192,7 +192,7 @@ def transfer_ns(moved: int, bytes_per_s: int) -> int:
     return (2 * moved * 10**9 + bytes_per_s) // (2 * bytes_per_s)
 
 
-def costs(timed: Timed) -> Iterator[Violation]:
+def costs(timed: ForecastTimes) -> Iterator[Violation]:
     """Every op takes exactly its cost: end = start + cost."""
     for place in timed.working:
         took, cost = timed.end[place.id] - timed.start[place.id], timed.cost(place)
@@ -201,7 +201,7 @@ def costs(timed: Timed) -> Iterator[Violation]:
             yield place.breaks("cost", message)
 
 
-def lane_times(timed: Timed) -> Iterator[Violation]:
+def lane_times(timed: ForecastTimes) -> Iterator[Violation]:
     """An op starts at or after the end of the previous op of its lane, or at or after its issue."""
     for lane in timed.placed.lanes.values():
         for before, place in pairwise(lane):
@@ -212,7 +212,7 @@ def lane_times(timed: Timed) -> Iterator[Violation]:
                 yield place.breaks("times", f"{place.id} on device {place.device} {message}", before.id)
 
 
-def copy_times(timed: Timed) -> Iterator[Violation]:
+def copy_times(timed: ForecastTimes) -> Iterator[Violation]:
     """Copies have their time of the compute lane: offloads behind their forward, reloads before their backward."""
     busy = timed.busy()
     if not any(busy.values()):
@@ -230,7 +230,7 @@ def copy_times(timed: Timed) -> Iterator[Violation]:
                 yield place.breaks("times", f"{place.id} on device {device} {text}", before.id)
 
 
-def wait_times(timed: Timed) -> Iterator[Violation]:
+def wait_times(timed: ForecastTimes) -> Iterator[Violation]:
     """An op starts at or after the end of every op in its `after`."""
     for place in timed.placed.places:
         for name in place.op.after:
@@ -240,7 +240,7 @@ def wait_times(timed: Timed) -> Iterator[Violation]:
                 yield place.breaks("times", f"{place.id} on device {place.device} {message}", name)
 
 
-def message_times(timed: Timed) -> Iterator[Violation]:
+def message_times(timed: ForecastTimes) -> Iterator[Violation]:
     """A send is issued when its producer ends; both halves end when it arrives, `send_*_ns` later."""
     for place, message in timed.placed.sends:
         producer = _producer(timed.placed, message)
@@ -255,7 +255,7 @@ def message_times(timed: Timed) -> Iterator[Violation]:
                 yield half.breaks("times", f"{text} {arrival} ns", producer)
 
 
-def receive_times(timed: Timed) -> Iterator[Violation]:
+def receive_times(timed: ForecastTimes) -> Iterator[Violation]:
     """A receive is issued not later than its message is sent."""
     for place, message in timed.placed.receives:
         if timed.start[place.id] > timed.start[message.send]:
@@ -263,7 +263,7 @@ def receive_times(timed: Timed) -> Iterator[Violation]:
             yield place.breaks("times", f"{text} sent at {timed.start[message.send]} ns", message.send)
 
 
-def arrivals(timed: Timed) -> Iterator[Violation]:
+def arrivals(timed: ForecastTimes) -> Iterator[Violation]:
     """A forward, and the op that makes the gradient, starts at or after the arrival of its message."""
     for place, message in timed.placed.receives:
         reader = timed.placed.reader_of(place)
@@ -278,7 +278,7 @@ def _producer(placed: PlacedOps, message: Message) -> str:
     return placed.gradient_of(message.stage, message.unit)
 
 
-def link_times(timed: Timed) -> Iterator[Violation]:
+def link_times(timed: ForecastTimes) -> Iterator[Violation]:
     """The transfers of one direction of one link, over all devices behind it, do not overlap."""
     for link in timed.forecast.links:
         for lane in LANES[1:]:
@@ -287,7 +287,7 @@ def link_times(timed: Timed) -> Iterator[Violation]:
             yield from _overlaps(timed, places)
 
 
-def _overlaps(timed: Timed, places: list[PlacedOp]) -> Iterator[Violation]:
+def _overlaps(timed: ForecastTimes, places: list[PlacedOp]) -> Iterator[Violation]:
     """Yield the transfers, in order of start, that begin while one of another device still holds the link."""
     holder = places[0] if places else None
     for place in places[1:]:
@@ -299,7 +299,7 @@ def _overlaps(timed: Timed, places: list[PlacedOp]) -> Iterator[Violation]:
         holder = max(holder, place, key=lambda one: timed.end[one.id])
 
 
-def makespan(timed: Timed) -> Iterator[Violation]:
+def makespan(timed: ForecastTimes) -> Iterator[Violation]:
     """makespan_ns: last end minus first start over compute, d2h and h2d ops; span_ns: the longest per compute lane."""
     whole = _extent(timed, timed.working)
     if timed.forecast.makespan_ns != whole:
@@ -313,11 +313,11 @@ def makespan(timed: Timed) -> Iterator[Violation]:
         yield Violation("makespan", f"span_ns is {timed.forecast.span_ns}, the times say {longest}")
 
 
-def _extent(timed: Timed, places: list[PlacedOp]) -> int:
+def _extent(timed: ForecastTimes, places: list[PlacedOp]) -> int:
     return max(timed.end[place.id] for place in places) - min(timed.start[place.id] for place in places)
 
 
-def bubble(timed: Timed) -> Iterator[Violation]:
+def bubble(timed: ForecastTimes) -> Iterator[Violation]:
     """bubble_fraction = 1 - (sum of the durations of compute ops) / (devices * makespan), within 1e-9."""
     whole = _extent(timed, timed.working) * len(timed.placed.schedule.devices)
     lane = [place for place in timed.working if place.lane == "compute"]

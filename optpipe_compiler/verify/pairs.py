@@ -25,7 +25,7 @@ MOST_SETS = 1000
 """Beyond so many, their tables take longer than all pairs do."""
 
 
-class Pair(NamedTuple):
+class LargestPair(NamedTuple):
     """The largest sum, and the rows of the two lanes that have it."""
 
     held: int
@@ -33,7 +33,9 @@ class Pair(NamedTuple):
     other: int
 
 
-def best_pair(sums: Sequence[Numbers], clocks: Numbers, others: Numbers, low: Numbers, high: Numbers) -> Pair | None:
+def best_pair(
+    sums: Sequence[Numbers], clocks: Numbers, others: Numbers, low: Numbers, high: Numbers
+) -> LargestPair | None:
     """Return the best of all pairs (c, h) with `low[h] <= c < high[h]`; None where there is no pair."""
     rows = np.flatnonzero(low < high)
     if not len(rows):
@@ -43,33 +45,33 @@ def best_pair(sums: Sequence[Numbers], clocks: Numbers, others: Numbers, low: Nu
     by_other = np.stack([column[others[:, k]] for k, column in enumerate(sums)])
     search = _by_segments if len(sums) <= MOST_CHAINS else _one_by_one
     held, first, number = search(by_first, by_other, clocks, others, low, high)
-    return Pair(held, first, int(rows[number]))
+    return LargestPair(held, first, int(rows[number]))
 
 
 def _one_by_one(
     by_first: Numbers, by_other: Numbers, clocks: Numbers, others: Numbers, low: Numbers, high: Numbers
-) -> Pair:
+) -> LargestPair:
     """Try every pair."""
-    best: Pair | None = None
+    best: LargestPair | None = None
     for number, (begin, end) in enumerate(zip(low.tolist(), high.tolist(), strict=True)):
         later = others[number][:, None] < clocks[begin:end].T
         held = np.where(later, by_first[:, begin:end], by_other[:, number][:, None]).sum(axis=0)
         index = int(np.argmax(held))
         if best is None or held[index] > best.held:
-            best = Pair(int(held[index]), begin + index, number)
+            best = LargestPair(int(held[index]), begin + index, number)
     assert best is not None
     return best
 
 
 def _by_segments(
     by_first: Numbers, by_other: Numbers, clocks: Numbers, others: Numbers, low: Numbers, high: Numbers
-) -> Pair:
+) -> LargestPair:
     """Look the maximum of every segment up, the segments of one set of crossed chains together."""
     begins, ends, crossed, constants = _segments(by_other, clocks, others, low, high)
     sets = np.unique(crossed[begins < ends]).tolist()
     if len(sets) > MOST_SETS:
         return _one_by_one(by_first, by_other, clocks, others, low, high)
-    best: Pair | None = None
+    best: LargestPair | None = None
     for chains in sets:
         which = np.nonzero((crossed == chains) & (begins < ends))
         inside = [k for k in range(len(by_first)) if chains >> k & 1]
@@ -78,7 +80,7 @@ def _by_segments(
         at = int(np.argmax(held))
         if best is None or held[at] > best.held:
             begin, end = int(begins[which][at]), int(ends[which][at])
-            best = Pair(int(held[at]), begin + int(np.argmax(total[begin:end])), int(which[0][at]))
+            best = LargestPair(int(held[at]), begin + int(np.argmax(total[begin:end])), int(which[0][at]))
     assert best is not None
     return best
 

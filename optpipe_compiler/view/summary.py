@@ -92,7 +92,7 @@ def _headline(schedule: Schedule) -> Table:
             "selective", f"norms and activations of layers {show_layers(layers)} recomputed in their backward"
         )
     table.add_row("memory", _fullest(schedule))
-    for first, second in host_links(schedule):
+    for first, second in link_sentences(schedule):
         table.add_row("host links", first)
         table.add_row("", second)
     return table
@@ -108,7 +108,7 @@ def _units(schedule: Schedule) -> str:
     return f" of {tokens} tokens" + (f" in {schedule.setup.slices} slices" if schedule.setup.slices > 1 else "")
 
 
-def host_links(schedule: Schedule) -> list[tuple[str, str]]:
+def link_sentences(schedule: Schedule) -> list[tuple[str, str]]:
     """Say k of each host link, links alike together, and what offloading over it does: two lines each."""
     alike: dict[tuple[object, ...], list[LinkLoad]] = {}
     for one in link_loads(schedule):

@@ -131,7 +131,7 @@ class PlannedSchedule:
     def __init__(
         self,
         schedule: ir.Schedule,
-        layers: Mapping[int, Layer],
+        layers: Mapping[int, TitanLayer],
         rank: int,
         device: torch.device,
         group: dist.ProcessGroup,
@@ -238,7 +238,7 @@ class _Given:
 # -- layers
 
 
-class Layer(nn.Module):
+class TitanLayer(nn.Module):
     """The model with one part left: its embedding, or one block."""
 
     def __init__(self, part: Any, context: int = 0) -> None:
@@ -281,7 +281,7 @@ class Layer(nn.Module):
             return {"positions": positions}
 
 
-class LastLayer(Layer):
+class LastTitanLayer(TitanLayer):
     """The model with norm and head left, and the loss."""
 
     def __init__(self, part: Any, loss_fn: Any, context: int = 0) -> None:
@@ -319,7 +319,7 @@ def layers_of(config: Any) -> tuple[list[Callable[[], nn.Module]], Callable[[tor
         part = copy.deepcopy(parts_of(model)[index]).to_empty(device="cpu")
         with torch.no_grad(), torch.device("cpu"):
             part.init_weights(buffer_device=None)
-        return LastLayer(part, loss, context) if index == count - 1 else Layer(part, context)
+        return LastTitanLayer(part, loss, context) if index == count - 1 else TitanLayer(part, context)
 
     def batch(generator: torch.Generator, samples: int) -> tuple[Tensor, Tensor]:
         tokens = torch.randint(vocabulary, (samples + 1,), generator=generator)
@@ -374,8 +374,11 @@ def _twin(module: Any) -> Any:
     return twin
 
 
-def _layers(parts: Mapping[int, Any], count: int, loss_fn: Callable[..., Any]) -> dict[int, Layer]:
-    return {index: LastLayer(part, loss_fn) if index == count - 1 else Layer(part) for index, part in parts.items()}
+def _layers(parts: Mapping[int, Any], count: int, loss_fn: Callable[..., Any]) -> dict[int, TitanLayer]:
+    return {
+        index: LastTitanLayer(part, loss_fn) if index == count - 1 else TitanLayer(part)
+        for index, part in parts.items()
+    }
 
 
 def _border(embedding: Any, dtype: torch.dtype | None, tokens: Boundary) -> Boundary:

@@ -15,7 +15,7 @@ import torch
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import op_id
-from optpipe_compiler.forecast.copies import NO_COPIES, busy_ns
+from optpipe_compiler.forecast.copies import NO_COPIES, busy_by_op
 from optpipe_compiler.forecast.table import Table
 from optpipe_torch.launch.report import forecast_durations
 from runtime_torch.meter import Meter
@@ -75,7 +75,7 @@ class RehearsedDevice:
         self._bytes = Table(schedule)
         self._compute, self._arrival = Pace(), Pace()
         self._copies = {"offload": Pace(), "reload": Pace()}
-        self._busy = busy_ns(schedule)
+        self._busy = busy_by_op(schedule)
         self._free_ns = 0
         """When the last compute op, and what the copies behind it take from compute, is over."""
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from optpipe_torch.launch.job import Job, Place, RunEvent
     from optpipe_torch.launch.report import CheckReport
-    from optpipe_torch.models.user_model import Batch
+    from optpipe_torch.models.user_model import DrawnBatch
     from optpipe_torch.replan.measured import Steps
     from optpipe_torch.replan.records import SwapRecord
     from runtime_torch.replay import StepResult
@@ -348,7 +348,7 @@ class _Training(_Session):
         self._optimizer.zero_grad()
         return result
 
-    def _batch(self, generator: torch.Generator) -> Batch:
+    def _batch(self, generator: torch.Generator) -> DrawnBatch:
         inputs, target = self._draw(generator, self.schedule.setup.microbatches)
         return tuple(tensor.to(self.device) for tensor in inputs), target.to(self.device)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from optpipe_compiler.documents.profile import Model
-    from optpipe_torch.models.user_model import Batch, UserModel
+    from optpipe_torch.models.user_model import DrawnBatch, UserModel
     from runtime_torch.ties import Names
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -131,7 +131,7 @@ def bundles(model: Model) -> list[Bundle]:
     return [tokens, *(layers.border(title, architecture, batch, sequence, dtype) for title in layer_titles(model))]
 
 
-def batches(model: Model, data: bytes) -> Callable[[torch.Generator, int], Batch]:
+def batches(model: Model, data: bytes) -> Callable[[torch.Generator, int], DrawnBatch]:
     """Return what draws the inputs and the target of so many microbatches, the same from equal generators.
 
     They are the user's where the function gives them (user_model.py), else windows of `data`.
@@ -140,7 +140,7 @@ def batches(model: Model, data: bytes) -> Callable[[torch.Generator, int], Batch
         dtype = _dtype(model)
         return lambda generator, count: user_model.draw(model, user, dtype, generator, count * model.microbatch_size)
 
-    def windows(generator: torch.Generator, microbatches: int) -> Batch:
+    def windows(generator: torch.Generator, microbatches: int) -> DrawnBatch:
         inputs, target = batch(model, data, generator, microbatches)
         return (inputs,), target
 

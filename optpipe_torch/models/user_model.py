@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from optpipe_compiler.documents.profile import Model
     from runtime_torch.ties import Names
 
-Batch = tuple[tuple[Tensor, ...], Tensor]
+DrawnBatch = tuple[tuple[Tensor, ...], Tensor]
 """Inputs and target of several samples, which are numbered along the first dimension of every tensor."""
 
 
@@ -98,7 +98,7 @@ def sketched(model: Model, index: int, one: Made) -> nn.Module:
         return made(model, index, one)
 
 
-def draw(model: Model, user: UserModel, dtype: torch.dtype, generator: torch.Generator, samples: int) -> Batch:
+def draw(model: Model, user: UserModel, dtype: torch.dtype, generator: torch.Generator, samples: int) -> DrawnBatch:
     """Draw a batch of the user's own data; floats become `dtype`, as the layers' parameters do."""
     assert user.batch is not None
     found = user.batch(generator, samples)
@@ -162,7 +162,7 @@ def kinds(model: Model, user: UserModel, borders: Sequence[Bundle]) -> list[str]
     return found
 
 
-def _sample(model: Model, user: UserModel, dtype: torch.dtype) -> Batch:
+def _sample(model: Model, user: UserModel, dtype: torch.dtype) -> DrawnBatch:
     """One microbatch, drawn twice, since ranks that draw different data train nothing."""
     if user.batch is None:
         tokens = torch.zeros(model.microbatch_size, model.sequence_length, dtype=torch.int64)

@@ -28,7 +28,7 @@ from optpipe_torch.profiler.layers import (
     time_selective,
     transient_bytes,
 )
-from optpipe_torch.profiler.records import Findings, LayerBytes, Messages, Times, available_memory
+from optpipe_torch.profiler.records import Findings, LayerBytes, Messages, Samples, available_memory
 from optpipe_torch.profiler.slices import slice_bytes, sliced_bench, time_slices
 from optpipe_torch.profiler.spread import steadiest
 from optpipe_torch.profiler.timer import Timer
@@ -235,12 +235,12 @@ def _telling_stages(names: list[str]) -> list[tuple[int, int]]:
     return sorted((first, end) for first, end in stages if first >= 0 and end <= count)
 
 
-def _overhead(timer: Timer, samples: int) -> Times:
+def _overhead(timer: Timer, samples: int) -> Samples:
     """Time ops that do next to nothing."""
     bench = bookkeeping_bench(timer.device)
 
-    def take(turn: int) -> Times:
-        times: Times = {}
+    def take(turn: int) -> Samples:
+        times: Samples = {}
         for _ in time_ops(timer, [bench], 5 * samples, times, lead=True):
             pass
         return times
@@ -262,9 +262,9 @@ def _time_kinds(
     equal: dict[str, int],
     samples: int,
     say: Callable[[str, float], None],
-) -> dict[str, Times]:
+) -> dict[str, Samples]:
     """Time each kind of layer on up to `equal` layers of it; the commonest one last."""
-    times: dict[str, Times] = {}
+    times: dict[str, Samples] = {}
     main = common(names)
     others = [name for name in dict.fromkeys(names) if name != main]
     done = 0.2
@@ -278,7 +278,7 @@ def _time_kinds(
     return times
 
 
-def _time_slices(timer: Timer, benches: Benches, names: list[str], name: str, equal: int, samples: int) -> Times:
+def _time_slices(timer: Timer, benches: Benches, names: list[str], name: str, equal: int, samples: int) -> Samples:
     """Time the slices of a kind of layer on up to `equal` layers of it; each sample is of all its slices."""
     own = [index for index, other in enumerate(names) if other == name][:equal]
     sliced = [one for one in (sliced_bench(benches, index) for index in own) if one is not None]
@@ -287,11 +287,11 @@ def _time_slices(timer: Timer, benches: Benches, names: list[str], name: str, eq
     return steadiest(lambda turn: time_slices(timer, sliced, rounds), _any_process)
 
 
-def _time_kind(timer: Timer, stages: list[Bench], samples: int, tell: Callable[[int, float], None]) -> Times:
+def _time_kind(timer: Timer, stages: list[Bench], samples: int, tell: Callable[[int, float], None]) -> Samples:
     """Time equal layers; `tell` which turn it is, and how much of it is done."""
 
-    def take(turn: int) -> Times:
-        times: Times = {}
+    def take(turn: int) -> Samples:
+        times: Samples = {}
         for progress in time_ops(timer, stages, samples, times):
             tell(turn, progress)
         return times
@@ -311,7 +311,7 @@ def time_messages(timer: Timer, rank: int, peer: int, nbytes: int, samples: int)
     """Time messages between two processes, one way, by halves of round trips, while other pairs do the same."""
     small, large = (torch.zeros(size, dtype=torch.uint8, device=timer.device) for size in (SMALL_MESSAGE, nbytes))
 
-    def take(turn: int) -> Times:
+    def take(turn: int) -> Samples:
         few: list[int] = []
         many: list[int] = []
         busy: list[int] = []

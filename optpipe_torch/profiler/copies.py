@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from optpipe_torch.profiler.layers import Bench, Benches
-    from optpipe_torch.profiler.records import Times
+    from optpipe_torch.profiler.records import Samples
     from optpipe_torch.profiler.timer import Timer
     from runtime_torch.execution import StageExecution
     from runtime_torch.lanes import Lanes
@@ -126,13 +126,13 @@ class _Copier:
         self._timeline.add(op.id, "d2h" if there else "h2d", start, self._timeline.now())
 
 
-def _alone(copier: _Copier, samples: int) -> Times:
+def _alone(copier: _Copier, samples: int) -> Samples:
     """Offload several microbatches, then reload them, so that none is still warm in the caches."""
     everyone = range(MICROBATCHES)
     return _repeat(copier, copier.lanes(everyone, everyone, at_once=False), samples, with_busy=True)
 
 
-def _duplex(copier: _Copier, samples: int) -> Times:
+def _duplex(copier: _Copier, samples: int) -> Samples:
     """Offload each microbatch while the one half-way round is reloaded."""
     half = MICROBATCHES // 2
     later = range(half, MICROBATCHES)
@@ -142,13 +142,13 @@ def _duplex(copier: _Copier, samples: int) -> Times:
     return found
 
 
-def _repeat(copier: _Copier, lanes: Lanes, samples: int, *, with_busy: bool = False) -> Times:
+def _repeat(copier: _Copier, lanes: Lanes, samples: int, *, with_busy: bool = False) -> Samples:
     """Run the lanes until there are so many samples of each direction, or time is up; the first run is not counted.
 
     `busy` is then of each run, in thousandths of what its copies take at the median: not of what they took, as other
     processes may have had the core for a while.
     """
-    found: Times = {"d2h": [], "h2d": []}
+    found: Samples = {"d2h": [], "h2d": []}
     busy: list[int] = []
     copier.run(lanes)
     begin = time.monotonic()

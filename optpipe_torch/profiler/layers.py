@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from optpipe_torch.models import known as models
 from optpipe_torch.models.user_functions import OWN
-from optpipe_torch.profiler.records import TIMED, LayerBytes, SelectiveBytes, Times
+from optpipe_torch.profiler.records import TIMED, LayerBytes, Samples, SelectiveBytes
 from runtime_torch.bundles import bundled
 from runtime_torch.execution import StageExecution
 from runtime_torch.microbatch import takes_target
@@ -185,7 +185,7 @@ def bookkeeping_bench(device: torch.device) -> Bench:
 
 
 def time_ops(
-    timer: Timer, benches: Sequence[Bench], samples: int, times: Times, *, lead: bool = False
+    timer: Timer, benches: Sequence[Bench], samples: int, times: Samples, *, lead: bool = False
 ) -> Iterator[float]:
     """Time every op on equal stages in turn into `times`, forwards first and backwards in reverse, as in one stage.
 
@@ -209,7 +209,7 @@ def time_ops(
         yield (index + 1) / rounds
 
 
-def _recompute_round(timer: Timer, benches: Sequence[Bench], times: Times) -> None:
+def _recompute_round(timer: Timer, benches: Sequence[Bench], times: Samples) -> None:
     """The first of a round: what it does not time gives the host the lead that it has in a run."""
     for bench in benches:
         bench.forward(0, recomputed=True)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 OPS = ("forward", "backward_input", "backward_weight", "backward")
 """The compute ops of a layer, the backward in halves and fused."""
 TIMED = (*OPS, "recompute")
-Times = dict[str, list[int]]
+Samples = dict[str, list[int]]
 """Samples in ns by op: forward, backward_input, backward_weight, backward, recompute."""
 
 
@@ -153,8 +153,8 @@ class Findings:
 
     names: list[str]
     """The kind of each layer of the model."""
-    overhead: Times
-    times: dict[str, Times]
+    overhead: Samples
+    times: dict[str, Samples]
     """By kind of layer."""
     sizes: dict[str, LayerBytes]
     """By kind of layer."""
@@ -173,7 +173,7 @@ class Findings:
     """The name of each layer, where it has one of its own; empty: all have that of their kind."""
     ties: list[tuple[str, int] | None] = field(default_factory=list)
     """Of each layer: the name of its tie and the bytes of the tied parameter; empty: there are no ties."""
-    sliced: dict[str, Times] = field(default_factory=dict)
+    sliced: dict[str, Samples] = field(default_factory=dict)
     """By kind of layer that can be sliced: samples of each op of each slice (`sample_name`)."""
     host_link: str | None = None
     """Equal for devices that share the way to their host; None: not known who does."""
@@ -252,7 +252,7 @@ def _title(model: Model) -> str:
     return model.builder
 
 
-def _layer(name: str, count: int, times: Times, sizes: LayerBytes, overhead_ns: int, *, is_first: bool) -> Layer:
+def _layer(name: str, count: int, times: Samples, sizes: LayerBytes, overhead_ns: int, *, is_first: bool) -> Layer:
     """Return the record of `count` equal layers; the overhead of an op is counted in the machine, not here."""
 
     net = {op: quantity(max(0, t - overhead_ns) for t in times[op]) for op in TIMED}
@@ -264,7 +264,7 @@ def _layer(name: str, count: int, times: Times, sizes: LayerBytes, overhead_ns: 
 
 
 def _sliceable(
-    layer: Layer, times: Times, spans: Sequence[tuple[int, int]], sizes: LayerBytes, overhead_ns: int
+    layer: Layer, times: Samples, spans: Sequence[tuple[int, int]], sizes: LayerBytes, overhead_ns: int
 ) -> Sliceable:
     """Return what the layer costs in slices; see `profiler.slices`.
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from optpipe_torch.profiler.layers import Bench, Benches
-    from optpipe_torch.profiler.records import LayerBytes, Times
+    from optpipe_torch.profiler.records import LayerBytes, Samples
     from optpipe_torch.profiler.timer import Timer
 
 
@@ -156,15 +156,15 @@ def _transient_bytes(timer: Timer, sliced: SlicedBench, sizes: LayerBytes, into:
             into.backward_prefix = max(into.backward_prefix, prefix)
 
 
-def time_slices(timer: Timer, sliced: Sequence[SlicedBench], samples: int) -> Times:
+def time_slices(timer: Timer, sliced: Sequence[SlicedBench], samples: int) -> Samples:
     """Time every op of every slice on equal layers in turn, as `time_ops` does; samples by op and slice."""
     count = len(sliced[0].spans)
-    times: Times = {sample_name(op, index): [] for op in OPS for index in (None, *range(count))}
+    times: Samples = {sample_name(op, index): [] for op in OPS for index in (None, *range(count))}
     begin = time.monotonic()
     for turn in range(WARM_UP + samples):
         if turn >= WARM_UP + LEAST and time.monotonic() - begin > MOST_S / 2:
             break
-        into: Times = times if turn >= WARM_UP else {name: [] for name in times}
+        into: Samples = times if turn >= WARM_UP else {name: [] for name in times}
         for split in (True, False):
             whole = {op: into[sample_name(op, None)] for op in OPS}
             time_round(timer, [one.bench for one in sliced], whole, split=split)

@@ -11,7 +11,7 @@ from optpipe_compiler.costs.noise import BOUND
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from optpipe_torch.profiler.records import Times
+    from optpipe_torch.profiler.records import Samples
 
 MOST = 3
 """So often something is measured at most."""
@@ -27,7 +27,7 @@ def relative_spread(samples: Sequence[int]) -> float:
     return (high - low) / max(1.0, middle)
 
 
-def steadiest(take: Callable[[int], Times], agree: Callable[[bool], bool]) -> Times:
+def steadiest(take: Callable[[int], Samples], agree: Callable[[bool], bool]) -> Samples:
     """Measure with `take`, again (up to `MOST` times) while a spread is above the bound; keep each one's steadiest.
 
     `take` is called with how often it has been before, and returns samples by name. `agree` says whether any process

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from optpipe_compiler.documents.ir import Schedule
-    from optpipe_compiler.view.report.trace import Range, TraceSwap
+    from optpipe_compiler.view.report.trace import Span, TraceSwap
 
 SCRIPTS = ("model.js", "rows.js", "draw.js", "memory.js", "marks.js", "card.js", "range.js", "point.js", "controls.js")
 
@@ -26,7 +26,7 @@ SCRIPTS = ("model.js", "rows.js", "draw.js", "memory.js", "marks.js", "card.js",
 def render(
     schedule: Schedule,
     baselines: Sequence[Schedule] = (),
-    measured: dict[str, Range] | None = None,
+    measured: dict[str, Span] | None = None,
     swaps: Sequence[TraceSwap] = (),
 ) -> str:
     """Return the page: the schedule first, `measured` (op id to times) in it, and below it one of `baselines`.
@@ -72,7 +72,7 @@ def _title(what: str, schedule: Schedule, name: str | None = None) -> str:
     return f"{what} ({printable(name or forecast.method)}): {show_ns(forecast.makespan_ns)}, {idle}"
 
 
-def _lines(schedule: Schedule, measured: dict[str, Range] | None) -> list[dict[str, object]]:
+def _lines(schedule: Schedule, measured: dict[str, Span] | None) -> list[dict[str, object]]:
     """Return the chart's vertical lines from left to right; a bound on one device's span is no moment of the chart."""
     forecast = schedule.forecast
     lines = [(forecast.makespan_ns, "this schedule", False)]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from optpipe_compiler.forecast import Analysis, Curve, Gap, Item, Stack
-    from optpipe_compiler.view.report.trace import Range
+    from optpipe_compiler.view.report.trace import Span
 
 Columns = dict[str, Any]
 REASONS = {
@@ -38,7 +38,7 @@ def encode(value: object) -> str:
     return msgspec.json.encode(value).decode().replace("<", "\\u003c")
 
 
-def chart(found: Analysis, name: str, title: str, measured: dict[str, Range] | None) -> Columns:
+def chart(found: Analysis, name: str, title: str, measured: dict[str, Span] | None) -> Columns:
     """Return everything the page draws of one schedule."""
     schedule, setup = found.schedule, found.schedule.setup
     begin, devices = found.begin_ns, len(schedule.devices)
@@ -77,7 +77,7 @@ def _turns(schedule: ir.Schedule) -> list[int]:
     return turns
 
 
-def _lane(device: int, lane: str, items: Sequence[Item], begin: int, measured: dict[str, Range] | None) -> Columns:
+def _lane(device: int, lane: str, items: Sequence[Item], begin: int, measured: dict[str, Span] | None) -> Columns:
     ran = (
         sorted((*measured[item.op.id], nth) for nth, item in enumerate(items) if item.op.id in measured)
         if measured

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.documents.ir import Baseline, Schedule
     from optpipe_compiler.forecast import Analysis, Cause
-    from optpipe_compiler.view.report.trace import Range, TraceSwap
+    from optpipe_compiler.view.report.trace import Span, TraceSwap
 
 
 def plain(text: str) -> str:
@@ -74,7 +74,7 @@ def summary(schedule: Schedule) -> str:
 
 
 def tables(
-    found: Analysis, drawn: Sequence[str], measured: dict[str, Range] | None, swaps: Sequence[TraceSwap] = ()
+    found: Analysis, drawn: Sequence[str], measured: dict[str, Span] | None, swaps: Sequence[TraceSwap] = ()
 ) -> str:
     """Return the tables beside the chart, `drawn` names the baselines that the chart can show."""
     schedule = found.schedule
@@ -109,7 +109,7 @@ def _swaps(schedule: Schedule, swaps: Sequence[TraceSwap]) -> str:
     return _block("Swaps", names, rows, text, opened=True)
 
 
-def _measured(found: Analysis, measured: dict[str, Range]) -> str:
+def _measured(found: Analysis, measured: dict[str, Span]) -> str:
     """Compare the time of all ops of a kind, forecast and measured, over the ops that the trace has."""
     forecast: Counter[str] = Counter()
     took: Counter[str] = Counter()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from optpipe_compiler.documents.ir import Schedule
     from optpipe_compiler.documents.traces import ReadEvent, Trace
 
-Range = tuple[int, int]
+Span = tuple[int, int]
 """Begin and end in ns."""
 
 
@@ -58,7 +58,7 @@ def _steps_of(digest: str, swaps: Sequence[TraceSwap]) -> range | None:
     return range(ends[0])
 
 
-def measured(paths: Sequence[Path], schedule: Schedule) -> dict[str, Range]:
+def measured(paths: Sequence[Path], schedule: Schedule) -> dict[str, Span]:
     """Return when each op ran in the last step of the traces, by op id, in ns after the first op's begin.
 
     An op is found by its id in `args.op`, by its kind there with `args.stage` and `args.microbatch`, or by a name such
@@ -66,7 +66,7 @@ def measured(paths: Sequence[Path], schedule: Schedule) -> dict[str, Range]:
     no op of the schedule.
     """
     names = _names(schedule)
-    found: dict[str, tuple[int, Range]] = {}
+    found: dict[str, tuple[int, Span]] = {}
     for path in paths:
         before = len(found)
         trace = traces.read(path)
@@ -84,7 +84,7 @@ def measured(paths: Sequence[Path], schedule: Schedule) -> dict[str, Range]:
     return {op_id: (first - begin, end - begin) for op_id, (first, end) in ran_last.items()}
 
 
-def _ranges(trace: Trace, names: dict[str, str]) -> Iterator[tuple[int, str, Range]]:
+def _ranges(trace: Trace, names: dict[str, str]) -> Iterator[tuple[int, str, Span]]:
     """Yield step, op id and times of every event that is an op; what ran on a GPU rather than its launch."""
     events = trace.ranges()
     on_gpu = [event for event in events if event.cat == "gpu_user_annotation"]

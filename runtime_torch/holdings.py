@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from runtime_torch.surroundings import Autocast
 
 
-class Unit:
+class Holding:
     """One saved storage: on the device (`storage`), on the host (`host_copy`), or for the time being nowhere."""
 
     __slots__ = ("host_copy", "layer", "nbytes", "region", "slots", "stays", "storage")
@@ -34,16 +34,16 @@ class Unit:
 
 
 class Slot:
-    """One saved tensor: a geometry on a unit's storage."""
+    """One saved tensor: a geometry on a holding's storage."""
 
-    __slots__ = ("geometry", "layer", "tensor", "unit")
+    __slots__ = ("geometry", "holding", "layer", "tensor")
 
-    def __init__(self, layer: int, unit: Unit, tensor: Tensor) -> None:
+    def __init__(self, layer: int, holding: Holding, tensor: Tensor) -> None:
         self.layer = layer
-        self.unit = unit
+        self.holding = holding
         self.tensor: Tensor | None = tensor
         self.geometry: Geometry | None = None
-        """Known once the unit has been taken away."""
+        """Known once the holding has been taken away."""
 
     def take_away(self) -> None:
         """Keep the geometry alone."""
@@ -78,13 +78,13 @@ class Region:
     needs: list[bool]
     """Of the inputs: whether they need a gradient."""
     begin: int
-    """How many units the store had before."""
+    """How many holdings the store had before."""
     autocast: Autocast
     slots: list[Slot] = field(default_factory=list)
     """What the piece saved inside."""
-    units: list[Unit] = field(default_factory=list)
+    holdings: list[Holding] = field(default_factory=list)
     """What is dropped and made again."""
     out: Tensor | None = None
     """Its result, alive until the layer's end, so that nothing else has its address."""
-    out_unit: Unit | None = None
-    """The unit of the result, where something behind the piece saved it."""
+    out_holding: Holding | None = None
+    """The holding of the result, where something behind the piece saved it."""

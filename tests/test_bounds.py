@@ -21,6 +21,7 @@ from optpipe_compiler.model.bounds import (
     fill_and_drain,
     head_and_work,
     memory_time,
+    one_by_one,
     resources,
     round_trip,
     slots,
@@ -50,7 +51,10 @@ def uneven(forward: tuple[int, ...], freedom: Freedom = SPLIT, **sizes: int) -> 
 @given(one=problems(devices=2, stages=2, microbatches=2, ticks=5))
 def test_every_bound_is_at_most_the_optimum_and_that_at_most_the_best_heuristic(one):
     for kind, bounds in (
-        ("makespan", [device_work, head_and_work, round_trip, memory_time, resources, fill_and_drain, slots]),
+        (
+            "makespan",
+            [device_work, head_and_work, round_trip, memory_time, resources, fill_and_drain, slots, one_by_one],
+        ),
         ("span", [device_work, round_trip]),
     ):
         found = best(one, kind=kind)
@@ -106,7 +110,9 @@ def test_one_microbatch_takes_the_round_trip():
 def test_where_one_activation_fits_memory_times_time_is_the_optimum():
     one = problem(3, 4, 4, freedom=FUSED, send_activation=0, send_gradient=0)
     assert memory_time(one).ticks == optimum(one) == 4 * 90
-    assert memory_time(replace(one, budget=(5, 5, 5))).ticks < 4 * 90
+    for budget in (5, 6, 7):  # still only one fits
+        assert memory_time(replace(one, budget=(budget,) * 3)).ticks == 4 * 90
+    assert memory_time(replace(one, budget=(8, 8, 8))).ticks < 4 * 90
 
 
 def test_memory_times_time_counts_the_cheapest_way_to_hold_an_activation():
@@ -123,14 +129,14 @@ def test_memory_times_time_counts_the_cheapest_way_to_hold_an_activation():
 
 
 def test_what_memory_is_spared_compute_or_the_link_must_bear():
-    one = problem(2, 8, 5, per_device=2, residue=4, offload=30, reload=30, offload_alone=30, reload_alone=30)
+    one = problem(2, 8, 8, per_device=2, residue=4, offload=30, reload=30, offload_alone=30, reload_alone=30)
     assert resources(one).ticks > max(head_and_work(one).ticks, memory_time(one).ticks)
 
 
 def test_the_weights_are_those_at_which_compute_and_memory_meet():
-    """x of 8 recomputed: 240 + 10 x ticks of compute, (360 (8 - x) + 160 x) / 5 of memory; both are 307.2 at 6.72."""
-    one = problem(3, 8, 5, freedom=replace(FUSED, recompute=True), send_activation=0, send_gradient=0)
-    assert resources(one).ticks == 308
+    """x of 8 recomputed: 240 + 10 x ticks of compute, (360 (8 - x) + 160 x) / 8 of memory; both are 274.3 at 3.43."""
+    one = problem(3, 8, 8, freedom=replace(FUSED, recompute=True), send_activation=0, send_gradient=0)
+    assert resources(one).ticks == 275
 
 
 def heaviest_one_by_one(shares: _Shares) -> Fraction:
@@ -151,7 +157,7 @@ def heaviest_one_by_one(shares: _Shares) -> Fraction:
 @given(one=problems(devices=3, stages=4, microbatches=3))
 def test_the_weights_found_in_floating_point_are_as_good_as_those_found_exactly(one):
     for group in _groups(one):
-        shares = _Shares(one, group, *least_areas(one))
+        shares = _Shares(one, group, *least_areas(one), one.budget)
         assert float(shares.heaviest()) == pytest.approx(float(heaviest_one_by_one(shares)), rel=1e-6)
 
 
@@ -182,6 +188,15 @@ def test_whole_slots_are_reached_by_equal_fused_stages(devices, microbatches, fi
     timed = min(dispatched(one), key=lambda timed: timed.makespan)
     assert max(peaks(timed)) <= 4 * fits
     assert timed.makespan == slots(one).ticks > memory_time(one).ticks
+
+
+def test_where_nothing_fits_beside_a_whole_activation_all_of_a_device_add_up():
+    """Sizes 4 and, of the weight gradient, 2 under 5; recomputed, device 0 takes 40 ticks a microbatch."""
+    slow = {"offload": 30, "reload": 30, "offload_alone": 30, "reload_alone": 30}
+    one = problem(2, 3, 5, residue=2, **slow)
+    others = (head_and_work, memory_time, resources, fill_and_drain, slots)
+    assert one_by_one(one).ticks == optimum(one) == 3 * 40 > max(bound(one).ticks for bound in others)
+    assert one_by_one(replace(one, budget=(6, 6))).ticks == 0
 
 
 def test_slots_count_messages_split_backwards_and_what_an_op_needs_besides():

@@ -203,6 +203,7 @@ def test_every_bound_and_every_cause_without_a_resource_has_words():
         bounds.resources,
         bounds.fill_and_drain,
         bounds.slots,
+        bounds.one_by_one,
     )
     assert {bound(problem(2, 2, 100)).name for bound in found} | {"cp-sat"} == set(BOUNDS)
     assert set(MEANINGS) == {Cause.FILL, Cause.DRAIN, Cause.SLACK}

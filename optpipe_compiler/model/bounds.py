@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from optpipe_compiler.model import unit_bounds
-from optpipe_compiler.model.unit_bounds import backward_of, head_of, least_areas, work_of
+from optpipe_compiler.model.unit_bounds import backward_of, head_of, least_areas, rounds, work_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from numpy.typing import NDArray
 
@@ -36,7 +36,7 @@ def best(problem: Problem, objective: str) -> Bound:
     if objective == "makespan":
         bounds += [head_and_work(problem), memory_time(problem)]
         if problem.slicing is None:
-            bounds += [resources(problem), fill_and_drain(problem), slots(problem)]
+            bounds += [resources(problem), fill_and_drain(problem), slots(problem), one_by_one(problem)]
     return max(bounds, key=lambda bound: bound.ticks)
 
 
@@ -69,13 +69,15 @@ def resources(problem: Problem) -> Bound:
     weighted mean every activation chooses the cheapest of keep, offload and recompute for itself, which bounds every
     joint choice. It holds for any weights; good ones are searched for.
     """
-    (areas,) = least_areas(problem)
-    result = Fraction(0)
-    for group in _groups(problem):
-        mine = [problem.stages_of(device) for device in group]
-        if all(mine) and all(problem.budget[device] > 0 for device in group):
-            head = min(head_of(problem, stages[0]) for stages in mine)
-            result = max(result, head + problem.microbatches * _Shares(problem, group, areas).heaviest())
+    result, groups = Fraction(0), _groups(problem)
+    for fits in rounds(problem):
+        (areas,) = least_areas(problem, fits)
+        rooms = [budget * max(1, number) for budget, number in zip(problem.budget, fits, strict=True)]
+        for group in groups:
+            mine = [problem.stages_of(device) for device in group]
+            if all(mine) and all(problem.budget[device] > 0 for device in group):
+                head = min(head_of(problem, stages[0]) for stages in mine)
+                result = max(result, head + problem.microbatches * _Shares(problem, group, areas, rooms).heaviest())
     return Bound("resources", ceil(result))
 
 
@@ -86,13 +88,13 @@ Vector = tuple[Fraction, Fraction, Fraction]
 class _Shares:
     """What a microbatch costs a group of devices behind one link (or one device): the options of each activation."""
 
-    def __init__(self, problem: Problem, group: list[int], areas: list[Area]) -> None:
+    def __init__(self, problem: Problem, group: list[int], areas: list[Area], rooms: Sequence[int]) -> None:
         count, none = len(group), Fraction(0)
         self.work = none
         self.options: list[list[Vector]] = []
         for device in group:
             for s in problem.stages_of(device):
-                stage, room = problem.stages[s], count * problem.budget[device]
+                stage, room = problem.stages[s], count * rooms[device]
                 kept, away, again = (Fraction(area, room) for area in areas[s])
                 options = [(none, kept, none)]
                 if problem.can_offload(s):
@@ -298,6 +300,45 @@ def slots(problem: Problem) -> Bound:
                 result = max(result, rounds * time + rest_of(problem.microbatches - rounds * fit))
         trip += stage.forward + stage.send_activation + backward_of(problem, stage) + stage.send_gradient
     return Bound("slots", result)
+
+
+def one_by_one(problem: Problem) -> Bound:
+    """Where a whole activation leaves no room beside it, a device's activations share nothing of its time.
+
+    Let a device's budget be less than saved(s) + min(saved(t), residue(t)) for all of its stages s and t. While it
+    holds a whole activation, it then holds none other and no residue of another. It does from the start of a forward to
+    its end, or to the end of the offload, or to the start of the backward where the activation is kept; and from the
+    start of a reload or recomputation to that of the weight gradient or to the end of a fused backward. Two weight
+    gradients share no time either: they are computed one after the other. So the least times of all of these add up:
+
+        makespan >= head(d) + M x sum over s of min(kept, offloaded, recomputed)
+
+    kept: F, the way through the later stages and back, and the backward. Offloaded: F, D, H and the backward, transfers
+    alone on their link. Recomputed: F, R and the backward.
+    """
+    result = 0
+    trip = 0
+    """Ticks from the end of the forward of stage s to the arrival of the gradient that comes back."""
+    least = [0] * problem.devices
+    for s in reversed(range(len(problem.stages))):
+        stage = problem.stages[s]
+        backward = work_of(problem, stage) - stage.forward
+        between = [trip]
+        if problem.can_offload(s):
+            between.append(stage.offload_alone + stage.reload_alone)
+        if problem.can_recompute(s):
+            between.append(stage.recompute)
+        least[stage.device] += stage.forward + min(between) + backward
+        if s:
+            before = problem.stages[s - 1]
+            trip += before.send_activation + stage.forward + backward_of(problem, stage) + stage.send_gradient
+    for device, ticks in enumerate(least):
+        mine = [problem.stages[s] for s in problem.stages_of(device)]
+        smallest = min((stage.saved for stage in mine), default=0)
+        beside = min((min(s.saved, s.residue) if problem.freedom.split else s.saved for s in mine), default=0)
+        if mine and problem.budget[device] < smallest + beside:
+            result = max(result, head_of(problem, problem.stages_of(device)[0]) + problem.microbatches * ticks)
+    return Bound("one-by-one", result)
 
 
 class _Rest:

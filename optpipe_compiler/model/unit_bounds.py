@@ -13,7 +13,12 @@ from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from optpipe_compiler.model.problem import Problem, Stage
+
+LEFT = 1.02
+"""Sizes are counted by how many fit where at least a fiftieth more than these would."""
 
 
 class Area(NamedTuple):
@@ -124,18 +129,45 @@ def memory_time(problem: Problem) -> int:
     """Little's law: sum of (bytes x least time) over all activations <= budget x (makespan - head).
 
     Keys and values, and their gradients, count as the rest of an activation does: the former are a part of it, and
-    those of the latter are left out.
+    those of the latter are left out. The same holds of the sizes of `counted`.
     """
-    result = Fraction(0)
-    areas, counts = least_areas(problem), _counts(problem)
-    for device in range(problem.devices):
-        mine = problem.stages_of(device)
-        area = sum(
-            count * min(_choices(problem, s, areas[number][s])) for number, count in enumerate(counts) for s in mine
-        )
-        if mine and area and problem.budget[device] > 0:
-            result = max(result, head_of(problem, mine[0]) + Fraction(area, problem.budget[device]))
+    result, counts = Fraction(0), _counts(problem)
+    for fits in rounds(problem):
+        areas = least_areas(problem, fits)
+        for device in range(problem.devices):
+            mine = problem.stages_of(device)
+            area = sum(
+                count * min(_choices(problem, s, areas[number][s])) for number, count in enumerate(counts) for s in mine
+            )
+            if mine and area and problem.budget[device] > 0:
+                room = problem.budget[device] * max(1, fits[device])
+                result = max(result, head_of(problem, mine[0]) + Fraction(area, room))
     return ceil(result)
+
+
+def counted(size: int, budget: int, fits: int) -> int:
+    """Return a size, in parts of 1 / `fits` of a unit, such that what fits into the budget still does.
+
+    It is u(x) = x if (k + 1) x is an integer, else floor((k + 1) x) / k, of x = size / budget with k = `fits`, a dual
+    feasible function (Lueker, 1983; Fekete and Schepers, Mathematical Programming 91, 2001): sizes of which k fit, and
+    no more, count 1 / k of the budget each, whatever is left over. With `fits` of 0 a size counts as it is.
+    """
+    if not fits:
+        return size
+    whole, rest = divmod((fits + 1) * size, budget)
+    return whole * budget if rest else fits * size
+
+
+def rounds(problem: Problem) -> list[list[int]]:
+    """Return, by device, numbers of activations to count sizes by: first 0, then those that fit of its stages each,
+    where much of the budget is left over with so many."""
+    found: list[list[int]] = []
+    for device, budget in enumerate(problem.budget):
+        saved = {problem.stages[s].saved for s in problem.stages_of(device)}
+        numbers = {budget // size for size in saved if 0 < size <= budget and budget > LEFT * (budget // size) * size}
+        found.append([0, *sorted(numbers)])
+    most = max(map(len, found))
+    return [[numbers[n] if n < len(numbers) else 0 for numbers in found] for n in range(most)]
 
 
 def _choices(problem: Problem, s: int, area: Area) -> list[int]:
@@ -143,8 +175,8 @@ def _choices(problem: Problem, s: int, area: Area) -> list[int]:
     return [area.kept, *away, *([area.again] if problem.can_recompute(s) else [])]
 
 
-def least_areas(problem: Problem) -> list[list[Area]]:
-    """Return the least areas of an activation by class and stage.
+def least_areas(problem: Problem, fits: Sequence[int] = ()) -> list[list[Area]]:
+    """Return the least areas of an activation by class and stage; sizes are those of `counted` with `fits` by device.
 
     Between the start of its forward and that of its backward at stage s lie: its own way through the later stages,
     then the forwards of all later slices on the last stage, then their backwards there, then its own way back. What an
@@ -161,17 +193,20 @@ def least_areas(problem: Problem) -> list[list[Area]]:
             areas: list[Area] = []
             for s in reversed(range(len(stages))):
                 stage = stages[s]
+                budget, number = problem.budget[stage.device], fits[stage.device] if fits else 0
+                sizes = stage.saved, stage.staying, stage.checkpoint, stage.residue
+                saved, staying, checkpoint, residue = (counted(size, budget, number) for size in sizes)
                 stay = stage.forward + stage.send_activation + way
-                end = stage.saved * stage.backward
+                end = saved * stage.backward
                 if problem.freedom.split:
-                    end = min(end, stage.saved * stage.backward_input + stage.residue * stage.backward_weight)
-                away = stage.moved * (stage.forward + stage.offload_alone + stage.reload_alone) + end
-                again = stage.checkpoint * max(0, stay - stage.forward - stage.recompute)
+                    end = min(end, saved * stage.backward_input + residue * stage.backward_weight)
+                copied = stage.forward + stage.offload_alone + stage.reload_alone
+                again = checkpoint * max(0, stay - stage.forward - stage.recompute)
                 areas.append(
                     Area(
-                        stage.saved * stay + end,
-                        away + stage.staying * stay,
-                        stage.saved * (stage.forward + stage.recompute) + again + end,
+                        saved * stay + end,
+                        (saved - staying) * copied + staying * stay + end,
+                        saved * (stage.forward + stage.recompute) + again + end,
                     )
                 )
                 way += stage.forward + stage.send_activation + backward_of(problem, stage) + stage.send_gradient

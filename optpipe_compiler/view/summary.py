@@ -33,6 +33,7 @@ BOUNDS = {
     "fill-and-drain": "what memory and link let a device do at its two ends",
     "slots": "how many whole activations fit at a time",
     "memory-time": "bytes x time under the cap",
+    "one-by-one": "a whole activation leaves no room beside it",
     "resources": "compute, memory and host link",
     "cp-sat": "exhaustive search",
 }

@@ -8,11 +8,11 @@ equally late, the first `Reason` in the order of the enum is given.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from optpipe_compiler.documents import ir
@@ -53,8 +53,7 @@ class Reason(Enum):
     """Nothing in the file: the forecast starts it later than it must, as schedules that run one op at a time do."""
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(msgspec.Struct, frozen=True, gc=False):
     """An op that takes its lane for some time; sends and receives are none."""
 
     index: int
@@ -73,8 +72,7 @@ class Item:
     """Index of the critical predecessor; None for START and SLACK."""
 
 
-@dataclass(frozen=True, slots=True)
-class Timed:
+class Timed(msgspec.Struct, frozen=True, gc=False):
     """An op of any kind as the forecast has it."""
 
     device: int

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents import profile as profiles
 from optpipe_compiler.errors import BadInput, OptPipeError
-from optpipe_torch.replan.measured import gathered, profile_from_steps, taken_ns
+from optpipe_torch.replan.measured import Learnt, gathered, profile_from_steps, taken_ns
 from optpipe_torch.replan.planner import Lost, Planner
 from optpipe_torch.replan.records import PlannerNote, SwapRecord
 from optpipe_torch.replan.trial import TRIAL, is_longer
@@ -42,10 +42,9 @@ NOTHING, MEASURE, OFFER, SWAP, UNDO = range(5)
 """What rank 0 wants done after a step."""
 THRESHOLD = 0.02
 """The share of a step that a plan must save to be swapped in."""
-SLOWER = 0.02
-"""The share by which steps may be longer after a swap; the time of the way back comes on top, shared by `HORIZON`."""
 HORIZON = 100
-"""Steps within which a plan that moves weights must have saved the time of the move."""
+"""Steps within which a plan that moves weights must have saved the time of the move, and undoing it that of the way
+back."""
 WINDOW = 5
 """Steps that are measured for a plan; the one after a swap, which warms up, is none of them."""
 CHANGED = 0.05
@@ -136,6 +135,8 @@ class Replanner:
         self._tell = on_event
         self._rank = dist.get_rank(group)
         self._step = 0
+        self._learnt: Learnt | None = None
+        """On rank 0."""
         self._since = 0
         """Steps since the last swap."""
         self._results: deque[StepResult] = deque(maxlen=window)
@@ -155,6 +156,7 @@ class Replanner:
                 planned, known = runner.schedule.provenance.profile_digest, self.profile.digest()
                 if planned != known:
                     raise BadInput(f"the schedule was planned with another profile: {planned[:19]}, not {known[:19]}")
+                self._learnt = Learnt(self.profile)
                 self._planner = Planner()
             except BadInput as error:
                 problem = error
@@ -283,12 +285,15 @@ class Replanner:
     def _measure(self) -> None:
         """Gather the window's ops; rank 0 asks the planner."""
         steps = gathered(list(self._results), self._group)
-        if self._planner is None or self.profile is None:
+        if self._planner is None or self.profile is None or self._learnt is None:
             return
         watch, schedule = self._watch, self._runner.schedule
         watch.asked_ns = list(self._spans)
         try:
-            watch.measured = profile_from_steps(self.profile, schedule, steps)
+            if self._keeps_placement:  # what a stage takes is all that matters
+                watch.measured = profile_from_steps(self.profile, schedule, steps)
+            else:
+                watch.measured = self._learnt.profile(schedule, steps)
         except OptPipeError as error:
             watch.is_done = True
             self._note(str(error))
@@ -335,7 +340,7 @@ class Replanner:
                 self._watch.refused.add(self._found.digest)
             self._led_to_nothing()
             return None
-        allowed = SLOWER + done.wall_ns / HORIZON / max(1.0, median(spans))
+        allowed = done.wall_ns / HORIZON / max(1.0, median(spans))
         self._before = _Before(before, self.profile, spans, allowed)
         self.profile = self._watch.measured or self.profile
         return self._go_on(offer, done)
@@ -345,6 +350,10 @@ class Replanner:
         before, self._before = self._before, None
         assert before is not None
         last = self.swaps[-1]
+        if not is_same_cut(before.schedule, self._runner.schedule):  # the steps are not lost: they tell costs apart
+            steps = gathered(list(self._results), self._group)
+            if self._learnt is not None:
+                self._learnt.add(self._runner.schedule, steps)
         self._watch.refused.add(last.digest)
         self._led_to_nothing()
         offer = _Offer(last.forecast_after_ns, last.forecast_before_ns, 0, before.schedule)

@@ -108,6 +108,7 @@ def train(steps, replans):
         assert rank or [event["event"] for event in events][:3] == ["measured", "planned", "swap"], events
         assert [swap.undoes for swap in others[:1]] == [True] * slower
         assert not slower or others[0].digest == schedule.digest and others[0].moved_layers == first.moved_layers
+        assert rank or not slower or len(replanner._learnt._runs) == 2  # what was undone has told of costs, too
         assert runner.schedule.digest == replanner.swaps[-1].digest
     gathered = [None, None]
     dist.all_gather_object(gathered, ({name: p.detach() for name, p in stages.module.named_parameters()}, losses))
@@ -401,6 +402,10 @@ def test_the_command_refuses_what_cannot_be_planned_anew(run):  # noqa: F811
     outcome = run("run", "schedule.json", "--replan", "--profile", "costs.json")
     assert (outcome.code, outcome.err.count("\n")) == (2, 1)
     assert "--replan needs a schedule with a model" in outcome.err
+    for words in (("--threshold", "0.1"), ("--plan-time", "5"), ("--keep-placement",), ("--profile", "costs.json")):
+        outcome = run("run", "schedule.json", *words)
+        assert (outcome.code, outcome.err.count("\n")) == (2, 1)
+        assert f"{words[0]} says how --replan plans, expected --replan" in outcome.err
 
 
 BUILDER = "tests.user_layers:paced"

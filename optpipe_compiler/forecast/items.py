@@ -278,8 +278,9 @@ def _timed(schedule: ir.Schedule, device: int, lane: ir.Lane, found: Sequence[ir
     at = f"the {lane} lane of device {device}"
     if len(found) > 1 or not len(starts) == len(ends) == len(ops):
         raise _broken(f"forecast.times of {at} has {len(starts)} starts and {len(ends)} ends for {len(ops)} ops")
+    kinds = {type(op): op.name for op in ops}
     timed = [
-        Timed(device, lane, position, op, op.id, begin, end)
+        Timed(device, lane, position, op, _id(kinds[type(op)], op), begin, end)
         for position, (op, begin, end) in enumerate(zip(ops, starts, ends, strict=True))
     ]
     for before, after in pairwise(one for one in timed if not isinstance(one.op, ir.MessageOp)):
@@ -289,6 +290,11 @@ def _timed(schedule: ir.Schedule, device: int, lane: ir.Lane, found: Sequence[ir
         if one.op.stage >= len(schedule.stages):
             raise _broken(f"{one.id} on {at} is of a stage that the file does not list")
     return timed
+
+
+def _id(kind: str, op: ir.Op) -> str:
+    """Return the op's id; `op.id` looks its kind up each time."""
+    return op_id(kind, op.stage, op.microbatch, op.layers if isinstance(op, ir.SavedOp) else None, op.slice_or_none)
 
 
 def _broken(what: str) -> BadInput:

@@ -90,6 +90,10 @@ class _Watch:
     """That the planner has."""
     refused: set[str] = field(default_factory=set)
     """Digests of plans that turned out slower, or could not be swapped in."""
+    undone: tuple[str, list[float]] | None = None
+    """The digest of a plan that has just been swapped out again, and what steps took with it."""
+    retried: set[str] = field(default_factory=set)
+    """Digests of plans that were undone while the machine became slower, and may be taken once more."""
 
 
 class Replanner:
@@ -98,8 +102,9 @@ class Replanner:
     Made on all ranks. `profile` is that of the schedule (or its path), needed on rank 0 of `group` only, `optimizer` as
     for `Runner.replace`. With `keeps_placement` (the default) only orders are swapped, and no weight moves. A plan is
     swapped in that saves more than `threshold` of a step, after the time of the move is shared by `HORIZON` steps; when
-    the next steps are longer than those before, it is swapped out again and not taken a second time. `plan_s`: the time
-    limit of a search; each one that leads to nothing doubles it, up to `ROUNDS` of them, until steps take another time.
+    the next steps are longer than those before, it is swapped out again and not taken a second time, unless steps then
+    are as long as they were with it. `plan_s`: the time limit of a search; each one that leads to nothing doubles it,
+    up to `ROUNDS` of them, until steps take another time.
     `group`: all ranks that train together, replicas of the pipeline included (None: all that there are). `on_event` is
     called on rank 0 with {"event": "measured" | "planned" | "swap" | "planner", ...}.
     """
@@ -216,6 +221,10 @@ class Replanner:
         planner, watch = self._planner, self._watch
         if planner is None:
             return NOTHING
+        if watch.undone is not None:
+            if len(self._spans) < TRIAL:
+                return NOTHING
+            self._retry(*watch.undone)
         heard = planner.hear()
         if isinstance(heard, Lost):
             self._lose(planner, heard)
@@ -241,6 +250,14 @@ class Replanner:
             return UNDO
         self._before, self._watch.rounds = None, 0
         return NOTHING
+
+    def _retry(self, digest: str, spans: list[float]) -> None:
+        """Let a plan that was undone be taken once more, where steps are as long as with it: so it was not to blame."""
+        watch = self._watch
+        watch.undone = None
+        if digest not in watch.retried and not is_longer(spans, self._spans, 0.0):
+            watch.retried.add(digest)
+            watch.refused.discard(digest)
 
     def _judge(self, answer: Answer) -> int:
         """Decide on what the planner has found."""
@@ -355,6 +372,7 @@ class Replanner:
             if self._learnt is not None:
                 self._learnt.add(self._runner.schedule, steps)
         self._watch.refused.add(last.digest)
+        self._watch.undone = last.digest, list(self._spans)
         self._led_to_nothing()
         offer = _Offer(last.forecast_after_ns, last.forecast_before_ns, 0, before.schedule)
         done = self._replace(offer)

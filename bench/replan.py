@@ -21,6 +21,7 @@ import statistics
 import sys
 import tempfile
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,8 @@ from bench.planner import commit
 from bench.report import machine, publish, state
 from bench.swaps import BLOCK, BLOCKS, SWAPS, beside, stalls
 from optpipe_compiler.compiler import Options, compile_schedule, spreads_of
-from optpipe_compiler.costs.from_run import profile_from_run, read_run
+from optpipe_compiler.costs.cuts import seen, told_apart
+from optpipe_compiler.costs.from_run import About, Run, RunStage, profile_from_run, read_run
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import canonical
@@ -172,15 +174,27 @@ def train(first: ir.Schedule, profile: Profile, steps: int, *, keeps: bool, plan
     return Trained(report, trace, [first, *(known[swap.digest] for swap in report.swaps)])
 
 
-def measured(trained: Trained, profile: Profile, *, keeps: bool) -> Profile:
-    """Return the profile with the times of the run: of all its steps where its stages stayed, else of the last ones."""
+def measured(trained: Trained, profile: Profile) -> Profile:
+    """Return the profile with what the run's steps tell of layers and devices, under all cuts that ran.
+
+    What stages took says nothing of the shares of their layers, so the profile is what the machine was measured to
+    take, not what training began with.
+    """
     trace = json.loads(trained.trace)
-    if keeps:
-        trace["otherData"].pop("first_step", None)
+    trace["otherData"].pop("first_step", None)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.json"
         path.write_text(json.dumps(trace))
-        return profile_from_run(profile, "the profile", read_run(path)).profile
+        whole = read_run(path)
+    begins = [0, *(swap.step for swap in trained.report.swaps), len(trained.report.steps)]
+    runs = []
+    for schedule, (begin, end) in zip(trained.schedules, pairwise(begins), strict=True):
+        if ops := [op for op in whole.ops if begin < op.step < end]:
+            stages = [RunStage(one.stage, one.device, one.layers, one.selective_layers) for one in schedule.stages]
+            runs.append(Run(whole.name, About(profile.digest(), True, 1.0, stages), ops))
+    base = told_apart(profile, [seen(profile, run) for run in runs])
+    last = replace(runs[-1], about=msgspec.structs.replace(runs[-1].about, profile_digest=base.digest()))
+    return profile_from_run(base, "the profile", last).profile
 
 
 def adds_in_order(schedule: ir.Schedule) -> bool:
@@ -196,14 +210,19 @@ def adds_in_order(schedule: ir.Schedule) -> bool:
     return all(order == sorted(order) for order in found.values())
 
 
-def story(name: str, first: ir.Schedule, profile: Profile, options: argparse.Namespace, *, keeps: bool) -> str:
-    """Train from a schedule; return a row of the table."""
+def story(
+    name: str, first: ir.Schedule, begin: Profile, profile: Profile, options: argparse.Namespace, *, keeps: bool
+) -> str:
+    """Train from a schedule and the profile that it was planned with; return a row of the table.
+
+    `profile` is what the machine was measured to take.
+    """
     load = os.getloadavg()[0]
-    trained = train(first, profile, options.steps, keeps=keeps, plan_s=options.plan_s)
+    trained = train(first, begin, options.steps, keeps=keeps, plan_s=options.plan_s)
     plain = run(first, steps=options.steps, data_paths=[default_path()])
     assert plain is not None
     swaps, ran = trained.report.swaps, trained.schedules
-    costs = measured(trained, profile, keeps=keeps)
+    costs = measured(trained, profile)
     settings = Options(
         mem_bytes=ROOMY,
         microbatches=MICROBATCHES,
@@ -240,9 +259,10 @@ TRAINING = """
 A GPT of 6 blocks of 128 trains, the planner beside it; `load` is the system's when a run began (2 ranks and the planner
 want 3 cores). Where the placement is `kept`, only orders are swapped. `undone`: of the swaps, those that went back,
 because steps were longer. `first`, `last`: the schedules that training began and ended with, against the best plan that
-was found offline for the same costs, those of the run. `within 2%`: the step from which on that was so. `step`: the
-median measured step after the last swap against that before the first, in one run. `stood`: the longest that training
-stood still for a swap, in steps. `losses`: equal bit by bit to a run without swaps, or the largest relative difference.
+was found offline for the same costs: those that were measured before the run, corrected by what its steps tell of
+layers and devices. `within 2%`: the step from which on that was so. `step`: the median measured step after the last
+swap against that before the first, in one run. `stood`: the longest that training stood still for a swap, in steps.
+`losses`: equal bit by bit to a run without swaps, or the largest relative difference.
 Each microbatch's gradient is the same bit by bit, in one piece or in two; a plan that mixes both on a stage may add
 those of several microbatches up in another order than theirs, which is said.
 
@@ -262,7 +282,7 @@ def training(page: Page, profile: Profile, options: argparse.Namespace) -> None:
         if options.row is None or row in options.row:
             costs = profile if name == "gpipe" else wrong(profile)
             first = gpipe(profile) if name == "gpipe" else compile_schedule(costs, settings).schedule
-            page.add("training", story(name, first, costs, options, keeps=keeps))
+            page.add("training", story(name, first, costs, profile, options, keeps=keeps))
         else:
             for known in before:
                 if known.startswith(row_key(name, keeps=keeps)):

@@ -108,6 +108,7 @@ def train(steps, replans):
         assert rank or [event["event"] for event in events][:3] == ["measured", "planned", "swap"], events
         assert [swap.undoes for swap in others[:1]] == [True] * slower
         assert not slower or others[0].digest == schedule.digest and others[0].moved_layers == first.moved_layers
+        assert rank or not slower or len(replanner._learnt._runs) == 2  # what was undone has told of costs, too
         assert runner.schedule.digest == replanner.swaps[-1].digest
     gathered = [None, None]
     dist.all_gather_object(gathered, ({name: p.detach() for name, p in stages.module.named_parameters()}, losses))
@@ -303,14 +304,16 @@ def offered(loop):
     assert first.digest != other.digest
     inputs, target = batch()
 
-    def train(milliseconds, steps=60):
+    def train(milliseconds, steps=60, *, is_drift=False):
+        """With `is_drift` steps take as long from the first swap on, whatever runs."""
         said, draw = [], Random(0)
         replanner = Replanner(runner, profile, on_event=said.append)
         replanner.close()
         replanner._planner = Offering(other)
         for _ in range(steps):
             result = runner.step(*inputs, target=target)
-            took = (100 if runner.schedule is first else milliseconds) * draw.uniform(0.9, 1.1) * 10**6
+            is_before = runner.schedule is first and not (is_drift and replanner.swaps)
+            took = (100 if is_before else milliseconds) * draw.uniform(0.9, 1.1) * 10**6
             replanner.after(dataclasses.replace(result, end_ns=result.start_ns + round(took)))
         return replanner, said, first, other
 
@@ -330,6 +333,16 @@ def test_a_plan_that_turns_out_slower_is_undone_and_not_taken_again(offered):
         assert one.measured_after_ns == pytest.approx(after * 10**6, rel=0.1)
     assert [event["swaps"] for event in said if event["event"] == "planned"] == [True, False, False]
     assert [question["refused"] for question in replanner._planner.questions] == [set(), {other.digest}, {other.digest}]
+
+
+def test_a_plan_that_was_undone_while_the_machine_became_slower_is_taken_once_more(offered):
+    replanner, _, first, other = offered(125, is_drift=True)
+    assert [(one.digest, one.undoes) for one in replanner.swaps] == [
+        (other.digest, False),
+        (first.digest, True),
+        (other.digest, False),
+    ]
+    assert replanner.schedule.digest == other.digest
 
 
 @pytest.mark.parametrize("milliseconds", [80, 100, 103])
@@ -401,6 +414,10 @@ def test_the_command_refuses_what_cannot_be_planned_anew(run):  # noqa: F811
     outcome = run("run", "schedule.json", "--replan", "--profile", "costs.json")
     assert (outcome.code, outcome.err.count("\n")) == (2, 1)
     assert "--replan needs a schedule with a model" in outcome.err
+    for words in (("--threshold", "0.1"), ("--plan-time", "5"), ("--keep-placement",), ("--profile", "costs.json")):
+        outcome = run("run", "schedule.json", *words)
+        assert (outcome.code, outcome.err.count("\n")) == (2, 1)
+        assert f"{words[0]} says how --replan plans, expected --replan" in outcome.err
 
 
 BUILDER = "tests.user_layers:paced"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from optpipe_compiler.cli.common import PROFILE, SCHEDULE, console, say_json
 from optpipe_compiler.errors import BadInput, MissingDependency, Rejected
@@ -112,6 +113,7 @@ def run(
     saved = {"text": save_path, "profile_text": save_costs_path}
     if any(saved.values()) and not options["replan"]:
         raise BadInput("--save and --save-profile write what --replan ends with, expected --replan")
+    _only_with_replan(options["replan"])
     for path in filter(None, (trace_path, *saved.values())):
         check_writable(path)
     replanning = _replanning(schedule, schedule_path, emulated, **{name: options.pop(name) for name in REPLANNING})
@@ -147,6 +149,15 @@ def run(
 
 REPLANNING = ("replan", "profile_path", "keep_placement", "threshold", "plan_time")
 """The options that only matter with --replan."""
+
+
+def _only_with_replan(replan: bool) -> None:
+    """Refuse options of --replan on a command line without it."""
+    context = click.get_current_context()
+    for name in REPLANNING[1:]:
+        if not replan and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            option = f"--{name.removesuffix('_path').replace('_', '-')}"
+            raise BadInput(f"{option} says how --replan plans, expected --replan")
 
 
 def _replanning(

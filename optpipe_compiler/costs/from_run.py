@@ -258,6 +258,11 @@ class _Base:
         return self.time[kind] - self.attention[kind] + (self.again if kind in ("backward_input", "backward") else 0)
 
 
+def times_of(layer: Layer) -> dict[str, int]:
+    """Return what the ops of a layer take in ns, by kind, with the defaults of the format."""
+    return _Base(layer, is_selective=False).time
+
+
 GROUPS = (("forward",), ("backward_input", "backward"), ("backward_weight",), ("recompute",))
 """Kinds of ops with the same attention."""
 ALIKE = {

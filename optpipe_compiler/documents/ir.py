@@ -62,7 +62,7 @@ class Op(Record, frozen=True, kw_only=True):
     @property
     def slice_or_none(self) -> int | None:
         """The slice, None where microbatches are not cut: what names of ops take."""
-        return None if isinstance(self.slice, msgspec.UnsetType) else self.slice
+        return None if self.slice is msgspec.UNSET else self.slice
 
     @property
     def unit(self) -> tuple[int, int | None]:

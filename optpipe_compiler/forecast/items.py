@@ -8,11 +8,11 @@ equally late, the first `Reason` in the order of the enum is given.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
 from enum import Enum
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from optpipe_compiler.documents import ir
@@ -53,8 +53,7 @@ class Reason(Enum):
     """Nothing in the file: the forecast starts it later than it must, as schedules that run one op at a time do."""
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(msgspec.Struct, frozen=True, gc=False):
     """An op that takes its lane for some time; sends and receives are none."""
 
     index: int
@@ -73,8 +72,7 @@ class Item:
     """Index of the critical predecessor; None for START and SLACK."""
 
 
-@dataclass(frozen=True, slots=True)
-class Timed:
+class Timed(msgspec.Struct, frozen=True, gc=False):
     """An op of any kind as the forecast has it."""
 
     device: int
@@ -280,8 +278,9 @@ def _timed(schedule: ir.Schedule, device: int, lane: ir.Lane, found: Sequence[ir
     at = f"the {lane} lane of device {device}"
     if len(found) > 1 or not len(starts) == len(ends) == len(ops):
         raise _broken(f"forecast.times of {at} has {len(starts)} starts and {len(ends)} ends for {len(ops)} ops")
+    kinds = {type(op): op.name for op in ops}
     timed = [
-        Timed(device, lane, position, op, op.id, begin, end)
+        Timed(device, lane, position, op, _id(kinds[type(op)], op), begin, end)
         for position, (op, begin, end) in enumerate(zip(ops, starts, ends, strict=True))
     ]
     for before, after in pairwise(one for one in timed if not isinstance(one.op, ir.MessageOp)):
@@ -291,6 +290,11 @@ def _timed(schedule: ir.Schedule, device: int, lane: ir.Lane, found: Sequence[ir
         if one.op.stage >= len(schedule.stages):
             raise _broken(f"{one.id} on {at} is of a stage that the file does not list")
     return timed
+
+
+def _id(kind: str, op: ir.Op) -> str:
+    """Return the op's id; `op.id` looks its kind up each time."""
+    return op_id(kind, op.stage, op.microbatch, op.layers if isinstance(op, ir.SavedOp) else None, op.slice_or_none)
 
 
 def _broken(what: str) -> BadInput:

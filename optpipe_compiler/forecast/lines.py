@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 
 from optpipe_compiler.documents import ir
@@ -36,8 +36,7 @@ class Cause(Enum):
     SLACK = "slack"
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
+class Line(msgspec.Struct, frozen=True, gc=False):
     """How long an op stood in line, and for what."""
 
     wait_ns: int

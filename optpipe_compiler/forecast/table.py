@@ -43,7 +43,7 @@ class Table:
 
     def _entry(self, op: ir.Op) -> tuple[memory.Row, tuple[int, int]]:
         """Return the bytes of an op by holder and in all; they are the same for most microbatches."""
-        dropped = self.dropped.get((op.stage, op.unit), 0) if isinstance(op, ir.Forward) else 0
+        dropped = self.dropped.get((op.stage, op.unit), 0) if self.dropped and isinstance(op, ir.Forward) else 0
         key = type(op), self._of(op), op.layers if isinstance(op, ir.SavedOp) else None, dropped
         found = self._known.get(key)
         if found is None:

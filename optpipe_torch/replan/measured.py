@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from msgspec import UnsetType
 
+from optpipe_compiler.costs.cuts import seen, told_apart
 from optpipe_compiler.costs.from_run import COPIES, About, Run, RunOp, RunStage, profile_from_run, without_each_other
 from optpipe_compiler.documents.ops import parse
 from optpipe_compiler.forecast.table import Table
@@ -16,6 +17,7 @@ from optpipe_compiler.forecast.table import Table
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from optpipe_compiler.costs.cuts import Seen
     from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.profile import Profile
     from optpipe_compiler.study.beside import Taken
@@ -47,6 +49,30 @@ def profile_of(
 def profile_from_steps(profile: Profile, schedule: ir.Schedule, steps: Steps) -> Profile:
     """Return the same of steps that have been gathered."""
     return profile_from_run(profile, "the profile", run_of(profile, schedule, steps)).profile
+
+
+CUTS = 8
+"""Cuts of which is remembered what they showed, the last ones."""
+
+
+class Learnt:
+    """What steps of one model have told of its costs, under all cuts that ran."""
+
+    def __init__(self, base: Profile) -> None:
+        self._base = base
+        self._runs: list[Seen] = []
+
+    def add(self, schedule: ir.Schedule, steps: Steps) -> None:
+        """Take note of the steps of a schedule, in place of earlier ones of the same cut."""
+        found = seen(self._base, run_of(self._base, schedule, steps))
+        if found.ratios:
+            self._runs = [*(run for run in self._runs if run.stages != found.stages), found][-CUTS:]
+
+    def profile(self, schedule: ir.Schedule, steps: Steps) -> Profile:
+        """Return the base with what was learnt and, for the stages of the schedule, with the times of these steps."""
+        self.add(schedule, steps)
+        base = told_apart(self._base, self._runs) if self._runs else self._base
+        return profile_from_steps(base, schedule, steps)
 
 
 def run_of(profile: Profile, schedule: ir.Schedule, steps: Steps) -> Run:

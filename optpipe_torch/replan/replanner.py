@@ -21,7 +21,7 @@ import torch.distributed as dist
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents import profile as profiles
 from optpipe_compiler.errors import BadInput, OptPipeError
-from optpipe_torch.replan.measured import gathered, profile_from_steps, taken_ns
+from optpipe_torch.replan.measured import Learnt, gathered, profile_from_steps, taken_ns
 from optpipe_torch.replan.planner import Lost, Planner
 from optpipe_torch.replan.records import PlannerNote, SwapRecord
 from optpipe_torch.replan.trial import TRIAL, is_longer
@@ -42,10 +42,9 @@ NOTHING, MEASURE, OFFER, SWAP, UNDO = range(5)
 """What rank 0 wants done after a step."""
 THRESHOLD = 0.02
 """The share of a step that a plan must save to be swapped in."""
-SLOWER = 0.02
-"""The share by which steps may be longer after a swap; the time of the way back comes on top, shared by `HORIZON`."""
 HORIZON = 100
-"""Steps within which a plan that moves weights must have saved the time of the move."""
+"""Steps within which a plan that moves weights must have saved the time of the move, and undoing it that of the way
+back."""
 WINDOW = 5
 """Steps that are measured for a plan; the one after a swap, which warms up, is none of them."""
 CHANGED = 0.05
@@ -91,6 +90,10 @@ class _Watch:
     """That the planner has."""
     refused: set[str] = field(default_factory=set)
     """Digests of plans that turned out slower, or could not be swapped in."""
+    undone: tuple[str, list[float]] | None = None
+    """The digest of a plan that has just been swapped out again, and what steps took with it."""
+    retried: set[str] = field(default_factory=set)
+    """Digests of plans that were undone while the machine became slower, and may be taken once more."""
 
 
 class Replanner:
@@ -99,8 +102,9 @@ class Replanner:
     Made on all ranks. `profile` is that of the schedule (or its path), needed on rank 0 of `group` only, `optimizer` as
     for `Runner.replace`. With `keeps_placement` (the default) only orders are swapped, and no weight moves. A plan is
     swapped in that saves more than `threshold` of a step, after the time of the move is shared by `HORIZON` steps; when
-    the next steps are longer than those before, it is swapped out again and not taken a second time. `plan_s`: the time
-    limit of a search; each one that leads to nothing doubles it, up to `ROUNDS` of them, until steps take another time.
+    the next steps are longer than those before, it is swapped out again and not taken a second time, unless steps then
+    are as long as they were with it. `plan_s`: the time limit of a search; each one that leads to nothing doubles it,
+    up to `ROUNDS` of them, until steps take another time.
     `group`: all ranks that train together, replicas of the pipeline included (None: all that there are). `on_event` is
     called on rank 0 with {"event": "measured" | "planned" | "swap" | "planner", ...}.
     """
@@ -136,6 +140,8 @@ class Replanner:
         self._tell = on_event
         self._rank = dist.get_rank(group)
         self._step = 0
+        self._learnt: Learnt | None = None
+        """On rank 0."""
         self._since = 0
         """Steps since the last swap."""
         self._results: deque[StepResult] = deque(maxlen=window)
@@ -155,6 +161,7 @@ class Replanner:
                 planned, known = runner.schedule.provenance.profile_digest, self.profile.digest()
                 if planned != known:
                     raise BadInput(f"the schedule was planned with another profile: {planned[:19]}, not {known[:19]}")
+                self._learnt = Learnt(self.profile)
                 self._planner = Planner()
             except BadInput as error:
                 problem = error
@@ -214,6 +221,10 @@ class Replanner:
         planner, watch = self._planner, self._watch
         if planner is None:
             return NOTHING
+        if watch.undone is not None:
+            if len(self._spans) < TRIAL:
+                return NOTHING
+            self._retry(*watch.undone)
         heard = planner.hear()
         if isinstance(heard, Lost):
             self._lose(planner, heard)
@@ -239,6 +250,14 @@ class Replanner:
             return UNDO
         self._before, self._watch.rounds = None, 0
         return NOTHING
+
+    def _retry(self, digest: str, spans: list[float]) -> None:
+        """Let a plan that was undone be taken once more, where steps are as long as with it: so it was not to blame."""
+        watch = self._watch
+        watch.undone = None
+        if digest not in watch.retried and not is_longer(spans, self._spans, 0.0):
+            watch.retried.add(digest)
+            watch.refused.discard(digest)
 
     def _judge(self, answer: Answer) -> int:
         """Decide on what the planner has found."""
@@ -283,12 +302,15 @@ class Replanner:
     def _measure(self) -> None:
         """Gather the window's ops; rank 0 asks the planner."""
         steps = gathered(list(self._results), self._group)
-        if self._planner is None or self.profile is None:
+        if self._planner is None or self.profile is None or self._learnt is None:
             return
         watch, schedule = self._watch, self._runner.schedule
         watch.asked_ns = list(self._spans)
         try:
-            watch.measured = profile_from_steps(self.profile, schedule, steps)
+            if self._keeps_placement:  # what a stage takes is all that matters
+                watch.measured = profile_from_steps(self.profile, schedule, steps)
+            else:
+                watch.measured = self._learnt.profile(schedule, steps)
         except OptPipeError as error:
             watch.is_done = True
             self._note(str(error))
@@ -335,7 +357,7 @@ class Replanner:
                 self._watch.refused.add(self._found.digest)
             self._led_to_nothing()
             return None
-        allowed = SLOWER + done.wall_ns / HORIZON / max(1.0, median(spans))
+        allowed = done.wall_ns / HORIZON / max(1.0, median(spans))
         self._before = _Before(before, self.profile, spans, allowed)
         self.profile = self._watch.measured or self.profile
         return self._go_on(offer, done)
@@ -345,7 +367,12 @@ class Replanner:
         before, self._before = self._before, None
         assert before is not None
         last = self.swaps[-1]
+        if not is_same_cut(before.schedule, self._runner.schedule):  # the steps are not lost: they tell costs apart
+            steps = gathered(list(self._results), self._group)
+            if self._learnt is not None:
+                self._learnt.add(self._runner.schedule, steps)
         self._watch.refused.add(last.digest)
+        self._watch.undone = last.digest, list(self._spans)
         self._led_to_nothing()
         offer = _Offer(last.forecast_after_ns, last.forecast_before_ns, 0, before.schedule)
         done = self._replace(offer)

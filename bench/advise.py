@@ -232,8 +232,10 @@ until the next one is above the fifth best step: what was not planned cannot be 
 more than 4 microbatches per device (fewer above 22 devices) are planned with 4, and repeat their steady state.
 Pipelines have 64 devices at most. Here sequences stay whole, as in the sources; `advise` tries 2 and 4 slices, too.
 
-Not in it: context and expert parallelism, FSDP's gathering of weights in every microbatch, fp8, overlap of the
-gradients' exchange with the last backwards, the optimizer's own time, a limit of the hosts' memory.
+Not in it: context and expert parallelism, FSDP's gathering of weights in every microbatch, fp8, overlap of
+collectives with compute (torchtitan's AsyncTP) and of the gradients' exchange with the last backwards, the optimizer's
+own time, a limit of the hosts' memory. Plans before 00fedd0 kept every input that tensor parallelism gathers, three
+times the bytes of a layer that gathers it again; plans since then choose.
 
 ## Is theirs among our five, and what does ours promise over it
 

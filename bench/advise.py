@@ -252,13 +252,14 @@ degrees with our plan of theirs: both are estimates.
 READING = """
 Estimated stages miss measured ones ([Estimates](ESTIMATES.md)) by more than most of these differences, and not equally
 for all degrees: ways that differ by a few percent are equal, as far as estimates can tell, and worth trying both. So it
-is with 145.6B, whose published degrees fall just short of the fifth row.
+is with 39.1B, 42.9B and 145.6B, whose published degrees fall short of the fifth row by less than a percent.
 
-Where theirs is not among the five, it stands below them in the tables. What these have in common: tensor parallelism
-over the whole node keeps the pipeline short, and its collectives take more time than the longer pipelines of our plans
-idle. Two errors of the estimates speak for ours: messages between stages took several times as long where they were
-measured, which a longer pipeline feels more, and offloads have the hosts' memory without limit. A source's degrees are
-also those that suit its schedule: 1F1B with full recomputation needs less memory and idles more in long pipelines.
+Where theirs is not among the five, it stands below them in the tables. What those of Megatron-LM and torchtitan have in
+common: tensor parallelism over the whole node keeps the pipeline short, and its collectives take more time than the
+longer pipelines of our plans idle. Two errors of the estimates speak for ours: messages between stages took several
+times as long where they were measured, which a longer pipeline feels more, and offloads have the hosts' memory without
+limit. A source's degrees are also those that suit its schedule: 1F1B with full recomputation needs less memory and
+idles more in long pipelines.
 """
 
 AS_RUN = """
@@ -355,7 +356,7 @@ def page(answers: dict[str, dict[str, Any]]) -> str:
     for case in known:
         text += section(case, answers[case.name])
     left = [case.name for case in CASES if case not in known]
-    return text + (f"\n## Not compared\n\n{', '.join(left)}: not asked yet.\n" if left else "")
+    return text + (f"\n## Not compared\n\n{', '.join(left)}: our best is not asked for yet.\n" if left else "")
 
 
 def as_run(answers: list[tuple[Case, dict[str, Any]]]) -> str:

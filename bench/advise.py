@@ -207,7 +207,8 @@ class Asked:
         costs = self.costs_of(one)
         layers = costs.profile.layers
         light = [structs.replace(each, selective=None) for each in selected(layers, range(len(layers)))]
-        return replace(costs, profile=structs.replace(costs.profile, layers=light))
+        profile = structs.replace(costs.profile, layers=light)
+        return replace(costs, profile=profile, tensor_ns=costs.tensor_ns + costs.again_ns)
 
 
 def say(number: int, found: study.Configuration | None) -> None:
@@ -218,7 +219,8 @@ HEADER = """# Advice against published choices
 
 `optpipe advise` says which pipeline, tensor and data parallel degrees, which microbatch size and how many slices are
 best for a model on so many GPUs. This page asks it for configurations that others have published. It is written by
-`python -m bench.advise`; no number here is typed in but the published degrees and rates.
+`python -m bench.advise`; no number here is typed in but the published degrees and rates. Plans are reproducible, and
+each section names the commit that made them.
 
 ## How it is found
 
@@ -230,8 +232,10 @@ until the next one is above the fifth best step: what was not planned cannot be 
 more than 4 microbatches per device (fewer above 22 devices) are planned with 4, and repeat their steady state.
 Pipelines have 64 devices at most. Here sequences stay whole, as in the sources; `advise` tries 2 and 4 slices, too.
 
-Not in it: context and expert parallelism, FSDP's gathering of weights in every microbatch, fp8, overlap of the
-gradients' exchange with the last backwards, the optimizer's own time, a limit of the hosts' memory.
+Not in it: context and expert parallelism, FSDP's gathering of weights in every microbatch, fp8, overlap of
+collectives with compute (torchtitan's AsyncTP) and of the gradients' exchange with the last backwards, the optimizer's
+own time, a limit of the hosts' memory. Plans before 00fedd0 kept every input that tensor parallelism gathers, three
+times the bytes of a layer that gathers it again; plans since then choose.
 
 ## Is theirs among our five, and what does ours promise over it
 
@@ -248,36 +252,52 @@ degrees with our plan of theirs: both are estimates.
 READING = """
 Estimated stages miss measured ones ([Estimates](ESTIMATES.md)) by more than most of these differences, and not equally
 for all degrees: ways that differ by a few percent are equal, as far as estimates can tell, and worth trying both. So it
-is with 145.6B, whose published degrees fall just short of the fifth row.
+is with 39.1B, 42.9B and 145.6B, whose published degrees fall short of the fifth row by less than a percent.
 
-Where theirs is not among the five, it stands below them in the tables. What these have in common: tensor parallelism
-over the whole node keeps the pipeline short, and its collectives take more time than the longer pipelines of our plans
-idle. Two errors of the estimates speak for ours: messages between stages took several times as long where they were
-measured, which a longer pipeline feels more, and offloads have the hosts' memory without limit. A source's degrees are
-also those that suit its schedule: 1F1B with full recomputation needs less memory and idles more in long pipelines.
+Where theirs is not among the five, it stands below them in the tables. What those of Megatron-LM and torchtitan have in
+common: tensor parallelism over the whole node keeps the pipeline short, and its collectives take more time than the
+longer pipelines of our plans idle. Two errors of the estimates speak for ours: messages between stages took several
+times as long where they were measured, which a longer pipeline feels more, and offloads have the hosts' memory without
+limit. A source's degrees are also those that suit its schedule: 1F1B with full recomputation needs less memory and
+idles more in long pipelines.
 """
 
 AS_RUN = """
 ## With the schedule that they ran
 
 A source's degrees are good for the schedule that it ran. Here theirs and ours run as the source did: interleaved 1F1B
-with full recomputation; without a pipeline, full recomputation. What is left of the difference is due to estimated
-costs, the rest to our plans.
+with full recomputation; without a pipeline, full recomputation.
 
-| model | ours (PP x TP x DP, microbatch), s | theirs, s | ours over theirs: so | planned | theirs over published |
-| --- | --- | --- | --- | --- | --- |
+| model | ours (PP x TP x DP, microbatch), s | theirs, s | ours over theirs: so | planned | theirs over published \
+| commit |
+| --- | --- | --- | --- | --- | --- | --- |
+"""
+
+AS_RUN_READING = """
+The degrees differ as much so as with our plans: what ours promise over theirs comes from the estimated costs of the
+degrees, above all from collectives that nothing overlaps, and not from the plans. Megatron-LM's steps took longer than
+estimated; torchtitan's ran in fp8 with overlapped collectives, which works against the estimates' other errors.
 """
 
 RIVALS = """
 ## Pure pipeline parallelism against tensor parallelism
 
 PipeOffload's Figure 11 compares its schedule on 32 devices (po-f, all activations offloaded) with tensor parallelism of
-8 and interleaved 1F1B on 4, and finds pure pipelines 12 to 19% faster. *As they ran it*: with these schedules;
-*planned*: with ours, on both sides. Pairs of GPUs share a host link, as in the paper.
+8 and interleaved 1F1B on 4, and finds pure pipelines 12 to 19% faster (section 5.4). *As they ran it*: with these
+schedules, and with layers that always have selective recompute, as theirs do (Appendix C); *planned*: with ours, on
+both sides. Pairs of GPUs share a host link, as in the paper; microbatches are one sequence. *GB*: the most on a device,
+weights and all. *Published*: the step at the MFU of po-f in Figure 15, which has numbers for 42.9B alone; Figure 11 is
+a drawing.
 
-| model | 32 x 1 x 1, s: as they ran it | planned | 4 x 8 x 1, s: as they ran it | planned | pure pipeline faster by: \
-as they ran it | planned |
-| --- | --- | --- | --- | --- | --- | --- |
+| model | 32 x 1 x 1: as they ran it, s (GB) | published, s | planned, s (GB) | 4 x 8 x 1: as they ran it, s (GB) \
+| planned, s (GB) | pure pipeline faster by: as they ran it | planned | commit |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+"""
+
+RIVALS_READING = """
+42.9B and 66.6B are as the paper says. 83.8B is not: embedding, head and 78 blocks are 80 layers on 32 devices, of which
+the fullest has 3 where 2.5 were even, and a step takes a fifth longer than its work; on 4 devices they divide evenly.
+The paper does not say how it cut this model.
 """
 
 NOTHING = "nothing fits"
@@ -290,6 +310,21 @@ def shown(degrees: dict[str, int]) -> str:
 
 def seconds(row: dict[str, Any] | None) -> str:
     return NOTHING if row is None else f"{row['step_ns'] / 1e9:.2f}"
+
+
+def held(row: dict[str, Any] | None) -> str:
+    """Return the step and what the fullest device holds."""
+    return NOTHING if row is None else f"{seconds(row)} ({row['peak_bytes'] / 1e9:.1f})"
+
+
+def published(case: Case) -> str:
+    """Return the published step in s."""
+    return "" if case.published_step_s is None else f"{case.published_step_s:.2f}"
+
+
+def commits(answer: dict[str, Any], *parts: str) -> str:
+    """Return at which commits the parts of a case were answered."""
+    return ", ".join(dict.fromkeys(answer["commits"][part] for part in parts))
 
 
 def over(row: dict[str, Any] | None, other: dict[str, Any] | None) -> str:
@@ -310,34 +345,37 @@ def page(answers: dict[str, dict[str, Any]]) -> str:
     text = HEADER
     known = [case for case in CASES if {"ours", "theirs"} <= set(answers.get(case.name, {}))]
     for case in known:
-        answer, published = answers[case.name], case.published_step_s
+        answer = answers[case.name]
         rows, theirs = answer["ours"]["configurations"], answer["theirs"]
         text += (
             f"| {case.name} | {case.gpus} {case.gpu.name}, {case.batch} x {case.sequence} "
             f"| {' x '.join(map(str, case.degrees))} | {shown(rows[0]['degrees'])} | {among(case, rows, theirs)} "
             f"| {seconds(rows[0])} | {seconds(theirs)} | {over(rows[0], theirs)} "
-            f"| {'' if published is None else format(published, '.2f')} |\n"
+            f"| {published(case)} |\n"
         )
     text += READING
-    text += as_run([(case, answers[case.name]) for case in known if "ours_as_run" in answers[case.name]])
+    text += as_run(
+        [(case, one) for case in known if set(one := answers[case.name]) >= {"ours_as_run", "theirs_as_run"}]
+    )
     text += rivals([(case, one) for case in CASES if set(one := answers.get(case.name, {})) >= RUN and case.rival])
     for case in known:
         text += section(case, answers[case.name])
     left = [case.name for case in CASES if case not in known]
-    return text + (f"\n## Not compared\n\n{', '.join(left)}: not asked yet.\n" if left else "")
+    return text + (f"\n## Not compared\n\n{', '.join(left)}: our best is not asked for yet.\n" if left else "")
 
 
 def as_run(answers: list[tuple[Case, dict[str, Any]]]) -> str:
     """Return what ours and theirs take with the published schedule."""
     text = AS_RUN if answers else ""
     for case, answer in answers:
-        ours, theirs, published = answer["ours_as_run"], answer["theirs_as_run"], case.published_step_s
+        ours, theirs, step_s = answer["ours_as_run"], answer["theirs_as_run"], case.published_step_s
         planned = over(answer["ours"]["configurations"][0], answer["theirs"])
         text += (
             f"| {case.name} | {placed(ours)} | {placed(theirs)} | {over(ours, theirs)} | {planned} "
-            f"| {'' if None in (published, theirs) else format(theirs['step_ns'] / 1e9 / published - 1, '+.1%')} |\n"
+            f"| {'' if None in (step_s, theirs) else format(theirs['step_ns'] / 1e9 / step_s - 1, '+.1%')} "
+            f"| {commits(answer, 'ours_as_run', 'theirs_as_run')} |\n"
         )
-    return text
+    return text + (AS_RUN_READING if answers else "")
 
 
 def placed(row: dict[str, Any] | None) -> str:
@@ -351,17 +389,17 @@ def rivals(answers: list[tuple[Case, dict[str, Any]]]) -> str:
     for case, found in answers:
         run, planned, rival_run, rival = (found[name] for name in ("theirs_as_run", "theirs", "rival_as_run", "rival"))
         text += (
-            f"| {case.name} | {seconds(run)} | {seconds(planned)} | {seconds(rival_run)} | {seconds(rival)} "
-            f"| {over(rival_run, run)} | {over(rival, planned)} |\n"
+            f"| {case.name} | {held(run)} | {published(case)} | {held(planned)} | {held(rival_run)} | {held(rival)} "
+            f"| {over(rival_run, run)} | {over(rival, planned)} | {commits(found, *sorted(RUN))} |\n"
         )
-    return text
+    return text + (RIVALS_READING if answers else "")
 
 
 def section(case: Case, answer: dict[str, Any]) -> str:
     """Return the five of one case, and theirs where it is not among them."""
     found, theirs = answer["ours"], answer["theirs"]
     text = f"\n## {case.name}\n\n{case.source}. {found['considered']} ways, {found['too_large']} with too large "
-    text += f"weights,\n{found['planned']} planned.\n\n"
+    text += f"weights,\n{found['planned']} planned; at commit {commits(answer, 'ours', 'theirs')}.\n\n"
     text += (
         "| PP x TP x DP, microbatch | stages | step, s | at least, s | peak, GB | limited by |\n| --- "
         + "| --- " * 5
@@ -383,9 +421,13 @@ def line(row: dict[str, Any], name: str) -> str:
 
 
 def commit() -> str:
-    """Return the commit that answers, with a plus where files of the repository were changed since."""
-    words = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    """Return the commit that answers, with a plus where more than pages and answers was changed since."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs", ":!bench/*.json")
+    return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
 
 
 def main() -> None:

@@ -206,12 +206,20 @@ def test_replicas_share_the_optimizer_out():
     options = EstimateOptions(model=models.load("gpt2"), gpu=gpus.load("a100-80gb"), devices=2, sequence_length=128)
     alone = [value_of(layer.static_bytes) for layer in estimate(options).expanded_layers()]
     spread = Spread(options, gpus=16)
-    profile, tensor_ns, data_ns = spread.costs(2, 1, 8, 1)
+    profile, tensor_ns, data_ns, again_ns = spread.costs(2, 1, 8, 1)
     shared = [value_of(layer.static_bytes) for layer in profile.expanded_layers()]
     assert [size - 16 * (size // 16) for size in alone] == [0] * len(alone)
     assert shared == [4 * (size // 16) + -(-12 * (size // 16) // 8) for size in alone]
-    assert tensor_ns == 0
+    assert tensor_ns == again_ns == 0
     parameters = sum(alone) / 16 / 2
     assert data_ns == pytest.approx(14 * 20_000 + 4 * parameters * 7 / 8 / (0.8 * 25e9) * 1e9, rel=1e-6)
-    assert spread.costs(2, 2, 1, 1)[1:] == (pytest.approx(spread.costs(1, 2, 1, 1)[1]), 0)
-    assert spread.costs(2, 2, 1, 1)[1] > 0
+    pair, one = spread.costs(2, 2, 1, 1), spread.costs(1, 2, 1, 1)
+    assert pair[1:] == (one[1], 0, one[3])
+    assert 0 < pair[3] < pair[1] / 2  # inputs are gathered again: of four collectives forwards and four backwards, two
+
+
+def test_the_page_is_what_the_answers_say():
+    pytest.importorskip("torch")
+    from bench import advise as bench
+
+    assert bench.page(json.loads(bench.ANSWERS.read_text())) == bench.PAGE.read_text()

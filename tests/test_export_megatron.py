@@ -81,6 +81,8 @@ def test_the_command_prints_one_line_to_paste(run, tmp_path):  # noqa: F811
     assert ("".join(stages), len(stages) % 2) == ("EttttttL", 0)
     assert (tmp_path / "plan.megatron.txt").read_text() == line + "\n"
     assert "Megatron runs the cut in its own order" in done.err
+    assert "taken for decoder layers" not in done.err
+    assert "layers are taken for decoder layers: with --profile" in run(*arguments[:-2]).err
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,19 @@ def _layout(checked: Checked, profile_path: Path | None, *, silent: bool) -> str
     if not silent:
         say(line)
     note("optpipe: Megatron runs the cut in its own order, without waits and memory ops: other peaks")
+    _say_what_layers_are(checked, profile_path)
     return line + "\n"
+
+
+def _say_what_layers_are(checked: Checked, profile_path: Path | None) -> None:
+    """Say where nothing tells the embedding and the head from other layers."""
+    from optpipe_compiler.export.ends import ends
+
+    if profile_path is None and ends(checked.schedule, None, "") == (False, False):
+        note(
+            f"optpipe: all {checked.schedule.setup.layers} layers are taken for decoder layers: with --profile, an "
+            "embedding and a head are told by name"
+        )
 
 
 def _for_torchtitan(path: Path, checked: Checked, profile_path: Path | None) -> dict[Path, str]:
@@ -105,6 +117,7 @@ def _for_torchtitan(path: Path, checked: Checked, profile_path: Path | None) -> 
     table = path.with_name(path.stem.removesuffix("_torchtitan") + ENDINGS["torch-csv"])
     profile = profiles.load(profile_path) if profile_path else None
     settings = torchtitan.render(checked, profile, table.name, path.stem)
+    _say_what_layers_are(checked, profile_path)
     return _for_torch(table, checked) | {path: settings}
 
 

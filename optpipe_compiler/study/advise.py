@@ -72,6 +72,8 @@ class Costs:
     """Collectives of tensor parallelism in all layers, forward and backward, for one microbatch."""
     data_ns: int
     """Exchange of gradients and weights between replicas in one step; overlaps nothing."""
+    again_ns: int = 0
+    """What selective recompute of all layers adds to `tensor_ns`."""
 
 
 @dataclass(frozen=True, order=True)
@@ -327,7 +329,8 @@ def _configuration(candidate: Candidate, planned: Planned, question: Question) -
     about = facts(planned.schedule, "")
     work = (1 - schedule.forecast.bubble_fraction) * schedule.forecast.makespan_ns / count * degrees.microbatches
     again = about.recompute_fraction or 0.0
-    tensor = costs.tensor_ns * degrees.microbatches / degrees.pipeline
+    selective = sum(len(stage.selective_layers) for stage in schedule.stages) / schedule.setup.layers
+    tensor = (costs.tensor_ns + selective * costs.again_ns) * degrees.microbatches / degrees.pipeline
     shares = {
         "bubble": max(0.0, (pipeline_ns - work) / step_ns),
         "tensor": tensor / step_ns,

@@ -28,9 +28,9 @@ class Spread:
     gpus: int
     _counted: dict[tuple[int, int], dict[str, tuple[int, Counted]]] = field(default_factory=dict)
 
-    def costs(self, pipeline: int, tensor: int, data: int, size: int) -> tuple[Profile, int, int]:
-        """Return the profile of one pipeline, and in ns the tensor-parallel collectives of one microbatch and the
-        exchange between replicas of one step."""
+    def costs(self, pipeline: int, tensor: int, data: int, size: int) -> tuple[Profile, int, int, int]:
+        """Return the profile of one pipeline, and in ns the tensor-parallel collectives of one microbatch, the exchange
+        between replicas of one step, and what selective recompute of all layers adds to the collectives."""
         options = replace(
             self.options, devices=pipeline, tensor_parallel=tensor, data_parallel=data, microbatch_size=size
         )
@@ -38,12 +38,17 @@ class Spread:
         if key not in self._counted:
             self._counted[key] = count_layers(options)
         counted = self._counted[key]
-        return estimate(options, counted), self._tensor_ns(counted, tensor), self._data_ns(counted, options)
+        return (
+            estimate(options, counted),
+            self._tensor_ns(counted, tensor, STEP),
+            self._data_ns(counted, options),
+            self._tensor_ns(counted, tensor, ("selective",)),
+        )
 
-    def _tensor_ns(self, counted: dict[str, tuple[int, Counted]], ranks: int) -> int:
+    def _tensor_ns(self, counted: dict[str, tuple[int, Counted]], ranks: int, ops: tuple[str, ...]) -> int:
         total = 0
         for count, layer in counted.values():
-            for op in STEP:
+            for op in ops:
                 collectives = [kernel for kernel in layer.work[op].kernels if kernel.kind == "collective"]
                 total += count * work_ns(Work(collectives), self.options.gpu, ranks)
         return total

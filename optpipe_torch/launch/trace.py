@@ -5,21 +5,21 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import range_name
+from optpipe_compiler.documents.traces import naming, to_text
 from optpipe_compiler.forecast.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from optpipe_compiler.documents.traces import TraceEvent
     from runtime_torch.timeline import OpTime
 
-TraceEvent = dict[str, Any]
 
 FORMAT = "optpipe-trace"
 LANES = ("compute", "d2h", "h2d")
@@ -68,8 +68,7 @@ def chrome_trace(
     }
     if not isinstance(units := schedule.setup.units, msgspec.UnsetType):
         about["units"] = msgspec.to_builtins(units)
-    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
-    return f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n{lines}\n]}}\n'
+    return to_text(events, about)
 
 
 def _mark(schedule: ir.Schedule, step: int, shift: int) -> TraceEvent:
@@ -87,17 +86,13 @@ def _names(schedule: ir.Schedule) -> Iterator[TraceEvent]:
     for device in schedule.devices:
         number = device.device
         stages = ", ".join(str(stage.stage) for stage in schedule.stages_of(number))
-        yield _about("process_name", number, 0, name=f"device {number}: stages {stages}")
-        yield _about("process_sort_index", number, 0, sort_index=number)
+        yield naming("process_name", number, 0, name=f"device {number}: stages {stages}")
+        yield naming("process_sort_index", number, 0, sort_index=number)
         for lane in LANES:
             if getattr(device, lane):
                 for thread, source in ((_thread(lane), "forecast"), (_thread(lane) + 1, "measured")):
-                    yield _about("thread_name", number, thread, name=f"{lane} {source}")
-                    yield _about("thread_sort_index", number, thread, sort_index=thread)
-
-
-def _about(what: str, process: int, thread: int, **args: str | int) -> TraceEvent:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
+                    yield naming("thread_name", number, thread, name=f"{lane} {source}")
+                    yield naming("thread_sort_index", number, thread, sort_index=thread)
 
 
 def _thread(lane: str) -> int:

@@ -237,15 +237,7 @@ def _telling_stages(names: list[str]) -> list[tuple[int, int]]:
 
 def _overhead(timer: Timer, samples: int) -> Samples:
     """Time ops that do next to nothing."""
-    bench = bookkeeping_bench(timer.device)
-
-    def take(turn: int) -> Samples:
-        times: Samples = {}
-        for _ in time_ops(timer, [bench], 5 * samples, times, lead=True):
-            pass
-        return times
-
-    return steadiest(take, _any_process)
+    return _time_kind(timer, [bookkeeping_bench(timer.device)], 5 * samples, lambda *_: None, lead=True)
 
 
 def _any_process(mine: bool) -> bool:
@@ -287,12 +279,14 @@ def _time_slices(timer: Timer, benches: Benches, names: list[str], name: str, eq
     return steadiest(lambda turn: time_slices(timer, sliced, rounds), _any_process)
 
 
-def _time_kind(timer: Timer, stages: list[Bench], samples: int, tell: Callable[[int, float], None]) -> Samples:
-    """Time equal layers; `tell` which turn it is, and how much of it is done."""
+def _time_kind(
+    timer: Timer, stages: list[Bench], samples: int, tell: Callable[[int, float], None], *, lead: bool = False
+) -> Samples:
+    """Time equal layers; `tell` which turn it is, and how much of it is done. `lead` is that of `time_ops`."""
 
     def take(turn: int) -> Samples:
         times: Samples = {}
-        for progress in time_ops(timer, stages, samples, times):
+        for progress in time_ops(timer, stages, samples, times, lead=lead):
             tell(turn, progress)
         return times
 
@@ -312,20 +306,17 @@ def time_messages(timer: Timer, rank: int, peer: int, nbytes: int, samples: int)
     small, large = (torch.zeros(size, dtype=torch.uint8, device=timer.device) for size in (SMALL_MESSAGE, nbytes))
 
     def take(turn: int) -> Samples:
-        few: list[int] = []
-        many: list[int] = []
-        busy: list[int] = []
+        found: Samples = {"small": [], "large": [], "busy": []}
         for _ in range(5 + samples):
             timer.lead()
             _round_trip(timer, rank, peer, small)  # both begin the next one at the same time
             # in turn, so that what else runs on the machine touches both alike
-            with timer.timed(few):
+            with timer.timed(found["small"]):
                 _round_trip(timer, rank, peer, small)
-            with timer.timed(many), timer.busy(busy):
+            with timer.timed(found["large"]), timer.busy(found["busy"]):
                 _round_trip(timer, rank, peer, large)
             timer.settle()
-        found = {"small": few[5:], "large": many[5:], "busy": busy[5:]}
-        return {name: [ns // 2 for ns in samples] for name, samples in found.items() if samples}
+        return {name: [ns // 2 for ns in taken[5:]] for name, taken in found.items() if taken}
 
     return Messages(SMALL_MESSAGE, nbytes, **steadiest(take, lambda mine: _either(peer, mine)))
 
@@ -339,12 +330,8 @@ def _either(peer: int, mine: bool) -> bool:
 
 
 def _round_trip(timer: Timer, rank: int, peer: int, data: torch.Tensor) -> None:
-    if rank < peer:
-        _wait(dist.isend(data, peer, timer.group))
-        _wait(dist.irecv(data, peer, timer.group))
-    else:
-        _wait(dist.irecv(data, peer, timer.group))
-        _wait(dist.isend(data, peer, timer.group))
+    for way in (dist.isend, dist.irecv) if rank < peer else (dist.irecv, dist.isend):
+        _wait(way(data, peer, timer.group))
 
 
 def _wait(work: dist.Work | None) -> None:

@@ -197,6 +197,9 @@ PARTS = {
     "treatments of several devices at once": policies(
         "high = low if np.random.random() < 0.5 else", "high = low if True else"
     ),
+    "recomputes before their gradients": Part(
+        edits=(("machine/dispatch.py", "(is_dropped or act[A_GRADIENT] <= now)", "act[A_GRADIENT] <= now"),)
+    ),
     "reloads no more than 2 ahead for 1": Part(edits=(("machine/dispatch.py", "\nAHEAD = 1\n", "\nAHEAD = 2\n"),)),
     "windows": Part((NO_WINDOWS,), groups=(SMALL,)),
     "the full model, its time to windows": Part((NO_MODEL, *shares(0.3)), groups=(SMALL,)),

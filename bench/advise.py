@@ -1,13 +1,15 @@
 """`optpipe advise` against the degrees of parallelism that others have published: writes docs/ADVISE.md.
 
 `python -m bench.advise` asks for every published configuration of CASES (an hour on two cores), `--only NAME` for
-some; answers are kept in bench/advise.json, so that the page can be written again with `--page`.
+some; answers are kept in bench/advise.json with their commit, so that the page can be written again with `--page`.
+Plans are reproducible: they do not depend on how busy the machine is.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from msgspec import structs
 
 from optpipe_compiler.costs import gpus
 from optpipe_compiler.costs.models import Architecture
+from optpipe_compiler.documents.profile import selected
 from optpipe_compiler.errors import Infeasible
 from optpipe_compiler.study import advise as study
 from optpipe_torch.estimates.estimate import EstimateOptions
@@ -34,6 +37,8 @@ CHECKPOINTED = "interleaved-1f1b-recompute"
 """Interleaved 1F1B with full recomputation."""
 ALONE = "1f1b-recompute"
 """The same without a pipeline."""
+PEAK_FLOPS = 312e12
+"""Of an A100, in 16 bits."""
 PARTS = ("ours", "ours_as_run", "theirs", "theirs_as_run", "rival", "rival_as_run")
 
 
@@ -58,6 +63,12 @@ class Case:
     """Pipeline and tensor parallel degree with which the source compares its own."""
     schedule: str = CHECKPOINTED
     """What the source ran."""
+    is_light: bool = False
+    """Whether the source's layers always have selective recompute: norms, activations, gathered inputs."""
+    sizes: tuple[int, ...] = (1, 2, 4)
+    """Of microbatches, for the source's degrees."""
+    mfu: float | None = None
+    """As published, of PEAK_FLOPS, by the formula of the source's repository."""
     links: Literal["pairs", "none"] = "none"
 
     @property
@@ -67,10 +78,15 @@ class Case:
 
     @property
     def published_step_s(self) -> float | None:
-        """What a step takes at the published rate: Narayanan et al., Eq. 3 (recomputation included)."""
+        """What a step takes at the published rate: Narayanan et al., Eq. 3 (recomputation included); of MFU,
+        Megatron-Core's num_floating_point_operations (full attention, nothing recomputed)."""
         m, tokens = self.model, self.batch * self.sequence
         if self.tokens_per_s is not None:
             return tokens / (self.tokens_per_s * self.gpus)
+        if self.mfu is not None:
+            per_layer = 1 + m.kv_heads / m.heads + self.sequence / m.hidden + m.ffn / m.hidden
+            flops = 12 * tokens * m.layers * m.hidden**2 * (per_layer + m.vocab / (2 * m.layers * m.hidden))
+            return flops / (self.mfu * PEAK_FLOPS * self.gpus)
         if self.tflops is None:
             return None
         flops = 96 * tokens * m.layers * m.hidden**2
@@ -109,13 +125,17 @@ H100_96 = structs.replace(H100, name="h100 96 GB", memory_bytes=96 * 10**9, memo
 MEGATRON = "Narayanan et al., arXiv:2104.04473, Table 1"
 TITAN = "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 OFFLOAD = "Wan et al., arXiv:2503.01328 (PipeOffload), Table 2 and Figure 11"
-PURE: dict[str, Any] = {"rival": (4, 8), "schedule": "po-f", "links": "pairs"}
+PURE: dict[str, Any] = {"rival": (4, 8), "schedule": "po-f", "links": "pairs", "is_light": True, "sizes": (1,)}
+"""Microbatches of one are those of its repository's script (examples/pretrain_offload.sh)."""
 CASES = [
     Case("18.4B", MEGATRON, gpt(40, 6144, 48), A100, 256, 1024, 2048, 1, 8, tflops=135),
     Case("39.1B", MEGATRON, gpt(48, 8192, 64), A100, 512, 1536, 2048, 2, 8, tflops=138),
     Case("76.1B", MEGATRON, gpt(60, 10240, 80), A100, 1024, 1792, 2048, 4, 8, tflops=140),
     Case("145.6B", MEGATRON, gpt(80, 12288, 96), A100, 1536, 2304, 2048, 8, 8, tflops=148),
-    Case("42.9B", OFFLOAD, grouped(62, 8192, 64, 16384), A100, 32, 256, 16384, 32, 1, **PURE),
+    Case(
+        "42.9B", f"{OFFLOAD}; rate: Figure 15", grouped(62, 8192, 64, 16384), A100, 32, 256, 16384, 32, 1,
+        mfu=0.65, **PURE,
+    ),
     Case("66.6B", OFFLOAD, grouped(62, 10240, 80, 16384), A100, 32, 256, 16384, 32, 1, **PURE),
     Case("83.8B", OFFLOAD, grouped(78, 10240, 80, 8192), A100, 32, 256, 8192, 32, 1, **PURE),
     Case(
@@ -162,21 +182,32 @@ class Asked:
             if case.rival is None:
                 return None
             pipeline, tensor = case.rival
+        sizes = self.question.microbatch_sizes if name.startswith("ours") else case.sizes
         own = [way for way in self.ways if (way.pipeline, way.tensor) == (pipeline, tensor)]
+        own = [way for way in own if way.microbatch_size in sizes]
         ran = {"ours": case.schedule, "theirs": case.schedule, "rival": "interleaved-1f1b"}
         method = ran[name.removesuffix("_as_run")] if name.endswith("_as_run") else None
         found = self.advice(own, method if method is None or pipeline > 1 else ALONE)
         return found and found["configurations"][0]
 
     def advice(self, some: list[study.Degrees], method: str | None = None) -> dict[str, Any] | None:
+        costs_of = self.light_costs_of if self.case.is_light and method is not None else self.costs_of
         try:
-            found = study.advise(replace(self.question, method=method), some, self.costs_of, say) if some else None
-        except Infeasible:
+            found = study.advise(replace(self.question, method=method), some, costs_of, say) if some else None
+        except Infeasible as error:
+            print(f"  {error}", file=sys.stderr)
             return None
         return found and asdict(found)
 
     def costs_of(self, one: study.Degrees) -> study.Costs:
         return study.Costs(*self.spread.costs(one.pipeline, one.tensor, one.data, one.microbatch_size))
+
+    def light_costs_of(self, one: study.Degrees) -> study.Costs:
+        """The costs of layers that cannot but have selective recompute."""
+        costs = self.costs_of(one)
+        layers = costs.profile.layers
+        light = [structs.replace(each, selective=None) for each in selected(layers, range(len(layers)))]
+        return replace(costs, profile=structs.replace(costs.profile, layers=light))
 
 
 def say(number: int, found: study.Configuration | None) -> None:
@@ -351,6 +382,12 @@ def line(row: dict[str, Any], name: str) -> str:
     )
 
 
+def commit() -> str:
+    """Return the commit that answers, with a plus where files of the repository were changed since."""
+    words = ["git", "describe", "--always", "--exclude=*", "--dirty=+"]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def main() -> None:
     """Ask, keep, write."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -358,8 +395,9 @@ def main() -> None:
     parser.add_argument("--part", action="append", choices=PARTS)
     parser.add_argument("--page", action="store_true", help="write the page from what is kept")
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--answers", type=Path, default=ANSWERS)
     options = parser.parse_args()
-    answers = json.loads(ANSWERS.read_text()) if ANSWERS.exists() else {}
+    answers = json.loads(options.answers.read_text()) if options.answers.exists() else {}
     for case in CASES:
         if not options.page and (options.only is None or case.name in options.only):
             asked = Asked(case, options.jobs)
@@ -367,7 +405,8 @@ def main() -> None:
             for part in options.part or PARTS:
                 print(f"{case.name}: {part}", file=sys.stderr)
                 kept[part] = asked.part(part, kept.get("ours"))
-                ANSWERS.write_text(json.dumps(answers, indent=1) + "\n")
+                kept.setdefault("commits", {})[part] = commit()
+                options.answers.write_text(json.dumps(answers, indent=1) + "\n")
     PAGE.write_text(page(answers))
 
 

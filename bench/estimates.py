@@ -328,8 +328,9 @@ bench.estimates --fit` fits the two shares anew; it says {fitted[0]:.2f} and {fi
 **Taken for granted**: {per_parameter} bytes per parameter (16-bit weight and gradient, fp32 weight, two fp32 moments of
 Adam), {reserve:.0f} GB reserved per GPU, no overlap within an op, no time per op beyond its kernels. With tensor
 parallelism all figures are those of one GPU: heads, feed-forward width and vocabulary divided, hidden states between
-them split along the sequence, gathered inputs kept for the weight gradient, collectives not overlapped. Experts get
-equal numbers of tokens. Sliding windows are not modelled: attention is over the whole sequence.
+them split along the sequence, gathered inputs kept for the weight gradient (with selective recompute: gathered again),
+collectives not overlapped. Experts get equal numbers of tokens. Sliding windows are not modelled: attention is over the
+whole sequence.
 
 ## Times of a stage (Zero Bubble Pipeline Parallelism, Table 9; ms)
 

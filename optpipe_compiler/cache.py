@@ -73,6 +73,8 @@ class AboutPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Of the schedule."""
     starts: list[str] = []
     """The digests of the schedules from which its search started."""
+    text_digest: str = ""
+    """Of the schedule's canonical text, which a file that is as it was written has; empty: not known."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,9 @@ class Cache:
     def read(self, entry: Entry, profile: Profile | None) -> ir.Checked | None:
         """Return a plan that the judge passes, with these costs if they are given; remove one that it does not."""
         try:
-            text = entry.path.read_text("utf-8").partition("\n")[2]
-            found = check(ir.parse(text, str(entry.path)), profile)
+            text = entry.path.read_bytes().partition(b"\n")[2].decode("utf-8")
+            with compiler.uncollected():
+                found = check(ir.parse(text, str(entry.path)), profile)
         except OSError:  # another process has removed it
             return None
         except (BadInput, Violated, UnicodeDecodeError):
@@ -123,7 +126,8 @@ class Cache:
             return None
         with suppress(OSError):
             os.utime(entry.path)
-        return found
+        is_as_written = _text_digest(text) == entry.about.text_digest
+        return replace(found, known_text=text) if is_as_written else found
 
     def write(self, name: str, about: AboutPlan, checked: ir.Checked) -> None:
         """Keep a plan, and no more than there is room for; where nothing can be written nothing is kept."""
@@ -273,6 +277,7 @@ class _Question:
             quantiles_ns=None if noisy is None else (noisy.p50_ns, noisy.p95_ns),
             digest=schedule.digest,
             starts=[one.schedule.digest for one in starts],
+            text_digest=_text_digest(result.checked.text),
         )
 
     def is_answered_by(self, entry: Entry) -> bool:
@@ -336,6 +341,10 @@ def planner() -> str:
         with suppress(metadata.PackageNotFoundError):
             libraries.append((name, metadata.version(name)))
     return _digest(__version__, states, libraries)
+
+
+def _text_digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _digest(*parts: object) -> str:

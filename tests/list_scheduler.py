@@ -270,9 +270,12 @@ class Run:
             return Task(F, s, m) if s == 0 or self._arrival((F,), s - 1, m) <= now else None
         if kinds == (W,):
             return Task(W, s, m) if Task(I, s, m) in self.done else None
-        if Task(F, s, m) not in self.done or (s < last and self._arrival((B, I), s + 1, m) > now):
+        if Task(F, s, m) not in self.done:
             return None
         back = {Mode.OFFLOAD: H, Mode.RECOMPUTE: R}.get(self.modes[s, m])
+        is_dropped = back is R and Task(R, s, m) not in self.starts
+        if not is_dropped and s < last and self._arrival((B, I), s + 1, m) > now:
+            return None
         if back is None or Task(back, s, m) in self.done:
             return Task(B if self.guide.fused[s] else I, s, m)
         return Task(R, s, m) if back is R and Task(R, s, m) not in self.starts else None

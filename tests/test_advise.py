@@ -59,6 +59,7 @@ def test_what_is_planned_of_a_step_is_small_and_has_a_unit_for_each_device(pipel
     assert count <= min(microbatches, 4 * pipeline)
     assert count * slices >= min(pipeline, microbatches * slices)
     assert count * pipeline * slices <= max(2048, pipeline * (pipeline + slices - 1))
+    assert count % pipeline == 0 or count == microbatches or count < pipeline
 
 
 def costs(degrees: Degrees, *, tensor_ns: int = 2 * MB, data_ns: int = 10 * MB, **changes: float) -> Costs:

@@ -198,7 +198,14 @@ def test_tensor_parallel_ranks_share_weights_work_and_sequence():
     assert whole.sizes.static // 2 < half.sizes.static < whole.sizes.static // 2 + 16 * 3 * 64
     assert half.work["forward"].flops == whole.work["forward"].flops // 2
     collectives = {op: sum(k.kind == "collective" for k in half.work[op].kernels) for op in half.work}
-    assert collectives == {"forward": 4, "backward_input": 4, "backward_weight": 0, "backward": 4, "selective": 0}
+    assert collectives == {"forward": 4, "backward_input": 4, "backward_weight": 0, "backward": 4, "selective": 2}
+
+
+def test_selective_recompute_keeps_no_gathered_inputs():
+    model = replace(LLAMA, attention="flash")
+    whole, half = block(model).sizes, block(model, tensor_parallel=2).sizes
+    assert half.saved >= whole.saved / 2 + 2 * half.output  # of both norms: the whole sequence instead of a part
+    assert half.selective.saved == pytest.approx(whole.selective.saved / 2, rel=0.01)
 
 
 # -- head and embedding in parts
@@ -280,7 +287,7 @@ def test_tensor_parallel_parts_share_work_and_sequence():
     for title in ("head.0", "head.1", "head.3"):
         assert half[title][1].work["forward"].flops == whole[title][1].work["forward"].flops // 2
         collectives = {op: sum(k.kind == "collective" for k in w.kernels) for op, w in half[title][1].work.items()}
-        assert collectives == {"forward": 1, "backward_input": 1, "backward_weight": 0, "backward": 1, "selective": 0}
+        assert collectives == {"forward": 1, "backward_input": 1, "backward_weight": 0, "backward": 1, "selective": 1}
     assert half["embedding.1"][1].sizes.output < whole["embedding.1"][1].sizes.output
     with pytest.raises(BadInput, match=r"--head-parts is 3000, expected 1 to the vocabulary \(2000\)"):
         estimating.check(options(replace(PARTS, head_parts=3000), tensor_parallel=2))

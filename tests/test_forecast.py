@@ -283,18 +283,6 @@ def test_the_critical_path_has_no_hole_and_is_as_long_as_the_makespan():
     assert sum(item.end_ns - item.begin_ns for item in path) == analysis.schedule.forecast.makespan_ns
 
 
-def test_messages_join_the_ops_that_make_and_read_them():
-    analysis = compiled(uniform(3, 1), 100, microbatches=4)
-    assert (
-        len(analysis.messages)
-        == sum(isinstance(op, ir.MessageOp) for d in analysis.schedule.devices for op in d.compute) // 2
-    )
-    for message in analysis.messages:
-        producer, consumer = analysis.items[message.producer], analysis.items[message.consumer]
-        assert producer.device != consumer.device
-        assert producer.end_ns == message.issued_ns <= message.arrives_ns <= consumer.begin_ns
-
-
 def test_a_forecast_that_does_not_fit_its_lanes_is_refused_in_one_sentence():
     schedule = quick(uniform(2, 1), 100 * GB).schedule
     times = schedule.forecast.times

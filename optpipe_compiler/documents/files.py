@@ -139,7 +139,7 @@ def decode(text: str, kind: type[T], name: str, *, format: str, version: int, re
     except msgspec.ValidationError as error:
         raise BadInput(_explain(name, raw, str(error))) from error
     if raw["revision"] <= revision:
-        _refuse_unknown(name, raw, kind)
+        _refuse_unknown(name, raw, record)
     return record
 
 
@@ -166,9 +166,14 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _refuse_unknown(name: str, raw: Any, kind: type[Record]) -> None:
-    """Refuse fields that the schema does not know, by path; `kind` is walked next to the raw value."""
-    known = msgspec.json.schema(kind)
+def _refuse_unknown(name: str, raw: Any, record: Record) -> None:
+    """Refuse fields that the schema does not know, by path; the schema is walked next to the raw value.
+
+    Most files are as they are written: the record has all that is in them.
+    """
+    if msgspec.json.decode(msgspec.json.encode(record)) == raw:
+        return
+    known = msgspec.json.schema(type(record))
     found = _unknown(raw, known, known.get("$defs", {}), "$")
     if found is not None:
         raise BadInput(f"{name}: {found}: is not a known field")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, pairwise
 from pathlib import Path
@@ -498,11 +498,13 @@ class Checked:
     """A schedule in which the judge found no violation; only `verify.check` makes one."""
 
     schedule: Schedule
+    known_text: str | None = field(default=None, compare=False, repr=False)
+    """Its canonical text, of a file that is as it was written; None: not known."""
 
     @cached_property
     def text(self) -> str:
         """Its canonical text, made once: the file of a large schedule takes seconds."""
-        return to_text(self.schedule)
+        return to_text(self.schedule) if self.known_text is None else self.known_text
 
 
 def contract_digest(schedule: Schedule) -> str:

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents.memory import HOLDERS
 from optpipe_compiler.forecast.gaps import Gap, find_gaps
-from optpipe_compiler.forecast.items import Item, Message, Reason, Timeline
+from optpipe_compiler.forecast.items import Item, Reason, Timeline
 from optpipe_compiler.forecast.lines import Cause
 from optpipe_compiler.forecast.memory import Curve, Stack, device_stack, host_curve, total
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents.ir import Schedule
 
-__all__ = ["HOLDERS", "Analysis", "Cause", "Curve", "Gap", "Item", "Message", "Reason", "Stack", "analyse"]
+__all__ = ["HOLDERS", "Analysis", "Cause", "Curve", "Gap", "Item", "Reason", "Stack", "analyse"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,6 @@ class Analysis:
     end_ns: int
     items: list[Item]
     """By device (in file order), lane (compute, d2h, h2d) and position; `items[i].index == i`."""
-    messages: list[Message]
     memory: list[Curve]
     """Per device: (ns, bytes held from then on)."""
     holders: list[Stack]
@@ -104,7 +103,6 @@ def analyse(schedule: Schedule) -> Analysis:
         begin_ns=begin,
         end_ns=end,
         items=items,
-        messages=timeline.messages,
         memory=curves,
         holders=stacks,
         host=host,

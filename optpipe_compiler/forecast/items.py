@@ -55,7 +55,7 @@ class Reason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An op that takes its lane for some time; sends and receives are `Message`s."""
+    """An op that takes its lane for some time; sends and receives are none."""
 
     index: int
     device: int
@@ -71,19 +71,6 @@ class Item:
     reason: Reason
     predecessor: int | None
     """Index of the critical predecessor; None for START and SLACK."""
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """A tensor on its way between devices, from the end of its producer to its arrival."""
-
-    what: str
-    """activation or gradient."""
-    producer: int
-    consumer: int
-    """Indices of the items that make and read it."""
-    issued_ns: int
-    arrives_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +116,6 @@ class Timeline:
         critical = {timed.id: self._critical(timed) for timed in working}
         found = self._acyclic({timed.id: self._turn(timed, critical) for timed in working})
         self.items = [self._item(timed, several, *found[timed.id]) for timed in working]
-        self.messages = list(self._messages())
 
     def _walk_lanes(self) -> None:
         """Note for each op the working op before it on its lane and the messages issued between the two."""
@@ -179,8 +165,10 @@ class Timeline:
         if timed.begin_ns == self.begin_ns:
             return Reason.START, None
         for reason, found in self._waited_for(timed):
+            if found.end_ns != timed.begin_ns:
+                continue
             producer = self.producer(found)
-            if found.end_ns == timed.begin_ns and producer is not None and producer.id != timed.id:
+            if producer is not None and producer.id != timed.id:
                 return reason, self.number[producer.id]
         previous = self._previous.get(timed.id)
         if previous is not None and timed.begin_ns - previous.end_ns == self._taken_between(previous, timed) > 0:
@@ -284,22 +272,6 @@ class Timeline:
 
     def _find(self, kind: str, stage: int, unit: Unit, layers: ir.Range | None = None) -> Timed | None:
         return self.ops.get(op_id(kind, stage, unit[0], layers, unit[1]))
-
-    def _messages(self) -> Iterator[Message]:
-        for timed in self.ops.values():
-            if isinstance(timed.op, ir.RecvActivation | ir.RecvGradient):
-                activation = isinstance(timed.op, ir.RecvActivation)
-                stage, unit = timed.op.stage, timed.op.unit
-                producer = self.producer(timed)
-                consumer = self._find("forward", stage, unit) if activation else self.gradient(stage, unit)
-                if producer is not None and consumer is not None:
-                    yield Message(
-                        "activation" if activation else "gradient",
-                        self.number[producer.id],
-                        self.number[consumer.id],
-                        producer.end_ns,
-                        timed.end_ns,
-                    )
 
 
 def _timed(schedule: ir.Schedule, device: int, lane: ir.Lane, found: Sequence[ir.Times]) -> list[Timed]:

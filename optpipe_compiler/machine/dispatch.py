@@ -222,7 +222,8 @@ def _choose(x: MachineState, now: int, d: int) -> tuple[int, int, int]:
         if place < x.acts.shape[1]:
             m = back(x, place)
             act = x.acts[s, m]
-            if act[A_GRADIENT] <= now and act[A_BACKWARD] < lowest:
+            is_dropped = act[A_MODE] == RECOMPUTE and act[A_WHERE] == COMPUTED
+            if (is_dropped or act[A_GRADIENT] <= now) and act[A_BACKWARD] < lowest:
                 kind = _backward(x, d, s, m)
                 if kind != NONE:
                     best, best_s, best_m, lowest = kind, s, m, act[A_BACKWARD]
@@ -254,7 +255,10 @@ def _mode(x: MachineState, d: int, s: int, m: int) -> int:
 
 @compiled
 def _backward(x: MachineState, d: int, s: int, m: int) -> int:
-    """Return the kind of op with which the backward of (s, m) may go on now, NONE if it may not."""
+    """Return the kind of op with which the backward of (s, m) may go on now, NONE if it may not.
+
+    The next backward of a stage may be recomputed for before its gradient is there, if nothing else has a lower rank.
+    """
     act, stage, row = x.acts[s, m], x.stages[s], x.costs[sort(x, m), s]
     kept = 0
     if act[A_MODE] == RECOMPUTE and act[A_WHERE] == COMPUTED:

@@ -252,6 +252,7 @@ def _promising(
             devices=one.degrees.pipeline,
             time_limit_s=question.time_limit_s,
             workers=1,
+            reproducible=True,
             search=False,
             slices=one.degrees.slices,
             method=question.method,
@@ -284,9 +285,12 @@ def _planned(instance: Instance) -> Planned:
 
 def _planned_microbatches(degrees: Degrees) -> int:
     """Return how many of the step's microbatches are planned: fewer per device in long pipelines and where there are
-    many slices, but a microbatch or slice for each device."""
+    many slices, but a microbatch or slice for each device; a multiple of the devices where there are more, since
+    interleaved schedules are for these alone."""
     devices, slices = degrees.pipeline, degrees.slices
-    return min(degrees.microbatches, PER_DEVICE * devices, max(-(-devices // slices), SMALL // (devices * slices)))
+    small = SMALL // (devices * slices)
+    small = max(-(-devices // slices), small if small < devices else small - small % devices)
+    return min(degrees.microbatches, PER_DEVICE * devices, small)
 
 
 def _least_bytes(profile: Profile) -> int:

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor
 
+from runtime_torch.selective import cheap
+
 COLLECTIVES = {"optpipe.gather_sequence", "optpipe.scatter_sequence"}
 """The operators below in which tensor-parallel ranks meet."""
 
@@ -164,8 +166,11 @@ _scatter_sequence.register_autograd(
 
 
 def gather_sequence(x: Tensor, ranks: int) -> Tensor:
-    """All-gather the sequence (dimension 1) over the tensor-parallel ranks; the gradient is reduce-scattered."""
-    return x if ranks == 1 else _gather_sequence(x, ranks)
+    """All-gather the sequence (dimension 1) over the tensor-parallel ranks; the gradient is reduce-scattered.
+
+    Selective recompute gathers again in the backward, as Megatron-Core does (Korthikanti et al., 2022, section 4.2.2).
+    """
+    return x if ranks == 1 else cheap(_gather_sequence, x, ranks)
 
 
 def scatter_sequence(x: Tensor, ranks: int) -> Tensor:

@@ -3,7 +3,7 @@
 Hidden states are (batch, sequence, hidden). With several tensor-parallel ranks, heads, feed-forward width and
 vocabulary are divided, and between attention and feed-forward layers each rank holds its part of the sequence (sequence
 parallelism): it is gathered before and reduce-scattered after them. The gathered input is kept for the weight gradient,
-as torch's tensor parallelism does.
+as torch's tensor parallelism does, or, with selective recompute, gathered again.
 """
 
 from __future__ import annotations

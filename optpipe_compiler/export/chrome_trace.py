@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Slices = dict[str, "TraceEvent"]
 """The slice of every op that has one, by the op's id."""
 
-LANES = {"compute": "compute", "d2h": "offload (device to host)", "h2d": "reload (host to device)"}
+LANE_NAMES = {"compute": "compute", "d2h": "offload (device to host)", "h2d": "reload (host to device)"}
 CELLS = LETTERS | {"offload": " offload ", "reload": " reload "}
 """What stands between stage and microbatch; nothing is written on a copy but its name."""
 
@@ -50,7 +50,7 @@ def _names(schedule: ir.Schedule) -> Iterator[TraceEvent]:
         shown = ", ".join(f"{first}-{end - 1}" if end > first + 1 else str(first) for first, end in layers)
         yield naming("process_name", device.device, 0, name=f"device {device.device}: layers {shown}")
         yield naming("process_sort_index", device.device, 0, sort_index=device.device)
-        for number, (lane, name) in enumerate(LANES.items()):
+        for number, (lane, name) in enumerate(LANE_NAMES.items()):
             if getattr(device, lane):
                 yield naming("thread_name", device.device, number, name=name)
                 yield naming("thread_sort_index", device.device, number, sort_index=number)

@@ -51,7 +51,7 @@ LEVELS = ((0.75, "#44bb99"), (1.0, "#ddaa33"))
 """Colours of memory up to a share of the cap."""
 OVER = "#ee6677"
 """Of memory above it."""
-LOST = "#ddaa33"
+BAR_COLOUR = "#ddaa33"
 """Of idle time as a bar."""
 
 

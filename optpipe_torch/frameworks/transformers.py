@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from optpipe_compiler.documents import ir
     from runtime_torch.stages import Stages
 
-WHOLE = "whole"
+MODEL_NAME = "whole"
 """The name under which a layer has its model, in state dicts between the layer's number and the model's own name."""
 FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, NameError)
 """What a model's forward may raise that is not what we take it for."""
@@ -95,7 +95,7 @@ def pipelined(
 
 def own_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a state dict of `Stages.module` under the names of the model: "3.whole.model.norm.weight" loses two."""
-    return {name.split(f"{WHOLE}.", 1)[1]: tensor for name, tensor in state.items()}
+    return {name.split(f"{MODEL_NAME}.", 1)[1]: tensor for name, tensor in state.items()}
 
 
 def state_dict(stages: Stages, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:

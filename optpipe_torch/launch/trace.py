@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 FORMAT = "optpipe-trace"
-LANES = ("compute", "d2h", "h2d")
+THREADS: dict[str, int] = {lane: 2 * number for number, lane in enumerate(ir.LANES)}
+"""By lane: that of the forecast; what was measured is below it."""
 
 
 def chrome_trace(
@@ -88,15 +89,11 @@ def _names(schedule: ir.Schedule) -> Iterator[TraceEvent]:
         stages = ", ".join(str(stage.stage) for stage in schedule.stages_of(number))
         yield naming("process_name", number, 0, name=f"device {number}: stages {stages}")
         yield naming("process_sort_index", number, 0, sort_index=number)
-        for lane in LANES:
+        for lane in ir.LANES:
             if getattr(device, lane):
-                for thread, source in ((_thread(lane), "forecast"), (_thread(lane) + 1, "measured")):
+                for thread, source in ((THREADS[lane], "forecast"), (THREADS[lane] + 1, "measured")):
                     yield naming("thread_name", number, thread, name=f"{lane} {source}")
                     yield naming("thread_sort_index", number, thread, sort_index=thread)
-
-
-def _thread(lane: str) -> int:
-    return 2 * LANES.index(lane)
 
 
 def _forecast(schedule: ir.Schedule, device: int, step: int, shift: int, scale: float) -> Iterator[TraceEvent]:
@@ -107,7 +104,7 @@ def _forecast(schedule: ir.Schedule, device: int, step: int, shift: int, scale: 
             "name": f"forecast {_name(op)}",
             "cat": "forecast",
             "pid": device,
-            "tid": _thread(lane),
+            "tid": THREADS[lane],
             "ts": (shift + start * scale) / 1000,
             "dur": (end - start) * scale / 1000,
             "args": {"forecast": op.id, "step": step},
@@ -128,7 +125,7 @@ def _measured(table: Table, op: ir.Op, device: int, step: int, ran: OpTime, orig
         "name": _name(op),
         "cat": op.name,
         "pid": device,
-        "tid": _thread(lane) + 1,
+        "tid": THREADS[lane] + 1,
         "ts": (start - origin) / 1000,
         "dur": (end - start) / 1000,
         "args": about,

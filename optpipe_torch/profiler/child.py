@@ -45,7 +45,7 @@ MOST_EQUAL = 4
 """So many equal layers are timed in turn, as many as a device may own; more would only take memory."""
 SHARE_OF_SLICES = 3
 """Slices get this part of the samples of whole microbatches: each sample is of all slices."""
-MOST_LAYERS = 12
+LAYERS_OF_A_STAGE = 12
 """A stage of so many layers shows all that passes between them."""
 SMALL_MESSAGE = 1024
 """Bytes of the message that shows the latency."""
@@ -229,7 +229,7 @@ def _telling_stages(names: list[str]) -> list[tuple[int, int]]:
     """Stages of several layers in every position: at the start, inside, at the end, and all of a small model; where two
     kinds take turns inside, such as halves of blocks, with either of them first."""
     count = len(names)
-    stages = {(0, 2), (0, 3), (1, 3), (count - 3, count), (count - 2, count), (0, min(count, MOST_LAYERS))}
+    stages = {(0, 2), (0, 3), (1, 3), (count - 3, count), (count - 2, count), (0, min(count, LAYERS_OF_A_STAGE))}
     if names[1:3] == names[3:5] and names[1] != names[2]:
         stages |= {(1, 4), (2, 4), (2, 5)}
     return sorted((first, end) for first, end in stages if first >= 0 and end <= count)

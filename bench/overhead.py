@@ -30,6 +30,7 @@ from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from runtime_torch import engine
 from runtime_torch.execution import StageExecution
+from runtime_torch.messages import Mailbox
 from runtime_torch.replay import Replay
 
 if TYPE_CHECKING:
@@ -98,10 +99,7 @@ def replayed(schedule: ir.Schedule, rank: int) -> Callable[[Tensor, Tensor], obj
         rank,
         stages,
         lambda *_: ((1, 1), torch.float32),
-        group=None,
-        on=on,
-        meter=first.meter,
-        host_meter=first.host_meter,
+        Mailbox(None, first.meter),
     )
     return lambda inputs, target: replay.step(inputs.split(1), target.split(1))
 

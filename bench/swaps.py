@@ -110,15 +110,11 @@ class _Loop:
         from optpipe_torch.models import known as models
         from optpipe_torch.models.text import default_text
         from runtime_torch.runner import Runner
-        from runtime_torch.stages import stages_between
 
         model = schedule.model
         assert model is not None
         rank = dist.get_rank()
-        mine = [stage.layers for stage in schedule.stages if stage.device == rank]
-        layers = {n: layer for r in mine for n, layer in zip(range(*r), models.build(model, range(*r)), strict=True)}
-        on = torch.device("cpu")
-        stages = stages_between(schedule, layers, rank, on, models.bundles(model), ties=models.ties(model))
+        stages = models.stages(model, schedule, rank, torch.device("cpu"))
         self.runner: Runner = Runner(schedule, stages)
         self.optimizer: Optimizer = torch.optim.AdamW([{"params": list(stages.module.parameters())}], lr=1e-4)
         draw = models.batches(model, default_text())

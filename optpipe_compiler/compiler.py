@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.costs.noise import KINDS, op_spreads
+from optpipe_compiler.costs.noise import COST_OF, op_spreads
 from optpipe_compiler.errors import NotFound
 from optpipe_compiler.forecast.choice import Choice
 from optpipe_compiler.forecast.executions import quantiles
@@ -132,7 +132,7 @@ def spreads_of(schedule: ir.Schedule, profile: Profile, noise: float | None = No
     ranges = [stage.layers for stage in schedule.stages]
     spreads = op_spreads(profile, ranges)
     if noise is not None:
-        spreads = {(kind, number): noise for kind in KINDS for number in range(len(ranges))}
+        spreads = {(kind, number): noise for kind in COST_OF for number in range(len(ranges))}
     return spreads if any(spreads.values()) else {}
 
 

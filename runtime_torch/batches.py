@@ -12,7 +12,7 @@ from torch import Tensor
 
 from optpipe_compiler.errors import BadInput
 from runtime_torch.bundles import in_words, with_samples, with_tokens
-from runtime_torch.microbatch import Slice, cut, takes_target
+from runtime_torch.microbatch import Slice, cut, takes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -59,7 +59,7 @@ class Batches:
         self._has_first = 0 in stages
         self._has_last = len(schedule.stages) - 1 in stages
         self._gets_target = self._has_last or any(
-            takes_target(layer) for stage in stages.values() for layer in stage.layers
+            takes(layer, "target") for stage in stages.values() for layer in stage.layers
         )
         self._device = next(iter(stages.values())).device
         self._given = boundary
@@ -110,51 +110,46 @@ class Batches:
     def _divided(
         self, given: Sequence[Tensor], target: Tensor | None, microbatches: Sequence[Microbatch], *, whole: bool
     ) -> Batch:
+        """Cut this rank's part into the microbatches, and these, unless they are `whole`, into their units."""
+        inputs = [self._split(tensor, f"input {index}") for index, tensor in enumerate(given)]
         targets = self._split(target, "the target") if target is not None and self._gets_target else None
-        if whole or isinstance(self._setup.units, msgspec.UnsetType):
-            self._units = [(number, None) for number in range(len(self._sizes))]
-            return Batch(self._carried(given) if given else None, targets, microbatches)
-        return self._divide_further(given, targets, microbatches)
+        self._units = [(number, None) for number in range(len(self._sizes))]
+        if not whole and not isinstance(self._setup.units, msgspec.UnsetType):
+            inputs, targets, microbatches = self._units_of(inputs, targets, microbatches)
+        if self._inputs is None or not inputs:
+            return Batch(inputs[0] if inputs else None, targets, microbatches)
+        lengths = [tokens for _, tokens in self._units]
+        return Batch(self._inputs.carry_batch(inputs, lengths), targets, microbatches)
 
-    def _divide_further(
-        self, given: Sequence[Tensor], targets: Sequence[Tensor] | None, microbatches: Sequence[Microbatch]
-    ) -> Batch:
+    def _units_of(
+        self, inputs: Sequence[Sequence[Tensor]], targets: Sequence[Tensor] | None, microbatches: Sequence[Microbatch]
+    ) -> tuple[list[Sequence[Tensor]], Sequence[Tensor] | None, list[Microbatch]]:
         """Cut every microbatch into its slices, or to its length."""
         setup = self._setup
         numbers = [(m, index) for m in range(self._count) for index in range(setup.slices)]
-        spans = [setup.tokens_of(*number) or (0, 0) for number in numbers]
-        ends = {m: end for (m, _), (_, end) in zip(numbers, spans, strict=True)}
-        self._units = [(m, end - begin) for (m, _), (begin, end) in zip(numbers, spans, strict=True)]
-        units = [
-            replace(microbatches[m], tokens=end - begin) for (m, _), (begin, end) in zip(numbers, spans, strict=True)
-        ]
+        spans = [(*number, *(setup.tokens_of(*number) or (0, 0))) for number in numbers]
+        self._units = [(m, end - begin) for m, _, begin, end in spans]
 
-        def shorten(parts: Sequence[Tensor], name: str, *, needed: bool) -> list[Tensor]:
-            return [
-                self._tokens_in(parts[m], begin, end, name, needed=needed)
-                for (m, _), (begin, end) in zip(numbers, spans, strict=True)
-            ]
+        def cut_all(parts: Sequence[Tensor], name: str, *, needed: bool) -> list[Tensor]:
+            return [self._tokens_in(parts[m], begin, end, name, needed=needed) for m, _, begin, end in spans]
 
+        units = [replace(microbatches[m], tokens=end - begin) for m, _, begin, end in spans]
         if setup.slices > 1:
-            begins = [begin for begin, _ in spans]
+            ends = {m: end for m, _, _, end in spans}
+            begins = [begin for _, _, begin, _ in spans]
             starts = {m: tuple(begins[m * setup.slices : (m + 1) * setup.slices]) for m in ends}
             wholes = {
                 m: None if targets is None else self._tokens_in(targets[m], 0, end, "the target", needed=True)
                 for m, end in ends.items()
             }
             units = [
-                replace(unit, slice=Slice(m, index, starts[m], (unit.tokens or 0) / ends[m], wholes[m]))
-                for (m, index), unit in zip(numbers, units, strict=True)
+                replace(unit, slice=Slice(m, index, starts[m], (end - begin) / ends[m], wholes[m]))
+                for unit, (m, index, begin, end) in zip(units, spans, strict=True)
             ]
-        inputs = None
-        if given:
-            parts = [
-                shorten(self._split(tensor, f"input {index}"), f"input {index}", needed=len(given) == 1)
-                for index, tensor in enumerate(given)
-            ]
-            lengths = [tokens for _, tokens in self._units]
-            inputs = parts[0] if self._inputs is None else self._inputs.carry_batch(parts, lengths)
-        return Batch(inputs, None if targets is None else shorten(targets, "the target", needed=True), units)
+        shortened: list[Sequence[Tensor]] = [
+            cut_all(parts, f"input {index}", needed=len(inputs) == 1) for index, parts in enumerate(inputs)
+        ]
+        return shortened, None if targets is None else cut_all(targets, "the target", needed=True), units
 
     def _tokens_in(self, tensor: Tensor, begin: int, end: int, name: str, *, needed: bool) -> Tensor:
         """Cut along the second dimension, where that is of tokens."""
@@ -237,11 +232,6 @@ class Batches:
         if len(own) != count:
             raise BadInput(f"step() got {len(own)} weights, expected one for each of {count} microbatches")
         return self._told(self._ends[1], own)
-
-    def _carried(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Return the first stage's input by microbatch, as one tensor each."""
-        parts = [self._split(tensor, f"input {index}") for index, tensor in enumerate(given)]
-        return parts[0] if self._inputs is None else self._inputs.carry_batch(parts)
 
     def _split(self, tensor: Tensor, name: str) -> Sequence[Tensor]:
         """Cut along the first dimension, which has as many rows for each sample as in the first batch."""

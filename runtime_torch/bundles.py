@@ -89,16 +89,13 @@ class Bundle:
         only = tensors[0] if self.is_single else None
         return self.join(tensors) if only is None else only
 
-    def carry_batch(
-        self, tensors: Sequence[Sequence[Tensor]], tokens: Sequence[int | None] | None = None
-    ) -> Sequence[Tensor]:
-        """Return the microbatches (or units, of so many `tokens`) of several tensors as one tensor for each of them."""
+    def carry_batch(self, tensors: Sequence[Sequence[Tensor]], tokens: Sequence[int | None]) -> Sequence[Tensor]:
+        """Return the units (of so many `tokens`; None: of all) of several tensors as one tensor for each of them."""
         if self.is_single:
             return tensors[0]
-        lengths = tokens or [None] * len(tensors[0])
         carriers = [
             self.of(len(parts[0]), length).join(parts)
-            for parts, length in zip(zip(*tensors, strict=True), lengths, strict=True)
+            for parts, length in zip(zip(*tensors, strict=True), tokens, strict=True)
         ]
         return torch.split(torch.cat(carriers), [carrier.numel() for carrier in carriers])
 

@@ -8,7 +8,7 @@ so it also says when what a copy has read is free: `DirectCarrier` at once, beca
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,37 +30,24 @@ class HostCopy:
         return sum(piece.numel() for piece in self.pieces)
 
 
-class Carrier(Protocol):
-    """Moves the storages of one op at a time; counts device bytes in one meter and host bytes in another."""
-
-    def take(self, storages: list[UntypedStorage]) -> list[HostCopy]:
-        """Copy to the host, empty the list, and free on the device what no one else holds."""
-        ...
-
-    def bring(self, host_copies: list[HostCopy]) -> list[UntypedStorage]:
-        """Allocate on the device (held in the meter), copy back, empty the list, and free on the host."""
-        ...
-
-    def discard(self, host_copy: HostCopy) -> None:
-        """Free a host_copy that nobody will ask for."""
-        ...
-
-
 def as_bytes(storage: UntypedStorage) -> Tensor:
     """Return a uint8 tensor of shape (nbytes,) over `storage`."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
+@dataclass
 class DirectCarrier:
-    """Copies on the current stream and returns when they are over; may be used from several threads."""
+    """Copies on the current stream and returns when they are over; may be used from several threads.
 
-    def __init__(self, device: torch.device, meter: Meter, host_meter: Meter) -> None:
-        self._device = device
-        self._meter = meter
-        self._host_meter = host_meter
+    Device bytes are counted in one meter, host bytes in another.
+    """
+
+    _device: torch.device
+    _meter: Meter
+    _host_meter: Meter
 
     def take(self, storages: list[UntypedStorage]) -> list[HostCopy]:
-        """D2H."""
+        """D2H: copy to the host, empty the list, and free on the device what no one else holds."""
         host_copies = []
         for storage in storages:
             self._host_meter.count(storage.nbytes())
@@ -72,7 +59,7 @@ class DirectCarrier:
         return host_copies
 
     def bring(self, host_copies: list[HostCopy]) -> list[UntypedStorage]:
-        """H2D."""
+        """H2D: allocate on the device (held in the meter), copy back, empty the list, and free on the host."""
         storages = []
         for host_copy in host_copies:
             there = torch.empty(host_copy.nbytes, dtype=torch.uint8, device=self._device)
@@ -85,7 +72,7 @@ class DirectCarrier:
         return storages
 
     def discard(self, host_copy: HostCopy) -> None:
-        """Count it no longer."""
+        """Free what nobody will ask for."""
         self._host_meter.count(-host_copy.nbytes)
 
     def _finish(self) -> None:

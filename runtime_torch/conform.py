@@ -16,13 +16,12 @@ from runtime_torch.execution import StageExecution
 from runtime_torch.microbatch import entered
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
     from runtime_torch.batches import Batch
     from runtime_torch.bundles import Boundary
-    from runtime_torch.microbatch import Slice
 
 BYTES_TOLERANCE = 0.05
 """A stage may save this share more than its profile says; with more the promise of the peak would be void."""
@@ -47,81 +46,60 @@ def prepare(
     batch: Batch,
     bytes_tolerance: float | None,
 ) -> None:
-    """Hold the stages against their profile, on a throw-away microbatch, slice by slice.
+    """Hold the stages against their profile: run each forward once, on a throw-away microbatch, slice by slice.
 
-    The first microbatch of the batch has as many samples as any.
+    The first microbatch of the batch has as many samples as any. Random state stays as it was, no gradient is made.
+    Raises BadInput where a stage does not match.
     """
-
-    def zeros(layer: int, stage: StageExecution, unit: int) -> Tensor:
-        shape, dtype = boundary(layer, unit)
-        return torch.zeros(shape, dtype=dtype, device=stage.device)
-
     for index, stage in sorted(stages.items()):
-        trial = _trial(stage)
-        for unit in range(schedule.setup.slices):
-            is_input = stage.is_first and batch.inputs is not None
-            x = batch.inputs[unit] if is_input and batch.inputs else zeros(stage.first_layer - 1, stage, unit)
-            wanted = None if batch.targets is None else batch.targets[unit]
-            expected = None if stage.is_last else boundary(stage.end_layer - 1, unit)
-            one, share = batch.units[unit], _tokens(schedule, unit)
-            with entered(one):
-                conform(schedule.stages[index], trial, x, wanted, expected, bytes_tolerance, one.slice, share)
+        trial, devices = _trial(stage), [stage.device] if stage.device.type == "cuda" else []
+        for number, unit in enumerate(batch.units[: schedule.setup.slices]):
+            if stage.is_first and batch.inputs is not None:
+                x = batch.inputs[number]
+            else:
+                shape, dtype = boundary(stage.first_layer - 1, number)
+                x = torch.zeros(shape, dtype=dtype, device=stage.device)
+            target = None if batch.targets is None else batch.targets[number]
+            with entered(unit), torch.random.fork_rng(devices=devices):
+                out = trial.forward(number, x, target, part=unit.slice)
+            expected = None if stage.is_last else boundary(stage.end_layer - 1, number)
+            _conform(schedule, schedule.stages[index], trial, number, out, expected, bytes_tolerance)
+            trial.discard(number)
 
 
-def _tokens(schedule: ir.Schedule, unit: int) -> tuple[int, int]:
-    """Return the tokens of a unit of the first microbatch, and of the one that the figures of the stages are for."""
-    units = schedule.setup.units
-    if isinstance(units, msgspec.UnsetType):
-        return 1, 1
-    begin, end = schedule.setup.tokens_of(0, unit) or (0, 0)
-    return end - begin, units.tokens
-
-
-def conform(
+def _conform(
+    schedule: ir.Schedule,
     planned: ir.Stage,
     trial: StageExecution,
-    x: Tensor,
-    target: Tensor | None,
+    unit: int,
+    out: Tensor,
     expected: Boundary | None,
     bytes_tolerance: float | None,
-    part: Slice | None = None,
-    tokens: tuple[int, int] = (1, 1),
 ) -> None:
-    """Run a stage forward once; raise BadInput where it does not match the profile.
-
-    `trial` has stores of its own. `expected`: shape and dtype of its output. `tokens`: those of the unit, and those
-    that the bytes of the stage are for. Random state stays as it was, no gradient is made.
-    """
-    unit = 0 if part is None else part.index
+    """Raise BadInput where the forward of a unit of the first microbatch does not match the profile; `expected`: shape
+    and dtype of its output."""
     name = f"stage {planned.stage} (layers {planned.layers[0]} to {planned.layers[1] - 1})"
-    devices = [trial.device] if trial.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        out = trial.forward(unit, x, target, part=part)
     found = tuple(out.shape), out.dtype
-    if expected is not None and found != expected:
-        raise BadInput(f"{name} returns {in_words(found)}, expected {in_words(expected)}")
-    if expected is None and out.dim():
-        raise BadInput(f"{name} returns {in_words(found)}, expected the scalar loss")
-    said = "" if part is None else f" of {tokens[0]} tokens"
-    what = f"per {'microbatch' if part is None else 'slice'}{said}"
-    saved, kept = trial.saved_bytes(unit), trial.carry_bytes(unit)
-    trial.discard(unit)
-    _hold(name, f"saves {{}} bytes {what}", saved, planned.saved_bytes, tokens, bytes_tolerance)
-    if isinstance(planned.carry, ir.Carry):
-        _hold(name, f"keeps {{}} bytes of keys and values {what}", kept, planned.carry.bytes, tokens, bytes_tolerance)
-
-
-def _hold(
-    name: str, what: str, found: int, planned: Sequence[int], tokens: tuple[int, int], bytes_tolerance: float | None
-) -> None:
+    if found != (expected or ((), out.dtype)):
+        wanted = "the scalar loss" if expected is None else in_words(expected)
+        raise BadInput(f"{name} returns {in_words(found)}, expected {wanted}")
     if bytes_tolerance is None:
         return
-    most = -(-sum(planned) * tokens[0] // tokens[1])
-    if found > most * (1 + bytes_tolerance) + _SLACK_BYTES:
-        raise BadInput(
-            f"{name} {what.format(found)} for its backward, its profile says {most}: more than {bytes_tolerance:.0%} "
-            "above; profile this model again and compile"
-        )
+    units, (begin, end), whole = schedule.setup.units, (0, 1), 1
+    if not isinstance(units, msgspec.UnsetType):
+        (begin, end), whole = schedule.setup.tokens_of(0, unit) or (0, 0), units.tokens
+    what = "per microbatch" if schedule.setup.slices == 1 else f"per slice of {end - begin} tokens"
+    figures = [(f"saves {{}} bytes {what}", trial.saved_bytes(unit), planned.saved_bytes)]
+    if isinstance(planned.carry, ir.Carry):
+        kept = trial.carry_bytes(unit)
+        figures.append((f"keeps {{}} bytes of keys and values {what}", kept, planned.carry.bytes))
+    for said, nbytes, by_layer in figures:
+        most = -(-sum(by_layer) * (end - begin) // whole)
+        if nbytes > most * (1 + bytes_tolerance) + _SLACK_BYTES:
+            raise BadInput(
+                f"{name} {said.format(nbytes)} for its backward, its profile says {most}: more than "
+                f"{bytes_tolerance:.0%} above; profile this model again and compile"
+            )
 
 
 def _trial(stage: StageExecution) -> StageExecution:

@@ -33,7 +33,7 @@ def forward_only(
     All ranks take (microbatch, stage) in the same order, which cannot deadlock.
     """
     losses: list[Tensor] = []
-    sent: list[tuple[dist.Work | None, Tensor]] = []
+    sent: list[tuple[dist.Work, Tensor]] = []
     for number, microbatch in enumerate(batch.units):
         x: Tensor | None = None
         for index, stage in sorted(stages.items()):
@@ -53,11 +53,13 @@ def forward_only(
                 losses.append(x)
             elif index + 1 not in stages:
                 x = x.contiguous()
-                sent.append((dist.isend(x, group=group, group_dst=schedule.stages[index + 1].device), x))
+                work = dist.isend(x, group=group, group_dst=schedule.stages[index + 1].device)
+                assert work is not None
+                sent.append((work, x))
         while len(sent) > len(stages):
-            _delivered(*sent.pop(0))
-    for message in sent:
-        _delivered(*message)
+            sent.pop(0)[0].wait()
+    for work, _ in sent:
+        work.wait()
     return losses
 
 
@@ -66,8 +68,3 @@ def _call(stage: StageExecution, x: Tensor, target: Tensor | None) -> Tensor:
         behind, named = targets_for(layer, target, is_last=stage.is_last and index + 1 == stage.end_layer)
         x = layer(x, *behind, **named, **keywords_for(layer))
     return x
-
-
-def _delivered(work: dist.Work | None, _tensor: Tensor) -> None:
-    if work is not None:
-        work.wait()

@@ -17,12 +17,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch import engine, split
 from runtime_torch.bundles import bundle_of
-from runtime_torch.carrier import Carrier, DirectCarrier
+from runtime_torch.carrier import DirectCarrier
 from runtime_torch.meter import Meter
-from runtime_torch.microbatch import keywords_for, takes_target
+from runtime_torch.microbatch import keywords_for, takes
 from runtime_torch.regions import SelectiveStore
 from runtime_torch.selective import find_cheap
-from runtime_torch.slices import StageCarry, takes_carry
+from runtime_torch.slices import StageCarry
 from runtime_torch.store import SavedTensorStore
 from runtime_torch.surroundings import Surroundings
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from runtime_torch.bundles import Flow
     from runtime_torch.microbatch import Slice
+    from runtime_torch.streams import Carrier
 
 Layers = tuple[int, int]
 """Layers `[first, end)`, numbered over the whole model."""
@@ -105,9 +106,9 @@ class StageExecution:
         self.device = torch.empty(0, device=device).device
         self.meter = meter or Meter()
         self.host_meter = host_meter or Meter()
-        self._by_name = [takes_target(layer) for layer in self.layers]
+        self._by_name = [takes(layer, "target") for layer in self.layers]
         """Of each layer: whether it asks for the target by name."""
-        self._carries = [takes_carry(layer) for layer in self.layers]
+        self._carries = [takes(layer, "carry") for layer in self.layers]
         """Of each layer: whether it asks for the carry."""
         self._owned = [t for layer in self.layers for t in (*layer.parameters(), *layer.buffers())]
         self._constants: frozenset[int] = frozenset()
@@ -192,7 +193,7 @@ class StageExecution:
         x = _each(checkpoint.x, lambda part: part.detach().requires_grad_(next(needs)))
         with checkpoint.surroundings.restored(self.device), run.store.refilling(*layers):
             if run.store.autocast:
-                x = _each(x, _as_view)
+                x = _each(x, lambda part: part.view_as(part))
             for index in range(*layers):
                 x = self._call(run, index, x)
                 if index == run.entry_layer and index + 1 < layers[1]:
@@ -335,7 +336,7 @@ class StageExecution:
         A part of a larger storage that an earlier layer saves may leave the device with it, so the range keeps a copy;
         where nobody saves it yet, the copy takes its place.
         """
-        x = _each(x, lambda part: part if run.store.owns(part) else _compact(part))
+        x = _each(x, lambda part: _compact(part) if run.store.holding_at(part.untyped_storage()) is None else part)
         checkpoint = _Checkpoint(
             _each(x, lambda part: _compact(part.detach())),
             [part.requires_grad for part in tensors_in(x)],
@@ -393,8 +394,7 @@ class StageExecution:
         for storage in run.captured:
             self.meter.release(storage)
         run.captured.clear()
-        if run.rest is not None:
-            run.rest.clear()
+        run.rest = None
         run.store.clear()
 
 
@@ -414,10 +414,6 @@ def _through_one(x: Flow) -> tuple[Tensor, Flow]:
 
 def _each(x: Flow, change: Callable[[Tensor], Tensor]) -> Flow:
     return tuple(map(change, x)) if isinstance(x, tuple) else change(x)
-
-
-def _as_view(tensor: Tensor) -> Tensor:
-    return tensor.view_as(tensor)
 
 
 def _compact(tensor: Tensor) -> Tensor:

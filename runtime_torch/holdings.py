@@ -16,34 +16,30 @@ if TYPE_CHECKING:
     from runtime_torch.surroundings import Autocast
 
 
+@dataclass(slots=True, eq=False)
 class Holding:
     """One saved storage: on the device (`storage`), on the host (`host_copy`), or for the time being nowhere."""
 
-    __slots__ = ("host_copy", "layer", "nbytes", "region", "slots", "stays", "storage")
-
-    def __init__(self, layer: int, storage: UntypedStorage) -> None:
-        self.layer = layer
-        self.nbytes = storage.nbytes()
-        self.storage: UntypedStorage | None = storage
-        self.host_copy: HostCopy | None = None
-        self.slots: list[Slot] = []
-        self.stays = False
-        """Whether other slices read it: it is neither dropped nor offloaded."""
-        self.region: Region | None = None
-        """The cheap piece that makes it again (regions.py)."""
+    layer: int
+    nbytes: int
+    storage: UntypedStorage | None
+    stays: bool
+    """Whether other slices read it: it is neither dropped nor offloaded."""
+    host_copy: HostCopy | None = None
+    slots: list[Slot] = field(default_factory=list)
+    region: Region | None = None
+    """The cheap piece that makes it again (regions.py)."""
 
 
+@dataclass(slots=True, eq=False)
 class Slot:
     """One saved tensor: a geometry on a holding's storage."""
 
-    __slots__ = ("geometry", "holding", "layer", "tensor")
-
-    def __init__(self, layer: int, holding: Holding, tensor: Tensor) -> None:
-        self.layer = layer
-        self.holding = holding
-        self.tensor: Tensor | None = tensor
-        self.geometry: Geometry | None = None
-        """Known once the holding has been taken away."""
+    layer: int
+    holding: Holding
+    tensor: Tensor | None
+    geometry: Geometry | None = None
+    """Known once the holding has been taken away."""
 
     def take_away(self) -> None:
         """Keep the geometry alone."""

@@ -7,36 +7,12 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from optpipe_compiler.documents.ir import Op
-
-
-class Lanes(Protocol):
-    """Starts ops when all that they wait for is over. The compute lane is the caller; the others run themselves."""
-
-    def begin(self) -> None:
-        """Start a step."""
-        ...
-
-    def start(self, op_id: str) -> None:
-        """Return once an op of the compute lane may run."""
-        ...
-
-    def complete(self, op_id: str) -> None:
-        """An op of the compute lane has run; a message has been issued."""
-        ...
-
-    def finish(self) -> None:
-        """Wait until the step's transfers are over."""
-        ...
-
-    def abort(self, error: BaseException) -> None:
-        """The compute lane failed: let the transfers end."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -65,7 +41,8 @@ class LaneOps:
 class ThreadLanes:
     """Lanes whose transfers run in one thread per direction and step; an op is over when its call returns.
 
-    When a lane fails, all waits raise what it failed with, and `on_failure` is told. The first failure counts.
+    The compute lane is the caller, who starts and completes its ops here; the others run themselves. When a lane fails,
+    all waits raise what it failed with, and `on_failure` is told. The first failure counts.
     """
 
     def __init__(self, work: LaneOps, on_failure: Callable[[BaseException], None] | None = None) -> None:
@@ -93,7 +70,7 @@ class ThreadLanes:
             thread.start()
 
     def start(self, op_id: str) -> None:
-        """Wait in the calling thread."""
+        """Return once an op of the compute lane may run: wait in the calling thread."""
         if names := self._waits.get(op_id):
             with self._changed:
                 self._changed.wait_for(lambda: self._failure is not None or names <= self._done)
@@ -102,7 +79,7 @@ class ThreadLanes:
             self._work.deliver(name)
 
     def complete(self, op_id: str) -> None:
-        """Tell those who wait, if anyone does."""
+        """An op of the compute lane has run, or a message has been issued: tell those who wait, if anyone does."""
         if op_id in self._watched:
             with self._changed:
                 self._done.add(op_id)
@@ -115,12 +92,8 @@ class ThreadLanes:
         self._threads = []
         self._check()
 
-    def abort(self, error: BaseException) -> None:
-        """Wake the threads."""
-        self._fail(error)
-
-    def _fail(self, error: BaseException) -> bool:
-        """Wake all who wait; return whether it is the first failure."""
+    def abort(self, error: BaseException) -> bool:
+        """A lane failed: wake all who wait; return whether it is the first failure."""
         with self._changed:
             is_first = self._failure is None
             self._failure = self._failure or error
@@ -138,5 +111,5 @@ class ThreadLanes:
                 self._work.transfer(op)
                 self.complete(op.id)
         except BaseException as error:
-            if self._fail(error) and self._on_failure is not None:
+            if self.abort(error) and self._on_failure is not None:
                 self._on_failure(error)

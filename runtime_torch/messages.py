@@ -30,22 +30,6 @@ class Delivery(ABC):
         """Whether it was delivered, without waiting."""
 
 
-class Transport(ABC):
-    """What carries messages in place of a process group, by the ids of their ops."""
-
-    @abstractmethod
-    def begin(self) -> None:
-        """A step begins now."""
-
-    @abstractmethod
-    def isend(self, op_id: str, tensor: Tensor) -> Delivery:
-        """Send `tensor`."""
-
-    @abstractmethod
-    def irecv(self, op_id: str, buffer: Tensor) -> Delivery:
-        """Receive into `buffer`."""
-
-
 class _OnCuda(Delivery):
     """The delivery of a message on CUDA, as an event of `channel`: the work itself would hold the buffer."""
 
@@ -80,30 +64,21 @@ class _Message:
 
 
 class Mailbox:
-    """Sends and receives over `group`, whose ranks are the schedule's devices; or by a transport.
+    """Sends and receives over `group`, whose ranks are the schedule's devices.
 
     A send's buffer has one hold in the meter when it comes here; it is released when the delivery is waited for.
     A receive's buffer is the receiver's. Neither is held here any longer than that.
     """
 
-    def __init__(self, group: dist.ProcessGroup | Transport | None, meter: Meter) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, meter: Meter) -> None:
         self._given = group
         self._meter = meter
         self._messages: dict[str, _Message] = {}
         self._channels: dict[int, torch.cuda.Stream] = {}
         """On CUDA, by peer: a pair's messages are delivered in their order, those of two pairs in any."""
 
-    @property
-    def _group(self) -> dist.ProcessGroup | Transport:
-        """The default group is not kept: it could not end before Python does, whose end its threads may then abort."""
-        group = dist.group.WORLD if self._given is None else self._given
-        assert group is not None
-        return group
-
     def begin(self) -> None:
         """A step begins now."""
-        if isinstance(self._given, Transport):
-            self._given.begin()
 
     def send(self, op_id: str, tensor: Tensor, peer: int) -> None:
         """Issue a send of `tensor` (contiguous) to device `peer`."""
@@ -114,13 +89,14 @@ class Mailbox:
         self._issue(op_id, buffer, peer, sent=False)
 
     def _issue(self, op_id: str, tensor: Tensor, peer: int, *, sent: bool) -> None:
-        group = self._group
-        if isinstance(group, Transport):
-            work: Issued = group.isend(op_id, tensor) if sent else group.irecv(op_id, tensor)
-        else:
-            issued = group.send([tensor], peer, 0) if sent else group.recv([tensor], peer, 0)
-            work = self._held_by_nobody(issued, tensor, peer)
-        self._messages[op_id] = _Message(tensor, work, sent=sent)
+        self._messages[op_id] = _Message(tensor, self.post(op_id, tensor, peer, sent=sent), sent=sent)
+
+    def post(self, op_id: str, tensor: Tensor, peer: int, *, sent: bool) -> Issued:
+        """Put half a message on its way; what carries messages in place of a group does it otherwise."""
+        # the default group is not kept: it could not end before Python does, whose end its threads may then abort
+        group = dist.group.WORLD if self._given is None else self._given
+        assert group is not None
+        return self._held_by_nobody((group.send if sent else group.recv)([tensor], peer, 0), tensor, peer)
 
     def _held_by_nobody(self, work: dist.Work, tensor: Tensor, peer: int) -> Issued:
         if not tensor.is_cuda:

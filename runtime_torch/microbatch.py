@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -98,13 +98,8 @@ def keywords_for(layer: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name in names}
 
 
-def takes_target(layer: nn.Module) -> bool:
-    """Whether a layer is given the target by name, wherever in the model it is: its `forward` has `*, target`."""
-    return takes(layer, "target")
-
-
-def takes(layer: nn.Module, name: str) -> bool:
-    """Whether a layer's `forward` has a keyword argument of this name, `*, name`."""
+def takes(layer: nn.Module, name: Literal["target", "carry"]) -> bool:
+    """Whether a layer is given this by name, wherever in the model it is: its `forward` has `*, name`."""
     parameter = parameters_of(layer).get(name)
     return parameter is not None and parameter.kind is parameter.KEYWORD_ONLY
 
@@ -121,7 +116,7 @@ def targets_for(
 ) -> tuple[tuple[Tensor | None, ...], dict[str, Any]]:
     """Return what a layer gets of the target: by name where it asks for it, else the model's last layer behind its
     inputs."""
-    if takes_target(layer):
+    if takes(layer, "target"):
         return (), {"target": target}
     return (target,) if is_last else (), {}
 

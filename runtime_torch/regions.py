@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
-from optpipe_compiler.errors import BadInput, RunFailed
+from optpipe_compiler.errors import BadInput
 from runtime_torch import engine
 from runtime_torch.holdings import Holding, Region, Slot
 from runtime_torch.selective import told_to
@@ -22,21 +22,20 @@ if TYPE_CHECKING:
     from torch import UntypedStorage
 
 
+@dataclass(eq=False)
 class SelectiveStore(SavedTensorStore):
     """The saved tensors of a stage and microbatch of which layers have cheap pieces."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._regions: list[Region] = []
-        self._unread: dict[Holding, set[Slot]] = {}
-        """Of holdings that were made again: what is still to be read."""
-        self._keeps_results = False
-        """Whether results stay once they are made again: between the halves of a split backward."""
+    _regions: list[Region] = field(default_factory=list)
+    _unread: dict[Holding, set[Slot]] = field(default_factory=dict)
+    """Of holdings that were made again: what is still to be read."""
+    _keeps_results: bool = False
+    """Whether results stay once they are made again: between the halves of a split backward."""
 
     @contextmanager
     def selective(self, layer: int) -> Iterator[None]:
         """Within: the forward of a layer, or its recompute, whose cheap pieces are dropped at its end."""
-        with told_to(self):
+        with told_to(self.cheap):
             yield
         for region in self._regions:
             if region.layer == layer:
@@ -133,22 +132,13 @@ class SelectiveStore(SavedTensorStore):
             one.detach().requires_grad_(needs) if isinstance(one, Tensor) else one
             for one, needs in zip(given, region.needs, strict=True)
         ]
-        slots = iter(region.slots)
-
-        def pack(tensor: Tensor) -> Tensor:
-            if not self.is_constant(tensor):
-                self.refill(next(slots, None), tensor, f"a cheap part of layer {region.layer}", region.holdings)
-            return tensor.detach()
-
         with (
             torch.enable_grad(),
             autocast_as(region.autocast, self.device),
-            saved_tensors_hooks(pack, lambda tensor: tensor),
+            self.refilled(region.slots, region.holdings, f"a cheap part of layer {region.layer}"),
             told_to(None),
         ):
             out = region.function(*fresh)
-        if next(slots, None) is not None:
-            raise RunFailed(f"a cheap part of layer {region.layer} saved fewer tensors than in its forward")
         if region.out_holding is not None and region.out_holding.storage is None:
             self.put_back(region.out_holding, out.untyped_storage())
         for holding in region.holdings:

@@ -20,7 +20,6 @@ from runtime_torch.bundles import Boundary, in_words
 from runtime_torch.cuda import Cuda, pinned
 from runtime_torch.execution import StageExecution
 from runtime_torch.lanes import LaneOps, ThreadLanes
-from runtime_torch.messages import Mailbox, Transport
 from runtime_torch.microbatch import Microbatch, enter
 from runtime_torch.pinned import PinnedPool
 from runtime_torch.streams import StreamCarrier, StreamLanes
@@ -29,28 +28,30 @@ from runtime_torch.timeline import OpRecorder, OpTime, told_to_profiler
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    import torch.distributed as dist
     from torch import Tensor
 
     from runtime_torch.execution import Layers
-    from runtime_torch.lanes import Lanes
+    from runtime_torch.messages import Mailbox
     from runtime_torch.meter import Meter
     from runtime_torch.microbatch import Slice
-    from runtime_torch.streams import Backend
+    from runtime_torch.streams import Backend, Lanes
 
 Mark = int | torch.cuda.Event
 """A point of the timeline: host time in ns, or an event on a stream."""
 
 
 class StageOps(Protocol):
-    """What a stage can do: `StageExecution`, or its stand-in in a rehearsal.
+    """What a stage can do: `StageExecution`, or its stand-in in a rehearsal; all of a device have the same meters.
 
     What is called a microbatch is the number of a unit: microbatch x slices + slice.
     """
 
+    device: torch.device
+    meter: Meter
+    host_meter: Meter
+
     def begin(self) -> None:
         """A step begins."""
-        ...
 
     def forward(
         self,
@@ -61,31 +62,24 @@ class StageOps(Protocol):
         part: Slice | None = None,
     ) -> Tensor:
         """F."""
-        ...
 
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """B."""
-        ...
 
     def backward_input(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """I."""
-        ...
 
     def backward_weight(self, microbatch: int) -> None:
         """W."""
-        ...
 
     def recompute(self, microbatch: int, layers: Layers) -> None:
         """R."""
-        ...
 
     def offload(self, microbatch: int, layers: Layers) -> None:
         """D2H."""
-        ...
 
     def reload(self, microbatch: int, layers: Layers) -> None:
         """H2D."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +120,10 @@ class _Due:
 class Replay:
     """Runs one device's ops, step by step, over real stages or rehearsed ones.
 
-    `stages`: this device's stages by number. `boundary(stage, unit)`: shape and dtype of an output of `stage`. `meter`
-    and `host_meter` are those of the stages. `message_bytes(stage, unit)`: what an output counts in the meter, where
-    its tensor is a stand-in. `on_arrival`:
-    called with a tensor from another device before the op that reads it starts. `on_weights`: called with the stage
-    after each of its W. `on_failure`: see `Runner`. `backend`: of the streams that the transfers run on (CUDA has its
-    own); None: in threads.
+    `stages`: this device's stages by number. `boundary(stage, unit)`: shape and dtype of an output of `stage`.
+    `message_bytes(stage, unit)`: what an output counts in the meter, where its tensor is a stand-in. `on_weights`:
+    called with the stage after each of its W. `on_failure`: see `Runner`. `backend`: of the streams that the transfers
+    run on (CUDA has its own); None: in threads.
     """
 
     def __init__(
@@ -140,13 +132,9 @@ class Replay:
         device: int,
         stages: Mapping[int, StageOps],
         boundary: Callable[[int, int], Boundary],
+        mailbox: Mailbox,
         *,
-        group: dist.ProcessGroup | Transport | None,
-        on: torch.device,
-        meter: Meter,
-        host_meter: Meter,
         message_bytes: Callable[[int, int], int] | None = None,
-        on_arrival: Callable[[Tensor], None] | None = None,
         on_weights: Callable[[int], None] | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
         backend: Backend | None = None,
@@ -160,19 +148,18 @@ class Replay:
         self._microbatches = schedule.setup.microbatches
         self._slices = schedule.setup.slices
         self._boundary = boundary
-        self._on = on
-        self._meter, self._host_meter = meter, host_meter
+        first = next(iter(stages.values()))
+        self._on, self._meter, self._host_meter = first.device, first.meter, first.host_meter
         self._message_bytes = message_bytes
-        self._on_arrival = on_arrival
         self._on_weights = on_weights
         self._names = {
             stage.stage: f"rank {device}: layer {stage.layers[1] - 1}" for stage in schedule.stages_of(device)
         }
         """What an output is said to come from."""
-        self._mailbox = Mailbox(group, meter)
-        self._timeline = OpRecorder(on)
-        self._lanes = self._make_lanes(waits(schedule, device), on_failure, Cuda(on) if on.type == "cuda" else backend)
-        self._received = {op.id for op in self.plan.compute if isinstance(op, ir.RecvActivation | ir.RecvGradient)}
+        self._mailbox = mailbox
+        self._timeline = OpRecorder(self._on)
+        backend = Cuda(self._on) if self._on.type == "cuda" else backend
+        self._lanes = self._make_lanes(waits(schedule, device), on_failure, backend)
         self._recomputed: dict[tuple[int, int], list[Layers]] = defaultdict(list)
         for op in self.plan.compute:
             if isinstance(op, ir.Recompute):
@@ -303,7 +290,7 @@ class Replay:
             x, own = self._inputs[unit], None
         else:
             x = own = self._activations.pop((stage, unit))
-        start = self._start(due, own)
+        start = self._start(due)
         target = None if self._targets is None else self._targets[unit]
         enter(self._units[unit])
         with told_to_profiler(due.op):
@@ -329,7 +316,7 @@ class Replay:
 
     def _backward(self, due: _Due, stage: int, unit: int) -> None:
         gradient = self._gradients.pop((stage, unit))
-        start = self._start(due, gradient)
+        start = self._start(due)
         execution = self.stages[stage]
         fused = isinstance(due.op, ir.Backward)
         with told_to_profiler(due.op):
@@ -391,11 +378,9 @@ class Replay:
             (execution.offload if there else execution.reload)(self._unit(op), op.layers)
         self._timeline.add(op.id, "d2h" if there else "h2d", start, self._timeline.now())
 
-    def _start(self, due: _Due, tensor: Tensor | None = None) -> Mark:
-        """Wait for all that the op needs, `tensor` being what it reads from another stage; return its start."""
+    def _start(self, due: _Due) -> Mark:
+        """Wait for all that the op needs; return its start."""
         self._lanes.start(due.id)
-        if tensor is not None and self._on_arrival is not None and due.op.received_id in self._received:
-            self._on_arrival(tensor)
         return self._timeline.now()
 
     def _end(self, due: _Due, start: Mark) -> None:

@@ -55,14 +55,10 @@ class Shards:
             self._parts[0].set_reshard_after_forward(False)
         self.unshard()
 
-    def collect(self) -> None:
-        """After a backward that FSDP did not see: take its gradients over, in the dtype that they are reduced in."""
-        self._pass_through()
-
     def reduce(self) -> None:
         """End a step: average its gradients over the replicas, add them to the parameters' and free the whole ones."""
         self._set(reduces=True)
-        self._pass_through()
+        self.collect()
 
     def _set(self, *, reduces: bool) -> None:
         outermost = self._parts[0]
@@ -70,8 +66,11 @@ class Shards:
         outermost.set_reshard_after_backward(reduces)
         outermost.set_is_last_backward(reduces)
 
-    def _pass_through(self) -> None:
-        """Run a backward that computes nothing: at its end FSDP looks after the gradients that are there already."""
+    def collect(self) -> None:
+        """After a backward that FSDP did not see: take its gradients over, in the dtype that they are reduced in.
+
+        A backward that computes nothing is run: at its end FSDP looks after the gradients that are there already.
+        """
         own = self._module.__dict__.get("forward")
         self._module.forward = _identity
         try:

@@ -13,6 +13,7 @@ from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch.batches import Batches
 from runtime_torch.conform import BYTES_TOLERANCE, agree, prepare
 from runtime_torch.evaluate import forward_only
+from runtime_torch.messages import Mailbox
 from runtime_torch.replay import Replay, StepResult, weighted
 from runtime_torch.replicas import replicated
 from runtime_torch.stages import refuse_parts
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from optpipe_compiler.documents import ir
-    from runtime_torch.batches import Batch
     from runtime_torch.bundles import Boundary
     from runtime_torch.microbatch import Keywords
     from runtime_torch.replicas import Replicas, Shards
@@ -95,7 +95,8 @@ class Runner:
         for part in self._parts():
             part.gather()
         if not self._ready:
-            self._prepare(batch)
+            prepare(self.schedule, self._stages, self._batches.boundary, batch, self._tolerance)
+            self._ready = True
         result = self._replay.step(batch.inputs, batch.targets, batch.units, losses)
         for part in self._parts():
             part.reduce()
@@ -169,24 +170,15 @@ class Runner:
         return Swap(len(wanted), moved, time.perf_counter_ns() - begin)
 
     def _replayed(self, schedule: ir.Schedule, stages: Stages) -> Replay:
-        first = next(iter(stages.values()))
         return Replay(
             schedule,
             dist.get_rank(self._group),
             stages,
             lambda stage, unit: self._batches.boundary(schedule.stages[stage].layers[1] - 1, unit),
-            group=self._group,
-            on=first.device,
-            meter=first.meter,
-            host_meter=first.host_meter,
+            Mailbox(self._group, next(iter(stages.values())).meter),
             on_weights=self._collect,
             on_failure=self._on_failure,
         )
-
-    def _prepare(self, batch: Batch) -> None:
-        shapes = self._batches.boundary
-        prepare(self.schedule, self._stages, shapes, batch, self._tolerance)
-        self._ready = True
 
     def _parts(self) -> list[Shards | Replicas]:
         return [part for parts in self._replicated.values() for part in parts]

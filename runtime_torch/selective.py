@@ -7,24 +7,20 @@ are kept. Norms, activation modules and the gated product of transformers' feed-
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
 
-class Keeper(Protocol):
-    """What a layer's cheap pieces are told to."""
-
-    def cheap(self, function: Callable[..., Tensor], inputs: tuple[Any, ...]) -> Tensor:
-        """Call the function and remember how to do so again."""
-        ...
-
+Keeper = Callable[[Callable[..., Tensor], tuple[Any, ...]], Tensor]
+"""What a layer's cheap pieces are told to: calls the function with its inputs and remembers how to do so again."""
 
 _KEEPER: ContextVar[Keeper | None] = ContextVar("keeper", default=None)
 
@@ -36,7 +32,7 @@ def cheap(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
     one new tensor: it changes none in place. Anywhere else this is but the call.
     """
     keeper = _KEEPER.get()
-    return function(*inputs) if keeper is None else keeper.cheap(function, inputs)
+    return function(*inputs) if keeper is None else keeper(function, inputs)
 
 
 @contextmanager

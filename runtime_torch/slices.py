@@ -30,7 +30,7 @@ from runtime_torch import attention
 from runtime_torch.microbatch import inner_layer, takes
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from runtime_torch.meter import Meter
 
@@ -70,16 +70,11 @@ BY_TOKEN = (nn.Identity, nn.Linear, nn.Embedding, nn.RMSNorm, nn.Dropout)
 """Layers of torch that look at each token by itself."""
 
 
-def takes_carry(layer: nn.Module) -> bool:
-    """Whether a layer's `forward` names the carry."""
-    return takes(layer, "carry")
-
-
 def is_sliceable(layer: nn.Module) -> bool:
     """Whether a layer says that it can be sliced: by its `sliceable`, or, without that, by naming the carry."""
     inner = inner_layer(layer)
     said = getattr(inner, "sliceable", None)
-    return takes_carry(layer) or type(inner) in BY_TOKEN if said is None else bool(said)
+    return takes(layer, "carry") or type(inner) in BY_TOKEN if said is None else bool(said)
 
 
 @dataclass(slots=True)
@@ -115,14 +110,9 @@ class StageCarry:
         """Whether one of these layers keeps anything of a slice."""
         return any(layer in layers for layer, _ in self._kept[index])
 
-    def nbytes(self, index: int, layers: Collection[int] | None = None) -> int:
-        """Bytes of the keys and values of one slice (of some layers) that are kept for others."""
-        return sum(
-            one.nbytes
-            for (layer, _), kept in self._kept[index].items()
-            for one in kept.block
-            if layers is None or layer in layers
-        )
+    def nbytes(self, index: int) -> int:
+        """Bytes of the keys and values of one slice that are kept for others."""
+        return sum(one.nbytes for kept in self._kept[index].values() for one in kept.block)
 
     def drop(self, index: int) -> None:
         """The backward of a slice is over."""
@@ -149,16 +139,12 @@ class StageCarry:
             raise RunFailed(f"layer {place[0]}: keys and values of slice {index} are gone, or were never there")
         return self._kept[index][place].block
 
-    def needs_gradient(self, index: int, place: tuple[int, int]) -> bool:
-        """Whether anybody asks for the gradients of a slice's block."""
-        return self._kept[index][place].needs_gradient
-
-    def add(self, index: int, place: tuple[int, int], gradients: attention.KeysValues) -> None:
-        """Add to the gradients of a slice's block."""
+    def add(self, index: int, place: tuple[int, int], gradients: Sequence[Tensor]) -> None:
+        """Add to the gradients of a slice's block, where anybody asks for them."""
         kept = self._kept[index][place]
-        if kept.gradients:
-            for total, one in zip(kept.gradients, gradients, strict=True):
-                total.add_(one)
+        for total, one in zip(kept.gradients, gradients, strict=False):
+            total.add_(one)
+        if kept.gradients or not kept.needs_gradient:
             return
         kept.gradients = [one.contiguous() for one in gradients]
         for one in kept.gradients:
@@ -237,8 +223,7 @@ class _Attend(torch.autograd.Function):
         for earlier in range(index):
             part, *its = attention.backward(*given, stage.block(earlier, place), *about, own=False)
             dq += part
-            if stage.needs_gradient(earlier, place):
-                stage.add(earlier, place, (its[0], its[1]))
+            stage.add(earlier, place, its)
         for own, later in zip((dk, dv), stage.take(index, place) or (None, None), strict=True):
             if later is not None:
                 own += later

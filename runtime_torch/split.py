@@ -46,12 +46,8 @@ class Group:
 
     def roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
         """Where the second half starts, and with which gradients."""
-        pairs = list(self._beside() if self.sides else self._at_cuts())
+        pairs = list(self._beside()) if self.sides else [pair for node in self.cuts for pair in self._at(node)]
         return [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
-
-    def _at_cuts(self) -> Iterator[tuple[GradientEdge, Tensor]]:
-        for node in self.cuts:
-            yield from self._at(node)
 
     def _at(self, node: Node) -> Iterator[tuple[GradientEdge, Tensor]]:
         for index, gradient in enumerate(self.captured.get(node, ())):
@@ -109,13 +105,6 @@ class SecondHalf:
         for group in self.groups:
             for captured in group.captured.values():
                 yield from (gradient for gradient in captured if gradient is not None)
-
-    def clear(self) -> None:
-        """Hold nothing any more."""
-        self.groups.clear()
-        self.vectors.clear()
-        self.gradients.clear()
-        self.finished.clear()
 
 
 def backward_input(output: GradientEdge, gradient: Tensor, start: GradientEdge) -> tuple[Tensor | None, SecondHalf]:
@@ -203,14 +192,6 @@ def backward_whole(start: GradientEdge, gradient: Tensor) -> None:
         engine.accumulate([start], [gradient], _edges(leaves))
 
 
-def find_groups(root: Node, target: Node | None) -> list[Group]:
-    """Find the cuts of the graph under `root`: nodes that reach `target` and have parameters beside that way.
-
-    Where `target` cannot be reached, `root` itself is the only cut. Parameters with a common cut share a group.
-    """
-    return _Walk(root, target).groups()
-
-
 class _Walk:
     """The graph under `root`, and in it the ways to `target`."""
 
@@ -255,7 +236,7 @@ class _Walk:
         """Return the accumulators under the root, where there is no target."""
         return next(reversed(self.leads_to.values())) or []
 
-    def groups(self, below: AbstractSet[Node] = frozenset()) -> list[Group]:
+    def groups(self, below: AbstractSet[Node]) -> list[Group]:
         """Return the cuts, those with a common parameter together; `below` are parameters under the target."""
         groups = _merge(self.cuts)
         for group in groups:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -80,7 +80,8 @@ def build_stages(
     `ties` name the parameters that layers share, on all ranks alike: `[("0.tokens.weight", "9.logits.weight")]`. They
     are found where all layers are given as modules; what functions make on other ranks nobody can see.
     """
-    _count(schedule, layers)
+    if isinstance(layers, Sequence) and len(layers) != schedule.setup.layers:
+        raise BadInput(f"the model has {len(layers)} layers, the schedule is for {schedule.setup.layers}")
     bundles = None
     if inputs:
         if isinstance(layers, Mapping):
@@ -117,12 +118,7 @@ def stages_between(
         built = {index: prepare(layer) for index, layer in built.items()}
     stages = Stages(nn.ModuleDict({str(index): layer for index, layer in built.items()}), bundles, tied, prepare)
     tied.unite(lambda layer: bool(replicated(layer)), dict(stages.module.items()))
-    sharded = [part for layer in built.values() for part in replicated(layer)]
-    for part in sharded:  # a stage must know the whole parameters, to tell them from activations
-        part.unshard()
     stages.update(executions(schedule, built, rank, device, bundles, (Meter(), Meter())))
-    for part in sharded:
-        part.reshard()
     return stages
 
 
@@ -134,8 +130,11 @@ def executions(
     bundles: Sequence[Bundle] | None,
     meters: tuple[Meter, Meter],
 ) -> dict[int, StageExecution]:
-    """Return the stages of `rank` by number, of its layers by number; whole parameters must be there."""
+    """Return the stages of `rank` by number, of its layers by number."""
     found = {}
+    sharded = [part for layer in built.values() for part in replicated(layer)]
+    for part in sharded:  # a stage must know the whole parameters, to tell them from activations
+        part.unshard()
     for stage in schedule.stages_of(rank):
         run = [built[index] for index in range(*stage.layers)]
         _refuse_unsliceable(schedule, stage, run)
@@ -144,6 +143,8 @@ def executions(
             names = {index: f"rank {rank}: layer {index}" for index in range(first, end)}
             run = [bundled(built[i], bundles[i], bundles[i + 1], name, packs=i + 1 == end) for i, name in names.items()]
         found[stage.stage] = _execution(schedule, stage, run, device, meters)
+    for part in sharded:
+        part.reshard()
     return found
 
 
@@ -190,11 +191,6 @@ def refuse_parts(schedule: ir.Schedule, rank: int) -> None:
                 f"stage {stage.stage} is one module, but the schedule has selective recompute of single layers: build "
                 "it from its layers"
             )
-
-
-def _count(schedule: ir.Schedule, layers: Sequence[Any] | Mapping[int, Any]) -> None:
-    if isinstance(layers, Sequence) and len(layers) != schedule.setup.layers:
-        raise BadInput(f"the model has {len(layers)} layers, the schedule is for {schedule.setup.layers}")
 
 
 def _with_tokens(schedule: ir.Schedule, bundles: Sequence[Bundle] | None) -> Sequence[Bundle] | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,40 +25,32 @@ if TYPE_CHECKING:
 
     from torch import Tensor, UntypedStorage
 
-    from runtime_torch.carrier import Carrier
     from runtime_torch.meter import Meter
+    from runtime_torch.streams import Carrier
 
 
+@dataclass(eq=False)
 class SavedTensorStore:
-    """The saved tensors of one stage and microbatch.
+    """The saved tensors of one stage and microbatch."""
 
-    `constants` are addresses of storages that are never stored: parameters and buffers. `stays` are those of keys and
-    values that other slices read. `carrier` does the copies.
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        meter: Meter,
-        carrier: Carrier,
-        constants: Collection[int] = (),
-        stays: Collection[int] = (),
-    ) -> None:
-        self.device = device
-        self.layer = 0
-        """The layer whose forward runs now."""
-        self.autocast = False
-        """Whether autocast runs and keeps its copies of the weights: they are then no more stored than the weights."""
-        self.meter = meter
-        self._carrier = carrier
-        self._constants = constants
-        self._stays = stays
-        self._pack_again: Callable[[Tensor], Tensor] | None = None
-        """In a recompute: what gives dropped holdings back."""
-        self.slots: list[Slot] = []
-        """In the order of saving."""
-        self.holdings: list[Holding] = []
-        self._by_address: dict[int, Holding] = {}
+    device: torch.device
+    meter: Meter
+    _carrier: Carrier
+    """Does the copies."""
+    _constants: Collection[int] = ()
+    """The addresses of storages that are never stored: parameters and buffers."""
+    _stays: Collection[int] = ()
+    """Those of keys and values that other slices read."""
+    layer: int = 0
+    """The layer whose forward runs now."""
+    autocast: bool = False
+    """Whether autocast runs and keeps its copies of the weights: they are then no more stored than the weights."""
+    slots: list[Slot] = field(default_factory=list)
+    """In the order of saving."""
+    holdings: list[Holding] = field(default_factory=list)
+    _by_address: dict[int, Holding] = field(default_factory=dict)
+    _pack_again: Callable[[Tensor], Tensor] | None = None
+    """In a recompute: what gives dropped holdings back."""
 
     # -- saving and reading
 
@@ -68,24 +61,35 @@ class SavedTensorStore:
     @contextmanager
     def refilling(self, first: int, end: int) -> Iterator[None]:
         """Within: a second forward of layers [first, end) gives their dropped holdings back, in the order of saving."""
-        slots = iter([slot for slot in self.slots if first <= slot.layer < end])
-
+        slots = [slot for slot in self.slots if first <= slot.layer < end]
         holdings = [holding for holding in self.holdings if first <= holding.layer < end]
-        what = f"recompute of layers {first} to {end - 1}"
-
-        def pack(tensor: Tensor) -> Tensor:
-            if not self.is_constant(tensor):
-                self.refill(next(slots, None), tensor, what, holdings)
-            return tensor.detach()
-
-        self._pack_again = pack
         try:
-            with saved_tensors_hooks(pack, lambda tensor: tensor):
+            with self.refilled(slots, holdings, f"recompute of layers {first} to {end - 1}") as self._pack_again:
                 yield
         finally:
             self._pack_again = None
-        if next(slots, None) is not None:
-            raise RunFailed(f"recompute of layers {first} to {end - 1} saved fewer tensors than their forward did")
+
+    @contextmanager
+    def refilled(
+        self, slots: Iterable[Slot], holdings: Collection[Holding], what: str
+    ) -> Iterator[Callable[[Tensor], Tensor]]:
+        """Within: what autograd saves, which is what the slots are for in their order, gives the `holdings` among
+        theirs their storages back; raise RunFailed where `what` saves something else."""
+        left = iter(slots)
+
+        def pack(tensor: Tensor) -> Tensor:
+            if not self.is_constant(tensor):
+                slot = next(left, None)
+                if slot is None or not _matches(slot, tensor, whole=slot.holding in holdings):
+                    raise RunFailed(f"{what} did not save what the forward saved")
+                if slot.holding.storage is None and slot.holding in holdings:
+                    self.put_back(slot.holding, tensor.untyped_storage())
+            return tensor.detach()
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            yield pack
+        if next(left, None) is not None:
+            raise RunFailed(f"{what} saved fewer tensors than the forward did")
 
     @property
     def is_refilling(self) -> bool:
@@ -133,8 +137,7 @@ class SavedTensorStore:
         if holding is None:
             if self.is_constant(tensor):
                 return tensor.detach()
-            holding = Holding(self.layer, storage)
-            holding.stays = address in self._stays
+            holding = Holding(self.layer, storage.nbytes(), storage, address in self._stays)
             self._by_address[address] = holding
             self.holdings.append(holding)
             self.meter.hold(storage)
@@ -145,14 +148,6 @@ class SavedTensorStore:
         self.slots.append(slot)
         return slot
 
-    def refill(self, slot: Slot | None, tensor: Tensor, what: str, holdings: Collection[Holding]) -> None:
-        """Give the holding of a slot its storage back, where it is one of `holdings`; raise RunFailed where `what`
-        saves something else than before."""
-        if slot is None or not _matches(slot, tensor, whole=slot.holding in holdings):
-            raise RunFailed(f"{what} did not save what the forward saved")
-        if slot.holding.storage is None and slot.holding in holdings:
-            self.put_back(slot.holding, tensor.untyped_storage())
-
     def put_back(self, holding: Holding, storage: UntypedStorage) -> None:
         """The holding's storage is there again."""
         if storage.nbytes() != holding.nbytes:
@@ -161,7 +156,7 @@ class SavedTensorStore:
         holding.storage = storage
 
     def holding_at(self, storage: UntypedStorage) -> Holding | None:
-        """The holding of a storage that is alive."""
+        """The holding of a storage that is alive, where a layer has saved it."""
         return self._by_address.get(storage.data_ptr())
 
     # -- moving
@@ -177,10 +172,6 @@ class SavedTensorStore:
             if storage.data_ptr() in alive:
                 self._by_address[storage.data_ptr()] = holding
             self.meter.release(storage)
-
-    def owns(self, tensor: Tensor) -> bool:
-        """Whether a layer has saved the tensor's storage already."""
-        return tensor.untyped_storage().data_ptr() in self._by_address
 
     def offload(self, first: int, end: int) -> None:
         """Copy what layers [first, end) saved to the host, each storage once, then free it on the device."""

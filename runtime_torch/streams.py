@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from optpipe_compiler.errors import RunFailed
-from runtime_torch.carrier import HostCopy, as_bytes
+from runtime_torch.carrier import DirectCarrier, HostCopy, as_bytes
 from runtime_torch.engine import references
+from runtime_torch.lanes import ThreadLanes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -86,7 +87,7 @@ class _Passed:
 
 
 class StreamLanes:
-    """Lanes on streams. Offloads and reloads must copy by `carrier`."""
+    """Lanes on streams, used as `ThreadLanes`. Offloads and reloads must copy by `carrier`."""
 
     def __init__(self, work: LaneOps, backend: Backend, carrier: StreamCarrier) -> None:
         self._work = work
@@ -196,17 +197,18 @@ class StreamLanes:
         for name in self._work.waits[op_id]:
             passed, other = self._passed[name], self._lane_of[name]
             if passed.event is not None and lane.clock[other] < passed.clock[other]:
-                self._backend.wait(lane.stream, passed.event)
-                lane.clock = [max(pair) for pair in zip(lane.clock, passed.clock, strict=True)]
+                self._order(lane, passed)
         for name in self._work.messages[op_id]:
             self._work.deliver(name)
 
     def _catch_up(self, offloads: int) -> None:
         """Order the compute stream after so many offloads, of which the last is waited for by another lane."""
-        compute, passed = self._lanes[COMPUTE], self._passed[self._work.d2h[offloads - 1].id]
-        self._backend.wait(compute.stream, passed.event)
-        compute.clock = [max(pair) for pair in zip(compute.clock, passed.clock, strict=True)]
+        self._order(self._lanes[COMPUTE], self._passed[self._work.d2h[offloads - 1].id])
         self._settle()
+
+    def _order(self, lane: _Lane, passed: _Passed) -> None:
+        self._backend.wait(lane.stream, passed.event)
+        lane.clock = [max(pair) for pair in zip(lane.clock, passed.clock, strict=True)]
 
     def _pass(self, index: int, op_id: str) -> None:
         lane = self._lanes[index]
@@ -222,6 +224,7 @@ class StreamLanes:
         self._carrier.settle(self._lanes[COMPUTE].clock[D2H], self._lanes[D2H].clock[H2D])
 
 
+@dataclass
 class StreamCarrier:
     """Puts copies on the current stream; frees what they have read when the lanes say that it is safe.
 
@@ -231,20 +234,19 @@ class StreamCarrier:
     work out, the compute stream waits for the offloads, too.
     """
 
-    def __init__(self, backend: Backend, pool: PinnedPool, meter: Meter, host_meter: Meter) -> None:
-        self._backend = backend
-        self._pool = pool
-        self._meter = meter
-        self._host_meter = host_meter
-        self._leaving: deque[tuple[int, UntypedStorage, bool]] = deque()
-        """What offloads have read, with the number of the op, and whether nobody else held it then."""
-        self._emptied: deque[tuple[int, HostCopy]] = deque()
-        self._op = 0
-        self._ordered_after = 0
-        self._earliest = 0
-        """The first offload of which this op was handed a storage."""
-        self._compute: Any = None
-        self._catch_up: Callable[[int], None] | None = None
+    _backend: Backend
+    _pool: PinnedPool
+    _meter: Meter
+    _host_meter: Meter
+    _leaving: deque[tuple[int, UntypedStorage, bool]] = field(default_factory=deque)
+    """What offloads have read, with the number of the op, and whether nobody else held it then."""
+    _emptied: deque[tuple[int, HostCopy]] = field(default_factory=deque)
+    _op: int = 0
+    _ordered_after: int = 0
+    _earliest: int = 0
+    """The first offload of which this op was handed a storage."""
+    _compute: Any = None
+    _catch_up: Callable[[int], None] = lambda _: None
 
     def enter(self, op: int, ordered_after: int, compute: Any, catch_up: Callable[[int], None]) -> None:
         """Op number `op` of a transfer lane begins; its stream is ordered after so many offloads.
@@ -279,7 +281,7 @@ class StreamCarrier:
             self._emptied.append((self._op, host_copy))
         host_copies.clear()
         if any(self._earliest < op < self._ordered_after for op, *_ in self._leaving):
-            self._catch_up_with_offloads()
+            self._catch_up(self._ordered_after)
         return storages
 
     def discard(self, host_copy: HostCopy) -> None:
@@ -305,13 +307,9 @@ class StreamCarrier:
                 return storage
         return None
 
-    def _catch_up_with_offloads(self) -> None:
-        assert self._catch_up is not None
-        self._catch_up(self._ordered_after)
-
     def _allocate(self, nbytes: int) -> UntypedStorage:
         if self._leaving and self._leaving[0][0] < self._ordered_after:
-            self._catch_up_with_offloads()
+            self._catch_up(self._ordered_after)
         with self._backend.on(self._compute):
             storage = self._backend.empty(nbytes)
         self._meter.hold(storage)
@@ -320,3 +318,7 @@ class StreamCarrier:
 
 def _parts(storage: UntypedStorage, host_copy: HostCopy) -> Sequence[Tensor]:
     return torch.split(as_bytes(storage), [piece.numel() for piece in host_copy.pieces])
+
+
+Lanes = ThreadLanes | StreamLanes
+Carrier = DirectCarrier | StreamCarrier

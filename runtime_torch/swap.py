@@ -246,10 +246,4 @@ def restaged(schedule: ir.Schedule, stages: Stages, rank: int) -> dict[int, Stag
     """Return the rank's stages as the schedule cuts them, of the layers that it has."""
     old = next(iter(stages.values()))
     layers = {int(name): layer for name, layer in stages.module.items()}
-    sharded = [part for layer in layers.values() for part in replicated(layer)]
-    for part in sharded:
-        part.unshard()
-    found = executions(schedule, layers, rank, old.device, stages.bundles, (old.meter, old.host_meter))
-    for part in sharded:
-        part.reshard()
-    return found
+    return executions(schedule, layers, rank, old.device, stages.bundles, (old.meter, old.host_meter))

@@ -144,9 +144,9 @@ class Ties:
         self._ties: list[_Tie] = []
         for names in merged(declared):
             for name in names:
-                if _layer(name) not in owner:
+                if name.partition(".")[0] not in owner:
                     raise BadInput(f"a tie names {name!r}, expected a layer among {', '.join(owner)}")
-            ranks = [owner[_layer(name)] for name in names]
+            ranks = [owner[name.partition(".")[0]] for name in names]
             mine = [_Place.of(name, layers) for name, one in zip(names, ranks, strict=True) if one == rank]
             self._ties.append(_Tie(names, sorted(set(ranks)), ranks[0], mine))
 
@@ -250,10 +250,6 @@ def _add(parameter: nn.Parameter, before: Tensor | None, total: Tensor) -> None:
     _local(now).copy_(total)
     if before is not None:
         parameter.grad = before.add_(now)
-
-
-def _layer(name: str) -> str:
-    return name.partition(".")[0]
 
 
 def _local(tensor: Tensor) -> Tensor:

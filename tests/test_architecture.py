@@ -277,7 +277,6 @@ ALIKE = {
     "Head": "the last layer, of transformers' models and of our own",
     "HeadPart": "some rows of it, for any loop and in our own models",
     "Host": "of a profile, and in the file",
-    "Message": "a tensor between two devices, for views and for the judge",
     "Question": "what a study is asked",
     "Schedule": "as it is planned, and in the file",
     "Stage": "as it is planned, and in the file",

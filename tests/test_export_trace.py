@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from small_schedules import Shape, build, random_shape
 
-from optpipe_compiler.export.chrome_trace import CELLS, LANES, render
+from optpipe_compiler.export.chrome_trace import CELLS, LANE_NAMES, render
 from optpipe_compiler.forecast import analyse
 from optpipe_compiler.forecast import table as forecast_table
 from optpipe_compiler.verify import check
@@ -83,7 +83,7 @@ def test_devices_are_processes_and_lanes_are_threads_by_name_and_in_order():
         (2, 0): "host",
     }
     assert named["process_sort_index"] == {(0, 0): 0, (1, 0): 1, (2, 0): 2}
-    lanes = dict(enumerate(LANES.values()))
+    lanes = dict(enumerate(LANE_NAMES.values()))
     assert named["thread_name"] == {(0, 0): lanes[0], **{(1, number): name for number, name in lanes.items()}}
     assert named["thread_sort_index"] == {key: key[1] for key in named["thread_name"]}
 

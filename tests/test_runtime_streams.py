@@ -16,6 +16,7 @@ from optpipe_torch.models import known as models  # noqa: E402
 from runtime_torch import engine  # noqa: E402
 from runtime_torch.execution import StageExecution  # noqa: E402
 from runtime_torch.lanes import LaneOps  # noqa: E402
+from runtime_torch.messages import Mailbox  # noqa: E402
 from runtime_torch.meter import Meter  # noqa: E402
 from runtime_torch.pinned import PinnedPool  # noqa: E402
 from runtime_torch.replay import Replay  # noqa: E402
@@ -76,10 +77,7 @@ def steps(plan, meter, host_meter, backend, count=2):
         0,
         stages,
         lambda stage, _: boundaries[stage],
-        group=None,
-        on=torch.device("cpu"),
-        meter=meter,
-        host_meter=host_meter,
+        Mailbox(None, meter),
         backend=backend,
     )
     found = []

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from bench.stock import llama
 from bench.stock.offload import HostPool, Offloaded
 from runtime_torch import Runner, build_stages
+from runtime_torch.messages import Mailbox
 from runtime_torch.replay import Replay
 from runtime_torch.streams import Backend
 
@@ -175,16 +176,12 @@ class Planned:
         plan, bundles = self._schedule.devices[self._setting.rank], self._stages.bundles
         assert bundles is not None
         boundaries = [bundle.boundary for bundle in bundles[1:]]
-        first = next(iter(self._stages.values()))
         replay = Replay(
             self._schedule,
             self._setting.rank,
             self._stages,
             lambda stage, _: boundaries[self._schedule.stages[stage].layers[1] - 1],
-            group=None,
-            on=self._setting.device,
-            meter=first.meter,
-            host_meter=first.host_meter,
+            Mailbox(None, next(iter(self._stages.values())).meter),
             backend=Backend(),
         )
 

@@ -33,7 +33,7 @@ SHARED = (
     "jobs",
 )
 """Options that mean the same to every command that has them; `profile` alone takes only those of its own table."""
-NEVER = ("version", "help", "list-methods", "list-gpus", "list-models")
+NO_DEFAULTS = ("version", "help", "list-methods", "list-gpus", "list-models")
 
 
 def nearest(folder: Path) -> Path | None:
@@ -117,7 +117,7 @@ def _options(command: click.Command) -> Iterator[tuple[str, click.Parameter]]:
                 yield "profile", param
             continue
         key = max(param.opts, key=len).removeprefix("--")
-        if key not in NEVER:
+        if key not in NO_DEFAULTS:
             yield key, param
 
 

@@ -61,7 +61,7 @@ def noisy(profile: Profile) -> list[Noisy]:
 
 IQR_PER_SIGMA = 1.349
 """Of a normal distribution."""
-KINDS = {
+COST_OF = {
     "forward": "forward_ns",
     "backward_input": "backward_input_ns",
     "backward_weight": "backward_weight_ns",
@@ -81,7 +81,7 @@ def op_spreads(profile: Profile, stages: Sequence[tuple[int, int]]) -> dict[tupl
     overhead = value_of(profile.machine.op_overhead_ns)
     found = {}
     for number, (first, end) in enumerate(stages):
-        for kind in KINDS:
+        for kind in COST_OF:
             costs = [cost for layer in layers[first:end] for cost in _costs(layer, kind)]
             total = overhead + sum(map(value_of, costs))
             spread = sum(cost.spread for cost in costs if isinstance(cost, Quantity)) / IQR_PER_SIGMA
@@ -91,7 +91,7 @@ def op_spreads(profile: Profile, stages: Sequence[tuple[int, int]]) -> dict[tupl
 
 
 def _costs(layer: Layer, kind: str) -> list[Cost]:
-    own: Cost | None = getattr(layer, KINDS[kind])
+    own: Cost | None = getattr(layer, COST_OF[kind])
     if own is not None:
         return [own]
     return [layer.backward_input_ns, layer.backward_weight_ns] if kind == "backward" else [layer.forward_ns]

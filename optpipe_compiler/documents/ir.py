@@ -42,6 +42,7 @@ READ = {"forward": "recv_activation", "backward": "recv_gradient", "backward_inp
 Outcome = Literal["optimal", "feasible"]
 Objective = Literal["makespan", "span"]
 Lane = Literal["compute", "d2h", "h2d"]
+LANES: tuple[Lane, ...] = ("compute", "d2h", "h2d")
 BaselineKind = Literal["paper", "stock", "composition"]
 
 

@@ -1,4 +1,4 @@
-"""The rows of the memory table of docs/IR.md, for planning and for readers of files; the judge states them again.
+"""The entries of the memory table of docs/IR.md, for planning and for readers of files; the judge states them again.
 
 Each is (what an op adds when it starts, what it adds when it has completed), by what holds it; what is freed is
 negative. Arguments are bytes, or a planner's units, of one stage and unit (a microbatch or a slice of one): `incoming`
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 Holds = tuple[int, ...]
 """What is held by what holds it, in the order of HOLDERS."""
-Row = tuple[Holds, Holds]
+Entry = tuple[Holds, Holds]
 HOLDERS = ("static", "kept", "residue", "captured", "messages", "working")
 """What holds bytes on a device: weights, optimizer state and the reserve; what forwards keep for backwards (of
 recomputed layers the checkpoint), and gradients of keys and values that add up; what stays between input and weight
@@ -20,17 +20,17 @@ while they run."""
 NOTHING: Holds = (0,) * len(HOLDERS)
 
 
-def receive(size: int) -> Row:
+def receive(size: int) -> Entry:
     """A buffer for what comes, which the op that reads it frees."""
     return (0, 0, 0, 0, size, 0), NOTHING
 
 
-def send(size: int) -> Row:
+def send(size: int) -> Entry:
     """A send's bytes go when it is delivered."""
     return NOTHING, (0, 0, 0, 0, -size, 0)
 
 
-def forward(saved: int, incoming: int, outgoing: int, transient: int, dropped: int) -> Row:
+def forward(saved: int, incoming: int, outgoing: int, transient: int, dropped: int) -> Entry:
     """It finds its input where the message or the stage before left it; recomputed ranges give up `dropped`."""
     return (0, saved, 0, 0, outgoing, transient), (0, -dropped, 0, 0, -incoming, -transient)
 
@@ -44,32 +44,32 @@ def backward_input(
     transient: int,
     accumulators: int,
     gradient: int,
-) -> Row:
+) -> Entry:
     """It finds the gradient of its output likewise; what the weight gradient reads stays."""
     taken = 0, accumulators, 0, captured, incoming, transient
     return taken, (0, -saved - gradient, residue, -captured, -outgoing, -transient)
 
 
-def backward_weight(residue: int, transient: int) -> Row:
+def backward_weight(residue: int, transient: int) -> Entry:
     """The second half."""
     return (0, 0, 0, 0, 0, transient), (0, 0, -residue, 0, 0, -transient)
 
 
-def backward(saved: int, incoming: int, outgoing: int, transient: int, accumulators: int, gradient: int) -> Row:
+def backward(saved: int, incoming: int, outgoing: int, transient: int, accumulators: int, gradient: int) -> Entry:
     """Both halves in one."""
     return (0, accumulators, 0, 0, incoming, transient), (0, -saved - gradient, 0, 0, -outgoing, -transient)
 
 
-def recompute(dropped: int, transient: int) -> Row:
+def recompute(dropped: int, transient: int) -> Entry:
     """What the forward gave up is there again."""
     return (0, dropped, 0, 0, 0, transient), (0, 0, 0, 0, 0, -transient)
 
 
-def offload(moved: int) -> Row:
+def offload(moved: int) -> Entry:
     """On the device; the host's bytes are taken at the start."""
     return NOTHING, (0, -moved, 0, 0, 0, 0)
 
 
-def reload(moved: int) -> Row:
+def reload(moved: int) -> Entry:
     """On the device; the host's bytes are freed at the end."""
     return (0, moved, 0, 0, 0, 0), NOTHING

@@ -1,7 +1,9 @@
-"""Chrome traces, of `optpipe run --trace` or torch's profiler: the events of a file, and what it says of itself."""
+"""Chrome traces (the JSON Trace Event Format): of `optpipe run --trace` or torch's profiler as they are read, and the
+text of ours: the events of a file, and what it says of itself."""
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -10,9 +12,12 @@ from optpipe_compiler.documents.files import LARGEST_TRACE, read_text
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
 T = TypeVar("T")
+TraceEvent = dict[str, Any]
+"""An event as it is written."""
 
 
 class ReadEvent(msgspec.Struct, frozen=True):
@@ -52,3 +57,14 @@ def said(path: Path, what: object, kind: type[T], expected: str) -> T:
         return msgspec.convert(what, kind)
     except msgspec.ValidationError as error:
         raise BadInput(f"{path}: is no {expected}: {error}") from error
+
+
+def to_text(events: Iterable[TraceEvent], about: Mapping[str, Any]) -> str:
+    """Return the file, one event per line; `about` is what it says of itself."""
+    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
+    return f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n{lines}\n]}}\n'
+
+
+def naming(what: str, process: int, thread: int, **args: str | int) -> TraceEvent:
+    """Return the event that names or orders a process or a thread."""
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}

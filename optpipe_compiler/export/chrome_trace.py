@@ -6,24 +6,24 @@ for memory against the caps. Perfetto colours slices by their name without digit
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import LETTERS, op_id, unit_name
+from optpipe_compiler.documents.traces import naming, to_text
 from optpipe_compiler.forecast.items import Timeline
 from optpipe_compiler.forecast.memory import device_stack, host_curve, total
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from optpipe_compiler.documents.traces import TraceEvent
     from optpipe_compiler.forecast.memory import Curve
 
-TraceEvent = dict[str, Any]
-Slices = dict[str, TraceEvent]
+Slices = dict[str, "TraceEvent"]
 """The slice of every op that has one, by the op's id."""
 
-LANES = {"compute": "compute", "d2h": "offload (device to host)", "h2d": "reload (host to device)"}
+LANE_NAMES = {"compute": "compute", "d2h": "offload (device to host)", "h2d": "reload (host to device)"}
 CELLS = LETTERS | {"offload": " offload ", "reload": " reload "}
 """What stands between stage and microbatch; nothing is written on a copy but its name."""
 
@@ -40,8 +40,7 @@ def render(checked: ir.Checked) -> str:
         "makespan_ns": schedule.forecast.makespan_ns,
         "bubble_fraction": schedule.forecast.bubble_fraction,
     }
-    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
-    return f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n{lines}\n]}}\n'
+    return to_text(events, about)
 
 
 def _names(schedule: ir.Schedule) -> Iterator[TraceEvent]:
@@ -49,19 +48,15 @@ def _names(schedule: ir.Schedule) -> Iterator[TraceEvent]:
     for device in schedule.devices:
         layers = [stage.layers for stage in schedule.stages_of(device.device)]
         shown = ", ".join(f"{first}-{end - 1}" if end > first + 1 else str(first) for first, end in layers)
-        yield _about("process_name", device.device, 0, name=f"device {device.device}: layers {shown}")
-        yield _about("process_sort_index", device.device, 0, sort_index=device.device)
-        for number, (lane, name) in enumerate(LANES.items()):
+        yield naming("process_name", device.device, 0, name=f"device {device.device}: layers {shown}")
+        yield naming("process_sort_index", device.device, 0, sort_index=device.device)
+        for number, (lane, name) in enumerate(LANE_NAMES.items()):
             if getattr(device, lane):
-                yield _about("thread_name", device.device, number, name=name)
-                yield _about("thread_sort_index", device.device, number, sort_index=number)
+                yield naming("thread_name", device.device, number, name=name)
+                yield naming("thread_sort_index", device.device, number, sort_index=number)
     if _offloads(schedule):
-        yield _about("process_name", len(schedule.devices), 0, name="host")
-        yield _about("process_sort_index", len(schedule.devices), 0, sort_index=len(schedule.devices))
-
-
-def _about(what: str, process: int, thread: int, **args: str | int) -> TraceEvent:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
+        yield naming("process_name", len(schedule.devices), 0, name="host")
+        yield naming("process_sort_index", len(schedule.devices), 0, sort_index=len(schedule.devices))
 
 
 def _slices(schedule: ir.Schedule) -> Slices:

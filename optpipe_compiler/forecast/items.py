@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.forecast.table import Unit
 
-LANES: tuple[ir.Lane, ...] = ("compute", "d2h", "h2d")
-
 
 class Reason(Enum):
     """Why an op does not start earlier."""
@@ -92,7 +90,7 @@ class Timeline:
         given: dict[tuple[int, ir.Lane], list[ir.Times]] = defaultdict(list)
         for times in schedule.forecast.times:
             given[times.device, times.lane].append(times)
-        everywhere = [(device, lane) for device in range(len(schedule.devices)) for lane in LANES]
+        everywhere = [(device, lane) for device in range(len(schedule.devices)) for lane in ir.LANES]
         self.lanes = {(d, lane): _timed(schedule, d, lane, given[d, lane]) for d, lane in everywhere}
         self.ops = {timed.id: timed for lane in self.lanes.values() for timed in lane}
         self.table = Table(schedule)

@@ -25,7 +25,7 @@ class Table:
         ]
         self.forward_of: dict[tuple[int, int, ir.Range], int] = {}
         """The most transient bytes of a forward of some layers of a stage, as far as they were asked for."""
-        self._known: dict[object, tuple[memory.Row, tuple[int, int]]] = {}
+        self._known: dict[object, tuple[memory.Entry, tuple[int, int]]] = {}
         self.dropped: dict[tuple[int, Unit], int] = defaultdict(int)
         """What the recomputed ranges of a stage and unit give up after their forward."""
         for device in schedule.devices:
@@ -37,11 +37,11 @@ class Table:
         """Return the bytes on the device at the start and at the end of `op`; what is freed is negative."""
         return self._entry(op)[1]
 
-    def by_holder(self, op: ir.Op) -> memory.Row:
+    def by_holder(self, op: ir.Op) -> memory.Entry:
         """Return the same by what holds the bytes."""
         return self._entry(op)[0]
 
-    def _entry(self, op: ir.Op) -> tuple[memory.Row, tuple[int, int]]:
+    def _entry(self, op: ir.Op) -> tuple[memory.Entry, tuple[int, int]]:
         """Return the bytes of an op by holder and in all; they are the same for most microbatches."""
         dropped = self.dropped.get((op.stage, op.unit), 0) if self.dropped and isinstance(op, ir.Forward) else 0
         key = type(op), self._of(op), op.layers if isinstance(op, ir.SavedOp) else None, dropped
@@ -51,7 +51,7 @@ class Table:
             found = self._known[key] = (taken, given), (sum(taken), sum(given))
         return found
 
-    def _by_holder(self, op: ir.Op, dropped: int) -> memory.Row:
+    def _by_holder(self, op: ir.Op, dropped: int) -> memory.Entry:
         match op:
             case ir.Offload():
                 return memory.offload(self.copied(op))
@@ -132,7 +132,7 @@ class _UnitStage:
             "backward": list(map(add, self._scaled(stage.backward_transient_bytes), back)),
         }
 
-    def row(self, op: ir.Op, dropped: int) -> memory.Row:
+    def row(self, op: ir.Op, dropped: int) -> memory.Entry:
         """Return the row of an op of the whole stage; recomputed ranges give up `dropped` after their forward."""
         messages, slices = (self.incoming, self.outgoing), (self.accumulators, self.gradient)
         transient = max(self.transient.get(op.name, ()), default=0)

@@ -17,7 +17,7 @@ def op_memory(stage: Stage, kind: Kind, recomputed: bool) -> tuple[int, int]:
     return sum(taken), -sum(added)
 
 
-def _row(stage: Stage, kind: Kind, recomputed: bool) -> memory.Row:
+def _row(stage: Stage, kind: Kind, recomputed: bool) -> memory.Entry:
     incoming, outgoing = stage.incoming, stage.outgoing
     messages, dropped = incoming + outgoing, stage.saved - stage.checkpoint
     slices = stage.accumulators, stage.gradient

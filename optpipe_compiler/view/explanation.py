@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from optpipe_compiler.study.explain import Explanation, Idle, WhatIf
     from optpipe_compiler.study.variations import Variation
 
-NOTHING = 0.0005
+NEGLIGIBLE = 0.0005
 """Shares below this are shown as nothing."""
 WORTH = 0.9
 """The memory that is named is the least that saves this part of the most that was found."""
@@ -108,13 +108,13 @@ def _idle(explanation: Explanation) -> Iterator[str]:
         for cause, _, share in one.causes:
             total[cause] = total.get(cause, 0.0) + share / len(explanation.idle)
     ranked = sorted(total.items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{cause} {share:.1%}" for cause, share in ranked if share >= NOTHING)
+    parts = ", ".join(f"{cause} {share:.1%}" for cause, share in ranked if share >= NEGLIGIBLE)
     yield f"The devices idle {explanation.bubble_fraction:.1%} of the time: {parts}."
     yield _worst(max(explanation.idle, key=lambda one: one.fraction))
 
 
 def _worst(one: Idle) -> str:
-    lost = [f"{share:.1%} {LOST[cause].format(what)}" for cause, what, share in one.causes if share >= NOTHING]
+    lost = [f"{share:.1%} {LOST[cause].format(what)}" for cause, what, share in one.causes if share >= NEGLIGIBLE]
     return f"Device {one.device} idles most, {one.fraction:.1%} of the step: {_and(lost[:4])}."
 
 
@@ -125,16 +125,16 @@ def _and(parts: Sequence[str]) -> str:
 def _binding(explanation: Explanation) -> str:
     """Name what was found to save most, and what may save more by its bound; or say that nothing does."""
     tried = [one for one in explanation.what_ifs if one.effect in ("relaxed", "different")]
-    if max((one.at_most for one in tried), default=0.0) < NOTHING:
+    if max((one.at_most for one in tried), default=0.0) < NEGLIGIBLE:
         return "Nothing that was tried can save anything: the work itself binds."
     best = max((one for one in tried if one.found is not None), key=lambda one: one.found or 0.0, default=None)
-    if best is None or best.found is None or best.found < NOTHING:
+    if best is None or best.found is None or best.found < NEGLIGIBLE:
         return f"Nothing that was tried saved anything in {_searches(explanation)}, though the bounds leave room."
     text = (
         f"What helps most, as far as it was found, is {_subject(best)}: {_share(best.found)} less time "
         f"{_per(explanation)}"
     )
-    most = best.found + NOTHING
+    most = best.found + NEGLIGIBLE
     open_ = dict.fromkeys(_subject(one) for one in tried if one.family != best.family and one.at_most > most)
     return f"{text}; the bounds do not exclude more for {_and(list(open_))}." if open_ else f"{text}."
 
@@ -146,7 +146,7 @@ def _subject(one: WhatIf) -> str:
 
 def _memory(memory: Sequence[WhatIf], explanation: Explanation) -> str:
     most = max(one.found or 0.0 for one in memory)
-    if most < NOTHING:
+    if most < NEGLIGIBLE:
         return f"{memory[-1].amount} would save {_saving(memory[-1], explanation)}."
     enough = next(one for one in memory if (one.found or 0.0) >= WORTH * most)
     text = f"{enough.amount} would save {_saving(enough, explanation)}"
@@ -158,10 +158,10 @@ def _memory(memory: Sequence[WhatIf], explanation: Explanation) -> str:
 
 def _saving(one: WhatIf, explanation: Explanation) -> str:
     """Say what was found and what the bound leaves, and whether that decides it."""
-    if one.at_most < NOTHING:
+    if one.at_most < NEGLIGIBLE:
         return "nothing (bound)"
     unchanged = 1 - explanation.bound_ns / max(1, explanation.best_ns)
-    alike = ", as unchanged" if abs(one.at_most - unchanged) < NOTHING else ""
+    alike = ", as unchanged" if abs(one.at_most - unchanged) < NEGLIGIBLE else ""
     most = f"at most {_share(one.at_most)} (bound{alike})"
     if one.outcome == "infeasible":
         return f"{most}; nothing fits"
@@ -170,9 +170,9 @@ def _saving(one: WhatIf, explanation: Explanation) -> str:
     if one.decided:
         return f"{_share(max(0.0, one.found))}, {most}"
     open_ = "not decided" if one.finished else "not decided, and the search was still finding better ones"
-    if one.found < -NOTHING:
+    if one.found < -NEGLIGIBLE:
         return f"{most}; what was found in {_searches(explanation)} takes {_share(-one.found)} longer: {open_}"
-    found = _share(one.found) if one.found >= NOTHING else "nothing"
+    found = _share(one.found) if one.found >= NEGLIGIBLE else "nothing"
     return f"{most}; {found} was found in {_searches(explanation)}: {open_}"
 
 
@@ -181,12 +181,12 @@ def _costs(one: WhatIf, explanation: Explanation) -> str:
     what = DOINGS[one.family]
     if one.outcome == "infeasible":
         return f"Without {what} nothing fits this cap."
-    if one.found is not None and one.found > -NOTHING:
+    if one.found is not None and one.found > -NEGLIGIBLE:
         return f"Without {what} a step takes no longer: such a schedule was found in {_searches(explanation)}."
     text = f"no schedule was found in {_searches(explanation)}"
     if one.found is not None:
         text = f"what was found in {_searches(explanation)} takes {_share(-one.found)} longer"
-    if one.at_most > -NOTHING:
+    if one.at_most > -NEGLIGIBLE:
         return f"Without {what} {text}; that it must is not proven."
     return f"Without {what} a step takes at least {_share(-one.at_most)} longer (bound); {text}."
 
@@ -200,7 +200,7 @@ def _share(value: float) -> str:
 
 
 def _signed(value: float) -> str:
-    return f"{value:.1%}" if abs(value) >= NOTHING else "0.0%"
+    return f"{value:.1%}" if abs(value) >= NEGLIGIBLE else "0.0%"
 
 
 def _searches(explanation: Explanation) -> str:

@@ -12,7 +12,7 @@ from rich.text import Text
 from optpipe_compiler.documents.ops import LETTERS, unit_name
 from optpipe_compiler.documents.units import short_bytes
 from optpipe_compiler.view.axis import Axis
-from optpipe_compiler.view.look import LOOKS, ink
+from optpipe_compiler.view.look import LEVELS, LOOKS, OVER, ink
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -22,11 +22,8 @@ if TYPE_CHECKING:
 LEFT, RIGHT = 7, 5
 """Columns for labels on the left, for the peak on the right."""
 NARROWEST = 40
-IDLE = "·"
+BLANK = "·"
 BLOCKS = " ▁▂▃▄▅▆▇█"
-LEVELS = ((0.75, "#44bb99"), (1.0, "#ddaa33"))
-"""Colours of memory up to a share of the cap."""
-OVER = "#ee6677"
 
 
 class Detail(NamedTuple):
@@ -121,7 +118,7 @@ def _cells(items: Iterable[Item], axis: Axis) -> list[Item | None]:
     edges = axis.edges
     inside: list[dict[str, tuple[int, Item | None]]] = [{} for _ in range(axis.columns)]
     for column in range(axis.columns):
-        inside[column][IDLE] = edges[column + 1] - edges[column], None
+        inside[column][BLANK] = edges[column + 1] - edges[column], None
     for item in items:
         if item.end_ns <= axis.begin_ns or item.begin_ns >= axis.end_ns:
             continue
@@ -130,7 +127,7 @@ def _cells(items: Iterable[Item], axis: Axis) -> list[Item | None]:
             kinds = inside[column]
             sofar, longest = kinds.get(item.op.name, (0, item))
             kinds[item.op.name] = sofar + part, longest if 2 * part < sofar + part else item
-            kinds[IDLE] = kinds[IDLE][0] - part, None
+            kinds[BLANK] = kinds[BLANK][0] - part, None
     return list(_shown(inside))
 
 
@@ -139,7 +136,7 @@ def _shown(inside: list[dict[str, tuple[int, Item | None]]]) -> Iterator[Item | 
     for kinds in inside:
         for kind, (part, _) in kinds.items():
             owed[kind] += part
-        kind = max((kind for kind, (part, _) in kinds.items() if part), key=lambda kind: owed[kind], default=IDLE)
+        kind = max((kind for kind, (part, _) in kinds.items() if part), key=lambda kind: owed[kind], default=BLANK)
         owed[kind] -= sum(part for part, _ in kinds.values())
         yield kinds[kind][1]
 
@@ -150,7 +147,7 @@ def _ops(items: Sequence[Item], axis: Axis, analysis: Analysis, *, colour: bool)
     for item, run in groupby(_cells(items, axis)):
         columns = len(list(run))
         if item is None:
-            row.append(IDLE * columns, style="dim")
+            row.append(BLANK * columns, style="dim")
             continue
         letter, shade = LETTERS[item.op.name], LOOKS[item.op.name].colour
         label = f"{letter}{unit_name(*item.op.unit)}"
@@ -204,7 +201,7 @@ def _legend(analysis: Analysis, width: int, *, transfers: bool, memory: bool, co
         for kind, look in LOOKS.items()
         if kind in present
     ]
-    entries += [(IDLE, "idle", "dim")]
+    entries += [(BLANK, "idle", "dim")]
     text, used = Text(" " * LEFT), LEFT
     for mark, words, style in entries:
         mark = mark if colour else mark.strip()

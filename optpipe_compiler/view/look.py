@@ -47,6 +47,12 @@ HELD = {
     "working": Look("what ops need only while they run", "#d98a73"),
 }
 """What holds memory, by the names of forecast.HOLDERS."""
+LEVELS = ((0.75, "#44bb99"), (1.0, "#ddaa33"))
+"""Colours of memory up to a share of the cap."""
+OVER = "#ee6677"
+"""Of memory above it."""
+BAR_COLOUR = "#ddaa33"
+"""Of idle time as a bar."""
 
 
 def ink(colour: str) -> str:

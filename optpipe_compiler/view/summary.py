@@ -13,6 +13,7 @@ from optpipe_compiler.documents.units import printable, short_bytes, show_bytes,
 from optpipe_compiler.forecast import Cause, analyse
 from optpipe_compiler.forecast.links import link_loads
 from optpipe_compiler.view.baselines import OTHERS, best, faster, kind, ranked, whose
+from optpipe_compiler.view.look import BAR_COLOUR
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -160,7 +161,7 @@ def _bubble(analysis: Analysis) -> RenderableType:
 
 def _bar(share: float) -> Text:
     eighths = round(8 * BAR * share)
-    return Text(("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()).ljust(BAR), style="#ddaa33")
+    return Text(("█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()).ljust(BAR), style=BAR_COLOUR)
 
 
 def _resources(cause: Cause, parts: list[tuple[str, float]]) -> str:

@@ -22,7 +22,6 @@ from optpipe_torch.profiler.timer import Timer
 from runtime_torch.batches import Batches
 from runtime_torch.conform import BYTES_TOLERANCE, prepare
 from runtime_torch.replay import Replay
-from runtime_torch.stages import stages_between
 from runtime_torch.streams import Backend
 from runtime_torch.timeline import OpTime
 
@@ -119,29 +118,22 @@ class _Alone:
         assert schedule.model is not None
         torch.manual_seed(seed)
         model = schedule.model
-        mine = [range(*stage.layers) for stage in schedule.stages_of(rank)]
-        layers = {i: layer for own in mine for i, layer in zip(own, models.build(model, own, device), strict=True)}
         self._schedule, self._rank, self._device, self._scale = schedule, rank, device, time_scale
-        bundles = models.bundles(model)
-        self._stages = stages_between(schedule, layers, rank, device, bundles, ties=models.ties(model))
+        self._stages = models.stages(model, schedule, rank, device, on=device)
         microbatches = schedule.setup.microbatches
         inputs, target = models.batches(model, data)(torch.Generator().manual_seed(seed), microbatches)
         batches = Batches(schedule, self._stages, None, None)
         self._batch = batches.cut_all([one.to(device) for one in inputs], target.to(device))
         prepare(schedule, self._stages, batches.boundary, self._batch, BYTES_TOLERANCE)
-        first = next(iter(self._stages.values()))
-        carriers = [bundle.boundary for bundle in bundles[1:] if not bundle.is_single]
-        self._peers = Peers(schedule, rank, time_scale, zeros=carriers)
+        carriers = [bundle.boundary for bundle in models.bundles(model)[1:] if not bundle.is_single]
+        self._peers = Peers(schedule, rank, time_scale, next(iter(self._stages.values())).meter, zeros=carriers)
         self._make_replay = partial(
             Replay,
             schedule,
             rank,
             self._stages,
             lambda stage, unit: batches.boundary(schedule.stages[stage].layers[1] - 1, unit),
-            group=self._peers,
-            on=device,
-            meter=first.meter,
-            host_meter=first.host_meter,
+            self._peers,
         )
         self._replay = self._make_replay()
         for parameter in self._stages.module.parameters():  # gradients are static memory

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from optpipe_compiler.documents import ir
-from runtime_torch.messages import Delivery, Transport
+from runtime_torch.messages import Delivery, Mailbox
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -16,16 +17,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from runtime_torch.bundles import Boundary
+    from runtime_torch.meter import Meter
 
 _NS = 10**9
 
 
+@dataclass(frozen=True)
 class Arrival(Delivery):
     """A message that arrives at a time known before."""
 
-    def __init__(self, due_ns: int, after: torch.cuda.Event | None) -> None:
-        self._due_ns = due_ns
-        self._after = after
+    _due_ns: int
+    _after: torch.cuda.Event | None
 
     def wait(self) -> None:
         """Return when the message has arrived; on CUDA, what a sent tensor is made of is then complete."""
@@ -40,13 +42,16 @@ class Arrival(Delivery):
         return time.perf_counter_ns() >= self._due_ns and (self._after is None or bool(self._after.query()))  # type: ignore[no-untyped-call]
 
 
-class Peers(Transport):
+class Peers(Mailbox):
     """Stands for the process group of a single device: what is received is random, what is sent goes nowhere.
 
     `zeros`: shapes and dtypes of which zeros are received, because the bits of several tensors are not random floats.
     """
 
-    def __init__(self, schedule: ir.Schedule, device: int, time_scale: float, zeros: Collection[Boundary] = ()) -> None:
+    def __init__(
+        self, schedule: ir.Schedule, device: int, time_scale: float, meter: Meter, zeros: Collection[Boundary]
+    ) -> None:
+        super().__init__(None, meter)
         self._times = {
             op.id: (round(start * time_scale), round(end * time_scale))
             for _, _, op, start, end in schedule.timed(device, messages=True)
@@ -61,8 +66,11 @@ class Peers(Transport):
         """Let the forecast's time begin now."""
         self.start_ns = time.perf_counter_ns()
 
-    def isend(self, op_id: str, tensor: Tensor) -> Arrival:
-        """Deliver after the forecast's travel time."""
+    def post(self, op_id: str, tensor: Tensor, peer: int, *, sent: bool) -> Arrival:
+        """Deliver after the forecast's travel time; arrive at the forecast's time, or at once where that is over."""
+        return self._sent(op_id, tensor) if sent else self._received(op_id, tensor)
+
+    def _sent(self, op_id: str, tensor: Tensor) -> Arrival:
         start, end = self._times[op_id]
         event = None
         if tensor.is_cuda:
@@ -70,8 +78,7 @@ class Peers(Transport):
             event.record()
         return Arrival(time.perf_counter_ns() + end - start, event)
 
-    def irecv(self, op_id: str, buffer: Tensor) -> Arrival:
-        """Arrive at the forecast's time, or at once where that is over."""
+    def _received(self, op_id: str, buffer: Tensor) -> Arrival:
         key = buffer.shape, buffer.dtype
         if key not in self._payloads:
             payload = torch.zeros_like(buffer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -24,7 +25,7 @@ from runtime_torch.microbatch import targets_for
 from runtime_torch.selective import find_cheap, told_to
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from torch import UntypedStorage
 
@@ -87,13 +88,6 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 # -- a run of layers
 
 
-@dataclass(slots=True)
-class _Slot:
-    """What autograd keeps in place of a saved tensor."""
-
-    tensor: Tensor
-
-
 class _Saved:
     """The storages that autograd saves, parameters and buffers apart, and which of them are read again."""
 
@@ -103,15 +97,15 @@ class _Saved:
         self.storages: dict[int, UntypedStorage] = {}
         self.reads: set[int] = set()
 
-    def pack(self, tensor: Tensor) -> _Slot:
+    def pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._constants:
             self.storages[storage._cdata] = storage
-        return _Slot(tensor)
+        return tensor
 
-    def unpack(self, slot: _Slot) -> Tensor:
-        self.reads.add(slot.tensor.untyped_storage()._cdata)
-        return slot.tensor
+    def unpack(self, tensor: Tensor) -> Tensor:
+        self.reads.add(tensor.untyped_storage()._cdata)
+        return tensor
 
     def nbytes(self, among: set[int] | None = None) -> int:
         return sum(storage.nbytes() for key, storage in self.storages.items() if among is None or key in among)
@@ -128,7 +122,7 @@ class _Cheap:
         self._alive: list[Tensor] = []
 
     def cheap(self, function: Callable[..., Tensor], inputs: tuple[Any, ...]) -> Tensor:
-        """See selective.Keeper."""
+        """Be told of one: a selective.Keeper."""
         self._alive += [one for one in inputs if isinstance(one, Tensor)]
         for one in inputs:
             if isinstance(one, Tensor):
@@ -223,7 +217,7 @@ def _split(
 ) -> LayerBytes:
     saved = saved or _Saved(layers)
     counter.begin(work["forward"])
-    with saved_tensors_hooks(saved.pack, saved.unpack), told_to(cheap):
+    with saved_tensors_hooks(saved.pack, saved.unpack), told_to(None if cheap is None else cheap.cheap):
         leaf, output = _forward(layers, x, target)
     total, edge, output_bytes = saved.nbytes(), get_gradient_edge(output), output.nbytes if output.dim() else 0
     counter.begin(Work())
@@ -232,15 +226,14 @@ def _split(
     counter.begin(work["backward_input"])
     if leaf.requires_grad:
         found, rest = split.backward_input(edge, gradient, get_gradient_edge(leaf))
+        waiting, second_half = rest.tensors(), partial(split.backward_weight, rest)
     else:  # the first layer: its weight gradients start at its output
-        found, rest = None, split.SecondHalf(split.find_groups(edge.node, None))
-        for group in rest.groups:
-            group.captured = {node: (gradient,) for node in group.cuts}
-    captured = _captured(rest, saved)
+        found, waiting, second_half = None, iter([gradient]), partial(split.backward_whole, edge, gradient)
+    captured = _captured(waiting, saved)
     del found, gradient
     saved.reads.clear()
     counter.begin(work["backward_weight"])
-    split.backward_weight(rest)
+    second_half()
     return LayerBytes(
         saved=total,
         residue=saved.nbytes(saved.reads) + captured,
@@ -263,9 +256,9 @@ def _selective(
     return cheap.work, cheap.sizes(sizes.captured)
 
 
-def _captured(rest: split.SecondHalf, saved: _Saved) -> int:
+def _captured(waiting: Iterable[Tensor], saved: _Saved) -> int:
     """Bytes of the gradients that wait for the second half, beside what was saved."""
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in rest.tensors()}
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in waiting}
     return sum(storage.nbytes() for key, storage in storages.items() if key not in saved.storages)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import TYPE_CHECKING, Literal
 
 from msgspec import structs
@@ -283,12 +284,7 @@ def _messages(options: EstimateOptions) -> list[P2P]:
         return []
     if options.devices <= node:
         return [peer]
-    pairs = [
-        (first, second)
-        for first in range(options.devices)
-        for second in range(first + 1, options.devices)
-        if first // node == second // node
-    ]
+    pairs = [pair for pair in combinations(range(options.devices), 2) if pair[0] // node == pair[1] // node]
     return [network, *(structs.replace(peer, devices=pair) for pair in pairs)]
 
 

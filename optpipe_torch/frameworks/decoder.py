@@ -28,9 +28,11 @@ class DecoderLayer(nn.Module):
     """
 
     def __init__(self, layer: nn.Module, rotary: nn.Module | None = None) -> None:
+        from transformers import AttentionInterface
+
         super().__init__()
         self.layer, self.rotary = layer, rotary
-        _register()
+        AttentionInterface.register(_NAME, _attend)
         configs: dict[int, Any] = {}
         attending = [module for module in layer.modules() if hasattr(module, "config")]
         if not attending:
@@ -46,12 +48,6 @@ class DecoderLayer(nn.Module):
         embedded = {} if self.rotary is None else {"position_embeddings": self.rotary(x, positions)}
         found = self.layer(x, position_ids=positions, carry=carry, **embedded)
         return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
-
-
-def _register() -> None:
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(_NAME, _attend)
 
 
 def _attend(

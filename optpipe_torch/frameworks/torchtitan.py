@@ -106,11 +106,12 @@ def pipelining(
             for stage in plan.stages_of(rank)
             for index in range(*stage.layers)
         }
+        last = plan.setup.layers - 1
         sharded = any(isinstance(module, FSDPModule) for part in mine.values() for module in part.modules())
         dtype = getattr(torch, training.mixed_precision_param) if sharded else None
         found = PlannedSchedule(
             plan,
-            _layers(mine, plan.setup.layers, loss_fn),
+            {i: LastTitanLayer(part, loss_fn) if i == last else TitanLayer(part) for i, part in mine.items()},
             rank,
             device,
             mesh.get_group(),
@@ -122,32 +123,31 @@ def pipelining(
     return pipelining_fn
 
 
+@dataclass
 class PlannedSchedule:
     """Stands where torchtitan's trainer has torch's `_PipelineSchedule`: `step` and `eval`, with cut microbatches.
 
     The runner is built at the first of them, when the trainer has given the parameters their memory and values.
     """
 
-    def __init__(
-        self,
-        schedule: ir.Schedule,
-        layers: Mapping[int, TitanLayer],
-        rank: int,
-        device: torch.device,
-        group: dist.ProcessGroup,
-        border: Callable[[Boundary], Boundary],
-        bytes_tolerance: float | None,
-    ) -> None:
-        self.schedule = schedule
-        self.has_first_stage = schedule.stages[0].device == rank
-        self.has_last_stage = schedule.stages[-1].device == rank
-        self.runner: Runner | None = None
-        self._layers = layers
-        self._rank = rank
-        self._device = device
-        self._group = group
-        self._border = border
-        self._tolerance = bytes_tolerance
+    schedule: ir.Schedule
+    _layers: Mapping[int, TitanLayer]
+    _rank: int
+    _device: torch.device
+    _group: dist.ProcessGroup
+    _border: Callable[[Boundary], Boundary]
+    _tolerance: float | None
+    runner: Runner | None = None
+
+    @property
+    def has_first_stage(self) -> bool:
+        """Whether this rank takes the tokens."""
+        return self.schedule.stages[0].device == self._rank
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether this rank has the losses."""
+        return self.schedule.stages[-1].device == self._rank
 
     def step(self, *, losses: list[Tensor] | None = None, return_outputs: bool = False, **given: Any) -> None:
         """Run all microbatches once; add the gradients of the sum of their losses, and give `losses` each of them.
@@ -184,8 +184,7 @@ class PlannedSchedule:
         for name, several in (("arg_mbs", tokens), ("target_mbs", target_mbs or ()), ("kwarg_mbs", given)):
             if several and len(several) != count:
                 raise _refused(f"the trainer gave {len(several)} microbatches in {name}, expected {count}")
-        for name, tensors in (("arg_mbs", tokens), ("target_mbs", target_mbs or ())):
-            shapes = {tuple(tensor.shape) for tensor in tensors}
+            shapes = {tuple(one.shape) for one in several if isinstance(one, Tensor)}
             if len(shapes) > 1:
                 raise _refused(f"the microbatches in {name} have the shapes {sorted(shapes)}, expected one shape")
         if any(len(arguments) != 1 for arguments in arg_mbs or ()):
@@ -372,13 +371,6 @@ def _twin(module: Any) -> Any:
         if isinstance(value, dict):
             vars(twin)[name] = copy.copy(value)
     return twin
-
-
-def _layers(parts: Mapping[int, Any], count: int, loss_fn: Callable[..., Any]) -> dict[int, TitanLayer]:
-    return {
-        index: LastTitanLayer(part, loss_fn) if index == count - 1 else TitanLayer(part)
-        for index, part in parts.items()
-    }
 
 
 def _border(embedding: Any, dtype: torch.dtype | None, tokens: Boundary) -> Boundary:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from optpipe_compiler.documents import ir
     from runtime_torch.stages import Stages
 
-WHOLE = "whole"
+MODEL_NAME = "whole"
 """The name under which a layer has its model, in state dicts between the layer's number and the model's own name."""
 FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError, NameError)
 """What a model's forward may raise that is not what we take it for."""
@@ -95,7 +95,7 @@ def pipelined(
 
 def own_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a state dict of `Stages.module` under the names of the model: "3.whole.model.norm.weight" loses two."""
-    return {name.split(f"{WHOLE}.", 1)[1]: tensor for name, tensor in state.items()}
+    return {name.split(f"{MODEL_NAME}.", 1)[1]: tensor for name, tensor in state.items()}
 
 
 def state_dict(stages: Stages, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
@@ -145,6 +145,20 @@ class _Border:
     def __init__(self) -> None:
         self.value: Tensor | None = None
 
+    @contextmanager
+    def at(self, value: Tensor) -> Iterator[Tensor]:
+        """Within: that is what enters. Zeros stand for it before."""
+        self.value = value
+        try:
+            yield self.zeros()
+        finally:
+            self.value = None
+
+    def zeros(self) -> Tensor:
+        """Return zeros of the shape of what enters, without memory of their own."""
+        assert self.value is not None
+        return self.value.new_zeros(()).expand(self.value.shape)
+
     def enter(self, _module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Replace what the model would give the part, which is a pre-hook's; outside of our layers change nothing."""
         if self.value is None:
@@ -162,38 +176,24 @@ class _Absent(nn.Module):
         self.border = border
 
     def forward(self, *_args: Any, **_named: Any) -> Tensor:
-        """Return them, without memory of their own."""
-        return _zeros(self.border)
+        """Return them."""
+        return self.border.zeros()
 
 
 class _Skipped(nn.Module):
-    """In place of a decoder layer, or of a part behind them: what enters leaves."""
+    """In place of a decoder layer, or of a part behind them: what enters leaves; where there is a border, what really
+    enters there."""
 
-    def __init__(self, *, as_tuple: bool = False) -> None:
+    def __init__(self, border: _Border | None = None, *, as_tuple: bool = False) -> None:
         super().__init__()
+        self.border = border
         self.as_tuple = as_tuple
 
     def forward(self, *args: Any, **named: Any) -> Any:
         """Return it as the layer does."""
         x = args[0] if args else named["hidden_states"]
+        x = x if self.border is None else self.border.value
         return (x,) if self.as_tuple else x
-
-
-class _Entry(_Skipped):
-    """In place of the last decoder layer: what really enters leaves."""
-
-    def __init__(self, border: _Border, *, as_tuple: bool) -> None:
-        super().__init__(as_tuple=as_tuple)
-        self.border = border
-
-    def forward(self, *_args: Any, **_named: Any) -> Any:
-        """Return it as the layer does."""
-        return super().forward(self.border.value)
-
-
-def _zeros(border: _Border) -> Tensor:
-    assert border.value is not None
-    return border.value.new_zeros(()).expand(border.value.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,12 +254,8 @@ class DecoderLayer(_Layer):
 
     def forward(self, hidden: Tensor, *rest: Tensor) -> Any:
         """Keep the shape (batch, sequence, hidden)."""
-        border = self._thinned.border
-        border.value = hidden
-        try:
-            hidden = self._decode(rest, inputs_embeds=_zeros(border))
-        finally:
-            border.value = None
+        with self._thinned.border.at(hidden) as zeros:
+            hidden = self._decode(rest, inputs_embeds=zeros)
         return (hidden, *rest) if rest else hidden
 
 
@@ -273,15 +269,10 @@ class Head(_Layer):
     def forward(self, hidden: Tensor, *rest: Tensor) -> Tensor:
         """Return the mean loss; the last tensor is the target."""
         *along, target = rest
-        border = self._thinned.border
-        border.value = hidden
         labels = {} if self._shifted else {"labels": target}
-        try:
-            named = self._named(tuple(along))
-            with _unpacked(self._names):
-                found = self.whole(inputs_embeds=_zeros(border), **named, **labels, use_cache=False, return_dict=True)
-        finally:
-            border.value = None
+        named = self._named(tuple(along))
+        with self._thinned.border.at(hidden) as zeros, _unpacked(self._names):
+            found = self.whole(inputs_embeds=zeros, **named, **labels, use_cache=False, return_dict=True)
         if not self._shifted:
             return found.loss  # type: ignore[no-any-return]
         vocabulary = found.logits.shape[-1]
@@ -379,7 +370,7 @@ class _Anatomy:
         if index is None:
             part = before = self.before
         elif index == self.depth:
-            line[-1] = _Entry(border, as_tuple=self.as_tuple)
+            line[-1] = _Skipped(border, as_tuple=self.as_tuple)
             part = after = self.after
         else:
             line[index] = self.layers[index]

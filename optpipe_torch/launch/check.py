@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 import torch.distributed as dist
 
@@ -60,17 +59,11 @@ def check(
         merged = {name: gradient for _, part in gathered for name, gradient in part.items()}
         device = next(iter(stages.values())).device
         whole = [tensor.to(device) for tensor in inputs], target.to(device)
-        reference = unpipelined(schedule.model, *whole, schedule.setup.microbatches, _lengths(schedule))
+        reference = unpipelined(schedule.model, *whole, schedule.setup.microbatches, schedule.setup.lengths)
         answer = [compare(loss, merged, *reference, TOLERANCE.get(schedule.model.dtype, 0.05))]
     dist.broadcast_object_list(answer, src=0, group=control)
     assert answer[0] is not None
     return answer[0]
-
-
-def _lengths(schedule: ir.Schedule) -> list[int] | None:
-    """Return the tokens of each microbatch's sequences; None: all that there are."""
-    units = schedule.setup.units
-    return None if isinstance(units, msgspec.UnsetType) else [units.cuts[shape][-1] for shape in units.shape_of]
 
 
 def unpipelined(

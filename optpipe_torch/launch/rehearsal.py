@@ -7,17 +7,16 @@ between stages are two numbers: how many stages the microbatch has passed, and w
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 
-from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.memory import HOLDERS
 from optpipe_compiler.documents.ops import op_id
 from optpipe_compiler.forecast.copies import NO_COPIES, busy_by_op
 from optpipe_compiler.forecast.table import Table
 from optpipe_torch.launch.report import forecast_durations
+from runtime_torch.messages import Mailbox
 from runtime_torch.meter import Meter
 from runtime_torch.replay import Replay
 
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from optpipe_compiler.documents import ir
     from runtime_torch.execution import Layers
     from runtime_torch.microbatch import Slice
 
@@ -36,6 +36,7 @@ STEP_S = 2.0
 """What one step takes when no scale is given."""
 
 _NS = 10**9
+_MESSAGES = HOLDERS.index("messages")
 
 
 def auto_scale(schedule: ir.Schedule) -> float:
@@ -65,10 +66,10 @@ class Pace:
 class RehearsedDevice:
     """The clocks and bytes of one device, shared by its stages."""
 
-    def __init__(self, schedule: ir.Schedule, rank: int, scale: float, meter: Meter, host_meter: Meter) -> None:
+    def __init__(self, schedule: ir.Schedule, rank: int, scale: float) -> None:
         self.schedule = schedule
         self.scale = scale
-        self._meter, self._host_meter = meter, host_meter
+        self.meter, self.host_meter = Meter(), Meter()
         plan = schedule.devices[rank]
         self._ops = {op.id: op for op in plan.ops}
         self._durations = forecast_durations(schedule, rank)
@@ -85,64 +86,59 @@ class RehearsedDevice:
 
     def run(self, kind: str, stage: int, unit: int, layers: Layers | None = None) -> None:
         """Wait as long as the op takes, and count its bytes but for messages, which the replay counts."""
-        op = self._ops[op_id(kind, stage, *_name(self.schedule, unit, layers))]
+        microbatch, slice = divmod(unit, self.schedule.setup.slices)
+        op = self._ops[op_id(kind, stage, microbatch, layers, slice if self.schedule.setup.slices > 1 else None)]
         before, after = self._busy.get(op.id, NO_COPIES)
         due_ns = self._free_ns + round(before * self.scale)
         if kind not in self._copies and due_ns > time.perf_counter_ns():
             self._compute.until(due_ns)
-        taken, given = self._bytes.on_device(op)
+        taken, given = self._bytes.by_holder(op)
         host_taken, host_given = self._bytes.on_host(op)
-        made, read = _messages(self.schedule, op, unit)
-        self._meter.count(taken - made)
-        self._host_meter.count(host_taken)
+        self.meter.count(sum(taken) - taken[_MESSAGES])
+        self.host_meter.count(host_taken)
         self._copies.get(kind, self._compute).spend(round(self._durations[op.id] * self.scale))
-        self._meter.count(given + read)
-        self._host_meter.count(host_given)
+        self.meter.count(sum(given) - given[_MESSAGES])
+        self.host_meter.count(host_given)
         if kind not in self._copies:
             self._free_ns = time.perf_counter_ns() + round(after * self.scale)
 
+    def class_of(self, unit: int) -> int:
+        """Return the number of the units that cost as much."""
+        return self.schedule.setup.class_of(*divmod(unit, self.schedule.setup.slices))
 
-def _name(schedule: ir.Schedule, unit: int, layers: Layers | None) -> tuple[int, Layers | None, int | None]:
-    """Return the rest of an op's name, from the number of its unit."""
-    microbatch, index = divmod(unit, schedule.setup.slices)
-    return microbatch, layers, index if schedule.setup.slices > 1 else None
-
-
-def message_bytes(schedule: ir.Schedule, stage: int, unit: int) -> int:
-    """Return the bytes of what leaves a stage, for one unit."""
-    units, nbytes = schedule.setup.units, schedule.stages[stage].output_bytes
-    if isinstance(units, msgspec.UnsetType):
-        return nbytes
-    begin, end = schedule.setup.tokens_of(*divmod(unit, schedule.setup.slices)) or (0, 0)
-    return -(-nbytes * (end - begin) // units.tokens)
+    def message_bytes(self, stage: int, unit: int) -> int:
+        """Return the bytes of what leaves a stage, for one unit."""
+        return self._bytes.stages[stage][self.class_of(unit)].outgoing
 
 
-def _messages(schedule: ir.Schedule, op: ir.Op, unit: int) -> tuple[int, int]:
-    """Return the bytes of what an op passes on, and of what it was passed."""
-    before = message_bytes(schedule, op.stage - 1, unit) if op.stage else 0
-    after = message_bytes(schedule, op.stage, unit)
-    if isinstance(op, ir.Forward):
-        return after, before
-    return (before, after) if isinstance(op, ir.Backward | ir.BackwardInput) else (0, 0)
+class RehearsedMailbox(Mailbox):
+    """Messages that arrive when they are due."""
+
+    def __init__(self, device: RehearsedDevice) -> None:
+        super().__init__(None, device.meter)
+        self._device = device
+
+    def wait(self, op_id: str) -> None:
+        """Return once the message is delivered, and due."""
+        message = self._messages[op_id]
+        buffer = None if message.sent else message.tensor
+        super().wait(op_id)
+        if buffer is not None:
+            self._device.arrive(buffer)
 
 
 def replay(
     schedule: ir.Schedule, rank: int, scale: float, on_failure: Callable[[BaseException], None] | None = None
 ) -> Replay:
     """Return the replay of a rank whose stages compute nothing."""
-    meter, host_meter = Meter(), Meter()
-    device = RehearsedDevice(schedule, rank, scale, meter, host_meter)
+    device = RehearsedDevice(schedule, rank, scale)
     return Replay(
         schedule,
         rank,
         {stage.stage: RehearsedStage(device, stage.stage) for stage in schedule.stages_of(rank)},
         lambda *_: BOUNDARY,
-        group=None,
-        on=torch.device("cpu"),
-        meter=meter,
-        host_meter=host_meter,
-        message_bytes=partial(message_bytes, schedule),
-        on_arrival=device.arrive,
+        RehearsedMailbox(device),
+        message_bytes=device.message_bytes,
         on_failure=on_failure,
     )
 
@@ -159,6 +155,7 @@ class RehearsedStage:
     def __init__(self, device: RehearsedDevice, index: int) -> None:
         self._device = device
         self._index = index
+        self.device, self.meter, self.host_meter = torch.device("cpu"), device.meter, device.host_meter
         self._is_last = index == len(device.schedule.stages) - 1
 
     def begin(self) -> None:
@@ -207,8 +204,7 @@ class RehearsedStage:
 
     def _cost(self, unit: int) -> ir.StageCost:
         schedule = self._device.schedule
-        kind = schedule.setup.class_of(*divmod(unit, schedule.setup.slices))
-        return schedule.forecast.stages[self._index * schedule.setup.classes + kind]
+        return schedule.forecast.stages[self._index * schedule.setup.classes + self._device.class_of(unit)]
 
     def _input_gradient(self, unit: int, gradient: Tensor | None) -> Tensor | None:
         if self._index == 0:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import gc
 import threading
 from abc import ABC, abstractmethod
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from statistics import median
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -30,12 +30,9 @@ from optpipe_torch.replan.measured import gathered
 from optpipe_torch.replan.replanner import Replanner
 from runtime_torch.conform import agree
 from runtime_torch.runner import Runner
-from runtime_torch.stages import stages_between
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch import nn
 
     from optpipe_torch.launch.job import Job, Place, RunEvent
     from optpipe_torch.launch.report import CheckReport
@@ -79,13 +76,10 @@ def work(job: Job, place: Place, on_event: Tell, on_failure: Failed) -> RunRepor
     try:
         control = dist.new_group(backend="gloo", timeout=timedelta(seconds=job.timeout_s))
         one_host = agree(schedule, control)
-        tell = on_event if place.rank == 0 else _nobody
+        tell = on_event if place.rank == 0 else lambda _: None
         tell({"event": "started", "devices": place.world, "backend": backend, "training": schedule.model is not None})
-        session = (_Rehearsal if schedule.model is None else _Training)(
-            job, schedule, device, control, tell, on_failure
-        )
-        session.one_host = one_host
-        report = session.run()
+        kind = _Rehearsal if schedule.model is None else _Training
+        report = kind(job, schedule, device, control, one_host, tell, on_failure).run()
         return replace(report, backend=backend, pinned=job.pinned)
     finally:
         dist.destroy_process_group()
@@ -111,10 +105,6 @@ def _meet(place: Place, timeout_s: float, on_failure: Failed) -> Store:
     return PrefixStore("optpipe", store)
 
 
-def _nobody(_: RunEvent) -> None:
-    pass
-
-
 def _device(place: Place, *, training: bool) -> torch.device:
     if training and gpu_count() >= ranks_here(place.world):
         device = torch.device("cuda", place.local_rank)
@@ -123,34 +113,27 @@ def _device(place: Place, *, training: bool) -> torch.device:
     return torch.device("cpu")
 
 
+@dataclass
 class _Session(ABC):
     """The steps of a run and their bookkeeping; what a step is, is said by the two kinds below."""
 
-    mode: Literal["train", "rehearsal"]
-    time_scale = 1.0
-    one_host = True
+    mode: ClassVar[Literal["train", "rehearsal"]]
+    job: Job
+    schedule: ir.Schedule
+    device: torch.device
+    control: dist.ProcessGroup
+    one_host: bool
+    tell: Tell
+    on_failure: Failed
+    time_scale: float = 1.0
+    replanner: Replanner | None = None
 
-    def __init__(
-        self,
-        job: Job,
-        schedule: ir.Schedule,
-        device: torch.device,
-        control: dist.ProcessGroup,
-        tell: Tell,
-        on_failure: Failed,
-    ) -> None:
-        self.job = job
-        self.schedule = schedule
-        self.device = device
-        self.control = control
-        self.tell = tell
-        self.on_failure = on_failure
-        self.rank = dist.get_rank(control)
+    def __post_init__(self) -> None:
+        self.rank = dist.get_rank(self.control)
         self._records: list[StepRecord] = []
         self._results: list[StepResult] = []
-        self._begins = [(0, schedule)]
+        self._begins = [(0, self.schedule)]
         """The first step of each schedule, and the schedule."""
-        self.replanner: Replanner | None = None
 
     def run(self) -> RunReport:
         """Everything after joining."""
@@ -310,13 +293,7 @@ class _Training(_Session):
         if (found := models.layer_count(model)) != self.schedule.setup.layers:
             raise BadInput(f"the model has {found} layers, the schedule is for {self.schedule.setup.layers}")
         torch.manual_seed(self.job.seed + self.rank)
-        mine = [stage.layers for stage in self.schedule.stages_of(self.rank)]
-        layers: dict[int, nn.Module] = {}
-        for first, end in mine:
-            layers.update(zip(range(first, end), models.build(model, range(first, end)), strict=True))
-        self._stages = stages_between(
-            self.schedule, layers, self.rank, self.device, models.bundles(model), ties=models.ties(model)
-        )
+        self._stages = models.stages(model, self.schedule, self.rank, self.device)
         self._runner = Runner(self.schedule, self._stages, on_failure=self.on_failure)
         self._draw = models.batches(model, self.job.data)
         parameters = list(self._stages.module.parameters())

@@ -5,24 +5,25 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import range_name
+from optpipe_compiler.documents.traces import naming, to_text
 from optpipe_compiler.forecast.table import Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from optpipe_compiler.documents.traces import TraceEvent
     from runtime_torch.timeline import OpTime
 
-TraceEvent = dict[str, Any]
 
 FORMAT = "optpipe-trace"
-LANES = ("compute", "d2h", "h2d")
+THREADS: dict[str, int] = {lane: 2 * number for number, lane in enumerate(ir.LANES)}
+"""By lane: that of the forecast; what was measured is below it."""
 
 
 def chrome_trace(
@@ -68,8 +69,7 @@ def chrome_trace(
     }
     if not isinstance(units := schedule.setup.units, msgspec.UnsetType):
         about["units"] = msgspec.to_builtins(units)
-    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
-    return f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n{lines}\n]}}\n'
+    return to_text(events, about)
 
 
 def _mark(schedule: ir.Schedule, step: int, shift: int) -> TraceEvent:
@@ -87,21 +87,13 @@ def _names(schedule: ir.Schedule) -> Iterator[TraceEvent]:
     for device in schedule.devices:
         number = device.device
         stages = ", ".join(str(stage.stage) for stage in schedule.stages_of(number))
-        yield _about("process_name", number, 0, name=f"device {number}: stages {stages}")
-        yield _about("process_sort_index", number, 0, sort_index=number)
-        for lane in LANES:
+        yield naming("process_name", number, 0, name=f"device {number}: stages {stages}")
+        yield naming("process_sort_index", number, 0, sort_index=number)
+        for lane in ir.LANES:
             if getattr(device, lane):
-                for thread, source in ((_thread(lane), "forecast"), (_thread(lane) + 1, "measured")):
-                    yield _about("thread_name", number, thread, name=f"{lane} {source}")
-                    yield _about("thread_sort_index", number, thread, sort_index=thread)
-
-
-def _about(what: str, process: int, thread: int, **args: str | int) -> TraceEvent:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
-
-
-def _thread(lane: str) -> int:
-    return 2 * LANES.index(lane)
+                for thread, source in ((THREADS[lane], "forecast"), (THREADS[lane] + 1, "measured")):
+                    yield naming("thread_name", number, thread, name=f"{lane} {source}")
+                    yield naming("thread_sort_index", number, thread, sort_index=thread)
 
 
 def _forecast(schedule: ir.Schedule, device: int, step: int, shift: int, scale: float) -> Iterator[TraceEvent]:
@@ -112,7 +104,7 @@ def _forecast(schedule: ir.Schedule, device: int, step: int, shift: int, scale: 
             "name": f"forecast {_name(op)}",
             "cat": "forecast",
             "pid": device,
-            "tid": _thread(lane),
+            "tid": THREADS[lane],
             "ts": (shift + start * scale) / 1000,
             "dur": (end - start) * scale / 1000,
             "args": {"forecast": op.id, "step": step},
@@ -133,7 +125,7 @@ def _measured(table: Table, op: ir.Op, device: int, step: int, ran: OpTime, orig
         "name": _name(op),
         "cat": op.name,
         "pid": device,
-        "tid": _thread(lane) + 1,
+        "tid": THREADS[lane] + 1,
         "ts": (start - origin) / 1000,
         "dur": (end - start) / 1000,
         "args": about,

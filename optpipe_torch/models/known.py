@@ -14,12 +14,15 @@ from optpipe_compiler.errors import BadInput
 from optpipe_torch.models import layers, user_model
 from optpipe_torch.models.user_functions import OWN
 from runtime_torch.bundles import Bundle
+from runtime_torch.stages import stages_between
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.profile import Model
     from optpipe_torch.models.user_model import DrawnBatch, UserModel
+    from runtime_torch.stages import Stages
     from runtime_torch.ties import Names
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -52,6 +55,15 @@ def each(model: Model, indices: range | None = None, on: torch.device | None = N
         with nullcontext() if on is None else on:
             layer = _seeded(model.seed, index, makers[index]).to(dtype)
         yield layer
+
+
+def stages(
+    model: Model, schedule: ir.Schedule, rank: int, device: torch.device, on: torch.device | None = None
+) -> Stages:
+    """Return the stages of a rank of the schedule, of whose layers alone are built (`on`: see `build`)."""
+    mine = [range(*stage.layers) for stage in schedule.stages_of(rank)]
+    built = {index: layer for own in mine for index, layer in zip(own, build(model, own, on), strict=True)}
+    return stages_between(schedule, built, rank, device, bundles(model), ties=ties(model))
 
 
 def ties(model: Model) -> list[Names]:

@@ -19,6 +19,7 @@ An embedding in parts adds the rows of each part to the hidden states and passes
 from __future__ import annotations
 
 from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -164,7 +165,8 @@ class HeadPart(_Part):
         if state is None:
             h = h if self.norm is None else self.norm(h)
             state = _nothing_yet(h, target)
-        state = _fold(self.logits(h), state, target, self.rows.start, self._share(), self._peak())
+        share, peak = self.label_smoothing / self.vocabulary, 1.0 - self.label_smoothing
+        state = _Fold.apply(self.logits(h), state, target, self.rows.start, share, peak)  # type: ignore[no-untyped-call]
         return self.loss(state, target, carry) if self.is_last else (h, state)
 
     def logits(self, h: Tensor) -> Tensor:
@@ -178,14 +180,6 @@ class HeadPart(_Part):
         total = torch.where(counts, logarithm - weighed, 0).sum()
         return total if self.reduction == "sum" else total / (carry.whole(target) != self.ignore_index).sum()
 
-    def _share(self) -> float:
-        """What a token's distribution is everywhere."""
-        return self.label_smoothing / self.vocabulary
-
-    def _peak(self) -> float:
-        """What it is at the target beyond that."""
-        return 1.0 - self.label_smoothing
-
 
 def _nothing_yet(h: Tensor, target: Tensor) -> Tensor:
     dtype = torch.promote_types(h.dtype, torch.float32)
@@ -194,13 +188,11 @@ def _nothing_yet(h: Tensor, target: Tensor) -> Tensor:
     return state
 
 
-def _fold(logits: Tensor, state: Tensor, target: Tensor, first: int, share: float, peak: float) -> Tensor:
-    folded: Tensor = _Fold.apply(logits, state, target, first, share, peak)  # type: ignore[no-untyped-call]
-    return folded
-
-
 class _Fold(torch.autograd.Function):
-    """Takes logits (..., rows) into the state (..., 2), in chunks of tokens."""
+    """Takes logits (..., rows) into the state (..., 2), in chunks of tokens.
+
+    A token's distribution is `share` everywhere, and `peak` more at the target.
+    """
 
     @staticmethod
     def forward(
@@ -264,18 +256,13 @@ def whole(layers: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the layers with every chain of parts as one layer on the same parameters: torch's own `embedding` and
     `cross_entropy` on the whole vocabulary, to compare with."""
     found: list[nn.Module] = []
-    index = 0
-    while index < len(layers):
-        layer = layers[index]
-        chain = list(layers[index : index + layer.parts]) if isinstance(layer, _Part) else [layer]
-        if isinstance(layer, _Part) and [(type(one), one.part) for one in chain if isinstance(one, _Part)] == [
-            (type(layer), part) for part in range(layer.parts)
-        ]:
-            found.append((_WholeHead if isinstance(layer, HeadPart) else _WholeEmbedding)(chain))
-            index += len(chain)
+    for kind, run in groupby(layers, type):
+        chain = list(run)
+        parts = [one for one in chain if isinstance(one, _Part)]
+        if parts and [one.part for one in parts] == list(range(parts[0].parts)):
+            found.append((_WholeHead if issubclass(kind, HeadPart) else _WholeEmbedding)(chain))
         else:
-            found.append(layer)
-            index += 1
+            found += chain
     return found
 
 

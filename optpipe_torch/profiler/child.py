@@ -45,7 +45,7 @@ MOST_EQUAL = 4
 """So many equal layers are timed in turn, as many as a device may own; more would only take memory."""
 SHARE_OF_SLICES = 3
 """Slices get this part of the samples of whole microbatches: each sample is of all slices."""
-MOST_LAYERS = 12
+LAYERS_OF_A_STAGE = 12
 """A stage of so many layers shows all that passes between them."""
 SMALL_MESSAGE = 1024
 """Bytes of the message that shows the latency."""
@@ -229,7 +229,7 @@ def _telling_stages(names: list[str]) -> list[tuple[int, int]]:
     """Stages of several layers in every position: at the start, inside, at the end, and all of a small model; where two
     kinds take turns inside, such as halves of blocks, with either of them first."""
     count = len(names)
-    stages = {(0, 2), (0, 3), (1, 3), (count - 3, count), (count - 2, count), (0, min(count, MOST_LAYERS))}
+    stages = {(0, 2), (0, 3), (1, 3), (count - 3, count), (count - 2, count), (0, min(count, LAYERS_OF_A_STAGE))}
     if names[1:3] == names[3:5] and names[1] != names[2]:
         stages |= {(1, 4), (2, 4), (2, 5)}
     return sorted((first, end) for first, end in stages if first >= 0 and end <= count)
@@ -237,15 +237,7 @@ def _telling_stages(names: list[str]) -> list[tuple[int, int]]:
 
 def _overhead(timer: Timer, samples: int) -> Samples:
     """Time ops that do next to nothing."""
-    bench = bookkeeping_bench(timer.device)
-
-    def take(turn: int) -> Samples:
-        times: Samples = {}
-        for _ in time_ops(timer, [bench], 5 * samples, times, lead=True):
-            pass
-        return times
-
-    return steadiest(take, _any_process)
+    return _time_kind(timer, [bookkeeping_bench(timer.device)], 5 * samples, lambda *_: None, lead=True)
 
 
 def _any_process(mine: bool) -> bool:
@@ -287,12 +279,14 @@ def _time_slices(timer: Timer, benches: Benches, names: list[str], name: str, eq
     return steadiest(lambda turn: time_slices(timer, sliced, rounds), _any_process)
 
 
-def _time_kind(timer: Timer, stages: list[Bench], samples: int, tell: Callable[[int, float], None]) -> Samples:
-    """Time equal layers; `tell` which turn it is, and how much of it is done."""
+def _time_kind(
+    timer: Timer, stages: list[Bench], samples: int, tell: Callable[[int, float], None], *, lead: bool = False
+) -> Samples:
+    """Time equal layers; `tell` which turn it is, and how much of it is done. `lead` is that of `time_ops`."""
 
     def take(turn: int) -> Samples:
         times: Samples = {}
-        for progress in time_ops(timer, stages, samples, times):
+        for progress in time_ops(timer, stages, samples, times, lead=lead):
             tell(turn, progress)
         return times
 
@@ -312,20 +306,17 @@ def time_messages(timer: Timer, rank: int, peer: int, nbytes: int, samples: int)
     small, large = (torch.zeros(size, dtype=torch.uint8, device=timer.device) for size in (SMALL_MESSAGE, nbytes))
 
     def take(turn: int) -> Samples:
-        few: list[int] = []
-        many: list[int] = []
-        busy: list[int] = []
+        found: Samples = {"small": [], "large": [], "busy": []}
         for _ in range(5 + samples):
             timer.lead()
             _round_trip(timer, rank, peer, small)  # both begin the next one at the same time
             # in turn, so that what else runs on the machine touches both alike
-            with timer.timed(few):
+            with timer.timed(found["small"]):
                 _round_trip(timer, rank, peer, small)
-            with timer.timed(many), timer.busy(busy):
+            with timer.timed(found["large"]), timer.busy(found["busy"]):
                 _round_trip(timer, rank, peer, large)
             timer.settle()
-        found = {"small": few[5:], "large": many[5:], "busy": busy[5:]}
-        return {name: [ns // 2 for ns in samples] for name, samples in found.items() if samples}
+        return {name: [ns // 2 for ns in taken[5:]] for name, taken in found.items() if taken}
 
     return Messages(SMALL_MESSAGE, nbytes, **steadiest(take, lambda mine: _either(peer, mine)))
 
@@ -339,12 +330,8 @@ def _either(peer: int, mine: bool) -> bool:
 
 
 def _round_trip(timer: Timer, rank: int, peer: int, data: torch.Tensor) -> None:
-    if rank < peer:
-        _wait(dist.isend(data, peer, timer.group))
-        _wait(dist.irecv(data, peer, timer.group))
-    else:
-        _wait(dist.irecv(data, peer, timer.group))
-        _wait(dist.isend(data, peer, timer.group))
+    for way in (dist.isend, dist.irecv) if rank < peer else (dist.irecv, dist.isend):
+        _wait(way(data, peer, timer.group))
 
 
 def _wait(work: dist.Work | None) -> None:

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from optpipe_torch.profiler.records import Samples
     from optpipe_torch.profiler.timer import Timer
     from runtime_torch.execution import StageExecution
-    from runtime_torch.lanes import Lanes
-    from runtime_torch.streams import Backend
+    from runtime_torch.streams import Backend, Lanes
 
 MICROBATCHES = 4
 """In flight while host copies are timed; even."""

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from runtime_torch.execution import StageExecution
-    from runtime_torch.lanes import LaneOps, Lanes
+    from runtime_torch.lanes import LaneOps
+    from runtime_torch.streams import Lanes
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """Tells machines apart, also where all of them are called localhost."""

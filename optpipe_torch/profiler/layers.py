@@ -16,7 +16,7 @@ from optpipe_torch.models.user_functions import OWN
 from optpipe_torch.profiler.records import TIMED, LayerBytes, Samples, SelectiveBytes
 from runtime_torch.bundles import bundled
 from runtime_torch.execution import StageExecution
-from runtime_torch.microbatch import takes_target
+from runtime_torch.microbatch import takes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -90,7 +90,7 @@ class Benches:
         for index, layer in self._in_turn():
             entering.setdefault(self._names[index], x)
             if layer is not None:
-                by_name = {"target": self.target} if takes_target(layer) else {}
+                by_name = {"target": self.target} if takes(layer, "target") else {}
                 x = self._bundled(index, layer.to(self.device))(x, **by_name)
                 layer.to("cpu")  # one at a time on a GPU
         return entering | {self._names[self.head]: x}

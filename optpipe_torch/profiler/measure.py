@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from optpipe_compiler.documents.profile import Model
-from optpipe_compiler.errors import BadInput, MissingDependency, OptPipeError, RunFailed
+from optpipe_compiler.errors import BadInput, MissingDependency, OptPipeError, RunFailed, first_line
 from optpipe_compiler.processes import Ended, Processes
 from optpipe_torch.launch.job import Place, gpu_count, place_from_environment, ranks_here, shares_of_cores
 from optpipe_torch.launch.run import context
@@ -188,6 +188,5 @@ def _measure(line: Connection, rank: int, layout: Arrangement, options: MeasureO
     except OptPipeError as error:
         line.send(error)
     except Exception as error:
-        first_line = next(iter(str(error).splitlines()), "")
         name = f"process {rank} of {layout.processes}"
-        line.send(RunFailed(f"measuring ended because {name} failed: {type(error).__name__}: {first_line}"))
+        line.send(RunFailed(f"measuring ended because {name} failed: {type(error).__name__}: {first_line(error)}"))

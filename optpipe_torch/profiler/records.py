@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 from dataclasses import dataclass, field
 from itertools import combinations, groupby, pairwise
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
+from optpipe_compiler.costs.fit import quartiles
 from optpipe_compiler.documents.profile import (
     P2P,
     Host,
@@ -276,7 +276,8 @@ def _sliceable(
     for op in OPS:
         names = [sample_name(op, k) for k in (None, *range(len(spans)))]
         beside, *found = [quantity(max(0, t - overhead_ns) for t in times[name]) for name in names]
-        known, whole = value_of(getattr(layer, f"{op}_ns") or 0), beside.value if _has_op(layer, op) else 0
+        known = value_of(getattr(layer, f"{op}_ns") or 0)
+        whole = beside.value if known else 0  # nothing is before the first layer, whose input has no gradient
         if whole and op in ("forward", "backward_input"):
             one = _attention(whole, found, spans)
             attention[op] = structs.replace(
@@ -300,11 +301,6 @@ def _sliceable(
         forward_prefix_bytes=_once(sliced.forward_prefix),
         backward_prefix_bytes=_once(sliced.backward_prefix),
     )
-
-
-def _has_op(layer: Layer, op: str) -> bool:
-    """Whether an op of the layer takes time: nothing is before the first layer, whose input has no gradient."""
-    return bool(value_of(getattr(layer, f"{op}_ns") or 0))
 
 
 def _attention(whole: int, found: Sequence[Quantity], spans: Sequence[tuple[int, int]]) -> Quantity:
@@ -396,7 +392,9 @@ def _links(findings: Sequence[Findings], devices: int, per_host: int) -> list[Li
     """Return the host links, those of the machine's topology where it is known; of more devices, as if repeated."""
     if any(found.host_link is None for found in findings):
         links = _guessed_links(findings, devices, per_host)
-        return [_taken_for_more(link) for link in links] if _is_partial(findings, devices) else links
+        # a CPU stands for as many devices as it is asked to, a GPU for itself
+        is_partial = findings[0].memory is not None and len(findings) < devices
+        return [_taken_for_more(link) for link in links] if is_partial else links
     groups: dict[str | None, list[int]] = {}
     for rank, found in enumerate(findings):
         groups.setdefault(found.host_link, []).append(rank)
@@ -409,11 +407,6 @@ def _links(findings: Sequence[Findings], devices: int, per_host: int) -> list[Li
             if members:
                 links.append(structs.replace(_taken_for_more(link), devices=members))
     return links
-
-
-def _is_partial(findings: Sequence[Findings], devices: int) -> bool:
-    """Whether there are devices without a GPU that was measured; a CPU stands for as many devices as it is asked to."""
-    return findings[0].memory is not None and len(findings) < devices
 
 
 def _known_link(sharing: Sequence[Findings]) -> Link:
@@ -487,10 +480,8 @@ def _is_shared(alone: Copies, together: Sequence[Copies]) -> bool:
 def quantity(samples: Iterable[int]) -> Quantity:
     """Return the median of the samples, their number and their interquartile range."""
     values = list(samples)
-    if len(values) < 2:
-        return _once(values[0])
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Quantity(value=round(middle), source="measured", samples=len(values), spread=round(high - low))
+    middle, spread = quartiles(values)
+    return Quantity(value=round(middle), source="measured", samples=len(values), spread=round(spread))
 
 
 def bandwidth(time: Quantity, nbytes: int, latency_ns: int) -> Quantity:

@@ -168,18 +168,12 @@ def time_slices(timer: Timer, sliced: Sequence[SlicedBench], samples: int) -> Sa
         for split in (True, False):
             whole = {op: into[sample_name(op, None)] for op in OPS}
             time_round(timer, [one.bench for one in sliced], whole, split=split)
-            for index in range(count):
-                for one in sliced:
-                    with timer.timed(into[sample_name("forward", index)]):
-                        one.forward(index)
-            for index in reversed(range(count)):
-                for one in reversed(sliced):
-                    name = sample_name("backward_input" if split else "backward", index)
-                    with timer.timed(into[name]):
-                        (one.backward_input if split else one.backward)(index)
-            for index in reversed(range(count) if split else ()):
-                for one in reversed(sliced):
-                    with timer.timed(into[sample_name("backward_weight", index)]):
-                        one.backward_weight(index)
+            calls = [("forward", index, one) for index in range(count) for one in sliced]
+            for op in ("backward_input", "backward_weight") if split else ("backward",):
+                calls += [(op, index, one) for index in reversed(range(count)) for one in reversed(sliced)]
+            for op, index, one in calls:
+                run = getattr(one, op)
+                with timer.timed(into[sample_name(op, index)]):
+                    run(index)
         timer.settle()
     return times

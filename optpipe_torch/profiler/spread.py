@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from typing import TYPE_CHECKING
 
+from optpipe_compiler.costs.fit import quartiles
 from optpipe_compiler.costs.noise import BOUND
 
 if TYPE_CHECKING:
@@ -21,10 +21,10 @@ BUDGET_S = 20.0
 
 def relative_spread(samples: Sequence[int]) -> float:
     """Return the interquartile range over the median; of fewer than two samples 0."""
-    if len(samples) < 2:
+    if not samples:
         return 0.0
-    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
-    return (high - low) / max(1.0, middle)
+    middle, spread = quartiles(samples)
+    return spread / max(1.0, middle)
 
 
 def steadiest(take: Callable[[int], Samples], agree: Callable[[bool], bool]) -> Samples:

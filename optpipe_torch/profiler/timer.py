@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from runtime_torch.execution import StageExecution
-    from runtime_torch.lanes import LaneOps, Lanes
+    from runtime_torch.lanes import LaneOps
+    from runtime_torch.streams import Lanes
 
 
 class Timer:

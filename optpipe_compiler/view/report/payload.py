@@ -10,7 +10,6 @@ import msgspec
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import LETTERS
 from optpipe_compiler.forecast import HOLDERS, Reason
-from optpipe_compiler.forecast.items import LANES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -54,7 +53,7 @@ def chart(found: Analysis, name: str, title: str, measured: dict[str, Span] | No
         "lanes": [
             _lane(device, lane, items, begin, measured)
             for device in range(devices)
-            for lane in LANES
+            for lane in ir.LANES
             for items in [found.lane(device, lane)]
         ],
         "reason": [list(REASONS).index(item.reason) for item in found.items],

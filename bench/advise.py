@@ -295,8 +295,9 @@ a drawing.
 """
 
 RIVALS_READING = """
-42.9B and 66.6B are as the paper says. 83.8B is not: embedding, head and 78 blocks are 80 layers on 32 devices, of which
-the fullest has 3 where 2.5 were even, and a step takes a fifth longer than its work; on 4 devices they divide evenly.
+42.9B is as the paper says, and 66.6B nearly, planned or as they ran it. 83.8B is not: embedding, head and 78 blocks are
+80 layers on 32 devices, of which the fullest has 3 where 2.5 were even, and a step takes a fifth longer than its work;
+on 4 devices they divide evenly.
 The paper does not say how it cut this model.
 """
 

@@ -409,7 +409,7 @@ def test_run_and_profile_without_torch_say_how_to_install_it(folder):
 
 
 def test_compile_without_ortools_writes_the_best_heuristic_and_says_what_is_missing(folder):
-    arguments = ("compile", "--mem", "1GB", "--microbatches", "3", "--time-limit", "3", "-o", "new.json", "--json")
+    arguments = ("compile", "--mem", "1500MB", "--microbatches", "4", "--time-limit", "3", "-o", "new.json", "--json")
     ended = without(["ortools"], command(*arguments), folder)
     assert ended.returncode == 0
     assert ended.stderr.splitlines()[-1].endswith("No module named 'ortools'")

@@ -13,7 +13,7 @@ from small_schedules import Shape
 
 from optpipe_compiler.cli import cli
 from optpipe_compiler.documents import ir
-from optpipe_compiler.view.report.trace import measured
+from optpipe_compiler.view.report.trace import TraceSwap, _steps_of, measured
 from optpipe_torch.launch.trace import chrome_trace
 
 BOTH = Shape(
@@ -80,3 +80,14 @@ def test_a_trace_that_cannot_be_written_is_refused_before_the_run(tmp_path):
     ended = CliRunner().invoke(cli, ["run", str(path), "--trace", str(tmp_path / "no" / "trace.json")])
     assert ended.exit_code != 0
     assert "step" not in ended.output
+
+
+def test_a_schedule_that_came_twice_has_the_steps_of_both_times():
+    def swap(step, digest, *, undoes=False):
+        return TraceSwap(step, digest, 2, 1, 2, 1, 0, undoes=undoes)
+
+    back = [swap(10, "other"), swap(20, "first", undoes=True)]
+    assert _steps_of("first", back) == [range(10), range(20, 2**31)]
+    assert _steps_of("other", back) == [range(10, 20)]
+    assert _steps_of("first", back[:1]) == [range(10)]
+    assert _steps_of("first", []) is None

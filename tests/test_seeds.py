@@ -105,7 +105,8 @@ def test_other_microbatches_start_from_the_same_order(best, microbatches):
         if layout == seeds.layout_or_given(best)
     ]
     assert {timed.ticks.shape[2] for timed in found} == {microbatches}
-    one = quick(COSTS, GB, microbatches=1).schedule.forecast.makespan_ns  # at worst one comes after the other
+    # at worst one comes after the other, each forward twice
+    one = quick(COSTS, GB, microbatches=1).schedule.forecast.makespan_ns + 2 * 10**6
     assert min(timed.makespan for timed in found) <= best.forecast.makespan_ns + one * max(0, microbatches - 4)
     for timed in found:
         forwards = timed.ticks[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -46,16 +47,16 @@ def _swaps(path: Path, trace: Trace) -> list[TraceSwap]:
     return traces.said(path, trace.about.get("swaps", []), list[TraceSwap], "trace of optpipe run --replan")
 
 
-def _steps_of(digest: str, swaps: Sequence[TraceSwap]) -> range | None:
-    """Return the steps that ran a schedule; None: all steps, or nothing is said."""
+def _steps_of(digest: str, swaps: Sequence[TraceSwap]) -> list[range] | None:
+    """Return the steps that ran a schedule, which may have come more than once; None: all steps, or nothing is said."""
     if not swaps:
         return None
-    ends = [swap.step for swap in swaps]
-    names = [swap.digest for swap in swaps]
-    if digest in names:
-        number = len(names) - 1 - names[::-1].index(digest)
-        return range(ends[number], [*ends, 2**31][number + 1])
-    return range(ends[0])
+    turns = [range(*ends) for ends in pairwise([0, *(swap.step for swap in swaps), 2**31])]
+    first = swaps[1].digest if len(swaps) > 1 and swaps[1].undoes else None
+    found = [
+        turn for turn, name in zip(turns, [first, *(swap.digest for swap in swaps)], strict=True) if name == digest
+    ]
+    return found or turns[:1]
 
 
 def measured(paths: Sequence[Path], schedule: Schedule) -> dict[str, Span]:
@@ -72,7 +73,7 @@ def measured(paths: Sequence[Path], schedule: Schedule) -> dict[str, Span]:
         trace = traces.read(path)
         steps = _steps_of(schedule.digest, _swaps(path, trace))
         for step, op_id, ran in _ranges(trace, names):
-            if steps is not None and step not in steps:
+            if steps is not None and not any(step in turn for turn in steps):
                 continue
             if op_id not in found or (step, ran) > found[op_id]:
                 found[op_id] = step, ran

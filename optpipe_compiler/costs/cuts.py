@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 DEVICE, LAYER, SEEN = 0.05, 0.15, 0.03
 """Standard deviations of logarithms: by how much a device, and a layer's kind of op, may be off what the base says, and
-the median of an op of a run off what it takes. With 0.15 for devices, training from gpipe on two equal cores ended 6
-and 9% above the offline best after 6 and 7 swaps; with 0.05, 0.3 and 4% after 2 and 4, in steps of 0.9 of the time."""
+the median of an op of a run off what it takes. By `python -m bench.replan --only training` on two equal cores, from
+gpipe: with 0.15 for devices the last plan was 6 and 9% above the offline best, after 6 and 7 swaps; with 0.05 in
+docs/REPLAN.md 3.6%, after 4."""
 ITERATIONS = 5
 """Of Gauss and Newton; a sum of exponentials is all that is not linear."""
 Place = tuple[int, str]

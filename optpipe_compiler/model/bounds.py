@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from optpipe_compiler.model import unit_bounds
-from optpipe_compiler.model.unit_bounds import backward_of, head_of, least_areas, rounds, work_of
+from optpipe_compiler.model.unit_bounds import backward_of, countings, head_of, least_areas, work_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -70,7 +70,7 @@ def resources(problem: Problem) -> Bound:
     joint choice. It holds for any weights; good ones are searched for.
     """
     result, groups = Fraction(0), _groups(problem)
-    for fits in rounds(problem):
+    for fits in countings(problem):
         (areas,) = least_areas(problem, fits)
         rooms = [budget * max(1, number) for budget, number in zip(problem.budget, fits, strict=True)]
         for group in groups:

@@ -129,10 +129,10 @@ def memory_time(problem: Problem) -> int:
     """Little's law: sum of (bytes x least time) over all activations <= budget x (makespan - head).
 
     Keys and values, and their gradients, count as the rest of an activation does: the former are a part of it, and
-    those of the latter are left out. The same holds of the sizes of `counted`.
+    those of the latter are left out. It holds of sizes as they are, and of those of `counted`.
     """
     result, counts = Fraction(0), _counts(problem)
-    for fits in rounds(problem):
+    for fits in countings(problem):
         areas = least_areas(problem, fits)
         for device in range(problem.devices):
             mine = problem.stages_of(device)
@@ -158,7 +158,7 @@ def counted(size: int, budget: int, fits: int) -> int:
     return whole * budget if rest else fits * size
 
 
-def rounds(problem: Problem) -> list[list[int]]:
+def countings(problem: Problem) -> list[list[int]]:
     """Return, by device, numbers of activations to count sizes by: first 0, then those that fit of its stages each,
     where much of the budget is left over with so many."""
     found: list[list[int]] = []

@@ -151,7 +151,22 @@ def test_copies_end_in_time_when_they_take_long(clock, monkeypatch):
             return [1] * 4, [2] * 4
 
     monkeypatch.setattr(measure_copies.time, "monotonic", lambda: clock[0])
-    assert measure_copies._repeat(Slow(), None, 1000) == {"d2h": [1] * 8, "h2d": [2] * 8}
+    assert measure_copies._repeat(Slow(), [None], 1000) == {"d2h": [1] * 8, "h2d": [2] * 8}
+
+
+def test_copies_find_nothing_in_the_caches(monkeypatch):
+    """Once, a copy took twice as long in a step as the profile said: what it reads was written long before."""
+    ran = []
+    monkeypatch.setattr(Timer, "sweep", lambda timer: ran.append("sweep"))
+    transfer = measure_copies._Copier._transfer
+    monkeypatch.setattr(
+        measure_copies._Copier, "_transfer", lambda copier, op: ran.append(op.name) or transfer(copier, op)
+    )
+    with measure_copies._copier(Timer(), bookkeeping_bench(torch.device("cpu"))) as copier:
+        found = measure_copies._alone(copier, measure_copies.MICROBATCHES)
+    count = measure_copies.MICROBATCHES
+    assert ran == 2 * ["sweep", *["offload"] * count, "sweep", *["reload"] * count]  # the first ones warm up
+    assert [len(found[lane]) for lane in ("d2h", "h2d")] == [count, count]
 
 
 # -- the line through messages, and copies beyond their latency

@@ -93,22 +93,20 @@ class _Copier:
             target = None if bench.target is None else bench.target.clone()
             bench.stage.forward(microbatch, bench.x.clone(), target)
 
-    def lanes(self, out: Sequence[int], back: Sequence[int], *, at_once: bool) -> Lanes:
-        """Return lanes that offload some microbatches and reload others: at once in pairs, or one after the other."""
+    def lanes(self, out: Sequence[int], back: Sequence[int]) -> Lanes:
+        """Return lanes that offload some microbatches, or reload some, or both at once in pairs."""
         d2h = [ir.Offload(stage=0, microbatch=m, layers=self._bench.whole) for m in out]
         h2d = [ir.Reload(stage=0, microbatch=m, layers=self._bench.whole) for m in back]
         waits: dict[str, list[str]] = {op.id: [] for op in chain(d2h, h2d)}
-        if at_once:  # a pair starts when the one before it is over
-            for index in range(1, len(d2h)):
-                waits[d2h[index].id] = [h2d[index - 1].id]
-                waits[h2d[index].id] = [d2h[index - 1].id]
-        elif h2d:
-            waits[h2d[0].id] = [op.id for op in d2h[-1:]]
+        for index in range(1, min(len(d2h), len(h2d))):  # a pair starts when the one before it is over
+            waits[d2h[index].id] = [h2d[index - 1].id]
+            waits[h2d[index].id] = [d2h[index - 1].id]
         none: Mapping[str, Sequence[str]] = {op_id: () for op_id in waits}
         return self._lanes(LaneOps([], d2h, h2d, waits, none, lambda _: None, lambda _: True, self._transfer))
 
     def run(self, lanes: Lanes, busy: list[int] | None = None) -> tuple[list[int], list[int]]:
         """Run them once; return the ns of each offload and of each reload; `busy` gets what all take from compute."""
+        self._timer.sweep()
         self._timeline.begin()
         with nullcontext() if busy is None else self._timer.busy(busy):
             lanes.begin()
@@ -126,22 +124,23 @@ class _Copier:
 
 
 def _alone(copier: _Copier, samples: int) -> Samples:
-    """Offload several microbatches, then reload them, so that none is still warm in the caches."""
+    """Offload several microbatches, then reload them."""
     everyone = range(MICROBATCHES)
-    return _repeat(copier, copier.lanes(everyone, everyone, at_once=False), samples, with_busy=True)
+    out, back = copier.lanes(everyone, ()), copier.lanes((), everyone)
+    return _repeat(copier, [out, back], samples, with_busy=True)
 
 
 def _duplex(copier: _Copier, samples: int) -> Samples:
     """Offload each microbatch while the one half-way round is reloaded."""
     half = MICROBATCHES // 2
     later = range(half, MICROBATCHES)
-    copier.run(copier.lanes(later, (), at_once=False))
-    found = _repeat(copier, copier.lanes(range(MICROBATCHES), [*later, *range(half)], at_once=True), samples)
-    copier.run(copier.lanes((), later, at_once=False))
+    copier.run(copier.lanes(later, ()))
+    found = _repeat(copier, [copier.lanes(range(MICROBATCHES), [*later, *range(half)])], samples)
+    copier.run(copier.lanes((), later))
     return found
 
 
-def _repeat(copier: _Copier, lanes: Lanes, samples: int, *, with_busy: bool = False) -> Samples:
+def _repeat(copier: _Copier, lanes: Sequence[Lanes], samples: int, *, with_busy: bool = False) -> Samples:
     """Run the lanes until there are so many samples of each direction, or time is up; the first run is not counted.
 
     `busy` is then of each run, in thousandths of what its copies take at the median: not of what they took, as other
@@ -149,14 +148,19 @@ def _repeat(copier: _Copier, lanes: Lanes, samples: int, *, with_busy: bool = Fa
     """
     found: Samples = {"d2h": [], "h2d": []}
     busy: list[int] = []
-    copier.run(lanes)
+    for one in lanes:
+        copier.run(one)
     begin = time.monotonic()
     for index in range(max(1, samples // MICROBATCHES)):
         if index >= LEAST and time.monotonic() - begin > MOST_S:
             break
-        out, back = copier.run(lanes, busy if with_busy else None)
-        found["d2h"] += out
-        found["h2d"] += back
+        taken: list[int] = []
+        for one in lanes:
+            out, back = copier.run(one, taken if with_busy else None)
+            found["d2h"] += out
+            found["h2d"] += back
+        if taken:
+            busy.append(sum(taken))
     if busy:
         usual = MICROBATCHES * (median(found["d2h"]) + median(found["h2d"]))
         found["busy"] = [min(1000, round(1000 * ns / max(1, usual))) for ns in busy]

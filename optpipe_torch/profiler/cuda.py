@@ -69,6 +69,9 @@ class CudaTimer(Timer):
         """Messages and copies are on streams of their own; what these take from compute is not measured."""
         yield
 
+    def sweep(self) -> None:
+        """Nothing: what copies read and write is in the GPU's memory and in pinned pages, not in the host's caches."""
+
     def settle(self) -> None:
         """Wait for the device, then read the events."""
         torch.cuda.synchronize(self.device)

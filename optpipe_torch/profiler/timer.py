@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from runtime_torch.streams import Lanes
 
 
+SWEPT_BYTES = 64 << 20
+"""Twice the last cache of most CPUs."""
+
+
 class Timer:
     """All in which measuring differs from one kind of device to another; here a core of the host, where what an op
     takes is what its call takes. `cuda.CudaTimer` is a GPU's."""
@@ -37,6 +41,7 @@ class Timer:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+        self._swept: torch.Tensor | None = None
 
     def join(self, processes: int) -> None:
         """Make the group for messages; called by all processes when they have met."""
@@ -58,6 +63,12 @@ class Timer:
         start = clock()
         yield
         into.append(clock() - start)
+
+    def sweep(self) -> None:
+        """Leave nothing in the caches of what will be copied: in a step, other ops come between."""
+        if self._swept is None:
+            self._swept = torch.zeros(SWEPT_BYTES // 8, dtype=torch.int64)
+        self._swept.add_(1)
 
     def settle(self) -> None:
         """Wait for all ops that were timed."""

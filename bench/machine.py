@@ -1,21 +1,24 @@
-"""Measure the compiled machine: `python -m bench.machine [--seconds S]`.
+"""Measure the compiled machine: `python -m bench.machine [--seconds S] [--report FILE]`.
 
-Prints, for pipelines of several sizes, how many ops a second it runs with everything in it (memory, messages, duplex
+Says, for pipelines of several sizes, how many ops a second it runs with everything in it (memory, messages, duplex
 links), and beside it the definition in plain Python (tests/list_scheduler.py), on the same guide; then how long a new
-process takes until its first run is done, compiled anew and loaded from the cache.
+process takes until its first run is done, compiled anew and loaded from the cache, and where the compilation goes.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import platform
 import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.planner import COSTS, GB
+from bench.planner import COSTS, GB, commit
 from optpipe_compiler.compiler import Options, instances, settled
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.machine.policy import policy, setting, value
@@ -25,7 +28,7 @@ from optpipe_compiler.plan.wishes import treatments, wish
 from tests.list_scheduler import Guide, Run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from optpipe_compiler.machine.state import MachineState
     from optpipe_compiler.model.problem import Problem
@@ -35,10 +38,40 @@ SIZES = ((8, 32, 4), (16, 64, 4), (32, 128, 4), (64, 512, 2))
 REFERENCE = 2_000
 """Activations up to which the definition in plain Python is run, too."""
 START = """
-import time
+from time import process_time
+from llvmlite.binding import ffi
 from bench.machine import loaded
+
+in_llvm, call = 0.0, ffi._lib_fn_wrapper.__call__
+
+def timed(self, *arguments):
+    global in_llvm
+    begin = process_time()
+    try:
+        return call(self, *arguments)
+    finally:
+        in_llvm += process_time() - begin
+
+ffi._lib_fn_wrapper.__call__ = timed
 x, run = loaded(8, 32, 4)
+begin = process_time()
 run()
+print(process_time() - begin, in_llvm)
+"""
+HEAD = """# The compiled machine
+
+Written by `python -m bench.machine --report docs/MACHINE.md` at {commit};
+{cores} cores, Python {python}, numba {numba}. The list scheduler is run with everything in it: memory,
+messages, duplex links. Its plan is equal, tick for tick, to that of its definition in plain Python
+(`tests/list_scheduler.py`), which has the last column. Aims: 10 million ops/s on 8 devices, 3 million on 64.
+
+"""
+FIRST = """
+The first run of a new process takes {anew_s:.1f} s of the clock where the machine has to be compiled, and
+{again_s:.1f} s where it is in the cache (aims: 5 and 0.5). The compilation takes {whole_s:.1f} s of one core:
+{llvm_s:.1f} in LLVM, and {own_s:.1f} in numba's own analysis, which is written in Python. With `NUMBA_OPT=0`,
+which lets LLVM optimise nothing, it takes {bare_s:.1f} s. Published schedules are tried meanwhile, so a first answer
+does not wait for it.
 """
 
 
@@ -89,30 +122,54 @@ def rate(run: Callable[[], int], seconds: float) -> float:
     return ops / spent
 
 
-def first_run_s(cache: str) -> float:
-    """Return the seconds from the start of a process to the end of its first run."""
+def first_run_s(cache: str, **environment: str) -> tuple[float, float, float]:
+    """Return the seconds from the start of a process to the end of its first run; of these, the processor's from the
+    call on, and those in LLVM."""
     begin = time.perf_counter()
-    subprocess.run([sys.executable, "-c", START], env=os.environ | {"XDG_CACHE_HOME": cache}, check=True)
-    return time.perf_counter() - begin
+    command, known = [sys.executable, "-W", "ignore", "-c", START], os.environ | {"XDG_CACHE_HOME": cache}
+    said = subprocess.run(command, env=known | environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+    whole_s, llvm_s = map(float, said.split())
+    return time.perf_counter() - begin, whole_s, llvm_s
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each size")
-    arguments = parser.parse_args()
-    print("| devices | microbatches | stages per device | million ops/s | plain Python |")
-    print("|---|---|---|---|---|")
+def first() -> str:
+    """Return what the first run takes, and where it goes."""
+    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as bare:
+        anew_s, whole_s, llvm_s = first_run_s(cache)
+        again_s = first_run_s(cache)[0]
+        bare_s = first_run_s(bare, NUMBA_OPT="0")[1]
+    return FIRST.format(
+        anew_s=anew_s, again_s=again_s, whole_s=whole_s, llvm_s=llvm_s, own_s=whole_s - llvm_s, bare_s=bare_s
+    )
+
+
+def speeds(seconds: float) -> Iterator[str]:
+    """Yield the table of ops a second."""
+    yield "| devices | microbatches | stages per device | million ops/s | plain Python |"
+    yield "|---|---|---|---|---|"
     for devices, microbatches, per_device in SIZES:
         x, run = loaded(devices, microbatches, per_device)
         run()
         problem = instance(devices, microbatches, per_device)
         is_small = x.acts.shape[0] * x.acts.shape[1] <= REFERENCE
         plain = f"{reference(problem, x) / 1e6:.4f}" if is_small else ""
-        million = rate(run, arguments.seconds) / 1e6
-        print(f"| {devices} | {microbatches} | {per_device} | {million:.1f} | {plain} |", flush=True)
-    with tempfile.TemporaryDirectory() as cache:
-        anew, again = first_run_s(cache), first_run_s(cache)
-    print(f"\nA process until its first run is done: compiled anew {anew:.1f} s, from the cache {again:.1f} s.")
+        yield f"| {devices} | {microbatches} | {per_device} | {rate(run, seconds) / 1e6:.1f} | {plain} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=2.0, help="for each size")
+    parser.add_argument("--report", type=Path, help="write the page there, too")
+    arguments = parser.parse_args()
+    known = {"commit": commit(), "cores": os.cpu_count(), "python": platform.python_version()}
+    text = HEAD.format(**known, numba=version("numba"))
+    for line in speeds(arguments.seconds):
+        print(line, flush=True)
+        text += line + "\n"
+    last = first()
+    print(last)
+    if arguments.report:
+        arguments.report.write_text(text + last)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ LOCAL_SHARE = 0.92
 SMALL_SHARE = 0.3
 """The same where one is."""
 MOST_THREADS = 16
+MISS = 0.01
+"""Share of what a policy promised by which it may be worse on the whole instance."""
 
 
 def explore(
@@ -83,10 +85,9 @@ class _Exploration:
             self.incumbents.report("published")
         found: list[Found] = []
         while self.search.is_running:
-            found = (found + self.search.take(0.1))[-1:]
+            found += self.search.take(0.1)
             self.incumbents.report("local search")
-        for one in (found + self.search.take(0.0))[-1:]:
-            self._realise(one)
+        self._realise_best(found + self.search.take(0.0))
 
     def follow(self, end: float, half: float, least: LeastMemory) -> None:
         """Take what comes as it comes, until `end` or until the bounds are met and all published schedules tried.
@@ -97,8 +98,7 @@ class _Exploration:
         while trying or (self.search.is_running and time.monotonic() < end):
             trying = trying and next(self.steps, self) is None
             pause = min(max(0.2, 3 * self.realise_s), max(0.01, end - time.monotonic()))
-            for found in self.search.take(0.0 if trying else pause)[-1:]:
-                self._realise(found)
+            self._realise_best(self.search.take(0.0 if trying else pause))
             incumbents.report("local search")
             if not trying and all(map(incumbents.is_met, incumbents.attempts)):
                 return
@@ -108,8 +108,7 @@ class _Exploration:
                     if least.is_proof:
                         least.refuse()
                 half = math.inf
-        for found in self.search.take(0.0)[-1:]:
-            self._realise(found)
+        self._realise_best(self.search.take(0.0))
 
     def compare(self) -> None:
         """Take the others that were still climbing, too: near plans are compared under noise."""
@@ -117,12 +116,24 @@ class _Exploration:
             if not self.budget.is_over():
                 self._realise(found)
 
-    def _realise(self, found: Found) -> None:
-        """Run a policy on the whole instance, unless that takes longer than there is time, by what it took before."""
+    def _realise_best(self, found: list[Found]) -> None:
+        """Run policies on the whole instance, the best (the last) first, until one does there what it promised.
+
+        What was searched on few microbatches may fit these alone, and hold too much, or wait, when there are more.
+        """
+        for one in reversed(found):
+            if self._realise(one):
+                return
+
+    def _realise(self, found: Found) -> bool:
+        """Run a policy on the whole instance, unless that takes longer than there is time, by what it took before.
+
+        Return whether it is no worse than it promised, by more than `MISS`, or there was no time.
+        """
         begin, attempt = time.monotonic(), self.attempts[found.instance]
         late = not self.budget.limits.reproducible and self.budget.left() < self.realise_s
         if late and self.incumbents.winner() is not None:
-            return
+            return True
         timed = self.realiser(found.instance).schedule(found)
         if timed is not None and self.incumbents.is_better(attempt, timed):
             need = None if attempt.has_instants else Need(0, None)
@@ -130,3 +141,4 @@ class _Exploration:
         elif timed is not None and attempt.need(timed).over is None:
             self.incumbents.keep_near(attempt, timed)
         self.realise_s = time.monotonic() - begin
+        return timed is not None and self.incumbents.value(timed) <= (1 + MISS) * found.value

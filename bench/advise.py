@@ -234,8 +234,7 @@ Pipelines have 64 devices at most. Here sequences stay whole, as in the sources;
 
 Not in it: context and expert parallelism, FSDP's gathering of weights in every microbatch, fp8, overlap of
 collectives with compute (torchtitan's AsyncTP) and of the gradients' exchange with the last backwards, the optimizer's
-own time, a limit of the hosts' memory. Plans before 00fedd0 kept every input that tensor parallelism gathers, three
-times the bytes of a layer that gathers it again; plans since then choose.
+own time, a limit of the hosts' memory.
 
 ## Is theirs among our five, and what does ours promise over it
 
@@ -252,7 +251,7 @@ degrees with our plan of theirs: both are estimates.
 READING = """
 Estimated stages miss measured ones ([Estimates](ESTIMATES.md)) by more than most of these differences, and not equally
 for all degrees: ways that differ by a few percent are equal, as far as estimates can tell, and worth trying both. So it
-is with 39.1B, 42.9B and 145.6B, whose published degrees fall short of the fifth row by less than a percent.
+is with 39.1B and 42.9B, whose published degrees fall short of the fifth row by less than a percent.
 
 Where theirs is not among the five, it stands below them in the tables. What those of Megatron-LM and torchtitan have in
 common: tensor parallelism over the whole node keeps the pipeline short, and its collectives take more time than the
@@ -265,8 +264,9 @@ idles more in long pipelines.
 AS_RUN = """
 ## With the schedule that they ran
 
-A source's degrees are good for the schedule that it ran. Here theirs and ours run as the source did: interleaved 1F1B
-with full recomputation; without a pipeline, full recomputation.
+A source's degrees are good for the schedule that it ran. Here theirs and ours run as the source did: Megatron-LM's and
+torchtitan's with interleaved 1F1B and full recomputation, without a pipeline with full recomputation; PipeOffload's
+with all activations offloaded (po-f).
 
 | model | ours (PP x TP x DP, microbatch), s | theirs, s | ours over theirs: so | planned | theirs over published \
 | commit |

@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 END_S = 2.0
-"""How long a process may take to be gone when it has hung up."""
+"""How long a process may take to be gone when it has hung up, or was told to end."""
 
 
 @dataclass(frozen=True)
@@ -132,14 +133,19 @@ class Processes:
         self._started[number].kill()
 
     def end(self) -> None:
-        """Leave no process, and nothing of theirs; once is enough."""
+        """Leave no process, and nothing of theirs; once is enough.
+
+        A process that is starting one of its own ends when it has (see `_undisturbed`); others end at once.
+        """
         atexit.unregister(self.end)
-        for process in self._started:
-            if process.pid is not None and process.is_alive():
-                process.kill()
-        for process in self._started:
-            if process.pid is not None:
-                process.join()
+        begun = [process for process in self._started if process.pid is not None]
+        for process in begun:
+            process.terminate()
+        until = time.monotonic() + END_S
+        for process in begun:
+            process.join(max(0.0, until - time.monotonic()))
+            process.kill()
+            process.join()
         for line in self._lines:
             line.close()
         self._lines.clear()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bench import report
 from bench.planner import COSTS, GB, commit
 from optpipe_compiler.compiler import Options, instances, settled
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
@@ -61,7 +61,7 @@ print(process_time() - begin, in_llvm)
 HEAD = """# The compiled machine
 
 Written by `python -m bench.machine --report docs/MACHINE.md` at {commit};
-{cores} cores, Python {python}, numba {numba}. The list scheduler is run with everything in it: memory,
+{where}, numba {numba}. The list scheduler is run with everything in it: memory,
 messages, duplex links. Its plan is equal, tick for tick, to that of its definition in plain Python
 (`tests/list_scheduler.py`), which has the last column. Aims: 10 million ops/s on 8 devices, 3 million on 64.
 
@@ -161,15 +161,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="for each size")
     parser.add_argument("--report", type=Path, help="write the page there, too")
     arguments = parser.parse_args()
-    known = {"commit": commit(), "cores": os.cpu_count(), "python": platform.python_version()}
-    text = HEAD.format(**known, numba=version("numba"))
+    text = HEAD.format(commit=commit(), where=report.machine(), numba=version("numba"))
     for line in speeds(arguments.seconds):
         print(line, flush=True)
         text += line + "\n"
     last = first()
     print(last)
     if arguments.report:
-        arguments.report.write_text(text + last)
+        report.publish(text + last, arguments.report)
 
 
 if __name__ == "__main__":

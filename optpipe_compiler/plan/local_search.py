@@ -41,8 +41,8 @@ OPS_PER_S = 3_000_000
 CORES = 2
 WHOLE = 16384
 """Stages x microbatches up to which instances are not shortened if they have at most 4 microbatches per device. What
-climbs on 2 per device fits these alone: of 32 devices and 128 microbatches, policies that took 405 ms by 64 of them
-took 423 to 1238 ms for all, or held too much; on all 128 the search reaches 404 ms."""
+climbs on 2 per device fits these alone: by `python -m bench.planner --again --time-limit 20 --cases "unit P=32*"`
+plans of 32 devices took 411.5 and 433.25 ms with 4,096 (76d60759) and take 404.3 and 410.6 (856cea6d)."""
 JOIN_S = 1.0
 """Seconds to wait for threads that were told to stop; a first compilation, which cannot be stopped, goes on beside."""
 NEVER = 1 << 62

@@ -184,7 +184,7 @@ PARTS = {
     "moves of splits 10 for 2": Part(moves(split=10).patches, groups=(FUSED,)),
     "two moves at once": policies("1 + np.random.randint(0, 4) // 2", "1"),
     "moves that change nothing of the value": policies(
-        "value(x, trial, given, reached)", "value(x, trial, given, reached - 1)"
+        "_value(x, trial, given, reached)", "_value(x, trial, given, reached - 1)"
     ),
     "narrow and wide moves of ranks": policies("(0.3, 1.0, 3.0)[np.random.randint(0, 3)]", "1.0"),
     "moves of ranks of all turns": policies("is_whole = np.random.random() < 0.2", "is_whole = False"),
@@ -198,7 +198,7 @@ PARTS = {
         "high = low if np.random.random() < 0.5 else", "high = low if True else"
     ),
     "recomputes before their gradients": Part(
-        edits=(("machine/dispatch.py", "(is_dropped or act[A_GRADIENT] <= now)", "act[A_GRADIENT] <= now"),)
+        edits=(("machine/dispatch.py", "(is_dropped or act.gradient <= now)", "act.gradient <= now"),)
     ),
     "reloads no more than 2 ahead for 1": Part(edits=(("machine/dispatch.py", "\nAHEAD = 1\n", "\nAHEAD = 2\n"),)),
     "windows": Part((NO_WINDOWS,), groups=(SMALL,)),

@@ -5,17 +5,11 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.machine import orders
-from optpipe_compiler.machine.dispatch import DONE, play
+from optpipe_compiler.machine import dispatch, orders
+from optpipe_compiler.machine.compiled import entry
+from optpipe_compiler.machine.dispatch import DONE
 from optpipe_compiler.machine.policy import Setting, policy, setting, value
 from optpipe_compiler.machine.state import (
-    A_BACKWARD,
-    A_FORWARD,
-    A_MODE,
-    A_WEIGHT,
-    D_HOST_BUDGET,
-    D_RESERVE,
-    FUSED,
     NEVER,
     NONE,
     MachineState,
@@ -34,16 +28,30 @@ if TYPE_CHECKING:
     from tests.list_scheduler import Guide
 
 
+UNKNOWN_NUMBA = """
+from types import SimpleNamespace
+import numba
+numba.version_info = SimpleNamespace(short=(0, 99))
+"""
+"""Code that makes numba's version one that `machine.compiled` does not know, where it runs first."""
+
+
+@entry
+def play(x: MachineState, is_span: bool, cutoff: int) -> tuple[int, int, int]:
+    """Run the list scheduler: see `dispatch.play`."""
+    return dispatch.play(x, is_span, cutoff)
+
+
 def loaded(problem: Problem, guide: Guide) -> MachineState:
     """The machine of `problem`, ready to run `guide`."""
     x = machine(problem)
-    for column, table in ((A_FORWARD, guide.forward), (A_BACKWARD, guide.backward), (A_WEIGHT, guide.weight)):
+    for kind, table in (("forward", guide.forward), ("backward", guide.backward), ("weight", guide.weight)):
         for key, rank in table.items():
-            x.acts[(*key, column)] = rank
+            x.acts[kind][key] = rank
     for key, mode in guide.modes.items():
-        x.acts[(*key, A_MODE)] = int(mode)
-    x.stages[:, FUSED] = guide.fused
-    x.devices[:, D_RESERVE] = guide.reserve
+        x.acts["mode"][key] = int(mode)
+    x.stages["fused"] = guide.fused
+    x.devices["reserve"] = guide.reserve
     return x
 
 
@@ -94,7 +102,7 @@ def simulate(problem: Problem, plan: LaneOrders, method: str) -> Schedule:
     Raises Stuck when the plan waits for itself or its memory never comes.
     """
     x = machine(problem)
-    x.devices[:, D_HOST_BUDGET] = plan.host_limit
-    x.acts[:, :, A_BACKWARD] = NONE
+    x.devices["host_budget"] = plan.host_limit
+    x.acts["backward"] = NONE
     given = orders._arrays(problem, [*plan.compute, *plan.d2h, *plan.h2d], plan.allocations)
     return orders._followed(problem, x, given, method)

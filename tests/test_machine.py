@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from random import Random
 
@@ -11,15 +14,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from optpipe_compiler.lower import promised
-from optpipe_compiler.machine.dispatch import DONE, LATE, STUCK, play
+from optpipe_compiler.machine.dispatch import DONE, LATE, STUCK
 from optpipe_compiler.machine.orders import peaks, retime
-from optpipe_compiler.machine.state import D_PEAK, NEVER
+from optpipe_compiler.machine.state import NEVER
 from optpipe_compiler.model.placement import layout
 from optpipe_compiler.model.problem import Caps, Freedom, Problem, Stage, build, static_bytes
 from optpipe_compiler.model.schedule import Kind, Mode, Schedule, Task
 from tests.instances import problem, profiles
 from tests.list_scheduler import Guide, Run, Stuck
-from tests.machines import dispatched, loaded, run, starts
+from tests.machines import UNKNOWN_NUMBA, dispatched, loaded, play, run, starts
 from tests.plans import check, serial
 from tests.strategies import problems
 
@@ -120,7 +123,7 @@ def test_its_peaks_are_those_that_the_file_promises(profile, microbatches, room,
     timed = Schedule(one, "drawn", starts(x))
     assert timed.makespan == makespan
     fixed = [static_bytes(timed_profile, place, device) for device in range(devices)]
-    held = [size + int(peak) for size, peak in zip(fixed, x.devices[:, D_PEAK], strict=True)]
+    held = [size + int(peak) for size, peak in zip(fixed, x.devices["peak"], strict=True)]
     assert held == promised(timed, timed_profile, place)[0]
 
 
@@ -186,6 +189,29 @@ def test_it_finishes_where_one_microbatch_at_a_time_fits_with_its_reserve(one):
 def test_its_schedules_follow_their_own_plans(one):
     for timed in dispatched(one):
         assert retime(timed, one).makespan <= timed.makespan
+
+
+PEAKS = """
+from optpipe_compiler.machine import compiled
+from optpipe_compiler.machine.orders import peaks
+from tests.instances import problem
+from tests.plans import serial
+assert not compiled._KNOWN
+print(peaks(serial(problem(2, 3, 100), split=True)))
+"""
+
+
+def test_a_version_of_numba_that_is_not_known_compiles_it_too(tmp_path):
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", UNKNOWN_NUMBA + PEAKS]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert said == f"{peaks(serial(problem(2, 3, 100), split=True))}\n"
+
+
+def test_a_numba_that_may_not_compile_is_refused():
+    command = [sys.executable, "-c", "import optpipe_compiler.machine.compiled"]
+    said = subprocess.run(command, env=os.environ | {"NUMBA_DISABLE_JIT": "1"}, capture_output=True, text=True).stderr
+    assert said.endswith("NUMBA_DISABLE_JIT is set, expected not to be\n")
 
 
 def test_it_is_stuck_rather_than_above_the_budget_where_not_one_microbatch_fits():

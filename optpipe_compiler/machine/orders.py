@@ -17,33 +17,12 @@ from optpipe_compiler.machine.compiled import compiled, entry
 from optpipe_compiler.machine.events import begin, begin_transfer, gives_way, is_idle, next_moment, reset
 from optpipe_compiler.machine.memory import free
 from optpipe_compiler.machine.state import (
-    A_BACKWARD,
-    A_FORWARD,
-    A_GRADIENT,
-    A_INPUT,
-    A_MODE,
-    A_WHERE,
     AWAY,
     BACK,
     COMPUTED,
-    D_BUDGET,
-    D_HELD,
-    D_HIGH,
-    D_HOST,
-    D_HOST_BUDGET,
-    D_LINK,
-    D_MAIL,
-    D_OPENING,
-    D_PEAK,
-    D_REMAINING,
-    D_RESERVE,
-    D_TOUCHED,
-    DEVICE,
     EVENTS,
     HALF_DONE,
     KEEP,
-    L_D_STAGE,
-    L_H_STAGE,
     MOVED,
     NEVER,
     NONE,
@@ -52,7 +31,6 @@ from optpipe_compiler.machine.state import (
     RECOMPUTE,
     RESTORED,
     TAKEN,
-    U_FIRST,
     WAKE,
     D,
     F,
@@ -60,15 +38,18 @@ from optpipe_compiler.machine.state import (
     R,
     W,
     machine,
+    op,
+    packed,
     push,
     sort,
+    unpacked,
 )
 from optpipe_compiler.model.schedule import Schedule, Stuck, Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from optpipe_compiler.machine.state import Ints, MachineState, Row
+    from optpipe_compiler.machine.state import DeviceRecord, Ints, MachineState
     from optpipe_compiler.model.problem import Problem
 
 TRIES = 4
@@ -97,12 +78,12 @@ def follow(x: MachineState, o: Orders) -> int:
     for row in range(o.rows.shape[0]):
         o.rows[row, 2] = o.rows[row, 0]
     for d in range(x.devices.shape[0]):
-        x.devices[d, D_REMAINING] = NONE
+        x.devices[d].remaining = NONE
     now, devices = 0, x.devices
     while True:
         for d in range(devices.shape[0]):
-            if devices[d, D_TOUCHED]:
-                devices[d, D_TOUCHED] = 0
+            if devices[d].touched:
+                devices[d].touched = 0
                 _start_all(x, o, now, d)
         if x.counts[EVENTS] == 0:
             return int(x.counts[OPS])
@@ -112,16 +93,16 @@ def follow(x: MachineState, o: Orders) -> int:
 @compiled
 def _start_all(x: MachineState, o: Orders, now: int, d: int) -> None:
     device = x.devices[d]
-    link, links = device[D_LINK], x.links.shape[0]
+    link, links = device.link, x.links.shape[0]
     seeking = True
     while seeking:
         seeking = False
         if is_idle(x, now, d) and _start_next(x, o, now, d):
             seeking = True
         if link != NONE:
-            if x.links[link, L_D_STAGE] == NONE and _start_next(x, o, now, x.devices.shape[0] + link):
+            if x.links[link].d_stage == NONE and _start_next(x, o, now, x.devices.shape[0] + link):
                 seeking = True
-            if x.links[link, L_H_STAGE] == NONE and _start_next(x, o, now, x.devices.shape[0] + links + link):
+            if x.links[link].h_stage == NONE and _start_next(x, o, now, x.devices.shape[0] + links + link):
                 seeking = True
 
 
@@ -131,9 +112,8 @@ def _start_next(x: MachineState, o: Orders, now: int, lane: int) -> bool:
     if o.rows[lane, 2] == o.rows[lane, 1]:
         return False
     code = o.codes[o.rows[lane, 2]]
-    rest, m = divmod(code, x.acts.shape[1])
-    kind, s = divmod(rest, x.acts.shape[0])
-    d = x.stages[s, DEVICE]
+    kind, s, m = op(code)
+    d = x.stages[s].device
     if not _is_ready(x, now, kind, s, m) or gives_way(x, now, kind, s, m):
         return False
     if not _fits(x, o, d, code, kind, s, m):
@@ -143,7 +123,7 @@ def _start_next(x: MachineState, o: Orders, now: int, lane: int) -> bool:
         begin(x, now, kind, s, m)
     else:
         if kind == D:
-            x.devices[d, D_HOST] -= x.costs[sort(x, m), s, MOVED]
+            x.devices[d].host -= x.costs[sort(x, m), s, MOVED]
         begin_transfer(x, now, kind, s, m)
     return True
 
@@ -152,15 +132,15 @@ def _start_next(x: MachineState, o: Orders, now: int, lane: int) -> bool:
 def _is_ready(x: MachineState, now: int, kind: int, s: int, m: int) -> bool:
     """Whether what the op reads is there, and its release or its gate has passed."""
     act = x.acts[s, m]
-    where = act[A_WHERE]
+    where = act.where
     if kind == F:
-        if act[A_INPUT] > now or (x.units[m, U_FIRST] != m and x.acts[s, m - 1, A_WHERE] == 0):
+        if act.input > now or (x.units[m].first != m and x.acts[s, m - 1].where == 0):
             return False
-        if act[A_FORWARD] > now:
-            device = x.devices[x.stages[s, DEVICE]]
-            if device[D_REMAINING] != act[A_FORWARD]:
-                device[D_REMAINING] = act[A_FORWARD]
-                push(x, act[A_FORWARD], WAKE, s, m)
+        if act.forward > now:
+            device = x.devices[x.stages[s].device]
+            if device.remaining != act.forward:
+                device.remaining = act.forward
+                push(x, act.forward, WAKE, s, m)
             return False
         return True
     if kind == W:
@@ -168,16 +148,15 @@ def _is_ready(x: MachineState, now: int, kind: int, s: int, m: int) -> bool:
     if kind in (R, D):
         return bool(where == COMPUTED)
     if kind == H:
-        if where != AWAY or act[A_BACKWARD] == NONE:
+        if where != AWAY or act.backward == NONE:
             return bool(where == AWAY)
-        rest, gate_m = divmod(act[A_BACKWARD], x.acts.shape[1])
-        gate_kind, gate_s = divmod(rest, x.acts.shape[0])
+        gate_kind, gate_s, gate_m = op(act.backward)
         return bool(x.starts[gate_kind, gate_s, gate_m] != NONE)
-    restored = COMPUTED if act[A_MODE] == KEEP else BACK if act[A_MODE] == OFFLOAD else RESTORED
+    restored = COMPUTED if act.mode == KEEP else BACK if act.mode == OFFLOAD else RESTORED
     later = m + 1  # its backward reads what this one's adds to
-    is_last = later == x.acts.shape[1] or x.units[later, U_FIRST] == later
-    has_turn = is_last or x.acts[s, later, A_WHERE] == HALF_DONE
-    return bool(act[A_GRADIENT] <= now and where == restored and has_turn)
+    is_last = later == x.acts.shape[1] or x.units[later].first == later
+    has_turn = is_last or x.acts[s, later].where == HALF_DONE
+    return bool(act.gradient <= now and where == restored and has_turn)
 
 
 @compiled
@@ -185,7 +164,7 @@ def _fits(x: MachineState, o: Orders, d: int, code: int, kind: int, s: int, m: i
     """Whether the memory is there, also for the ops that the plan lets take theirs earlier."""
     device = x.devices[d]
     if kind == D:
-        return bool(device[D_HOST] >= x.costs[sort(x, m), s, MOVED])
+        return bool(device.host >= x.costs[sort(x, m), s, MOVED])
     row = o.rows[x.devices.shape[0] + 2 * x.links.shape[0] + d]
     while row[2] < row[1] and _has_started(x, o.codes[row[2]]):
         row[2] += 1
@@ -194,8 +173,8 @@ def _fits(x: MachineState, o: Orders, d: int, code: int, kind: int, s: int, m: i
     while place < row[1] and o.codes[place] != code:
         other = o.codes[place]
         if not _has_started(x, other):
-            rest, other_m = divmod(other, x.acts.shape[1])
-            need += x.costs[sort(x, other_m), rest % x.acts.shape[0], TAKEN + rest // x.acts.shape[0]]
+            other_kind, other_s, other_m = op(other)
+            need += x.costs[sort(x, other_m), other_s, TAKEN + other_kind]
             if need > room:
                 return False
         place += 1
@@ -204,8 +183,7 @@ def _fits(x: MachineState, o: Orders, d: int, code: int, kind: int, s: int, m: i
 
 @compiled
 def _has_started(x: MachineState, code: int) -> bool:
-    rest, m = divmod(code, x.acts.shape[1])
-    kind, s = divmod(rest, x.acts.shape[0])
+    kind, s, m = op(code)
     return bool(x.starts[kind, s, m] != NONE)
 
 
@@ -221,17 +199,16 @@ def hold(x: MachineState, sequence: Ints, ticks: Ints, levels: Ints) -> None:
     reset(x)
     devices = x.devices.shape[0]
     for d in range(devices):
-        x.devices[d, D_REMAINING] = NONE  # the place of the device's last op; D_OPENING: the highest level then
+        x.devices[d].remaining = NONE  # the place of the device's last op; `opening`: the highest level then
     for place in range(sequence.size):
-        rest, m = divmod(sequence[place], x.acts.shape[1])
-        kind, s = divmod(rest, x.acts.shape[0])
+        kind, s, m = op(sequence[place])
         now = ticks[kind, s, m]
-        while x.counts[EVENTS] and x.events[0, 0] <= now:
+        while x.counts[EVENTS] and x.events[0].time <= now:
             next_moment(x)
-        device = x.devices[x.stages[s, DEVICE]]
+        device = x.devices[x.stages[s].device]
         if kind == D:
-            device[D_HOST] -= x.costs[sort(x, m), s, MOVED]
-            device[D_HOST_BUDGET] = min(device[D_HOST_BUDGET], device[D_HOST])
+            device.host -= x.costs[sort(x, m), s, MOVED]
+            device.host_budget = min(device.host_budget, device.host)
         else:
             _close(device, levels)
         if kind < D:
@@ -239,8 +216,8 @@ def hold(x: MachineState, sequence: Ints, ticks: Ints, levels: Ints) -> None:
         else:
             begin_transfer(x, now, kind, s, m)
         if kind != D:
-            levels[place] = device[D_HELD] + device[D_MAIL]
-            device[D_REMAINING], device[D_OPENING] = place, device[D_HIGH]
+            levels[place] = device.held + device.mail
+            device.remaining, device.opening = place, device.high
     while x.counts[EVENTS]:
         next_moment(x)
     for d in range(devices):
@@ -248,10 +225,10 @@ def hold(x: MachineState, sequence: Ints, ticks: Ints, levels: Ints) -> None:
 
 
 @compiled
-def _close(device: Row, levels: Ints) -> None:
+def _close(device: DeviceRecord, levels: Ints) -> None:
     """Add what messages came to, if that was more, since the device's last op began."""
-    if device[D_REMAINING] != NONE:
-        levels[device[D_REMAINING]] += max(0, device[D_HIGH] - device[D_OPENING])
+    if device.remaining != NONE:
+        levels[device.remaining] += max(0, device.high - device.opening)
 
 
 # -- from plans and schedules to arrays and back
@@ -272,8 +249,8 @@ def retime(schedule: Schedule, problem: Problem, method: str | None = None) -> S
     """Return `schedule`'s orders at their earliest on `problem`, which may count in other ticks and units."""
     old, new = schedule.problem.unit_bytes, problem.unit_bytes
     x = machine(problem)
-    x.devices[:, D_HOST_BUDGET] = [share * old // new for share in schedule.host_peaks]
-    x.acts[:, :, A_BACKWARD] = NONE
+    x.devices["host_budget"] = [share * old // new for share in schedule.host_peaks]
+    x.acts["backward"] = NONE
     return _followed(problem, x, _orders_of(schedule), method or schedule.method)
 
 
@@ -292,13 +269,13 @@ def released(
     lane; a forward no earlier than its release, in ticks. Raises Stuck when the order waits for itself.
     """
     x = machine(problem)
-    x.devices[:, D_HOST_BUDGET] = x.devices[:, D_BUDGET] = NEVER
-    x.acts[:, :, A_BACKWARD] = NONE
-    x.acts[:, :, A_FORWARD] = 0
+    x.devices["host_budget"] = x.devices["budget"] = NEVER
+    x.acts["backward"] = NONE
+    x.acts["forward"] = 0
     for task, gate in gates.items():
-        x.acts[task.stage, task.microbatch, A_BACKWARD] = _code(problem, gate)
+        x.acts["backward"][task.stage, task.microbatch] = packed(*gate)
     for task, tick in releases.items():
-        x.acts[task.stage, task.microbatch, A_FORWARD] = tick
+        x.acts["forward"][task.stage, task.microbatch] = tick
     o = _arrays(problem, [*compute, *transfers[0], *transfers[1]], [[]] * problem.devices)
     return _followed(problem, x, o, method)
 
@@ -307,11 +284,12 @@ def held(schedule: Schedule) -> Held:
     """Return what `schedule` holds at its own times, whatever the caps."""
     problem, columns = schedule.problem, schedule.columns
     x = machine(problem)
-    x.devices[:, D_HOST_BUDGET] = 0
+    x.devices["host_budget"] = 0
     _set_modes(x, columns.kind, columns.stage, columns.microbatch)
     levels = np.zeros(len(columns.kind), np.int64)
-    hold(x, columns.codes(problem)[schedule.rows], schedule.ticks, levels)
-    return Held(x.devices[:, D_PEAK].tolist(), (-x.devices[:, D_HOST_BUDGET]).tolist(), levels)
+    codes = packed(columns.kind, columns.stage, columns.microbatch)
+    hold(x, codes[schedule.rows], schedule.ticks, levels)
+    return Held(x.devices["peak"].tolist(), (-x.devices["host_budget"]).tolist(), levels)
 
 
 def peaks(schedule: Schedule) -> list[int]:
@@ -321,33 +299,32 @@ def peaks(schedule: Schedule) -> list[int]:
 
 def _followed(problem: Problem, x: MachineState, o: Orders, method: str) -> Schedule:
     count = int((o.rows[: problem.devices + 2 * _links(problem), 1]).max(initial=0))
-    rest, microbatch = np.divmod(o.codes[:count], problem.microbatches)
-    kind, stage = np.divmod(rest, len(problem.stages))
+    kind, stage, microbatch = unpacked(o.codes[:count])
     _set_modes(x, kind, stage, microbatch)
-    x.devices[:, D_RESERVE] = 0
+    x.devices["reserve"] = 0
     for _ in range(TRIES):
         begun = follow(x, o)
         if begun < count:
             raise Stuck(f"{count - begun} of {count} tasks never start")
-        excess = x.devices[:, D_PEAK] - x.devices[:, D_BUDGET]
+        excess = x.devices["peak"] - x.devices["budget"]
         if (excess <= 0).all():
             return Schedule(problem, method, x.starts)
-        x.devices[:, D_RESERVE] += np.maximum(excess, 0)
+        x.devices["reserve"] += np.maximum(excess, 0)
     raise Stuck("messages always take more memory than there is")
 
 
 def _set_modes(x: MachineState, kind: Ints, stage: Ints, microbatch: Ints) -> None:
-    x.acts[:, :, A_MODE] = KEEP
+    x.acts["mode"] = KEEP
     for of, mode in ((R, RECOMPUTE), (H, OFFLOAD)):
-        x.acts[stage[kind == of], microbatch[kind == of], A_MODE] = mode
+        x.acts["mode"][stage[kind == of], microbatch[kind == of]] = mode
 
 
 def _orders_of(schedule: Schedule) -> Orders:
     """Return the order of every lane, read off the start times: see `Schedule.lane_orders`."""
-    problem, rows = schedule.problem, schedule.rows
-    codes, kind = schedule.columns.codes(problem)[rows], schedule.columns.kind[rows]
+    problem, columns, rows = schedule.problem, schedule.columns, schedule.rows
+    codes, kind = packed(columns.kind, columns.stage, columns.microbatch)[rows], columns.kind[rows]
     links = _links(problem)
-    owner = np.array([stage.device for stage in problem.stages])[schedule.columns.stage[rows]]
+    owner = np.array([stage.device for stage in problem.stages])[columns.stage[rows]]
     link = np.array([NONE if one is None else one for one in problem.link_of])[owner]
     lane = np.where(kind < D, owner, problem.devices + link + np.where(kind == H, links, 0))
     by_lane = np.argsort(lane, kind="stable")
@@ -365,7 +342,7 @@ def _links(problem: Problem) -> int:
 def _arrays(problem: Problem, lanes: Sequence[Sequence[Task]], allocations: Sequence[Sequence[Task]]) -> Orders:
     lanes = [*lanes, *[()] * (problem.devices + 2 * _links(problem) - len(lanes))]
     counts = [np.array([0, *accumulate(map(len, rows))], np.int64) for rows in (lanes, allocations)]
-    return _rows([_codes(problem, lanes), _codes(problem, allocations)], counts)
+    return _rows([_codes(lanes), _codes(allocations)], counts)
 
 
 def _rows(codes: list[Ints], firsts: list[Ints]) -> Orders:
@@ -375,11 +352,8 @@ def _rows(codes: list[Ints], firsts: list[Ints]) -> Orders:
     return Orders(np.concatenate(codes), np.stack([begin, end, begin], axis=1))
 
 
-def _codes(problem: Problem, lanes: Iterable[Sequence[Task]]) -> Ints:
-    fields = np.fromiter(chain.from_iterable(chain.from_iterable(lanes)), np.int64).reshape(-1, 3)
-    codes: Ints = (fields[:, 0] * len(problem.stages) + fields[:, 1]) * problem.microbatches + fields[:, 2]
-    return codes
-
-
-def _code(problem: Problem, task: Task) -> int:
-    return (task.kind * len(problem.stages) + task.stage) * problem.microbatches + task.microbatch
+def _codes(lanes: Iterable[Sequence[Task]]) -> Ints:
+    kinds, stages, microbatches = (
+        np.fromiter(chain.from_iterable(chain.from_iterable(lanes)), np.int64).reshape(-1, 3).T
+    )
+    return packed(kinds, stages, microbatches)

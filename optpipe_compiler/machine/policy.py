@@ -15,18 +15,10 @@ import numpy as np
 from optpipe_compiler.machine.compiled import compiled, entry
 from optpipe_compiler.machine.dispatch import DONE, play
 from optpipe_compiler.machine.state import (
-    A_FORWARD,
-    A_MODE,
-    D_BUDGET,
-    D_PEAK,
-    D_RESERVE,
-    DEVICE,
-    FUSED,
     KEEP,
     NEVER,
     OPS,
     RECOMPUTE,
-    U_FIRST,
     B,
     I,
     Ints,
@@ -116,12 +108,51 @@ def copied(one: Policy) -> Policy:
     return Policy(one.shift.copy(), one.modes.copy(), one.fused.copy(), one.reserve.copy())
 
 
-@entry
 def value(x: MachineState, by: Policy, given: Setting, cutoff: int) -> int:
     """Run a policy; return about what makespan or span the whole instance has, NEVER if that is beyond `cutoff`.
 
     Where messages make a device hold more than its budget, the policy's reserve for them grows and it is run again.
     """
+    return _search(x, by, by, given, cutoff, 0, 0)[0]
+
+
+def climb(
+    x: MachineState, by: Policy, trial: Policy, given: Setting, reached: int, ops: int, seed: int
+) -> tuple[int, int]:
+    """Change the policy at random for about so many ops, keeping what is no worse; return its value and the ops run.
+
+    `trial` is room for another policy.
+    """
+    return _search(x, by, trial, given, reached, ops, seed)[1:]
+
+
+@entry
+def _search(
+    x: MachineState, by: Policy, trial: Policy, given: Setting, reached: int, ops: int, seed: int
+) -> tuple[int, int, int]:
+    """Be `value` without `ops`, and `climb` with them: the machine is compiled once for both.
+
+    Returns the last policy's value, the best, and the ops run.
+    """
+    np.random.seed(seed)
+    spent = 0
+    while True:
+        if ops:
+            _copy(trial, by)
+            for _ in range(1 + np.random.randint(0, 4) // 2):
+                _change(trial, x, given)
+        found = _value(x, trial, given, reached)
+        spent += x.counts[OPS] + x.acts.shape[0] * x.acts.shape[1]
+        if found < NEVER:
+            reached = found
+            if ops:
+                _copy(by, trial)
+        if spent >= ops:
+            return found, reached, spent
+
+
+@compiled
+def _value(x: MachineState, by: Policy, given: Setting, cutoff: int) -> int:
     whole, short, work = given.numbers[WHOLE], x.acts.shape[1], given.numbers[WORK]
     limit = cutoff - (whole - short) * work
     ops = 0
@@ -149,19 +180,25 @@ def _guide(x: MachineState, by: Policy, given: Setting) -> None:
     drain = min(end, count - fill)
     for s in range(stages):
         turn = given.turn[s]
-        x.stages[s, FUSED] = by.fused[turn]
+        x.stages[s].fused = by.fused[turn]
         for kind in range(3):
             highest = -NEVER
             for place in range(count):
                 m = place if kind == 0 else back(x, place)
                 part = 0 if place < fill else 1 if place < count - drain else 2
                 highest = max(highest, given.wish[kind, s, m] + by.shift[kind, part, turn])
-                x.acts[s, m, A_FORWARD + kind] = highest
+                act = x.acts[s, m]
+                if kind == 0:
+                    act.forward = highest
+                elif kind == 1:
+                    act.backward = highest
+                else:
+                    act.weight = highest
         for m in range(count):
             part = 0 if m < fill else 1 if m < count - drain else 2
-            x.acts[s, m, A_MODE] = by.modes[part, s, m % sorts]
+            x.acts[s, m].mode = by.modes[part, s, m % sorts]
     for d in range(x.devices.shape[0]):
-        x.devices[d, D_RESERVE] = by.reserve[d]
+        x.devices[d].reserve = by.reserve[d]
 
 
 @compiled
@@ -169,7 +206,7 @@ def _is_over(x: MachineState, by: Policy) -> bool:
     """Whether a device held more than its budget; its reserve then grows by that."""
     is_over = False
     for d in range(x.devices.shape[0]):
-        excess = x.devices[d, D_PEAK] - x.devices[d, D_BUDGET]
+        excess = x.devices[d].peak - x.devices[d].budget
         if excess > 0:
             is_over = True
             by.reserve[d] += excess
@@ -180,34 +217,12 @@ def _is_over(x: MachineState, by: Policy) -> bool:
 def _period(x: MachineState) -> int:
     """Return the ticks per microbatch in the middle of the run, on the average of all stages."""
     count = x.acts.shape[1]
-    first, last = x.units[count // 4, U_FIRST], x.units[3 * count // 4, U_FIRST]
+    first, last = x.units[count // 4].first, x.units[3 * count // 4].first
     passed = 0
     for s in range(x.acts.shape[0]):
-        kind = B if x.stages[s, FUSED] else I
+        kind = B if x.stages[s].fused else I
         passed += x.starts[kind, s, back(x, last)] - x.starts[kind, s, back(x, first)]
-    return int(passed // (x.acts.shape[0] * max(1, last - first)))
-
-
-@entry
-def climb(
-    x: MachineState, by: Policy, trial: Policy, given: Setting, reached: int, ops: int, seed: int
-) -> tuple[int, int]:
-    """Change the policy at random for about so many ops, keeping what is no worse; return its value and the ops run.
-
-    `trial` is room for another policy.
-    """
-    np.random.seed(seed)
-    spent = 0
-    while spent < ops:
-        _copy(trial, by)
-        for _ in range(1 + np.random.randint(0, 4) // 2):
-            _change(trial, x, given)
-        found = value(x, trial, given, reached)
-        spent += x.counts[OPS] + x.acts.shape[0] * x.acts.shape[1]
-        if found < NEVER:
-            reached = found
-            _copy(by, trial)
-    return reached, spent
+    return passed // (x.acts.shape[0] * max(1, last - first))
 
 
 @compiled
@@ -263,7 +278,7 @@ def _treat(by: Policy, x: MachineState, given: Setting) -> None:
     low = np.random.randint(0, x.devices.shape[0])
     high = low if np.random.random() < 0.5 else np.random.randint(low, x.devices.shape[0])
     for s in range(x.acts.shape[0]):
-        if given.turn[s] == turn and low <= x.stages[s, DEVICE] <= high and given.able[mode, s]:
+        if given.turn[s] == turn and low <= x.stages[s].device <= high and given.able[mode, s]:
             for p in range(PARTS):
                 for sort in range(least, most + 1):
                     if part in (p, PARTS):

@@ -2,13 +2,14 @@
 
 All arrays together are one `MachineState`; they are made once for a problem and used again by every run. Axes: s
 stages, d devices, l host links, m microbatches (or units, where they are cut into slices), c classes of equal ones; way
-0 is to the host and 1 back. Times are ticks, sizes units of the problem.
+0 is to the host and 1 back. Times are ticks, sizes units of the problem. The classes below name the fields of records,
+each an integer of 64 bits.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,11 @@ from optpipe_compiler.model.schedule import Kind, classes, lengths
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
+
+Ints = NDArray[np.int64]
+Number = TypeVar("Number", int, Ints)
+Row = NDArray[np.int64]
+"""One row of `MachineState.costs`."""
 
 NEVER = 1 << 62
 NONE = -1
@@ -35,101 +41,188 @@ the link is busy); units that it takes at its start and gives back at its end by
 kept or offloaded and once for recomputed ones; ticks of a transfer by way while the other direction is idle; ticks and
 units of the messages with its activation and with its input's gradient."""
 SAVED, MOVED, RESIDUE, CHECKPOINT, ACCUMULATORS, GRADIENT, EXTRA = range(34, 41)
-BUSY = 42
-"""Ticks that the transfers of an activation take from compute, by way."""
 """Units of a whole activation, of the part that an offload moves, of what stays between I and W, of what a recompute
 leaves; of the gradients of keys and values that a backward adds, and of those that it frees; the most that an op takes
 beyond the activation, once where backwards are split and once where they are in one piece."""
+BUSY = 42
+"""Ticks that the transfers of an activation take from compute, by way."""
 COSTS = 44
-DEVICE, NEXT, BEGUN_F, BEGUN_B, BEGUN_W, DONE_F, DONE_B, DONE_W, LEFT, FUSED = range(10)
-"""Columns of `stages`: its owner; the owner's next stage; microbatches whose op has begun, or has completed, by
-kind; those, from the first on, that need no offload any more; whether backwards are run in one piece."""
-COLUMNS = 10
-
-(
-    D_FIRST_STAGE,
-    D_FIRST_PLACE,  # of its activations in `order`
-    D_LAST_PLACE,  # the place after them
-    D_LINK,  # its host link
-    D_NEXT_BEHIND,  # the next device behind that link
-    D_BUDGET,  # units for everything that is not static
-    D_HOST_BUDGET,  # units of host memory
-    D_RESERVE,  # units of the budget that are left free for messages
-    D_HELD,  # units, without the received messages
-    D_MAIL,  # units of messages that were received and not consumed
-    D_LEAVING,  # units that offloads and messages on their way will free
-    D_HOST,  # units of host memory that are free
-    D_BUSY,
-    D_TOUCHED,  # whether something happened that may let an op start
-    D_REMAINING,  # ticks of compute ops that have not begun
-    D_ENOUGH,  # units with which any one microbatch can go through the device alone
-    D_OPENING,  # forwards that have not begun
-    D_AHEAD,  # activations reloaded whose backward has not begun
-    D_BACK,  # the place up to which offloads have been reloaded
-    D_FINISHED,  # the place up to which all is finished
-    D_KIND,  # of the last compute op; also its stage, microbatch, start and end
-    D_STAGE,
-    D_MICROBATCH,
-    D_START,
-    D_END,
-    D_HIGH,  # most units since that op began
-    D_PEAK,  # most units ever
-    D_FIRST,  # start of the first compute op
-    D_MOMENT,  # when messages of the device were last delivered
-    D_BEFORE,  # units held just before that
-    D_FREE,  # when the last compute op, and what the offload behind it takes from compute, is over
-    D_NEXT,  # no compute op starts earlier; an event is set for this time
-) = range(32)
-"""Columns of `devices`."""
-L_FIRST_BEHIND, L_D_STAGE, L_D_MICROBATCH, L_H_STAGE, L_H_MICROBATCH = range(5)
-"""Columns of `links`: the first device behind it, and its running transfers."""
-(
-    A_FORWARD,  # ranks of its ops; lower goes first
-    A_BACKWARD,
-    A_WEIGHT,
-    A_INPUT,  # when the input is there
-    A_GRADIENT,  # when the gradient of the output is there
-    A_CHECK,  # number of the last safety check that ran the forward ahead
-    A_MODE,
-    A_WHERE,
-    A_END_D,  # when its transfers complete
-    A_END_H,
-) = range(10)
-"""Columns of `acts`."""
-U_CLASS, U_BACK, U_FIRST = range(3)
-"""Columns of `units`: its class; the microbatch at this position of the backwards of a stage, which is also the
-position of this one; the first slice of the same whole microbatch."""
 EVENTS, OPS, CHECKS, PRODUCED, RECEIVED, BOX = range(6)
 """Entries of `counts`: events in the queue, ops started, safety checks, messages produced at this moment, those
 of them that have been received; then the codes of the ops that produced them."""
+BITS = 20
+"""Of a microbatch's number, and of a stage's, in the code of an op: see `packed`."""
+MASK = (1 << BITS) - 1
 
 
-Ints = NDArray[np.int64]
-Row = NDArray[np.int64]
-"""One row of an array of `MachineState`."""
+class StageRecord:
+    """What is known of a stage, and how far it is."""
+
+    device: int
+    next: int
+    """The device's next stage."""
+    begun_f: int
+    """Microbatches whose op has begun, by kind."""
+    begun_b: int
+    begun_w: int
+    done_f: int
+    """Microbatches whose op has completed, by kind."""
+    done_b: int
+    done_w: int
+    left: int
+    """Microbatches, from the first on, that need no offload any more."""
+    fused: int
+    """Whether backwards are run in one piece."""
+
+
+class DeviceRecord:
+    """What is known of a device, what it holds and what it does."""
+
+    first_stage: int
+    first_place: int
+    """Of its activations in `order`."""
+    last_place: int
+    """The place after them."""
+    link: int
+    next_behind: int
+    """The next device behind its host link."""
+    budget: int
+    """Units for everything that is not static."""
+    host_budget: int
+    """Units of host memory."""
+    reserve: int
+    """Units of the budget that are left free for messages."""
+    held: int
+    """Units, without the received messages."""
+    mail: int
+    """Units of messages that were received and not consumed."""
+    leaving: int
+    """Units that offloads and messages on their way will free."""
+    host: int
+    """Units of host memory that are free."""
+    busy: int
+    touched: int
+    """Whether something happened that may let an op start."""
+    remaining: int
+    """Ticks of compute ops that have not begun."""
+    enough: int
+    """Units with which any one microbatch can go through the device alone."""
+    opening: int
+    """Forwards that have not begun."""
+    ahead: int
+    """Activations reloaded whose backward has not begun."""
+    back: int
+    """The place up to which offloads have been reloaded."""
+    finished: int
+    """The place up to which all is finished."""
+    kind: int
+    """Of the last compute op; also its stage, microbatch, start and end."""
+    stage: int
+    microbatch: int
+    start: int
+    end: int
+    high: int
+    """Most units since that op began."""
+    peak: int
+    """Most units ever."""
+    first: int
+    """Start of the first compute op."""
+    moment: int
+    """When messages of the device were last delivered."""
+    before: int
+    """Units held just before that."""
+    free: int
+    """When the last compute op, and what the offload behind it takes from compute, is over."""
+    next: int
+    """No compute op starts earlier; an event is set for this time."""
+
+
+class LinkRecord:
+    """What runs on a host link."""
+
+    first_behind: int
+    """The first device behind it."""
+    d_stage: int
+    """Of its running transfers."""
+    d_microbatch: int
+    h_stage: int
+    h_microbatch: int
+
+
+class ActivationRecord:
+    """One of a stage and a microbatch."""
+
+    forward: int
+    """Ranks of its ops; lower goes first."""
+    backward: int
+    weight: int
+    input: int
+    """When the input is there."""
+    gradient: int
+    """When the gradient of the output is there."""
+    check: int
+    """Number of the last safety check that ran the forward ahead."""
+    mode: int
+    where: int
+    end_d: int
+    """When its transfers complete."""
+    end_h: int
+
+
+class UnitRecord:
+    """A microbatch, or a slice of one."""
+
+    sort: int
+    """Its class."""
+    back: int
+    """The microbatch at this position of the backwards of a stage, which is also the position of this one."""
+    first: int
+    """The first slice of the same whole microbatch."""
+
+
+class EventRecord:
+    """Something that will happen."""
+
+    time: int
+    code: int
+
+
+if TYPE_CHECKING:
+    Fields = TypeVar("Fields", covariant=True)
+
+    class Records(Protocol[Fields]):
+        """An array of records: one of them by its index, all values of a field by its name."""
+
+        shape: tuple[int, ...]
+
+        @overload
+        def __getitem__(self, index: str) -> Ints: ...
+        @overload
+        def __getitem__(self, index: int | tuple[int, int]) -> Fields: ...
+        def __setitem__(self, index: str, values: Any) -> None: ...
 
 
 class MachineState(NamedTuple):
     """Constants and state of one problem."""
 
-    stages: Ints
-    """[s, COLUMNS]"""
+    stages: Records[StageRecord]
+    """[s]"""
     costs: Ints
     """[c, s, COSTS]; one row where, and only where, all microbatches are whole and equal."""
-    units: Ints
-    """[m, U_*]"""
-    devices: Ints
-    """[d, D_*]"""
-    links: Ints
-    """[l, L_*]"""
-    acts: Ints
-    """[s, m, A_*]"""
+    units: Records[UnitRecord]
+    """[m]"""
+    devices: Records[DeviceRecord]
+    """[d]"""
+    links: Records[LinkRecord]
+    """[l]"""
+    acts: Records[ActivationRecord]
+    """[s, m]"""
     starts: Ints
     """[k, s, m] ticks, NONE where there is no such op."""
     order: Ints
-    """[s x m] activations (s x microbatches + m) device by device, in the order of their backwards' ranks."""
-    events: Ints
-    """Binary heap of (time, code), the code being (kind x stages + stage) x microbatches + microbatch."""
+    """[s x m] codes of activations, device by device, in the order of their backwards' ranks."""
+    events: Records[EventRecord]
+    """A binary heap."""
     counts: Ints
 
 
@@ -137,33 +230,39 @@ def machine(problem: Problem) -> MachineState:
     """Return the machine of `problem`."""
     stages, devices, links, costs = _constants(problem)
     count, microbatches = len(stages), problem.microbatches
-    back = np.array([problem.back(unit) for unit in range(microbatches)], np.int64)
-    first = np.arange(microbatches) // problem.slices * problem.slices
+    assert max(count, microbatches) <= MASK
+    units = _records(UnitRecord, microbatches)
+    units["sort"], units["back"] = classes(problem), [*map(problem.back, range(microbatches))]
+    units["first"] = np.arange(microbatches) // problem.slices * problem.slices
     return MachineState(
         stages=stages.copy(),
         costs=costs,
-        units=np.stack([classes(problem), back, first], axis=1),
+        units=units,
         devices=devices.copy(),
         links=links.copy(),
-        acts=np.zeros((count, microbatches, A_END_H + 1), np.int64),
+        acts=_records(ActivationRecord, (count, microbatches)),
         starts=np.empty((7, count, microbatches), np.int64),
         order=np.zeros(count * microbatches, np.int64),
-        events=np.empty((4 * len(devices) + 4 * len(links) + 2 * count * microbatches, 2), np.int64),
+        events=_records(EventRecord, 4 * len(devices) + 4 * len(links) + 2 * count * microbatches),
         counts=np.zeros(BOX + len(devices), np.int64),
     )
 
 
+def _records(fields: type, shape: int | tuple[int, ...]) -> Any:
+    return np.zeros(shape, [(name, np.int64) for name in fields.__annotations__])
+
+
 @lru_cache(maxsize=64)
-def _constants(problem: Problem) -> tuple[Ints, Ints, Ints, Ints]:
+def _constants(problem: Problem) -> tuple[Any, Any, Any, Ints]:
     """Return `stages`, `devices` and `links` before anything runs, and `costs`, not to be written to."""
     owned = [problem.stages_of(device) for device in range(problem.devices)]
     count = 1 + max((link for link in problem.link_of if link is not None), default=-1)
     after = {s: later for mine in owned for s, later in zip(mine, [*mine[1:], NONE], strict=True)}
-    stages = np.zeros((len(problem.stages), COLUMNS), np.int64)
-    devices = np.zeros((problem.devices, D_NEXT + 1), np.int64)
-    links = np.zeros((count, L_H_MICROBATCH + 1), np.int64)
+    stages = _records(StageRecord, len(problem.stages))
+    devices = _records(DeviceRecord, problem.devices)
+    links = _records(LinkRecord, count)
     for s, stage in enumerate(problem.stages):
-        stages[s, DEVICE], stages[s, NEXT] = stage.device, after[s]
+        stages["device"][s], stages["next"][s] = stage.device, after[s]
     every = problem.classes or (problem.stages,) * (1 if problem.slicing is None else 2)
     costs = np.zeros((len(every), len(problem.stages), COSTS), np.int64)
     for number, s in np.ndindex(costs.shape[:2]):
@@ -188,18 +287,18 @@ def _constants(problem: Problem) -> tuple[Ints, Ints, Ints, Ints]:
     place = 0
     for d, mine in enumerate(owned):
         device = devices[d]
-        device[D_FIRST_STAGE] = mine[0] if mine else NONE
-        device[D_FIRST_PLACE], device[D_LAST_PLACE] = place, place + len(mine) * problem.microbatches
-        place = device[D_LAST_PLACE]
+        device["first_stage"] = mine[0] if mine else NONE
+        device["first_place"], device["last_place"] = place, place + len(mine) * problem.microbatches
+        place = device["last_place"]
         link = problem.link_of[d]
-        device[D_LINK] = NONE if link is None else link
-        device[D_NEXT_BEHIND] = next(
+        device["link"] = NONE if link is None else link
+        device["next_behind"] = next(
             (o for o in range(d + 1, problem.devices) if link is not None and problem.link_of[o] == link), NONE
         )
     for link in range(count):
-        links[link, L_FIRST_BEHIND] = next((d for d, one in enumerate(problem.link_of) if one == link), NONE)
-    devices[:, D_BUDGET] = problem.budget
-    devices[:, D_HOST_BUDGET] = _host_shares(problem, owned)
+        links["first_behind"][link] = next((d for d, one in enumerate(problem.link_of) if one == link), NONE)
+    devices["budget"] = problem.budget
+    devices["host_budget"] = _host_shares(problem, owned)
     return stages, devices, links, costs
 
 
@@ -217,52 +316,75 @@ def _host_shares(problem: Problem, owned: list[list[int]]) -> list[int]:
 @compiled
 def sort(x: MachineState, m: int) -> int:
     """Return the class of a microbatch in `costs`."""
-    return int(x.units[m, U_CLASS]) if x.costs.shape[0] > 1 else 0
+    return x.units[m].sort if x.costs.shape[0] > 1 else 0
 
 
 @compiled
 def back(x: MachineState, place: int) -> int:
     """Return the microbatch at a position of the backwards of a stage, or the position of a microbatch."""
-    return int(x.units[place, U_BACK]) if x.costs.shape[0] > 1 else place
+    return x.units[place].back if x.costs.shape[0] > 1 else place
+
+
+def packed(kind: Number, s: Number, m: Number) -> Number:
+    """Return the code of an op, or with kind 0 of an activation; codes are ordered as (kind, s, m) are."""
+    return kind << 2 * BITS | s << BITS | m
+
+
+def unpacked(which: Number) -> tuple[Number, Number, Number]:
+    """Return kind, stage and microbatch of a code."""
+    return which >> 2 * BITS, which >> BITS & MASK, which & MASK
+
+
+code = compiled(packed)
+op = compiled(unpacked)
+
+
+@compiled
+def activation(which: int) -> tuple[int, int]:
+    """Return stage and microbatch of a code of kind 0."""
+    return which >> BITS, which & MASK
 
 
 @compiled
 def push(x: MachineState, time: int, kind: int, s: int, m: int) -> None:
     """Add an event."""
-    code = (kind * x.acts.shape[0] + s) * x.acts.shape[1] + m
-    events, child = x.events, x.counts[EVENTS]
-    while child:
-        parent = (child - 1) >> 1
-        if events[parent, 0] < time or (events[parent, 0] == time and events[parent, 1] < code):
-            break
-        events[child, 0], events[child, 1] = events[parent, 0], events[parent, 1]
-        child = parent
-    events[child, 0], events[child, 1] = time, code
+    place = x.counts[EVENTS]
     x.counts[EVENTS] += 1
+    _rise(x, place, time, code(kind, s, m))
 
 
 @compiled
 def pop(x: MachineState) -> tuple[int, int, int]:
-    """Take the first event off the queue: its kind, stage and microbatch."""
-    events, first = x.events, x.events[0, 1]
+    """Take the first event off the queue: its kind, stage and microbatch.
+
+    Its place sinks to the bottom before the last event takes it: half the comparisons of letting that event sink, which
+    nearly always belongs there (Wegener, Bottom-up heapsort, 1993).
+    """
+    events, first = x.events, x.events[0].code
     x.counts[EVENTS] -= 1
-    count, parent = x.counts[EVENTS], 0
-    time, code = events[count, 0], events[count, 1]
-    while True:
-        child = 2 * parent + 1
-        if child >= count:
-            break
+    last, place, child = x.counts[EVENTS], 0, 1
+    while child < last:
         right = child + 1
-        if right < count and (
-            events[right, 0] < events[child, 0]
-            or (events[right, 0] == events[child, 0] and events[right, 1] < events[child, 1])
-        ):
-            child = right
-        if time < events[child, 0] or (time == events[child, 0] and code < events[child, 1]):
+        child += _is_before(events[right].time, events[right].code, events[child].time, events[child].code)
+        events[place].time, events[place].code = events[child].time, events[child].code
+        place, child = child, 2 * child + 1
+    _rise(x, place, events[last].time, events[last].code)
+    return op(first)
+
+
+@compiled
+def _rise(x: MachineState, place: int, time: int, which: int) -> None:
+    """Put an event at a place of the heap that is free, or above it where it belongs."""
+    events = x.events
+    while place:
+        above = (place - 1) >> 1
+        if not _is_before(time, which, events[above].time, events[above].code):
             break
-        events[parent, 0], events[parent, 1] = events[child, 0], events[child, 1]
-        parent = child
-    events[parent, 0], events[parent, 1] = time, code
-    rest, m = divmod(first, x.acts.shape[1])
-    kind, s = divmod(rest, x.acts.shape[0])
-    return kind, s, m
+        events[place].time, events[place].code = events[above].time, events[above].code
+        place = above
+    events[place].time, events[place].code = time, which
+
+
+@compiled
+def _is_before(time: int, which: int, other_time: int, other: int) -> bool:
+    return (time < other_time) | ((time == other_time) & (which < other))  # without branches, which are hard to foresee

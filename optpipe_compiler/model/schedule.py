@@ -72,11 +72,6 @@ class Columns(NamedTuple):
         rows = zip(self.kind.tolist(), self.stage.tolist(), self.microbatch.tolist(), strict=True)
         return [Task(kinds[k], s, m) for k, s, m in rows]
 
-    def codes(self, problem: Problem) -> Ints:
-        """Return (kind x stages + stage) x microbatches + microbatch, which sorts as tasks do."""
-        codes: Ints = (self.kind * len(problem.stages) + self.stage) * problem.microbatches + self.microbatch
-        return codes
-
 
 class LaneOrders(NamedTuple):
     """The order of every lane: `compute` per device, `d2h` and `h2d` per host link.

@@ -1,0 +1,103 @@
+"""How numba is made to compile the machine in half its time: every function once, optimised where it ends up.
+
+This uses what numba does not promise to keep (libraries of code) beside what it documents (pipelines of passes), so
+`compiled` takes it only for versions that are known to work with it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from numba import types
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import CompilerBase, DefaultPassBuilder
+from numba.core.compiler_machinery import LoweringPass, register_pass
+from numba.core.typed_passes import AnnotateTypes
+
+if TYPE_CHECKING:
+    from numba.core.types import Type
+
+NEEDLESS = frozenset(
+    (
+        *("WithLifting", "InlineClosureLikes", "MakeFunctionToJitFunction", "InlineInlinables", "InlineOverloads"),
+        *("DeadBranchPrune", "RewriteSemanticConstants", "RewriteDynamicRaises", "NopythonRewrites"),
+        *("FindLiterallyCalls", "LiteralUnroll", "LiteralPropagationSubPipelinePass"),
+    )
+)
+"""Passes of numba for what the machine does not use: closures, exceptions, arrays as a whole, arguments that are
+compiled anew for each value."""
+
+
+class _Library(JITCodeLibrary):
+    """Code that is optimised once, as a whole; numba does so function by function, and twice each time.
+
+    More than LLVM's first level of optimisation, or vectors, do not make the machine faster.
+    """
+
+    def _optimize_functions(self, module: Any) -> None:
+        module.data_layout = self._codegen._data_layout
+
+    def _optimize_final_module(self) -> None:
+        manager = self._codegen._module_pass_manager
+        passes, builder = manager(opt=1, loop_vectorize=False, slp_vectorize=False)  # type: ignore[no-untyped-call]
+        passes.run(self._final_module, builder)
+
+
+class _Inlined(_Library):
+    """Code that is only ever inlined: it is optimised and turned to machine code where it ends up, not here, too."""
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()  # type: ignore[no-untyped-call]
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        """Return none."""
+        return 0
+
+    @property
+    def codegen(self) -> _Inlined:
+        """Return what numba calls `set_env` of."""
+        return self
+
+    def set_env(self, name: str, environment: object) -> None:
+        """Set what it would need to raise exceptions or to call Python, which it does not."""
+
+
+@register_pass(mutates_CFG=False, analysis_only=False)  # type: ignore[no-untyped-call]
+class _OwnLibrary(LoweringPass):
+    _name = "own_library"
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def run_pass(self, state: Any) -> bool:
+        library: Any = _Inlined if state.flags.forceinline else _Library
+        state.library = library(state.targetctx.codegen(), state.func_id.func_qualname)
+        state.library.enable_object_caching()
+        return True
+
+
+class Pipeline(CompilerBase):
+    """How functions of the machine are compiled."""
+
+    def define_pipelines(self) -> list[Any]:
+        """Return numba's passes without the needless ones, and with libraries of our own."""
+        passes = DefaultPassBuilder.define_nopython_pipeline(self.state)  # type: ignore[no-untyped-call]
+        passes.passes = [one for one in passes.passes if one[0].__name__ not in NEEDLESS]
+        passes.add_pass_after(_OwnLibrary, AnnotateTypes)
+        passes.finalize()
+        return [passes]
+
+
+def once(function: Any) -> Any:
+    """Let a function be compiled once, not once for each constant that it is called with; return it."""
+    template = function.get_call_template
+
+    def of_any_value(args: tuple[Type, ...], kws: dict[str, Type]) -> Any:
+        return template(tuple(map(types.unliteral, args)), kws)
+
+    function.get_call_template = of_any_value
+    return function

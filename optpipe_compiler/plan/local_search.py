@@ -35,9 +35,10 @@ CLIMBERS = 8
 ROUNDS = 10
 """Rounds in all."""
 CHUNK_OPS = 200_000
-"""Ops between two looks at the clock: some 0.03 s."""
-OPS_PER_S = 3_000_000
-"""Ops that stand for a second of one climber, where the clock must not decide; as if there were `CORES` threads."""
+"""Ops between two looks at the clock: some 0.02 s."""
+OPS_PER_S = 8_000_000
+"""Ops that stand for a second of one climber, about what it runs (docs/MACHINE.md), where the clock must not decide; as
+if there were `CORES` threads."""
 CORES = 2
 WHOLE = 16384
 """Stages x microbatches up to which instances are not shortened if they have at most 4 microbatches per device. What

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -180,47 +180,64 @@ class _Compilation:
         self.budget = Budget(limits, max(attempt.problem.tasks for attempt in attempts), begin)
 
     def run(self) -> Result:
-        """Plan until the time is spent; then certify and verify the best schedule."""
-        interrupted = False
-        try:
+        """Plan until the time is spent; then certify and verify the best schedule.
+
+        Whenever it is interrupted, what is there is spared, certified and verified; a second time ends that, too.
+        """
+        with self._interruptible():
             if self.options.method is not None:
                 self.candidates.take(self.options.method, self.caps.device_bytes)
             else:
                 self._search()
-        except KeyboardInterrupt:
-            interrupted = True
         if self.options.method is None:
-            with suppress(KeyboardInterrupt):
+            with self._interruptible():
                 spare(self.incumbents, self.budget)
-        if self.incumbents.winner() is None and interrupted:
+        if self.incumbents.winner() is None and self.budget.is_interrupted:
             raise KeyboardInterrupt
         if self.incumbents.winner() is None:
             raise NotFound("no schedule was found within the time limit")
-        (attempt, checked), considered = self._chosen()
-        noisy = under_noise(checked.schedule, self.profile, self.options.noise)
+        found: list[tuple[Attempt, ir.Checked]] = []
+        taken, noisy = 0, None
+        with self._interruptible():
+            taken = self._compare(found)
+        if not found:
+            self._compare(found)
+        attempt, checked = found[taken]
+        with self._interruptible():
+            noisy = under_noise(checked.schedule, self.profile, self.options.noise)
         notes = tuple(note for each in self.incumbents.attempts for note in each.notes)
         wall_s = time.monotonic() - self.begin
+        considered = tuple(checked for _, checked in found)
+        interrupted = self.budget.is_interrupted
         return Result(checked, self.options, attempt.layout.name, interrupted, wall_s, notes, noisy, considered)
 
-    def _chosen(self) -> tuple[tuple[Attempt, ir.Checked], tuple[ir.Checked, ...]]:
-        """Return the best schedule, under noise of several nearly as good ones; and all that were compared."""
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Within, Ctrl-C ends what is being done; what comes behind does only what it must."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.budget.is_interrupted = True
+
+    def _compare(self, found: list[tuple[Attempt, ir.Checked]]) -> int:
+        """Add to `found` the best schedule, under noise several nearly as good ones; return the number of the best."""
         limits = self.budget.limits
         most_s = limits.time_limit_s * (1 + GRACE_SHARE) + GRACE_S
-        found: list[tuple[Attempt, ir.Checked]] = []
         choice = Choice()
         for attempt, timed in self.incumbents.near():
             begin = time.monotonic()
             checked = self._certified(attempt, timed)
             found.append((attempt, checked))
             spreads = spreads_of(checked.schedule, self.profile, self.options.noise)
-            if not spreads or limits.objective == "span" or self.options.method is not None:
+            is_asked = self.options.method is not None or self.budget.is_interrupted
+            if not spreads or limits.objective == "span" or is_asked:
                 break
             choice.add(checked.schedule, spreads)
             took_s = time.monotonic() - begin
             # as long as the next one takes, and as long as it takes to confirm the choice
             if not limits.reproducible and time.monotonic() + 2 * took_s > self.begin + most_s:
                 break
-        return found[choice.best()], tuple(checked for _, checked in found)
+        return choice.best()
 
     def _search(self) -> None:
         """The phases in order, each of which makes incumbents better."""

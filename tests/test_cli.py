@@ -494,7 +494,7 @@ def start(*arguments: str, folder: Path, **options: Any) -> subprocess.Popen[str
 def test_ctrl_c_in_the_middle_of_a_search_writes_the_best_schedule_so_far(tmp_path, whole_group):
     costs = uniform(3, 2)
     (tmp_path / "profile.json").write_text(canonical(costs))
-    arguments = ("compile", "--mem", "1.1GB", "--microbatches", "6", "--time-limit", "8")
+    arguments = ("compile", "--mem", "1.1GB", "--microbatches", "6", "--time-limit", "30")
     with start(*arguments, folder=tmp_path) as process:
         begun = next(line for line in process.stderr if line.startswith("search "))
         solvers = children(process.pid)

@@ -234,15 +234,15 @@ def test_memory_and_host_memory_are_kept():
 
 def test_every_host_keeps_to_its_own_memory():
     profile = uniform(3, 2, d2h_ms=0.2, h2d_ms=0.2)
-    hosts = [Host(devices=[0], memory_bytes=0), Host(devices=[1, 2], memory_bytes=GB)]
+    hosts = [Host(devices=[0, 1], memory_bytes=GB), Host(devices=[2], memory_bytes=0)]
     machine = msgspec.structs.replace(profile.machine, hosts=hosts)
     split = msgspec.structs.replace(profile, machine=machine)
     schedule = quick(split, GB, recompute=False).schedule
     assert schedule.version == 4
-    assert schedule.setup.hosts_or_none == [([0], 0), ([1, 2], GB)]
+    assert schedule.setup.hosts_or_none == [([0, 1], GB), ([2], 0)]
     held = [device.host_bytes for device in schedule.devices]
-    assert held[0] == 0 < held[1] + held[2] <= GB
-    assert quick(split, 4 * GB, recompute=False, devices=1).schedule.setup.hosts_or_none == [([0], 0)]
+    assert held[2] == 0 < held[0] + held[1] <= GB
+    assert quick(split, 4 * GB, recompute=False, devices=1).schedule.setup.hosts_or_none == [([0], GB)]
 
 
 def test_a_published_schedule_that_needs_more_host_memory_does_not_fit():
@@ -387,7 +387,7 @@ def test_without_search_no_process_is_started(monkeypatch):
     anew(OPEN, OPEN_BYTES)
 
 
-@pytest.mark.parametrize("phase", ["published", "local", "search"])
+@pytest.mark.parametrize("phase", ["published", "local", "search", "sparing"])
 def test_ctrl_c_returns_the_best_verified_schedule_so_far_and_leaves_no_process(phase):
     seen: list[Progress] = []
     running: list[int] = []
@@ -398,12 +398,27 @@ def test_ctrl_c_returns_the_best_verified_schedule_so_far_and_leaves_no_process(
             running.extend(children())
             raise KeyboardInterrupt
 
-    result = planned(time_limit_s=60.0, on_progress=press)
+    result = planned(time_limit_s=3.0 if phase == "sparing" else 60.0, on_progress=press)
     assert result.interrupted
     assert verify(result.schedule, OPEN) == []
     assert result.schedule.forecast.makespan_ns == seen[-1].incumbent_ns
     assert bool(running) == (phase == "search")
     assert children() == []
+
+
+@pytest.mark.parametrize("step", ["lower", "spreads_of", "under_noise"])
+def test_ctrl_c_behind_the_search_loses_nothing(monkeypatch, step):
+    taken = getattr(compiler, step)
+
+    def press(*arguments: object) -> object:
+        monkeypatch.setattr(compiler, step, taken)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compiler, step, press)
+    result = planned(search=False, noise=0.1)
+    assert result.interrupted
+    assert verify(result.schedule, OPEN) == []
+    assert (result.quantiles is None) == (step == "under_noise")
 
 
 def out_of_memory(line: Connection) -> None:

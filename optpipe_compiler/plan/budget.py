@@ -49,6 +49,8 @@ class Budget:
         """Deterministic time, in units of the solver."""
         self.reserve_s = lowering_s(tasks) + (SPARE_S_PER_TASK + AFTER_S_PER_TASK) * tasks
         """Time that sparing, lowering, verifying, writing and showing the result will take."""
+        self.is_interrupted = False
+        """Whether someone has asked for the best so far."""
 
     def left(self) -> float:
         """Return the seconds that are left; in reproducible mode they are counted in deterministic time."""
@@ -57,8 +59,8 @@ class Budget:
         return self.limits.time_limit_s - self.reserve_s - (time.monotonic() - self.begin)
 
     def is_over(self) -> bool:
-        """Whether the clock, where it decides, says that nothing more may begin."""
-        return not self.limits.reproducible and self.left() < 0
+        """Whether nothing more may begin: the clock says so, where it decides, or who has interrupted the search."""
+        return self.is_interrupted or (not self.limits.reproducible and self.left() < 0)
 
 
 def lowering_s(count: int) -> float:

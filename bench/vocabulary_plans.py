@@ -27,7 +27,7 @@ OPERATIONS_PER_MS = 150e9
 
 HEADER = """# A head in parts, by vocabulary
 
-Written by `python -m bench.vocabulary_plans --seconds {seconds:g}` at {commit}; {machine}.
+Written by `python -m bench.vocabulary_plans {options}` at {commit}; {machine}.
 The models of Vocabulary Parallelism (arXiv:2411.05288) as operation counts: blocks of s h (72 h + 12 s), a head of
 6 s h V; {tokens} tokens, {microbatches} microbatches, no messages, a cap of P + 2 activations of a device's blocks,
 neither offload nor recompute. Idle shares of the plans, {seconds:g} s each (reproducibly: as much search, whatever
@@ -66,7 +66,7 @@ def planned(size: Size, vocabulary: int, parts: int, seconds: float) -> Schedule
             backward_weight_ms=per_device * (third - attention),
             p2p_ms=0.0,
             residue_fraction=1.0,
-            head_ms=(head, head, head),
+            head_ms=(head, head, head) if vocabulary else None,
             head_parts=parts,
         )
     )
@@ -82,15 +82,16 @@ def planned(size: Size, vocabulary: int, parts: int, seconds: float) -> Schedule
 
 
 def row(size: Size, vocabulary: int, seconds: float) -> str:
-    """Plan with the head whole and in parts."""
-    whole, parts = (planned(size, vocabulary, number, seconds) for number in (1, size.devices))
+    """Plan with the head whole and in parts, or without one."""
+    start = f"| {size.devices} | {size.blocks}, {size.width} |"
+    whole = planned(size, vocabulary, 1, seconds)
+    if not vocabulary:
+        return f"{start} none | 0.0 | {_idle(whole)} | {_least(whole)} |  |  |  |"
+    parts = planned(size, vocabulary, size.devices, seconds)
     block = 72 * size.width + 12 * TOKENS
     cells = [f"{_idle(one)} | {_least(one)}" for one in (whole, parts)]
     faster = whole.forecast.makespan_ns / parts.forecast.makespan_ns - 1
-    return (
-        f"| {size.devices} | {size.blocks}, {size.width} | {vocabulary}K | {6 * vocabulary * 1024 / block:.1f} | "
-        f"{' | '.join(cells)} | {faster:.1%} |"
-    )
+    return f"{start} {vocabulary}K | {6 * vocabulary * 1024 / block:.1f} | {' | '.join(cells)} | {faster:.1%} |"
 
 
 def _idle(schedule: Schedule) -> str:
@@ -108,15 +109,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=20.0, help="for each plan")
     parser.add_argument("--devices", type=int, action="append", help="default: all")
+    parser.add_argument(
+        "--vocabulary", type=int, action="append", help="in units of 1024 tokens; 0: no head; default: 32 to 256"
+    )
     parser.add_argument("-o", "--output", type=Path)
     chosen = parser.parse_args()
     rows = []
     for size in (one for one in SIZES if not chosen.devices or one.devices in chosen.devices):
-        for vocabulary in VOCABULARIES:
+        for vocabulary in chosen.vocabulary or VOCABULARIES:
             rows.append(row(size, vocabulary, chosen.seconds))
             print(rows[-1], flush=True)
+    asked = [f"--seconds {chosen.seconds:g}"]
+    asked += [f"--devices {number}" for number in chosen.devices or ()]
+    asked += [f"--vocabulary {number}" for number in chosen.vocabulary or ()]
     header = HEADER.format(
-        seconds=chosen.seconds, commit=commit(), machine=machine(), tokens=TOKENS, microbatches=MICROBATCHES
+        options=" ".join(asked),
+        seconds=chosen.seconds,
+        commit=commit(),
+        machine=machine(),
+        tokens=TOKENS,
+        microbatches=MICROBATCHES,
     )
     publish(header + "\n".join(rows) + "\n", chosen.output)
 

@@ -182,21 +182,19 @@ PARTS = {
     "moves of ranks 20 for 45": moves(shift=20, treat=78),
     "moves of ranks 70 for 45": moves(shift=70, treat=28),
     "moves of splits 10 for 2": Part(moves(split=10).patches, groups=(FUSED,)),
-    "two moves at once": policies("1 + np.random.randint(0, 4) // 2", "1"),
+    "two moves at once": policies("1 + below(x, 2)", "1"),
     "moves that change nothing of the value": policies(
         "_value(x, trial, given, reached)", "_value(x, trial, given, reached - 1)"
     ),
-    "narrow and wide moves of ranks": policies("(0.3, 1.0, 3.0)[np.random.randint(0, 3)]", "1.0"),
-    "moves of ranks of all turns": policies("is_whole = np.random.random() < 0.2", "is_whole = False"),
+    "narrow and wide moves of ranks": policies("(3, 10, 30)[below(x, 3)]", "10"),
+    "moves of ranks of all turns": policies("is_whole = below(x, 5) == 0", "is_whole = False"),
     "moves of ranks by part of the step": policies(
         "by.shift[kind, part, turn] += change",
         "for p in range(PARTS):\n                by.shift[kind, p, turn] += change",
     ),
-    "treatments by part of the step": policies("part = np.random.randint(0, PARTS + 1)", "part = PARTS"),
-    "treatments by parity of the microbatch": policies("least = np.random.randint(0, sorts + 1)", "least = sorts"),
-    "treatments of several devices at once": policies(
-        "high = low if np.random.random() < 0.5 else", "high = low if True else"
-    ),
+    "treatments by part of the step": policies("part = below(x, PARTS + 1)", "part = PARTS"),
+    "treatments by parity of the microbatch": policies("least = below(x, sorts + 1)", "least = sorts"),
+    "treatments of several devices at once": policies("high = low if below(x, 2) else", "high = low if True else"),
     "recomputes before their gradients": Part(
         edits=(("machine/dispatch.py", "(is_dropped or act.gradient <= now)", "act.gradient <= now"),)
     ),

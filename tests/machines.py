@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.machine import dispatch, orders
-from optpipe_compiler.machine.compiled import entry
+from optpipe_compiler.machine.compiled import entry, views
 from optpipe_compiler.machine.dispatch import DONE
 from optpipe_compiler.machine.policy import Setting, policy, setting, value
 from optpipe_compiler.machine.state import (
@@ -39,7 +39,7 @@ numba.version_info = SimpleNamespace(short=(0, 99))
 @entry
 def play(x: MachineState, is_span: bool, cutoff: int) -> tuple[int, int, int]:
     """Run the list scheduler: see `dispatch.play`."""
-    return dispatch.play(x, is_span, cutoff)
+    return dispatch.play(views(x), is_span, cutoff)
 
 
 def loaded(problem: Problem, guide: Guide) -> MachineState:

@@ -181,7 +181,7 @@ def test_only_the_solver_imports_ortools_only_the_machine_numba_and_not_the_comp
     users = {name: {module for module in TREES if name in theirs(module)} for name in ("ortools", "numba", "torch")}
     assert users["ortools"]
     assert users["ortools"] <= set(within("optpipe_compiler.solver"))
-    assert users["numba"] == {"optpipe_compiler.machine.compiled", "optpipe_compiler.machine.inlined"}
+    assert users["numba"] == {f"optpipe_compiler.machine.{name}" for name in ("compiled", "inlined", "views")}
     assert users["torch"]
     assert not users["torch"] & set(within("optpipe_compiler"))
 

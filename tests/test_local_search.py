@@ -167,8 +167,8 @@ def test_a_policy_that_fits_few_microbatches_alone_gives_way_to_an_earlier_one()
     one = explore._Exploration(incumbents, [attempt], candidates, budget, search)  # type: ignore[arg-type, list-item]
     one._realise_best(found)
     assert len(ran) == 1
-    spoilt = [replace(last, value=last.value // 2) for last in found[-2:]]  # they do not do what they promise
-    one._realise_best([*found[:-2], *spoilt])
+    spoilt = [replace(found[-1], value=found[-1].value // 2)] * 2  # they do not do what they promise
+    one._realise_best([*found, *spoilt])
     assert len(ran) == 1 + len(spoilt) + 1
 
 

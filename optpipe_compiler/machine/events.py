@@ -30,6 +30,7 @@ from optpipe_compiler.machine.state import (
     OFFLOADING,
     OPS,
     PRODUCED,
+    RANDOM,
     RECEIVED,
     RECOMPUTE,
     RECOMPUTING,
@@ -60,9 +61,11 @@ if TYPE_CHECKING:
 @compiled
 def reset(x: MachineState) -> None:
     """Nothing has run."""
-    count, microbatches = x.acts.shape[:2]
-    x.counts[:BOX] = 0
-    x.starts[:] = NONE
+    count, microbatches = x.acts.shape
+    for place in range(RANDOM):
+        x.counts[place] = 0
+    for place in range(x.starts.size):
+        x.starts.flat[place] = NONE
     for s in range(count):
         stage = x.stages[s]
         stage.begun_f = stage.begun_b = stage.begun_w = 0
@@ -164,7 +167,7 @@ def sent(x: MachineState, s: int, kind: int, m: int) -> int:
     target = s + 1 if kind == F else s - 1
     if target < 0 or target >= x.acts.shape[0] or x.stages[target].device == x.stages[s].device:
         return 0
-    return int(x.costs[sort(x, m), s, MESSAGE + (0 if kind == F else 1)])
+    return x.costs[sort(x, m), s, MESSAGE + (0 if kind == F else 1)]
 
 
 @compiled

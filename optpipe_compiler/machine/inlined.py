@@ -42,16 +42,31 @@ class _Library(JITCodeLibrary):
         passes, builder = manager(opt=1, loop_vectorize=False, slp_vectorize=False)  # type: ignore[no-untyped-call]
         passes.run(self._final_module, builder)
 
+    def finalize(self) -> None:
+        """Link all that is called, by what is inlined, too, and make machine code of it."""
+        called = dict.fromkeys(self._linking_libraries)
+        found = list(called)
+        for library in found:
+            more = [one for one in library._linking_libraries if one not in called] if _is_inlined(library) else []
+            called |= dict.fromkeys(more)
+            found += dict.fromkeys(more)
+        self._linking_libraries = found
+        super().finalize()  # type: ignore[no-untyped-call]
+
 
 class _Inlined(_Library):
-    """Code that is only ever inlined: it is optimised and turned to machine code where it ends up, not here, too."""
+    """Code that is only ever inlined: it is linked, optimised and turned to machine code where it ends up."""
 
-    def _optimize_final_module(self) -> None:
-        pass
-
-    def _finalize_final_module(self) -> None:
+    def finalize(self) -> None:
+        """Be ready to be linked."""
+        for function in self._final_module.functions:
+            if not function.is_declaration:
+                function.linkage = "linkonce_odr"
         self._finalize_dynamic_globals()  # type: ignore[no-untyped-call]
         self._finalized = True
+
+    def _get_module_for_linking(self) -> Any:
+        return self._final_module
 
     def get_pointer_to_function(self, name: str) -> int:
         """Return none."""
@@ -64,6 +79,10 @@ class _Inlined(_Library):
 
     def set_env(self, name: str, environment: object) -> None:
         """Set what it would need to raise exceptions or to call Python, which it does not."""
+
+
+def _is_inlined(library: Any) -> bool:
+    return isinstance(library, _Inlined)
 
 
 @register_pass(mutates_CFG=False, analysis_only=False)  # type: ignore[no-untyped-call]

@@ -81,18 +81,18 @@ def is_later(x: MachineState, device: DeviceRecord, kind: int, s: int, m: int, s
     if device.kind == NONE:
         return False
     if device.start != start:
-        return bool(device.start > start)
+        return device.start > start
     last = device.microbatch
     if x.units[last].first != x.units[m].first:
-        return bool(last > m)
+        return last > m
     mine, other = _phase(device.kind), _phase(kind)
     if mine != other:
         return mine > other
     if last != m:
-        return bool((last > m) == (kind == F))
+        return (last > m) == (kind == F)
     count = 2 * x.acts.shape[0]
     depth = device.stage if device.kind == F else count - device.stage
-    return bool(depth > (s if kind == F else count - s))
+    return depth > (s if kind == F else count - s)
 
 
 @compiled
@@ -163,8 +163,8 @@ def _finish(x: MachineState, d: int, which: int, left: int, kind: int, granted_s
 def _staying(act: ActivationRecord, row: Row) -> int:
     """Return the units of an activation that stay on the device after its forward."""
     if act.mode == KEEP:
-        return int(row[SAVED])
-    return int(row[CHECKPOINT] if act.mode == RECOMPUTE else row[SAVED] - row[MOVED])
+        return row[SAVED]
+    return row[CHECKPOINT] if act.mode == RECOMPUTE else row[SAVED] - row[MOVED]
 
 
 @compiled

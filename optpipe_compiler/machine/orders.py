@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from optpipe_compiler.machine.compiled import compiled, entry
+from optpipe_compiler.machine.compiled import compiled, entry, views
 from optpipe_compiler.machine.events import begin, begin_transfer, gives_way, is_idle, next_moment, reset
 from optpipe_compiler.machine.memory import free
 from optpipe_compiler.machine.state import (
@@ -74,6 +74,7 @@ class Orders(NamedTuple):
 @entry
 def follow(x: MachineState, o: Orders) -> int:
     """Run the order at its earliest; return how many ops have started, all if it does not get stuck."""
+    x, o = views(x), views(o)
     reset(x)
     for row in range(o.rows.shape[0]):
         o.rows[row, 2] = o.rows[row, 0]
@@ -86,7 +87,8 @@ def follow(x: MachineState, o: Orders) -> int:
                 devices[d].touched = 0
                 _start_all(x, o, now, d)
         if x.counts[EVENTS] == 0:
-            return int(x.counts[OPS])
+            started: int = x.counts[OPS]
+            return started
         now = next_moment(x)
 
 
@@ -144,19 +146,18 @@ def _is_ready(x: MachineState, now: int, kind: int, s: int, m: int) -> bool:
             return False
         return True
     if kind == W:
-        return bool(where == HALF_DONE)
+        return where == HALF_DONE
     if kind in (R, D):
-        return bool(where == COMPUTED)
+        return where == COMPUTED
     if kind == H:
         if where != AWAY or act.backward == NONE:
-            return bool(where == AWAY)
-        gate_kind, gate_s, gate_m = op(act.backward)
-        return bool(x.starts[gate_kind, gate_s, gate_m] != NONE)
+            return where == AWAY
+        return _has_started(x, act.backward)
     restored = COMPUTED if act.mode == KEEP else BACK if act.mode == OFFLOAD else RESTORED
     later = m + 1  # its backward reads what this one's adds to
     is_last = later == x.acts.shape[1] or x.units[later].first == later
     has_turn = is_last or x.acts[s, later].where == HALF_DONE
-    return bool(act.gradient <= now and where == restored and has_turn)
+    return act.gradient <= now and where == restored and has_turn
 
 
 @compiled
@@ -164,7 +165,7 @@ def _fits(x: MachineState, o: Orders, d: int, code: int, kind: int, s: int, m: i
     """Whether the memory is there, also for the ops that the plan lets take theirs earlier."""
     device = x.devices[d]
     if kind == D:
-        return bool(device.host >= x.costs[sort(x, m), s, MOVED])
+        return device.host >= x.costs[sort(x, m), s, MOVED]
     row = o.rows[x.devices.shape[0] + 2 * x.links.shape[0] + d]
     while row[2] < row[1] and _has_started(x, o.codes[row[2]]):
         row[2] += 1
@@ -178,13 +179,14 @@ def _fits(x: MachineState, o: Orders, d: int, code: int, kind: int, s: int, m: i
             if need > room:
                 return False
         place += 1
-    return bool(need <= room or need == 0)
+    return need <= room or need == 0
 
 
 @compiled
 def _has_started(x: MachineState, code: int) -> bool:
     kind, s, m = op(code)
-    return bool(x.starts[kind, s, m] != NONE)
+    has_started: bool = x.starts[kind, s, m] != NONE
+    return has_started
 
 
 # -- given times
@@ -196,6 +198,7 @@ def hold(x: MachineState, sequence: Ints, ticks: Ints, levels: Ints) -> None:
 
     `levels` gets the most units that the op's device holds from its start to that of the device's next one.
     """
+    x = views(x)
     reset(x)
     devices = x.devices.shape[0]
     for d in range(devices):
@@ -208,7 +211,7 @@ def hold(x: MachineState, sequence: Ints, ticks: Ints, levels: Ints) -> None:
         device = x.devices[x.stages[s].device]
         if kind == D:
             device.host -= x.costs[sort(x, m), s, MOVED]
-            device.host_budget = min(device.host_budget, device.host)
+            device.host_budget -= max(0, device.host_budget - device.host)
         else:
             _close(device, levels)
         if kind < D:

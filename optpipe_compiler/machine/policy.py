@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from optpipe_compiler.machine.compiled import compiled, entry
+from optpipe_compiler.machine.compiled import compiled, entry, views
 from optpipe_compiler.machine.dispatch import DONE, play
 from optpipe_compiler.machine.state import (
-    KEEP,
     NEVER,
     OPS,
+    RANDOM,
     RECOMPUTE,
     B,
     I,
     Ints,
     MachineState,
     back,
+    below,
 )
 
 if TYPE_CHECKING:
@@ -134,12 +135,13 @@ def _search(
 
     Returns the last policy's value, the best, and the ops run.
     """
-    np.random.seed(seed)
+    x, by, trial, given = views(x), views(by), views(trial), views(given)
+    x.counts[RANDOM] = seed
     spent = 0
     while True:
         if ops:
             _copy(trial, by)
-            for _ in range(1 + np.random.randint(0, 4) // 2):
+            for _ in range(1 + below(x, 2)):
                 _change(trial, x, given)
         found = _value(x, trial, given, reached)
         spent += x.counts[OPS] + x.acts.shape[0] * x.acts.shape[1]
@@ -176,8 +178,8 @@ def _guide(x: MachineState, by: Policy, given: Setting) -> None:
     slices of them, and those that wait for the last slice of the first."""
     stages, count, sorts = x.acts.shape[0], x.acts.shape[1], by.modes.shape[2]
     end = x.devices.shape[0] + given.numbers[SLICES] - 1
-    fill = min(end, count // 2)
-    drain = min(end, count - fill)
+    fill = count // 2 - max(0, count // 2 - end)
+    drain = count - fill - max(0, count - fill - end)
     for s in range(stages):
         turn = given.turn[s]
         x.stages[s].fused = by.fused[turn]
@@ -240,24 +242,26 @@ def _copy(to: Policy, source: Policy) -> None:
 @compiled
 def _change(by: Policy, x: MachineState, given: Setting) -> None:
     """Take one step at random: ranks, treatment of activations, or a split."""
-    draw = np.random.randint(0, given.moves[2])
+    draw = below(x, given.moves[2])
     if draw < given.moves[0]:
-        _shift(by, given)
+        _shift(by, x, given)
     elif draw < given.moves[1] or not given.numbers[CAN_SPLIT]:
         _treat(by, x, given)
     else:
-        turn = np.random.randint(0, by.fused.size)
+        turn = below(x, by.fused.size)
         by.fused[turn] = not by.fused[turn]
 
 
 @compiled
-def _shift(by: Policy, given: Setting) -> None:
+def _shift(by: Policy, x: MachineState, given: Setting) -> None:
     """Move one kind of op in one part of the step, of one turn or of all."""
-    kind, part = np.random.randint(0, 3), np.random.randint(0, PARTS)
-    width = (0.3, 1.0, 3.0)[np.random.randint(0, 3)] * given.numbers[SCALE]
-    change = int(np.random.normal(0.0, width))
-    chosen = np.random.randint(0, by.shift.shape[2])
-    is_whole = np.random.random() < 0.2
+    kind, part = below(x, 3), below(x, PARTS)
+    width = (3, 10, 30)[below(x, 3)] * given.numbers[SCALE] // 10
+    change = -3 * width  # to 3 widths more, of standard deviation `width`
+    for _ in range(3):
+        change += below(x, 2 * width + 1)
+    chosen = below(x, by.shift.shape[2])
+    is_whole = below(x, 5) == 0
     for turn in range(by.shift.shape[2]):
         if is_whole or turn == chosen:
             by.shift[kind, part, turn] += change
@@ -266,17 +270,17 @@ def _shift(by: Policy, given: Setting) -> None:
 @compiled
 def _treat(by: Policy, x: MachineState, given: Setting) -> None:
     """Keep, offload or recompute what a range of devices computes in one turn, in one part of the step or in all."""
-    mode, sorts = np.random.randint(KEEP, RECOMPUTE + 1), by.modes.shape[2]
-    least = np.random.randint(0, sorts + 1)
+    mode, sorts = below(x, RECOMPUTE + 1), by.modes.shape[2]
+    least = below(x, sorts + 1)
     most = least
     if least == sorts:
         least, most = 0, sorts - 1
-    elif sorts > 2 and np.random.random() < 0.5:
-        most = np.random.randint(least, sorts)
-    part = np.random.randint(0, PARTS + 1)
-    turn = np.random.randint(0, by.fused.size)
-    low = np.random.randint(0, x.devices.shape[0])
-    high = low if np.random.random() < 0.5 else np.random.randint(low, x.devices.shape[0])
+    elif sorts > 2 and below(x, 2):
+        most += below(x, sorts - least)
+    part = below(x, PARTS + 1)
+    turn = below(x, by.fused.size)
+    low = below(x, x.devices.shape[0])
+    high = low if below(x, 2) else low + below(x, x.devices.shape[0] - low)
     for s in range(x.acts.shape[0]):
         if given.turn[s] == turn and low <= x.stages[s].device <= high and given.able[mode, s]:
             for p in range(PARTS):

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
 Ints = NDArray[np.int64]
 Number = TypeVar("Number", int, Ints)
-Row = NDArray[np.int64]
-"""One row of `MachineState.costs`."""
-
 NEVER = 1 << 62
 NONE = -1
 F, I, W, B, R, D, H = range(7)  # noqa: E741  (torch's letter)
@@ -47,9 +44,10 @@ beyond the activation, once where backwards are split and once where they are in
 BUSY = 42
 """Ticks that the transfers of an activation take from compute, by way."""
 COSTS = 44
-EVENTS, OPS, CHECKS, PRODUCED, RECEIVED, BOX = range(6)
+EVENTS, OPS, CHECKS, PRODUCED, RECEIVED, RANDOM, BOX = range(7)
 """Entries of `counts`: events in the queue, ops started, safety checks, messages produced at this moment, those
-of them that have been received; then the codes of the ops that produced them."""
+of them that have been received; the state of random numbers, which a run leaves alone; then the codes of the ops that
+produced the messages."""
 BITS = 20
 """Of a microbatch's number, and of a stage's, in the code of an op: see `packed`."""
 MASK = (1 << BITS) - 1
@@ -188,6 +186,22 @@ class EventRecord:
 
 
 if TYPE_CHECKING:
+
+    class Row(Protocol):
+        """One row of `MachineState.costs`."""
+
+        def __getitem__(self, index: int) -> int: ...
+
+    class Costs(Protocol):
+        """All rows."""
+
+        shape: tuple[int, ...]
+
+        @overload
+        def __getitem__(self, index: tuple[int, int]) -> Row: ...
+        @overload
+        def __getitem__(self, index: tuple[int, int, int]) -> int: ...
+
     Fields = TypeVar("Fields", covariant=True)
 
     class Records(Protocol[Fields]):
@@ -207,7 +221,7 @@ class MachineState(NamedTuple):
 
     stages: Records[StageRecord]
     """[s]"""
-    costs: Ints
+    costs: Costs
     """[c, s, COSTS]; one row where, and only where, all microbatches are whole and equal."""
     units: Records[UnitRecord]
     """[m]"""
@@ -343,6 +357,21 @@ op = compiled(unpacked)
 def activation(which: int) -> tuple[int, int]:
     """Return stage and microbatch of a code of kind 0."""
     return which >> BITS, which & MASK
+
+
+@compiled
+def below(x: MachineState, count: int) -> int:
+    """Return a number of 0 to count - 1 at random (SplitMix64: Steele, Lea and Flood, 2014).
+
+    numba has numpy's generators, whose numbers may be others with another version of either, and plans with them; to
+    compile those takes a tenth of what the machine takes.
+    """
+    x.counts[RANDOM] += -0x61C8864680B583EB
+    mixed = x.counts[RANDOM]
+    mixed = (mixed ^ (mixed >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
+    mixed = (mixed ^ (mixed >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
+    drawn: int = (mixed >> 20 & (1 << 40) - 1) % count
+    return drawn
 
 
 @compiled

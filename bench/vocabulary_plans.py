@@ -32,7 +32,7 @@ The models of Vocabulary Parallelism (arXiv:2411.05288) as operation counts: blo
 6 s h V; {tokens} tokens, {microbatches} microbatches, no messages, a cap of P + 2 activations of a device's blocks,
 neither offload nor recompute. Idle shares of the plans, {seconds:g} s each (reproducibly: as much search, whatever
 else runs), and what their bounds allow at least: the head as one layer on cuts of whole layers, and in as many parts
-as devices.
+as devices. Microbatches are {whole}.
 
 | devices | blocks, width | vocabulary | head in blocks | whole head | at least | in parts | at least | faster by |
 |---|---|---|---|---|---|---|---|---|
@@ -51,8 +51,8 @@ class Size:
 SIZES = (Size(8, 32, 3072), Size(16, 48, 4096), Size(32, 64, 5120))
 
 
-def planned(size: Size, vocabulary: int, parts: int, seconds: float) -> Schedule:
-    """Return the plan."""
+def planned(size: Size, vocabulary: int, parts: int, seconds: float, slices: int) -> Schedule:
+    """Return the plan. Of a microbatch in slices, keys and values (4 of 34 parts of an activation) serve later ones."""
     third = TOKENS * size.width * (24 * size.width + 4 * TOKENS) / OPERATIONS_PER_MS
     head = 2 * TOKENS * size.width * vocabulary * 1024 / OPERATIONS_PER_MS
     per_device = size.blocks // size.devices
@@ -68,6 +68,10 @@ def planned(size: Size, vocabulary: int, parts: int, seconds: float) -> Schedule
             residue_fraction=1.0,
             head_ms=(head, head, head) if vocabulary else None,
             head_parts=parts,
+            sliceable=True,
+            sequence_length=TOKENS,
+            attention_share=attention / third,
+            kv_fraction=4 / 34,
         )
     )
     options = Options(
@@ -76,18 +80,19 @@ def planned(size: Size, vocabulary: int, parts: int, seconds: float) -> Schedule
         offload=False,
         recompute=False,
         time_limit_s=seconds,
+        slices=slices,
         reproducible=True,
     )
     return compile_schedule(profile, options).schedule
 
 
-def row(size: Size, vocabulary: int, seconds: float) -> str:
+def row(size: Size, vocabulary: int, seconds: float, slices: int) -> str:
     """Plan with the head whole and in parts, or without one."""
     start = f"| {size.devices} | {size.blocks}, {size.width} |"
-    whole = planned(size, vocabulary, 1, seconds)
+    whole = planned(size, vocabulary, 1, seconds, slices)
     if not vocabulary:
         return f"{start} none | 0.0 | {_idle(whole)} | {_least(whole)} |  |  |  |"
-    parts = planned(size, vocabulary, size.devices, seconds)
+    parts = planned(size, vocabulary, size.devices, seconds, slices)
     block = 72 * size.width + 12 * TOKENS
     cells = [f"{_idle(one)} | {_least(one)}" for one in (whole, parts)]
     faster = whole.forecast.makespan_ns / parts.forecast.makespan_ns - 1
@@ -112,16 +117,18 @@ def main() -> None:
     parser.add_argument(
         "--vocabulary", type=int, action="append", help="in units of 1024 tokens; 0: no head; default: 32 to 256"
     )
+    parser.add_argument("--slices", type=int, default=1, help="of every microbatch")
     parser.add_argument("-o", "--output", type=Path)
     chosen = parser.parse_args()
     rows = []
     for size in (one for one in SIZES if not chosen.devices or one.devices in chosen.devices):
         for vocabulary in chosen.vocabulary or VOCABULARIES:
-            rows.append(row(size, vocabulary, chosen.seconds))
+            rows.append(row(size, vocabulary, chosen.seconds, chosen.slices))
             print(rows[-1], flush=True)
     asked = [f"--seconds {chosen.seconds:g}"]
     asked += [f"--devices {number}" for number in chosen.devices or ()]
     asked += [f"--vocabulary {number}" for number in chosen.vocabulary or ()]
+    asked += [f"--slices {chosen.slices}"] if chosen.slices > 1 else []
     header = HEADER.format(
         options=" ".join(asked),
         seconds=chosen.seconds,
@@ -129,6 +136,7 @@ def main() -> None:
         machine=machine(),
         tokens=TOKENS,
         microbatches=MICROBATCHES,
+        whole=f"in {chosen.slices} slices" if chosen.slices > 1 else "whole",
     )
     publish(header + "\n".join(rows) + "\n", chosen.output)
 

@@ -188,10 +188,8 @@ PARTS = {
     ),
     "narrow and wide moves of ranks": policies("(3, 10, 30)[below(x, 3)]", "10"),
     "moves of ranks of all turns": policies("is_whole = below(x, 5) == 0", "is_whole = False"),
-    "moves of ranks by part of the step": policies(
-        "by.shift[kind, part, turn] += change",
-        "for p in range(PARTS):\n                by.shift[kind, p, turn] += change",
-    ),
+    "moves of ranks by part of the step": policies("PARTS if below(x, 2) else below(x, PARTS)", "PARTS"),
+    "moves of ranks of the whole step": policies("PARTS if below(x, 2) else below(x, PARTS)", "below(x, PARTS)"),
     "treatments by part of the step": policies("part = below(x, PARTS + 1)", "part = PARTS"),
     "treatments by parity of the microbatch": policies("least = below(x, sorts + 1)", "least = sorts"),
     "treatments of several devices at once": policies("high = low if below(x, 2) else", "high = low if True else"),

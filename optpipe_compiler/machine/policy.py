@@ -254,8 +254,8 @@ def _change(by: Policy, x: MachineState, given: Setting) -> None:
 
 @compiled
 def _shift(by: Policy, x: MachineState, given: Setting) -> None:
-    """Move one kind of op in one part of the step, of one turn or of all."""
-    kind, part = below(x, 3), below(x, PARTS)
+    """Move one kind of op in one part of the step or in all, of one turn or of all."""
+    kind, part = below(x, 3), PARTS if below(x, 2) else below(x, PARTS)
     width = (3, 10, 30)[below(x, 3)] * given.numbers[SCALE] // 10
     change = -3 * width  # to 3 widths more, of standard deviation `width`
     for _ in range(3):
@@ -264,7 +264,9 @@ def _shift(by: Policy, x: MachineState, given: Setting) -> None:
     is_whole = below(x, 5) == 0
     for turn in range(by.shift.shape[2]):
         if is_whole or turn == chosen:
-            by.shift[kind, part, turn] += change
+            for p in range(PARTS):
+                if part in (p, PARTS):
+                    by.shift[kind, p, turn] += change
 
 
 @compiled

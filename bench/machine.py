@@ -75,9 +75,9 @@ FIRST = """
 A new process that searches, follows an order and counts memory, each once, takes {anew_s:.1f} s of the clock where
 the machine has to be compiled, and {again_s:.1f} s where it is in the cache. The compilation takes {whole_s:.1f} s
 of one core (aim: 5): {llvm_s:.1f} in LLVM, and {own_s:.1f} in numba's own analysis, which is written in Python. From
-the cache it takes {loaded_s:.2f} s, numba's import included (aim: 0.5). Without what
-`optpipe_compiler/machine/inlined.py` changes of numba's way it takes {plain_s:.1f} s to compile. Published schedules
-are tried meanwhile, so a first answer does not wait for it.
+the cache it takes {loaded_s:.2f} s, numba's import included (aim: 0.5). Without what `inlined.py` and `views.py` of
+`optpipe_compiler/machine` change of numba's way it takes {plain_s:.1f} s to compile. Published schedules are tried
+meanwhile, so a first answer does not wait for it.
 """
 
 

@@ -83,7 +83,7 @@ def setting(problem: Problem, wish: Ints, whole: int, *, is_span: bool) -> Setti
     work = max(sum(problem.stages[s].work for s in problem.stages_of(d)) for d in range(problem.devices))
     numbers = [scale, work, whole, is_span, problem.freedom.split, problem.slices]
     return Setting(
-        wish,
+        np.ascontiguousarray(wish),
         np.array([turn[s] for s in stages], dtype=np.int64),
         np.array(able),
         np.array(numbers, dtype=np.int64),

@@ -223,10 +223,15 @@ class _Compilation:
         """Add to `found` the best schedule, under noise several nearly as good ones; return the number of the best."""
         limits = self.budget.limits
         most_s = limits.time_limit_s * (1 + GRACE_SHARE) + GRACE_S
-        choice = Choice()
+        choice, rejected = Choice(), None
         for attempt, timed in self.incumbents.near():
             begin = time.monotonic()
-            checked = self._certified(attempt, timed)
+            try:
+                checked = self._certified(attempt, timed)
+            except Violated as error:
+                rejected = error
+                attempt.notes.append(f"a plan was left out that verify rejects, please report it: {error}")
+                continue
             found.append((attempt, checked))
             spreads = spreads_of(checked.schedule, self.profile, self.options.noise)
             is_asked = self.options.method is not None or self.budget.is_interrupted
@@ -237,6 +242,8 @@ class _Compilation:
             # as long as the next one takes, and as long as it takes to confirm the choice
             if not limits.reproducible and time.monotonic() + 2 * took_s > self.begin + most_s:
                 break
+        if not found:
+            raise AssertionError("the compiler made schedules that verify rejects") from rejected
         return choice.best()
 
     def _search(self) -> None:
@@ -280,8 +287,4 @@ class _Compilation:
             baselines=self.candidates.baselines(),
             options=recorded(self.options),
         )
-        schedule = lower(timed, self.profile, winner.layout, self.caps, certificate)
-        try:
-            return check(schedule, self.profile)
-        except Violated as error:
-            raise AssertionError("the compiler made a schedule that verify rejects") from error
+        return check(lower(timed, self.profile, winner.layout, self.caps, certificate), self.profile)

@@ -22,7 +22,8 @@ from optpipe_compiler.plan import budget, candidates, exact
 from optpipe_compiler.published import METHODS
 from optpipe_compiler.solver import search
 from optpipe_compiler.solver.worker import SearchEvent
-from optpipe_compiler.verify import verify
+from optpipe_compiler.verify import Violated, verify
+from optpipe_compiler.verify.report import Violation
 from tests.instances import anew, profiles, quick, uniform
 from tests.processes import children
 
@@ -419,6 +420,32 @@ def test_ctrl_c_behind_the_search_loses_nothing(monkeypatch, step):
     assert result.interrupted
     assert verify(result.schedule, OPEN) == []
     assert (result.quantiles is None) == (step == "under_noise")
+
+
+def test_a_plan_that_verify_rejects_gives_way_to_the_next_and_is_noted(monkeypatch):
+    checked = compiler.check
+    refused: list[ir.Schedule] = []
+
+    def first(schedule: ir.Schedule, profile: Profile) -> ir.Checked:
+        if not refused:
+            refused.append(schedule)
+            raise Violated([Violation(rule="device-memory", message="too much")])
+        return checked(schedule, profile)
+
+    monkeypatch.setattr(compiler, "check", first)
+    result = planned(time_limit_s=3.0)
+    assert verify(result.schedule, OPEN) == []
+    assert result.schedule.forecast.makespan_ns >= refused[0].forecast.makespan_ns
+    assert any("left out that verify rejects" in note and "too much" in note for note in result.notes)
+
+
+def test_without_another_plan_the_rejection_is_said(monkeypatch):
+    def always(schedule: ir.Schedule, profile: Profile) -> ir.Checked:
+        raise Violated([Violation(rule="device-memory", message="too much")])
+
+    monkeypatch.setattr(compiler, "check", always)
+    with pytest.raises(AssertionError, match="verify rejects"):
+        planned(search=False)
 
 
 def out_of_memory(line: Connection) -> None:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import msgspec
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from optpipe_compiler.compiler import Options, instances, settled
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile
 from optpipe_compiler.errors import Infeasible
 from optpipe_compiler.lower import Certificate, lift, lower
 from optpipe_compiler.model.placement import Layout, layout
 from optpipe_compiler.model.problem import Caps, Freedom, build
-from optpipe_compiler.model.schedule import Mode
+from optpipe_compiler.model.schedule import Kind, Mode, Schedule, Task
 from optpipe_compiler.verify import verify
 from tests.instances import anew, profiles, quick, uniform
 from tests.list_scheduler import Guide
 from tests.machines import run
 
+GOLDEN = Path(__file__).parent / "golden"
 SLOW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -136,3 +141,15 @@ def test_an_offload_of_a_part_moves_its_first_layers_and_the_judge_accepts_it():
     assert verify(schedule, costs) == []
     assert {tuple(op.layers) for device in schedule.devices for op in (*device.d2h, *device.h2d)} == {(0, 2), (4, 6)}
     assert lift(schedule, one).starts == timed.starts
+
+
+def test_small_messages_that_arrive_before_large_ones_sent_earlier_leave_no_wait_out():
+    """A forward and a reload that started early could hold 164 bytes where 160 were planned."""
+    saved = json.loads((GOLDEN / "forward-and-reload-early.json").read_text())
+    profile = msgspec.convert(saved["profile"], Profile)
+    options = settled(profile, Options(165, 3, lengths=(3, 11, 8), placement="loop"))
+    found, problem = next(one for one in instances(profile, options) if one[0].stages == 8)
+    starts = {Task(Kind(kind), stage, microbatch): tick for kind, stage, microbatch, tick in saved["starts"]}
+    certificate = Certificate("makespan", "feasible", 0, "device-work", {}, {})
+    plan = lower(Schedule(problem, "local-search", starts), profile, found, Caps(165, None), certificate)
+    assert verify(plan, profile) == []

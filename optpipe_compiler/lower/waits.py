@@ -84,7 +84,8 @@ class Waits:
         for turn, node in enumerate(self.order.tolist()):
             while ends[completed] <= starts[node] and turns[completed] < turn:
                 free = frees[completed]
-                self._devices[self._device[free]].latest[self._chain[free]] = free
+                latest, number = self._devices[self._device[free]].latest, self._chain[free]
+                latest[number] = max(latest.get(number, free), free, key=self._position.__getitem__)
                 completed += 1
             clock, chain = clocks[node], self._chain[node]
             for one in before[node]:
@@ -211,7 +212,10 @@ class _Memory:
         """The numbers of its chains; clocks below are on these alone."""
         self.index = {number: index for index, number in enumerate(local)}
         self.latest: dict[int, int] = {}
-        """By chain the last node that has freed memory of the device, those first that did so first."""
+        """By chain the last node in its order that has freed memory of the device, those first that did so first.
+
+        A small message may be planned to arrive before a large one that was sent earlier.
+        """
         mine = np.where(nodes.device == device, nodes.given, 0)
         sums = [_sums(mine[graph.along[number]]) for number in local]
         self._given = np.concatenate([*sums, np.empty(0, np.int64)])

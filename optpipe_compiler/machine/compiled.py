@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _OPTIONS: dict[str, Any] = {"nogil": True, "_nrt": False, "error_model": "numpy", "no_cfunc_wrapper": True}
 _INNER: dict[str, Any] = {"forceinline": True, "no_cpython_wrapper": True}
 _KNOWN = (0, 62) <= version_info.short < (0, 69)
-"""Whether this numba compiles as `inlined` expects; another one does it in its own way, which takes twice as long."""
+"""Whether this numba compiles as `inlined` expects; others do it in their own way, which takes longer."""
 _SETTING = Lock()
 """numba has one cache folder for all, and threads may import parts of the machine at the same time."""
 UNUSED_S = 30 * 24 * 3600
@@ -55,7 +55,7 @@ def compiled(function: Function) -> Function:
 
     Functions of the machine own no memory: without counting references to its arrays they take a third of the time
     (`_nrt`, as numba's own library has it). They divide by nothing that can be zero: without looking they take two
-    thirds. Inlined they take three quarters, and a twelfth more to compile.
+    thirds.
     """
     one = njit(**_OPTIONS, **_INNER)(function)
     return cast("Function", once(one) if _KNOWN else one)

@@ -1,4 +1,4 @@
-"""How numba is made to compile the machine in half its time: every function once, optimised where it ends up.
+"""How numba is made to compile every function of the machine once, optimised where it ends up.
 
 This uses what numba does not promise to keep (libraries of code) beside what it documents (pipelines of passes), so
 `compiled` takes it only for versions that are known to work with it.

@@ -211,7 +211,7 @@ def hold(x: MachineState, sequence: Ints, ticks: Ints, levels: Ints) -> None:
         device = x.devices[x.stages[s].device]
         if kind == D:
             device.host -= x.costs[sort(x, m), s, MOVED]
-            device.host_budget -= max(0, device.host_budget - device.host)
+            device.host_budget = min(device.host_budget, device.host)
         else:
             _close(device, levels)
         if kind < D:

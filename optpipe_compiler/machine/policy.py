@@ -178,8 +178,8 @@ def _guide(x: MachineState, by: Policy, given: Setting) -> None:
     slices of them, and those that wait for the last slice of the first."""
     stages, count, sorts = x.acts.shape[0], x.acts.shape[1], by.modes.shape[2]
     end = x.devices.shape[0] + given.numbers[SLICES] - 1
-    fill = count // 2 - max(0, count // 2 - end)
-    drain = count - fill - max(0, count - fill - end)
+    fill = min(count // 2, end)
+    drain = min(count - fill, end)
     for s in range(stages):
         turn = given.turn[s]
         x.stages[s].fused = by.fused[turn]

@@ -363,8 +363,7 @@ def activation(which: int) -> tuple[int, int]:
 def below(x: MachineState, count: int) -> int:
     """Return a number of 0 to count - 1 at random (SplitMix64: Steele, Lea and Flood, 2014).
 
-    numba has numpy's generators, whose numbers may be others with another version of either, and plans with them; to
-    compile those takes a tenth of what the machine takes.
+    numba has numpy's generators, whose numbers may be others with another version of either, and plans with them.
     """
     x.counts[RANDOM] += -0x61C8864680B583EB
     mixed = x.counts[RANDOM]

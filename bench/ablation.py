@@ -152,6 +152,17 @@ def shares(local: float) -> tuple[object, ...]:
     return tuple(patch.object(compiler, name, local) for name in ("LOCAL_SHARE", "SMALL_SHARE"))
 
 
+SIMPLER = tuple(
+    ("machine/policy.py", before, after)
+    for before, after in (
+        ("1 + below(x, 2)", "1"),
+        ("(3, 10, 30)[below(x, 3)]", "10"),
+        ("PARTS if below(x, 2) else below(x, PARTS)", "PARTS"),
+        ("part = below(x, PARTS + 1)", "part = PARTS"),
+        ("least = below(x, sorts + 1)", "least = sorts"),
+        ("high = low if below(x, 2) else", "high = low if True else"),
+    )
+)
 NO_WINDOWS = patch.object(exact._Exact, "polish", nothing)
 NO_MODEL = patch.object(exact, "EXACT", 0)
 PARTS = {
@@ -163,8 +174,9 @@ PARTS = {
     "first offloads by how long activations stay": Part(
         (patch.object(wishes, "STAYS", ()),), groups=(BINDING, FEW, HEAD)
     ),
-    "first offloads of the lowest stages": wishes_edited("n in range(1, max(turn.values()) + 1)", "n in ()"),
-    "first recomputes of the lowest stages": wishes_edited("n in range(1, max(turn.values()) + 2)", "n in ()"),
+    "first offloads of the lowest stages": wishes_edited("count in range(1, turns)]", "count in ()]"),
+    "first recomputes of the lowest stages": wishes_edited("count in range(1, turns + 1)]", "count in ()]"),
+    "first offloads and recomputes mixed": Part((patch.object(wishes, "MIXED", 1),), groups=(BINDING, FEW)),
     "offloads of a part of a stage": Part((patch.object(instances, "link_share", lambda _: 1.0),)),
     "loops of the smallest stages": Part((patch.object(instances, "_finest", lambda *_: []),)),
     "other cuts of a placement": Part((patch.object(instances, "others", lambda *_: iter(())),)),
@@ -193,6 +205,7 @@ PARTS = {
     "treatments by part of the step": policies("part = below(x, PARTS + 1)", "part = PARTS"),
     "treatments by parity of the microbatch": policies("least = below(x, sorts + 1)", "least = sorts"),
     "treatments of several devices at once": policies("high = low if below(x, 2) else", "high = low if True else"),
+    "two moves at once, and moves by width, part, parity and devices": Part(edits=SIMPLER),
     "recomputes before their gradients": Part(
         edits=(("machine/dispatch.py", "(is_dropped or act.gradient <= now)", "act.gradient <= now"),)
     ),

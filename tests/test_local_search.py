@@ -12,13 +12,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from optpipe_compiler.machine.policy import climb, copied, value
+from optpipe_compiler.machine.policy import climb, copied, policy, setting, value
 from optpipe_compiler.machine.state import NEVER, machine
 from optpipe_compiler.model import bounds
-from optpipe_compiler.model.schedule import Schedule
+from optpipe_compiler.model.schedule import Mode, Schedule
 from optpipe_compiler.plan import explore
 from optpipe_compiler.plan.local_search import Effort, Found, LocalSearch, Realiser, SearchedProblem, shortened
 from optpipe_compiler.plan.modulo import modulo
+from optpipe_compiler.plan.wishes import wish
 from tests.instances import problem
 from tests.machines import first_policies, starts
 from tests.plans import check
@@ -86,6 +87,15 @@ def test_ranks_never_fall_from_one_microbatch_to_the_next():
         climb(x, by, copied(by), given_, reached, 200, seed)
         for kind in ("forward", "backward", "weight"):
             assert (np.diff(x.acts[kind], axis=1) >= 0).all()
+
+
+def test_each_further_microbatch_takes_no_less_than_the_work_and_the_recomputations_of_a_device():
+    one = problem(2, 8, 64)
+    wished = wish(one, "zb-h1")
+    by = policy(one, np.full(len(one.stages), int(Mode.RECOMPUTE)))
+    by.shift[2] = 10**6  # weight gradients come when all else is over, so the middle has none
+    few, many = (value(machine(one), by, setting(one, wished, count, is_span=False), NEVER // 2) for count in (8, 100))
+    assert many - few == 92 * max(stage.work + stage.recompute for stage in one.stages)
 
 
 def test_searching_only_gets_better_and_says_what_it_reaches():

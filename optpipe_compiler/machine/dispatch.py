@@ -82,18 +82,19 @@ def _begin(x: MachineState) -> None:
     reset(x)
     for d in range(x.devices.shape[0]):
         device = x.devices[d]
-        device.remaining = _work(x, d)
+        device.remaining = work(x, d, 0, x.acts.shape[1])
         device.enough = enough(x, d)
         _merge(x, device)
 
 
 @compiled
-def _work(x: MachineState, d: int) -> int:
+def work(x: MachineState, d: int, first: int, last: int) -> int:
+    """Return the compute ticks of a device's ops of the microbatches [first, last), recomputations too."""
     total = 0
     s = x.devices[d].first_stage
     while s != NONE:
         is_fused = x.stages[s].fused
-        for m in range(x.acts.shape[1]):
+        for m in range(first, last):
             row = x.costs[sort(x, m), s]
             total += row[LENGTH + F] + (row[LENGTH + B] if is_fused else row[LENGTH + I] + row[LENGTH + W])
             if x.acts[s, m].mode == RECOMPUTE:

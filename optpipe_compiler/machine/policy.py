@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from optpipe_compiler.machine.compiled import compiled, entry, views
-from optpipe_compiler.machine.dispatch import DONE, play
+from optpipe_compiler.machine.dispatch import DONE, play, work
 from optpipe_compiler.machine.state import (
     NEVER,
     OPS,
@@ -155,8 +155,8 @@ def _search(
 
 @compiled
 def _value(x: MachineState, by: Policy, given: Setting, cutoff: int) -> int:
-    whole, short, work = given.numbers[WHOLE], x.acts.shape[1], given.numbers[WORK]
-    limit = cutoff - (whole - short) * work
+    whole, short = given.numbers[WHOLE], x.acts.shape[1]
+    limit = cutoff - (whole - short) * given.numbers[WORK]
     ops = 0
     result = NEVER
     for _ in range(TRIES):
@@ -166,7 +166,7 @@ def _value(x: MachineState, by: Policy, given: Setting, cutoff: int) -> int:
         if status != DONE:
             break
         if not _is_over(x, by):
-            result = reached if whole == short else reached + (whole - short) * max(work, _period(x))
+            result = reached if whole == short else reached + (whole - short) * _period(x)
             break
     x.counts[OPS] = ops
     return result if result <= cutoff else NEVER
@@ -217,14 +217,17 @@ def _is_over(x: MachineState, by: Policy) -> bool:
 
 @compiled
 def _period(x: MachineState) -> int:
-    """Return the ticks per microbatch in the middle of the run, on the average of all stages."""
+    """Return the ticks per microbatch in the middle of the run, on the average of all stages; no less than what the
+    busiest device computes."""
     count = x.acts.shape[1]
     first, last = x.units[count // 4].first, x.units[3 * count // 4].first
-    passed = 0
+    passed = busiest = 0
+    for d in range(x.devices.shape[0]):
+        busiest = max(busiest, work(x, d, first, last))
     for s in range(x.acts.shape[0]):
         kind = B if x.stages[s].fused else I
         passed += x.starts[kind, s, back(x, last)] - x.starts[kind, s, back(x, first)]
-    return passed // (x.acts.shape[0] * max(1, last - first))
+    return max(passed // x.acts.shape[0], busiest) // max(1, last - first)
 
 
 @compiled

@@ -6,6 +6,7 @@ gradients (2). It minds neither memory nor links: the list scheduler does, takin
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,6 +47,8 @@ STAYS = (0.5, 1.5, 3.0, 5.0)
 """Activations are offloaded at first that stay longer than so many transfers there and back; by bench.starts such a
 treatment is the best at first in 31 of 103 cases, and with one layer a device plans are 0.6 % longer without
 them (docs/ABLATION.md)."""
+MIXED = 4
+"""Of so many stages of a device, from the lowest on, some are offloaded and some recomputed at first."""
 
 
 def names(problem: Problem, placed: Placed) -> list[str]:
@@ -94,15 +97,24 @@ def treatments(problem: Problem, wished: Wish) -> Iterator[NDArray[np.int64]]:
     stay = [int(wished[1, s, middle] - wished[0, s, middle]) - problem.stages[s].forward for s in stages]
     trip = [problem.stages[s].offload + problem.stages[s].reload for s in stages]
     movable = {s for s in stages if problem.can_offload(s)}
-    tables = [(Mode.OFFLOAD, {s for s in movable if stay[s] > trips * trip[s]}) for trips in STAYS]
-    # as PipeOffload does: the lowest stages of every device, whose activations live longest
-    tables += [(Mode.OFFLOAD, {s for s in movable if turn[s] < n}) for n in range(1, max(turn.values()) + 1)]
     again = {s for s in stages if problem.can_recompute(s)}
-    tables += [(Mode.RECOMPUTE, {s for s in again if turn[s] < n}) for n in range(1, max(turn.values()) + 2)]
-    tables += [(Mode.KEEP, set(stages))]
+    turns = 1 + max(turn.values())
+
+    def lowest(count: int, mode: Mode) -> dict[int, Mode]:
+        return {s: mode for s in (movable if mode is Mode.OFFLOAD else again) if turn[s] < count}
+
+    tables = [{s: Mode.OFFLOAD for s in movable if stay[s] > trips * trip[s]} for trips in STAYS]
+    # as PipeOffload does: the lowest stages of every device, whose activations live longest
+    tables += [lowest(count, Mode.OFFLOAD) for count in range(1, turns)]
+    tables += [lowest(count, Mode.RECOMPUTE) for count in range(1, turns + 1)]
+    tables += [{}]
+    if movable:
+        for count, more in combinations(range(1, min(turns, MIXED) + 1), 2):
+            tables += [lowest(more, Mode.OFFLOAD) | lowest(count, Mode.RECOMPUTE)]
+            tables += [lowest(more, Mode.RECOMPUTE) | lowest(count, Mode.OFFLOAD)]
     seen = set()
-    for mode, treated in tables:
-        modes = tuple(int(mode if s in treated else Mode.KEEP) for s in stages)
+    for table in tables:
+        modes = tuple(int(table.get(s, Mode.KEEP)) for s in stages)
         if modes not in seen:
             seen.add(modes)
             yield np.array(modes, dtype=np.int64)

@@ -136,8 +136,12 @@ def search(**constants: object) -> Part:
     return Part(tuple(patch.object(local_search, name, value) for name, value in constants.items()))
 
 
+def constant(room: object, name: str, value: float, group: Group) -> Part:
+    return Part((patch.object(room, name, value),), groups=(group,))
+
+
 def policies(before: str, after: str) -> Part:
-    return Part(edits=(("machine/policy.py", before, after),))
+    return Part(edits=(("machine/policy.py", before, after),), groups=(BINDING, FEW, HEAD))
 
 
 def wishes_edited(before: str, after: str) -> Part:
@@ -152,17 +156,6 @@ def shares(local: float) -> tuple[object, ...]:
     return tuple(patch.object(compiler, name, local) for name in ("LOCAL_SHARE", "SMALL_SHARE"))
 
 
-SIMPLER = tuple(
-    ("machine/policy.py", before, after)
-    for before, after in (
-        ("1 + below(x, 2)", "1"),
-        ("(3, 10, 30)[below(x, 3)]", "10"),
-        ("PARTS if below(x, 2) else below(x, PARTS)", "PARTS"),
-        ("part = below(x, PARTS + 1)", "part = PARTS"),
-        ("least = below(x, sorts + 1)", "least = sorts"),
-        ("high = low if below(x, 2) else", "high = low if True else"),
-    )
-)
 NO_WINDOWS = patch.object(exact._Exact, "polish", nothing)
 NO_MODEL = patch.object(exact, "EXACT", 0)
 PARTS = {
@@ -194,22 +187,26 @@ PARTS = {
     "moves of ranks 20 for 45": moves(shift=20, treat=78),
     "moves of ranks 70 for 45": moves(shift=70, treat=28),
     "moves of splits 10 for 2": Part(moves(split=10).patches, groups=(FUSED,)),
-    "two moves at once": policies("1 + below(x, 2)", "1"),
     "moves that change nothing of the value": policies(
         "_value(x, trial, given, reached)", "_value(x, trial, given, reached - 1)"
     ),
-    "narrow and wide moves of ranks": policies("(3, 10, 30)[below(x, 3)]", "10"),
     "moves of ranks of all turns": policies("is_whole = below(x, 5) == 0", "is_whole = False"),
-    "moves of ranks by part of the step": policies("PARTS if below(x, 2) else below(x, PARTS)", "PARTS"),
-    "moves of ranks of the whole step": policies("PARTS if below(x, 2) else below(x, PARTS)", "below(x, PARTS)"),
     "treatments by part of the step": policies("part = below(x, PARTS + 1)", "part = PARTS"),
     "treatments by parity of the microbatch": policies("least = below(x, sorts + 1)", "least = sorts"),
     "treatments of several devices at once": policies("high = low if below(x, 2) else", "high = low if True else"),
-    "two moves at once, and moves by width, part, parity and devices": Part(edits=SIMPLER),
     "recomputes before their gradients": Part(
         edits=(("machine/dispatch.py", "(is_dropped or act.gradient <= now)", "act.gradient <= now"),)
     ),
     "reloads no more than 2 ahead for 1": Part(edits=(("machine/dispatch.py", "\nAHEAD = 1\n", "\nAHEAD = 2\n"),)),
+    "one run of a policy for up to 4": Part(edits=(("machine/policy.py", "\nTRIES = 4\n", "\nTRIES = 1\n"),)),
+    "two runs of a policy for up to 4": Part(edits=(("machine/policy.py", "\nTRIES = 4\n", "\nTRIES = 2\n"),)),
+    "0.7 of the time for the local search for 0.92": constant(compiler, "LOCAL_SHARE", 0.7, WHOLE_PLANS),
+    "all of the time for the local search for 0.92": constant(compiler, "LOCAL_SHARE", 1.0, WHOLE_PLANS),
+    "0.15 of the time for the local search for 0.3": constant(compiler, "SMALL_SHARE", 0.15, SMALL),
+    "0.6 of the time for the local search for 0.3": constant(compiler, "SMALL_SHARE", 0.6, SMALL),
+    "0.35 of what is left for the full model for 0.7": constant(exact, "EXACT_SHARE", 0.35, SMALL),
+    "windows of 2 s for 4": constant(exact, "WINDOW_S", 2.0, SMALL),
+    "windows of 8 s for 4": constant(exact, "WINDOW_S", 8.0, SMALL),
     "windows": Part((NO_WINDOWS,), groups=(SMALL,)),
     "the full model, its time to windows": Part((NO_MODEL, *shares(0.3)), groups=(SMALL,)),
     "the full model up to 48 stages x microbatches for 100": Part((patch.object(exact, "EXACT", 48),), groups=(SMALL,)),

@@ -1,9 +1,9 @@
 """Policies for the list scheduler, and a local search over them.
 
 A policy says in a few numbers what goes first and what becomes of each activation. It starts from a wished order, such
-as a published one: the wished starts are the ranks. In each of three parts of a step (fill, middle, drain) they are
-shifted for each kind of op and each turn of a device, and each stage keeps, offloads or recomputes the activations of
-its even and of its odd microbatches. A policy treats the microbatches of a part alike, so it holds for any number.
+as a published one: the wished starts are the ranks, shifted for each kind of op and each turn of a device. In each of
+three parts of a step (fill, middle, drain) each stage keeps, offloads or recomputes the activations of its even and of
+its odd microbatches. A policy treats the microbatches of a part alike, so it holds for any number.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ TRIES = 4
 
 
 class Policy(NamedTuple):
-    """Axes: k forwards, backwards, weight gradients; p parts of the step; t turns of a device; s stages; d devices."""
+    """Axes: k forwards, backwards, weight gradients; t turns of a device; p parts of the step; s stages; d devices."""
 
     shift: Ints
-    """[k, p, t] ticks added to the wished starts."""
+    """[k, t] ticks added to the wished starts."""
     modes: Ints
     """[p, s, sort] what becomes of an activation (schedule.Mode): by parity of the microbatch, or by slice of it."""
     fused: NDArray[np.bool_]
@@ -95,7 +95,7 @@ def policy(problem: Problem, modes: Ints) -> Policy:
     """Return the policy that takes a wished order as it is, with `modes` [s] all the time."""
     turns = max(len(problem.stages_of(device)) for device in range(problem.devices))
     return Policy(
-        shift=np.zeros((3, PARTS, turns), np.int64),
+        shift=np.zeros((3, turns), np.int64),
         modes=np.ascontiguousarray(
             np.broadcast_to(modes[:, None], (PARTS, len(modes), max(2, problem.slices))), dtype=np.int64
         ),
@@ -141,8 +141,7 @@ def _search(
     while True:
         if ops:
             _copy(trial, by)
-            for _ in range(1 + below(x, 2)):
-                _change(trial, x, given)
+            _change(trial, x, given)
         found = _value(x, trial, given, reached)
         spent += x.counts[OPS] + x.acts.shape[0] * x.acts.shape[1]
         if found < NEVER:
@@ -183,22 +182,13 @@ def _guide(x: MachineState, by: Policy, given: Setting) -> None:
     for s in range(stages):
         turn = given.turn[s]
         x.stages[s].fused = by.fused[turn]
-        for kind in range(3):
-            highest = -NEVER
-            for place in range(count):
-                m = place if kind == 0 else back(x, place)
-                part = 0 if place < fill else 1 if place < count - drain else 2
-                highest = max(highest, given.wish[kind, s, m] + by.shift[kind, part, turn])
-                act = x.acts[s, m]
-                if kind == 0:
-                    act.forward = highest
-                elif kind == 1:
-                    act.backward = highest
-                else:
-                    act.weight = highest
         for m in range(count):
+            act = x.acts[s, m]
+            act.forward = given.wish[0, s, m] + by.shift[0, turn]
+            act.backward = given.wish[1, s, m] + by.shift[1, turn]
+            act.weight = given.wish[2, s, m] + by.shift[2, turn]
             part = 0 if m < fill else 1 if m < count - drain else 2
-            x.acts[s, m].mode = by.modes[part, s, m % sorts]
+            act.mode = by.modes[part, s, m % sorts]
     for d in range(x.devices.shape[0]):
         x.devices[d].reserve = by.reserve[d]
 
@@ -257,19 +247,16 @@ def _change(by: Policy, x: MachineState, given: Setting) -> None:
 
 @compiled
 def _shift(by: Policy, x: MachineState, given: Setting) -> None:
-    """Move one kind of op in one part of the step or in all, of one turn or of all."""
-    kind, part = below(x, 3), PARTS if below(x, 2) else below(x, PARTS)
-    width = (3, 10, 30)[below(x, 3)] * given.numbers[SCALE] // 10
+    """Move one kind of op of one turn or of all."""
+    kind, width = below(x, 3), given.numbers[SCALE]
     change = -3 * width  # to 3 widths more, of standard deviation `width`
     for _ in range(3):
         change += below(x, 2 * width + 1)
-    chosen = below(x, by.shift.shape[2])
+    chosen = below(x, by.shift.shape[1])
     is_whole = below(x, 5) == 0
-    for turn in range(by.shift.shape[2]):
+    for turn in range(by.shift.shape[1]):
         if is_whole or turn == chosen:
-            for p in range(PARTS):
-                if part in (p, PARTS):
-                    by.shift[kind, p, turn] += change
+            by.shift[kind, turn] += change
 
 
 @compiled

@@ -9,6 +9,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
@@ -26,7 +27,8 @@ from optpipe_compiler.machine.orders import peaks, retime
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.placement import layout
 from optpipe_compiler.model.problem import Caps, Freedom, Problem, build, static_bytes
-from optpipe_compiler.model.schedule import Kind, Stuck, Task
+from optpipe_compiler.model.schedule import NONE, Kind, Stuck, Task
+from optpipe_compiler.plan.carried import in_turn
 from optpipe_compiler.plan.slices import cut
 from optpipe_compiler.published import METHODS, NotDefined, published
 from optpipe_compiler.verify import verify
@@ -208,6 +210,15 @@ def test_seeds_of_slices_start_the_search() -> None:
     first = compile_schedule(profile, asked)
     again = compile_schedule(profile, replace(asked, time_limit_s=0.0, seeds=(first.checked,), search=False))
     assert again.schedule.forecast.makespan_ns <= first.schedule.forecast.makespan_ns
+
+
+def test_starts_that_are_brought_in_turn_are_never_equal():
+    starts = np.full((len(Kind), 1, 6), NONE)
+    starts[[Kind.F, Kind.I, Kind.W], 0] = [3, 9, 4, 4, 4, 20], [9, 8, 9, 2, 11, 30], [9, 8, 9, 2, 11, 30]
+    found = in_turn(starts, 2)
+    assert found[Kind.F, 0].tolist() == [3, 9, 10, 11, 12, 20]
+    assert found[Kind.I, 0].tolist() == [9, 8, 11, 10, 31, 30]
+    assert (found[Kind.D] == NONE).all()
 
 
 @pytest.mark.parametrize("microbatches", [3, 5, 9])

@@ -59,15 +59,18 @@ def _carried(starts: Ints, count: int, blocks: tuple[int, ...]) -> Iterator[Ints
 
 
 def in_turn(starts: Ints, slices: int) -> Ints:
-    """Return the starts [kind, stage, unit] with none before an earlier unit's of its stage and kind: as late as it.
+    """Return the starts [kind, stage, unit], each at least a tick behind those of earlier units of its stage and kind.
 
     A block may repeat itself before it has ended. Slices ascend in forwards and offloads and descend on the way back.
+    Of equal starts the shorter op would go first, which need not be the earlier slice.
     """
     rows, stages, units = starts.shape
+    place = np.arange(units)
     found = starts.reshape(rows, stages, units // slices, slices).copy()
     for kinds, step in _TURNS:
         times = found[kinds].max(axis=0)[:, :, ::step].reshape(stages, units)
-        latest = np.maximum.accumulate(times, axis=1).reshape(stages, units // slices, slices)[:, :, ::step]
+        latest = np.maximum.accumulate(times - place, axis=1) + place
+        latest = latest.reshape(stages, units // slices, slices)[:, :, ::step]
         found[kinds] = np.where(found[kinds] == NONE, NONE, latest)
     return found.reshape(rows, stages, units)
 

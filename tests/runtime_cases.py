@@ -5,12 +5,16 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 from random import Random
+from typing import TYPE_CHECKING
 
 import msgspec
 from small_schedules import Builder, Shape
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Model, Profile, Sliceable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 MODEL = Model(
     builder="gpt",
@@ -22,9 +26,11 @@ MODEL = Model(
 TEXT = Path(__file__)
 
 
-def tiny_profile(model: Model = MODEL, devices: int = 2, ms: int = 1, cuts: tuple[int, ...] = ()) -> Profile:
+def tiny_profile(
+    model: Model = MODEL, devices: int = 2, ms: int = 1, cuts: tuple[int, ...] = (), lengths: Iterable[int] = ()
+) -> Profile:
     """Costs of the tiny model: made-up times of `ms` milliseconds, bytes measured where a device alone runs; with
-    `cuts` enough for each of these slices."""
+    `cuts` enough for each of these slices, and with `lengths` for microbatches of so many tokens."""
     import torch
 
     from optpipe_torch.models import known as models
@@ -51,15 +57,17 @@ def tiny_profile(model: Model = MODEL, devices: int = 2, ms: int = 1, cuts: tupl
         captured = stage.captured_bytes(0)
         residue = stage.saved_bytes(0) + captured
         cut = [0, 0, 0, 0] if not cuts else _in_slices(stage, cuts, x, wanted, gradient)
+        parts = [saved, 0, residue, captured], cut, *(_shorter(stage, n, x, wanted, gradient) for n in lengths)
+        saved, _, residue, captured = map(max, zip(*parts, strict=True))
         layers.append(
             Layer(
                 name=f"layer{index}",
                 forward_ns=ms * 10**6,
                 backward_input_ns=ms * 10**6,
                 backward_weight_ns=ms * 10**6,
-                saved_bytes=max(saved, cut[0]),
-                residue_bytes=max(residue, cut[2]),
-                captured_bytes=max(captured, cut[3]),
+                saved_bytes=saved,
+                residue_bytes=residue,
+                captured_bytes=captured,
                 checkpoint_bytes=x.nbytes,
                 output_bytes=0 if gradient is None else gradient.nbytes,
                 slices=Sliceable(carry_bytes=cut[1]) if cuts else None,
@@ -93,6 +101,17 @@ def _in_slices(stage, cuts, x, target, gradient):
     return [max(sizes) for sizes in zip(*scaled, strict=True)]
 
 
+def _shorter(stage, length, x, target, gradient):
+    """The same figures that are enough for a whole microbatch of so many tokens."""
+    whole = x.shape[1]
+    stage.forward(20, x[:, :length], None if target is None else target[:, :length])
+    saved = stage.saved_bytes(20)
+    stage.backward_input(20, None if gradient is None else gradient[:, :length])
+    captured = stage.captured_bytes(20)
+    sizes = saved, 0, stage.saved_bytes(20) + captured, captured
+    return [-(-size * whole // length) for size in sizes]
+
+
 def _random(size, dtype):
     import torch
 
@@ -103,7 +122,8 @@ def schedule(shape: Shape, seed: int = 0, *, model: Model | None = MODEL) -> ir.
     """A legal schedule of the tiny model (or of the same costs without a model, to be rehearsed)."""
     layers = shape.layers_per_stage * len(shape.placement) - 2
     sized = msgspec.structs.replace(model or MODEL, config={**MODEL.config, "layers": layers})
-    profile = tiny_profile(sized, shape.devices, cuts=shape.cuts[0] if shape.cuts else ())
+    cuts = shape.cuts[0] if shape.cuts else ()
+    profile = tiny_profile(sized, shape.devices, cuts=cuts, lengths=[each[-1] for each in shape.cuts[1:]])
     built = Builder(shape, profile, Random(seed)).build()
     return ir.seal(msgspec.structs.replace(built, model=None if model is None else sized))
 

@@ -183,6 +183,16 @@ PARTS = {
     "20 rounds for 10": search(ROUNDS=20),
     "moves of ranks": moves(shift=0),
     "moves of treatments": moves(treat=0),
+    "moves of what forwards leave to earlier ones": Part(moves(yields=0).patches, groups=(BINDING, FEW, HEAD)),
+    "room that forwards leave to earlier ones": policies(".holds = by.yields[0, turn]", ".holds = 0"),
+    "waits of forwards for earlier ones": policies(".waits = by.yields[1, turn]", ".waits = 0"),
+    "room and waits for earlier forwards": Part(
+        edits=(
+            ("machine/policy.py", ".holds = by.yields[0, turn]", ".holds = 0"),
+            ("machine/policy.py", ".waits = by.yields[1, turn]", ".waits = 0"),
+        ),
+        groups=(BINDING, FEW, HEAD, WIDE),
+    ),
     "moves of splits": Part(moves(split=0).patches, groups=(BINDING, HEAD, FUSED)),
     "moves of ranks 20 for 45": moves(shift=20, treat=78),
     "moves of ranks 70 for 45": moves(shift=70, treat=28),

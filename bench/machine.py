@@ -120,8 +120,10 @@ def reference(problem: Problem, x: MachineState) -> float:
         return {key: int(x.acts[field][key]) for key in keys}
 
     modes = {key: Mode(mode) for key, mode in table("mode").items()}
-    fused = [bool(row) for row in x.stages["fused"]]
-    guide = Guide(table("forward"), table("backward"), table("weight"), modes, fused, [0] * problem.devices)
+    fused, holds, waits = ([bool(row) for row in x.stages[name]] for name in ("fused", "holds", "waits"))
+    guide = Guide(
+        table("forward"), table("backward"), table("weight"), modes, fused, [0] * problem.devices, holds, waits
+    )
     begin = time.perf_counter()
     starts = Run(problem, guide).play()
     return len(starts) / (time.perf_counter() - begin)

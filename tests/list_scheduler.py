@@ -1,8 +1,9 @@
 """The list scheduler in plain Python: the readable definition with which the compiled machine must agree tick for tick.
 
-Whenever a device is idle it starts, of the ops that are ready and safe, the one of the lowest rank. Transfers start as
-soon as their link is free. Microbatches keep their order within a stage. An op is *safe* if afterwards the device can
-still finish its activations one after the other, in the order of their backwards' ranks (the banker's rule).
+Whenever a device is idle it starts, of the ops that are ready and safe, the one of the lowest rank; a forward may leave
+the device to one of lower rank that is still to come. Transfers start as soon as their link is free. Microbatches keep
+their order within a stage. An op is *safe* if afterwards the device can still finish its activations one after the
+other, in the order of their backwards' ranks (the banker's rule).
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ class Guide:
     """By stage."""
     reserve: list[int]
     """By device: units left free for messages."""
+    holds: list[bool]
+    """By stage: whether forwards leave room for earlier ones that are still to come."""
+    waits: list[bool]
+    """By stage: whether forwards wait for earlier ones that come before they would be over."""
 
 
 @dataclass
@@ -225,7 +230,7 @@ class Run:
     def _start_op(self, now: int, d: int) -> None:
         ready = [(rank, number, task) for number, (rank, task) in enumerate(self._candidates(now, d))]
         for _, _, task in sorted(ready):
-            if self._is_granted(d, task):
+            if not (task.kind is F and self._yields(now, d, task)) and self._is_granted(d, task):
                 device, stage = self.devices[d], self._stage(task.stage)
                 if task.kind in (I, B) and self.modes[task.stage, task.microbatch] is Mode.OFFLOAD:
                     until = device.copied + stage.reload_busy
@@ -258,6 +263,32 @@ class Run:
                 if task is not None:
                     found.append((ranks[s, m], task))
         return found
+
+    def _yields(self, now: int, d: int, task: Task) -> bool:
+        """Whether a forward leaves the device to one of lower rank, whose input is still to come."""
+        problem, rank = self.problem, self.guide.forward
+        _, s, m = task
+        room = self._free(d)
+        for other in self.devices[d].stages:
+            first = self._count((F,), other)
+            if other in (0, s) or first == problem.microbatches or rank[other, first] >= rank[s, m]:
+                continue
+            if other > s and first >= m:  # it comes from this one
+                continue
+            before = Task(F, other - 1, first)
+            if self._arrival((F,), other - 1, first) <= now:
+                continue
+            taken = sum(op_memory(self._stage(one), F, False)[0] for one in (s, other))
+            if self.guide.holds[s] and taken > room:
+                return True
+            if self._device(other - 1).running == before:
+                lag = self._stage(other - 1).send_activation if self._is_sent(before) else 0
+                coming = self.ends[before] + lag
+            else:
+                coming = self.arrivals.get(before, NEVER)
+            if self.guide.waits[s] and coming < now + duration(problem, task):
+                return True
+        return False
 
     def _count(self, kinds: tuple[Kind, ...], s: int) -> int:
         if kinds == (W,) and self.guide.fused[s]:

@@ -51,6 +51,7 @@ def loaded(problem: Problem, guide: Guide) -> MachineState:
     for key, mode in guide.modes.items():
         x.acts["mode"][key] = int(mode)
     x.stages["fused"] = guide.fused
+    x.stages["holds"], x.stages["waits"] = guide.holds, guide.waits
     x.devices["reserve"] = guide.reserve
     return x
 

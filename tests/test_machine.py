@@ -41,6 +41,8 @@ def guide(one: Problem, mode: Mode = Mode.KEEP, *, split: bool = True, depth: in
         modes={(s, m): mode if able(s) else Mode.KEEP for s, m in keys},
         fused=[not split] * len(one.stages),
         reserve=[0] * one.devices,
+        holds=[False] * len(one.stages),
+        waits=[False] * len(one.stages),
     )
 
 
@@ -56,7 +58,9 @@ def drawn(one: Problem, random: Random) -> Guide:
         able = [Mode.KEEP, *[Mode.OFFLOAD] * one.can_offload(s), *[Mode.RECOMPUTE] * one.can_recompute(s)]
         modes |= {(s, m): random.choice(able) for m in range(one.microbatches)}
     fused = [not one.freedom.split or random.random() < 0.4 for _ in one.stages]
-    return Guide(ranks(), ranks(), ranks(), modes, fused, [random.randrange(3) for _ in range(one.devices)])
+    reserve = [random.randrange(3) for _ in range(one.devices)]
+    holds, waits = ([random.random() < 0.5 for _ in one.stages] for _ in range(2))
+    return Guide(ranks(), ranks(), ranks(), modes, fused, reserve, holds, waits)
 
 
 def with_messages(one: Problem, random: Random) -> Problem:

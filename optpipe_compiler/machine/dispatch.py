@@ -1,10 +1,11 @@
 """The compiled list scheduler: ranks say what goes first, the machine says when it can.
 
 It runs the pipeline forward in time. Whenever a device is idle it starts, of the ops that are ready and safe, the one
-of the lowest rank; transfers start as soon as their link is free, and two that meet on a link take as long as it needs
-for both directions. Microbatches keep their order within a stage. *Safe* is the banker's rule (Dijkstra, 1965): memory
-is granted only if afterwards the device can still finish its activations one after the other, in the order of their
-backwards' ranks; so there is no deadlock if the ranks make sense.
+of the lowest rank; a forward may leave the device to one of lower rank that is still to come. Transfers start as soon
+as their link is free, and two that meet on a link take as long as it needs for both directions. Microbatches keep their
+order within a stage. *Safe* is the banker's rule (Dijkstra, 1965): memory is granted only if afterwards the device can
+still finish its activations one after the other, in the order of their backwards' ranks; so there is no deadlock if the
+ranks make sense.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from optpipe_compiler.machine.state import (
     EVENTS,
     GIVEN,
     KEEP,
+    LAG,
     LENGTH,
     MOVED,
     NEVER,
@@ -56,7 +58,7 @@ AHEAD = 1
 
 @compiled
 def play(x: MachineState, is_span: bool, cutoff: int) -> tuple[int, int, int]:
-    """Run what the machine's activations say (ranks, modes), its stages (`fused`) and its devices (reserve).
+    """Run what activations say (ranks, modes), stages (fused, holds, waits) and devices (reserve).
 
     Afterwards it holds the starts of all ops and the peaks of all devices. Returns (DONE | LATE | STUCK, the makespan
     or the longest span in ticks, ops started).
@@ -183,7 +185,7 @@ def _choose(x: MachineState, now: int, d: int) -> tuple[int, int, int]:
             act = x.acts[s, m]
             if act.input <= now and act.forward < lowest:
                 fits = x.costs[sort(x, m), s, TAKEN + F] <= room
-                if fits and _may_run(x, d, s, m):
+                if fits and not _yields(x, now, d, s, m, room) and _may_run(x, d, s, m):
                     best, best_s, best_m, lowest = F, s, m, act.forward
         place = stage.begun_b
         if place < x.acts.shape[1]:
@@ -202,6 +204,42 @@ def _choose(x: MachineState, now: int, d: int) -> tuple[int, int, int]:
                 best, best_s, best_m, lowest = W, s, m, rank
         s = stage.next
     return best, best_s, best_m
+
+
+@compiled
+def _yields(x: MachineState, now: int, d: int, s: int, m: int, room: int) -> bool:
+    """Whether the forward of (s, m) leaves the device to another stage's, whose input is still to come.
+
+    That one has a lower rank, and does not depend on the forward of (s, m) itself. A stage that `holds` does so where
+    the device has no room for both, one that `waits` where the input comes before the forward of (s, m) would be over:
+    the sooner a microbatch is through, the sooner its backwards begin.
+    """
+    stage, row, rank = x.stages[s], x.costs[sort(x, m), s], x.acts[s, m].forward
+    if not (stage.holds or stage.waits):
+        return False
+    other = x.devices[d].first_stage
+    while other != NONE:
+        first = x.stages[other].begun_f
+        is_after = other > s and first >= m
+        if other != s and first < x.acts.shape[1] and not is_after:
+            act = x.acts[other, first]
+            if act.input > now and act.forward < rank:
+                if stage.holds and row[TAKEN + F] + x.costs[sort(x, first), other, TAKEN + F] > room:
+                    return True
+                if stage.waits and _coming(x, now, other, first) < now + row[LENGTH + F]:
+                    return True
+        other = x.stages[other].next
+    return False
+
+
+@compiled
+def _coming(x: MachineState, now: int, s: int, m: int) -> int:
+    """Return when the input of a forward comes, NEVER where the forward before it has not begun."""
+    if x.acts[s, m].input < NEVER:
+        return x.acts[s, m].input
+    device = x.devices[x.stages[s - 1].device]
+    is_running = device.kind == F and device.stage == s - 1 and device.microbatch == m and device.end > now
+    return device.end + x.costs[sort(x, m), s - 1, LAG] if is_running else NEVER
 
 
 @compiled

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
 
 PARTS = 3
-MOVES = {"shift": 45, "treat": 53, "split": 2}
+MOVES = {"shift": 45, "treat": 48, "split": 2, "yields": 5}
 """How often a search takes each kind of step, in parts of their sum. Where backwards in one piece take 0.93 of their
 halves, plans without steps of splits are 0.8 % longer (docs/ABLATION.md)."""
 TRIES = 4
@@ -51,6 +51,8 @@ class Policy(NamedTuple):
     """[t] whether backwards are run in one piece."""
     reserve: Ints
     """[d] units left free for messages."""
+    yields: NDArray[np.bool_]
+    """[sort, t] whether forwards leave room for earlier ones that are still to come (sort 0), and wait for them (1)."""
 
 
 class Setting(NamedTuple):
@@ -101,12 +103,13 @@ def policy(problem: Problem, modes: Ints) -> Policy:
         ),
         fused=np.full(turns, not problem.freedom.split),
         reserve=np.zeros(problem.devices, np.int64),
+        yields=np.ones((2, turns), np.bool_),
     )
 
 
 def copied(one: Policy) -> Policy:
     """Return a policy of its own."""
-    return Policy(one.shift.copy(), one.modes.copy(), one.fused.copy(), one.reserve.copy())
+    return Policy(one.shift.copy(), one.modes.copy(), one.fused.copy(), one.reserve.copy(), one.yields.copy())
 
 
 def value(x: MachineState, by: Policy, given: Setting, cutoff: int) -> int:
@@ -182,6 +185,8 @@ def _guide(x: MachineState, by: Policy, given: Setting) -> None:
     for s in range(stages):
         turn = given.turn[s]
         x.stages[s].fused = by.fused[turn]
+        x.stages[s].holds = by.yields[0, turn]
+        x.stages[s].waits = by.yields[1, turn]
         for m in range(count):
             act = x.acts[s, m]
             act.forward = given.wish[0, s, m] + by.shift[0, turn]
@@ -230,14 +235,19 @@ def _copy(to: Policy, source: Policy) -> None:
         to.fused[index] = source.fused[index]
     for index in range(source.reserve.size):
         to.reserve[index] = source.reserve[index]
+    for index in range(source.yields.size):
+        to.yields.flat[index] = source.yields.flat[index]
 
 
 @compiled
 def _change(by: Policy, x: MachineState, given: Setting) -> None:
-    """Take one step at random: ranks, treatment of activations, or a split."""
-    draw = below(x, given.moves[2])
+    """Take one step at random: ranks, treatment of activations, a split, or what forwards leave to earlier ones."""
+    draw = below(x, given.moves[3])
     if draw < given.moves[0]:
         _shift(by, x, given)
+    elif draw >= given.moves[2]:
+        place = below(x, by.yields.size)
+        by.yields.flat[place] = not by.yields.flat[place]
     elif draw < given.moves[1] or not given.numbers[CAN_SPLIT]:
         _treat(by, x, given)
     else:

@@ -71,6 +71,9 @@ class StageRecord:
     """Microbatches, from the first on, that need no offload any more."""
     fused: int
     """Whether backwards are run in one piece."""
+    holds: int
+    """Whether forwards leave room for earlier ones, and wait for them: see `dispatch._yields`."""
+    waits: int
 
 
 class DeviceRecord:

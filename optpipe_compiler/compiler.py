@@ -220,11 +220,16 @@ class _Compilation:
             self.budget.is_interrupted = True
 
     def _compare(self, found: list[tuple[Attempt, ir.Checked]]) -> int:
-        """Add to `found` the best schedule, under noise several nearly as good ones; return the number of the best."""
+        """Add to `found` the best schedule, under noise several nearly as good ones; return the number of the best.
+
+        Where verify rejects all of these, the next best that is known is taken.
+        """
         limits = self.budget.limits
         most_s = limits.time_limit_s * (1 + GRACE_SHARE) + GRACE_S
-        choice, rejected = Choice(), None
-        for attempt, timed in self.incumbents.near():
+        choice, rejected, near = Choice(), None, self.incumbents.near()
+        for number, (attempt, timed) in enumerate([*near, *self.incumbents.known()[len(near) :]]):
+            if found and number >= len(near):
+                break
             begin = time.monotonic()
             try:
                 checked = self._certified(attempt, timed)

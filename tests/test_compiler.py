@@ -422,12 +422,13 @@ def test_ctrl_c_behind_the_search_loses_nothing(monkeypatch, step):
     assert (result.quantiles is None) == (step == "under_noise")
 
 
-def test_a_plan_that_verify_rejects_gives_way_to_the_next_and_is_noted(monkeypatch):
+@pytest.mark.parametrize("near", [False, True])
+def test_a_plan_that_verify_rejects_gives_way_to_the_next_and_is_noted(monkeypatch, near):
     checked = compiler.check
     refused: list[ir.Schedule] = []
 
     def first(schedule: ir.Schedule, profile: Profile) -> ir.Checked:
-        if not refused:
+        if not refused or (near and schedule.forecast.makespan_ns <= 1.02 * refused[0].forecast.makespan_ns):
             refused.append(schedule)
             raise Violated([Violation(rule="device-memory", message="too much")])
         return checked(schedule, profile)

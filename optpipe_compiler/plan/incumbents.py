@@ -128,13 +128,17 @@ class Incumbents:
 
     def near(self) -> list[tuple[Attempt, Schedule]]:
         """Return the schedules that are nearly as good as the best, itself first."""
+        known = self.known()
+        return [each for each in known if self.value(each[1]) <= (1 + NEAR) * self.value(known[0][1])][:MOST_NEAR]
+
+    def known(self) -> list[tuple[Attempt, Schedule]]:
+        """Return the best schedules of all attempts and what was near to the best at its time, the best first."""
         winner = self.winner()
         if winner is None or winner.best is None:
             return []
-        best, most = winner.best, self.reached(winner) * (1 + NEAR)
-        others = [(attempt, one) for attempt in self.attempts for one in attempt.near if one is not best]
-        others = sorted((each for each in others if self.value(each[1]) <= most), key=lambda each: self.value(each[1]))
-        return [(winner, best), *others[: MOST_NEAR - 1]]
+        every = [(one, [*one.near, *([] if one.best is None else [one.best])]) for one in self.attempts]
+        found = {id(timed): (one, timed) for one, several in every for timed in several if timed is not winner.best}
+        return [(winner, winner.best), *sorted(found.values(), key=lambda each: self.value(each[1]))]
 
     def is_better(self, attempt: Attempt, timed: Schedule) -> bool:
         """Whether `timed` is better than the attempt's best."""

@@ -186,6 +186,10 @@ PARTS = {
     "moves of what forwards leave to earlier ones": Part(moves(yields=0).patches, groups=(BINDING, FEW, HEAD)),
     "room that forwards leave to earlier ones": policies(".holds = by.yields[0, turn]", ".holds = 0"),
     "waits of forwards for earlier ones": policies(".waits = by.yields[1, turn]", ".waits = 0"),
+    "waits for the first microbatches alone": Part(
+        edits=(("machine/dispatch.py", "if stage.waits and", "if stage.waits and first < x.devices.shape[0] and"),),
+        groups=(BINDING, FEW, HEAD),
+    ),
     "room and waits for earlier forwards": Part(
         edits=(
             ("machine/policy.py", ".holds = by.yields[0, turn]", ".holds = 0"),

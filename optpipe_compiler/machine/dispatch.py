@@ -226,19 +226,19 @@ def _yields(x: MachineState, now: int, d: int, s: int, m: int, room: int) -> boo
             if act.input > now and act.forward < rank:
                 if stage.holds and row[TAKEN + F] + x.costs[sort(x, first), other, TAKEN + F] > room:
                     return True
-                if stage.waits and _coming(x, now, other, first) < now + row[LENGTH + F]:
+                if stage.waits and _coming(x, other, first) < now + row[LENGTH + F]:
                     return True
         other = x.stages[other].next
     return False
 
 
 @compiled
-def _coming(x: MachineState, now: int, s: int, m: int) -> int:
+def _coming(x: MachineState, s: int, m: int) -> int:
     """Return when the input of a forward comes, NEVER where the forward before it has not begun."""
     if x.acts[s, m].input < NEVER:
         return x.acts[s, m].input
     device = x.devices[x.stages[s - 1].device]
-    is_running = device.kind == F and device.stage == s - 1 and device.microbatch == m and device.end > now
+    is_running = device.busy and device.kind == F and device.stage == s - 1 and device.microbatch == m
     return device.end + x.costs[sort(x, m), s - 1, LAG] if is_running else NEVER
 
 

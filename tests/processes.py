@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from subprocess import TimeoutExpired
 from types import ModuleType
@@ -26,7 +27,8 @@ def children(pid: int | None = None) -> list[int]:
     """
     found = []
     for task in Path(f"/proc/{pid or os.getpid()}/task").iterdir():
-        found += [int(child) for child in (task / "children").read_text().split()]
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread ended meanwhile
+            found += [int(child) for child in (task / "children").read_text().split()]
     return [child for child in found if not any(helper in _command(child) for helper in HELPERS)]
 
 

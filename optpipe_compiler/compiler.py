@@ -7,14 +7,14 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.costs.noise import COST_OF, op_spreads
-from optpipe_compiler.errors import MissingDependency, NotFound
+from optpipe_compiler.errors import NotFound
 from optpipe_compiler.forecast.choice import Choice
 from optpipe_compiler.forecast.executions import quantiles
 from optpipe_compiler.lower import Certificate, lower, promised
+from optpipe_compiler.machine import require
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.problem import Caps, static_bytes
 from optpipe_compiler.plan import seeds
@@ -110,8 +110,7 @@ def compile_schedule(
     Raises Infeasible when no schedule fits, BadInput for impossible options. KeyboardInterrupt during the search ends
     it and returns the best so far.
     """
-    if find_spec("numba") is None:  # two threads that fail to import it at once do not both say so
-        raise MissingDependency("planning needs numba: pip install numba")
+    require()
     with uncollected():
         return _Compilation(profile, settled(profile, options), on_progress, begin or time.monotonic()).run()
 

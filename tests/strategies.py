@@ -48,6 +48,7 @@ def _stage(draw: st.DrawFn, stage: Stage, least: int, ticks: int) -> Stage:
         return draw(st.integers(least, ticks))
 
     offload, reload = time(), time()
+    longer = st.sampled_from([0, 0, 1, ticks // 2])
     saved, captured, small = draw(st.integers(1, 6)), draw(st.integers(0, 2)), st.integers(0, 2)
     lag = st.integers(0, 3)
     share = draw(st.sampled_from([0, 0, 500, 1000]))
@@ -58,8 +59,8 @@ def _stage(draw: st.DrawFn, stage: Stage, least: int, ticks: int) -> Stage:
         backward_weight=time(),
         backward=draw(st.integers(least, 2 * ticks)),
         recompute=time(),
-        offload=offload,
-        reload=reload,
+        offload=offload + draw(longer),
+        reload=reload + draw(longer),
         offload_alone=offload,
         reload_alone=reload,
         offload_busy=busy_ns(offload, share),

@@ -425,6 +425,14 @@ def test_compile_without_numba_says_how_to_install_it(folder):
     assert "Traceback" not in ended.stderr
 
 
+def test_compile_says_what_forbids_numba_to_compile(folder, monkeypatch):
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
+    ended = without([], command("compile", "--mem", "1GB", "--microbatches", "3", "--no-cache"), folder)
+    assert (ended.returncode, ended.stdout) == (6, "")
+    assert ended.stderr.splitlines()[-1].endswith("NUMBA_DISABLE_JIT is set, expected not to be")
+    assert "Traceback" not in ended.stderr
+
+
 def test_the_judge_and_the_view_import_neither_ortools_nor_torch_nor_planning(folder):
     planning = ["compiler", "plan", "model", "machine", "lower", "solver", "published"]
     views = [module for module in within("optpipe_compiler.view") if "measured" not in module]

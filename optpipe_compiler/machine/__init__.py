@@ -4,3 +4,21 @@
 `policy` the few numbers that steer it and a local search over them, `orders` runs of given orders and times;
 `compiled`, `inlined` and `views` say how numba compiles all of it.
 """
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+from optpipe_compiler.errors import MissingDependency
+
+
+def require() -> None:
+    """Say why the machine cannot be imported; raises MissingDependency.
+
+    To be asked before threads import it: of two that fail at once, one does not get the error that says why.
+    """
+    if find_spec("numba") is None:
+        raise MissingDependency("planning needs numba: pip install numba")
+    if os.environ.get("NUMBA_DISABLE_JIT", "0") not in ("", "0"):
+        raise MissingDependency("planning compiles with numba: NUMBA_DISABLE_JIT is set, expected not to be")

@@ -15,14 +15,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from optpipe_compiler.errors import MissingDependency
-
-try:
-    from numba import config, njit, version_info
-except ImportError as error:
-    raise MissingDependency("planning needs numba: pip install numba") from error
-if config.DISABLE_JIT:  # type: ignore[attr-defined]
-    raise MissingDependency("planning compiles with numba: NUMBA_DISABLE_JIT is set, expected not to be")
+from numba import config, njit, version_info
 
 if TYPE_CHECKING:
     from collections.abc import Callable

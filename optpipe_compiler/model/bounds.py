@@ -65,9 +65,15 @@ def resources(problem: Problem) -> Bound:
 
     Take a device, or all devices behind one link. From the time its first forward can start, each device has its work
     (a recomputation adds to it), its memory has area = sum of bytes x least time over its budget, and the link has the
-    offloads. The makespan less that head is at least each of the three, so at least any weighted mean of them. In a
+    transfers. The makespan less that head is at least each of the three, so at least any weighted mean of them. In a
     weighted mean every activation chooses the cheapest of keep, offload and recompute for itself, which bounds every
     joint choice. It holds for any weights; good ones are searched for.
+
+    A transfer that meets one of the other direction takes longer. Let offloads alone on the link take x in all and
+    others p, reloads alone y and others q. Those alone share no time with the other direction, so the link has
+    x + y + max(p, q) >= x + y + l p + (1 - l) q for any 0 <= l <= 1, and an offloaded activation costs it at least
+
+        min(offload alone, l offload) + min(reload alone, (1 - l) reload).
     """
     result, groups = Fraction(0), _groups(problem)
     for fits in countings(problem):
@@ -91,6 +97,7 @@ class _Shares:
     def __init__(self, problem: Problem, group: list[int], areas: list[Area], rooms: Sequence[int]) -> None:
         count, none = len(group), Fraction(0)
         self.work = none
+        share = _of_offloads([problem.stages[s] for d in group for s in problem.stages_of(d) if problem.can_offload(s)])
         self.options: list[list[Vector]] = []
         for device in group:
             for s in problem.stages_of(device):
@@ -98,7 +105,7 @@ class _Shares:
                 kept, away, again = (Fraction(area, room) for area in areas[s])
                 options = [(none, kept, none)]
                 if problem.can_offload(s):
-                    options.append((none, away, Fraction(stage.offload_alone)))
+                    options.append((none, away, _on_link(stage, share)))
                 if problem.can_recompute(s):
                     options.append((Fraction(stage.recompute, count), again, none))
                 self.options.append(options)
@@ -131,6 +138,24 @@ class _Shares:
         link = 1 - work - memory
         chosen = (min(work * c + memory * a + link * t for c, a, t in options) for options in self.options)
         return work * self.work + sum(chosen)
+
+
+def _on_link(stage: Stage, share: Fraction) -> Fraction:
+    """Return the least ticks of a link for the transfers of an activation; `share` is l of `resources`."""
+    return min(Fraction(stage.offload_alone), share * stage.offload) + min(
+        Fraction(stage.reload_alone), (1 - share) * stage.reload
+    )
+
+
+def _of_offloads(stages: list[Stage]) -> Fraction:
+    """Return l of `resources` for which all transfers together cost their link most, of those of its longest offload:
+    their cost is concave in l, with a turn where an offload alone and one that meets another cost the same, and one
+    where reloads do."""
+    longest = max(stages, key=lambda stage: stage.offload, default=None)
+    if longest is None or not longest.offload or not longest.reload:
+        return Fraction(1)
+    turns = Fraction(longest.offload_alone, longest.offload), 1 - Fraction(longest.reload_alone, longest.reload)
+    return max((Fraction(1), Fraction(0), *turns), key=lambda share: sum(_on_link(stage, share) for stage in stages))
 
 
 _STEPS, _FINER = 8, 4

@@ -14,7 +14,6 @@ from optpipe_compiler.errors import NotFound
 from optpipe_compiler.forecast.choice import Choice
 from optpipe_compiler.forecast.executions import quantiles
 from optpipe_compiler.lower import Certificate, lower, promised
-from optpipe_compiler.machine import require
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.problem import Caps, static_bytes
 from optpipe_compiler.plan import seeds
@@ -110,6 +109,8 @@ def compile_schedule(
     Raises Infeasible when no schedule fits, BadInput for impossible options. KeyboardInterrupt during the search ends
     it and returns the best so far.
     """
+    from optpipe_compiler.machine import require
+
     require()
     with uncollected():
         return _Compilation(profile, settled(profile, options), on_progress, begin or time.monotonic()).run()

@@ -101,7 +101,7 @@ ROOMS = {
     "plan": "documents errors machine model published solver",
     "lower": "documents model optpipe_compiler",
     "verify": "documents errors",
-    "compiler": "costs documents errors forecast lower model plan verify",
+    "compiler": "costs documents errors forecast lower machine model plan verify",
     "cache": "compiler documents errors forecast published verify",
     "forecast": "documents errors",
     "diff": "documents",

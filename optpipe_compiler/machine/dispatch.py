@@ -282,7 +282,7 @@ def _backward(x: MachineState, d: int, s: int, m: int) -> int:
 @compiled
 def _start_transfers(x: MachineState, now: int, number: int) -> None:
     link = x.links[number]
-    if link.d_stage == NONE:
+    if link.d_stage == NONE and link.waiting:
         s, m = _next_offload(x, link)
         if s != NONE:
             begin_transfer(x, now, D, s, m)

@@ -77,6 +77,7 @@ def reset(x: MachineState) -> None:
             act.check = act.where = 0
     for link in range(x.links.shape[0]):
         x.links[link].d_stage = x.links[link].h_stage = NONE
+        x.links[link].waiting = 0
     for d in range(x.devices.shape[0]):
         device = x.devices[d]
         device.held = device.mail = device.leaving = device.high = device.peak = 0
@@ -183,6 +184,8 @@ def complete(x: MachineState, now: int, kind: int, s: int, m: int) -> None:
     elif kind == F:
         stage.done_f += 1
         act.where = COMPUTED
+        if act.mode == OFFLOAD:
+            x.links[device.link].waiting += 1
         consume(x, device, stage, row, s - 1, 1)
         if s + 1 < x.acts.shape[0]:
             hand_on(x, now, kind, s, m)
@@ -274,6 +277,7 @@ def begin_transfer(x: MachineState, now: int, kind: int, s: int, m: int) -> None
     link = x.links[device.link]
     if kind == D:
         x.acts[s, m].where = OFFLOADING
+        link.waiting -= 1
         link.d_stage, link.d_microbatch = s, m
         length = row[ALONE]
         if link.h_stage != NONE:
@@ -296,17 +300,14 @@ def begin_transfer(x: MachineState, now: int, kind: int, s: int, m: int) -> None
 def slow_down(x: MachineState, kind: int, s: int, m: int) -> None:
     """A running transfer meets one of the other direction."""
     end = x.starts[kind, s, m] + x.costs[sort(x, m), s, LENGTH + kind]
-    if end != (x.acts[s, m].end_d if kind == D else x.acts[s, m].end_h):
+    if end != x.acts[s, m].end:
         end_transfer(x, kind, s, m, end)
 
 
 @compiled
 def end_transfer(x: MachineState, kind: int, s: int, m: int, end: int) -> None:
     """Let a transfer complete at `end`; an event for an earlier end no longer counts."""
-    if kind == D:
-        x.acts[s, m].end_d = end
-    else:
-        x.acts[s, m].end_h = end
+    x.acts[s, m].end = end
     push(x, end, kind, s, m)
 
 
@@ -314,7 +315,7 @@ def end_transfer(x: MachineState, kind: int, s: int, m: int, end: int) -> None:
 def transferred(x: MachineState, now: int, kind: int, s: int, m: int) -> None:
     """A transfer has completed, unless it was slowed down meanwhile."""
     act = x.acts[s, m]
-    if now != (act.end_d if kind == D else act.end_h):
+    if now != act.end:
         return
     device, moved = x.devices[x.stages[s].device], x.costs[sort(x, m), s, MOVED]
     link = x.links[device.link]

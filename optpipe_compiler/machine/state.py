@@ -143,6 +143,8 @@ class LinkRecord:
 
     first_behind: int
     """The first device behind it."""
+    waiting: int
+    """Offloads that may begin."""
     d_stage: int
     """Of its running transfers."""
     d_microbatch: int
@@ -165,9 +167,8 @@ class ActivationRecord:
     """Number of the last safety check that ran the forward ahead."""
     mode: int
     where: int
-    end_d: int
-    """When its transfers complete."""
-    end_h: int
+    end: int
+    """When its transfer completes."""
 
 
 class UnitRecord:

@@ -206,8 +206,10 @@ PARTS = {
     ),
     "moves of ranks of all turns": policies("is_whole = below(x, 5) == 0", "is_whole = False"),
     "treatments by part of the step": policies("part = below(x, PARTS + 1)", "part = PARTS"),
-    "treatments by parity of the microbatch": policies("least = below(x, sorts + 1)", "least = sorts"),
-    "treatments of several devices at once": policies("high = low if below(x, 2) else", "high = low if True else"),
+    "treatments of single microbatches in a row": policies("least = below(x, sorts + 1)", "least = sorts"),
+    "2 microbatches in a row for 4": Part((patch.object(policy, "SORTS", 2),), groups=(BINDING, FEW, HEAD)),
+    "treatments of all devices at once": policies("- 1, below(x, 3)", "- 1, 1 + below(x, 2)"),
+    "treatments of several devices at once": policies("- 1, below(x, 3)", "- 1, 1"),
     "recomputes before their gradients": Part(
         edits=(("machine/dispatch.py", "(is_dropped or act.gradient <= now)", "act.gradient <= now"),)
     ),

@@ -2,8 +2,8 @@
 
 A policy says in a few numbers what goes first and what becomes of each activation. It starts from a wished order, such
 as a published one: the wished starts are the ranks, shifted for each kind of op and each turn of a device. In each of
-three parts of a step (fill, middle, drain) each stage keeps, offloads or recomputes the activations of its even and of
-its odd microbatches. A policy treats the microbatches of a part alike, so it holds for any number.
+three parts of a step (fill, middle, drain) each stage keeps, offloads or recomputes the activations of every fourth
+microbatch alike. So a policy holds for any number of them.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ MOVES = {"shift": 45, "treat": 48, "split": 2, "yields": 5}
 """How often a search takes each kind of step, in parts of their sum. Where backwards in one piece take 0.93 of their
 halves, plans without steps of splits are 0.8 % longer; where memory binds, without steps of yields 0.5 %
 (docs/ABLATION.md)."""
+SORTS = 4
+"""Units in a row, at least, that a policy may treat each in its own way (docs/ABLATION.md)."""
 TRIES = 4
 """Runs of one policy, each with more room for messages than the one before, until its peaks fit."""
 
@@ -47,7 +49,8 @@ class Policy(NamedTuple):
     shift: Ints
     """[k, t] ticks added to the wished starts."""
     modes: Ints
-    """[p, s, sort] what becomes of an activation (schedule.Mode): by parity of the microbatch, or by slice of it."""
+    """[p, s, sort] what becomes of an activation (schedule.Mode), by unit modulo the number of sorts: `SORTS`, or the
+    next multiple of the slices of a microbatch."""
     fused: NDArray[np.bool_]
     """[t] whether backwards are run in one piece."""
     reserve: Ints
@@ -97,11 +100,10 @@ def setting(problem: Problem, wish: Ints, whole: int, *, is_span: bool) -> Setti
 def policy(problem: Problem, modes: Ints) -> Policy:
     """Return the policy that takes a wished order as it is, with `modes` [s] all the time."""
     turns = max(len(problem.stages_of(device)) for device in range(problem.devices))
+    sorts = -(-SORTS // problem.slices) * problem.slices
     return Policy(
         shift=np.zeros((3, turns), np.int64),
-        modes=np.ascontiguousarray(
-            np.broadcast_to(modes[:, None], (PARTS, len(modes), max(2, problem.slices))), dtype=np.int64
-        ),
+        modes=np.ascontiguousarray(np.broadcast_to(modes[:, None], (PARTS, len(modes), sorts)), dtype=np.int64),
         fused=np.full(turns, not problem.freedom.split),
         reserve=np.zeros(problem.devices, np.int64),
         yields=np.ones((2, turns), np.bool_),
@@ -272,18 +274,20 @@ def _shift(by: Policy, x: MachineState, given: Setting) -> None:
 
 @compiled
 def _treat(by: Policy, x: MachineState, given: Setting) -> None:
-    """Keep, offload or recompute what a range of devices computes in one turn, in one part of the step or in all."""
+    """Keep, offload or recompute what one, some or all devices compute in a turn, in one part of the step or in all."""
     mode, sorts = below(x, RECOMPUTE + 1), by.modes.shape[2]
     least = below(x, sorts + 1)
     most = least
     if least == sorts:
         least, most = 0, sorts - 1
-    elif sorts > 2 and below(x, 2):
+    elif below(x, 2):
         most += below(x, sorts - least)
     part = below(x, PARTS + 1)
     turn = below(x, by.fused.size)
-    low = below(x, x.devices.shape[0])
-    high = low if below(x, 2) else low + below(x, x.devices.shape[0] - low)
+    low, high, width = 0, x.devices.shape[0] - 1, below(x, 3)
+    if width:
+        low = below(x, x.devices.shape[0])
+        high = low if width == 1 else low + below(x, x.devices.shape[0] - low)
     for s in range(x.acts.shape[0]):
         if given.turn[s] == turn and low <= x.stages[s].device <= high and given.able[mode, s]:
             for p in range(PARTS):

@@ -75,6 +75,11 @@ BINDING = Group(
         Case("unit-no-links", 8, 32, 0.25),
     ),
 )
+LITTLE = Group(
+    "An activation for all layers of a device",
+    3.0,
+    (Case("6.2B", 8, 16, 0.125), Case("6.2B", 8, 32, 0.125), Case("unit-slow-links", 8, 32, 0.125)),
+)
 HEAD = Group("A head in parts", 6.5, (Case("6.2B-head-parts", 8, 32, 0.25), Case("6.2B-head-parts", 8, 32, 0.125)))
 WIDE = Group("More devices", 8.0, (Case("unit", 16, 64, 0.125),))
 LONG = Group(
@@ -102,7 +107,7 @@ FEW = Group(
         Case("6.2B-x2", 8, 32, 0.25),
     ),
 )
-GROUPS = (BINDING, FEW, WHOLE_PLANS, HEAD, WIDE, LONG, FUSED, SMALL)
+GROUPS = (BINDING, LITTLE, FEW, WHOLE_PLANS, HEAD, WIDE, LONG, FUSED, SMALL)
 WHOLE = "nothing"
 """The part of a plan with everything."""
 
@@ -141,7 +146,7 @@ def constant(room: object, name: str, value: float, group: Group) -> Part:
 
 
 def policies(before: str, after: str) -> Part:
-    return Part(edits=(("machine/policy.py", before, after),), groups=(BINDING, FEW, HEAD))
+    return Part(edits=(("machine/policy.py", before, after),), groups=(BINDING, LITTLE, FEW, HEAD))
 
 
 def wishes_edited(before: str, after: str) -> Part:
@@ -207,7 +212,7 @@ PARTS = {
     "moves of ranks of all turns": policies("is_whole = below(x, 5) == 0", "is_whole = False"),
     "treatments by part of the step": policies("part = below(x, PARTS + 1)", "part = PARTS"),
     "treatments of single microbatches in a row": policies("least = below(x, sorts + 1)", "least = sorts"),
-    "2 microbatches in a row for 4": Part((patch.object(policy, "SORTS", 2),), groups=(BINDING, FEW, HEAD)),
+    "2 microbatches in a row for 4": Part((patch.object(policy, "SORTS", 2),), groups=(BINDING, LITTLE, FEW, HEAD)),
     "treatments of all devices at once": policies("- 1, below(x, 3)", "- 1, 1 + below(x, 2)"),
     "treatments of several devices at once": policies("- 1, below(x, 3)", "- 1, 1"),
     "recomputes before their gradients": Part(

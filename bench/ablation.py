@@ -209,6 +209,10 @@ PARTS = {
     "moves that change nothing of the value": policies(
         "_value(x, trial, given, reached)", "_value(x, trial, given, reached - 1)"
     ),
+    "passing over moves that change nothing of the policy": policies(
+        "while not _change(trial, x, given):  # what changes nothing is not run\n                pass",
+        "_change(trial, x, given)",
+    ),
     "moves of ranks of all turns": policies("is_whole = below(x, 5) == 0", "is_whole = False"),
     "treatments by part of the step": policies("part = below(x, PARTS + 1)", "part = PARTS"),
     "treatments of single microbatches in a row": policies("least = below(x, sorts + 1)", "least = sorts"),

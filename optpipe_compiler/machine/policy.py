@@ -147,7 +147,8 @@ def _search(
     while True:
         if ops:
             _copy(trial, by)
-            _change(trial, x, given)
+            while not _change(trial, x, given):  # what changes nothing is not run
+                pass
         found = _value(x, trial, given, reached)
         spent += x.counts[OPS] + x.acts.shape[0] * x.acts.shape[1]
         if found < NEVER:
@@ -243,26 +244,30 @@ def _copy(to: Policy, source: Policy) -> None:
 
 
 @compiled
-def _change(by: Policy, x: MachineState, given: Setting) -> None:
-    """Take one step at random: ranks, treatment of activations, a split, or what forwards leave to earlier ones."""
+def _change(by: Policy, x: MachineState, given: Setting) -> bool:
+    """Take one step at random: ranks, treatment of activations, a split, or what forwards leave to earlier ones.
+
+    Returns whether that changes the policy.
+    """
     draw = below(x, given.moves[3])
     if draw < given.moves[0]:
-        _shift(by, x, given)
-    elif draw >= given.moves[2]:
-        place = below(x, by.yields.size)
-        by.yields.flat[place] = not by.yields.flat[place]
-    elif draw < given.moves[1] or not given.numbers[CAN_SPLIT]:
-        _treat(by, x, given)
-    else:
+        return _shift(by, x, given)
+    if draw < given.moves[1] or (draw < given.moves[2] and not given.numbers[CAN_SPLIT]):
+        return _treat(by, x, given)
+    if draw < given.moves[2]:
         turn = below(x, by.fused.size)
         by.fused[turn] = not by.fused[turn]
+    else:
+        place = below(x, by.yields.size)
+        by.yields.flat[place] = not by.yields.flat[place]
+    return True
 
 
 @compiled
-def _shift(by: Policy, x: MachineState, given: Setting) -> None:
-    """Move one kind of op of one turn or of all."""
+def _shift(by: Policy, x: MachineState, given: Setting) -> bool:
+    """Move one kind of op of one turn or of all; return whether it moves."""
     kind, width = below(x, 3), given.numbers[SCALE]
-    change = -3 * width  # to 3 widths more, of standard deviation `width`
+    change: int = -3 * width  # to 3 widths more, of standard deviation `width`
     for _ in range(3):
         change += below(x, 2 * width + 1)
     chosen = below(x, by.shift.shape[1])
@@ -270,11 +275,15 @@ def _shift(by: Policy, x: MachineState, given: Setting) -> None:
     for turn in range(by.shift.shape[1]):
         if is_whole or turn == chosen:
             by.shift[kind, turn] += change
+    return change != 0
 
 
 @compiled
-def _treat(by: Policy, x: MachineState, given: Setting) -> None:
-    """Keep, offload or recompute what one, some or all devices compute in a turn, in one part of the step or in all."""
+def _treat(by: Policy, x: MachineState, given: Setting) -> bool:
+    """Keep, offload or recompute what one, some or all devices compute in a turn, in one part of the step or in all.
+
+    Returns whether anything is treated in another way than before.
+    """
     mode, sorts = below(x, RECOMPUTE + 1), by.modes.shape[2]
     least = below(x, sorts + 1)
     most = least
@@ -284,6 +293,7 @@ def _treat(by: Policy, x: MachineState, given: Setting) -> None:
         most += below(x, sorts - least)
     part = below(x, PARTS + 1)
     turn = below(x, by.fused.size)
+    is_other = False
     low, high, width = 0, x.devices.shape[0] - 1, below(x, 3)
     if width:
         low = below(x, x.devices.shape[0])
@@ -293,4 +303,6 @@ def _treat(by: Policy, x: MachineState, given: Setting) -> None:
             for p in range(PARTS):
                 for sort in range(least, most + 1):
                     if part in (p, PARTS):
+                        is_other = is_other or by.modes[p, s, sort] != mode
                         by.modes[p, s, sort] = mode
+    return is_other

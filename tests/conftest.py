@@ -13,6 +13,7 @@ from hypothesis import settings
 from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from tests.browser import HOW, browser  # the second is a fixture
+from tests.processes import end_started
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,6 +83,13 @@ def one_server() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forkserver, "set_forkserver_preload", lambda names: None)
         yield
+
+
+@pytest.fixture(autouse=True)
+def no_script_outlives_its_test() -> Iterator[None]:
+    """End what a test that failed has left running, or the tests after it fail, too."""
+    yield
+    end_started()
 
 
 def load_machine() -> None:

@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING
 from optpipe_compiler.processes import Processes
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from multiprocessing.connection import Connection
 
+STARTED: list[Callable[[], None]] = []
+"""What ends each script of the present test, if it still runs; `conftest.no_script_outlives_its_test` calls them."""
 HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
 
 
@@ -50,21 +53,33 @@ class Script:
         self._processes = Processes(context(training=True))
         self._processes.__enter__()
         self._number = self._processes.start(_run_script, code, arguments, environment, self._folder)
+        STARTED.append(self.end)
 
     def kill(self) -> None:
         """End it."""
         self._processes.kill(self._number)
+
+    def end(self) -> None:
+        """End it and leave nothing of it; more than once is harmless."""
+        self._processes.end()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Wait for its end; return what it has written to stdout and stderr."""
         heard = self._processes.listen(timeout)
         self._processes.end()
         said = tuple(Path(self._folder, name).read_text() for name in STREAMS)
-        shutil.rmtree(self._folder)
+        self.end()
         if not heard:
             raise TimeoutExpired("a script", timeout, *said)
         self.returncode = heard[0][1].code
         return said
+
+
+def end_started() -> None:
+    """End the scripts that still run."""
+    while STARTED:
+        STARTED.pop()()
 
 
 STREAMS = ("stdout", "stderr")

@@ -50,6 +50,7 @@ class Batches:
         bundles = stages.bundles
         if bundles is None and boundary is None:
             raise BadInput("the shapes between layers are not known: give build_stages(inputs=...) or boundary=")
+        _check_lengths(schedule.setup)
         self._setup = schedule.setup
         self._count = schedule.setup.microbatches
         self._units: list[tuple[int, int | None]] = []
@@ -243,3 +244,15 @@ class Batches:
                 f"batch's {samples} samples"
             )
         return torch.split(tensor, [rows * size for size in self._sizes])
+
+
+def _check_lengths(setup: ir.Setup) -> None:
+    """Raise BadInput where a microbatch is longer than the sequences that it is cut from."""
+    if isinstance(setup.units, msgspec.UnsetType):
+        return
+    longest = max(cut[-1] for cut in setup.units.cuts)
+    if longest > setup.units.tokens:
+        raise BadInput(
+            f"$.setup.units: a microbatch has {longest} tokens, expected at most the {setup.units.tokens} of the "
+            "profile's sequences: of each batch the first so many tokens are read; profile longer sequences"
+        )

@@ -17,6 +17,7 @@ from torch import nn
 
 import runtime_torch
 from optpipe_compiler.compiler import Options, compile_schedule
+from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.verify import verify
 from optpipe_torch.launch.run import run
@@ -187,3 +188,12 @@ def test_a_batch_without_the_tokens_that_are_cut_is_refused():
     inputs, target = models.batch(MODEL, bytes(range(256)), torch.Generator().manual_seed(0), 1)
     with pytest.raises(BadInput, match=r"the target has the shape \(2, 7\) in a microbatch, expected 8 tokens"):
         batches.cut_all([inputs], target[:, :7])
+
+
+def test_microbatches_longer_than_the_sequences_they_are_cut_from_are_refused():
+    plan = schedule(Shape((0, 0), microbatches=2, tokens=8, cuts=((0, 8), (0, 5))))
+    stages = built(plan, models.build(plan.model))
+    units = msgspec.structs.replace(plan.setup.units, tokens=7)
+    longer = ir.seal(msgspec.structs.replace(plan, setup=msgspec.structs.replace(plan.setup, units=units)))
+    with pytest.raises(BadInput, match=r"\$\.setup\.units: a microbatch has 8 tokens, expected at most the 7 of"):
+        Batches(longer, stages, None, None)

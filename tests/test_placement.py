@@ -115,7 +115,7 @@ def test_a_layer_moves_past_the_stages_between_to_lighten_the_heaviest_device():
 @settings(max_examples=60, deadline=None)
 @given(
     work=st.lists(st.integers(0, 30), min_size=6, max_size=9),
-    name=st.sampled_from(["loop", "v"]),
+    name=st.sampled_from(["linear", "loop", "v"]),
 )
 def test_the_cut_that_is_solved_for_has_the_lightest_busiest_device_of_all_cuts(work, name):
     even = layout(name, 2, 3, work)

@@ -32,13 +32,14 @@ NOWHERE = -1
 def lightest(work: Sequence[int], device_of: Sequence[int], known: Cuts) -> Cuts:
     """Return cuts with the lightest busiest device that was found, none heavier than `known`.
 
-    `work` has an entry per layer, `device_of` one per stage; every pass is through all devices, up or down.
+    `work` has an entry per layer, `device_of` one per stage; every pass is through all devices, up or down. Of other
+    placements, such as neighbouring stages on one device, `known` is returned.
     """
     devices = max(device_of) + 1
     cuts, prefix = list(known), np.array(list(accumulate(work, initial=0)), np.int64)
     passes = [tuple(device_of[begin : begin + devices]) for begin in range(0, len(device_of), devices)]
     lowest = least(work, device_of)
-    seeking = len(passes) > 1
+    seeking = len(passes) > 1 and all(sorted(one) == list(range(devices)) for one in passes)
     while seeking and _heaviest(prefix, device_of, cuts) > lowest + lowest // FINE:
         before = list(cuts)
         for number in range(len(passes) - 1):

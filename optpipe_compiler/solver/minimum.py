@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from graphlib import TopologicalSorter
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.errors import MissingDependency
@@ -41,7 +42,7 @@ def one_at_a_time(problem: Problem, fixed: tuple[int, ...]) -> Schedule:
 
 
 def _device_by_device(single: Problem, fixed: tuple[int, ...]) -> dict[Task, int]:
-    """Solve for every device alone, as if host memory were unlimited, and merge the orders.
+    """Order every device alone, as if host memory were unlimited, and merge the orders.
 
     With one microbatch, forwards and backwards have one order over all devices, which every device's own order agrees
     with; what else a device does (weight gradients, transfers, recomputes) concerns no other one.
@@ -59,9 +60,11 @@ def _device_by_device(single: Problem, fixed: tuple[int, ...]) -> dict[Task, int
             host_budget=None,
             hosts=(),
         )
-        starts = _solve(coarsen(_unit_times(alone)), (fixed[device],))
-        named = {task: Task(task.kind, mine[task.stage], 0) for task in starts}
-        order = [named[task] for task in Schedule(alone, "", starts).sequence]
+        found = lean_order(alone)
+        if found is None:
+            starts = _solve(coarsen(_unit_times(alone)), (fixed[device],))
+            found = list(Schedule(alone, "", starts).sequence)
+        order = [Task(task.kind, mine[task.stage], 0) for task in found]
         for earlier, later in pairwise([None, *order]):
             assert later is not None
             before.setdefault(later, set()).update(() if earlier is None else (earlier,))
@@ -70,6 +73,60 @@ def _device_by_device(single: Problem, fixed: tuple[int, ...]) -> dict[Task, int
     for earlier, later in pairwise(chain):
         before[later].add(earlier)
     return {task: index for index, task in enumerate(TopologicalSorter(before).static_order())}
+
+
+def lean_order(alone: Problem) -> list[Task] | None:
+    """Return the order of one microbatch on one device that needs the least memory; None where this finds no proof.
+
+    Let A_s be the sum, over the stages before s, of the least that an activation can leave behind its forward: kept,
+    offloaded or recomputed. While an op of stage s runs, the device holds A_s at least, as the stages before have their
+    backward later. So with x the units that an op needs besides activations, no order needs less than the largest of
+    A_s + saved + x_F and min(A_s + saved + x_B, max(A_s + saved + captured + x_I, residue + x_W)); a recompute needs
+    what its forward did. These treatments reach that, with backwards in one piece where these fit, and weight gradients
+    as soon as they fit, unless what waits for its weight gradient leaves too little to another op.
+    """
+    stages, can_split = alone.stages, alone.freedom.split
+    treatments = [_least_left(alone, s) for s in range(len(stages))]
+    below = list(accumulate((left for left, _ in treatments), initial=0))
+    cap = 0
+    for stage, held in zip(stages, below, strict=False):
+        least = held + stage.saved + stage.backward_extra
+        if can_split:
+            halves = held + stage.saved + stage.captured + stage.backward_input_extra
+            least = min(least, max(halves, stage.residue + stage.backward_weight_extra))
+        cap = max(cap, held + stage.saved + stage.forward_extra, least)
+    order: list[Task] = []
+    for s, (_, kind) in enumerate(treatments):
+        order.append(Task(Kind.F, s, 0))
+        if kind is Kind.H:
+            order.append(Task(Kind.D, s, 0))
+    waiting: list[int] = []
+    for s, (_, kind) in reversed(list(enumerate(treatments))):
+        stage, left = stages[s], cap - below[s] - stages[s].saved - sum(stages[w].residue for w in waiting)
+        is_fused = stage.backward_extra <= left
+        if not is_fused and not (can_split and stage.captured + stage.backward_input_extra <= left):
+            return None
+        if left < (stage.forward_extra if kind is Kind.R else 0):
+            return None
+        order += [] if kind is None else [Task(kind, s, 0)]
+        order.append(Task(Kind.B if is_fused else Kind.I, s, 0))
+        waiting += [] if is_fused else [s]
+        for w in list(waiting):
+            if below[s] + sum(stages[other].residue for other in waiting) + stages[w].backward_weight_extra <= cap:
+                order.append(Task(Kind.W, w, 0))
+                waiting.remove(w)
+    return None if waiting else order
+
+
+def _least_left(problem: Problem, s: int) -> tuple[int, Kind | None]:
+    """Return the least units that an activation can leave behind its forward, and what brings it back."""
+    stage = problem.stages[s]
+    choices: list[tuple[int, Kind | None]] = [(stage.saved, None)]
+    if problem.can_offload(s):
+        choices.append((stage.staying, Kind.H))
+    if problem.can_recompute(s):
+        choices.append((stage.checkpoint, Kind.R))
+    return min(choices, key=itemgetter(0))
 
 
 def _unit_times(problem: Problem) -> Problem:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from functools import lru_cache
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
@@ -328,6 +329,7 @@ def _selectively(layer: Layer) -> Layer:
     )
 
 
+@lru_cache(maxsize=4096)  # equal layers, in all placements that are compared
 def of_unit(layer: Layer, tokens: tuple[int, int], whole: int, *, is_cut: bool) -> Layer:
     """Return what a layer, as it is in its stage, costs for the tokens [begin, end) of a sequence.
 

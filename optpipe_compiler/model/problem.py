@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents.profile import in_one_stage, of_unit, on_device, selected, value_of
@@ -155,6 +156,18 @@ class Problem:
     """By shape and slice, the figures of each stage; empty where all units are equal."""
     hosts: tuple[tuple[tuple[int, ...], int], ...] = ()
     """Of each host its devices, and units for their offloads; a device is on one host at most."""
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, one.name) for one in fields(self)))
+
+    def __hash__(self) -> int:
+        """Problems are keys of caches, and those of slices have many figures: they are hashed once."""
+        return self._hash
+
+    def __getstate__(self) -> dict[str, object]:
+        """Leave out the hash: that of None differs from process to process."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
 
     @property
     def host_limits(self) -> list[tuple[tuple[int, ...], int]]:

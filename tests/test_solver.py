@@ -359,14 +359,28 @@ def test_no_schedule_at_all_needs_less_memory_than_one_microbatch_at_a_time(one,
     assert best(replace(one, budget=tuple(max(0, needs - 1 - size) for size in static))) is None
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(one=problems(microbatches=1), data=st.data())
-def test_solving_device_by_device_needs_as_little_memory_as_solving_all_at_once(one, data):
+def test_one_microbatch_needs_no_more_memory_than_the_full_model_finds(one, data):
+    """With and without limits of the hosts."""
     static = tuple(data.draw(st.integers(0, 6)) for _ in range(one.devices))
-    roomy = replace(one, budget=(1000,) * one.devices, host_budget=None, hosts=())
+    roomy = replace(one, budget=(1000,) * one.devices)
 
     def most(timed: Schedule) -> int:
         return max(map(int.__add__, static, peaks(timed)))
 
+    found = one_at_a_time(roomy, static)
     together = minimum._serial(roomy, minimum._solve(coarsen(minimum._unit_times(roomy)), static))
-    assert most(one_at_a_time(roomy, static)) == most(together)
+    assert one.fits_hosts(found.host_peaks)
+    assert most(found) == most(together)
+
+
+@pytest.mark.parametrize("host_budget", [None, 0, 200])
+def test_the_least_memory_of_many_stages_is_not_searched_for(monkeypatch, host_budget):
+    one = problem(2, 1, 10**4, per_device=20, placement="loop", freedom=Freedom())
+    stages = tuple(replace(stage, saved=20 + s, checkpoint=10) for s, stage in enumerate(one.stages))
+    many = replace(one, stages=stages, host_budget=host_budget)
+    monkeypatch.setattr(minimum, "_solve", lambda *_: pytest.fail("solved as a scheduling problem"))
+    found = one_at_a_time(many, (0, 0))
+    assert many.fits_hosts(found.host_peaks)
+    assert max(peaks(found)) < sum(stage.saved for stage in stages[::2])

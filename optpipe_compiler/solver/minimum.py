@@ -6,14 +6,16 @@ from dataclasses import replace
 from graphlib import TopologicalSorter
 from itertools import accumulate, pairwise
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optpipe_compiler.errors import MissingDependency
 from optpipe_compiler.model.problem import SIZES, coarsen
 from optpipe_compiler.model.schedule import Kind, Schedule, Task, duration
 
 if TYPE_CHECKING:
-    from optpipe_compiler.model.problem import Problem
+    from collections.abc import Collection
+
+    from optpipe_compiler.model.problem import Problem, Stage
 
 UNLIMITED = 1 << 60
 
@@ -27,9 +29,11 @@ def one_at_a_time(problem: Problem, fixed: tuple[int, ...]) -> Schedule:
     ops matters, so all durations are 1.
     """
     single = replace(problem, microbatches=1)
-    starts = _device_by_device(single, fixed)
-    if not problem.fits_hosts(Schedule(_unit_times(single), "", starts).host_peaks):
-        starts = _solve(coarsen(_unit_times(single)), fixed)
+    starts = _device_by_device(single, range(len(single.stages)), fixed)
+    if not _fits_hosts(single, starts):
+        starts = _device_by_device(single, _offloads_that_fit(single, fixed), fixed)
+        if not _fits_hosts(single, starts):  # one of the devices was solved for
+            starts = _solve(coarsen(_unit_times(single)), fixed)
     free = replace(single, budget=(UNLIMITED,) * problem.devices)
     alone = _serial(free, starts)
     period = max(map(alone.end, alone.starts))
@@ -41,8 +45,12 @@ def one_at_a_time(problem: Problem, fixed: tuple[int, ...]) -> Schedule:
     return Schedule(problem, "one-at-a-time", repeated)
 
 
-def _device_by_device(single: Problem, fixed: tuple[int, ...]) -> dict[Task, int]:
-    """Order every device alone, as if host memory were unlimited, and merge the orders.
+def _fits_hosts(single: Problem, starts: dict[Task, int]) -> bool:
+    return single.fits_hosts(Schedule(_unit_times(single), "", starts).host_peaks)
+
+
+def _device_by_device(single: Problem, may_leave: Collection[int], fixed: tuple[int, ...]) -> dict[Task, int]:
+    """Order every device alone, of whose stages those in `may_leave` may be offloaded, and merge the orders.
 
     With one microbatch, forwards and backwards have one order over all devices, which every device's own order agrees
     with; what else a device does (weight gradients, transfers, recomputes) concerns no other one.
@@ -60,7 +68,7 @@ def _device_by_device(single: Problem, fixed: tuple[int, ...]) -> dict[Task, int
             host_budget=None,
             hosts=(),
         )
-        found = lean_order(alone)
+        found = lean_order(alone, {place for place, s in enumerate(mine) if s in may_leave})
         if found is None:
             starts = _solve(coarsen(_unit_times(alone)), (fixed[device],))
             found = list(Schedule(alone, "", starts).sequence)
@@ -75,8 +83,10 @@ def _device_by_device(single: Problem, fixed: tuple[int, ...]) -> dict[Task, int
     return {task: index for index, task in enumerate(TopologicalSorter(before).static_order())}
 
 
-def lean_order(alone: Problem) -> list[Task] | None:
+def lean_order(alone: Problem, may_leave: Collection[int]) -> list[Task] | None:
     """Return the order of one microbatch on one device that needs the least memory; None where this finds no proof.
+
+    Stages in `may_leave` may be offloaded.
 
     Let A_s be the sum, over the stages before s, of the least that an activation can leave behind its forward: kept,
     offloaded or recomputed. While an op of stage s runs, the device holds A_s at least, as the stages before have their
@@ -86,15 +96,13 @@ def lean_order(alone: Problem) -> list[Task] | None:
     as soon as they fit, unless what waits for its weight gradient leaves too little to another op.
     """
     stages, can_split = alone.stages, alone.freedom.split
-    treatments = [_least_left(alone, s) for s in range(len(stages))]
+    treatments = [_least_left(alone, s, may_leave=s in may_leave) for s in range(len(stages))]
     below = list(accumulate((left for left, _ in treatments), initial=0))
-    cap = 0
-    for stage, held in zip(stages, below, strict=False):
-        least = held + stage.saved + stage.backward_extra
-        if can_split:
-            halves = held + stage.saved + stage.captured + stage.backward_input_extra
-            least = min(least, max(halves, stage.residue + stage.backward_weight_extra))
-        cap = max(cap, held + stage.saved + stage.forward_extra, least)
+    needs = [_needs(stage, can_split=can_split) for stage in stages]
+    cap = max(
+        max(held + need.forward, min(held + need.fused, max(held + need.halves, need.weight)))
+        for need, held in zip(needs, below, strict=False)
+    )
     order: list[Task] = []
     for s, (_, kind) in enumerate(treatments):
         order.append(Task(Kind.F, s, 0))
@@ -118,15 +126,66 @@ def lean_order(alone: Problem) -> list[Task] | None:
     return None if waiting else order
 
 
-def _least_left(problem: Problem, s: int) -> tuple[int, Kind | None]:
+def _least_left(problem: Problem, s: int, *, may_leave: bool) -> tuple[int, Kind | None]:
     """Return the least units that an activation can leave behind its forward, and what brings it back."""
     stage = problem.stages[s]
     choices: list[tuple[int, Kind | None]] = [(stage.saved, None)]
-    if problem.can_offload(s):
+    if may_leave and problem.can_offload(s):
         choices.append((stage.staying, Kind.H))
     if problem.can_recompute(s):
         choices.append((stage.checkpoint, Kind.R))
     return min(choices, key=itemgetter(0))
+
+
+class _Needs(NamedTuple):
+    """Units that ops of a stage need besides what the stages before have left; `weight` needs no more than that."""
+
+    forward: int
+    fused: int
+    halves: int
+    weight: int
+
+
+def _needs(stage: Stage, *, can_split: bool) -> _Needs:
+    return _Needs(
+        stage.saved + stage.forward_extra,
+        stage.saved + stage.backward_extra,
+        stage.saved + stage.captured + stage.backward_input_extra if can_split else UNLIMITED,
+        stage.residue + stage.backward_weight_extra,
+    )
+
+
+def _offloads_that_fit(single: Problem, fixed: tuple[int, ...]) -> set[int]:
+    """Return the stages to offload, within host memory, for which `lean_order` needs the least on the fullest device.
+
+    All forwards come before all backwards, so what is offloaded is on the hosts at one time.
+    """
+    cp_model = _cp_model()
+    coarse, model = coarsen(_unit_times(single)), cp_model.CpModel()
+    leaves = [model.new_bool_var(f"leaves_{s}") for s in range(len(coarse.stages))]
+    in_halves = [model.new_bool_var(f"in_halves_{s}") for s in range(len(coarse.stages))]
+    offset = [-(-size // coarse.unit_bytes) for size in fixed]
+    most = sum(abs(getattr(stage, name)) for stage in coarse.stages for name in SIZES) + max(offset, default=0)
+    cap = model.new_int_var(0, most, "cap")
+    for device in range(coarse.devices):
+        room, held = cap - offset[device], list[Any]()
+        for s in coarse.stages_of(device):
+            need, below = _needs(coarse.stages[s], can_split=coarse.freedom.split), sum(held)
+            model.add(below + need.forward <= room)
+            model.add(below + need.fused <= room).only_enforce_if(~in_halves[s])
+            if coarse.freedom.split:
+                model.add(below + need.halves <= room).only_enforce_if(in_halves[s])
+                model.add(need.weight <= room).only_enforce_if(in_halves[s])
+            else:
+                model.add(in_halves[s] == 0)
+            stays, leaving = (_least_left(coarse, s, may_leave=may_leave)[0] for may_leave in (False, True))
+            held.append(stays - (stays - leaving) * leaves[s])
+    for devices, limit in coarse.host_limits:
+        here = [s for s, stage in enumerate(coarse.stages) if stage.device in devices]
+        model.add(sum(coarse.stages[s].moved * leaves[s] for s in here) <= limit)
+    model.minimize(cap)
+    solver = _solved(model)
+    return {s for s, leaves_it in enumerate(leaves) if solver.value(leaves_it)}
 
 
 def _unit_times(problem: Problem) -> Problem:
@@ -170,11 +229,26 @@ def _serial(problem: Problem, starts: dict[Task, int]) -> Schedule:
     return Schedule(problem, "one-at-a-time", timed)
 
 
-def _solve(problem: Problem, fixed: tuple[int, ...]) -> dict[Task, int]:
+def _cp_model() -> Any:
     try:
         from ortools.sat.python import cp_model
     except ImportError as error:
         raise MissingDependency("compile needs ortools: pip install ortools") from error
+    return cp_model
+
+
+def _solved(model: Any) -> Any:
+    cp_model = _cp_model()
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.max_deterministic_time = 30
+    status = solver.solve(model)
+    assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE), solver.status_name(status)
+    return solver
+
+
+def _solve(problem: Problem, fixed: tuple[int, ...]) -> dict[Task, int]:
+    cp_model = _cp_model()
     from optpipe_compiler.solver import constraints, hint, variables
 
     model = cp_model.CpModel()
@@ -185,9 +259,4 @@ def _solve(problem: Problem, fixed: tuple[int, ...]) -> dict[Task, int]:
     cap = model.new_int_var(0, total + max(offset, default=0), "cap")
     constraints.add_all(model, problem, v, budgets=[cap - size for size in offset])
     model.minimize(cap)
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.max_deterministic_time = 30
-    status = solver.solve(model)
-    assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE), solver.status_name(status)
-    return hint.starts_of(problem, v, solver.value)
+    return hint.starts_of(problem, v, _solved(model).value)

@@ -17,6 +17,7 @@ from optpipe_compiler.processes import Processes
 if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
+    from subprocess import Popen
 
 STARTED: list[Callable[[], None]] = []
 """What ends each script of the present test, if it still runs; `conftest.no_script_outlives_its_test` calls them."""
@@ -74,6 +75,17 @@ class Script:
             raise TimeoutExpired("a script", timeout, *said)
         self.returncode = heard[0][1].code
         return said
+
+
+def started(process: Popen[str]) -> Popen[str]:
+    """Return the process, which ends with the present test if it still runs."""
+
+    def end() -> None:
+        with process:  # which closes its streams and waits for it
+            process.kill()
+
+    STARTED.append(end)
+    return process
 
 
 def end_started() -> None:

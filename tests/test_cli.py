@@ -24,7 +24,7 @@ from optpipe_compiler.errors import BadInput, Infeasible, MissingDependency, Not
 from optpipe_compiler.published import METHODS
 from optpipe_compiler.verify import verify
 from tests.instances import quick, uniform
-from tests.processes import children
+from tests.processes import children, started
 
 GB = 10**9
 ROOT = Path(__file__).parent.parent
@@ -487,7 +487,7 @@ def start(*arguments: str, folder: Path, **options: Any) -> subprocess.Popen[str
     environment |= options.pop("environment", {})
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
     command = [sys.executable, "-m", "optpipe_compiler.cli", *arguments]
-    return subprocess.Popen(command, cwd=folder, env=environment, text=True, start_new_session=True, **pipes)
+    return started(subprocess.Popen(command, cwd=folder, env=environment, text=True, start_new_session=True, **pipes))
 
 
 @pytest.mark.parametrize("whole_group", [False, True], ids=["kill -INT", "terminal"])

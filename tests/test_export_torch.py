@@ -19,6 +19,7 @@ from optpipe_compiler.export.torch_csv import as_torch_runs_it, memory_ops, rend
 from optpipe_compiler.verify import check
 from optpipe_compiler.verify.peaks import peaks
 from tests.instances import quick, uniform
+from tests.processes import started
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents import ir
@@ -207,12 +208,14 @@ def on_two_ranks(code: str, path: Path) -> list[list[str]]:
         port = probe.getsockname()[1]
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code, str(path)],
-            env={**os.environ, **common, "RANK": str(rank), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        started(
+            subprocess.Popen(
+                [sys.executable, "-c", code, str(path)],
+                env={**os.environ, **common, "RANK": str(rank), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
         )
         for rank in range(2)
     ]

@@ -16,6 +16,7 @@ from runtime_cases import schedule
 from small_schedules import Shape
 
 from optpipe_compiler.documents import ir
+from tests.processes import started
 
 ROOT = Path(__file__).parent.parent
 TRAIN = str(ROOT / "examples" / "train_gpt.py")
@@ -33,13 +34,15 @@ def two_nodes(folder: Path, *command: str, options: str = "", **variables: str) 
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | variables
     address = f"127.0.0.1:{free_port()}"
     nodes = [
-        subprocess.Popen(
-            [sys.executable, *torchrun.split(), address, *command],
-            cwd=folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+        started(
+            subprocess.Popen(
+                [sys.executable, *torchrun.split(), address, *command],
+                cwd=folder,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
         )
         for _ in range(2)
     ]
@@ -74,6 +77,7 @@ def test_two_nodes_started_again_with_the_same_command_go_on_where_the_last_chec
 DIES = """
 import os, runpy, signal, sys
 from runtime_torch.runner import Runner
+from tests.processes import started
 
 step, steps = Runner.step, []
 

@@ -27,6 +27,7 @@ from optpipe_compiler.errors import BadInput, RunFailed
 from optpipe_torch.launch import run as launch
 from optpipe_torch.launch.job import Job
 from optpipe_torch.launch.run import run
+from tests.processes import started
 
 pytestmark = pytest.mark.runtime
 
@@ -138,13 +139,15 @@ def test_a_run_that_is_terminated_leaves_no_process_and_no_temporary_folder(tmp_
     (tmp_path / "temporary").mkdir()
     (tmp_path / "schedule.json").write_text(ir.to_text(schedule(Shape((0, 1), microbatches=4), model=None)))
     root = Path(__file__).parent.parent
-    process = subprocess.Popen(
-        [sys.executable, "-m", "optpipe_compiler.cli", "run", "--steps", "100000"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(tmp_path / "temporary")},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
+    process = started(
+        subprocess.Popen(
+            [sys.executable, "-m", "optpipe_compiler.cli", "run", "--steps", "100000"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(tmp_path / "temporary")},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
     )
     said: list[str] = []
     while not said or (said[-1] and not said[-1].startswith("step 2")):
@@ -185,12 +188,14 @@ def test_a_taken_port_ends_every_rank_with_one_sentence(tmp_path):
         taken.listen()
         group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
         ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", "optpipe_compiler.cli", "run", "--timeout", "3"],
-                cwd=tmp_path,
-                env={**os.environ, **group, "RANK": str(rank), "PYTHONPATH": str(root)},
-                stderr=subprocess.PIPE,
-                text=True,
+            started(
+                subprocess.Popen(
+                    [sys.executable, "-m", "optpipe_compiler.cli", "run", "--timeout", "3"],
+                    cwd=tmp_path,
+                    env={**os.environ, **group, "RANK": str(rank), "PYTHONPATH": str(root)},
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
             )
             for rank in range(2)
         ]

@@ -26,7 +26,7 @@ from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profil
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.view.report.trace import measured
 from runtime_torch import engine
-from tests.processes import STARTED, Script
+from tests.processes import Script, started
 
 HIDDEN, LENGTH, LAYERS, MICROBATCHES = 8, 5, 4, 2
 
@@ -384,20 +384,15 @@ os._exit(0)  # torch's threads may abort a Python that shuts down while they han
 
 def fresh(code, arguments, environment):
     """Start a script in a Python of its own."""
-    script = subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    return started(
+        subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
     )
-
-    def end():
-        with script:  # which closes its streams and waits for it
-            script.kill()
-
-    STARTED.append(end)
-    return script
 
 
 def start_ranks(code, *arguments, world=2, each=lambda rank: (), how=Script, **environment):

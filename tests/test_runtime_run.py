@@ -26,6 +26,7 @@ from optpipe_compiler.errors import BadInput, RunFailed
 from optpipe_torch.launch import run as launch
 from optpipe_torch.launch.job import Job
 from optpipe_torch.launch.run import run
+from tests.processes import started
 
 pytestmark = pytest.mark.runtime
 
@@ -277,11 +278,13 @@ def test_under_torchrun_the_ranks_join_its_group(tmp_path):
     root = Path(__file__).parent.parent
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", JOINED, str(path), str(TEXT)],
-            env={**os.environ, **common, "RANK": str(rank), "PYTHONPATH": str(root)},
-            stdout=subprocess.PIPE,
-            text=True,
+        started(
+            subprocess.Popen(
+                [sys.executable, "-c", JOINED, str(path), str(TEXT)],
+                env={**os.environ, **common, "RANK": str(rank), "PYTHONPATH": str(root)},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
         )
         for rank in range(2)
     ]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from math import ceil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -384,3 +387,29 @@ def test_the_least_memory_of_many_stages_is_not_searched_for(monkeypatch, host_b
     found = one_at_a_time(many, (0, 0))
     assert many.fits_hosts(found.host_peaks)
     assert max(peaks(found)) < sum(stage.saved for stage in stages[::2])
+
+
+@pytest.mark.parametrize("what", ["cuts", "offloads", "least memory"])
+def test_ctrl_c_means_afterwards_what_it_meant_before(what):
+    """CP-SAT, left alone, takes the signal over, and then leaves the system's way to end a process."""
+    script = f"""
+import os, signal
+from optpipe_compiler.solver import cuts, minimum
+from tests.test_solver import problem, Freedom, coarsen
+one = problem(2, 1, 10**4, per_device=2, placement="loop", freedom=Freedom())
+what = {what!r}
+if what == "cuts":
+    cuts.lightest([1, 2, 3, 9, 1, 1, 4], (0, 1, 0, 1), (0, 1, 2, 3, 7))
+elif what == "offloads":
+    minimum._offloads_that_fit(one, (0, 0))
+else:
+    minimum._solve(coarsen(minimum._unit_times(one)), (0, 0))
+try:
+    signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    said = subprocess.run(
+        [sys.executable, "-c", script], cwd=Path(__file__).parent.parent, capture_output=True, text=True
+    )
+    assert said.stdout == "interrupted\n", said.stderr

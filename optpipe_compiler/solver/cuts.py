@@ -64,6 +64,7 @@ def lightest(
     model.minimize(busiest)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
+    solver.parameters.catch_sigint_signal = False  # afterwards Ctrl-C would end the process, and its plan be lost
     solver.parameters.max_deterministic_time = effort
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return known

@@ -241,6 +241,7 @@ def _solved(model: Any) -> Any:
     cp_model = _cp_model()
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
+    solver.parameters.catch_sigint_signal = False  # afterwards Ctrl-C would end the process, and its plan be lost
     solver.parameters.max_deterministic_time = 30
     status = solver.solve(model)
     assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE), solver.status_name(status)

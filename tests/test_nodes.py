@@ -77,7 +77,6 @@ def test_two_nodes_started_again_with_the_same_command_go_on_where_the_last_chec
 DIES = """
 import os, runpy, signal, sys
 from runtime_torch.runner import Runner
-from tests.processes import started
 
 step, steps = Runner.step, []
 

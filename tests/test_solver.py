@@ -394,9 +394,10 @@ def test_ctrl_c_means_afterwards_what_it_meant_before(what):
     """CP-SAT, left alone, takes the signal over, and then leaves the system's way to end a process."""
     script = f"""
 import os, signal
+from optpipe_compiler.model.problem import coarsen
 from optpipe_compiler.solver import cuts, minimum
-from tests.test_solver import problem, Freedom, coarsen
-one = problem(2, 1, 10**4, per_device=2, placement="loop", freedom=Freedom())
+from tests.instances import problem
+one = problem(2, 1, 10**4, per_device=2, placement="loop")
 what = {what!r}
 if what == "cuts":
     cuts.lightest([1, 2, 3, 9, 1, 1, 4], (0, 1, 0, 1), (0, 1, 2, 3, 7))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from optpipe_compiler.solver.here import solver_here
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -62,10 +64,7 @@ def lightest(
             model.add(end > layer)
         model.add(owners[0] == owners[1])
     model.minimize(busiest)
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.catch_sigint_signal = False  # afterwards Ctrl-C would end the process, and its plan be lost
-    solver.parameters.max_deterministic_time = effort
+    solver = solver_here(effort)
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return known
     return tuple(solver.value(cut) for cut in cuts)

@@ -1,4 +1,4 @@
-"""The smallest memory that any schedule needs, solved for, and the schedule that needs no more."""
+"""The smallest memory that any schedule needs, and the schedule that needs no more."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from optpipe_compiler.errors import MissingDependency
 from optpipe_compiler.model.problem import SIZES, coarsen
 from optpipe_compiler.model.schedule import Kind, Schedule, Task, duration
+from optpipe_compiler.solver.here import solver_here
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
+    from ortools.sat.python.cp_model import CpSolver
+
     from optpipe_compiler.model.problem import Problem, Stage
 
 UNLIMITED = 1 << 60
+EFFORT = 30
+"""Deterministic time for what is solved for."""
 
 
 def one_at_a_time(problem: Problem, fixed: tuple[int, ...]) -> Schedule:
@@ -95,10 +100,10 @@ def lean_order(alone: Problem, may_leave: Collection[int]) -> list[Task] | None:
     what its forward did. These treatments reach that, with backwards in one piece where these fit, and weight gradients
     as soon as they fit, unless what waits for its weight gradient leaves too little to another op.
     """
-    stages, can_split = alone.stages, alone.freedom.split
+    stages = alone.stages
     treatments = [_least_left(alone, s, may_leave=s in may_leave) for s in range(len(stages))]
     below = list(accumulate((left for left, _ in treatments), initial=0))
-    needs = [_needs(stage, can_split=can_split) for stage in stages]
+    needs = [_needs(stage, can_split=alone.freedom.split) for stage in stages]
     cap = max(
         max(held + need.forward, min(held + need.fused, max(held + need.halves, need.weight)))
         for need, held in zip(needs, below, strict=False)
@@ -110,17 +115,16 @@ def lean_order(alone: Problem, may_leave: Collection[int]) -> list[Task] | None:
             order.append(Task(Kind.D, s, 0))
     waiting: list[int] = []
     for s, (_, kind) in reversed(list(enumerate(treatments))):
-        stage, left = stages[s], cap - below[s] - stages[s].saved - sum(stages[w].residue for w in waiting)
-        is_fused = stage.backward_extra <= left
-        if not is_fused and not (can_split and stage.captured + stage.backward_input_extra <= left):
-            return None
-        if left < (stage.forward_extra if kind is Kind.R else 0):
+        need, room = needs[s], cap - below[s] - sum(stages[w].residue for w in waiting)
+        is_fused = need.fused <= room
+        if min(need.fused, need.halves) > room or (kind is Kind.R and need.forward > room):
             return None
         order += [] if kind is None else [Task(kind, s, 0)]
         order.append(Task(Kind.B if is_fused else Kind.I, s, 0))
         waiting += [] if is_fused else [s]
         for w in list(waiting):
-            if below[s] + sum(stages[other].residue for other in waiting) + stages[w].backward_weight_extra <= cap:
+            others = sum(stages[other].residue for other in waiting if other != w)
+            if below[s] + others + needs[w].weight <= cap:
                 order.append(Task(Kind.W, w, 0))
                 waiting.remove(w)
     return None if waiting else order
@@ -237,12 +241,8 @@ def _cp_model() -> Any:
     return cp_model
 
 
-def _solved(model: Any) -> Any:
-    cp_model = _cp_model()
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.catch_sigint_signal = False  # afterwards Ctrl-C would end the process, and its plan be lost
-    solver.parameters.max_deterministic_time = 30
+def _solved(model: Any) -> CpSolver:
+    cp_model, solver = _cp_model(), solver_here(EFFORT)
     status = solver.solve(model)
     assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE), solver.status_name(status)
     return solver

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
@@ -12,8 +13,6 @@ from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from numpy.typing import NDArray
 
 _BITS = 61
 _NEVER = 1 << _BITS
@@ -68,30 +67,42 @@ def by_layers(one: Layout) -> Layout:
 def _balanced_cuts(work: Sequence[int], parts: int) -> tuple[int, ...]:
     """Cut `work` into `parts` non-empty runs that minimise the largest sum, then the sum of squares, then lexically.
 
-    With prefix sums p and best(k, b) the least cost of cutting the layers from b on into k runs,
-    best(k, b) = min over e > b of cost(p[e] - p[b]) + best(k - 1, e), where + is the maximum or the sum:
-    O(parts x layers^2) steps of numpy.
+    With prefix sums p, w the largest sum that is needed, and best(k, b) the least sum of squares of cutting the layers
+    from b on into k runs of no more than that,
+
+        best(k, b) = min over e > b with p[e] - p[b] <= w of (p[e] - p[b])^2 + best(k - 1, e).
     """
-    prefix = np.array(list(accumulate(work, initial=0)), dtype=np.int64)
-    sizes = prefix[None, :] - prefix[:, None]
-    lightest = int(_best(sizes, parts, np.maximum)[parts][0])
+    sums = list(accumulate(work, initial=0))
+    lightest = _lightest(sums, parts)
     shift = max(0, lightest.bit_length() - (_BITS - parts.bit_length()) // 2)
-    rounded = sizes >> shift
-    costs = np.where(sizes <= lightest, rounded * rounded, _NEVER)
-    best = _best(costs, parts, np.add)
+    count, prefix = len(work), np.array([*sums, _NEVER], np.int64)
+    longest = max(bisect_right(sums, sums[begin] + lightest) - 1 - begin for begin in range(count))
+    begins = np.arange(count + 1)
+    ends = np.minimum(begins[:, None] + np.arange(1, longest + 1), count + 1)
+    """[begin, length - 1]; count + 1 where there are not so many layers."""
+    sizes = prefix[ends] - prefix[begins, None]
+    costs = np.where(sizes <= lightest, (np.minimum(sizes, lightest) >> shift) ** 2, _NEVER)
+    best = [np.where(np.arange(count + 2) == count, 0, _NEVER)]
+    for _ in range(parts):
+        totals = np.minimum(costs + best[-1][ends], _NEVER)
+        best.append(np.append(totals.min(axis=1), _NEVER))
     cuts = [0]
     for left in range(parts, 0, -1):
         begin = cuts[-1]
-        totals = costs[begin, begin + 1 :] + best[left - 1][begin + 1 :]
-        cuts.append(begin + 1 + int(np.argmin(totals)))
+        cuts.append(begin + 1 + int(np.argmin(costs[begin] + best[left - 1][ends[begin]])))
     return tuple(cuts)
 
 
-def _best(costs: NDArray[np.int64], parts: int, join: np.ufunc) -> list[NDArray[np.int64]]:
-    """Return per number of runs, 0 to `parts`, the least joined cost from each layer on; costs[begin, end] of a run."""
-    count = len(costs) - 1
-    rows = [np.where(np.arange(count + 1) == count, 0, _NEVER)]
-    later = np.tri(count + 1, k=0, dtype=bool)  # end <= begin: no run
-    for _ in range(parts):
-        rows.append(np.where(later, _NEVER, np.minimum(join(costs, rows[-1][None, :]), _NEVER)).min(axis=1))
-    return rows
+def _lightest(sums: list[int], parts: int) -> int:
+    """Return the least weight of the heaviest of so many runs of layers with these prefix sums.
+
+    Where runs that are as long as a weight lets them be are no more than `parts`, there are exactly so many, too: a run
+    of several layers can be cut.
+    """
+    low, high = max(b - a for a, b in pairwise(sums)), sums[-1]
+    while low < high:
+        middle, begin = (low + high) // 2, 0
+        for _ in range(parts):
+            begin = bisect_right(sums, sums[begin] + middle) - 1
+        low, high = (low, middle) if begin == len(sums) - 1 else (middle + 1, high)
+    return low

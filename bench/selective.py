@@ -51,7 +51,7 @@ def caps(profile: Profile) -> dict[str, int]:
         sum(value_of(layer.saved_bytes) for layer in layers[even.cuts[device] : even.cuts[device + 1]])
         for device in range(DEVICES)
     )
-    always = max(static_bytes(profile, even, device) for device in range(DEVICES))
+    always = max(static_bytes(profile, even))
     return {f"P/{part}": always + DEVICES * activation // part for part in PARTS}
 
 

@@ -172,7 +172,7 @@ class _Compilation:
                 one,
                 problem,
                 bounds.best(problem, options.objective),
-                fixed=tuple(static_bytes(profile, one, device) for device in range(problem.devices)),
+                fixed=tuple(static_bytes(profile, one)),
                 lowered=partial(promised, profile=profile, layout=one),
             )
             for one, problem in in_time(instances(profile, options), options)

@@ -139,7 +139,7 @@ def test_its_peaks_are_those_that_the_file_promises(profile, microbatches, room,
         return
     timed = Schedule(one, "drawn", starts(x))
     assert timed.makespan == makespan
-    fixed = [static_bytes(timed_profile, place, device) for device in range(devices)]
+    fixed = static_bytes(timed_profile, place)
     held = [size + int(peak) for size, peak in zip(fixed, x.devices["peak"], strict=True)]
     assert held == promised(timed, timed_profile, place)[0]
 

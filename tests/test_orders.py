@@ -85,7 +85,7 @@ def test_what_it_holds_is_what_the_file_promises(profile, microbatches, room, se
     most = max(stage.saved + stage.forward_extra for stage in one.stages)
     one = replace(one, budget=(2 * most + room,) * devices)
     for timed in dispatched(one):
-        fixed = [static_bytes(profile, place, device) for device in range(devices)]
+        fixed = static_bytes(profile, place)
         roomy = replace(one, budget=(10**12,) * devices)
         anywhere = timed.lane_orders._replace(host_limit=(10**12,) * devices)
         for other in (timed, given_order.simulate(roomy, anywhere, "")):

@@ -63,9 +63,8 @@ def lower(schedule: Schedule, profile: Profile, layout: Layout, caps: Caps, cert
     waits = Waits(graph, order, peaks)
     waits.add()
     ops = _Ops(waits, stages)
-    devices = [
-        ops.device(d, static_bytes(profile, layout, d) + peak, host_peak) for d, (peak, host_peak) in enumerate(peaks)
-    ]
+    static = static_bytes(profile, layout)
+    devices = [ops.device(d, static[d] + peak, host_peak) for d, (peak, host_peak) in enumerate(peaks)]
     setup = ir.Setup(
         devices=schedule.problem.devices,
         microbatches=schedule.problem.whole,
@@ -100,7 +99,7 @@ def promised(schedule: Schedule, profile: Profile, layout: Layout) -> tuple[list
     """Return the peaks that the file of `schedule` would promise, in bytes per device: on the device, on the host."""
     graph = Graph(schedule)
     peaks = planned_peaks(graph, graph.order())
-    static = [static_bytes(profile, layout, device) for device in range(schedule.problem.devices)]
+    static = static_bytes(profile, layout)
     return [size + peak for size, (peak, _) in zip(static, peaks, strict=True)], [host for _, host in peaks]
 
 

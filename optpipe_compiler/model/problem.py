@@ -245,10 +245,9 @@ def build(
     devices = max(layout.device_of) + 1
     classes = _classes(layers, layout, machine, offloaded, slicing)
     stages = _mean(classes, slicing)
-    fixed = [static_bytes(profile, layout, device) for device in range(devices)]
     links = machine.host_links(devices)
     link_of = [next((n for n, (members, _) in enumerate(links) if d in members), None) for d in range(devices)]
-    budget = tuple(caps.device_bytes - size for size in fixed)
+    budget = tuple(caps.device_bytes - size for size in static_bytes(profile, layout))
     units = microbatches * (1 if slicing is None else slicing.slices)
     problem = Problem(
         devices, units, stages, tuple(link_of), budget, caps.host_bytes, freedom, hosts=hosts_of(machine, devices)
@@ -324,15 +323,13 @@ class _Part:
         return -(-size * tokens // self.whole)
 
 
-def static_bytes(profile: Profile, layout: Layout, device: int) -> int:
-    """Return what `device` holds all the time: reserve, weights, gradients, optimizer state."""
+def static_bytes(profile: Profile, layout: Layout) -> list[int]:
+    """Return what each device holds all the time: reserve, weights, gradients, optimizer state."""
     held = statics(profile.expanded_layers(), layout)
-    mine = (
-        sum(held[begin:end])
-        for owner, (begin, end) in zip(layout.device_of, itertools.pairwise(layout.cuts), strict=True)
-        if owner == device
-    )
-    return sum(mine) + value_of(profile.machine.reserve_bytes)
+    found = [value_of(profile.machine.reserve_bytes)] * (max(layout.device_of) + 1)
+    for owner, (begin, end) in zip(layout.device_of, itertools.pairwise(layout.cuts), strict=True):
+        found[owner] += sum(held[begin:end])
+    return found
 
 
 def statics(layers: Sequence[Layer], layout: Layout) -> list[int]:

@@ -31,9 +31,9 @@ def selectively(profile: Profile, found: Sequence[Layout], cap_bytes: int) -> It
         for device, (begin, end) in zip(one.device_of, pairwise(one.cuts), strict=True):
             owned[device] |= set(range(begin, end))
         tight: set[int] = set()
-        for device, mine in enumerate(owned):
+        for device, (mine, always) in enumerate(zip(owned, static_bytes(profile, one), strict=True)):
             inflight = devices - device if one.name == "linear" else devices
-            if static_bytes(profile, one, device) + inflight * sum(saved[layer] for layer in mine) > cap_bytes:
+            if always + inflight * sum(saved[layer] for layer in mine) > cap_bytes:
                 tight |= mine & able
         for chosen in {frozenset(tight): None, frozenset(able if tight else ()): None}:
             if chosen:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from optpipe_compiler.model.schedule import Kind, Schedule, Stuck, Task
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
+    from optpipe_compiler.model.problem import Stage
     from optpipe_compiler.plan.budget import Budget
     from optpipe_compiler.plan.incumbents import Attempt, Incumbents
 
@@ -60,16 +61,24 @@ def spared(schedule: Schedule, budget: Sequence[int]) -> Schedule:
     from optpipe_compiler.machine.orders import held
 
     starts, levels = dict(schedule.starts), held(schedule).levels
-    owner = [schedule.problem.stages[task.stage].device for task in schedule.sequence]
-    for device in range(schedule.problem.devices):
-        mine = [n for n, task in enumerate(schedule.sequence) if owner[n] == device and task.kind is not Kind.D]
-        tasks = [schedule.sequence[n] for n in mine]
+    owned: list[list[int]] = [[] for _ in budget]
+    """By device where its tasks are in the sequence, without offloads."""
+    away: list[list[_Away]] = [[] for _ in budget]
+    for number, task in enumerate(schedule.sequence):
+        stage = schedule.problem.at(task.stage, task.microbatch)
+        if task.kind is not Kind.D:
+            owned[stage.device].append(number)
+        if (gone := _away(schedule, task, stage)) is not None:
+            away[stage.device].append(gone)
+    for device, mine in enumerate(owned):
+        tasks = [schedule.sequence[number] for number in mine]
         place = {task: index for index, task in enumerate(tasks)}
         ticks = [starts[task] for task in tasks]
         units_held = levels[mine]
-        away = _away(schedule, device)
-        for gone, back, units, needless in sorted(away, key=lambda one: (schedule.starts[one[1]] - one[0], one)):
-            within = units_held[bisect_left(ticks, gone) : place[back]]
+        for since, back, units, needless in sorted(
+            away[device], key=lambda one: (schedule.starts[one[1]] - one[0], one)
+        ):
+            within = units_held[bisect_left(ticks, since) : place[back]]
             if within.size == 0 or within.max() + units <= budget[device]:
                 within += units
                 for task in needless:
@@ -79,13 +88,12 @@ def spared(schedule: Schedule, budget: Sequence[int]) -> Schedule:
     return Schedule(schedule.problem, f"{schedule.method.removesuffix('-spared')}-spared", starts)
 
 
-def _away(schedule: Schedule, device: int) -> Iterator[_Away]:
-    """Yield the activations of a device that are not there, or not whole, between forward and backward."""
-    for task in schedule.sequence:
-        stage = schedule.problem.at(task.stage, task.microbatch)
-        if stage.device == device and task.kind is Kind.D:
-            reload = Task(Kind.H, task.stage, task.microbatch)
-            yield schedule.end(task), reload, stage.moved, [task, reload]
-        elif stage.device == device and task.kind is Kind.R:
-            forward = Task(Kind.F, task.stage, task.microbatch)
-            yield schedule.end(forward), task, stage.saved - stage.checkpoint, [task]
+def _away(schedule: Schedule, task: Task, stage: Stage) -> _Away | None:
+    """Return the activation that is not there, or not whole, between forward and backward for the sake of a task."""
+    if task.kind is Kind.D:
+        reload = Task(Kind.H, task.stage, task.microbatch)
+        return schedule.end(task), reload, stage.moved, [task, reload]
+    if task.kind is Kind.R:
+        forward = Task(Kind.F, task.stage, task.microbatch)
+        return schedule.end(forward), task, stage.saved - stage.checkpoint, [task]
+    return None

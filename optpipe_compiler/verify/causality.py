@@ -150,8 +150,14 @@ class Causality:
         return bool(self.implied([later], [earlier])[0])
 
     def _blocks(self) -> Iterator[tuple[int, Clocks]]:
-        """Yield the rows of clocks on some chains after others, with the first of these chains; the last are kept."""
-        for first in range(0, len(self.events.chains), self._width):
+        """Yield the rows of clocks on some chains after others, with the first of these chains.
+
+        The last are kept, and come first the next time.
+        """
+        order = list(range(0, len(self.events.chains), self._width))
+        if self._kept is not None and self._kept[0] == order[-1]:
+            order.reverse()
+        for first in order:
             if self._kept is None or self._kept[0] != first:
                 self._kept = None
                 self._kept = first, self._block(first)

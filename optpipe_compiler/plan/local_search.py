@@ -40,10 +40,10 @@ OPS_PER_S = 10_000_000
 """Ops that stand for a second of one climber, about what it runs (docs/MACHINE.md), where the clock must not decide; as
 if there were `CORES` threads."""
 CORES = 2
-WHOLE = 16384
-"""Stages x microbatches up to which instances are not shortened if they have at most 4 microbatches per device. What
-climbs on 2 per device fits these alone: by `python -m bench.planner --again --time-limit 20 --cases "unit P=32*"`
-plans of 32 devices took 411.5 and 433.25 ms with 4,096 (76d60759) and take 404.3 and 410.6 (856cea6d)."""
+FEW = 4
+"""Microbatches per device that longer steps are searched on. What climbs on 2 fits these alone: by `python -m
+bench.planner --clock --time-limit 60 --cases "unit P=64*"` plans of 64 devices took 1615 and 1611.5 ms with 2
+(9452f236)."""
 JOIN_S = 1.0
 """Seconds to wait for threads that were told to stop; a first compilation, which cannot be stopped, goes on beside."""
 NEVER = 1 << 62
@@ -116,11 +116,9 @@ class _Climber:
 
 def shortened(problem: Problem) -> Problem:
     """Return the problem with no more microbatches than show its fill, its middle and its drain."""
-    devices, stages, slices = problem.devices, len(problem.stages), problem.slices
     if problem.slicing is not None and len(problem.slicing.cuts) > 1:
         return problem
-    few = 4 * devices if 4 * devices * slices * stages <= WHOLE else 2 * devices
-    return replace(problem, microbatches=min(problem.microbatches, max(4, few) * slices))
+    return replace(problem, microbatches=min(problem.microbatches, FEW * problem.devices * problem.slices))
 
 
 class LocalSearch:

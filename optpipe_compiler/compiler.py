@@ -260,7 +260,8 @@ class _Compilation:
         any_small = any(map(is_small, self.incumbents.attempts))
         share = QUICK_SHARE if not self.options.search else SMALL_SHARE if any_small else LOCAL_SHARE
         least = LeastMemory(self.incumbents, self.caps, self.budget)
-        explore(self.incumbents, self.candidates, self.budget, least, share=share)
+        if not least.is_hopeless():
+            explore(self.incumbents, self.candidates, self.budget, least, share=share)
         if self.incumbents.winner() is None:
             least.find()
             least.refuse()

@@ -307,6 +307,11 @@ def test_a_refusal_names_the_device_the_missing_bytes_and_the_placement():
     )
 
 
+def test_a_cap_below_what_one_activation_takes_is_refused_without_a_search(monkeypatch):
+    monkeypatch.setattr(compiler, "explore", lambda *_, **__: pytest.fail("searched"))
+    assert smallest(uniform(2, 4), GB // 8) > GB // 8
+
+
 def heavy(light: int, saved: int) -> list[Layer]:
     def layer(size: int) -> Layer:
         return Layer(name="l", forward_ns=5, backward_input_ns=5, backward_weight_ns=5, saved_bytes=size)

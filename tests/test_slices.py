@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import product
 from random import Random
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from small_schedules import Shape, profile_for, random_cuts
 
 from optpipe_compiler.cli import cli
-from optpipe_compiler.compiler import Options, compile_schedule
+from optpipe_compiler.compiler import Options, compile_schedule, settled
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents import profile as profiles
@@ -29,6 +30,7 @@ from optpipe_compiler.model.placement import layout
 from optpipe_compiler.model.problem import Caps, Freedom, Problem, build, static_bytes
 from optpipe_compiler.model.schedule import NONE, Kind, Stuck, Task
 from optpipe_compiler.plan.carried import in_turn
+from optpipe_compiler.plan.instances import instances as searched
 from optpipe_compiler.plan.slices import cut
 from optpipe_compiler.published import METHODS, NotDefined, published
 from optpipe_compiler.verify import verify
@@ -191,6 +193,28 @@ def test_auto_counts_the_overhead_of_slices() -> None:
     }
     assert found["auto"] <= 1.02 * min(found.values())
     assert found[16] > 1.2 * min(found.values())
+
+
+def test_a_refusal_names_what_slices_need_where_whole_microbatches_need_more() -> None:
+    """It named what whole ones need."""
+    profile = sliced(2, kv_fraction=0.1)
+    asked = Options(1, 4, slices="auto", time_limit_s=0.1, reproducible=True, offload=False)
+    with pytest.raises(Infeasible) as refused:
+        compile_schedule(profile, asked)
+    told = re.search(r"one microbatch at a time needs (\d+) bytes", str(refused.value))
+    assert told is not None, refused.value
+    least = int(told[1])
+    with pytest.raises(Infeasible, match="the smallest --mem that would do is") as whole:
+        compile_schedule(profile, replace(asked, slices=1))
+    assert least < int(re.findall(r"do is (\d+) ", str(whole.value))[0])
+    assert compile_schedule(profile, replace(asked, mem_bytes=least)).schedule.setup.slices > 1
+
+
+def test_where_weights_alone_do_not_fit_no_slices_are_tried() -> None:
+    profile = sliced(2, static_gb=1.0)
+    asked = settled(profile, Options(10**9, 4, slices="auto"))
+    assert all(problem.slicing is None for _, problem in searched(profile, asked))
+    assert any(problem.slicing for _, problem in searched(profile, replace(asked, mem_bytes=2 * 10**9)))
 
 
 def test_slices_of_equal_time_shrink_as_the_sequence_grows() -> None:

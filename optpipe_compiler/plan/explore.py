@@ -92,7 +92,8 @@ class _Exploration:
     def follow(self, end: float, half: float, least: LeastMemory) -> None:
         """Take what comes as it comes, until `end` or until the bounds are met and all published schedules tried.
 
-        After `half` of the time this thread, where it has nothing yet, solves for the least memory.
+        After `half` of the time this thread, where it has nothing yet, solves for the least memory. Where that does not
+        fit either, published schedules, which need more, are not waited for.
         """
         trying, incumbents = True, self.incumbents
         while trying or (self.search.is_running and time.monotonic() < end):
@@ -102,11 +103,12 @@ class _Exploration:
             incumbents.report("local search")
             if not trying and all(map(incumbents.is_met, incumbents.attempts)):
                 return
-            if not trying and incumbents.winner() is None and half <= time.monotonic() < end:
+            if incumbents.winner() is None and half <= time.monotonic():
                 with suppress(MissingDependency):  # the search may still find something
                     least.find()
                     if least.is_proof:
                         least.refuse()
+                    trying = trying and incumbents.winner() is not None
                 half = math.inf
         self._realise_best(self.search.take(0.0))
 

@@ -11,7 +11,7 @@ from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.placement import Layout, by_layers, layout
-from optpipe_compiler.model.problem import Caps, Freedom, build
+from optpipe_compiler.model.problem import Caps, Freedom, build, static_bytes
 from optpipe_compiler.plan import seeds
 from optpipe_compiler.plan.budget import LOWERING_SHARE, lowering_s, most_lowering_s
 from optpipe_compiler.plan.cuts import most_bytes, others, with_ties
@@ -99,10 +99,12 @@ def _is_tight(profile: Profile, one: Layout, cap_bytes: int) -> bool:
 
 def instances(profile: Profile, options: Options) -> list[tuple[Layout, Problem]]:
     """Return what is searched: each placement with offloads of whole stages, and of the part that fits the links."""
-    assert options.microbatches is not None
     caps = Caps(options.mem_bytes, options.host_mem_bytes)
     freedom = Freedom(options.offload, options.recompute, options.split)
     placed = layouts(profile, options)
+    if options.slices == "auto" and all(max(static_bytes(profile, one)) >= options.mem_bytes for one in placed):
+        options = replace(options, slices=1)  # no slice fits beside the weights
+    assert options.microbatches is not None
 
     def made(one: Layout, share: float, slicing: Slicing | None) -> Problem:
         assert options.microbatches is not None
@@ -112,7 +114,8 @@ def instances(profile: Profile, options: Options) -> list[tuple[Layout, Problem]
     loops = [one for one in placed if one.stages == 2 * len(set(simplest.device_of))]
     cuts = slicings(profile, options, lambda slicing: [made(one, 1.0, slicing) for one in (simplest, *loops[:1])])
     whole = [(one, made(one, 1.0, slicing)) for slicing in cuts for one in placed]
-    parts = [(one, made(one, link_share(p), p.slicing)) for one, p in whole]
+    shares = ((one, p.slicing, link_share(p)) for one, p in whole)
+    parts = [(one, made(one, share, slicing)) for one, slicing, share in shares if share < 1]
     found = whole + [(one, p) for one, p in parts if any(stage.staying_layers for stage in p.stages)]
 
     def like(one: Layout, share: float, slicing: Slicing | None) -> Problem | None:

@@ -34,6 +34,10 @@ class LeastMemory:
         self._refusal: Infeasible | None = None
         self._is_found = False
 
+    def is_hopeless(self) -> bool:
+        """Whether on every placement some device has no room for one activation beside what it always holds."""
+        return all(_at_least(attempt) > self.caps.device_bytes for attempt in self.incumbents.attempts)
+
     def find(self) -> None:
         """Solve for the least memory of each placement; keep what fits.
 
@@ -45,18 +49,20 @@ class LeastMemory:
         if self._is_found:
             return
         incumbents, cap = self.incumbents, self.caps.device_bytes
-        cut = [attempt for attempt in incumbents.attempts if attempt.problem.slicing is not None]
-        least = _tried(incumbents, cut)
+        # whole offloads need no more memory than those of a part
+        every = [(n, attempt) for n, attempt in enumerate(incumbents.attempts) if not attempt.is_partial]
+        cut = [attempt for _, attempt in every if attempt.problem.slicing is not None]
+        least = _tried(incumbents, cut, cap)
         if least is not None:
             self._refusal = Infeasible(
                 f"no schedule of slices or unequal lengths was found that fits --mem {show_bytes(cap)}: one microbatch "
                 f"at a time needs {least} bytes ({show_bytes(least)}) per device; raise --mem"
             )
         best: tuple[int, int, int, Attempt] | None = None
-        whole = [(n, attempt) for n, attempt in enumerate(incumbents.attempts) if attempt.problem.slicing is None]
+        whole = [(n, attempt) for n, attempt in every if attempt.problem.slicing is None]
         for number, attempt in sorted(whole, key=lambda one: _at_least(one[1])):
-            # whole offloads need no more memory; or one stage alone needs more than another placement
-            if attempt.is_partial or (best is not None and _at_least(attempt) >= max(best[0], cap + 1)):
+            # one stage alone needs more than another placement
+            if best is not None and _at_least(attempt) >= max(best[0], cap + 1):
                 continue
             if incumbents.winner() is not None and self.budget.is_over():
                 break
@@ -67,7 +73,7 @@ class LeastMemory:
             worst = max(range(attempt.problem.devices), key=peaks.__getitem__)
             if best is None or (peaks[worst], number) < best[:2]:
                 best = peaks[worst], number, worst, attempt
-        if best is not None:
+        if best is not None and (least is None or best[0] <= least):
             needed, _, device, attempt = best
             self._refusal = _refusal(needed, device, attempt, self.caps)
         self._is_found = True
@@ -86,14 +92,20 @@ def _at_least(attempt: Attempt) -> int:
     )
 
 
-def _tried(incumbents: Incumbents, attempts: list[Attempt]) -> int | None:
-    """Try one microbatch after the other on these placements; return the least bytes per device that it needs."""
-    needed: list[int] = []
-    for attempt in attempts:
+def _tried(incumbents: Incumbents, attempts: list[Attempt], cap_bytes: int) -> int | None:
+    """Try one microbatch after the other on these placements, unless it neither fits nor needs less than on others.
+
+    Return the least bytes per device that it needs.
+    """
+    least: int | None = None
+    for attempt in sorted(attempts, key=_at_least):
+        if least is not None and _at_least(attempt) >= max(least, cap_bytes + 1):
+            break
         for found in _one_after_the_other(attempt.problem):
             incumbents.keep(attempt, found, "least memory")
-            needed.append(max(attempt.peaks(found)[0]))
-    return min(needed, default=None)
+            needed = max(attempt.peaks(found)[0])
+            least = needed if least is None else min(least, needed)
+    return least
 
 
 def _one_after_the_other(problem: Problem) -> Iterator[Schedule]:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from optpipe_compiler.plan.incumbents import Attempt, Incumbents, Need
 
 SCREENED = 20_000
-"""Ops of an instance from which on a published schedule is tried on few microbatches first."""
+"""Ops of an instance from which on a published schedule is tried on few microbatches first. By `python -m
+bench.constants` all of them then take 0.9 s for 3.6 on 8 devices with 128 microbatches, 9.5 for 20 on 32 with 128."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,115 @@
+"""Measure the two constants of the planner that earn no makespan: `python -m bench.constants`.
+
+`NEAR` (plan/incumbents.py): how much worse a plan may be that is compared with the best under noise. Each case is
+planned once, its near plans are compared as compile does, and the plan that a smaller `NEAR` takes is executed with
+other noise than chose it.
+
+`SCREENED` (plan/candidates.py): from how many ops on a published schedule is looked at by its first microbatches. A
+table says how long all of them take either way, once the best plan is known, in seconds of the processor.
+"""
+
+from __future__ import annotations
+
+import time
+from itertools import chain
+from typing import TYPE_CHECKING
+from unittest.mock import patch
+
+from bench.planner import COSTS, GB, Case
+from optpipe_compiler import compiler
+from optpipe_compiler.compiler import Options, settled, spreads_of
+from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
+from optpipe_compiler.forecast.choice import Choice
+from optpipe_compiler.forecast.executions import quantiles
+from optpipe_compiler.plan import candidates, incumbents
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from optpipe_compiler.documents import ir
+    from optpipe_compiler.documents.profile import Profile
+
+NEARS = (0.0, 0.005, 0.01, 0.02, 0.04)
+NOISES = (0.1, 0.3)
+NOISY = (
+    Case("unit", 4, 16, 0.25),
+    Case("6.2B", 4, 16, 0.25),
+    Case("6.2B", 4, 16, 1.0),
+    Case("6.2B", 8, 32, 0.25),
+    Case("unit-slow-links", 8, 32, 0.25),
+)
+LARGE = (
+    Case("unit", 8, 32, 0.25),
+    Case("unit", 8, 128, 0.25),
+    Case("unit", 16, 64, 0.25),
+    Case("unit", 32, 128, 0.25),
+)
+PLANNED_S = 3.0
+UNSEEN = 3
+"""A seed of executions that choose no plan."""
+
+
+def asked(case: Case, seconds: float, noise: float | None = None) -> tuple[Profile, Options]:
+    """Return the costs of a case and how it is planned."""
+    profile = uniform_profile(UniformOptions(devices=case.devices, **COSTS[case.costs]))  # type: ignore[arg-type]
+    mem_bytes = int(case.cap * case.devices * GB)
+    options = Options(
+        mem_bytes, case.microbatches, time_limit_s=seconds, seed=0, noise=noise, reproducible=noise is not None
+    )
+    return profile, settled(profile, options)
+
+
+def taken(plans: list[ir.Schedule], profile: Profile, noise: float, near: float) -> int:
+    """Return the number of the plan that is taken of those that are no more than `near` worse than the first."""
+    choice = Choice()
+    for plan in plans:
+        if plan.forecast.makespan_ns <= (1 + near) * plans[0].forecast.makespan_ns:
+            choice.add(plan, spreads_of(plan, profile, noise))
+    return choice.best()
+
+
+def near() -> Iterator[str]:
+    """Yield a table: what the 95th percentile of a step is by `NEAR`, of that of the plan of least forecast."""
+    yield f"| case | noise | plans | {' | '.join(f'{one:.1%}' for one in NEARS)} |"
+    yield "|---|---|---|" + "---|" * len(NEARS)
+    for case in NOISY:
+        for noise in NOISES:
+            profile, options = asked(case, PLANNED_S, noise)
+            with patch.object(incumbents, "NEAR", max(NEARS)):
+                plans = [one.schedule for one in compiler.compile_schedule(profile, options).considered]
+            late = [quantiles(plan, spreads_of(plan, profile, noise), seed=UNSEEN).p95_ns for plan in plans]
+            cells = (f"{late[taken(plans, profile, noise, one)] / late[0] - 1:+.2%}" for one in NEARS)
+            yield f"| {case.name} | {noise:.0%} | {len(plans)} | {' | '.join(cells)} |"
+
+
+def judged_s(case: Case, screened: int) -> tuple[float, int]:
+    """Return how long all published schedules take, and how many of them are run in full."""
+    profile, options = asked(case, 1000.0)
+    with patch.object(candidates, "SCREENED", screened):
+        one = compiler._Compilation(profile, options, lambda _: None, time.monotonic())
+        begin = time.process_time()
+        for _ in one.candidates.steps():
+            pass
+        spent = time.process_time() - begin
+    return spent, sum(each.makespan is not None for tries in one.candidates.tried.values() for each in tries)
+
+
+def screened() -> Iterator[str]:
+    """Yield a table of the time until all published schedules are judged."""
+    yield "| case | ops, up to | in full s (run) | first microbatches first s (run) |"
+    yield "|---|---|---|---|"
+    for case in LARGE:
+        profile, options = asked(case, 1000.0)
+        ops = max(problem.tasks for _, problem in compiler.instances(profile, options))
+        cells = [f"{spent:.1f} ({run})" for spent, run in (judged_s(case, least) for least in (1 << 62, 0))]
+        yield f"| {case.name} | {ops} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Print the tables."""
+    for line in chain(near(), [""], screened()):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

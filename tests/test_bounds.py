@@ -260,6 +260,23 @@ def test_what_memory_allows_before_the_first_backward_and_after_the_last_forward
     assert fill_and_drain(replace(one, budget=(100, 100))).ticks == 8 * 30 + 10  # device 1 waits for the first forward
 
 
+@pytest.mark.parametrize(("residue", "lost"), [(4, 30 - 10), (3, 30 - 13), (2, 30 - 20), (1, 0)])
+def test_behind_its_last_input_gradient_a_device_has_the_weight_gradients_that_memory_holds(residue, lost):
+    """Of device 2 the last gradient goes through I1, I0 and W0."""
+    one = problem(3, 9, 4, freedom=SPLIT, send_activation=0, send_gradient=0, residue=residue)
+    assert fill_and_drain(replace(one, budget=(100, 100, 4))).ticks == 20 + 9 * 30 + lost
+
+
+@RANDOM
+@given(one=problems(devices=2, stages=2, microbatches=3, ticks=4))
+def test_what_is_lost_behind_the_last_input_gradient_is_lost_by_the_optimum(one):
+    stages = tuple(replace(stage, residue=stage.saved) for stage in one.stages)
+    one = replace(one, stages=stages, freedom=replace(one.freedom, split=True))
+    found = best(one)
+    assume(found is not None)
+    assert fill_and_drain(one).ticks <= found[0]
+
+
 def test_a_link_lets_a_device_do_more_before_its_first_backward_and_a_shared_one_less():
     times = {"send_activation": 0, "send_gradient": 0, "offload": 5, "reload": 5}
     one = problem(4, 16, 4, freedom=Freedom(offload=True, recompute=False, split=True), **times)

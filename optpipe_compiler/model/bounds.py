@@ -183,6 +183,11 @@ def fill_and_drain(problem: Problem) -> Bound:
     follows through the later stages and back through all: what backwards and weight gradients read then was there, is
     reloaded by then, or is recomputed. A recomputation may serve both ends, and is counted once.
 
+    A device's last input gradient still has its way home: through all earlier stages, and a weight gradient behind it.
+    Meanwhile the device can only run weight gradients whose residues all are in its memory when that way begins:
+
+        lost at the end >= way home from its first stage - budget x max over its stages of weight gradient / residue.
+
     Devices that share a link share what it can move: the mean over them is bounded. makespan >= mean of work + losses.
     """
     result = Fraction(0)
@@ -202,6 +207,8 @@ class _Ends:
         own = [(s, stages[s]) for s in self.mine]
         last = self.mine[-1]
         self.head = head_of(problem, self.mine[0])
+        self.first = self.head + stages[self.mine[0]].forward
+        """When the first activation is there, which the link may take."""
         there = head_of(problem, last) + sum(t.forward + t.send_activation for t in stages[last:])
         after = there - head_of(problem, last) - stages[last].forward
         home = sum(backward_of(problem, t) + t.send_gradient for t in stages[last + 1 :])
@@ -209,6 +216,10 @@ class _Ends:
         """From the first forward that can come to the first backward that can come."""
         self.drain = after + sum(backward_of(problem, t) + t.send_gradient for t in stages)
         """From the end of the last forward to the end of all."""
+        home = stages[self.mine[0]].send_gradient + _ways_back(problem)[self.mine[0] - 1] if self.mine[0] else 0
+        weights = [(stage.backward_weight, stage.residue) for _, stage in own] if problem.freedom.split else []
+        self.tail = max(Fraction(0), home - problem.budget[device] * _densest(weights))
+        """Lost behind the last input gradient."""
         self.forwards = problem.microbatches * sum(stage.forward for _, stage in own)
         self.backwards = problem.microbatches * sum(_after(problem, stage) for _, stage in own)
         budget = problem.budget[device]
@@ -240,7 +251,7 @@ class _Ends:
 def _lost(problem: Problem, ends: list[_Ends]) -> Fraction:
     """Return the least sum, over the devices of a group, of idle and recomputation ticks at their ends."""
     heads = sum(end.head for end in ends)
-    link_fill = max(end.head + end.fill for end in ends) - min(end.head for end in ends)
+    link_fill = max(end.head + end.fill for end in ends) - min(end.first for end in ends)
     filled = _filled([(e.kept_forwards, e.forwards) for e in ends], link_fill * max(e.moved_forwards for e in ends))
     drained = _filled(
         [(e.kept_backwards, e.backwards) for e in ends],
@@ -250,12 +261,12 @@ def _lost(problem: Problem, ends: list[_Ends]) -> Fraction:
     drain = max(Fraction(0), sum(end.drain for end in ends) - drained)
     if not all(end.are_apart for end in ends):
         fill, drain = (fill, Fraction(0)) if fill >= drain else (Fraction(0), drain)
+    tails = sum(end.tail for end in ends)
     rates = max(e.forwards_per_recompute for e in ends), max(e.backwards_per_recompute for e in ends)
 
     def lost(recomputed: Fraction) -> Fraction:
-        return recomputed + sum(
-            max(Fraction(0), part - rate * recomputed) for part, rate in zip((fill, drain), rates, strict=True)
-        )
+        at_start, at_end = (part - rate * recomputed for part, rate in zip((fill, drain), rates, strict=True))
+        return recomputed + max(Fraction(0), at_start) + max(tails, at_end)
 
     turning = [Fraction(0)] + [part / rate for part, rate in zip((fill, drain), rates, strict=True) if rate]
     return heads + min(map(lost, turning))

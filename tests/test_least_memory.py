@@ -95,6 +95,16 @@ def test_what_can_never_fit_is_refused_before_the_end(clock):
     assert clock.now <= LIMIT
 
 
+@pytest.mark.parametrize(("budget_units", "all_tried"), [(1, False), (100, True)])
+def test_published_schedules_are_waited_for_only_where_something_fits(clock, monkeypatch, budget_units, all_tried):
+    tried: list[int] = []
+    monkeypatch.setattr(Candidates, "steps", lambda self: (tried.append(n) for n in range(5 * LIMIT)))
+    monkeypatch.setattr(LeastMemory, "refuse", lambda self: None)  # as where slices leave it without a proof
+    searched(budget_units, placements=1)
+    assert (len(tried) == 5 * LIMIT) == all_tried
+    assert all_tried or clock.now <= LIMIT + 1
+
+
 def test_the_search_goes_on_where_the_solver_is_missing(clock, monkeypatch):
     missing = SimpleNamespace(calls=0)
 

@@ -188,7 +188,8 @@ def fill_and_drain(problem: Problem) -> Bound:
 
         lost at the end >= way home from its first stage - budget x max over its stages of weight gradient / residue.
 
-    Devices that share a link share what it can move: the mean over them is bounded. makespan >= mean of work + losses.
+    Devices that share a link share what it can move, from the end of their first forward on: the mean over them is
+    bounded. makespan >= mean of work + losses.
     """
     result = Fraction(0)
     for group in _groups(problem):

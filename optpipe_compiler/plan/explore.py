@@ -93,7 +93,7 @@ class _Exploration:
         """Take what comes as it comes, until `end` or until the bounds are met and all published schedules tried.
 
         After `half` of the time this thread, where it has nothing yet, solves for the least memory. Where that does not
-        fit either, published schedules, which need more, are not waited for.
+        fit either, published schedules, which need more, are tried only if the search finds something.
         """
         trying, incumbents = True, self.incumbents
         while trying or (self.search.is_running and time.monotonic() < end):
@@ -102,7 +102,7 @@ class _Exploration:
             self._realise_best(self.search.take(0.0 if trying else pause))
             incumbents.report("local search")
             if not trying and all(map(incumbents.is_met, incumbents.attempts)):
-                return
+                break
             if incumbents.winner() is None and half <= time.monotonic():
                 with suppress(MissingDependency):  # the search may still find something
                     least.find()
@@ -111,6 +111,9 @@ class _Exploration:
                     trying = trying and incumbents.winner() is not None
                 half = math.inf
         self._realise_best(self.search.take(0.0))
+        if self.incumbents.winner() is not None:
+            for _ in self.steps:
+                self.incumbents.report("published")
 
     def compare(self) -> None:
         """Take the others that were still climbing, too: near plans are compared under noise."""

@@ -42,8 +42,8 @@ if there were `CORES` threads."""
 CORES = 2
 FEW = 4
 """Microbatches per device that longer steps are searched on. What climbs on 2 fits these alone: by `python -m
-bench.planner --clock --time-limit 60 --cases "unit P=64*"` plans of 64 devices took 1615 and 1611.5 ms with 2
-(9452f236)."""
+bench.planner --clock --time-limit 60 --cases "unit P=64 M=512 cap=0.25P"` nothing that was found with 2 was better than
+the best baseline's 1615 ms (9452f236); with 4 it is 1610 (b7b14c0f)."""
 JOIN_S = 1.0
 """Seconds to wait for threads that were told to stop; a first compilation, which cannot be stopped, goes on beside."""
 NEVER = 1 << 62

@@ -5,20 +5,21 @@ planned once, its near plans are compared as compile does, and the plan that a s
 other noise than chose it.
 
 `SCREENED` (plan/candidates.py): from how many ops on a published schedule is looked at by its first microbatches. A
-table says how long all of them take either way, once the best plan is known, in seconds of the processor.
+table says how long all of them take either way, against the best of each other, in seconds of the processor.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
-from bench.planner import COSTS, GB, Case
+from bench.ablation import options, profile_of
+from bench.planner import Case
 from optpipe_compiler import compiler
-from optpipe_compiler.compiler import Options, settled, spreads_of
-from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
+from optpipe_compiler.compiler import settled, spreads_of
 from optpipe_compiler.forecast.choice import Choice
 from optpipe_compiler.forecast.executions import quantiles
 from optpipe_compiler.plan import candidates, incumbents
@@ -26,6 +27,7 @@ from optpipe_compiler.plan import candidates, incumbents
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from optpipe_compiler.compiler import Options
     from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.profile import Profile
 
@@ -49,16 +51,6 @@ UNSEEN = 3
 """A seed of executions that choose no plan."""
 
 
-def asked(case: Case, seconds: float, noise: float | None = None) -> tuple[Profile, Options]:
-    """Return the costs of a case and how it is planned."""
-    profile = uniform_profile(UniformOptions(devices=case.devices, **COSTS[case.costs]))  # type: ignore[arg-type]
-    mem_bytes = int(case.cap * case.devices * GB)
-    options = Options(
-        mem_bytes, case.microbatches, time_limit_s=seconds, seed=0, noise=noise, reproducible=noise is not None
-    )
-    return profile, settled(profile, options)
-
-
 def taken(plans: list[ir.Schedule], profile: Profile, noise: float, near: float) -> int:
     """Return the number of the plan that is taken of those that are no more than `near` worse than the first."""
     choice = Choice()
@@ -74,19 +66,24 @@ def near() -> Iterator[str]:
     yield "|---|---|---|" + "---|" * len(NEARS)
     for case in NOISY:
         for noise in NOISES:
-            profile, options = asked(case, PLANNED_S, noise)
+            profile, asked = profile_of(case), replace(options(case, PLANNED_S), noise=noise)
             with patch.object(incumbents, "NEAR", max(NEARS)):
-                plans = [one.schedule for one in compiler.compile_schedule(profile, options).considered]
+                plans = [one.schedule for one in compiler.compile_schedule(profile, asked).considered]
             late = [quantiles(plan, spreads_of(plan, profile, noise), seed=UNSEEN).p95_ns for plan in plans]
             cells = (f"{late[taken(plans, profile, noise, one)] / late[0] - 1:+.2%}" for one in NEARS)
             yield f"| {case.name} | {noise:.0%} | {len(plans)} | {' | '.join(cells)} |"
 
 
+def instance(case: Case) -> tuple[Profile, Options]:
+    """Return the costs of a case and how it is planned, without a limit that leaves placements out."""
+    profile = profile_of(case)
+    return profile, settled(profile, options(case, 1000.0))
+
+
 def judged_s(case: Case, screened: int) -> tuple[float, int]:
     """Return how long all published schedules take, and how many of them are run in full."""
-    profile, options = asked(case, 1000.0)
     with patch.object(candidates, "SCREENED", screened):
-        one = compiler._Compilation(profile, options, lambda _: None, time.monotonic())
+        one = compiler._Compilation(*instance(case), lambda _: None, time.monotonic())
         begin = time.process_time()
         for _ in one.candidates.steps():
             pass
@@ -99,8 +96,7 @@ def screened() -> Iterator[str]:
     yield "| case | ops, up to | in full s (run) | first microbatches first s (run) |"
     yield "|---|---|---|---|"
     for case in LARGE:
-        profile, options = asked(case, 1000.0)
-        ops = max(problem.tasks for _, problem in compiler.instances(profile, options))
+        ops = max(problem.tasks for _, problem in compiler.instances(*instance(case)))
         cells = [f"{spent:.1f} ({run})" for spent, run in (judged_s(case, least) for least in (1 << 62, 0))]
         yield f"| {case.name} | {ops} | {' | '.join(cells)} |"
 

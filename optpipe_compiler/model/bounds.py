@@ -191,19 +191,22 @@ def fill_and_drain(problem: Problem) -> Bound:
     Devices that share a link share what it can move, from the end of their first forward on: the mean over them is
     bounded. makespan >= mean of work + losses.
     """
-    result = Fraction(0)
+    result, ways = Fraction(0), _ways_back(problem)
     for group in _groups(problem):
         if all(problem.stages_of(device) and problem.budget[device] > 0 for device in group):
-            ends = [_Ends(problem, device) for device in group]
+            ends = [_Ends(problem, device, ways) for device in group]
             work = problem.microbatches * sum(work_of(problem, problem.stages[s]) for end in ends for s in end.mine)
             result = max(result, Fraction(work + _lost(problem, ends)) / len(group))
     return Bound("fill-and-drain", ceil(result))
 
 
 class _Ends:
-    """The two ends of one device: how long they last at least, and how much work memory and link allow in them."""
+    """The two ends of one device: how long they last at least, and how much work memory and link allow in them.
 
-    def __init__(self, problem: Problem, device: int) -> None:
+    `ways` are those of `_ways_back`.
+    """
+
+    def __init__(self, problem: Problem, device: int, ways: Sequence[int]) -> None:
         stages, self.mine = problem.stages, problem.stages_of(device)
         own = [(s, stages[s]) for s in self.mine]
         last = self.mine[-1]
@@ -217,9 +220,9 @@ class _Ends:
         """From the first forward that can come to the first backward that can come."""
         self.drain = after + sum(backward_of(problem, t) + t.send_gradient for t in stages)
         """From the end of the last forward to the end of all."""
-        home = stages[self.mine[0]].send_gradient + _ways_back(problem)[self.mine[0] - 1] if self.mine[0] else 0
+        way = stages[self.mine[0]].send_gradient + ways[self.mine[0] - 1] if self.mine[0] else 0
         weights = [(stage.backward_weight, stage.residue) for _, stage in own] if problem.freedom.split else []
-        self.tail = max(Fraction(0), home - problem.budget[device] * _densest(weights))
+        self.tail = max(Fraction(0), way - problem.budget[device] * _densest(weights))
         """Lost behind the last input gradient."""
         self.forwards = problem.microbatches * sum(stage.forward for _, stage in own)
         self.backwards = problem.microbatches * sum(_after(problem, stage) for _, stage in own)

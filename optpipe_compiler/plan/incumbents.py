@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 NEAR = 0.02
-"""Schedules are compared under noise that are no more than this share worse than the best. Of ten cases of `python -m
-bench.constants` the 95th percentile of a step is 1.6 % less than with 0 in the best; with 0.01 0.9 %, with 0.04 as with
-0.02."""
+"""Schedules are compared under noise that are no more than this share worse than the best. In ten cases of `python -m
+bench.constants` the 95th percentile of a step is at most 1.6 % below that of the plan of least forecast, as with 0.04;
+with 0.01 at most 1.0 %."""
 MOST_NEAR = 8
 """Of each attempt, and of all."""
 

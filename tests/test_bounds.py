@@ -260,11 +260,22 @@ def test_what_memory_allows_before_the_first_backward_and_after_the_last_forward
     assert fill_and_drain(replace(one, budget=(100, 100))).ticks == 8 * 30 + 10  # device 1 waits for the first forward
 
 
-@pytest.mark.parametrize(("residue", "lost"), [(4, 30 - 10), (3, 30 - 13), (2, 30 - 20), (1, 0)])
-def test_behind_its_last_input_gradient_a_device_has_the_weight_gradients_that_memory_holds(residue, lost):
-    """Of device 2 the last gradient goes through I1, I0 and W0."""
+@pytest.mark.parametrize(("residue", "beside"), [(4, 0), (3, 1), (2, 1), (1, 3)])
+def test_behind_its_last_input_gradient_a_device_has_the_weight_gradients_that_memory_holds(residue, beside):
+    """Of device 2 the last gradient goes through I1, I0 and W0; 3 units are left beside what it reads."""
     one = problem(3, 9, 4, freedom=SPLIT, send_activation=0, send_gradient=0, residue=residue)
-    assert fill_and_drain(replace(one, budget=(100, 100, 4))).ticks == 20 + 9 * 30 + lost
+    lost = max(0, 30 - 10 - beside * 10)
+    assert fill_and_drain(replace(one, budget=(100, 100, 7))).ticks == 20 + 9 * 30 + lost
+
+
+def test_transfers_that_are_not_over_have_moved_nothing():
+    """Device 0 has 50 ticks from its first forward to its first backward, 40 of them with an activation to offload."""
+    freedom = Freedom(offload=True, recompute=False, split=True)
+    ends = []
+    for offload in (14, 20, 21):
+        one = problem(3, 9, 4, freedom=freedom, send_activation=0, send_gradient=0, offload=offload, reload=1)
+        ends.append(fill_and_drain(replace(one, budget=(4, 100, 100))).ticks - 9 * 30)
+    assert ends == [50 - 10 * (1 + moved) for moved in (2, 2, 1)]
 
 
 @RANDOM
@@ -288,6 +299,6 @@ def test_a_link_lets_a_device_do_more_before_its_first_backward_and_a_shared_one
 
 
 def test_a_recomputation_that_costs_less_than_a_forward_buys_the_wait():
-    dear = problem(3, 9, 4, freedom=Freedom(offload=False, recompute=True, split=True), recompute=10, checkpoint=0)
+    dear = problem(3, 9, 8, freedom=Freedom(offload=False, recompute=True, split=True), recompute=10, checkpoint=0)
     cheap = replace(dear, stages=tuple(replace(stage, recompute=2) for stage in dear.stages))
     assert fill_and_drain(cheap).ticks < fill_and_drain(dear).ticks

@@ -8,9 +8,10 @@ from hypothesis import HealthCheck, assume, given, settings
 
 from optpipe_compiler.compiler import Options, layouts, settled
 from optpipe_compiler.model.neighbours import joined, runs
-from optpipe_compiler.model.placement import by_layers, layout
+from optpipe_compiler.model.placement import in_runs, layout
 from optpipe_compiler.model.problem import Caps, Freedom, Problem, build
 from optpipe_compiler.model.schedule import Kind, Task
+from optpipe_compiler.plan.instances import MOST_NEIGHBOURS
 from optpipe_compiler.published import is_for, published, recipe
 from optpipe_compiler.verify import verify
 from tests.instances import problem, quick, uniform
@@ -24,14 +25,20 @@ GB = 10**9
 def fine(devices: int, each: int, microbatches: int) -> Problem:
     """Linear, each layer of a device a stage of its own."""
     profile = uniform(devices, each, **TIGHT)
-    place = by_layers(layout("linear", devices, 1, [1] * devices * each))
+    place = in_runs(layout("linear", devices, 1, [1] * devices * each), [1] * devices * each, each)
     return build(profile, place, microbatches, Caps(100 * GB, None), Freedom())
 
 
 def test_each_layer_becomes_a_stage_on_the_device_that_it_was_on():
-    uneven = by_layers(layout("linear", 2, 1, [1, 1, 1, 3]))
+    uneven = in_runs(layout("linear", 2, 1, [1, 1, 1, 3]), [1] * 4, 8)
     assert uneven.cuts == (0, 1, 2, 3, 4)
     assert uneven.device_of == (0, 0, 0, 1)
+
+
+def test_more_layers_than_stages_are_cut_into_runs_of_which_the_largest_is_as_small_as_can_be():
+    one = in_runs(layout("linear", 2, 1, [1, 1, 1, 1, 4]), [1, 5, 1, 1, 3], 3)
+    assert one.cuts == (0, 1, 2, 4, 5)
+    assert one.device_of == (0, 0, 0, 1)
 
 
 def test_joined_stages_are_those_of_the_coarse_placement():
@@ -65,6 +72,12 @@ def test_a_layer_at_a_time_needs_less_memory_than_a_whole_stage():
     assert verify(result.schedule, profile) == []
     assert len(result.schedule.stages) == 8
     assert {op.name for op in result.schedule.devices[0].compute} & {"send_gradient", "recv_activation"} == set()
+
+
+def test_a_device_of_many_layers_runs_them_in_as_many_runs_as_may_be_stages():
+    profile = uniform(2, 12, **TIGHT)
+    found = layouts(profile, settled(profile, Options(mem_bytes=GB // 2)))
+    assert any(len(one.device_of) == 2 * MOST_NEIGHBOURS for one in found if one.name == "linear")
 
 
 def test_published_schedules_of_one_stage_per_device_are_for_neighbours_too():

@@ -183,10 +183,15 @@ def fill_and_drain(problem: Problem) -> Bound:
     follows through the later stages and back through all: what backwards and weight gradients read then was there, is
     reloaded by then, or is recomputed. A recomputation may serve both ends, and is counted once.
 
-    A device's last input gradient still has its way home: through all earlier stages, and a weight gradient behind it.
-    Meanwhile the device can only run weight gradients whose residues all are in its memory when that way begins:
+    A device's last input gradient, which is of its first stage s, still has its way home: through all earlier stages,
+    and a weight gradient behind it. Meanwhile the device can only run weight gradients: its own, and those whose
+    residues all were in memory beside its activation when it began. With n = (budget - saved(s)) // least residue
 
-        lost at the end >= way home from its first stage - budget x max over its stages of weight gradient / residue.
+        lost at the end >= way home from s - weight gradient of s
+                           - min(n x longest weight gradient, (budget - saved(s)) x max of weight gradient / residue).
+
+    What a link has not moved to its end counts as in memory: of transfers that take x ticks at the least, no more than
+    ticks // x are over.
 
     Devices that share a link share what it can move, from the end of their first forward on: the mean over them is
     bounded. makespan >= mean of work + losses.
@@ -222,7 +227,13 @@ class _Ends:
         """From the end of the last forward to the end of all."""
         way = stages[self.mine[0]].send_gradient + ways[self.mine[0] - 1] if self.mine[0] else 0
         weights = [(stage.backward_weight, stage.residue) for _, stage in own] if problem.freedom.split else []
-        self.tail = max(Fraction(0), way - problem.budget[device] * _densest(weights))
+        beside = max(0, problem.budget[device] - stages[self.mine[0]].saved)
+        least = min((residue for _, residue in weights), default=0)
+        left = beside * _densest(weights)
+        if least:
+            left = min(left, Fraction(beside // least * max(ticks for ticks, _ in weights)))
+        behind = stages[self.mine[0]].backward_weight if problem.freedom.split else 0
+        self.tail = max(Fraction(0), way - behind - left)
         """Lost behind the last input gradient."""
         self.forwards = problem.microbatches * sum(stage.forward for _, stage in own)
         self.backwards = problem.microbatches * sum(_after(problem, stage) for _, stage in own)
@@ -234,15 +245,15 @@ class _Ends:
         self.kept_backwards = budget * _densest(pairs)
         away = [stage for s, stage in own if problem.can_offload(s)]
         per_unit = _densest((stage.forward, stage.saved) for _, stage in own), _densest(pairs)
-        self.moved_forwards = _densest(
+        self.moved_forwards = [
             (max(Fraction(0), stage.forward - per_unit[0] * stage.staying), stage.offload_alone) for stage in away
-        )
-        """Forward ticks whose activations the link can take per tick, less those that the part which stays is worth;
-        and backward ticks whose it can bring."""
-        self.moved_backwards = _densest(
+        ]
+        """Of each stage, forward ticks of an activation that the link takes, less those that the part which stays is
+        worth, and ticks of the link; and backward ticks of one that it brings."""
+        self.moved_backwards = [
             (max(Fraction(0), _after(problem, stage) - per_unit[1] * stage.staying), stage.reload_alone)
             for stage in away
-        )
+        ]
         again = [stage for s, stage in own if problem.can_recompute(s)]
         self.forwards_per_recompute = _densest((stage.forward, stage.recompute) for stage in again)
         self.backwards_per_recompute = _densest(
@@ -256,11 +267,13 @@ def _lost(problem: Problem, ends: list[_Ends]) -> Fraction:
     """Return the least sum, over the devices of a group, of idle and recomputation ticks at their ends."""
     heads = sum(end.head for end in ends)
     link_fill = max(end.head + end.fill for end in ends) - min(end.first for end in ends)
-    filled = _filled([(e.kept_forwards, e.forwards) for e in ends], link_fill * max(e.moved_forwards for e in ends))
-    drained = _filled(
-        [(e.kept_backwards, e.backwards) for e in ends],
-        max(e.drain for e in ends) * max(e.moved_backwards for e in ends),
+    link_drain = max(end.drain for end in ends)
+    offloads, reloads = (
+        list(chain.from_iterable(each))
+        for each in ((end.moved_forwards for end in ends), (end.moved_backwards for end in ends))
     )
+    filled = _filled([(end.kept_forwards, end.forwards) for end in ends], _moved(link_fill, offloads))
+    drained = _filled([(end.kept_backwards, end.backwards) for end in ends], _moved(link_drain, reloads))
     fill = max(Fraction(0), sum(end.fill for end in ends) - filled)
     drain = max(Fraction(0), sum(end.drain for end in ends) - drained)
     if not all(end.are_apart for end in ends):
@@ -281,6 +294,13 @@ def _filled(devices: list[tuple[Fraction, int]], moved: Fraction) -> Fraction:
     return min(
         sum((min(kept, Fraction(there)) for kept, there in devices), moved), Fraction(sum(t for _, t in devices))
     )
+
+
+def _moved(window: int, transfers: list[tuple[Fraction, int]]) -> Fraction:
+    """Return the most work that whole transfers, of (ticks of work, ticks of the link), are worth in a window."""
+    moved = window * _densest(transfers)
+    shortest = min((ticks for _, ticks in transfers), default=0)
+    return min(moved, window // shortest * max(worth for worth, _ in transfers)) if shortest else moved
 
 
 def _densest(pairs: Iterable[tuple[Fraction | int, int]]) -> Fraction:

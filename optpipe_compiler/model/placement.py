@@ -56,12 +56,18 @@ def layout(name: str, devices: int, per_device: int, work: Sequence[int]) -> Lay
     return Layout(name, _balanced_cuts(work, stages), stage_devices(name, devices, per_device))
 
 
-def by_layers(one: Layout) -> Layout:
-    """Return a placement of one stage per device with each layer as a stage of its own, on the same device."""
-    owners: list[int] = []
+def in_runs(one: Layout, sizes: Sequence[int], most: int) -> Layout:
+    """Return a placement of one stage per device with a device's layers as up to `most` stages of its own.
+
+    Each is a layer, or a run of layers where a device has more of them; by `sizes` of the layers the largest run is as
+    small as can be.
+    """
+    cuts, owners = [0], list[int]()
     for device, (begin, end) in zip(one.device_of, pairwise(one.cuts), strict=True):
-        owners += [device] * (end - begin)
-    return replace(one, cuts=tuple(range(one.cuts[-1] + 1)), device_of=tuple(owners))
+        within = _balanced_cuts(sizes[begin:end], min(most, end - begin))
+        cuts += [begin + cut for cut in within[1:]]
+        owners += [device] * (len(within) - 1)
+    return replace(one, cuts=tuple(cuts), device_of=tuple(owners))
 
 
 def _balanced_cuts(work: Sequence[int], parts: int) -> tuple[int, ...]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.model import bounds
-from optpipe_compiler.model.placement import Layout, by_layers, layout
+from optpipe_compiler.model.placement import Layout, in_runs, layout
 from optpipe_compiler.model.problem import Caps, Freedom, build, static_bytes
 from optpipe_compiler.plan import seeds
 from optpipe_compiler.plan.budget import LOWERING_SHARE, lowering_s, most_lowering_s
@@ -30,7 +29,7 @@ SEVERAL: dict[str, tuple[int, ...]] = {"linear": (1,), "loop": (2, 3, 4), "v": (
 MOST_TASKS = 1_000_000
 """Ops of the largest schedule that is planned: some gigabytes of memory."""
 MOST_NEIGHBOURS = 8
-"""Layers of a device up to which each is tried as a stage of its own, beside its neighbours or in a loop."""
+"""Stages of a device, at most, that run beside each other, or in a loop of the smallest stages."""
 FINEST_SHARE = 0.12
 """Share of the time limit that lowering and verifying may take of loops of more stages per device than in SEVERAL."""
 
@@ -62,7 +61,9 @@ def layouts(profile: Profile, options: Options) -> list[Layout]:
     even = [layout(name, options.devices, n, work) for name, n in fitting or chosen[:1]]
     found = even + [other for one in even for other in others(profile, one, options.mem_bytes)]
     if wanted is None and options.placement in ("auto", "linear"):
-        found += [by_layers(one) for one in found[:1] if _is_tight(profile, one, options.mem_bytes)]
+        saved = [value_of(layer.saved_bytes) for layer in profile.expanded_layers()]
+        tight = (one for one in found[:1] if _is_tight(profile, one, options.mem_bytes))
+        found += [in_runs(one, saved, MOST_NEIGHBOURS) for one in tight]
     found += [tied for one in even if (tied := with_ties(profile, one)) is not None]
     if options.method is None and options.recompute:
         found += list(selectively(profile, found, options.mem_bytes))
@@ -89,12 +90,11 @@ def _finest(layers: int, options: Options) -> list[int]:
 
 
 def _is_tight(profile: Profile, one: Layout, cap_bytes: int) -> bool:
-    """Whether some device may not hold all of one microbatch, and none has too many layers.
+    """Whether some device may not hold all of one microbatch, and has several layers.
 
-    Then recompute, offload and backward go on layer by layer, each layer being a stage.
+    Then recompute, offload and backward go on layer by layer, or by runs of layers, each of which is a stage.
     """
-    most = max(end - begin for begin, end in pairwise(one.cuts))
-    return 1 < most <= MOST_NEIGHBOURS and cap_bytes < most_bytes(profile, one)
+    return one.stages < one.cuts[-1] and cap_bytes < most_bytes(profile, one)
 
 
 def instances(profile: Profile, options: Options) -> list[tuple[Layout, Problem]]:

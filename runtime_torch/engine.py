@@ -6,9 +6,11 @@ the callers here know what they pass, edges with gradients of their shape and dt
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd import graph
 
 if TYPE_CHECKING:
@@ -109,6 +111,13 @@ def is_profiled() -> bool:
 def references(storage: UntypedStorage) -> int | None:
     """Return how many objects keep the storage alive, `storage` itself included; None where that cannot be told."""
     return None if _use_count is None else _use_count(storage._cdata)
+
+
+def timeout_of(group: dist.ProcessGroup | None) -> timedelta | None:
+    """Return how long a group (None: the default one) waits for a message; None where that cannot be told."""
+    backend = _private(dist.group.WORLD if group is None else group, "_get_backend")
+    found = None if backend is None else _private(backend(torch.device("cpu")), "options", "_timeout")
+    return found if isinstance(found, timedelta) else None
 
 
 def is_hooked(parameter: Tensor) -> bool:

@@ -4,30 +4,19 @@ from __future__ import annotations
 
 import os
 import threading
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from optpipe_compiler.errors import BadInput
+from runtime_torch.delivery import Delivery
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from runtime_torch.meter import Meter
-
-
-class Delivery(ABC):
-    """A message on its way."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Return when it was delivered; on CUDA the current stream may wait instead of the host."""
-
-    @abstractmethod
-    def is_delivered(self) -> bool:
-        """Whether it was delivered, without waiting."""
+    from runtime_torch.shared import Channels
 
 
 class _OnCuda(Delivery):
@@ -64,17 +53,18 @@ class _Message:
 
 
 class Mailbox:
-    """Sends and receives over `group`, whose ranks are the schedule's devices.
+    """Sends and receives over `group`, whose ranks are the schedule's devices; through `shared` memory where it can.
 
     A send's buffer has one hold in the meter when it comes here; it is released when the delivery is waited for.
     A receive's buffer is the receiver's. Neither is held here any longer than that.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, meter: Meter) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, meter: Meter, shared: Channels | None = None) -> None:
         self._given = group
+        self._shared = shared
         self._meter = meter
         self._messages: dict[str, _Message] = {}
-        self._channels: dict[int, torch.cuda.Stream] = {}
+        self._streams: dict[int, torch.cuda.Stream] = {}
         """On CUDA, by peer: a pair's messages are delivered in their order, those of two pairs in any."""
 
     def begin(self) -> None:
@@ -93,6 +83,8 @@ class Mailbox:
 
     def post(self, op_id: str, tensor: Tensor, peer: int, *, sent: bool) -> Issued:
         """Put half a message on its way; what carries messages in place of a group does it otherwise."""
+        if self._shared is not None and (half := self._shared.post(tensor, peer, sent=sent)) is not None:
+            return half
         # the default group is not kept: it could not end before Python does, whose end its threads may then abort
         group = dist.group.WORLD if self._given is None else self._given
         assert group is not None
@@ -103,9 +95,9 @@ class Mailbox:
             return work
         if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0"):
             raise BadInput("TORCH_NCCL_BLOCKING_WAIT is set, expected not: messages must not hold up the host")
-        if peer not in self._channels:
-            self._channels[peer] = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
-        return _OnCuda(work, self._channels[peer])
+        if peer not in self._streams:
+            self._streams[peer] = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+        return _OnCuda(work, self._streams[peer])
 
     def wait(self, op_id: str) -> None:
         """Return once the message is delivered; a sent buffer is then free. May be called from any thread.

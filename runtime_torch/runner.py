@@ -16,6 +16,7 @@ from runtime_torch.evaluate import forward_only
 from runtime_torch.messages import Mailbox
 from runtime_torch.replay import Replay, StepResult, weighted
 from runtime_torch.replicas import replicated
+from runtime_torch.shared import channels_of
 from runtime_torch.stages import refuse_parts
 from runtime_torch.swap import Mover, Swap, agree_on, is_same_cut, moves, restaged
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from runtime_torch.bundles import Boundary
     from runtime_torch.microbatch import Keywords
     from runtime_torch.replicas import Replicas, Shards
+    from runtime_torch.shared import Channels
     from runtime_torch.stages import Stages
     from runtime_torch.swap import Move
 
@@ -63,8 +65,9 @@ class Runner:
         self._tolerance = bytes_tolerance
         self._on_failure = on_failure
         self._ready = False
-        self._replay = self._replayed(schedule, stages)
         agree(schedule, group)
+        self._channels: Channels | None = None
+        self._replay = self._replayed(schedule, stages)
         stages.ties.join(group)
         self._replicated = _replicated(stages)
 
@@ -170,12 +173,16 @@ class Runner:
         return Swap(len(wanted), moved, time.perf_counter_ns() - begin)
 
     def _replayed(self, schedule: ir.Schedule, stages: Stages) -> Replay:
+        first = next(iter(stages.values()))
+        if self._channels is not None:
+            self._channels.close()
+        self._channels = channels_of(schedule, self._group) if first.device.type == "cpu" else None
         return Replay(
             schedule,
             dist.get_rank(self._group),
             stages,
             lambda stage, unit: self._batches.boundary(schedule.stages[stage].layers[1] - 1, unit),
-            Mailbox(self._group, next(iter(stages.values())).meter),
+            Mailbox(self._group, first.meter, self._channels),
             on_weights=self._collect,
             on_failure=self._on_failure,
         )

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from optpipe_compiler.documents import ir
-from runtime_torch.messages import Delivery, Mailbox
+from runtime_torch.delivery import Delivery
+from runtime_torch.messages import Mailbox
 
 if TYPE_CHECKING:
     from collections.abc import Collection

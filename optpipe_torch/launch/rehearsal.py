@@ -19,6 +19,7 @@ from optpipe_torch.launch.report import forecast_durations
 from runtime_torch.messages import Mailbox
 from runtime_torch.meter import Meter
 from runtime_torch.replay import Replay
+from runtime_torch.shared import channels_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -115,7 +116,7 @@ class RehearsedMailbox(Mailbox):
     """Messages that arrive when they are due."""
 
     def __init__(self, device: RehearsedDevice) -> None:
-        super().__init__(None, device.meter)
+        super().__init__(None, device.meter, channels_of(device.schedule, None))
         self._device = device
 
     def wait(self, op_id: str) -> None:

@@ -241,7 +241,7 @@ def _is_echo(error: BaseException) -> bool:
     """Whether an error is what a rank sees when another one has gone."""
     text = str(error)
     return isinstance(error, RuntimeError) and any(
-        word in text for word in ("Connection closed", "Connection reset", "Broken pipe", "gloo", "NCCL")
+        word in text for word in ("Connection closed", "Connection reset", "Broken pipe", "Timed out", "gloo", "NCCL")
     )
 
 

@@ -119,6 +119,7 @@ def _find(timer: Timer, place: Place, model: Model, samples: int, say: Callable[
         if sliced is not None:
             slice_bytes(timer, sliced, sizes[name])
     say("messages", 0.15)
+    timer.share({place.rank - 1, place.rank + 1} & set(range(place.world)), benches.message_bytes)
     messages = Messages(SMALL_MESSAGE, benches.message_bytes)
     if (peer := place.rank ^ 1) < place.world:
         messages = time_messages(timer, place.rank, peer, benches.message_bytes, 5 * samples)
@@ -325,16 +326,12 @@ def _either(peer: int, mine: bool) -> bool:
     """Whether this process or its peer says yes; both of them call this."""
     flag, other = torch.tensor([int(mine)]), torch.zeros(1, dtype=torch.int64)
     for work in (dist.isend(flag, peer), dist.irecv(other, peer)):
-        _wait(work)
+        assert work is not None
+        work.wait()
     return bool(flag) or bool(other)
 
 
 def _round_trip(timer: Timer, rank: int, peer: int, data: torch.Tensor) -> None:
-    for way in (dist.isend, dist.irecv) if rank < peer else (dist.irecv, dist.isend):
-        _wait(way(data, peer, timer.group))
-
-
-def _wait(work: dist.Work | None) -> None:
-    """Return when the message is there; on a GPU it is the stream that waits."""
-    assert work is not None
-    work.wait()
+    """There and back; on a GPU it is the stream that waits."""
+    for sent in (rank < peer, rank > peer):
+        timer.post(data, peer, sent=sent).wait()

@@ -17,7 +17,7 @@ from optpipe_torch.profiler.topology import pci_address, root_port
 from runtime_torch.cuda import Cuda, pinned
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from runtime_torch.execution import StageExecution
     from runtime_torch.lanes import LaneOps
@@ -54,6 +54,9 @@ class CudaTimer(Timer):
         """NCCL, beside the default group on the hosts."""
         if processes > 1:
             self.group = dist.new_group(backend="nccl", timeout=timedelta(seconds=120))
+
+    def share(self, peers: Collection[int], largest_bytes: int) -> None:
+        """Nothing: NCCL shares what there is to share."""
 
     @contextmanager
     def timed(self, into: list[int]) -> Iterator[None]:

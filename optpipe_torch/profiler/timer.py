@@ -9,18 +9,20 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from optpipe_torch.profiler.records import available_memory
 from runtime_torch.lanes import ThreadLanes
+from runtime_torch.shared import connect
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
-    import torch.distributed as dist
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from runtime_torch.execution import StageExecution
     from runtime_torch.lanes import LaneOps
+    from runtime_torch.messages import Issued
+    from runtime_torch.shared import Channels
     from runtime_torch.streams import Lanes
 
 
@@ -38,6 +40,7 @@ class Timer:
     """Names the link by which the device reaches its host, among those of all hosts; None: not known."""
     group: dist.ProcessGroup | None = None
     """Carries messages between devices; None: the default group."""
+    _channels: Channels | None = None
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
@@ -45,6 +48,18 @@ class Timer:
 
     def join(self, processes: int) -> None:
         """Make the group for messages; called by all processes when they have met."""
+
+    def share(self, peers: Collection[int], largest_bytes: int) -> None:
+        """Share memory for messages with others, as the replay does; called by all processes at one time."""
+        self._channels = connect(peers, largest_bytes)
+
+    def post(self, data: torch.Tensor, peer: int, *, sent: bool) -> Issued:
+        """Send a message, or receive it, on the way that the replay takes."""
+        if self._channels is not None and (half := self._channels.post(data, peer, sent=sent)) is not None:
+            return half
+        work = (dist.isend if sent else dist.irecv)(data, peer, self.group)
+        assert work is not None
+        return work
 
     @contextmanager
     def timed(self, into: list[int]) -> Iterator[None]:

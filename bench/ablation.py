@@ -33,6 +33,7 @@ from bench.planner import COSTS, Case
 from optpipe_compiler import compiler
 from optpipe_compiler.compiler import Options, compile_schedule, in_time, settled
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
+from optpipe_compiler.documents import profile as profiles
 from optpipe_compiler.machine import policy
 from optpipe_compiler.machine.policy import copied
 from optpipe_compiler.model import bounds
@@ -107,7 +108,12 @@ FEW = Group(
         Case("6.2B-x2", 8, 32, 0.25),
     ),
 )
-GROUPS = (BINDING, LITTLE, FEW, WHOLE_PLANS, HEAD, WIDE, LONG, FUSED, SMALL)
+MEASURED = Group(
+    "A measured profile: halves of decoder layers on two devices",
+    3.0,
+    tuple(Case("measured", 2, 8, mem_mb / 2000) for mem_mb in (231.4, 233, 240, 256)),
+)
+GROUPS = (BINDING, LITTLE, FEW, WHOLE_PLANS, HEAD, WIDE, LONG, FUSED, SMALL, MEASURED)
 WHOLE = "nothing"
 """The part of a plan with everything."""
 
@@ -184,6 +190,9 @@ PARTS = {
     "more than two climbers": Part((patch.object(local_search, "CLIMBERS", 2),), groups=(BINDING, WIDE)),
     "4 climbers for 8": search(CLIMBERS=4),
     "16 climbers for 8": search(CLIMBERS=16),
+    "best pairs of other instances": Part(
+        search(OTHERS=0).patches, groups=(BINDING, LITTLE, FEW, HEAD, FUSED, MEASURED)
+    ),
     "5 rounds for 10": search(ROUNDS=5),
     "20 rounds for 10": search(ROUNDS=20),
     "moves of ranks": moves(shift=0),
@@ -243,7 +252,12 @@ PARTS = {
 
 
 def profile_of(case: Case) -> Profile:
-    """Return the profile of a case; costs that end in `-fused` have quicker backwards, in `-x2` 2 layers a device."""
+    """Return the profile of a case; costs that end in `-fused` have quicker backwards, in `-x2` 2 layers a device.
+
+    The measured one is that of `bench.stock --hidden 512 --ffn 1376 --sequence 256`, at 9d576ea on two CPU cores.
+    """
+    if case.costs == "measured":
+        return profiles.load(Path(__file__).with_name("measured.json"))
     name, _, layers = case.costs.partition("-x")
     costs = COSTS[name.removesuffix("-fused")] | ({"layers_per_device": int(layers)} if layers else {})
     found = uniform_profile(UniformOptions(devices=case.devices, **costs))  # type: ignore[arg-type]
@@ -387,7 +401,7 @@ def in_a_copy(part: Part, begun: list[Run], seeds: int) -> list[Run]:
     with TemporaryDirectory() as name:
         folder = Path(name)
         for room in (ROOM, Path(__file__).parent):
-            shutil.copytree(room, folder / room.name, ignore=shutil.ignore_patterns("__pycache__", "*.json"))
+            shutil.copytree(room, folder / room.name, ignore=shutil.ignore_patterns("__pycache__", "ablation.json"))
         for file, before, after in part.edits:
             path = folder / ROOM.name / file
             text = path.read_text()

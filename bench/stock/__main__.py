@@ -221,7 +221,9 @@ def _computed(crew: Crew, setting: Setting, profile: Profile, seconds: float) ->
             for device, (begin, end) in zip(placed_on, pairwise([*cuts, len(statics)]), strict=True):
                 fixed[device] += sum(statics[begin:end])
             _watch(crew, plan, fixed)
-    what = f"{setting.devices} processes on {'GPUs' if setting.device.type == 'cuda' else 'CPU cores, one thread each'}"
+    where = "GPUs" if setting.device.type == "cuda" else "CPU cores, one thread each"
+    size = f"hidden {setting.config['hidden']}, sequence {setting.config['sequence']}"
+    what = f"{setting.devices} processes on {where}; {size}"
     return Found(setting, what, stock, plans, activations)
 
 

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 INTRO = """# Plans against what users pick
 
-Written by `python -m bench.stock`, one section for each number of devices and size of model. A small Llama of transformers, one decoder
-layer per block, is trained in the same processes by torch.distributed.pipelining (1F1B, interleaved zero bubble, ZBV;
-each plain, with every block under torch.utils.checkpoint, with saved tensors in host memory) and by plans in the
-replay, compiled under the peak that each of these reaches and under parts of plain 1F1B's activations. torch gets the
-same balanced cut of the layers as plans start from. Where ranks compute, plans move halves of decoder layers; torch's
-schedules cut, recompute and offload whole ones, as frameworks do.
+Written by `python -m bench.stock`, one section for each number of devices and size of model. A small Llama of
+transformers, one decoder layer per block, is trained in the same processes by torch.distributed.pipelining (1F1B,
+interleaved zero bubble, ZBV; each plain, with every block under torch.utils.checkpoint, with saved tensors in host
+memory) and by plans in the replay, compiled under the peak that each of these reaches and under parts of plain 1F1B's
+activations. torch gets the same balanced cut of the layers as plans start from. Where ranks compute, plans move halves
+of decoder layers; torch's schedules cut, recompute and offload whole ones, as frameworks do.
 
 *Peak*: of the fullest device, weights, gradients and Adam's moments by their sizes and all else that torch's allocator
 hands out, torch's own receive buffers included; host copies are not counted for either. *Gradients*: the largest

@@ -118,8 +118,8 @@ class Channels:
             self._end()
 
     def _advance(self, channel: Channel) -> None:
+        """Copy what can be copied. What a sleeping thread waits for is not read behind its back: it would sleep on."""
         channel.advance(listen=not self._has_listener)
-        self._changed.notify_all()
 
     def _listen(self, most_s: float) -> None:
         """Sleep until another process tells something, and let all go on with that."""
@@ -139,14 +139,14 @@ class Channels:
 
 
 class _Half(Delivery):
-    """A send or a receive that was posted; its buffer is kept until it is over."""
+    """A send or a receive that was posted."""
 
     def __init__(self, channels: Channels, channel: Channel, tensor: Tensor) -> None:
         self._channels = channels
         self.channel = channel
         self.nbytes = tensor.nbytes
         self.is_over = False
-        self._buffer: Tensor | None = tensor.detach().reshape(-1).view(torch.uint8)
+        self._buffer = tensor.detach().reshape(-1).view(torch.uint8)
 
     def wait(self) -> None:
         """Return when it was delivered."""
@@ -158,13 +158,12 @@ class _Half(Delivery):
 
     def copy(self, ring: Tensor, begin: int, *, sent: bool) -> None:
         """Copy into the ring, or out of it, and be over."""
-        assert self._buffer is not None
         place = ring[begin : begin + self.nbytes]
         if sent:
             place.copy_(self._buffer)
         else:
             self._buffer.copy_(place)
-        self.is_over, self._buffer = True, None
+        self.is_over = True
 
 
 class Channel:

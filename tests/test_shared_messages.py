@@ -6,6 +6,7 @@ import mmap
 import os
 import socket
 import threading
+import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,7 @@ from test_runtime_library import start_ranks  # noqa: E402
 from runtime_torch import engine, shared  # noqa: E402
 from runtime_torch.messages import Mailbox  # noqa: E402
 from runtime_torch.meter import Meter  # noqa: E402
-from runtime_torch.shared import MOST, Channel, Channels  # noqa: E402
+from runtime_torch.shared import MOST, NUMBER, Channel, Channels  # noqa: E402
 
 RING = 100
 """Bytes of a ring in these tests."""
@@ -150,6 +151,43 @@ def test_threads_wait_for_messages_of_several_ranks_at_one_time():
             threads[n].join(20)
             assert not threads[n].is_alive()
             assert int(buffers[n][0]) == n + 1
+
+
+def test_who_only_looks_takes_nothing_from_a_thread_that_sleeps():
+    """On one core the sleeper would come too late to see what there was to read, and sleep on."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        ends = two_ends()
+        for number in range(100):
+            buffer = torch.zeros(8, dtype=torch.uint8)
+            half = ends[1].post(buffer, 0, sent=False)
+            thread = threading.Thread(target=half.wait)
+            thread.start()
+            while not ends[1]._has_listener:
+                time.sleep(1e-4)
+            time.sleep(1e-3)  # now it does sleep
+            ends[0].post(bytes_of(number, 8), 1, sent=True)
+            ends[1].post(torch.zeros(1), 0, sent=True)
+            thread.join(5)
+            assert not thread.is_alive()
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def test_what_is_told_in_pieces_is_put_together():
+    memory, (mine, line) = mmap.mmap(-1, 2 * RING), socket.socketpair()
+    channels = Channels([Channel(0, mine, memory, is_lower=False)], FEW_S)
+    memory[10:14] = bytes([1, 2, 3, 4])
+    halves = [channels.post(torch.zeros(2, dtype=torch.uint8), 0, sent=False) for _ in range(2)]
+    told = NUMBER.pack(10) + NUMBER.pack(12)
+    for piece in (told[:3], told[3:11], told[11:]):
+        assert not halves[1].is_delivered()
+        line.sendall(piece)
+    for half in halves:
+        half.wait()
+    assert [half._buffer.tolist() for half in halves] == [[1, 2], [3, 4]]
+    line.close()
 
 
 def test_what_was_sent_before_a_process_went_arrives_and_nothing_else_does():

@@ -130,12 +130,12 @@ class Channels:
         finally:
             self._changed.acquire()
             self._has_listener = False
+            self._changed.notify_all()  # also where this thread was interrupted: another one listens then
         for number, _ in told:
             channel = self._by_socket[number]
             channel.advance(listen=True)
             if channel.is_closed:
                 self._poll.unregister(number)
-        self._changed.notify_all()
 
 
 class _Half(Delivery):

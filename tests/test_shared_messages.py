@@ -175,6 +175,39 @@ def test_who_only_looks_takes_nothing_from_a_thread_that_sleeps():
         os.sched_setaffinity(0, cores)
 
 
+def test_where_the_listener_is_interrupted_another_thread_listens():
+    ends = two_ends()
+    first, second = (ends[1].post(torch.zeros(4), 0, sent=False) for _ in range(2))
+    asleep, interrupted = threading.Event(), threading.Event()
+    poll = ends[1]._poll
+
+    class Poll:
+        def poll(self, _):
+            asleep.set()
+            interrupted.wait(20)
+            ends[1]._poll = poll
+            raise KeyboardInterrupt
+
+    ends[1]._poll = Poll()
+
+    def wait():
+        with pytest.raises(KeyboardInterrupt):
+            first.wait()
+
+    threads = [threading.Thread(target=wait), threading.Thread(target=second.wait)]
+    threads[0].start()
+    asleep.wait(20)
+    threads[1].start()
+    time.sleep(0.1)  # now it waits for the other one
+    interrupted.set()
+    threads[0].join(20)
+    time.sleep(0.1)
+    for _ in range(2):
+        ends[0].post(torch.ones(4), 1, sent=True)
+    threads[1].join(5)
+    assert not threads[1].is_alive()
+
+
 def test_what_is_told_in_pieces_is_put_together():
     memory, (mine, line) = mmap.mmap(-1, 2 * RING), socket.socketpair()
     channels = Channels([Channel(0, mine, memory, is_lower=False)], FEW_S)

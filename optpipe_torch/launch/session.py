@@ -171,7 +171,8 @@ class _Session(ABC):
         self._records.append(record)
         self._results.append(result)
         _collect_garbage(first=number == 0)
-        if self.replanner is not None and self.replanner.after(result) is not None:
+        is_last = number + 1 == self.job.steps
+        if self.replanner is not None and self.replanner.after(result, is_last=is_last) is not None:
             self.schedule = self.replanner.schedule
             self._begins.append((number + 1, self.schedule))
         self.tell(

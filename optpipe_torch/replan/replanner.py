@@ -170,13 +170,16 @@ class Replanner:
         if said[0] is not None:
             raise problem or BadInput(said[0])
 
-    def after(self, result: StepResult) -> SwapRecord | None:
-        """Take note of a step, on all ranks, between its optimizer and the next step; return the swap, if any."""
+    def after(self, result: StepResult, *, is_last: bool = False) -> SwapRecord | None:
+        """Take note of a step, on all ranks, between its optimizer and the next step; return the swap, if any.
+
+        Behind the last step nothing is swapped in: no step would run it.
+        """
         self._step += 1
         self._since += 1
         if self._since > 1:
             self._results.append(result)
-        wish = self._wish() if self._rank == 0 else NOTHING
+        wish = self._wish() if self._rank == 0 and not is_last else NOTHING
         is_reading = self._thread is not None and self._thread.is_alive()
         wanted, any_reads, span = self._share(wish, is_reading, result.step_ns)
         if self._since > 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from hypothesis import strategies as st
 
@@ -13,9 +12,6 @@ from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile
 from optpipe_compiler.model.placement import stage_devices
 from optpipe_compiler.model.problem import Freedom, Problem, Stage
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 ANYTHING = Freedom()
 
@@ -83,19 +79,6 @@ def _placed(stage: Stage, index: int, places: tuple[int, ...]) -> Stage:
         send_activation=stage.send_activation if sends else 0,
         send_gradient=stage.send_gradient if returns else 0,
     )
-
-
-def with_messages(one: Problem, sizes: Sequence[int]) -> Problem:
-    """The instance with messages that take memory: `sizes` between its stages."""
-    around = [0, *sizes, 0]
-    stages = []
-    for stage, incoming, outgoing in zip(one.stages, around, around[1:], strict=False):
-        extras = {
-            name: getattr(stage, name) + incoming + outgoing
-            for name in ("forward_extra", "backward_extra", "backward_input_extra")
-        }
-        stages.append(replace(stage, incoming=incoming, outgoing=outgoing, **extras))
-    return replace(one, stages=tuple(stages))
 
 
 def uniform(devices: int = 2, layers: int = 2, **options: object) -> Profile:

@@ -20,7 +20,7 @@ from optpipe_compiler.machine.state import NEVER
 from optpipe_compiler.model.placement import layout
 from optpipe_compiler.model.problem import Caps, Freedom, Problem, Stage, build, static_bytes
 from optpipe_compiler.model.schedule import Kind, Mode, Schedule, Task
-from tests.instances import problem, profiles, with_messages
+from tests.instances import problem, profiles
 from tests.list_scheduler import Guide, Run, Stuck
 from tests.machines import UNKNOWN_NUMBA, dispatched, loaded, play, run, starts
 from tests.plans import check, serial
@@ -63,12 +63,30 @@ def drawn(one: Problem, random: Random) -> Guide:
     return Guide(ranks(), ranks(), ranks(), modes, fused, reserve, holds, waits)
 
 
+def with_messages(one: Problem, random: Random) -> Problem:
+    """The instance with messages that take memory."""
+    sizes = [0, *(random.randrange(3) for _ in one.stages[1:]), 0]
+    stages = []
+    for s, stage in enumerate(one.stages):
+        both = sizes[s] + sizes[s + 1]
+        stages.append(
+            replace(
+                stage,
+                incoming=sizes[s],
+                outgoing=sizes[s + 1],
+                forward_extra=stage.forward_extra + both,
+                backward_extra=stage.backward_extra + both,
+                backward_input_extra=stage.backward_input_extra + both,
+            )
+        )
+    return replace(one, stages=tuple(stages), budget=tuple(size + random.randrange(8) for size in one.budget))
+
+
 @MANY
 @given(one=problems(least=0), seed=st.integers(0, 10**6))
 def test_it_agrees_with_its_definition_tick_for_tick(one, seed):
     random = Random(seed)
-    heavy = with_messages(one, [random.randrange(3) for _ in one.stages[1:]])
-    heavy = replace(heavy, budget=tuple(size + random.randrange(8) for size in one.budget))
+    heavy = with_messages(one, random)
     agree(heavy, drawn(heavy, random))
 
 

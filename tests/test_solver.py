@@ -19,7 +19,7 @@ from optpipe_compiler.model.schedule import Kind, Schedule
 from optpipe_compiler.solver import minimum
 from optpipe_compiler.solver.minimum import one_at_a_time
 from optpipe_compiler.solver.worker import Request, SearchEvent, solve
-from tests.instances import problem, with_messages
+from tests.instances import problem
 from tests.machines import dispatched, simulate
 from tests.plans import best, optimum, start
 from tests.strategies import problems
@@ -183,55 +183,6 @@ def test_two_microbatches_need_what_is_resident_at_once(decision, then, needs):
     assert shortest(replace(one, budget=(needs - 1,)), both(taken(**decision), then)) is None
 
 
-SIZE = 2
-"""Of a message, in the tests of what waits."""
-
-
-def waits_for_its_reader(a: dict[tuple[int, int], Activation]) -> list[Any]:
-    """The second activation comes to device 1 before its first backward, and is read after it."""
-    return [a[0, 1].forward + 11 <= a[1, 0].backward, a[1, 1].forward >= a[1, 0].backward_end]
-
-
-def comes_in_time(a: dict[tuple[int, int], Activation]) -> list[Any]:
-    return [a[0, 1].forward + 10 >= a[1, 0].backward_end]
-
-
-def is_on_its_way(a: dict[tuple[int, int], Activation]) -> list[Any]:
-    """Device 0 runs its second forward while the first activation is not delivered."""
-    return [a[0, 1].forward == a[0, 0].forward + 10]
-
-
-def is_delivered(a: dict[tuple[int, int], Activation]) -> list[Any]:
-    return [a[0, 1].forward >= a[0, 0].forward + 11, *gradient_comes_late(a)]
-
-
-def gradient_waits(a: dict[tuple[int, int], Activation]) -> list[Any]:
-    """The first gradient comes to device 0 before its second forward, and is read after it."""
-    return [a[1, 0].backward_end <= a[0, 1].forward, a[0, 0].backward >= a[0, 1].forward + 10]
-
-
-def gradient_comes_late(a: dict[tuple[int, int], Activation]) -> list[Any]:
-    return [a[1, 0].backward_end >= a[0, 1].forward + 10]
-
-
-@pytest.mark.parametrize(
-    ("device", "decision", "needs"),
-    [
-        (1, comes_in_time, 4 + SIZE),
-        (1, waits_for_its_reader, 4 + SIZE + SIZE),
-        (0, is_delivered, 4 + 4 + SIZE),
-        (0, is_on_its_way, 4 + 4 + SIZE + SIZE),
-        (0, gradient_waits, 4 + 4 + SIZE + SIZE),
-    ],
-)
-def test_what_one_op_made_and_no_other_has_read_is_resident(device, decision, needs):
-    """Beside the activation of 4 units: what a backward on device 1, or a forward on device 0, passes on."""
-    one = with_messages(problem(2, 2, 100, freedom=NOTHING, links=False), [SIZE])
-    caps = [100, 100]
-    for caps[device], fits in ((needs, True), (needs - 1, False)):
-        assert (shortest(replace(one, budget=tuple(caps)), decision) is not None) == fits
-
-
 @pytest.mark.parametrize(("microbatches", "needs"), [(1, 8), (2, 8)])
 def test_offloads_of_all_devices_share_the_host_even_at_different_times(microbatches, needs):
     """Each device has a fixed share of at least one activation; a second one reuses it."""
@@ -359,10 +310,8 @@ def events_of(request: Request) -> list[SearchEvent]:
         problem(2, 3, 7, checkpoint=1, captured=1, residue=3, backward_input_extra=1),
         replace(problem(2, 2, 8, per_device=2), host_budget=16, link_of=(0, 0)),
         problem(1, 2, 8, freedom=NOTHING, forward_extra=2, backward_extra=3),
-        with_messages(problem(2, 3, 14, send_activation=3), [2]),
-        with_messages(problem(2, 2, 16, per_device=2), [1, 2, 1]),
     ],
-    ids=["plain", "sizes", "host", "fused", "messages", "messages and neighbours"],
+    ids=["plain", "sizes", "host", "fused"],
 )
 def test_cp_sat_says_that_every_hint_is_complete_and_feasible_with_its_value(one, kind):
     kinds = set()
@@ -447,7 +396,7 @@ def test_ctrl_c_means_afterwards_what_it_meant_before(what):
 import os, signal
 from optpipe_compiler.model.problem import coarsen
 from optpipe_compiler.solver import cuts, minimum
-from tests.instances import problem, with_messages
+from tests.instances import problem
 one = problem(2, 1, 10**4, per_device=2, placement="loop")
 what = {what!r}
 if what == "cuts":

@@ -154,7 +154,7 @@ class _Cumulative:
 
 
 def _device_memory(model: cp_model.CpModel, problem: Problem, v: Variables, budgets: Sequence[Expr]) -> None:
-    """At every moment what is resident on a device fits its budget (docs/IR.md).
+    """At every moment what is resident on a device fits its budget (docs/IR.md; messages count with their op).
 
     The gradients of what a slice carries are there from the backward of the microbatch's last slice to its own.
     """
@@ -169,7 +169,6 @@ def _device_memory(model: cp_model.CpModel, problem: Problem, v: Variables, budg
         held.add(a.late, a.backward_end, stage.saved - both, None, f"saved_{name}")
         held.add(a.backward, a.release, growth, a.split, f"growth_{name}")
         _while_running(held, problem, s, m, a, growth)
-        _between_ops(resources, problem, v, s, m)
         last = v.activations[s, m + problem.slices - 1 - m % problem.slices]
         held.add(last.backward, a.backward_end, stage.gradient, None, f"gradient_{name}")
         if problem.can_offload(s):
@@ -184,27 +183,8 @@ def _device_memory(model: cp_model.CpModel, problem: Problem, v: Variables, budg
             model.add_cumulative(held.intervals, held.demands, budget)
 
 
-def _between_ops(resources: list[_Cumulative], problem: Problem, v: Variables, s: int, m: int) -> None:
-    """What stage s and the next one pass on is on its reader's device from its producer's end to its reader's start.
-
-    A message is on the sender's device, too, until it has arrived. While the two ops run, it counts with them.
-    """
-    if s + 1 == len(problem.stages):
-        return
-    stage, after = problem.at(s, m), problem.at(s + 1, m)
-    one, other = v.activations[s, m], v.activations[s + 1, m]
-    name = f"{s}_{m}"
-    end = one.forward + stage.forward
-    resources[after.device].add(end, other.forward, after.incoming, None, f"input_{name}")
-    resources[stage.device].add(other.backward_end, one.backward, stage.outgoing, None, f"input_gradient_{name}")
-    if after.device != stage.device:
-        begin, lag = other.backward_end, after.send_gradient
-        resources[stage.device].add(end, end + stage.send_activation, stage.outgoing, None, f"sent_{name}")
-        resources[after.device].add(begin, begin + lag, after.incoming, None, f"sent_gradient_{name}")
-
-
 def _while_running(held: _Cumulative, problem: Problem, s: int, m: int, a: Activation, growth: int) -> None:
-    """Transient bytes and what the op reads and passes on exist while it runs."""
+    """Transient bytes and messages exist while their op runs."""
     stage, name = problem.at(s, m), f"{s}_{m}"
     held.add(a.forward, a.forward + stage.forward, stage.forward_extra, None, f"F_extra_{name}")
     fused, halves = stage.backward_extra, stage.backward_input_extra + stage.captured - growth

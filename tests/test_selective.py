@@ -13,6 +13,9 @@ from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.documents import ir, profile
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.errors import BadInput
+from optpipe_compiler.model.placement import layout
+from optpipe_compiler.model.problem import static_bytes
+from optpipe_compiler.plan.selective import selectively
 from optpipe_compiler.verify import verify
 from tests.instances import uniform
 
@@ -48,6 +51,17 @@ def test_a_plan_chooses_it_where_memory_is_tight_and_is_faster_for_it(tight):
     without = structs.replace(costs(), layers=[structs.replace(one, selective=None) for one in costs().layers])
     options = Options(mem_bytes=2000 * MB, microbatches=12, time_limit_s=1.5, reproducible=True, offload=False)
     assert tight.forecast.makespan_ns < compile_schedule(without, options).schedule.forecast.makespan_ns
+
+
+@pytest.mark.parametrize(("spare", "layers"), [(0, set()), (-1, {0, 1})])
+def test_a_device_is_tight_that_cannot_hold_a_backward_beside_the_activations_of_1f1b(spare, layers):
+    """Device 0 of two: two microbatches of two layers of 500 MB, and one layer's backward."""
+    heavy = costs(2)
+    heavy = structs.replace(heavy, layers=[structs.replace(x, backward_transient_bytes=70 * MB) for x in heavy.layers])
+    linear = layout("linear", 2, 1, [1] * 4)
+    cap = static_bytes(heavy, linear)[0] + (2 * 2 * 500 + 70) * MB + spare
+    assert set().union(*(one.selective for one in selectively(heavy, [linear], cap))) >= layers
+    assert bool(list(selectively(heavy, [linear], cap))) == bool(layers)
 
 
 def test_a_plan_does_without_it_where_memory_is_plenty_or_recompute_is_forbidden():

@@ -20,11 +20,12 @@ def selectively(profile: Profile, found: Sequence[Layout], cap_bytes: int) -> It
     """Yield the placements again, with selective recompute of all layers, and of those on tight devices alone.
 
     A device is tight that cannot hold what 1F1B holds there, or, in placements of several passes, what as many
-    microbatches as there are devices leave on it.
+    microbatches as there are devices leave on it, while the backward runs that needs most besides.
     """
     layers = profile.expanded_layers()
     able = {index for index, layer in enumerate(layers) if layer.selective is not None}
     saved = [value_of(layer.saved_bytes) for layer in layers]
+    transient = [value_of(layer.backward_transient_bytes) for layer in layers]
     for one in found:
         devices = max(one.device_of) + 1
         owned: list[set[int]] = [set() for _ in range(devices)]
@@ -33,7 +34,8 @@ def selectively(profile: Profile, found: Sequence[Layout], cap_bytes: int) -> It
         tight: set[int] = set()
         for device, (mine, always) in enumerate(zip(owned, static_bytes(profile, one), strict=True)):
             inflight = devices - device if one.name == "linear" else devices
-            if always + inflight * sum(saved[layer] for layer in mine) > cap_bytes:
+            held = inflight * sum(saved[layer] for layer in mine) + max((transient[layer] for layer in mine), default=0)
+            if always + held > cap_bytes:
                 tight |= mine & able
         for chosen in {frozenset(tight): None, frozenset(able if tight else ()): None}:
             if chosen:

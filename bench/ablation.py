@@ -193,6 +193,25 @@ PARTS = {
     "best pairs of other instances": Part(
         search(OTHERS=0).patches, groups=(BINDING, LITTLE, FEW, HEAD, FUSED, MEASURED)
     ),
+    "thresholds where a climb stands still": Part(
+        search(THRESHOLD=0.0).patches, groups=(BINDING, LITTLE, FEW, HEAD, FUSED, MEASURED)
+    ),
+    "thresholds from half the value": Part(search(THRESHOLD=0.005).patches, groups=(BINDING, MEASURED)),
+    "thresholds from twice the value": Part(search(THRESHOLD=0.02).patches, groups=(BINDING, MEASURED)),
+    "thresholds after a third of the runs": Part(search(STILL_RUNS=1000).patches, groups=(BINDING, MEASURED)),
+    "thresholds after twice the runs": Part(search(STILL_RUNS=6000).patches, groups=(BINDING, MEASURED)),
+    "thresholds for half the runs": Part(search(COOLING_RUNS=4000).patches, groups=(BINDING, MEASURED)),
+    "thresholds for twice the runs": Part(search(COOLING_RUNS=16000).patches, groups=(BINDING, MEASURED)),
+    "one pair for those of an instance with one value": Part(
+        edits=(
+            (
+                "plan/local_search.py",
+                "distinct = list({(climber.instance, climber.value): climber for climber in climbers}.values())",
+                "distinct = climbers",
+            ),
+        ),
+        groups=(BINDING, LITTLE, FEW, HEAD, MEASURED),
+    ),
     "5 rounds for 10": search(ROUNDS=5),
     "20 rounds for 10": search(ROUNDS=20),
     "moves of ranks": moves(shift=0),
@@ -303,7 +322,7 @@ class Alone:
 
     def ms(self, seed: int) -> tuple[float, float]:
         """Return the best makespan that is reached, and the bound."""
-        begun = [replace(one, policy=copied(one.policy), trial=copied(one.trial)) for one in self.climbers]
+        begun = [replace(one, policy=copied(one.policy)) for one in self.climbers]
         with patch.object(LocalSearch, "_screened", lambda *_: begun):
             found = self._run(Effort(self.seconds, seed, 1, reproducible=True, is_span=False))
         assert found is not None

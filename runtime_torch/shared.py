@@ -3,8 +3,8 @@
 gloo sends through the system's network, and a thread of its own takes what comes: two copies by the system on either
 side, and where all cores compute, that thread waits for one. Here a pair of ranks has a ring of memory for each
 direction. A sent message is copied into the ring, and its buffer is free; it is copied out as soon as its receive has
-been posted and the receiver posts, or waits for, any message. What has happened is told over a socket of the pair, so
-that a process that waits sleeps until there is something to do. docs/MESSAGES.md has both ways.
+been posted and the receiver posts another one, or waits for any message. What has happened is told over a socket of the
+pair, so that a process that waits sleeps until there is something to do. docs/MESSAGES.md has both ways.
 
 Both ranks post the messages of a direction in the same order (docs/IR.md), so nothing but their places in the ring has
 to be told. A message for which the ring has no room stays with its sender, who copies it when it next posts or waits.
@@ -13,6 +13,7 @@ So every message that both have posted arrives, whatever else they wait for.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import select
@@ -75,12 +76,17 @@ class Channels:
     def post(self, tensor: Tensor, peer: int, *, sent: bool) -> Delivery | None:
         """Send a contiguous tensor, or receive into it; None where there is no channel, or a message is too large."""
         channel = self._by_peer.get(peer)
-        if channel is None or tensor.nbytes > channel.most_bytes:
+        if channel is None or tensor.nbytes > channel.most_bytes or not tensor.is_contiguous():
             return None
         half = _Half(self, channel, tensor)
         with self._changed:
-            (channel.sends if sent else channel.receives).append(half)
-            self._advance(channel)
+            if sent:
+                channel.sends.append(half)
+                channel.copy_sends()
+            else:
+                channel.receives.append(half)
+            if not half.is_over:
+                self._advance(channel)
         return half
 
     def is_over(self, half: _Half) -> bool:
@@ -146,7 +152,7 @@ class _Half(Delivery):
         self.channel = channel
         self.nbytes = tensor.nbytes
         self.is_over = False
-        self._buffer = tensor.detach().reshape(-1).view(torch.uint8)
+        self._tensor = tensor
 
     def wait(self) -> None:
         """Return when it was delivered."""
@@ -156,13 +162,11 @@ class _Half(Delivery):
         """Whether it was delivered, without waiting."""
         return self._channels.is_over(self)
 
-    def copy(self, ring: Tensor, begin: int, *, sent: bool) -> None:
-        """Copy into the ring, or out of it, and be over."""
-        place = ring[begin : begin + self.nbytes]
-        if sent:
-            place.copy_(self._buffer)
-        else:
-            self._buffer.copy_(place)
+    def copy(self, place: int, *, sent: bool) -> None:
+        """Copy into the ring, to or from that address, and be over; torch's views take longer than small messages."""
+        mine = self._tensor.data_ptr()
+        into, of = (place, mine) if sent else (mine, place)
+        ctypes.memmove(into, of, self.nbytes)
         self.is_over = True
 
 
@@ -173,9 +177,11 @@ class Channel:
         self.peer, self.line = peer, line
         self.most_bytes = len(memory) // 2
         """Of a message: all of a ring."""
-        both = torch.frombuffer(memory, dtype=torch.uint8)
-        lower, upper = both[: self.most_bytes], both[self.most_bytes :]
+        self._memory = torch.frombuffer(memory, dtype=torch.uint8)
+        lower = self._memory.data_ptr()
+        upper = lower + self.most_bytes
         self._out, self._in = (lower, upper) if is_lower else (upper, lower)
+        """Where the rings begin."""
         self.sends: deque[_Half] = deque()
         """Those that had no room yet."""
         self.receives: deque[_Half] = deque()
@@ -193,11 +199,15 @@ class Channel:
         if listen:
             self._listen()
         while self.receives and self._arrived:
-            self.receives.popleft().copy(self._in, self._arrived.popleft(), sent=False)
+            self.receives.popleft().copy(self._in + self._arrived.popleft(), sent=False)
             self._tell(TAKEN)
+        self.copy_sends()
+
+    def copy_sends(self) -> None:
+        """Copy the sends for which the ring has room, as far as is known."""
         while self.sends and (begin := self._place(self.sends[0].nbytes)) is not None:
             half = self.sends.popleft()
-            half.copy(self._out, begin, sent=True)
+            half.copy(self._out + begin, sent=True)
             self._placed.append((begin, begin + half.nbytes))
             self._tell(begin)
 

@@ -16,8 +16,17 @@ from optpipe_compiler.machine.policy import climb, copied, policy, setting, valu
 from optpipe_compiler.machine.state import NEVER, machine
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.schedule import Mode, Schedule
-from optpipe_compiler.plan import explore
-from optpipe_compiler.plan.local_search import Effort, Found, LocalSearch, Realiser, SearchedProblem, shortened
+from optpipe_compiler.plan import explore, local_search
+from optpipe_compiler.plan.local_search import (
+    Effort,
+    Found,
+    LocalSearch,
+    Realiser,
+    SearchedProblem,
+    _Climber,
+    _varied,
+    shortened,
+)
 from optpipe_compiler.plan.modulo import modulo
 from optpipe_compiler.plan.wishes import wish
 from tests.instances import problem
@@ -67,6 +76,60 @@ def test_whatever_a_policy_says_its_schedule_is_safe_and_no_worse(one, seed):
         timed = Schedule(one, "climbed", starts(x))
         assert timed.makespan == reached
         check(timed)
+
+
+@RANDOM
+@given(one=problems(), seed=st.integers(0, 9999), threshold=st.integers(0, 50))
+def test_a_policy_gets_worse_by_the_slack_at_most(one, seed, threshold):
+    x = machine(one)
+    for by, given_ in list(first_policies(one))[:3]:
+        reached = value(x, by, given_, NEVER // 2)
+        for step in range(20 if reached < NEVER else 0):
+            before = reached
+            reached, _ = climb(x, by, copied(by), given_, before, 1, seed + step, threshold)  # one policy or a few
+            assert value(x, copied(by), given_, NEVER // 2) == reached
+            assert reached <= before + 6 * threshold
+
+
+def begun(one: Problem, number: int = 0) -> _Climber:
+    x = machine(one)
+    by, given_ = list(first_policies(one))[number]
+    return _Climber(0, "gis", by, value(x, by, given_, NEVER // 2), given_)
+
+
+def test_what_stands_still_becomes_worse_for_a_while_and_the_best_stays(monkeypatch):
+    monkeypatch.setattr(local_search, "STILL_RUNS", 200)
+    monkeypatch.setattr(local_search, "COOLING_RUNS", 400)
+    monkeypatch.setattr(local_search, "THRESHOLD", 0.3)
+    one = tight()
+    x, climber = machine(one), begun(one)
+    best, current = [climber.value], [climber.current_value]
+    for step in range(2000):
+        assert climber.climb(x, 1000, step) > 0
+        best.append(climber.value)
+        current.append(climber.current_value)
+        assert value(x, copied(climber.policy), climber.setting, NEVER // 2) == climber.value
+        assert value(x, copied(climber.current), climber.setting, NEVER // 2) == climber.current_value
+    assert best == [min(current[: end + 1]) for end in range(len(current))]
+    worse = [now > least for now, least in zip(current, best, strict=True)]
+    times = sum(after and not before for before, after in pairwise(worse))
+    assert times > 1, "it goes back to the best and becomes worse again"
+
+
+def test_what_does_not_stand_still_never_becomes_worse():
+    one = tight()
+    x, climber = machine(one), begun(one)
+    for step in range(20):
+        before = climber.current_value
+        climber.climb(x, 2000, step)
+        assert climber.current_value <= before
+
+
+def test_of_pairs_of_an_instance_with_one_value_one_climbs():
+    first = begun(tight())
+    pairs = [(0, 10), (0, 10), (0, 11), (1, 11), (1, 12), (2, 12), (1, 12)]
+    climbers = [replace(first, instance=instance, value=ticks) for instance, ticks in pairs]
+    assert [(one.instance, one.value) for one in _varied(climbers, 3)] == [(0, 10), (0, 11), (1, 11), (2, 12)]
 
 
 def test_a_policy_that_is_no_better_than_the_limit_is_not_run_to_its_end():

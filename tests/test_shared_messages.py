@@ -68,6 +68,7 @@ def test_no_channel_to_a_rank_or_too_large_a_message_is_left_to_the_group():
     assert end.post(torch.zeros(1), 7, sent=True) is None
     assert end.post(torch.zeros(RING + 1, dtype=torch.uint8), 1, sent=True) is None
     assert end.post(torch.zeros(RING, dtype=torch.uint8), 1, sent=True).is_delivered()
+    assert end.post(torch.zeros(4, 4, dtype=torch.uint8)[:, :2], 1, sent=True) is None, "not contiguous"
 
 
 @given(
@@ -212,14 +213,15 @@ def test_what_is_told_in_pieces_is_put_together():
     memory, (mine, line) = mmap.mmap(-1, 2 * RING), socket.socketpair()
     channels = Channels([Channel(0, mine, memory, is_lower=False)], FEW_S)
     memory[10:14] = bytes([1, 2, 3, 4])
-    halves = [channels.post(torch.zeros(2, dtype=torch.uint8), 0, sent=False) for _ in range(2)]
+    buffers = torch.zeros(2, 2, dtype=torch.uint8)
+    halves = [channels.post(buffer, 0, sent=False) for buffer in buffers]
     told = NUMBER.pack(10) + NUMBER.pack(12)
     for piece in (told[:3], told[3:11], told[11:]):
         assert not halves[1].is_delivered()
         line.sendall(piece)
     for half in halves:
         half.wait()
-    assert [half._buffer.tolist() for half in halves] == [[1, 2], [3, 4]]
+    assert buffers.tolist() == [[1, 2], [3, 4]]
     line.close()
 
 

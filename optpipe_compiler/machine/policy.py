@@ -120,26 +120,26 @@ def value(x: MachineState, by: Policy, given: Setting, cutoff: int) -> int:
 
     Where messages make a device hold more than its budget, the policy's reserve for them grows and it is run again.
     """
-    return _search(x, by, by, given, cutoff, 0, 0)[0]
+    return _search(x, by, by, given, cutoff, 0, 0, 0)[0]
 
 
 def climb(
-    x: MachineState, by: Policy, trial: Policy, given: Setting, reached: int, ops: int, seed: int
+    x: MachineState, by: Policy, trial: Policy, given: Setting, reached: int, ops: int, seed: int, threshold: int = 0
 ) -> tuple[int, int]:
-    """Change the policy at random for about so many ops, keeping what is no worse; return its value and the ops run.
+    """Change the policy at random for about so many ops; return its value and the ops run.
 
-    `trial` is room for another policy.
+    Kept is what is no worse than before by more than `threshold` ticks. `trial` is room for another policy.
     """
-    return _search(x, by, trial, given, reached, ops, seed)[1:]
+    return _search(x, by, trial, given, reached, ops, seed, threshold)[1:]
 
 
 @entry
 def _search(
-    x: MachineState, by: Policy, trial: Policy, given: Setting, reached: int, ops: int, seed: int
+    x: MachineState, by: Policy, trial: Policy, given: Setting, reached: int, ops: int, seed: int, threshold: int
 ) -> tuple[int, int, int]:
     """Be `value` without `ops`, and `climb` with them: the machine is compiled once for both.
 
-    Returns the last policy's value, the best, and the ops run.
+    Returns the last policy's value, that of the last that was kept, and the ops run.
     """
     x, by, trial, given = views(x), views(by), views(trial), views(given)
     x.counts[RANDOM] = seed
@@ -149,7 +149,7 @@ def _search(
             _copy(trial, by)
             while not _change(trial, x, given):  # what changes nothing is not run
                 pass
-        found = _value(x, trial, given, reached)
+        found = _value(x, trial, given, reached + threshold)
         spent += x.counts[OPS] + x.acts.shape[0] * x.acts.shape[1]
         if found < NEVER:
             reached = found

@@ -3,7 +3,9 @@
 Every wished order of every instance is run with each first treatment of its activations; an earlier schedule is such a
 wish, too, with what it does with its activations as one more treatment. The best of the different
 (instance, wish) pairs then climb, each on its own, in rounds, after each of which the worse half is dropped down to one
-for each thread. Long steps are searched on few microbatches.
+for each thread. One that stands still may become worse for a while, in every change by no more than a threshold that
+falls to zero (threshold accepting: Dueck and Scheuer, J. Comput. Phys. 90, 1990). Long steps are searched on few
+microbatches.
 """
 
 from __future__ import annotations
@@ -49,6 +51,14 @@ bench.planner --clock --time-limit 60 --cases "unit P=64 M=512 cap=0.25P"` nothi
 the best baseline's 1615 ms (9452f236); with 4 it is 1610 (b7b14c0f)."""
 JOIN_S = 1.0
 """Seconds to wait for threads that were told to stop; a first compilation, which cannot be stopped, goes on beside."""
+STILL_RUNS = 3_000
+"""Runs of a policy, of about `RUN_OPS` for each stage and microbatch, that bring nothing before it may become worse."""
+COOLING_RUNS = 8_000
+"""Runs in which it may."""
+THRESHOLD = 0.01
+"""By how much one change may make it worse at first, in parts of the best value. Without it plans of a measured profile
+are longer where memory is short (docs/ABLATION.md), by what the first climb happens to stop at."""
+RUN_OPS = 4
 NEVER = 1 << 62
 START = "start"
 """The wish of an earlier schedule, with its number."""
@@ -107,14 +117,42 @@ class _Climber:
     instance: int
     wish: str
     policy: Policy
-    trial: Policy
+    """The best so far."""
     value: int
     setting: Setting = field(repr=False)
+    current: Policy = field(init=False, repr=False)
+    """What is changed next: the best, what is as good, or what is worse for a while."""
+    trial: Policy = field(init=False, repr=False)
+    current_value: int = field(init=False, repr=False)
+    still_ops: int = field(default=0, init=False, repr=False)
+    """Ops since the best was found, or since `STILL_RUNS` before it was gone back to."""
+
+    def __post_init__(self) -> None:
+        from optpipe_compiler.machine.policy import copied
+
+        self.current, self.trial, self.current_value = copied(self.policy), copied(self.policy), self.value
 
     def found(self) -> Found:
         from optpipe_compiler.machine.policy import copied
 
         return Found(self.instance, self.wish, copied(self.policy), self.value)
+
+    def climb(self, x: MachineState, ops: int, seed: int) -> int:
+        """Run changed policies for about so many ops; return how many these were."""
+        from optpipe_compiler.machine.policy import climb, copied
+
+        run_ops = RUN_OPS * x.acts.shape[0] * x.acts.shape[1]
+        if self.still_ops >= (2 * STILL_RUNS + COOLING_RUNS) * run_ops:
+            self.current, self.current_value = copied(self.policy), self.value
+            self.still_ops = STILL_RUNS * run_ops
+        cooled = (self.still_ops / run_ops - STILL_RUNS) / COOLING_RUNS
+        threshold = int(THRESHOLD * self.value * (1 - cooled) ** 2) if 0 <= cooled < 1 else 0
+        current, before = self.current, self.current_value
+        self.current_value, spent = climb(x, current, self.trial, self.setting, before, ops, seed, threshold)
+        self.still_ops += spent
+        if self.current_value < self.value:
+            self.policy, self.value, self.still_ops = copied(current), self.current_value, 0
+        return spent
 
 
 def shortened(problem: Problem) -> Problem:
@@ -209,7 +247,7 @@ class LocalSearch:
                 one, trial = trial, copied(trial)
                 reached = value(x, one, given, NEVER // 2)
             if reached < (NEVER if best is None else best.value):
-                best = _Climber(number, name, one, trial, reached, given)
+                best = _Climber(number, name, one, reached, given)
         if best is not None and is_clocked:
             self._tell(best)
         return best
@@ -247,8 +285,6 @@ class LocalSearch:
 
     def _climb(self, climber: _Climber, number: int, share: float, climbing: int) -> None:
         """Improve one policy for its part of a round."""
-        from optpipe_compiler.machine.policy import climb
-
         is_clocked = not self.effort.reproducible
         threads = self.effort.threads if is_clocked else CORES
         seconds = share * self.effort.seconds * min(1.0, threads / climbing)
@@ -256,9 +292,8 @@ class LocalSearch:
         x, end, spent = self._machine(climber.instance), time.monotonic() + seconds, 0
         while spent < quota and not self._stop.is_set() and not (is_clocked and time.monotonic() >= end):
             seed = hash((self.effort.seed, number, spent)) & 0xFFFFFFFF
-            ops, before = int(min(CHUNK_OPS, quota - spent)) + 1, climber.value
-            climber.value, more = climb(x, climber.policy, climber.trial, climber.setting, before, ops, seed)
-            spent += more
+            before = climber.value
+            spent += climber.climb(x, int(min(CHUNK_OPS, quota - spent)) + 1, seed)
             if climber.value < before and is_clocked:
                 self._tell(climber)
             if self.instances[climber.instance].bound >= climber.value:
@@ -272,9 +307,13 @@ class LocalSearch:
 
 
 def _varied(climbers: list[_Climber], most: int) -> list[_Climber]:
-    """Return the best so many, and the best of each of the `OTHERS` best instances that are not among these."""
-    chosen, seen = climbers[:most], {climber.instance for climber in climbers[:most]}
-    for climber in climbers[most:]:
+    """Return the best so many, and the best of each of the `OTHERS` best instances that are not among these.
+
+    Of an instance's pairs of one value, which mostly are one schedule, there is one.
+    """
+    distinct = list({(climber.instance, climber.value): climber for climber in climbers}.values())
+    chosen, seen = distinct[:most], {climber.instance for climber in distinct[:most]}
+    for climber in distinct[most:]:
         if climber.instance not in seen and len(chosen) < most + OTHERS:
             seen.add(climber.instance)
             chosen.append(climber)

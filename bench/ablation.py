@@ -198,10 +198,10 @@ PARTS = {
     ),
     "thresholds from half the value": Part(search(THRESHOLD=0.005).patches, groups=(BINDING, MEASURED)),
     "thresholds from twice the value": Part(search(THRESHOLD=0.02).patches, groups=(BINDING, MEASURED)),
-    "thresholds after a third of the runs": Part(search(STILL_RUNS=1000).patches, groups=(BINDING, MEASURED)),
-    "thresholds after twice the runs": Part(search(STILL_RUNS=6000).patches, groups=(BINDING, MEASURED)),
-    "thresholds for half the runs": Part(search(COOLING_RUNS=4000).patches, groups=(BINDING, MEASURED)),
-    "thresholds for twice the runs": Part(search(COOLING_RUNS=16000).patches, groups=(BINDING, MEASURED)),
+    "thresholds after a third of the runs": Part(search(STILL_RUNS=300).patches, groups=(BINDING, MEASURED)),
+    "thresholds after twice the runs": Part(search(STILL_RUNS=1600).patches, groups=(BINDING, MEASURED)),
+    "thresholds for half the runs": Part(search(COOLING_RUNS=400).patches, groups=(BINDING, MEASURED)),
+    "thresholds for twice the runs": Part(search(COOLING_RUNS=1600).patches, groups=(BINDING, MEASURED)),
     "one pair for those of an instance with one value": Part(
         edits=(
             (

@@ -98,8 +98,8 @@ def begun(one: Problem, number: int = 0) -> _Climber:
 
 
 def test_what_stands_still_becomes_worse_for_a_while_and_the_best_stays(monkeypatch):
-    monkeypatch.setattr(local_search, "STILL_RUNS", 200)
-    monkeypatch.setattr(local_search, "COOLING_RUNS", 400)
+    monkeypatch.setattr(local_search, "STILL_RUNS", 50)
+    monkeypatch.setattr(local_search, "COOLING_RUNS", 100)
     monkeypatch.setattr(local_search, "THRESHOLD", 0.3)
     one = tight()
     x, climber = machine(one), begun(one)

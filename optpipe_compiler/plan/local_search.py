@@ -51,14 +51,15 @@ bench.planner --clock --time-limit 60 --cases "unit P=64 M=512 cap=0.25P"` nothi
 the best baseline's 1615 ms (9452f236); with 4 it is 1610 (b7b14c0f)."""
 JOIN_S = 1.0
 """Seconds to wait for threads that were told to stop; a first compilation, which cannot be stopped, goes on beside."""
-STILL_RUNS = 3_000
-"""Runs of a policy, of about `RUN_OPS` for each stage and microbatch, that bring nothing before it may become worse."""
-COOLING_RUNS = 8_000
-"""Runs in which it may."""
+STILL_RUNS = 800
+"""Runs of a policy for each stage that bring nothing before it may become worse: the more stages, the more there is to
+change. On 32 stages with 94 for each, plans were up to 0.6 % longer after 18 s than without (docs/ABLATION.md)."""
+COOLING_RUNS = 800
+"""Runs for each stage in which it may."""
 THRESHOLD = 0.01
-"""By how much one change may make it worse at first, in parts of the best value. Without it plans of a measured profile
-are longer where memory is short (docs/ABLATION.md), by what the first climb happens to stop at."""
+"""By how much one change may make it worse at first, in parts of the best value."""
 RUN_OPS = 4
+"""About what a run takes for each stage and microbatch."""
 NEVER = 1 << 62
 START = "start"
 """The wish of an earlier schedule, with its number."""
@@ -141,11 +142,13 @@ class _Climber:
         """Run changed policies for about so many ops; return how many these were."""
         from optpipe_compiler.machine.policy import climb, copied
 
-        run_ops = RUN_OPS * x.acts.shape[0] * x.acts.shape[1]
-        if self.still_ops >= (2 * STILL_RUNS + COOLING_RUNS) * run_ops:
+        stages, microbatches = x.acts.shape
+        ops_per_run = RUN_OPS * stages * microbatches
+        still_ops, cooling_ops = STILL_RUNS * stages * ops_per_run, COOLING_RUNS * stages * ops_per_run
+        if self.still_ops >= 2 * still_ops + cooling_ops:
             self.current, self.current_value = copied(self.policy), self.value
-            self.still_ops = STILL_RUNS * run_ops
-        cooled = (self.still_ops / run_ops - STILL_RUNS) / COOLING_RUNS
+            self.still_ops = still_ops
+        cooled = (self.still_ops - still_ops) / cooling_ops
         threshold = int(THRESHOLD * self.value * (1 - cooled) ** 2) if 0 <= cooled < 1 else 0
         current, before = self.current, self.current_value
         self.current_value, spent = climb(x, current, self.trial, self.setting, before, ops, seed, threshold)

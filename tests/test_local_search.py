@@ -80,15 +80,15 @@ def test_whatever_a_policy_says_its_schedule_is_safe_and_no_worse(one, seed):
 
 @RANDOM
 @given(one=problems(), seed=st.integers(0, 9999), threshold=st.integers(0, 50))
-def test_a_policy_gets_worse_by_the_slack_at_most(one, seed, threshold):
+def test_a_change_makes_a_policy_worse_by_the_threshold_at_most(one, seed, threshold):
     x = machine(one)
     for by, given_ in list(first_policies(one))[:3]:
         reached = value(x, by, given_, NEVER // 2)
         for step in range(20 if reached < NEVER else 0):
             before = reached
-            reached, _ = climb(x, by, copied(by), given_, before, 1, seed + step, threshold)  # one policy or a few
+            reached, _ = climb(x, by, copied(by), given_, before, 1, seed + step, threshold)  # one change
             assert value(x, copied(by), given_, NEVER // 2) == reached
-            assert reached <= before + 6 * threshold
+            assert reached <= before + threshold
 
 
 def begun(one: Problem, number: int = 0) -> _Climber:

@@ -202,16 +202,6 @@ PARTS = {
     "thresholds after twice the runs": Part(search(STILL_RUNS=1600).patches, groups=(BINDING, MEASURED)),
     "thresholds for half the runs": Part(search(COOLING_RUNS=400).patches, groups=(BINDING, MEASURED)),
     "thresholds for twice the runs": Part(search(COOLING_RUNS=1600).patches, groups=(BINDING, MEASURED)),
-    "one pair for those of an instance with one value": Part(
-        edits=(
-            (
-                "plan/local_search.py",
-                "distinct = list({(climber.instance, climber.value): climber for climber in climbers}.values())",
-                "distinct = climbers",
-            ),
-        ),
-        groups=(BINDING, LITTLE, FEW, HEAD, MEASURED),
-    ),
     "5 rounds for 10": search(ROUNDS=5),
     "20 rounds for 10": search(ROUNDS=20),
     "moves of ranks": moves(shift=0),

@@ -17,6 +17,7 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
@@ -203,18 +204,21 @@ def _surroundings() -> Iterator[None]:
 def _undisturbed() -> Iterator[None]:
     """Deliver signals only when a process has been started as a whole: a half-started one would say so on stderr.
 
-    For Ctrl-C, which a terminal sends to all, that holds in the process, too: it begins with SIGINT blocked.
+    For Ctrl-C, which a terminal sends to all, that holds in the process, too: it begins with SIGINT blocked. Python's
+    resource tracker, which starts with the first process and unblocks SIGINT when it has, is started before that.
     """
     caught: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     is_main = threading.current_thread() is threading.main_thread()  # no other one may say what signals do
     handlers = {n: signal.signal(n, lambda number, frame: caught.append(number)) for n in numbers if is_main}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for number, handler in handlers.items():
+        for number, handler in reversed(handlers.items()):  # Ctrl-C last: it would leave the others as they are
             signal.signal(number, handler)
         for late in caught:
             os.kill(os.getpid(), late)

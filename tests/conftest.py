@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -90,6 +91,14 @@ def no_script_outlives_its_test() -> Iterator[None]:
     """End what a test that failed has left running, or the tests after it fail, too."""
     yield
     end_started()
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_means_what_it_meant() -> Iterator[None]:
+    """Refuse a test that leaves Ctrl-C blocked or ignored: what later tests start would not hear it."""
+    yield
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def load_machine() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from contextlib import suppress
@@ -41,6 +42,12 @@ def _command(pid: int) -> bytes:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except FileNotFoundError:  # it ended meanwhile
         return b""
+
+
+def press_ctrl_c(pid: int, *, whole_group: bool) -> None:
+    """Interrupt a process, or all of its group, as a terminal does; what it does with signals is shown on failure."""
+    print([line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith(("Sig", "Shd"))])
+    (os.killpg if whole_group else os.kill)(pid, signal.SIGINT)
 
 
 class Script:

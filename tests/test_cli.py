@@ -24,7 +24,7 @@ from optpipe_compiler.errors import BadInput, Infeasible, MissingDependency, Not
 from optpipe_compiler.published import METHODS
 from optpipe_compiler.verify import verify
 from tests.instances import quick, uniform
-from tests.processes import children, started
+from tests.processes import children, press_ctrl_c, started
 
 GB = 10**9
 ROOT = Path(__file__).parent.parent
@@ -498,7 +498,7 @@ def test_ctrl_c_in_the_middle_of_a_search_writes_the_best_schedule_so_far(tmp_pa
     with start(*arguments, folder=tmp_path) as process:
         begun = next(line for line in process.stderr if line.startswith("search "))
         solvers = children(process.pid)
-        (os.killpg if whole_group else os.kill)(process.pid, signal.SIGINT)
+        press_ctrl_c(process.pid, whole_group=whole_group)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 0
     assert "Traceback" not in err

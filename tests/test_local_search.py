@@ -24,7 +24,6 @@ from optpipe_compiler.plan.local_search import (
     Realiser,
     SearchedProblem,
     _Climber,
-    _varied,
     shortened,
 )
 from optpipe_compiler.plan.modulo import modulo
@@ -123,13 +122,6 @@ def test_what_does_not_stand_still_never_becomes_worse():
         before = climber.current_value
         climber.climb(x, 2000, step)
         assert climber.current_value <= before
-
-
-def test_of_pairs_of_an_instance_with_one_value_one_climbs():
-    first = begun(tight())
-    pairs = [(0, 10), (0, 10), (0, 11), (1, 11), (1, 12), (2, 12), (1, 12)]
-    climbers = [replace(first, instance=instance, value=ticks) for instance, ticks in pairs]
-    assert [(one.instance, one.value) for one in _varied(climbers, 3)] == [(0, 10), (0, 11), (1, 11), (2, 12)]
 
 
 def test_a_policy_that_is_no_better_than_the_limit_is_not_run_to_its_end():

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from optpipe_compiler.errors import BadInput, NotFound
 from optpipe_compiler.study.pool import answers
 from tests.processes import children
+
+ROOT = Path(__file__).parent.parent
 
 
 def square(number: int) -> int:
@@ -64,3 +67,25 @@ def test_a_script_that_starts_processes_needs_no_guard(tmp_path):
         text=True,
     )
     assert (found.stderr, found.stdout) == ("", "once\n[(-1, 1), (-2, 2)]\n")
+
+
+def test_ctrl_c_does_not_reach_the_first_process_before_it_can_ignore_it():
+    """With the first one Python starts a helper of its own, and unblocks the signal when it has."""
+    script = """
+import signal
+from multiprocessing import util
+from optpipe_compiler.study.pool import answers
+
+def is_blocked():
+    return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+def watched(path, arguments, fds, start=util.spawnv_passfds):
+    if "spawn_main" in str(arguments):
+        print(is_blocked())
+    return start(path, arguments, fds)
+
+util.spawnv_passfds = watched
+print(sorted(answers(abs, [-1, -2], 2)), is_blocked(), signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+"""
+    said = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert said.stdout == "True\nTrue\n[(-2, 2), (-1, 1)] False True\n", said.stderr

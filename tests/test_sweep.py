@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import time
 from io import StringIO
 from itertools import pairwise
@@ -36,7 +34,7 @@ from optpipe_compiler.study.sweep import parse_caps, parse_counts
 from optpipe_compiler.view import frontier_svg
 from optpipe_compiler.view.sweep import device_sentences, memory_sentences, microbatch_sentences, notes, table
 from tests.instances import uniform
-from tests.processes import children
+from tests.processes import children, press_ctrl_c
 from tests.test_cli import refused, run, start  # noqa: F401  (run is a fixture)
 
 GB = 10**9
@@ -449,7 +447,7 @@ def test_ctrl_c_on_a_terminal_keeps_what_is_done_and_leaves_no_process(tmp_path)
             assert time.monotonic() < until
             time.sleep(0.05)
         below = descendants(process.pid)
-        os.killpg(process.pid, signal.SIGINT)
+        press_ctrl_c(process.pid, whole_group=True)
         out, err = process.communicate(timeout=60)
     assert process.returncode == 0
     assert err == "interrupted: 1 point is left; the same command continues\n"

@@ -310,13 +310,9 @@ class LocalSearch:
 
 
 def _varied(climbers: list[_Climber], most: int) -> list[_Climber]:
-    """Return the best so many, and the best of each of the `OTHERS` best instances that are not among these.
-
-    Of an instance's pairs of one value, which mostly are one schedule, there is one.
-    """
-    distinct = list({(climber.instance, climber.value): climber for climber in climbers}.values())
-    chosen, seen = distinct[:most], {climber.instance for climber in distinct[:most]}
-    for climber in distinct[most:]:
+    """Return the best so many, and the best of each of the `OTHERS` best instances that are not among these."""
+    chosen, seen = climbers[:most], {climber.instance for climber in climbers[:most]}
+    for climber in climbers[most:]:
         if climber.instance not in seen and len(chosen) < most + OTHERS:
             seen.add(climber.instance)
             chosen.append(climber)

@@ -47,7 +47,7 @@ import numba
 imported = process_time() - begin
 from llvmlite.binding import ffi
 from bench.machine import everything
-from optpipe_compiler.compiler import uncollected
+from optpipe_compiler.documents.files import uncollected
 
 in_llvm, call = 0.0, ffi._lib_fn_wrapper.__call__
 

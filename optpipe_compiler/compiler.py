@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.costs.noise import COST_OF, op_spreads
+from optpipe_compiler.documents.files import uncollected
 from optpipe_compiler.errors import NotFound
 from optpipe_compiler.forecast.choice import Choice
 from optpipe_compiler.forecast.executions import quantiles
@@ -142,18 +142,6 @@ def spreads_of(schedule: ir.Schedule, profile: Profile, noise: float | None = No
 def placement_of(schedule: ir.Schedule) -> str:
     """Return the name of a schedule's placement, `given` where it is none of those that are searched."""
     return seeds.layout_or_given(schedule).name
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Within, no garbage is collected: planning holds millions of records and makes no cycles to speak of."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class _Compilation:

@@ -91,7 +91,7 @@ def compile_command(
     """
     from optpipe_compiler import cache, compiler
     from optpipe_compiler.documents import profile as profiles
-    from optpipe_compiler.documents.files import check_writable, write_atomically
+    from optpipe_compiler.documents.files import check_writable, uncollected, write_atomically
     from optpipe_compiler.documents.units import show_ns
     from optpipe_compiler.view.progress import ProgressLine
     from optpipe_compiler.view.summary import render
@@ -110,14 +110,14 @@ def compile_command(
     limit_s = compiler.settled(costs, chosen).time_limit_s
     with ProgressLine(console(stderr=True), limit_s, every_plan=is_said(VERBOSE)) as line:
         result = cache.compile_schedule(costs, chosen, line.update, cache.users() if cached else None)
-    with compiler.uncollected():
+    with uncollected():
         write_atomically(output, result.checked.text)
     for remark in result.notes:
         note(f"optpipe: {remark}")
     if as_json:
         say_json(_report(result))
         return
-    with compiler.uncollected():
+    with uncollected():
         console().print(render(result.schedule))
     if result.quantiles is not None:
         noisy = result.quantiles

@@ -14,6 +14,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.files import uncollected
 from optpipe_compiler.verify import against_profile, causality, deliveries, forecast, memory, structure, tables
 from optpipe_compiler.verify.placed import PlacedOps
 from optpipe_compiler.verify.report import Violated, Violation
@@ -55,6 +56,7 @@ def check(schedule: ir.Schedule, profile: Profile | None = None) -> ir.Checked:
     return ir.Checked(schedule)
 
 
+@uncollected()
 def verify(schedule: ir.Schedule, profile: Profile | None = None) -> list[Violation]:
     """Return all violations of docs/IR.md that can be found; with the profile, also of its last section."""
     found = [*tables.caps(schedule), *tables.digest(schedule)]

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 Chain = tuple[int, str] | tuple[int, int]
 """A device's lane, or the channel of a pair (lower device first)."""
 Clocks = npt.NDArray[np.int32]
-BLOCK = 2**26
-"""So many numbers of clocks are held at a time: 256 MB."""
+BLOCK = 2**27
+"""So many numbers of clocks are held at a time: 512 MB, enough for all of 260,000 ops on 64 devices."""
 MOST_CLOCKS = 2 * 10**9
 """Events times chains, which bounds the time that clocks take; docs/IR.md states it."""
 

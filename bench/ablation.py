@@ -97,6 +97,12 @@ SMALL = Group(
     (Case("unit", 4, 16, 0.25), Case("6.2B", 4, 16, 0.125), Case("6.2B", 4, 3, 1.0), Case("6.2B", 2, 8, 0.25)),
     is_alone=False,
 )
+MANY = Group(
+    "Many devices",
+    10.0,
+    (Case("unit", 32, 128, 0.25), Case("unit", 32, 128, 0.125), Case("unit", 64, 512, 0.25)),
+    is_alone=False,
+)
 WHOLE_PLANS = Group("Whole plans where memory binds", 3.0, BINDING.cases, is_alone=False)
 FEW = Group(
     "One or two layers a device",
@@ -113,7 +119,7 @@ MEASURED = Group(
     3.0,
     tuple(Case("measured", 2, 8, mem_mb / 2000) for mem_mb in (231.4, 233, 240, 256)),
 )
-GROUPS = (BINDING, LITTLE, FEW, WHOLE_PLANS, HEAD, WIDE, LONG, FUSED, SMALL, MEASURED)
+GROUPS = (BINDING, LITTLE, FEW, WHOLE_PLANS, HEAD, WIDE, MANY, LONG, FUSED, SMALL, MEASURED)
 WHOLE = "nothing"
 """The part of a plan with everything."""
 
@@ -187,6 +193,7 @@ PARTS = {
     "sparing": Part((patch.object(compiler, "spare", nothing),), groups=(WHOLE_PLANS,)),
     "local search": Part(shares(0.0), groups=(WHOLE_PLANS,)),
     "few microbatches first": Part((patch.object(local_search, "shortened", lambda problem: problem),), groups=(LONG,)),
+    "fewer devices first": Part((patch.object(local_search, "narrowed", lambda _: None),), groups=(MANY,)),
     "more than two climbers": Part((patch.object(local_search, "CLIMBERS", 2),), groups=(BINDING, WIDE)),
     "4 climbers for 8": search(CLIMBERS=4),
     "16 climbers for 8": search(CLIMBERS=16),

@@ -141,7 +141,7 @@ class Start:
         `owners` and `wanted` are the device of each stage. In each turn, times are those of the devices that were as
         far along the pipeline, with straight lines between them.
         """
-        before, after = _turns(owners), _turns(wanted)
+        before, after = turns(owners), turns(wanted)
         if before is None or after is None or before.shape[0] != after.shape[0]:
             return None
         place = np.linspace(0, before.shape[1] - 1, after.shape[1])
@@ -181,7 +181,7 @@ class Start:
         return found
 
 
-def _turns(owners: tuple[int, ...]) -> Ints | None:
+def turns(owners: tuple[int, ...]) -> Ints | None:
     """Return [turn, device] the stage; None where devices have different numbers of stages."""
     mine = [[s for s, owner in enumerate(owners) if owner == device] for device in range(max(owners) + 1)]
     if len({len(stages) for stages in mine}) != 1:

@@ -5,7 +5,7 @@ wish, too, with what it does with its activations as one more treatment. The bes
 (instance, wish) pairs then climb, each on its own, in rounds, after each of which the worse half is dropped down to one
 for each thread. One that stands still may become worse for a while, in every change by no more than a threshold that
 falls to zero (threshold accepting: Dueck and Scheuer, J. Comput. Phys. 90, 1990). Long steps are searched on few
-microbatches.
+microbatches. Many devices begin with what has climbed on fewer of them, in a part of the time.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from typing import TYPE_CHECKING
 
+from optpipe_compiler.model import bounds
 from optpipe_compiler.model.schedule import Schedule, Stuck
+from optpipe_compiler.plan.fewer import narrowed, widened
 from optpipe_compiler.plan.wishes import names, treatments, wish
 from optpipe_compiler.published import NotDefined
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from optpipe_compiler.machine.policy import Policy, Setting
     from optpipe_compiler.machine.state import MachineState
@@ -49,6 +50,12 @@ FEW = 4
 """Microbatches per device that longer steps are searched on. What climbs on 2 fits these alone: by `python -m
 bench.planner --clock --time-limit 60 --cases "unit P=64 M=512 cap=0.25P"` nothing that was found with 2 was better than
 the best baseline's 1615 ms (9452f236); with 4 it is 1610 (b7b14c0f)."""
+FEWER_SHARE = 0.33
+"""Share of the time for the search on fewer devices, where there are many."""
+WIDENED = 8
+"""Of what has climbed there, so many climb on all devices."""
+LOOK_S = 0.05
+"""Seconds between two looks at whether that is over."""
 JOIN_S = 1.0
 """Seconds to wait for threads that were told to stop; a first compilation, which cannot be stopped, goes on beside."""
 STILL_RUNS = 800
@@ -175,6 +182,7 @@ class LocalSearch:
         self._found: SimpleQueue[Found] = SimpleQueue()
         self._stop = Event()
         self._best = NEVER
+        self._all: list[_Climber] = []
         self._last: list[_Climber] = []
         self._begin = time.monotonic()
         self._thread = Thread(target=self._run, daemon=True)
@@ -206,30 +214,78 @@ class LocalSearch:
         """Return what has climbed to the end, the best first."""
         return [climber.found() for climber in sorted(self._last, key=lambda one: one.value)]
 
+    def climbed(self) -> list[Found]:
+        """Return what has climbed at all, the best first."""
+        return [climber.found() for climber in sorted(self._all, key=lambda one: one.value)]
+
     # -- in threads ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             self.problems = [shortened(instance.problem) for instance in self.instances]
             with ThreadPoolExecutor(self.effort.threads) as pool:
-                self._rounds(pool, self._screened(pool))
+                self._rounds(pool, self._screened(pool, self._of_fewer_devices()))
         except BaseException as error:  # reported by the planner, which goes on with what there is
             self.error = error
 
-    def _screened(self, pool: ThreadPoolExecutor) -> list[_Climber]:
-        """Return the best climber of every pair of instance and wish, the best pairs first."""
+    def _of_fewer_devices(self) -> list[_Climber]:
+        """Search on fewer devices for a part of the time; return what climbs there to the end, for all devices."""
+        narrow = [(n, few) for n, one in enumerate(self.instances) if (few := narrowed(one.problem)) is not None]
+        if not narrow:
+            return []
+        objective = "span" if self.effort.is_span else "makespan"
+        instances = [
+            SearchedProblem(few, self.instances[n].placed, bounds.best(few, objective).ticks) for n, few in narrow
+        ]
+        with LocalSearch(instances, replace(self.effort, seconds=FEWER_SHARE * self.effort.seconds)) as search:
+            while search.is_running and not self._stop.is_set():
+                search._thread.join(LOOK_S)
+        if search.error is not None:
+            raise search.error
+        self.effort = replace(self.effort, seconds=(1 - FEWER_SHARE) * self.effort.seconds)
+        self._begin = time.monotonic()
+        found = []
+        for one in search.climbed()[:WIDENED]:
+            number, few = narrow[one.instance]
+            placed = self.instances[number].placed
+            same = dict(zip(names(few, placed), names(self.problems[number], placed), strict=True))
+            policies = widened(one.policy, few, self.problems[number])
+            found.append(self._best_of(number, same[one.wish], lambda *_, of=policies: of))
+        return [climber for climber in found if climber is not None]
+
+    def _screened(self, pool: ThreadPoolExecutor, known: list[_Climber]) -> list[_Climber]:
+        """Return the best climber of every pair of instance and wish, the best pairs first.
+
+        Where some are known, of other pairs those of earlier schedules alone.
+        """
         pairs = [(n, name) for n, one in enumerate(self.instances) for name in one.names(self.problems[n])]
+        if known:
+            pairs = [(n, name) for n, name in pairs if name.startswith(START)]
         pairs.sort(key=lambda pair: not pair[1].startswith((START, "modulo")))
-        climbers = [climber for climber in pool.map(lambda pair: self._screen(*pair), pairs) if climber is not None]
-        return sorted(climbers, key=lambda one: (one.value, one.instance, one.wish))
+        found = [climber for climber in pool.map(lambda pair: self._screen(*pair), pairs) if climber is not None]
+        return sorted([*known, *found], key=lambda one: (one.value, one.instance, one.wish))
 
     def _screen(self, number: int, name: str) -> _Climber | None:
         """Run a wish with each first treatment of the activations, until half the time is over."""
-        from optpipe_compiler.machine.policy import copied, policy, setting, value
+        from optpipe_compiler.machine.policy import policy
 
         is_clocked = not self.effort.reproducible
         if is_clocked and self._best < NEVER and (self._used() > 0.5 or self.instances[number].bound >= self._best):
             return None
+        problem = self.problems[number]
+
+        def first(wished: Wish) -> Iterator[Policy]:
+            start = self.instances[number].start(problem, name)
+            if start is not None:
+                yield start.policy(problem)
+            yield from (policy(problem, modes) for modes in treatments(problem, wished))
+
+        return self._best_of(number, name, first)
+
+    def _best_of(self, number: int, name: str, policies: Callable[[Wish], Iterable[Policy]]) -> _Climber | None:
+        """Return the best of some policies for a wish, None where none fits."""
+        from optpipe_compiler.machine.policy import copied, setting, value
+
         if self._stop.is_set():
             return None
         problem = self.problems[number]
@@ -240,9 +296,7 @@ class LocalSearch:
         x = self._machine(number)
         given = setting(problem, wished, self.instances[number].problem.microbatches, is_span=self.effort.is_span)
         best: _Climber | None = None
-        start = self.instances[number].start(problem, name)
-        first = [] if start is None else [start.policy(problem)]
-        for one in chain(first, (policy(problem, modes) for modes in treatments(problem, wished))):
+        for one in policies(wished):
             trial = copied(one)
             reached = value(x, one, given, NEVER // 2 if best is None else best.value)
             if reached >= NEVER and best is None and problem.freedom.split:  # halves may hold more than the whole
@@ -251,7 +305,7 @@ class LocalSearch:
                 reached = value(x, one, given, NEVER // 2)
             if reached < (NEVER if best is None else best.value):
                 best = _Climber(number, name, one, reached, given)
-        if best is not None and is_clocked:
+        if best is not None and not self.effort.reproducible:
             self._tell(best)
         return best
 
@@ -264,7 +318,7 @@ class LocalSearch:
         """Let the best climb; drop the worse half while there are more than two, or than threads."""
         most = CLIMBERS if self.effort.reproducible else max(CLIMBERS, 2 * self.effort.threads)
         least = CORES if self.effort.reproducible else max(CORES, self.effort.threads)
-        climbers = _varied(climbers, most)
+        climbers = self._all = _varied(climbers, most)
         for climber in climbers[:1]:
             self._tell(climber)
         for number in range(ROUNDS):

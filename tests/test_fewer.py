@@ -12,6 +12,7 @@ from optpipe_compiler.machine.state import NEVER, machine
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.schedule import Mode, Schedule
 from optpipe_compiler.plan import local_search
+from optpipe_compiler.plan.carried import Start
 from optpipe_compiler.plan.fewer import MANY, narrowed, widened
 from optpipe_compiler.plan.local_search import Effort, LocalSearch, Realiser, SearchedProblem
 from optpipe_compiler.plan.wishes import wish
@@ -111,7 +112,7 @@ def search(wide, seed: int = 0, **effort):
     return best.wish, best.value, Realiser(one, is_span=False).schedule(best)
 
 
-def test_a_search_on_many_devices_begins_with_what_climbs_on_fewer(monkeypatch):
+def test_a_search_on_many_devices_begins_with_the_wishes_that_are_best_on_fewer(monkeypatch):
     wide = many()
     screened = []
     screen = LocalSearch._screen
@@ -121,12 +122,25 @@ def test_a_search_on_many_devices_begins_with_what_climbs_on_fewer(monkeypatch):
         lambda self, number, name: screened.append(self.problems[number].devices) or screen(self, number, name),
     )
     first = search(wide)
-    assert set(screened) == {MANY // 4}, "no pair is run on all devices before it has climbed on fewer"
+    assert screened == sorted(screened), "all of fewer devices comes first"
+    assert screened.count(MANY) == local_search.WISHES < screened.count(MANY // 4)
     check(first[2])
     again = search(wide)
     assert (first[:2], first[2].makespan) == (again[:2], again[2].makespan)
     clocked = search(wide, seconds=2.0, reproducible=False)
     check(clocked[2])
+
+
+def test_an_earlier_schedule_is_run_on_all_devices_whatever_is_best_on_fewer():
+    wide = many()
+    known = search(wide, seconds=0.05)[2]
+    start = Start.of(known.ticks, np.array([stage.backward_input for stage in wide.stages]))
+    one = SearchedProblem(wide, LOOP, bounds.best(wide, "makespan").ticks, (start,))
+    with LocalSearch([one], Effort(0.05, 1, 1, reproducible=True, is_span=False)) as run:
+        run._thread.join()
+    assert run.error is None
+    assert "start 0" in {climber.wish for climber in run._begun}
+    assert min(found.value for found in run.take(0.0)) <= known.makespan
 
 
 def test_where_nothing_fits_on_fewer_devices_all_are_searched_at_once(monkeypatch):

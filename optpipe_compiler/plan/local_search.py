@@ -52,8 +52,8 @@ bench.planner --clock --time-limit 60 --cases "unit P=64 M=512 cap=0.25P"` nothi
 the best baseline's 1615 ms (9452f236); with 4 it is 1610 (b7b14c0f)."""
 FEWER_SHARE = 0.33
 """Share of the time for the search on fewer devices, where there are many."""
-WIDENED = 8
-"""Of what has climbed there, so many climb on all devices."""
+WISHES = 3
+"""So many wishes of each instance, the best there, are run on all devices."""
 LOOK_S = 0.05
 """Seconds between two looks at whether that is over."""
 JOIN_S = 1.0
@@ -182,7 +182,9 @@ class LocalSearch:
         self._found: SimpleQueue[Found] = SimpleQueue()
         self._stop = Event()
         self._best = NEVER
-        self._all: list[_Climber] = []
+        self._begun: list[_Climber] = []
+        """All pairs that were run, whatever has climbed since."""
+        self._widened: dict[int, dict[str, list[Policy]]] = {}
         self._last: list[_Climber] = []
         self._begin = time.monotonic()
         self._thread = Thread(target=self._run, daemon=True)
@@ -214,25 +216,21 @@ class LocalSearch:
         """Return what has climbed to the end, the best first."""
         return [climber.found() for climber in sorted(self._last, key=lambda one: one.value)]
 
-    def climbed(self) -> list[Found]:
-        """Return what has climbed at all, the best first."""
-        return [climber.found() for climber in sorted(self._all, key=lambda one: one.value)]
-
     # -- in threads ---------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             self.problems = [shortened(instance.problem) for instance in self.instances]
             with ThreadPoolExecutor(self.effort.threads) as pool:
-                self._rounds(pool, self._screened(pool, self._of_fewer_devices()))
+                self._rounds(pool, self._screened(pool))
         except BaseException as error:  # reported by the planner, which goes on with what there is
             self.error = error
 
-    def _of_fewer_devices(self) -> list[_Climber]:
-        """Search on fewer devices for a part of the time; return what climbs there to the end, for all devices."""
+    def _of_fewer_devices(self) -> dict[int, dict[str, list[Policy]]]:
+        """Search on fewer devices for a part of the time; return, by instance, its best wishes there with policies."""
         narrow = [(n, few) for n, one in enumerate(self.instances) if (few := narrowed(one.problem)) is not None]
         if not narrow:
-            return []
+            return {}
         objective = "span" if self.effort.is_span else "makespan"
         instances = [
             SearchedProblem(few, self.instances[n].placed, bounds.best(few, objective).ticks) for n, few in narrow
@@ -244,26 +242,27 @@ class LocalSearch:
             raise search.error
         self.effort = replace(self.effort, seconds=(1 - FEWER_SHARE) * self.effort.seconds)
         self._begin = time.monotonic()
-        found = []
-        for one in search.climbed()[:WIDENED]:
+        best: dict[int, dict[str, list[Policy]]] = {}
+        for one in sorted(search._begun, key=lambda one: one.value):
             number, few = narrow[one.instance]
-            placed = self.instances[number].placed
-            same = dict(zip(names(few, placed), names(self.problems[number], placed), strict=True))
-            policies = widened(one.policy, few, self.problems[number])
-            found.append(self._best_of(number, same[one.wish], lambda *_, of=policies: of))
-        return [climber for climber in found if climber is not None]
+            mine, placed = best.setdefault(number, {}), self.instances[number].placed
+            if len(mine) < WISHES:
+                same = dict(zip(names(few, placed), names(self.problems[number], placed), strict=True))
+                mine[same[one.wish]] = list(widened(one.policy, few, self.problems[number]))
+        return best
 
-    def _screened(self, pool: ThreadPoolExecutor, known: list[_Climber]) -> list[_Climber]:
+    def _screened(self, pool: ThreadPoolExecutor) -> list[_Climber]:
         """Return the best climber of every pair of instance and wish, the best pairs first.
 
-        Where some are known, of other pairs those of earlier schedules alone.
+        Where fewer devices have said which wishes are worth it, of these and of earlier schedules alone.
         """
+        self._widened = self._of_fewer_devices()
         pairs = [(n, name) for n, one in enumerate(self.instances) for name in one.names(self.problems[n])]
-        if known:
-            pairs = [(n, name) for n, name in pairs if name.startswith(START)]
+        pairs = [(n, name) for n, name in pairs if name.startswith(START) or name in self._widened.get(n, {name: []})]
         pairs.sort(key=lambda pair: not pair[1].startswith((START, "modulo")))
-        found = [climber for climber in pool.map(lambda pair: self._screen(*pair), pairs) if climber is not None]
-        return sorted([*known, *found], key=lambda one: (one.value, one.instance, one.wish))
+        climbers = [climber for climber in pool.map(lambda pair: self._screen(*pair), pairs) if climber is not None]
+        self._begun = sorted(climbers, key=lambda one: (one.value, one.instance, one.wish))
+        return self._begun
 
     def _screen(self, number: int, name: str) -> _Climber | None:
         """Run a wish with each first treatment of the activations, until half the time is over."""
@@ -278,6 +277,7 @@ class LocalSearch:
             start = self.instances[number].start(problem, name)
             if start is not None:
                 yield start.policy(problem)
+            yield from self._widened.get(number, {}).get(name, ())
             yield from (policy(problem, modes) for modes in treatments(problem, wished))
 
         return self._best_of(number, name, first)
@@ -318,7 +318,7 @@ class LocalSearch:
         """Let the best climb; drop the worse half while there are more than two, or than threads."""
         most = CLIMBERS if self.effort.reproducible else max(CLIMBERS, 2 * self.effort.threads)
         least = CORES if self.effort.reproducible else max(CORES, self.effort.threads)
-        climbers = self._all = _varied(climbers, most)
+        climbers = _varied(climbers, most)
         for climber in climbers[:1]:
             self._tell(climber)
         for number in range(ROUNDS):

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 MANY = 32
 """Devices from which policies are searched on fewer of them first (docs/ABLATION.md)."""
-PARTS = 4
-"""One device in so many is left."""
+ONE_OF = 4
+"""One device of so many is left."""
 
 
 def narrowed(problem: Problem) -> Problem | None:
@@ -32,7 +32,7 @@ def narrowed(problem: Problem) -> Problem | None:
     As many activations are in flight on a device as it has devices behind it, so memory for them shrinks with the
     number of devices. The first and the last device are always left.
     """
-    count, left = problem.devices, problem.devices // PARTS
+    count, left = problem.devices, problem.devices // ONE_OF
     if count < MANY or turns(_owners(problem)) is None:
         return None
     chosen = np.rint(np.linspace(0, count - 1, left)).astype(int).tolist()

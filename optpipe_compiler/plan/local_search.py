@@ -5,7 +5,7 @@ wish, too, with what it does with its activations as one more treatment. The bes
 (instance, wish) pairs then climb, each on its own, in rounds, after each of which the worse half is dropped down to one
 for each thread. One that stands still may become worse for a while, in every change by no more than a threshold that
 falls to zero (threshold accepting: Dueck and Scheuer, J. Comput. Phys. 90, 1990). Long steps are searched on few
-microbatches. Many devices begin with what has climbed on fewer of them, in a part of the time.
+microbatches. Of many devices a quarter is searched first, for a part of the time: it says which wishes are worth it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from typing import TYPE_CHECKING
@@ -24,7 +25,7 @@ from optpipe_compiler.plan.wishes import names, treatments, wish
 from optpipe_compiler.published import NotDefined
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Sequence
 
     from optpipe_compiler.machine.policy import Policy, Setting
     from optpipe_compiler.machine.state import MachineState
@@ -53,7 +54,8 @@ the best baseline's 1615 ms (9452f236); with 4 it is 1610 (b7b14c0f)."""
 FEWER_SHARE = 0.33
 """Share of the time for the search on fewer devices, where there are many."""
 WISHES = 3
-"""So many wishes of each instance, the best there, are run on all devices."""
+"""So many wishes of each instance, the best there, are run on all devices. Instances are not compared there: where
+layers differ, every fourth device is not the same model."""
 LOOK_S = 0.05
 """Seconds between two looks at whether that is over."""
 JOIN_S = 1.0
@@ -266,26 +268,11 @@ class LocalSearch:
 
     def _screen(self, number: int, name: str) -> _Climber | None:
         """Run a wish with each first treatment of the activations, until half the time is over."""
-        from optpipe_compiler.machine.policy import policy
+        from optpipe_compiler.machine.policy import copied, policy, setting, value
 
         is_clocked = not self.effort.reproducible
         if is_clocked and self._best < NEVER and (self._used() > 0.5 or self.instances[number].bound >= self._best):
             return None
-        problem = self.problems[number]
-
-        def first(wished: Wish) -> Iterator[Policy]:
-            start = self.instances[number].start(problem, name)
-            if start is not None:
-                yield start.policy(problem)
-            yield from self._widened.get(number, {}).get(name, ())
-            yield from (policy(problem, modes) for modes in treatments(problem, wished))
-
-        return self._best_of(number, name, first)
-
-    def _best_of(self, number: int, name: str, policies: Callable[[Wish], Iterable[Policy]]) -> _Climber | None:
-        """Return the best of some policies for a wish, None where none fits."""
-        from optpipe_compiler.machine.policy import copied, setting, value
-
         if self._stop.is_set():
             return None
         problem = self.problems[number]
@@ -296,7 +283,10 @@ class LocalSearch:
         x = self._machine(number)
         given = setting(problem, wished, self.instances[number].problem.microbatches, is_span=self.effort.is_span)
         best: _Climber | None = None
-        for one in policies(wished):
+        start = self.instances[number].start(problem, name)
+        first = [] if start is None else [start.policy(problem)]
+        known = self._widened.get(number, {}).get(name, [])
+        for one in chain(first, known, (policy(problem, modes) for modes in treatments(problem, wished))):
             trial = copied(one)
             reached = value(x, one, given, NEVER // 2 if best is None else best.value)
             if reached >= NEVER and best is None and problem.freedom.split:  # halves may hold more than the whole
@@ -305,7 +295,7 @@ class LocalSearch:
                 reached = value(x, one, given, NEVER // 2)
             if reached < (NEVER if best is None else best.value):
                 best = _Climber(number, name, one, reached, given)
-        if best is not None and not self.effort.reproducible:
+        if best is not None and is_clocked:
             self._tell(best)
         return best
 

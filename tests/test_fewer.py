@@ -11,9 +11,9 @@ from optpipe_compiler.machine.policy import policy, setting, value
 from optpipe_compiler.machine.state import NEVER, machine
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.schedule import Mode, Schedule
-from optpipe_compiler.plan import local_search
+from optpipe_compiler.plan import fewer, local_search
 from optpipe_compiler.plan.carried import Start
-from optpipe_compiler.plan.fewer import MANY, narrowed, widened
+from optpipe_compiler.plan.fewer import narrowed, widened
 from optpipe_compiler.plan.local_search import Effort, LocalSearch, Realiser, SearchedProblem
 from optpipe_compiler.plan.wishes import wish
 from tests.instances import problem
@@ -21,6 +21,13 @@ from tests.machines import starts
 from tests.plans import check
 
 LOOP = ("loop", 2)
+MANY = 32
+
+
+@pytest.fixture(autouse=True)
+def many_are_less(monkeypatch):
+    """Tests take less time with fewer devices."""
+    monkeypatch.setattr(fewer, "MANY", MANY)
 
 
 def many(devices: int = MANY, cap: int = 8 * MANY, **changes):

@@ -100,7 +100,12 @@ SMALL = Group(
 MANY = Group(
     "Many devices",
     60.0,
-    (Case("unit", 64, 512, 0.25), Case("unit", 64, 512, 0.125)),
+    (
+        Case("unit", 32, 128, 0.25),
+        Case("unit", 32, 128, 0.125),
+        Case("unit", 64, 512, 0.25),
+        Case("unit", 64, 512, 0.125),
+    ),
     is_alone=False,
 )
 WHOLE_PLANS = Group("Whole plans where memory binds", 3.0, BINDING.cases, is_alone=False)

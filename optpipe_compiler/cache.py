@@ -23,7 +23,7 @@ import msgspec
 
 from optpipe_compiler import __version__, compiler
 from optpipe_compiler.documents import ir
-from optpipe_compiler.documents.files import uncollected, write_atomically
+from optpipe_compiler.documents.files import write_atomically
 from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.forecast.executions import Quantiles
@@ -117,8 +117,7 @@ class Cache:
         """Return a plan that the judge passes, with these costs if they are given; remove one that it does not."""
         try:
             text = entry.path.read_bytes().partition(b"\n")[2].decode("utf-8")
-            with uncollected():
-                found = check(ir.parse(text, str(entry.path)), profile)
+            found = check(ir.parse(text, str(entry.path)), profile)
         except OSError:  # another process has removed it
             return None
         except (BadInput, Violated, UnicodeDecodeError):

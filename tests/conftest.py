@@ -41,6 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
         ""  # plans of the user are neither read nor added to; tests of the cache name a folder
     )
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # A shell starts what runs in the background with Ctrl-C ignored, and so would be what tests start and interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -123,9 +123,9 @@ def reference(problem: Problem, x: MachineState) -> float:
 
     modes = {key: Mode(mode) for key, mode in table("mode").items()}
     fused, holds, waits = ([bool(row) for row in x.stages[name]] for name in ("fused", "holds", "waits"))
-    guide = Guide(
-        table("forward"), table("backward"), table("weight"), modes, fused, [0] * problem.devices, holds, waits
-    )
+    before = [list(map(int, x.stages[name])) for name in ("recomputed_before", "reloaded_before")]
+    none = [0] * problem.devices
+    guide = Guide(table("forward"), table("backward"), table("weight"), modes, fused, none, holds, waits, *before)
     begin = time.perf_counter()
     starts = Run(problem, guide).play()
     return len(starts) / (time.perf_counter() - begin)

@@ -44,6 +44,9 @@ class Guide:
     """By stage: whether forwards leave room for earlier ones that are still to come."""
     waits: list[bool]
     """By stage: whether forwards wait for earlier ones that come before they would be over."""
+    recomputed_before: list[int]
+    """By stage: how many stages before its backward an activation is recomputed; 0: as soon as it may be."""
+    reloaded_before: list[int]
 
 
 @dataclass
@@ -238,6 +241,7 @@ class Run:
                         self._rest(d, until)
                         return
                 self._begin(now, task, now + duration(self.problem, task))
+                self._call(now, task)
                 device.running = task
                 if self._is_sent(task):
                     device.leaving += self._message(task)
@@ -309,7 +313,31 @@ class Run:
             return None
         if back is None or Task(back, s, m) in self.done:
             return Task(B if self.guide.fused[s] else I, s, m)
-        return Task(R, s, m) if back is R and Task(R, s, m) not in self.starts else None
+        is_dropped = is_dropped and self._is_due(Task(R, s, m))
+        return Task(R, s, m) if is_dropped else None
+
+    def _before(self, key: Key) -> int:
+        is_away = self.modes[key] is Mode.OFFLOAD
+        return (self.guide.reloaded_before if is_away else self.guide.recomputed_before)[key[0]]
+
+    def _is_due(self, task: Task) -> bool:
+        """Whether the microbatch's backward, as many stages later as is asked for, has begun.
+
+        Where there are less stages its forward of the last one.
+        """
+        _, s, m = task
+        last, before = len(self.problem.stages) - 1, self._before((s, m))
+        calls = [Task(F, last, m)] if s + before > last else [Task(kind, s + before, m) for kind in (B, I)]
+        return before == 0 or any(call in self.starts for call in calls)
+
+    def _call(self, now: int, task: Task) -> None:
+        """Look again at the devices whose activations an op calls for that begins now."""
+        kind, s, m = task
+        last = len(self.problem.stages) - 1
+        for other in range(s):
+            before = self._before((other, m))
+            if s - other <= before and (before == s - other if kind in (I, B) else task == Task(F, last, m)):
+                heapq.heappush(self.events, (now, 9, other, 0))
 
     def _arrival(self, kinds: tuple[Kind, ...], s: int, m: int) -> int:
         return min(self.arrivals.get(Task(kind, s, m), NEVER) for kind in kinds)
@@ -342,7 +370,8 @@ class Run:
                 continue
             first = away[0]
             better = chosen is None or self.guide.backward[first] < self.guide.backward[chosen]
-            if Task(D, *first) in self.done and better and self._is_granted(d, Task(H, *first)):
+            is_due = Task(D, *first) in self.done and self._is_due(Task(H, *first))
+            if is_due and better and self._is_granted(d, Task(H, *first)):
                 chosen = first
         if chosen is not None:
             self._device(chosen[0]).reloaded.add(chosen)

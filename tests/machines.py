@@ -52,6 +52,7 @@ def loaded(problem: Problem, guide: Guide) -> MachineState:
         x.acts["mode"][key] = int(mode)
     x.stages["fused"] = guide.fused
     x.stages["holds"], x.stages["waits"] = guide.holds, guide.waits
+    x.stages["recomputed_before"], x.stages["reloaded_before"] = guide.recomputed_before, guide.reloaded_before
     x.devices["reserve"] = guide.reserve
     return x
 
@@ -89,10 +90,12 @@ def first_policies(problem: Problem) -> Iterator[tuple[Policy, Setting]]:
                 yield policy(problem, modes), setting(problem, wished, problem.microbatches, is_span=False)
 
 
-def dispatched(problem: Problem) -> Iterator[Schedule]:
+def dispatched(problem: Problem, *, reloaded_before: int | None = None) -> Iterator[Schedule]:
     """What the first policies lead to, where they do not run out of memory."""
     x = machine(problem)
     for one, given in first_policies(problem):
+        if reloaded_before is not None:
+            one.before[1] = reloaded_before
         if value(x, one, given, NEVER // 2) < NEVER:
             yield Schedule(problem, "local-search", starts(x))
 

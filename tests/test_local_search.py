@@ -210,7 +210,7 @@ def test_what_goes_wrong_in_a_search_is_kept():
 def test_a_policy_of_few_microbatches_holds_for_many():
     many = tight(200)
     few = shortened(many)
-    assert few.microbatches == 8
+    assert few.microbatches == 64
     assert shortened(few) == few
     found = searched(many)
     timed = Realiser(instance(many), is_span=False).schedule(found[-1])

@@ -135,7 +135,7 @@ def test_an_offload_of_a_part_moves_its_first_layers_and_the_judge_accepts_it():
     keys = [(s, m) for s in range(2) for m in range(6)]
     ranks = {(s, m): m for s, m in keys}
     off = [False, False]
-    by = Guide(ranks, ranks, ranks, dict.fromkeys(keys, Mode.OFFLOAD), off, [0, 0], off, off)
+    by = Guide(ranks, ranks, ranks, dict.fromkeys(keys, Mode.OFFLOAD), off, [0, 0], off, off, [0, 0], [0, 0])
     timed = run(one, by)
     certificate = Certificate("makespan", "feasible", 1, "device-work", {}, {})
     schedule = lower(timed, costs, place, caps, certificate)

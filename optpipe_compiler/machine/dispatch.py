@@ -16,11 +16,13 @@ from optpipe_compiler.machine.compiled import compiled
 from optpipe_compiler.machine.events import begin, begin_transfer, gives_way, is_idle, next_moment, reset, sent
 from optpipe_compiler.machine.memory import enough, free, is_safe
 from optpipe_compiler.machine.state import (
+    ALONE,
     AWAY,
     BACK,
     CHECKPOINT,
     COMPUTED,
     EVENTS,
+    FARTHEST,
     GIVEN,
     KEEP,
     LAG,
@@ -34,6 +36,7 @@ from optpipe_compiler.machine.state import (
     RESTORED,
     SAVED,
     TAKEN,
+    WAKE,
     B,
     D,
     F,
@@ -44,6 +47,7 @@ from optpipe_compiler.machine.state import (
     activation,
     back,
     code,
+    push,
     sort,
 )
 
@@ -103,6 +107,31 @@ def work(x: MachineState, d: int, first: int, last: int) -> int:
                 total += row[LENGTH + R]
         s = x.stages[s].next
     return total
+
+
+@compiled
+def moves(x: MachineState, link: int, first: int, last: int) -> int:
+    """Return the least ticks of a link for the transfers of the microbatches [first, last).
+
+    All of the direction that takes longer go on while the other one is busy, and the rest of them alone.
+    """
+    there = back_again = there_alone = back_alone = 0
+    d = x.links[link].first_behind
+    while d != NONE:
+        s = x.devices[d].first_stage
+        while s != NONE:
+            for m in range(first, last):
+                if x.acts[s, m].mode == OFFLOAD:
+                    row = x.costs[sort(x, m), s]
+                    there += row[LENGTH + D]
+                    back_again += row[LENGTH + H]
+                    there_alone += row[ALONE]
+                    back_alone += row[ALONE + 1]
+            s = x.stages[s].next
+        d = x.devices[d].next_behind
+    if there < back_again:
+        there, back_again, there_alone = back_again, there, back_alone
+    return back_again + there_alone * (there - back_again) // max(1, there)
 
 
 @compiled
@@ -169,6 +198,7 @@ def _start_next(x: MachineState, now: int, d: int, is_span: bool, cutoff: int) -
         if act.mode == OFFLOAD:
             device.ahead -= 1
     begin(x, now, kind, s, m)
+    _call(x, now, kind, s, m)
     return True
 
 
@@ -262,11 +292,14 @@ def _mode(x: MachineState, d: int, s: int, m: int) -> int:
 def _backward(x: MachineState, d: int, s: int, m: int) -> int:
     """Return the kind of op with which the backward of (s, m) may go on now, NONE if it may not.
 
-    The next backward of a stage may be recomputed for before its gradient is there, if nothing else has a lower rank.
+    The next backward of a stage may be recomputed for before its gradient is there, if nothing else has a lower rank,
+    but no sooner than it is due.
     """
     act, stage, row = x.acts[s, m], x.stages[s], x.costs[sort(x, m), s]
     kept = 0
     if act.mode == RECOMPUTE and act.where == COMPUTED:
+        if not _is_due(x, stage.recomputed_before, s, m):
+            return NONE
         kind, kept = R, row[SAVED] - row[CHECKPOINT]
     elif (act.mode == KEEP and act.where == COMPUTED) or act.where == BACK or act.where == RESTORED:
         kind = B if stage.fused else I
@@ -274,6 +307,36 @@ def _backward(x: MachineState, d: int, s: int, m: int) -> int:
         return NONE
     taken = row[TAKEN + kind]
     return kind if taken == 0 or is_safe(x, d, taken, taken - kept, kind, s, m) else NONE
+
+
+@compiled
+def _is_due(x: MachineState, before: int, s: int, m: int) -> bool:
+    """Whether an activation may come back that is asked for so many stages before its backward; 0: at any time.
+
+    From then on it takes memory. So it waits until the microbatch's backward has begun so many stages later, or, where
+    there are not so many, its forward of the last stage.
+    """
+    last = x.acts.shape[0] - 1
+    if before == 0:
+        return True
+    if s + before > last:
+        called = x.starts[F, last, m]
+    else:
+        called = x.starts[B if x.stages[s + before].fused else I, s + before, m]
+    return bool(called != NONE)
+
+
+@compiled
+def _call(x: MachineState, now: int, kind: int, s: int, m: int) -> None:
+    """Look again at the devices whose activations are due, now that an op has begun."""
+    is_last = kind == F and s == x.acts.shape[0] - 1
+    if not is_last and kind != B and kind != I:
+        return
+    for distance in range(1, min(s, FARTHEST) + 1):
+        stage, mode = x.stages[s - distance], x.acts[s - distance, m].mode
+        before = stage.reloaded_before if mode == OFFLOAD else stage.recomputed_before
+        if before == distance or (is_last and before > distance):
+            push(x, now, WAKE, s - distance, 0)
 
 
 # -- transfers
@@ -333,7 +396,8 @@ def _next_reload(x: MachineState, link: LinkRecord) -> tuple[int, int]:
         if device.back < device.last_place and not (device.ahead >= AHEAD and device.opening):
             s, m = activation(x.order[device.back])
             act, moved = x.acts[s, m], x.costs[sort(x, m), s, MOVED]
-            if act.where == AWAY and act.backward < lowest and is_safe(x, d, moved, 0, H, s, m):
+            is_due = act.where == AWAY and _is_due(x, x.stages[s].reloaded_before, s, m)
+            if is_due and act.backward < lowest and is_safe(x, d, moved, 0, H, s, m):
                 best, best_m, lowest = s, m, act.backward
         d = device.next_behind
     return best, best_m

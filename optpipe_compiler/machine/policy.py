@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from optpipe_compiler.machine.compiled import compiled, entry, views
-from optpipe_compiler.machine.dispatch import DONE, play, work
+from optpipe_compiler.machine.dispatch import DONE, moves, play, work
 from optpipe_compiler.machine.state import (
+    FARTHEST,
     NEVER,
+    OFFLOAD,
     OPS,
     RANDOM,
     RECOMPUTE,
@@ -33,10 +35,12 @@ if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
 
 PARTS = 3
-MOVES = {"shift": 45, "treat": 48, "split": 2, "yields": 5}
+MOVES = {"shift": 45, "treat": 48, "split": 2, "yields": 3, "before": 3}
 """How often a search takes each kind of step, in parts of their sum. Where backwards in one piece take 0.93 of their
 halves, plans without steps of splits are 0.8 % longer; where memory binds, without steps of yields 0.5 %
 (docs/ABLATION.md)."""
+RECOMPUTED_BEFORE, RELOADED_BEFORE = 1, 4
+"""How many stages before its backward an activation comes back at first."""
 SORTS = 4
 """Units in a row, at least, that a policy may treat each in its own way (docs/ABLATION.md)."""
 TRIES = 4
@@ -57,6 +61,8 @@ class Policy(NamedTuple):
     """[d] units left free for messages."""
     yields: NDArray[np.bool_]
     """[sort, t] whether forwards leave room for earlier ones that are still to come (sort 0), and wait for them (1)."""
+    before: Ints
+    """[way, t] how many stages before its backward an activation is recomputed (way 0) and reloaded (1)."""
 
 
 class Setting(NamedTuple):
@@ -107,12 +113,14 @@ def policy(problem: Problem, modes: Ints) -> Policy:
         fused=np.full(turns, not problem.freedom.split),
         reserve=np.zeros(problem.devices, np.int64),
         yields=np.ones((2, turns), np.bool_),
+        before=np.repeat(np.array([[RECOMPUTED_BEFORE], [RELOADED_BEFORE]]), turns, axis=1),
     )
 
 
 def copied(one: Policy) -> Policy:
     """Return a policy of its own."""
-    return Policy(one.shift.copy(), one.modes.copy(), one.fused.copy(), one.reserve.copy(), one.yields.copy())
+    ranks, modes = one.shift.copy(), one.modes.copy()
+    return Policy(ranks, modes, one.fused.copy(), one.reserve.copy(), one.yields.copy(), one.before.copy())
 
 
 def value(x: MachineState, by: Policy, given: Setting, cutoff: int) -> int:
@@ -191,6 +199,8 @@ def _guide(x: MachineState, by: Policy, given: Setting) -> None:
         x.stages[s].fused = by.fused[turn]
         x.stages[s].holds = by.yields[0, turn]
         x.stages[s].waits = by.yields[1, turn]
+        x.stages[s].recomputed_before = by.before[0, turn]
+        x.stages[s].reloaded_before = by.before[1, turn]
         for m in range(count):
             act = x.acts[s, m]
             act.forward = given.wish[0, s, m] + by.shift[0, turn]
@@ -217,12 +227,14 @@ def _is_over(x: MachineState, by: Policy) -> bool:
 @compiled
 def _period(x: MachineState) -> int:
     """Return the ticks per microbatch in the middle of the run, on the average of all stages; no less than what the
-    busiest device computes."""
+    busiest device computes, and than what the busiest link moves: in a short run it may still be late with that."""
     count = x.acts.shape[1]
-    first, last = x.units[count // 4].first, x.units[3 * count // 4].first
+    first, last = x.units[count // 2].first, x.units[3 * count // 4].first
     passed = busiest = 0
     for d in range(x.devices.shape[0]):
         busiest = max(busiest, work(x, d, first, last))
+    for link in range(x.links.shape[0]):
+        busiest = max(busiest, moves(x, link, first, last))
     for s in range(x.acts.shape[0]):
         kind = B if x.stages[s].fused else I
         passed += x.starts[kind, s, back(x, last)] - x.starts[kind, s, back(x, first)]
@@ -241,15 +253,18 @@ def _copy(to: Policy, source: Policy) -> None:
         to.reserve[index] = source.reserve[index]
     for index in range(source.yields.size):
         to.yields.flat[index] = source.yields.flat[index]
+    for index in range(source.before.size):
+        to.before.flat[index] = source.before.flat[index]
 
 
 @compiled
 def _change(by: Policy, x: MachineState, given: Setting) -> bool:
-    """Take one step at random: ranks, treatment of activations, a split, or what forwards leave to earlier ones.
+    """Take one step at random: ranks, treatment of activations, a split, what forwards leave to earlier ones, or how
+    long before their backwards activations come back.
 
     Returns whether that changes the policy.
     """
-    draw = below(x, given.moves[3])
+    draw = below(x, given.moves[4])
     if draw < given.moves[0]:
         return _shift(by, x, given)
     if draw < given.moves[1] or (draw < given.moves[2] and not given.numbers[CAN_SPLIT]):
@@ -257,9 +272,11 @@ def _change(by: Policy, x: MachineState, given: Setting) -> bool:
     if draw < given.moves[2]:
         turn = below(x, by.fused.size)
         by.fused[turn] = not by.fused[turn]
-    else:
+    elif draw < given.moves[3]:
         place = below(x, by.yields.size)
         by.yields.flat[place] = not by.yields.flat[place]
+    else:
+        return _ask(by, x, given)
     return True
 
 
@@ -276,6 +293,22 @@ def _shift(by: Policy, x: MachineState, given: Setting) -> bool:
         if is_whole or turn == chosen:
             by.shift[kind, turn] += change
     return change != 0
+
+
+@compiled
+def _ask(by: Policy, x: MachineState, given: Setting) -> bool:
+    """Ask for what a turn recomputes or reloads sooner or later; return whether there is such a thing, and a change."""
+    way, turn, before = below(x, 2), below(x, by.fused.size), below(x, FARTHEST + 1)
+    mode, is_there = OFFLOAD if way else RECOMPUTE, False
+    for s in range(x.acts.shape[0]):
+        if given.turn[s] == turn:
+            for p in range(PARTS):
+                for sort in range(by.modes.shape[2]):
+                    is_there = is_there or by.modes[p, s, sort] == mode
+    is_other = is_there and by.before[way, turn] != before
+    if is_other:
+        by.before[way, turn] = before
+    return is_other
 
 
 @compiled

@@ -29,6 +29,8 @@ F, I, W, B, R, D, H = range(7)  # noqa: E741  (torch's letter)
 ACTIVATION, GRADIENT, WAKE = 7, 8, 9
 """Events beside the completions of ops: arrivals of messages; a moment at which a given order may go on."""
 KEEP, OFFLOAD, RECOMPUTE = range(3)
+FARTHEST = 8
+"""Stages, at most, that may lie between an activation that comes back and the backward that calls for it."""
 COMPUTED, OFFLOADING, AWAY, RELOADING, BACK, RECOMPUTING, RESTORED, HALF_DONE = range(1, 9)
 """Where an activation is, from the end of its forward to that of its input gradient."""
 
@@ -74,6 +76,9 @@ class StageRecord:
     holds: int
     """Whether forwards leave room for earlier ones, and wait for them: see `dispatch._yields`."""
     waits: int
+    recomputed_before: int
+    """How many stages before its backward an activation is recomputed, at most `FARTHEST`: see `dispatch._is_due`."""
+    reloaded_before: int
 
 
 class DeviceRecord:
@@ -261,7 +266,7 @@ def machine(problem: Problem) -> MachineState:
         acts=_records(ActivationRecord, (count, microbatches)),
         starts=np.empty((7, count, microbatches), np.int64),
         order=np.zeros(count * microbatches, np.int64),
-        events=_records(EventRecord, 4 * len(devices) + 4 * len(links) + 2 * count * microbatches),
+        events=_records(EventRecord, (4 + FARTHEST) * len(devices) + 4 * len(links) + 2 * count * microbatches),
         counts=np.zeros(BOX + len(devices), np.int64),
     )
 

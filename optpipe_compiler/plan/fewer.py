@@ -103,6 +103,7 @@ def widened(one: Policy, narrow: Problem, wide: Problem) -> Iterator[Policy]:
             shift=np.rint(one.shift * factor).astype(np.int64),
             fused=one.fused.copy(),
             yields=one.yields.copy(),
+            before=one.before.copy(),
         )
 
 

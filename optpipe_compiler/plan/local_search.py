@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from queue import Empty, SimpleQueue
@@ -51,6 +52,8 @@ FEW = 4
 """Microbatches per device that longer steps are searched on. What climbs on 2 fits these alone: by `python -m
 bench.planner --clock --time-limit 60 --cases "unit P=64 M=512 cap=0.25P"` nothing that was found with 2 was better than
 the best baseline's 1615 ms (9452f236); with 4 it is 1610 (b7b14c0f)."""
+LEAST = 64
+"""Microbatches, at least: fewer may be over before a link that cannot keep up shows."""
 FEWER_SHARE = 0.33
 """Share of the time for the search on fewer devices, where there are many."""
 WISHES = 3
@@ -171,7 +174,8 @@ def shortened(problem: Problem) -> Problem:
     """Return the problem with no more microbatches than show its fill, its middle and its drain."""
     if problem.slicing is not None and len(problem.slicing.cuts) > 1:
         return problem
-    return replace(problem, microbatches=min(problem.microbatches, FEW * problem.devices * problem.slices))
+    few = max(LEAST, FEW * problem.devices * problem.slices)
+    return replace(problem, microbatches=min(problem.microbatches, few))
 
 
 class LocalSearch:
@@ -375,7 +379,8 @@ class Realiser:
         self.settings: dict[str, Setting] = {}
 
     def schedule(self, found: Found) -> Schedule | None:
-        """Return the schedule of a policy; None where its memory or its peaks do not come out."""
+        """Return the schedule of a policy, at its earliest; None where its memory or its peaks do not come out."""
+        from optpipe_compiler.machine.orders import retime
         from optpipe_compiler.machine.policy import copied, setting, value
 
         problem = self.instance.problem
@@ -386,4 +391,10 @@ class Realiser:
                 return None
             self.settings[found.wish] = setting(problem, wished, problem.microbatches, is_span=self.is_span)
         reached = value(self.machine, copied(found.policy), self.settings[found.wish], NEVER // 2)
-        return None if reached >= NEVER // 2 else Schedule(problem, "local-search", self.machine.starts.copy())
+        if reached >= NEVER // 2:
+            return None
+        timed = Schedule(problem, "local-search", self.machine.starts.copy())
+        with suppress(Stuck):  # ops of no length may have no order of their own
+            # no execution waits with a reload until it is due; where it then meets an offload, both take longer
+            return retime(timed, problem)
+        return timed

@@ -84,7 +84,9 @@ LITTLE = Group(
 HEAD = Group("A head in parts", 6.5, (Case("6.2B-head-parts", 8, 32, 0.25), Case("6.2B-head-parts", 8, 32, 0.125)))
 WIDE = Group("More devices", 8.0, (Case("unit", 16, 64, 0.125),))
 LONG = Group(
-    "More microbatches than show how a step goes on", 4.0, (Case("unit", 8, 128, 0.125), Case("6.2B", 8, 128, 0.25))
+    "More microbatches than show how a step goes on",
+    4.0,
+    (Case("unit", 8, 128, 0.125), Case("6.2B", 8, 128, 0.25), Case("unit-slow-links", 4, 128, 0.25)),
 )
 FUSED = Group(
     "A backward in one piece takes 0.93 of its halves",
@@ -198,6 +200,10 @@ PARTS = {
     "sparing": Part((patch.object(compiler, "spare", nothing),), groups=(WHOLE_PLANS,)),
     "local search": Part(shares(0.0), groups=(WHOLE_PLANS,)),
     "few microbatches first": Part((patch.object(local_search, "shortened", lambda problem: problem),), groups=(LONG,)),
+    "64 microbatches at least, for 4 per device": Part((patch.object(local_search, "LEAST", 0),), groups=(LONG,)),
+    "links in what few microbatches promise": Part(
+        edits=(("machine/policy.py", "max(busiest, moves(x, link, first, last))", "busiest"),), groups=(LONG,)
+    ),
     "fewer devices first": Part((patch.object(local_search, "narrowed", lambda _: None),), groups=(MANY,)),
     "more than two climbers": Part((patch.object(local_search, "CLIMBERS", 2),), groups=(BINDING, WIDE)),
     "4 climbers for 8": search(CLIMBERS=4),
@@ -232,12 +238,21 @@ PARTS = {
         ),
         groups=(BINDING, FEW, HEAD, WIDE),
     ),
+    "moves of when activations come back": Part(moves(before=0).patches, groups=(BINDING, LITTLE, MEASURED)),
+    "recomputes that wait until they are due": Part(
+        edits=(("machine/policy.py", ".recomputed_before = by.before[0, turn]", ".recomputed_before = 0"),),
+        groups=(BINDING, LITTLE, MEASURED),
+    ),
+    "reloads that wait until they are due": Part(
+        edits=(("machine/policy.py", ".reloaded_before = by.before[1, turn]", ".reloaded_before = 0"),),
+        groups=(BINDING, LITTLE, MEASURED),
+    ),
     "moves of splits": Part(moves(split=0).patches, groups=(BINDING, HEAD, FUSED)),
     "moves of ranks 20 for 45": moves(shift=20, treat=78),
     "moves of ranks 70 for 45": moves(shift=70, treat=28),
     "moves of splits 10 for 2": Part(moves(split=10).patches, groups=(FUSED,)),
     "moves that change nothing of the value": policies(
-        "_value(x, trial, given, reached)", "_value(x, trial, given, reached - 1)"
+        "_value(x, trial, given, reached + threshold)", "_value(x, trial, given, reached + threshold - 1)"
     ),
     "passing over moves that change nothing of the policy": policies(
         "while not _change(trial, x, given):  # what changes nothing is not run\n                pass",

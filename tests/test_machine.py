@@ -207,7 +207,7 @@ def test_it_finishes_where_one_microbatch_at_a_time_fits_with_its_reserve(one):
 @RANDOM
 @given(one=problems())
 def test_its_schedules_follow_their_own_plans(one):
-    """Where reloads start as soon as they may: one that waits may keep an offload from being slowed down."""
+    """Where reloads start as soon as they may: one that waits may keep an offload from slowing down."""
     for timed in dispatched(one, reloaded_before=0):
         assert retime(timed, one).makespan <= timed.makespan
 

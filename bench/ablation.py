@@ -201,9 +201,6 @@ PARTS = {
     "local search": Part(shares(0.0), groups=(WHOLE_PLANS,)),
     "few microbatches first": Part((patch.object(local_search, "shortened", lambda problem: problem),), groups=(LONG,)),
     "64 microbatches at least, for 4 per device": Part((patch.object(local_search, "LEAST", 0),), groups=(LONG,)),
-    "links in what few microbatches promise": Part(
-        edits=(("machine/policy.py", "max(busiest, moves(x, link, first, last))", "busiest"),), groups=(LONG,)
-    ),
     "fewer devices first": Part((patch.object(local_search, "narrowed", lambda _: None),), groups=(MANY,)),
     "more than two climbers": Part((patch.object(local_search, "CLIMBERS", 2),), groups=(BINDING, WIDE)),
     "4 climbers for 8": search(CLIMBERS=4),

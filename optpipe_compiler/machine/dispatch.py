@@ -16,7 +16,6 @@ from optpipe_compiler.machine.compiled import compiled
 from optpipe_compiler.machine.events import begin, begin_transfer, gives_way, is_idle, next_moment, reset, sent
 from optpipe_compiler.machine.memory import enough, free, is_safe
 from optpipe_compiler.machine.state import (
-    ALONE,
     AWAY,
     BACK,
     CHECKPOINT,
@@ -107,31 +106,6 @@ def work(x: MachineState, d: int, first: int, last: int) -> int:
                 total += row[LENGTH + R]
         s = x.stages[s].next
     return total
-
-
-@compiled
-def moves(x: MachineState, link: int, first: int, last: int) -> int:
-    """Return the least ticks of a link for the transfers of the microbatches [first, last).
-
-    All of the direction that takes longer go on while the other one is busy, and the rest of them alone.
-    """
-    there = back_again = there_alone = back_alone = 0
-    d = x.links[link].first_behind
-    while d != NONE:
-        s = x.devices[d].first_stage
-        while s != NONE:
-            for m in range(first, last):
-                if x.acts[s, m].mode == OFFLOAD:
-                    row = x.costs[sort(x, m), s]
-                    there += row[LENGTH + D]
-                    back_again += row[LENGTH + H]
-                    there_alone += row[ALONE]
-                    back_alone += row[ALONE + 1]
-            s = x.stages[s].next
-        d = x.devices[d].next_behind
-    if there < back_again:
-        there, back_again, there_alone = back_again, there, back_alone
-    return back_again + there_alone * (there - back_again) // max(1, there)
 
 
 @compiled

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from optpipe_compiler.machine.compiled import compiled, entry, views
-from optpipe_compiler.machine.dispatch import DONE, moves, play, work
+from optpipe_compiler.machine.dispatch import DONE, play, work
 from optpipe_compiler.machine.state import (
     FARTHEST,
     NEVER,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 PARTS = 3
 MOVES = {"shift": 45, "treat": 48, "split": 2, "yields": 3, "before": 3}
 """How often a search takes each kind of step, in parts of their sum. Where backwards in one piece take 0.93 of their
-halves, plans without steps of splits are 0.8 % longer; where memory binds, without steps of yields 0.5 %
+halves, plans without steps of splits are 0.8 % longer; where memory binds, without steps of yields 0.5 %, and of before 0.3
 (docs/ABLATION.md)."""
 RECOMPUTED_BEFORE, RELOADED_BEFORE = 1, 4
 """How many stages before its backward an activation comes back at first."""
@@ -226,15 +226,13 @@ def _is_over(x: MachineState, by: Policy) -> bool:
 
 @compiled
 def _period(x: MachineState) -> int:
-    """Return the ticks per microbatch in the middle of the run, on the average of all stages; no less than what the
-    busiest device computes, and than what the busiest link moves: in a short run it may still be late with that."""
+    """Return the ticks per microbatch in the later half of the middle of the run, on the average of all stages; no less
+    than what the busiest device computes."""
     count = x.acts.shape[1]
     first, last = x.units[count // 2].first, x.units[3 * count // 4].first
     passed = busiest = 0
     for d in range(x.devices.shape[0]):
         busiest = max(busiest, work(x, d, first, last))
-    for link in range(x.links.shape[0]):
-        busiest = max(busiest, moves(x, link, first, last))
     for s in range(x.acts.shape[0]):
         kind = B if x.stages[s].fused else I
         passed += x.starts[kind, s, back(x, last)] - x.starts[kind, s, back(x, first)]

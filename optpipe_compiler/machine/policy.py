@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 PARTS = 3
 MOVES = {"shift": 45, "treat": 48, "split": 2, "yields": 3, "before": 3}
 """How often a search takes each kind of step, in parts of their sum. Where backwards in one piece take 0.93 of their
-halves, plans without steps of splits are 0.8 % longer; where memory binds, without steps of yields 0.5 %, and of before 0.3
-(docs/ABLATION.md)."""
+halves, plans without steps of splits are 0.8 % longer; where memory binds, without steps of yields 0.5 % and without
+those of before 0.3 (docs/ABLATION.md)."""
 RECOMPUTED_BEFORE, RELOADED_BEFORE = 1, 4
 """How many stages before its backward an activation comes back at first."""
 SORTS = 4

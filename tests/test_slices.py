@@ -31,6 +31,7 @@ from optpipe_compiler.model.problem import Caps, Freedom, Problem, build, static
 from optpipe_compiler.model.schedule import NONE, Kind, Stuck, Task
 from optpipe_compiler.plan.carried import in_turn
 from optpipe_compiler.plan.instances import instances as searched
+from optpipe_compiler.plan.local_search import shortened
 from optpipe_compiler.plan.slices import cut
 from optpipe_compiler.published import METHODS, NotDefined, published
 from optpipe_compiler.verify import verify
@@ -79,6 +80,15 @@ def test_what_is_compiled_is_accepted_fits_and_says_its_units(case: tuple[Profil
         assert isinstance(schedule.setup.units, ir.Units)
         units = schedule.setup.units
         assert tuple(units.cuts[shape][-1] for shape in units.shape_of) == options.lengths
+
+
+@pytest.mark.parametrize("slices", [2, 3, 5])
+def test_a_long_step_is_searched_on_whole_microbatches(slices: int) -> None:
+    profile, where = sliced(2), layout("linear", 2, 1, [1] * 4)
+    (slicing, *_) = cut(profile, Options(0, 100), slices)
+    few = shortened(build(profile, where, 100, Caps(PLENTY, None), Freedom(), slicing=slicing))
+    assert slices < few.microbatches < 100 * slices
+    assert few.microbatches % slices == 0
 
 
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.sliced])

@@ -53,7 +53,7 @@ FEW = 4
 bench.planner --clock --time-limit 60 --cases "unit P=64 M=512 cap=0.25P"` nothing that was found with 2 was better than
 the best baseline's 1615 ms (9452f236); with 4 it is 1610 (b7b14c0f)."""
 LEAST = 64
-"""Microbatches, at least: fewer may be over before a link that cannot keep up shows (docs/ABLATION.md)."""
+"""Microbatches, or slices, at least: fewer may be over before a link that cannot keep up shows (docs/ABLATION.md)."""
 FEWER_SHARE = 0.33
 """Share of the time for the search on fewer devices, where there are many."""
 WISHES = 3
@@ -174,8 +174,8 @@ def shortened(problem: Problem) -> Problem:
     """Return the problem with no more microbatches than show its fill, its middle and its drain."""
     if problem.slicing is not None and len(problem.slicing.cuts) > 1:
         return problem
-    few = max(LEAST, FEW * problem.devices * problem.slices)
-    return replace(problem, microbatches=min(problem.microbatches, few))
+    whole = max(-(-LEAST // problem.slices), FEW * problem.devices)
+    return replace(problem, microbatches=min(problem.microbatches, whole * problem.slices))
 
 
 class LocalSearch:

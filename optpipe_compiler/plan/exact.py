@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.model import bounds
@@ -37,7 +38,11 @@ def is_small(attempt: Attempt) -> bool:
 
 
 def exact(incumbents: Incumbents, budget: Budget) -> None:
-    """Search small placements as a whole, then the best one in windows."""
+    """Search small placements as a whole, then the best one in windows; without ortools note that this is left out."""
+    winner = incumbents.winner()
+    if winner is not None and find_spec("ortools") is None:
+        winner.notes.append("the exact search is left out: No module named 'ortools'")
+        return
     ranked = sorted((a for a in incumbents.attempts if a.best is not None), key=incumbents.reached)
     with Searcher() as searcher:
         search = _Exact(incumbents, budget, searcher)

@@ -12,9 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.machine.policy import climb, copied, policy, setting, value
 from optpipe_compiler.machine.state import NEVER, machine
 from optpipe_compiler.model import bounds
+from optpipe_compiler.model.placement import layout
+from optpipe_compiler.model.problem import Caps, Freedom, build
 from optpipe_compiler.model.schedule import Mode, Schedule
 from optpipe_compiler.plan import explore, local_search
 from optpipe_compiler.plan.local_search import (
@@ -34,6 +37,7 @@ from tests.plans import check
 from tests.strategies import problems
 
 if TYPE_CHECKING:
+    from optpipe_compiler.machine.policy import Policy
     from optpipe_compiler.model.problem import Problem
 
 RANDOM = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -93,7 +97,11 @@ def test_a_change_makes_a_policy_worse_by_the_threshold_at_most(one, seed, thres
 def begun(one: Problem, number: int = 0) -> _Climber:
     x = machine(one)
     by, given_ = list(first_policies(one))[number]
-    return _Climber(0, "gis", by, value(x, by, given_, NEVER // 2), given_)
+
+    def run(policy: Policy) -> int:
+        return value(x, copied(policy), given_, NEVER // 2)
+
+    return _Climber(0, "gis", by, run(by), given_, run)
 
 
 def test_what_stands_still_becomes_worse_for_a_while_and_the_best_stays(monkeypatch):
@@ -102,6 +110,7 @@ def test_what_stands_still_becomes_worse_for_a_while_and_the_best_stays(monkeypa
     monkeypatch.setattr(local_search, "THRESHOLD", 0.3)
     one = tight()
     x, climber = machine(one), begun(one)
+    monkeypatch.setattr(local_search, "LOOK", 1)
     best, current = [climber.value], [climber.current_value]
     for step in range(2000):
         assert climber.climb(x, 1000, step) > 0
@@ -113,6 +122,21 @@ def test_what_stands_still_becomes_worse_for_a_while_and_the_best_stays(monkeypa
     worse = [now > least for now, least in zip(current, best, strict=True)]
     times = sum(after and not before for before, after in pairwise(worse))
     assert times > 1, "it goes back to the best and becomes worse again"
+
+
+def test_what_is_told_is_what_executions_take():
+    """None waits with a reload until it is due; where it meets an offload then, both take longer."""
+    links = {"d2h_ms": 1.05, "h2d_ms": 1.05, "shared_links": "pairs", "duplex_slowdown": 1 / 0.7}
+    profile = uniform_profile(UniformOptions(devices=4, p2p_ms=0.0, residue_fraction=1.0, **links))
+    placed = layout("loop", 4, 4, [1] * 16)
+    one = build(profile, placed, 8, Caps(10**9, None), Freedom())
+    for seed in range(4):
+        found = searched(one, seed=seed, seconds=0.05)[-1]
+        assert (found.policy.modes == Mode.OFFLOAD).any()
+        assert found.policy.before[1].any()
+        timed = Realiser(instance(one), is_span=False).schedule(found)
+        assert timed is not None
+        assert timed.makespan == found.value
 
 
 def test_what_does_not_stand_still_never_becomes_worse():

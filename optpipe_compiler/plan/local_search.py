@@ -14,19 +14,20 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.model import bounds
-from optpipe_compiler.model.schedule import Schedule, Stuck
+from optpipe_compiler.model.schedule import Mode, Schedule, Stuck
 from optpipe_compiler.plan.fewer import narrowed, widened
 from optpipe_compiler.plan.wishes import names, treatments, wish
 from optpipe_compiler.published import NotDefined
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from optpipe_compiler.machine.policy import Policy, Setting
     from optpipe_compiler.machine.state import MachineState
@@ -70,6 +71,8 @@ COOLING_RUNS = 800
 """Runs for each stage in which it may."""
 THRESHOLD = 0.01
 """By how much one change may make it worse at first, in parts of the best value."""
+LOOK = 8
+"""Calls of `climb` after which is looked again at what executions take of a policy that promises less than the best."""
 RUN_OPS = 4
 """About what a run takes for each stage and microbatch."""
 NEVER = 1 << 62
@@ -132,18 +135,26 @@ class _Climber:
     policy: Policy
     """The best so far."""
     value: int
+    """What executions of it take."""
     setting: Setting = field(repr=False)
+    executed: Callable[[Policy], int] = field(repr=False)
+    """What executions of a policy take."""
     current: Policy = field(init=False, repr=False)
     """What is changed next: the best, what is as good, or what is worse for a while."""
     trial: Policy = field(init=False, repr=False)
     current_value: int = field(init=False, repr=False)
     still_ops: int = field(default=0, init=False, repr=False)
-    """Ops since the best was found, or since `STILL_RUNS` before it was gone back to."""
+    """Ops since the lowest promise was found, or since `STILL_RUNS` before the best was gone back to."""
+    promise: int = field(init=False, repr=False)
+    """The lowest value that a run has had: a run may wait with a reload, as no execution does."""
+    unseen: int = field(default=0, init=False, repr=False)
+    """Calls since executions were looked at."""
 
     def __post_init__(self) -> None:
         from optpipe_compiler.machine.policy import copied
 
         self.current, self.trial, self.current_value = copied(self.policy), copied(self.policy), self.value
+        self.promise = self.value
 
     def found(self) -> Found:
         from optpipe_compiler.machine.policy import copied
@@ -165,8 +176,13 @@ class _Climber:
         current, before = self.current, self.current_value
         self.current_value, spent = climb(x, current, self.trial, self.setting, before, ops, seed, threshold)
         self.still_ops += spent
-        if self.current_value < self.value:
-            self.policy, self.value, self.still_ops = copied(current), self.current_value, 0
+        self.unseen += 1
+        if self.current_value < self.promise:
+            self.promise, self.still_ops, self.unseen = self.current_value, 0, LOOK
+        if self.current_value < self.value and self.unseen >= LOOK:
+            self.unseen = 0
+            if (executed := self.executed(current)) < self.value:
+                self.policy, self.value = copied(current), executed
         return spent
 
 
@@ -298,10 +314,31 @@ class LocalSearch:
                 one, trial = trial, copied(trial)
                 reached = value(x, one, given, NEVER // 2)
             if reached < (NEVER if best is None else best.value):
-                best = _Climber(number, name, one, reached, given)
+                best = _Climber(number, name, one, reached, given, partial(self._executed, number, given))
+        if best is not None:
+            best.value = best.executed(best.policy)
         if best is not None and is_clocked:
             self._tell(best)
         return best
+
+    def _executed(self, number: int, given: Setting, policy: Policy) -> int:
+        """Return what executions of a policy take: none waits with a reload until it is due.
+
+        Where that then meets an offload, both take longer. Of few microbatches for many it is what the run promises.
+        """
+        from optpipe_compiler.machine.orders import retime
+        from optpipe_compiler.machine.policy import copied, value
+
+        problem, x = self.problems[number], self._machine(number)
+        promised = value(x, copied(policy), given, NEVER // 2)
+        is_whole = problem.microbatches == self.instances[number].problem.microbatches
+        waits = policy.before[1].any() and (policy.modes == Mode.OFFLOAD).any()
+        if promised >= NEVER // 2 or not is_whole or not waits:
+            return promised
+        timed = Schedule(problem, "local-search", x.starts.copy())
+        with suppress(Stuck):
+            timed = retime(timed, problem)
+        return timed.span if self.effort.is_span else timed.makespan
 
     def _machine(self, number: int) -> MachineState:
         from optpipe_compiler.machine.state import machine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.machine import dispatch, orders
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from optpipe_compiler.machine.policy import Policy
-    from optpipe_compiler.model.problem import Problem
+    from optpipe_compiler.model.problem import Problem, Stage
     from optpipe_compiler.model.schedule import LaneOrders
     from tests.list_scheduler import Guide
 
@@ -90,12 +91,19 @@ def first_policies(problem: Problem) -> Iterator[tuple[Policy, Setting]]:
                 yield policy(problem, modes), setting(problem, wished, problem.microbatches, is_span=False)
 
 
-def dispatched(problem: Problem, *, reloaded_before: int | None = None) -> Iterator[Schedule]:
+def at_one_speed(problem: Problem) -> Problem:
+    """The problem with transfers that are no slower beside one that goes the other way."""
+
+    def same(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+        return tuple(replace(s, offload_alone=s.offload, reload_alone=s.reload) for s in stages)
+
+    return replace(problem, stages=same(problem.stages), classes=tuple(map(same, problem.classes)))
+
+
+def dispatched(problem: Problem) -> Iterator[Schedule]:
     """What the first policies lead to, where they do not run out of memory."""
     x = machine(problem)
     for one, given in first_policies(problem):
-        if reloaded_before is not None:
-            one.before[1] = reloaded_before
         if value(x, one, given, NEVER // 2) < NEVER:
             yield Schedule(problem, "local-search", starts(x))
 

@@ -326,18 +326,15 @@ class LocalSearch:
 
         Where that then meets an offload, both take longer. Of few microbatches for many it is what the run promises.
         """
-        from optpipe_compiler.machine.orders import retime
         from optpipe_compiler.machine.policy import copied, value
 
         problem, x = self.problems[number], self._machine(number)
-        promised = value(x, copied(policy), given, NEVER // 2)
         is_whole = problem.microbatches == self.instances[number].problem.microbatches
-        waits = policy.before[1].any() and (policy.modes == Mode.OFFLOAD).any()
-        if promised >= NEVER // 2 or not is_whole or not waits:
-            return promised
-        timed = Schedule(problem, "local-search", x.starts.copy())
-        with suppress(Stuck):
-            timed = retime(timed, problem)
+        if not is_whole or not policy.before[1].any() or not (policy.modes == Mode.OFFLOAD).any():
+            return value(x, copied(policy), given, NEVER // 2)
+        timed = _followed(x, problem, policy, given)
+        if timed is None:
+            return NEVER
         return timed.span if self.effort.is_span else timed.makespan
 
     def _machine(self, number: int) -> MachineState:
@@ -417,8 +414,7 @@ class Realiser:
 
     def schedule(self, found: Found) -> Schedule | None:
         """Return the schedule of a policy, at its earliest; None where its memory or its peaks do not come out."""
-        from optpipe_compiler.machine.orders import retime
-        from optpipe_compiler.machine.policy import copied, setting, value
+        from optpipe_compiler.machine.policy import setting
 
         problem = self.instance.problem
         if found.wish not in self.settings:
@@ -427,11 +423,18 @@ class Realiser:
             except (NotDefined, Stuck):  # a round of a published order may divide fewer microbatches, and not all
                 return None
             self.settings[found.wish] = setting(problem, wished, problem.microbatches, is_span=self.is_span)
-        reached = value(self.machine, copied(found.policy), self.settings[found.wish], NEVER // 2)
-        if reached >= NEVER // 2:
-            return None
-        timed = Schedule(problem, "local-search", self.machine.starts.copy())
-        with suppress(Stuck):  # ops of no length may have no order of their own
-            # no execution waits with a reload until it is due; where it then meets an offload, both take longer
-            return retime(timed, problem)
-        return timed
+        return _followed(self.machine, problem, found.policy, self.settings[found.wish])
+
+
+def _followed(x: MachineState, problem: Problem, policy: Policy, given: Setting) -> Schedule | None:
+    """Return the schedule of a policy at its earliest; None where its memory or its peaks do not come out."""
+    from optpipe_compiler.machine.orders import retime
+    from optpipe_compiler.machine.policy import copied, value
+
+    if value(x, copied(policy), given, NEVER // 2) >= NEVER // 2:
+        return None
+    timed = Schedule(problem, "local-search", x.starts.copy())
+    with suppress(Stuck):  # ops of no length may have no order of their own
+        # no execution waits with a reload until it is due; where it then meets an offload, both take longer
+        return retime(timed, problem)
+    return timed

@@ -221,9 +221,10 @@ def _computed(crew: Crew, setting: Setting, profile: Profile, seconds: float) ->
             for device, (begin, end) in zip(placed_on, pairwise([*cuts, len(statics)]), strict=True):
                 fixed[device] += sum(statics[begin:end])
             _watch(crew, plan, fixed)
-    where = "GPUs" if setting.device.type == "cuda" else "CPU cores, one thread each"
+    on_gpus = setting.device.type == "cuda"
+    where = torch.cuda.get_device_name(0) if on_gpus else "CPU cores, one thread each"
     size = f"hidden {setting.config['hidden']}, sequence {setting.config['sequence']}"
-    what = f"{setting.devices} processes on {where}; {size}"
+    what = f"{setting.devices} process{'es' * (setting.devices > 1)} on {where}; {size}"
     return Found(setting, what, stock, plans, activations)
 
 
@@ -276,7 +277,9 @@ def _plan(
     assert plan.cap_bytes is not None
     _say(f"plan {plan.name}")
     seeds = tuple(one.checked for one in plans if one.checked is not None)[-1:]
-    options = Options(mem_bytes=plan.cap_bytes, microbatches=setting.microbatches, time_limit_s=seconds, seeds=seeds)
+    reserve = profile.machine.reserve_bytes  # contexts of GPUs, which no way's peak counts
+    mem_bytes = plan.cap_bytes + (0 if reserve is None else value_of(reserve))
+    options = Options(mem_bytes=mem_bytes, microbatches=setting.microbatches, time_limit_s=seconds, seeds=seeds)
     try:
         plan.checked = compile_schedule(profile, options).checked
     except (Infeasible, NotFound) as failure:

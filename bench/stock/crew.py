@@ -28,7 +28,7 @@ from optpipe_torch.launch.job import shares_of_cores
 from optpipe_torch.launch.worker import settle_on_cpu
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from multiprocessing.connection import Connection
 
     from torch import Tensor
@@ -144,6 +144,7 @@ def _serve(line: Connection, setting: Setting, cores: Sequence[int], store: str)
         timeout=timedelta(seconds=LIMIT_S),
     )
     ways: list[Way] = []
+    expected: dict[str, Tensor] = {}
     while True:
         try:
             what, *arguments = line.recv()
@@ -151,7 +152,8 @@ def _serve(line: Connection, setting: Setting, cores: Sequence[int], store: str)
             return
         try:
             if what == "watch":
-                line.send(("answer", _watch(setting, *arguments)))
+                expected = expected or reference(setting, *_batch(setting))
+                line.send(("answer", _watch(setting, expected, *arguments)))
             elif what == "build":
                 ways = [_build(setting, spec) for spec in arguments[0]]
                 _round(setting, ways, 0)
@@ -194,17 +196,16 @@ def _batch(setting: Setting) -> tuple[Tensor, Tensor]:
     return drawn[:, :-1].contiguous().to(setting.device), drawn[:, 1:].contiguous().to(setting.device)
 
 
-def _watch(setting: Setting, spec: Spec) -> Seen:
+def _watch(setting: Setting, expected: Mapping[str, Tensor], spec: Spec) -> Seen:
     """Two steps, of which the first may make what stays, and before them one whose gradients are held against those of
     the model without a pipeline."""
     way, (tokens, target) = _build(setting, spec), _batch(setting)
-    expected = reference(setting, list(way.layers()), tokens, target)
     way.step(tokens, target)
     error = max(
         (found - expected[name]).abs().max().item() / max(1e-30, expected[name].abs().max().item())
         for name, found in gradients(way).items()
     )
-    del way, expected
+    del way
     gc.collect()
     way = _build(setting, spec)
     step, on_host = way.watched()

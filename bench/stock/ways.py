@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -12,13 +12,15 @@ from torch.utils.checkpoint import checkpoint
 
 from bench.stock import llama
 from bench.stock.offload import HostPool, Offloaded
-from runtime_torch import Runner, build_stages
+from runtime_torch import Runner
+from runtime_torch.bundles import trace_bundles
 from runtime_torch.messages import Mailbox
 from runtime_torch.replay import Replay
+from runtime_torch.stages import stages_between
 from runtime_torch.streams import Backend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
     from optpipe_compiler.documents import ir
     from optpipe_compiler.model.placement import Layout
@@ -44,11 +46,18 @@ class Setting:
     microbatch_size: int
     config: Mapping[str, Any]
     """Of llama.layers."""
+    _made: dict[int, nn.Module] = field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[int, int]:
         """Of the tokens of one microbatch."""
         return self.microbatch_size, self.config["sequence"]
+
+    def layer(self, index: int) -> nn.Module:
+        """Return this process' layer of a number, which all ways use: a GPU has no room for one each."""
+        if index not in self._made:
+            self._made[index] = self.build(index)
+        return self._made[index]
 
     def build(self, index: int) -> nn.Module:
         """Make a layer on this rank's device."""
@@ -95,7 +104,7 @@ class Stock:
             if owner != setting.rank:
                 continue
             within = range(layout.cuts[stage], layout.cuts[stage + 1])
-            self._layers |= {index: setting.build(index) for index in within}
+            self._layers |= {index: setting.layer(index) for index in within}
             run = [_treated(decoder_layer, treatment, pool) for decoder_layer in _whole(self._layers, within, setting)]
             stages.append(
                 pipelining.PipelineStage(
@@ -158,7 +167,9 @@ class Planned:
         makers = llama.layers(**setting.config)
         tokens = torch.zeros(setting.shape, dtype=torch.int64)
         self._setting, self._schedule = setting, schedule
-        self._stages = build_stages(schedule, makers, setting.rank, setting.device, inputs=[tokens], target=tokens)
+        bundles = trace_bundles(makers, [tokens], tokens)
+        mine = {index: setting.layer(index) for s in schedule.stages_of(setting.rank) for index in range(*s.layers)}
+        self._stages = stages_between(schedule, mine, setting.rank, setting.device, bundles)
         self._runner = Runner(schedule, self._stages)
 
     def layers(self) -> dict[int, nn.Module]:
@@ -202,8 +213,8 @@ def gradients(way: Way) -> dict[str, Tensor]:
     }
 
 
-def reference(setting: Setting, indices: Sequence[int], tokens: Tensor, target: Tensor) -> dict[str, Tensor]:
-    """Return the gradients of the layers `indices` from the model without a pipeline, one microbatch after another."""
+def reference(setting: Setting, tokens: Tensor, target: Tensor) -> dict[str, Tensor]:
+    """Return the gradients of all layers from the model without a pipeline, one microbatch after another."""
     count = len(llama.layers(**setting.config))
     model = {index: setting.build(index) for index in range(count)}
     for inputs, wanted in zip(
@@ -215,7 +226,7 @@ def reference(setting: Setting, indices: Sequence[int], tokens: Tensor, target: 
         (model[count - 1](x, wanted) / setting.microbatches).backward()
     return {
         f"{index}.{name}": parameter.grad
-        for index in indices
+        for index in model
         for name, parameter in model[index].named_parameters()
         if parameter.grad is not None
     }

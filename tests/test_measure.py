@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 torch = pytest.importorskip("torch")
 
@@ -115,6 +116,15 @@ def test_the_memory_table_with_these_bytes_covers_stages_that_were_not_measured(
         excess = measure_layers.transient_bytes(Timer(), benches, first, end, layers)
         allowed = {op: max(layer.transient[op] for layer in layers) for op in excess}
         assert all(excess[op] <= allowed[op] for op in excess), (first, end, excess, allowed)
+
+
+def test_blocks_are_not_charged_for_the_heads_logits():
+    model = THREE.model()
+    model = structs.replace(model, config=model.config | {"vocab": 8192})
+    found = measure_sizes(Timer(), measure_layers.Benches(model, text.default_text()), models.layer_names(model), 10**9)
+    logits = 2 * 16 * 8192 * 4
+    assert found["head"].transient["backward"] >= logits
+    assert max(found["block"].transient.values()) < logits / 8
 
 
 def test_the_peak_counts_what_an_op_frees_before_its_end():

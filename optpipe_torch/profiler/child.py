@@ -196,9 +196,9 @@ def _refuse_too_large(model: Model, room: int) -> None:
 def measure_sizes(timer: Timer, benches: Benches, names: list[str], room: int) -> dict[str, LayerBytes]:
     """Return the bytes of each kind of layer; stages of several layers are built where they fit `room` bytes.
 
-    A layer has the transient bytes of a stage of its own. What stages of several layers need beyond that, by the
-    gradients and outputs that pass from layer to layer, is counted for the inner layers in them, of which every such
-    stage has one, but for the whole of a model of two layers.
+    A layer has the transient bytes of a stage of its own. A stage needs those of the layer in it that needs most, and
+    of several layers more, by the gradients and outputs that pass from layer to layer: this is counted for that layer,
+    not for its neighbours, which stand in other stages without it (a block without the head and its logits).
     """
     sizes = {name: layer_bytes(benches, names.index(name)) for name in dict.fromkeys(names)}
     for name, chain in zip(names, models.layer_chains(benches.model), strict=True):
@@ -219,21 +219,22 @@ def measure_sizes(timer: Timer, benches: Benches, names: list[str], room: int) -
     for first, end in _telling_stages(names):
         if sum(sizes[name].static for name in names[first:end]) > room:
             continue
-        found = transient_bytes(timer, benches, first, end, [sizes[name] for name in names[first:end]])
-        for name in dict.fromkeys(names[max(1, first) : min(end, len(names) - 1)] or names[first:end]):
-            own = sizes[name].transient
-            sizes[name].transient = {op: max(own[op], found[op]) for op in own}
+        of_stage = [sizes[name] for name in names[first:end]]
+        for op, excess in transient_bytes(timer, benches, first, end, of_stage).items():
+            most = max(of_stage, key=lambda layer: layer.transient[op])
+            most.transient[op] = max(most.transient[op], excess)
     return sizes
 
 
 def _telling_stages(names: list[str]) -> list[tuple[int, int]]:
     """Stages of several layers in every position: at the start, inside, at the end, and all of a small model; where two
-    kinds take turns inside, such as halves of blocks, with either of them first."""
+    kinds take turns inside, such as halves of blocks, with either of them first. Those of few kinds come first."""
     count = len(names)
     stages = {(0, 2), (0, 3), (1, 3), (count - 3, count), (count - 2, count), (0, min(count, LAYERS_OF_A_STAGE))}
     if names[1:3] == names[3:5] and names[1] != names[2]:
         stages |= {(1, 4), (2, 4), (2, 5)}
-    return sorted((first, end) for first, end in stages if first >= 0 and end <= count)
+    known = ((first, end) for first, end in stages if first >= 0 and end <= count)
+    return sorted(known, key=lambda stage: (len(set(names[slice(*stage)])), stage))
 
 
 def _overhead(timer: Timer, samples: int) -> Samples:

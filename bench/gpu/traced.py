@@ -39,7 +39,8 @@ def traced(schedule: Schedule, rank: int, output: Path) -> dict[str, Any]:
     from optpipe_torch.emulate.alone import emulate
     from optpipe_torch.models.text import default_text
 
-    profiler = profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * torch.cuda.is_available())])
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * torch.cuda.is_available())]
+    profiler = profile(activities=activities, acc_events=True)
 
     def follow(event: dict[str, Any]) -> None:
         if event["event"] == "step":

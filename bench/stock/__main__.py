@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -102,6 +103,7 @@ def main() -> None:
     parser.add_argument("--microbatch-size", type=int, default=1)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPUs, bfloat16 on GPUs")
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no round begins")
     parser.add_argument("--samples", type=int, default=40, help="of every time in the profile")
     parser.add_argument("--plan-s", type=float, default=20.0, help="seconds for each plan")
     parser.add_argument("--profile", type=Path, help="a profile of this model that was measured before, or is kept")
@@ -115,7 +117,8 @@ def main() -> None:
 
 
 def compare(options: argparse.Namespace) -> Found:
-    """Measure the profile, the stock choices' peaks, plan under them, and time all."""
+    """Measure the profile, the stock choices' peaks, plan under them, and time all; Ctrl-C ends the rounds."""
+    begin = time.monotonic()
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     on_gpus, cores = gpus >= options.devices, len(os.sched_getaffinity(0))
     dtype = options.dtype or ("bfloat16" if on_gpus else "float32")
@@ -143,7 +146,15 @@ def compare(options: argparse.Namespace) -> Found:
         found = (_rehearsed if rehearsed else _computed)(crew, setting, profile, options.plan_s)
         chosen = [one for one in (*found.stock, *found.plans) if one.spec is not None and not one.failure]
         _say(f"{len(chosen)} ways in turns, {options.rounds} rounds")
-        rounds = crew.time([one.spec for one in chosen if one.spec is not None], options.rounds)
+        rounds: list[list[float]] = []
+        with suppress(KeyboardInterrupt):
+            for times in crew.time([one.spec for one in chosen if one.spec is not None], options.rounds):
+                rounds.append(times)
+                _say(f"round {len(rounds)}: {sum(times):.1f} s")
+                if time.monotonic() - begin > options.budget:
+                    break
+        if not rounds:
+            sys.exit("no round of steps was taken")
     for one, samples in zip(chosen, zip(*rounds, strict=True), strict=True):
         one.samples = list(samples)
     return found
@@ -262,6 +273,7 @@ def _watch(crew: Crew, one: Choice, static: Sequence[int]) -> list[int] | None:
         return None
     one.peak_bytes = max(fixed + rank.peak_bytes for fixed, rank in zip(static, seen, strict=True))
     one.error = max(rank.error for rank in seen)
+    _say(f"  {one.peak_bytes / 1e6:.1f} MB, gradients differ by {one.error:.0e}")
     return [rank.peak_bytes for rank in seen]
 
 

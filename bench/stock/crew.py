@@ -28,7 +28,7 @@ from optpipe_torch.launch.job import shares_of_cores
 from optpipe_torch.launch.worker import settle_on_cpu
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from multiprocessing.connection import Connection
 
     from torch import Tensor
@@ -83,10 +83,11 @@ class Crew:
         """Return what each rank saw."""
         return self._ask("watch", spec)
 
-    def time(self, specs: Sequence[Spec], rounds: int) -> list[list[float]]:
-        """Return the seconds of each round's step of each way, all ranks together, taken in turns."""
+    def time(self, specs: Sequence[Spec], rounds: int) -> Iterator[list[float]]:
+        """Yield for each round the seconds of a step of each way, all ranks together, taken in turns."""
         self._ask("build", list(specs))
-        return [self._ask("round", number)[0] for number in range(rounds)]
+        for number in range(rounds):
+            yield self._ask("round", number)[0]
 
     def _ask(self, *question: object) -> Any:
         processes = self._processes or self._start()
@@ -138,6 +139,7 @@ def _serve(line: Connection, setting: Setting, cores: Sequence[int], store: str)
         settle_on_cpu()
     dist.init_process_group(
         "nccl" if setting.device.type == "cuda" else "gloo",
+        device_id=setting.device if setting.device.type == "cuda" else None,
         init_method=f"file://{store}",
         rank=setting.rank,
         world_size=setting.devices,
@@ -227,7 +229,7 @@ def _watched_on_gpu(step: Callable[[Tensor, Tensor], None], tokens: Tensor, targ
 
 def _watched_on_cpu(step: Callable[[Tensor, Tensor], None], tokens: Tensor, target: Tensor) -> int:
     """The allocator's own events, by torch's profiler, of the thread that computes."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         for name in ("first", "second"):
             with record_function(name):
                 step(tokens, target)

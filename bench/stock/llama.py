@@ -27,8 +27,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: LlamaConfig, sequence: int) -> None:
         super().__init__()
-        layer = LlamaDecoderLayer(config, 0)
-        self.norm, self.attention = layer.input_layernorm, layer.self_attn
+        layer = _decoder_layer(config)
+        self.norm, self.attention = _real(layer.input_layernorm), _real(layer.self_attn)
         table = LlamaRotaryEmbedding(config)(torch.empty(1, sequence, 1), torch.arange(sequence).unsqueeze(0))
         for name, part in zip(("cosine", "sine"), table, strict=True):
             self.register_buffer(name, part.clone(), persistent=False)
@@ -44,8 +44,8 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        layer = LlamaDecoderLayer(config, 0)
-        self.norm, self.mlp = layer.post_attention_layernorm, layer.mlp
+        layer = _decoder_layer(config)
+        self.norm, self.mlp = _real(layer.post_attention_layernorm), _real(layer.mlp)
 
     def forward(self, x: Tensor) -> Tensor:
         """Keep the shape (batch, sequence, hidden)."""
@@ -120,6 +120,16 @@ def decoder_layers(*, blocks: int, granularity: str = "block", **_: Any) -> list
     return [(begin, begin + wide) for begin in range(1, 1 + blocks * wide, wide)]
 
 
+def _decoder_layer(config: LlamaConfig) -> LlamaDecoderLayer:
+    """Make one without memory: `_seeded` gives the halves that are used their values."""
+    with torch.device("meta"):
+        return LlamaDecoderLayer(config, 0)
+
+
+def _real(module: nn.Module) -> nn.Module:
+    return module.to_empty(device=torch.get_default_device())
+
+
 def _seeded(index: int, make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(index)
@@ -127,4 +137,6 @@ def _seeded(index: int, make: Callable[[], nn.Module], dtype: torch.dtype) -> nn
         for parameter in layer.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
+            else:
+                nn.init.ones_(parameter)
     return layer.to(dtype)

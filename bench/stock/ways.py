@@ -61,8 +61,9 @@ class Setting:
 
     def build(self, index: int) -> nn.Module:
         """Make a layer on this rank's device."""
-        made: nn.Module = llama.layers(**self.config)[index]()
-        return made.to(self.device)
+        with self.device:
+            made: nn.Module = llama.layers(**self.config)[index]()
+        return made
 
 
 class Way(Protocol):

@@ -96,7 +96,7 @@ class Timer:
 
         What an op returns lives until its end. Here by torch.profiler's memory events.
         """
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
             for name, op in ops.items():
                 with record_function(name):
                     kept = op()

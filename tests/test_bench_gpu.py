@@ -18,6 +18,7 @@ from bench.gpu import emulated, facts, parts, plans, traced  # noqa: E402
 from bench.gpu.commands import Commands, Failed  # noqa: E402
 from bench.gpu.page import page, unexpected  # noqa: E402
 from bench.gpu.sizes import DRY, ON_GPUS, samples  # noqa: E402
+from bench.stock import __main__ as stock  # noqa: E402
 
 SCRIPT = Path(__file__).parents[1] / "bench" / "gpu.sh"
 REPORT = {
@@ -161,6 +162,23 @@ def test_tests_run_under_both_allocators_on_one_gpu(tmp_path, monkeypatch):
     assert sorted(map(len, environments)) == [1, 2]
     assert all(environment.items() >= one.items() for environment in environments)
     assert {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} | one in environments
+
+
+def test_plans_are_held_against_what_users_pick_on_as_many_devices_as_gpus(tmp_path):
+    class Writing(Scripted):
+        left_s = 100.0
+
+        def run(self, command, limit_s, environment=None):
+            command[command.index("-o") + 1].write_text("# Plans\n\n## 2 processes\n\nof them")
+            return super().run(command, limit_s)
+
+    at = parts.Bench(ON_GPUS, Writing(), tmp_path, tmp_path, machine={"gpus": [{}, {}]})
+    found = parts.stock(at)
+    ((words, _),) = at.commands.ran
+    assert [words[words.index(name) + 1] for name in ("--devices", "--microbatches", "--budget")] == ["2", "8", "70"]
+    assert stock.options(words[3:]).hidden == 4096
+    text = page({"command": "x", "when": "now", "parts": {"stock": {"found": found, "failures": []}}})
+    assert "\n## Stock\n\nof them\n" in text
 
 
 def test_all_tests_for_gpus_are_run():

@@ -1,8 +1,8 @@
 """`sh bench/gpu.sh [--dry-run] [--out DIR] [--work DIR] [--budget SECONDS] [PART ...]`; parts: see below.
 
-Without parts, all of them: tests, profile, plans, check, emulate, trace. Later ones need the profile and the plans,
-which stay in the work folder. Writes gpu.json, gpu.md, gpu.log, files.zip (profiles and plans) and a trace of torch's
-profiler; what is already there of other parts is kept. Ends with exit code 1 where anything failed.
+Without parts, all of them: tests, profile, plans, check, emulate, trace, stock. Later ones need the profile and the
+plans, which stay in the work folder. Writes gpu.json, gpu.md, gpu.log, files.zip (profiles and plans), stock.md and a
+trace of torch's profiler; what is already there of other parts is kept. Ends with exit code 1 where anything failed.
 """
 
 from __future__ import annotations

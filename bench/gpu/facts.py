@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def _printed(command: list[str]) -> str | None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return re.sub(r"\x1b\[\d*m", "", done.stdout).strip() if done.returncode == 0 else None
 
 
 def _processor() -> str | None:

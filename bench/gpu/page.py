@@ -26,6 +26,7 @@ def page(found: Found) -> str:
         "plans": _plans,
         "emulate": _emulations,
         "check": _checks,
+        "stock": _stock,
         "tests": _tests,
         "trace": _trace,
     }
@@ -206,6 +207,11 @@ def _checks(found: Found) -> Iterator[str]:
     yield from table(["plan", "backend", "offloads / recomputes", "gradients", "worst", "step over forecast"], rows)
     if "not_run" in found:
         yield from ("", f"Not run: {found['not_run']}.")
+
+
+def _stock(found: Found) -> Iterator[str]:
+    """The section of bench.stock, without its title."""
+    yield from found["page"].split("\n## ", 1)[-1].splitlines()[2:]
 
 
 def _tests(found: Found) -> Iterator[str]:

@@ -271,7 +271,28 @@ def trace(bench: Bench) -> Found:
     return {"plan": kind, "device": 0, "bytes": output.stat().st_size, **found}
 
 
+MICROBATCHES_OF_A_STEP = 8
+"""At least, where plans are held against what users pick."""
+
+
+def stock(bench: Bench) -> Found:
+    """Plans against what users pick, on as many devices as there are GPUs (bench/stock)."""
+    devices = len(bench.gpus) or bench.sizes.devices
+    page, limit = bench.out / "stock.md", min(bench.limit_s("stock"), bench.commands.left_s)
+    page.unlink(missing_ok=True)
+    sizes = bench.sizes.stock | {"microbatches": max(4 * devices, MICROBATCHES_OF_A_STEP)}
+    sizes |= {"devices": devices, "budget": round(limit - LAST_ROUND_S)}
+    options = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    files = ["--profile", bench.work / "stock-profile.json", "-o", page]
+    command = [sys.executable, "-m", "bench.stock", *options, *files]
+    bench.commands.run(command, bench.limit_s("stock"))
+    return {"devices": devices, "page": page.read_text(encoding="utf-8")}
+
+
+LAST_ROUND_S = 30.0
+"""For the round that is under way when the budget ends, and for ending all processes."""
+
 PARTS: dict[str, Callable[[Bench], Found]] = {
-    part.__name__: part for part in (machine, tests, profile, plans, check, emulate, trace)
+    part.__name__: part for part in (machine, tests, profile, plans, check, emulate, trace, stock)
 }
 """In the order in which they run."""

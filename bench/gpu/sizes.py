@@ -59,6 +59,8 @@ class Sizes:
     """Of every run; the first is not timed."""
     plan_s: float
     """For which a plan of the large model is searched."""
+    stock: dict[str, float]
+    """Options of bench.stock: its model, for how long a plan is searched, and how often steps are timed."""
     samples: int = 60
     """Of every time in a profile."""
     limits_s: dict[str, float] = field(default_factory=dict)
@@ -73,7 +75,26 @@ ON_GPUS = Sizes(
     microbatches=8,
     steps=4,
     plan_s=6,
-    limits_s={"machine": 60, "tests": 120, "profile": 180, "plans": 40, "check": 60, "emulate": 120, "trace": 60},
+    stock={
+        "blocks": 4,
+        "hidden": 4096,
+        "ffn": 11008,
+        "vocab": 32000,
+        "sequence": 4096,
+        "samples": 10,
+        "plan-s": 3,
+        "rounds": 4,
+    },
+    limits_s={
+        "machine": 60,
+        "tests": 120,
+        "profile": 180,
+        "plans": 40,
+        "check": 60,
+        "emulate": 120,
+        "trace": 60,
+        "stock": 280,
+    },
 )
 DRY = Sizes(
     device="cpu",
@@ -83,8 +104,18 @@ DRY = Sizes(
     microbatches=4,
     steps=2,
     plan_s=0.2,
+    stock={
+        "blocks": 1,
+        "hidden": 64,
+        "ffn": 96,
+        "vocab": 256,
+        "sequence": 16,
+        "samples": 4,
+        "plan-s": 0.2,
+        "rounds": 1,
+    },
     samples=4,
-    limits_s=dict.fromkeys(("machine", "tests", "profile", "plans", "check", "emulate", "trace"), 120),
+    limits_s=dict.fromkeys(("machine", "tests", "profile", "plans", "check", "emulate", "trace", "stock"), 200),
 )
 """The same on a CPU, where it takes half a minute."""
 

@@ -87,8 +87,8 @@ class Found:
     """Of plain 1F1B's fullest device, in bytes."""
 
 
-def main() -> None:
-    """Measure, and print or write the page."""
+def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--microbatches", type=int, help="default: 4 per device")
@@ -108,12 +108,17 @@ def main() -> None:
     parser.add_argument("--plan-s", type=float, default=20.0, help="seconds for each plan")
     parser.add_argument("--profile", type=Path, help="a profile of this model that was measured before, or is kept")
     parser.add_argument("-o", "--output", type=Path)
-    options = parser.parse_args()
-    found = compare(options)
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """Measure, and print or write the page."""
+    chosen = options()
+    found = compare(chosen)
     text = page(found, _command(), _commit())
     print(text)
-    if options.output is not None:
-        _put(text, options.output)
+    if chosen.output is not None:
+        _put(text, chosen.output)
 
 
 def compare(options: argparse.Namespace) -> Found:

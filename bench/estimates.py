@@ -26,7 +26,7 @@ from optpipe_torch.estimates.estimate import BYTES_PER_PARAMETER, RESERVE_BYTES,
 OUTPUT = Path(__file__).parent.parent / "docs" / "ESTIMATES.md"
 A100 = gpus.load("a100-80gb")
 MEASURED = Path(__file__).parent / "h100.json"
-"""What `sh bench/gpu.sh` measured (docs/GPU.md): blocks of Llama's size in bf16 on an H100, the runtime's own layers."""
+"""What `sh bench/gpu.sh` measured (docs/GPU.md): blocks of Llama's size in bf16 on an H100."""
 OPS = ("forward", "backward_input", "backward_weight")
 VOCAB = 50304
 
@@ -387,9 +387,10 @@ the runtime's own layers with torch's kernels, nothing fused. Not fitted.
 
 {measured}
 
-Bytes that stay are right; blocks are slower than estimated, by up to {measured_worst:.0f}% of what was measured: their
-norms, rotations and activation functions are kernels of their own here, in Megatron-LM they are fused. The transient
-bytes of blocks and the embedding were measured with those of the head in them, which is mended since.
+Bytes that stay are right but for the embedding's captured gradient, which was counted once for each of four slices.
+Blocks take up to {measured_worst:.0f}% less by the estimate: it has one kernel for a norm, which was run from
+torch's parts then. The transient bytes of blocks and of the embedding had those of the head in
+them. All three are mended since.
 
 ## Rate of whole training steps with flash attention (FlashAttention-2, Table 1; TFLOP/s)
 

@@ -21,6 +21,7 @@ from optpipe_torch.emulate.alone import emulate  # noqa: E402
 from optpipe_torch.launch.job import gpu_count  # noqa: E402
 from optpipe_torch.launch.run import run  # noqa: E402
 from optpipe_torch.models import text  # noqa: E402
+from optpipe_torch.models.layer_kernels import rms_norm  # noqa: E402
 from optpipe_torch.profiler.copies import time_copies  # noqa: E402
 from optpipe_torch.profiler.cuda import CudaTimer  # noqa: E402
 from optpipe_torch.profiler.layers import Benches  # noqa: E402
@@ -128,3 +129,22 @@ def test_a_measured_gpu_runs_its_plan_under_its_promise():
     for rank in range(2):
         report = emulate(plan, rank, steps=2, data=text.default_text(), on_event=lambda event: None)
         assert 0 < report.peak_activation_bytes <= report.promised_activation_bytes
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_and_its_gradients_are_those_of_exact_arithmetic(dtype):
+    x, weight, gradient = (torch.randn(size, device="cuda", dtype=dtype) for size in ((3, 5, 64), (64,), (3, 5, 64)))
+    found, exact = [], []
+    for into, kind in ((found, dtype), (exact, torch.float64)):
+        leaves = [tensor.to(kind).requires_grad_() for tensor in (x, weight)]
+        function = rms_norm if kind is dtype else _rms_norm_in_full
+        out = function(*leaves, 1e-5)
+        out.backward(gradient.to(kind))
+        into += [out, *(leaf.grad for leaf in leaves)]
+    for ours, theirs in zip(found, exact, strict=True):
+        assert (ours.double() - theirs).norm() < (1e-6 if dtype is torch.float32 else 1e-2) * theirs.norm()
+
+
+def _rms_norm_in_full(x, weight, eps):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight

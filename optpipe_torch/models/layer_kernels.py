@@ -1,7 +1,7 @@
 """Operations that a GPU runs as one kernel and that on other devices would fall apart into several.
 
 Each is a torch operator with a shape function, so that `estimate_count` sees on the meta device the one operation, and
-autograd the saved tensors, that a GPU would have. On the CPU they compute the same values from torch's own parts.
+autograd the saved tensors, that a GPU would have. Elsewhere they compute the same values from torch's own parts.
 """
 
 from __future__ import annotations
@@ -18,11 +18,27 @@ COLLECTIVES = {"optpipe.gather_sequence", "optpipe.scatter_sequence"}
 
 # -- RMSNorm
 
+_FUSED = all(
+    torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA")
+    for name in ("_fused_rms_norm", "_fused_rms_norm_backward")
+)
+"""Whether this torch has them for GPUs; from its own parts a norm is many kernels, most of them on copies in fp32."""
 
-@torch.library.custom_op("optpipe::rms_norm", mutates_args=())
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+
+def _norm_of_parts(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
     return (x * scale).to(x.dtype) * weight, scale
+
+
+_rms_norm = torch.library.custom_op("optpipe::rms_norm", _norm_of_parts, mutates_args=())
+
+
+@_rms_norm.register_kernel("cuda")
+def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if not _FUSED or x.dtype != weight.dtype:
+        return _norm_of_parts(x, weight, eps)
+    normed, scale = torch.ops.aten._fused_rms_norm(x, [x.shape[-1]], weight, eps)
+    return normed, scale.view(*x.shape[:-1], 1)
 
 
 @_rms_norm.register_fake
@@ -30,12 +46,23 @@ def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
-@torch.library.custom_op("optpipe::rms_norm_backward", mutates_args=())
-def _rms_norm_backward(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def _norm_backward_of_parts(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     normal = x * scale
     inner = gradient * weight
     dx = scale * (inner - normal * (inner * normal).mean(-1, keepdim=True))
     return dx.to(x.dtype), (gradient * normal).flatten(0, -2).sum(0).to(weight.dtype)
+
+
+_rms_norm_backward = torch.library.custom_op("optpipe::rms_norm_backward", _norm_backward_of_parts, mutates_args=())
+
+
+@_rms_norm_backward.register_kernel("cuda")
+def _(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    if not _FUSED or not x.dtype == weight.dtype == gradient.dtype:
+        return _norm_backward_of_parts(gradient, x, weight, scale)
+    return torch.ops.aten._fused_rms_norm_backward(  # type: ignore[no-any-return]
+        gradient, x, [x.shape[-1]], scale, weight, [True, True]
+    )
 
 
 @_rms_norm_backward.register_fake

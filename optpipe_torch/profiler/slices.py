@@ -83,7 +83,9 @@ def sliced_bench(benches: Benches, index: int) -> SlicedBench | None:
     xs, gradients = benches.cut(index, bench.x, spans), benches.cut(index + 1, bench.gradient, spans)
     if xs is None or gradients is None or targets is None:
         return None
-    found = SlicedBench(bench, spans, [x for x in xs if x is not None], targets, gradients, bench.target)
+    # as they come from the stage behind: a view would hold the gradient of all slices
+    own = [None if gradient is None else gradient.clone() for gradient in gradients]
+    found = SlicedBench(bench, spans, [x for x in xs if x is not None], targets, own, bench.target)
     try:
         found.forward(0)
     except BadInput:  # the first layer of a model, with weights below its attention

@@ -236,7 +236,7 @@ class _Compilation:
             choice.add(checked.schedule, spreads)
             took_s = time.monotonic() - begin
             # as long as the next one takes, and as long as it takes to confirm the choice
-            if not limits.reproducible and time.monotonic() + 2 * took_s > self.begin + most_s:
+            if not limits.reproducible and self.budget.elapsed() + 2 * took_s > most_s:
                 break
         if not found:
             raise AssertionError("the compiler made schedules that verify rejects") from rejected
@@ -270,7 +270,7 @@ class _Compilation:
                 incumbent_ns=reached,
                 bound_ns=self._bound().ticks if reached is None else min(self._bound().ticks, reached),
                 method="" if best is None else best.method,
-                elapsed_s=time.monotonic() - self.begin,
+                elapsed_s=self.budget.elapsed(),
             )
         )
 

@@ -23,7 +23,7 @@ def test_ways_have_equal_gradients_and_plans_keep_to_their_caps(tmp_path, monkey
     monkeypatch.setattr(bench, "PARTS", (2,))
     options = argparse.Namespace(
         devices=2, microbatches=4, blocks=2, hidden=64, ffn=96, vocab=256, sequence=16, microbatch_size=1,
-        dtype=None, granularity="half", rounds=2, plan_s=1.0, samples=4, profile=None, budget=1e9,
+        dtype=None, granularity="half", rounds=1, plan_s=0.3, samples=4, profile=None, budget=1e9,
     )  # fmt: skip
     found = bench.compare(options)
     assert len(found.stock) == 4

@@ -62,6 +62,7 @@ def clock(monkeypatch) -> Clock:
     monkeypatch.setattr("optpipe_compiler.plan.explore.time", ticking)
     monkeypatch.setattr("optpipe_compiler.plan.budget.time", ticking)
     monkeypatch.setattr(explore, "LocalSearch", lambda *_: ticking)
+    monkeypatch.setattr(explore, "load", lambda _: False)
     monkeypatch.setattr(Candidates, "steps", lambda self: iter([None] * 3))
     return ticking
 
@@ -98,7 +99,12 @@ def test_what_can_never_fit_is_refused_before_the_end(clock):
 @pytest.mark.parametrize(("budget_units", "all_tried"), [(1, False), (100, True)])
 def test_published_schedules_are_waited_for_only_where_something_fits(clock, monkeypatch, budget_units, all_tried):
     tried: list[int] = []
-    monkeypatch.setattr(Candidates, "steps", lambda self: (tried.append(n) for n in range(5 * LIMIT)))
+
+    def step(number: int) -> None:
+        tried.append(number)
+        clock.now += 0.1
+
+    monkeypatch.setattr(Candidates, "steps", lambda self: map(step, range(5 * LIMIT)))
     monkeypatch.setattr(LeastMemory, "refuse", lambda self: None)  # as where slices leave it without a proof
     searched(budget_units, placements=1)
     assert (len(tried) == 5 * LIMIT) == all_tried

@@ -131,6 +131,14 @@ def value(x: MachineState, by: Policy, given: Setting, cutoff: int) -> int:
     return _search(x, by, by, given, cutoff, 0, 0, 0)[0]
 
 
+def load(x: MachineState, by: Policy, given: Setting) -> bool:
+    """Run a policy once; return whether what runs it had to be compiled, as it was not in the cache."""
+    stats = getattr(_search, "stats", None)  # absent where numba is told not to compile
+    known = 0 if stats is None else stats.cache_misses.total()
+    value(x, copied(by), given, NEVER // 2)
+    return stats is not None and _search.stats.cache_misses.total() > known  # type: ignore[attr-defined]
+
+
 def climb(
     x: MachineState, by: Policy, trial: Policy, given: Setting, reached: int, ops: int, seed: int, threshold: int = 0
 ) -> tuple[int, int]:

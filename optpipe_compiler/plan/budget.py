@@ -44,7 +44,8 @@ class Budget:
 
     def __init__(self, limits: Limits, tasks: int, begin: float) -> None:
         self.limits = limits
-        self.begin = begin
+        self._begin = begin
+        self._stopped: float | None = None
         self.spent = 0.0
         """Deterministic time, in units of the solver."""
         self.reserve_s = lowering_s(tasks) + (SPARE_S_PER_TASK + AFTER_S_PER_TASK) * tasks
@@ -56,7 +57,23 @@ class Budget:
         """Return the seconds that are left; in reproducible mode they are counted in deterministic time."""
         if self.limits.reproducible:
             return self.limits.time_limit_s - self.spent / DETERMINISTIC_PER_S
-        return self.limits.time_limit_s - self.reserve_s - (time.monotonic() - self.begin)
+        return self.limits.time_limit_s - self.reserve_s - self.elapsed()
+
+    def elapsed(self) -> float:
+        """Return the seconds of the clock that count."""
+        return (time.monotonic() if self._stopped is None else self._stopped) - self._begin
+
+    def stop(self) -> None:
+        """Count no time until `go_on`."""
+        self._stopped = time.monotonic()
+
+    def go_on(self, *, counted: bool) -> float:
+        """Count again, also what has passed since `stop` if `counted`; return its seconds."""
+        assert self._stopped is not None
+        passed = time.monotonic() - self._stopped
+        self._begin += 0.0 if counted else passed
+        self._stopped = None
+        return passed
 
     def is_over(self) -> bool:
         """Whether nothing more may begin: the clock says so, where it decides, or who has interrupted the search."""

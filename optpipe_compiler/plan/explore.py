@@ -6,14 +6,17 @@ import math
 import time
 from contextlib import suppress
 from functools import cache
+from threading import Thread
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.errors import MissingDependency
 from optpipe_compiler.plan.incumbents import Need
-from optpipe_compiler.plan.local_search import Effort, Found, LocalSearch, Realiser, SearchedProblem
+from optpipe_compiler.plan.local_search import LOOK_S, Effort, Found, LocalSearch, Realiser, SearchedProblem, load
 from optpipe_compiler.solver.worker import DETERMINISTIC_PER_S
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from optpipe_compiler.plan.budget import Budget
     from optpipe_compiler.plan.candidates import Candidates
     from optpipe_compiler.plan.incumbents import Attempt, Incumbents
@@ -25,6 +28,8 @@ LOCAL_SHARE = 0.92
 """Share of the time that is left for the local search, where no instance is small enough for the full model."""
 SMALL_SHARE = 0.3
 """The same where one is."""
+SOON_SHARE = 0.05
+"""Share of the time limit in which a published schedule is looked for before anything else, until one fits."""
 MOST_THREADS = 16
 MISS = 0.01
 """Share of what a policy promised by which it may be worse on the whole instance."""
@@ -38,15 +43,18 @@ def explore(
     Where nothing fits when half of that is over, `least` has the time until the end. Raises Infeasible if that proves
     that nothing ever will.
     """
-    seconds = max(0.0, share * budget.left())
     limits = budget.limits
-    is_span = limits.objective == "span"
-    effort = Effort(seconds, limits.seed, min(MOST_THREADS, limits.threads), limits.reproducible, is_span)
     # those with most stages per device first: these leave most freedom; selective recompute takes what time is left
     promising = sorted(incumbents.attempts, key=lambda a: (bool(a.layout.selective), -a.layout.stages, a.layout.name))
     instances = [SearchedProblem(a.problem, a.placed, a.bound.ticks, tuple(a.starts)) for a in promising]
+    steps = candidates.steps()
+    if not limits.reproducible:
+        _load(instances[0], incumbents, steps, budget)
+    seconds = max(0.0, share * budget.left())
+    is_span = limits.objective == "span"
+    effort = Effort(seconds, limits.seed, min(MOST_THREADS, limits.threads), limits.reproducible, is_span)
     with LocalSearch(instances, effort) as search:
-        found = _Exploration(incumbents, promising, candidates, budget, search)
+        found = _Exploration(incumbents, promising, steps, budget, search)
         if limits.reproducible:
             found.gather()
         else:
@@ -57,6 +65,37 @@ def explore(
     budget.spent += seconds * DETERMINISTIC_PER_S
 
 
+def _load(instance: SearchedProblem, incumbents: Incumbents, steps: Iterator[None], budget: Budget) -> None:
+    """Get ready what the search runs on, and try published schedules meanwhile.
+
+    Where it has to be compiled, once on a machine, the time limit does not count that.
+    """
+    compiled: list[bool] = []
+
+    def get_ready() -> None:
+        with suppress(Exception):  # which the search then meets, too, and says so
+            compiled.append(load(instance))
+
+    budget.stop()
+    try:
+        is_more, soon = True, time.monotonic() + SOON_SHARE * budget.limits.time_limit_s
+        while is_more and incumbents.winner() is None and time.monotonic() < soon:
+            is_more = next(steps, steps) is None  # the first has the little that they run on compiled before the rest
+            incumbents.report("published")
+        loading = Thread(target=get_ready, daemon=True)
+        loading.start()
+        while loading.is_alive():
+            is_more = is_more and next(steps, steps) is None
+            if not is_more:
+                loading.join(LOOK_S)
+            incumbents.report("published")
+    finally:
+        passed = budget.go_on(counted=not any(compiled))
+    if any(compiled):
+        note = f"the search was compiled in {passed:.1f} s, once on this machine: the time limit does not count them"
+        incumbents.attempts[0].notes.append(note)
+
+
 class _Exploration:
     """One run of the search; `attempts` are those of its instances, in their order."""
 
@@ -64,13 +103,13 @@ class _Exploration:
         self,
         incumbents: Incumbents,
         attempts: list[Attempt],
-        candidates: Candidates,
+        steps: Iterator[None],
         budget: Budget,
         search: LocalSearch,
     ) -> None:
         self.incumbents = incumbents
         self.attempts = attempts
-        self.steps = candidates.steps()
+        self.steps = steps
         self.budget = budget
         self.search = search
         self.realise_s = 0.0

@@ -194,6 +194,20 @@ def shortened(problem: Problem) -> Problem:
     return replace(problem, microbatches=min(problem.microbatches, whole * problem.slices))
 
 
+def load(instance: SearchedProblem) -> bool:
+    """Get ready what the search runs on; return whether it had to be compiled."""
+    from optpipe_compiler.machine.policy import load, policy, setting
+    from optpipe_compiler.machine.state import machine
+
+    problem = shortened(instance.problem)
+    for name in instance.names(problem):
+        with suppress(NotDefined, Stuck):
+            wished = instance.wish(problem, name)
+            given = setting(problem, wished, problem.microbatches, is_span=False)
+            return load(machine(problem), policy(problem, next(treatments(problem, wished))), given)
+    return False
+
+
 class LocalSearch:
     """A context in which a search runs; `take` gives what it has found so far."""
 
@@ -212,6 +226,7 @@ class LocalSearch:
         self._thread = Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> LocalSearch:
+        self._begin = time.monotonic()
         self._thread.start()
         return self
 

@@ -18,27 +18,11 @@ COLLECTIVES = {"optpipe.gather_sequence", "optpipe.scatter_sequence"}
 
 # -- RMSNorm
 
-_FUSED = all(
-    torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CUDA")
-    for name in ("_fused_rms_norm", "_fused_rms_norm_backward")
-)
-"""Whether this torch has them for GPUs; from its own parts a norm is many kernels, most of them on copies in fp32."""
 
-
-def _norm_of_parts(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("optpipe::rms_norm", mutates_args=())
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     scale = torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
     return (x * scale).to(x.dtype) * weight, scale
-
-
-_rms_norm = torch.library.custom_op("optpipe::rms_norm", _norm_of_parts, mutates_args=())
-
-
-@_rms_norm.register_kernel("cuda")
-def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    if not _FUSED or x.dtype != weight.dtype:
-        return _norm_of_parts(x, weight, eps)
-    normed, scale = torch.ops.aten._fused_rms_norm(x, [x.shape[-1]], weight, eps)
-    return normed, scale.view(*x.shape[:-1], 1)
 
 
 @_rms_norm.register_fake
@@ -46,23 +30,12 @@ def _(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
-def _norm_backward_of_parts(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("optpipe::rms_norm_backward", mutates_args=())
+def _rms_norm_backward(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     normal = x * scale
     inner = gradient * weight
     dx = scale * (inner - normal * (inner * normal).mean(-1, keepdim=True))
     return dx.to(x.dtype), (gradient * normal).flatten(0, -2).sum(0).to(weight.dtype)
-
-
-_rms_norm_backward = torch.library.custom_op("optpipe::rms_norm_backward", _norm_backward_of_parts, mutates_args=())
-
-
-@_rms_norm_backward.register_kernel("cuda")
-def _(gradient: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    if not _FUSED or not x.dtype == weight.dtype == gradient.dtype:
-        return _norm_backward_of_parts(gradient, x, weight, scale)
-    return torch.ops.aten._fused_rms_norm_backward(  # type: ignore[no-any-return]
-        gradient, x, [x.shape[-1]], scale, weight, [True, True]
-    )
 
 
 @_rms_norm_backward.register_fake
@@ -84,7 +57,12 @@ _rms_norm.register_autograd(_norm_gradients, setup_context=_keep_norm)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale the last dimension to a root mean square of 1, then by `weight`; saves `x` and one number per row."""
+    """Scale the last dimension to a root mean square of 1, then by `weight`; saves `x` and one number per row.
+
+    From torch's parts it is many kernels, most of them on copies in fp32: GPUs have one of their own, and its backward.
+    """
+    if x.is_cuda:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
     normal: Tensor = _rms_norm(x, weight, eps)[0]
     return normal
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import combinations
 from typing import TYPE_CHECKING, Literal
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.costs.gpus import Gpu
     from optpipe_compiler.costs.models import Architecture
-    from optpipe_torch.estimates.count import Counted
+    from optpipe_torch.estimates.count import Accumulation, Counted
     from optpipe_torch.profiler.records import LayerBytes
 
     _Placed = tuple[str, nn.Module, LayerBytes]
@@ -129,9 +130,26 @@ def check(options: EstimateOptions) -> None:
 
 
 def count_layers(options: EstimateOptions) -> dict[str, tuple[int, Counted]]:
-    """Return, per name of layers in model order, how many there are and what one of them does and keeps."""
+    """Return, per name of layers in model order, how many there are and what one of them does and keeps.
+
+    It is the same for every GPU and any number of devices, and counted once for them.
+    """
     if importlib.util.find_spec("torch") is None:
         raise MissingDependency("counting a model's layers needs torch: pip install 'optpipe[runtime]'")
+    return _counted(
+        options.model,
+        options.sequence_length,
+        options.microbatch_size,
+        options.tensor_parallel,
+        options.dtype,
+        options.accumulation,
+    )
+
+
+@lru_cache(maxsize=8)
+def _counted(
+    model: Architecture, sequence: int, batch: int, ranks: int, of_dtype: str, accumulation: Accumulation
+) -> dict[str, tuple[int, Counted]]:
     import torch
 
     from optpipe_torch.estimates.count import count_between
@@ -141,8 +159,7 @@ def count_layers(options: EstimateOptions) -> dict[str, tuple[int, Counted]]:
     from runtime_torch.bundles import Bundle
     from runtime_torch.slices import is_sliceable
 
-    dtype = {**DTYPES, "fp16": torch.float16}[options.dtype]
-    batch, sequence, ranks = options.microbatch_size, options.sequence_length, options.tensor_parallel
+    dtype = {**DTYPES, "fp16": torch.float16}[of_dtype]
     found: dict[str, tuple[int, Counted]] = {}
     borders = [Bundle((((batch, sequence), torch.int64),))]
     line: list[_Placed] = []
@@ -150,26 +167,26 @@ def count_layers(options: EstimateOptions) -> dict[str, tuple[int, Counted]]:
     with torch.device("meta"):
         tokens = torch.empty(batch, sequence, dtype=torch.int64)
         short = sequence // SLICES
-        shorter = makers(options.model, short, ranks) if short and short % ranks == 0 else {}
+        shorter = makers(model, short, ranks) if short and short % ranks == 0 else {}
         short_borders = [Bundle((((batch, short), torch.int64),))]
-        for name, (number, make) in makers(options.model, sequence, ranks).items():
-            kind, layer = kind_of(name, options.model), make().to(dtype)
+        for name, (number, make) in makers(model, sequence, ranks).items():
+            kind, layer = kind_of(name, model), make().to(dtype)
             target = tokens if name.startswith("head") else None
-            borders.append(border(name, options.model, batch, sequence, dtype, ranks))
-            short_borders.append(border(name, options.model, batch, short, dtype, ranks))
+            borders.append(border(name, model, batch, sequence, dtype, ranks))
+            short_borders.append(border(name, model, batch, short, dtype, ranks))
             if kind not in found:
-                counted = count_between([layer], borders[-2:], target, options.accumulation)
+                counted = count_between([layer], borders[-2:], target, accumulation)
                 counted.sizes.static = BYTES_PER_PARAMETER * sum(p.numel() for p in layer.parameters())
                 counted.sizes.chain = chain_of(name)
                 if is_sliceable(layer) and shorter:
                     wanted, few = None if target is None else tokens[:, :short], [shorter[name][1]().to(dtype)]
-                    counted.slice = count_between(few, short_borders[-2:], wanted, options.accumulation)
+                    counted.slice = count_between(few, short_borders[-2:], wanted, accumulation)
                 found[kind] = number, counted
             found[name] = found[kind]
             if name == "block":
                 _cover([found[name][1].sizes] * 2, count_between([make().to(dtype), layer], borders[-1:] * 3).sizes)
             line.append((kind, layer, found[name][1].sizes))
-            for kinds, layers, alone in _rows(line, options.model):
+            for kinds, layers, alone in _rows(line, model):
                 if kinds not in covered:
                     covered.add(kinds)
                     _cover(alone, count_between(layers, borders[-len(layers) - 1 :], target).sizes)

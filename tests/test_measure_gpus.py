@@ -230,6 +230,19 @@ def test_a_device_that_cannot_be_measured_is_refused_in_one_sentence(run, monkey
     assert test_cli.refused(run("profile", "--device", "cuda", *arguments), 2) == sentence
 
 
+@pytest.mark.parametrize(
+    ("gpus", "asked", "says"), [(1, (), True), (0, (), False), (2, (), False), (1, ("--device", "cpu"), False)]
+)
+def test_a_gpu_that_is_left_out_is_told_of(run, monkeypatch, gpus, asked, says):
+    made = assemble(TINY.model(), 2, [findings()])
+    monkeypatch.setattr("optpipe_torch.profiler.measure.measure", lambda *_: made)
+    monkeypatch.setattr("optpipe_torch.launch.job.gpu_count", lambda: gpus)
+    done = run("profile", *asked)
+    assert done.code == 0, done.err
+    told = "torch sees 1 GPU, fewer than the 2 devices, and these are costs of the CPU: --device cuda measures a GPU"
+    assert (told in done.err) == says
+
+
 # -- the profile
 
 

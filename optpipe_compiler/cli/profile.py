@@ -272,7 +272,7 @@ def _measure(
 def _run_measure(output: Path, options: MeasureOptions, *, as_json: bool) -> None:
     from optpipe_compiler.documents.files import check_writable
     from optpipe_compiler.view.measured import MeasureBar, render
-    from optpipe_torch.launch.job import place_from_environment
+    from optpipe_torch.launch.job import gpu_count, place_from_environment
     from optpipe_torch.profiler.measure import measure, measure_in_group
 
     check_writable(output)
@@ -284,6 +284,12 @@ def _run_measure(output: Path, options: MeasureOptions, *, as_json: bool) -> Non
         measured = (measure if place is None else measure_in_group)(options, bar.update)
     assert measured is not None
     record = measured
+    gpus = gpu_count() if place is None and options.device is None else 0
+    if 0 < gpus < record.machine.devices:
+        note(
+            f"optpipe: torch sees {gpus} GPU{'s' * (gpus > 1)}, fewer than the {record.machine.devices} devices, and "
+            "these are costs of the CPU: --device cuda measures a GPU"
+        )
     _finish(record, output, lambda: render(record, str(output)), as_json=as_json)
 
 

@@ -294,8 +294,7 @@ def _plan(
     assert plan.cap_bytes is not None
     _say(f"plan {plan.name}")
     seeds = tuple(one.checked for one in plans if one.checked is not None)[-1:]
-    reserve = profile.machine.reserve_bytes  # contexts of GPUs, which no way's peak counts
-    mem_bytes = plan.cap_bytes + (0 if reserve is None else value_of(reserve))
+    mem_bytes = plan.cap_bytes + value_of(profile.machine.reserve_bytes)  # contexts of GPUs are in no way's peak
     options = Options(mem_bytes=mem_bytes, microbatches=setting.microbatches, time_limit_s=seconds, seeds=seeds)
     try:
         plan.checked = compile_schedule(profile, options).checked

@@ -89,7 +89,7 @@ def one_server() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_script_outlives_its_test() -> Iterator[None]:
+def no_process_outlives_its_test() -> Iterator[None]:
     """End what a test that failed has left running, or the tests after it fail, too."""
     yield
     end_started()

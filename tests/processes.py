@@ -1,27 +1,19 @@
-"""Child processes of a process, from /proc, and scripts that run in processes forked from one with torch."""
+"""Child processes of a process, from /proc, and the end of those that a test has started."""
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import sys
-import tempfile
 from contextlib import suppress
 from pathlib import Path
-from subprocess import TimeoutExpired
-from types import ModuleType
 from typing import TYPE_CHECKING
-
-from optpipe_compiler.processes import Processes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from multiprocessing.connection import Connection
     from subprocess import Popen
 
 STARTED: list[Callable[[], None]] = []
-"""What ends each script of the present test, if it still runs; `conftest.no_script_outlives_its_test` calls them."""
+"""What ends each process of the present test, if it still runs; `conftest.no_process_outlives_its_test` calls them."""
 HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
 
 
@@ -50,40 +42,6 @@ def press_ctrl_c(pid: int, *, whole_group: bool) -> None:
     (os.killpg if whole_group else os.kill)(pid, signal.SIGINT)
 
 
-class Script:
-    """A script in a process that has imported torch already, which takes seconds; to be used as a subprocess.Popen."""
-
-    def __init__(self, code: str, arguments: list[str], environment: dict[str, str]) -> None:
-        from optpipe_torch.launch.run import context
-
-        self.returncode: int | None = None
-        self._folder = tempfile.mkdtemp()
-        self._processes = Processes(context(training=True))
-        self._processes.__enter__()
-        self._number = self._processes.start(_run_script, code, arguments, environment, self._folder)
-        STARTED.append(self.end)
-
-    def kill(self) -> None:
-        """End it."""
-        self._processes.kill(self._number)
-
-    def end(self) -> None:
-        """End it and leave nothing of it; more than once is harmless."""
-        self._processes.end()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Wait for its end; return what it has written to stdout and stderr."""
-        heard = self._processes.listen(timeout)
-        self._processes.end()
-        said = tuple(Path(self._folder, name).read_text() for name in STREAMS)
-        self.end()
-        if not heard:
-            raise TimeoutExpired("a script", timeout, *said)
-        self.returncode = heard[0][1].code
-        return said
-
-
 def started(process: Popen[str]) -> Popen[str]:
     """Return the process, which ends with the present test if it still runs."""
 
@@ -96,20 +54,6 @@ def started(process: Popen[str]) -> Popen[str]:
 
 
 def end_started() -> None:
-    """End the scripts that still run."""
+    """End the processes that still run."""
     while STARTED:
         STARTED.pop()()
-
-
-STREAMS = ("stdout", "stderr")
-
-
-def _run_script(line: Connection, code: str, arguments: list[str], environment: dict[str, str], folder: str) -> None:
-    for number, name in enumerate(STREAMS, 1):
-        with Path(folder, name).open("wb") as file:
-            os.dup2(file.fileno(), number)
-    os.environ.clear()
-    os.environ.update(environment)
-    sys.argv = ["-c", *arguments]
-    main = sys.modules["__main__"] = ModuleType("__main__")
-    exec(compile(code, "<script>", "exec"), main.__dict__)

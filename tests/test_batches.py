@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 import torch
-from test_runtime_library import HIDDEN, LENGTH, MAKERS, MICROBATCHES, RANGES, alone, fresh, plan, seeded, start_ranks
+from test_runtime_library import HIDDEN, LENGTH, MAKERS, MICROBATCHES, RANGES, alone, plan, seeded, start_ranks
 from torch import nn
 
 import runtime_torch
@@ -275,7 +275,7 @@ except Exception:  # what Python itself does, but for the end: torch's threads m
 def test_a_failure_in_a_loop_of_ones_own_is_one_sentence_per_rank_beside_pythons_traceback(tmp_path):
     path = tmp_path / "schedule.json"
     path.write_text(ir.to_text(plan((0, 1))))
-    for number, rank in enumerate(start_ranks(FAILING, str(path), how=fresh)):
+    for number, rank in enumerate(start_ranks(FAILING, str(path))):
         _, errors = rank.communicate(timeout=60)
         outside = [line.removeprefix(f"[rank{number}]: ") for line in errors.strip().splitlines()]
         assert outside[0] == "Traceback (most recent call last):", errors

@@ -6,23 +6,24 @@ import difflib
 import os
 import re
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.interpreter import python
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 @pytest.fixture
 def environment(tmp_path):
-    """Put `optpipe` and `torchrun` of this interpreter on the path."""
+    """Put `optpipe` and `torchrun` on the path."""
     tools = tmp_path / "bin"
     tools.mkdir()
     for name, module in (("optpipe", "optpipe_compiler.cli"), ("torchrun", "torch.distributed.run")):
         tool = tools / name
-        tool.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m {module} "$@"\n')
+        tool.write_text(f'#!/bin/sh\nexec "{python()}" -m {module} "$@"\n')
         tool.chmod(0o755)
     paths = [str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")]
     return os.environ | {
@@ -45,7 +46,7 @@ def run(script: str, environment: dict[str, str], folder: Path) -> str:
 @pytest.mark.runtime
 def test_the_demo_measures_plans_verifies_and_trains_with_equal_gradients(environment, tmp_path):
     pytest.importorskip("torch")
-    printed = run("demo.sh", environment, tmp_path)
+    printed = run("demo.sh", environment | {"SIZE": "--hidden 64 --seq 64", "TIGHT": "7MB"}, tmp_path)
     assert printed.count("gradients equal") == 2
     assert "holds. No execution exceeds" in printed
 
@@ -140,7 +141,7 @@ def test_the_transformers_example_has_the_losses_of_one_device_and_saves_as_tran
     transformers = pytest.importorskip("transformers")
     printed = run("transformers_pipeline.sh", environment, tmp_path)
     plain = subprocess.run(
-        [sys.executable, EXAMPLES / "transformers_plain.py"],
+        [python(), EXAMPLES / "transformers_plain.py"],
         cwd=tmp_path,
         env=os.environ,
         capture_output=True,

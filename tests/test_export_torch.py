@@ -7,7 +7,6 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ from optpipe_compiler.export.torch_csv import as_torch_runs_it, memory_ops, rend
 from optpipe_compiler.verify import check
 from optpipe_compiler.verify.peaks import peaks
 from tests.instances import quick, uniform
+from tests.interpreter import python
 from tests.processes import started
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def on_two_ranks(code: str, path: Path) -> list[list[str]]:
     ranks = [
         started(
             subprocess.Popen(
-                [sys.executable, "-c", code, str(path)],
+                [python(), "-c", code, str(path)],
                 env={**os.environ, **common, "RANK": str(rank), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -7,7 +7,6 @@ import os
 import signal
 import statistics
 import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from optpipe_torch.profiler.copies import time_copies  # noqa: E402
 from optpipe_torch.profiler.measure import MeasureOptions, layout_of, measure, measure_in_group  # noqa: E402
 from optpipe_torch.profiler.records import TIMED, Copies, Findings, LayerBytes, Messages, assemble  # noqa: E402
 from optpipe_torch.profiler.timer import Timer  # noqa: E402
+from tests.interpreter import python  # noqa: E402
 
 TINY = MeasureOptions(devices=2, layers=2, hidden=32, heads=2, sequence_length=16, microbatch_size=2, samples=4)
 
@@ -495,7 +495,7 @@ def test_a_model_whose_layers_do_not_fit_is_refused_before_any_is_made():
 
 @pytest.mark.runtime
 def test_under_torchrun_the_ranks_are_the_devices_and_every_pair_of_neighbours_is_measured(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    command = [python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     command += ["-m", "optpipe_compiler.cli"]
     sizes = ["--layers", "2", "--hidden", "32", "--heads", "2", "--seq", "16", "--microbatch-size", "2"]
     sizes += ["--samples", "4"]

@@ -21,7 +21,7 @@ from optpipe_torch.profiler import copies as measure_copies  # noqa: E402
 from optpipe_torch.profiler import spread as measure_spread  # noqa: E402
 from optpipe_torch.profiler.layers import bookkeeping_bench  # noqa: E402
 from optpipe_torch.profiler.records import TIMED, Messages, assemble  # noqa: E402
-from optpipe_torch.profiler.spread import MOST, relative_spread, steadiest  # noqa: E402
+from optpipe_torch.profiler.spread import ENOUGH, MOST, relative_spread, steadiest  # noqa: E402
 from optpipe_torch.profiler.timer import Timer  # noqa: E402
 from tests.test_measure import TINY, findings  # noqa: E402
 
@@ -57,35 +57,41 @@ def test_the_spread_is_the_interquartile_range_over_the_median():
 
 def test_what_is_steady_is_measured_once():
     take, taken = turns({"a": QUIET, "b": QUIET})
-    assert steadiest(take, bool) == {"a": QUIET, "b": QUIET}
+    assert steadiest(take, bool, ENOUGH) == {"a": QUIET, "b": QUIET}
     assert taken == [0]
 
 
 def test_of_what_is_noisy_the_steadiest_samples_of_each_are_kept():
     take, taken = turns({"a": QUIET, "b": LOUD}, {"a": LOUD, "b": NOISY}, {"a": NOISY, "b": LOUD})
-    assert steadiest(take, bool) == {"a": QUIET, "b": NOISY}
+    assert steadiest(take, bool, ENOUGH) == {"a": QUIET, "b": NOISY}
     assert len(taken) == MOST
 
 
 def test_it_is_measured_again_only_until_it_is_steady():
     take, taken = turns({"a": LOUD}, {"a": QUIET})
-    assert steadiest(take, bool) == {"a": QUIET}
+    assert steadiest(take, bool, ENOUGH) == {"a": QUIET}
     assert taken == [0, 1]
+
+
+def test_who_asks_for_few_samples_is_not_kept_waiting_for_more():
+    take, taken = turns({"a": LOUD}, {"a": QUIET})
+    assert steadiest(take, bool, ENOUGH - 1) == {"a": LOUD}
+    assert taken == [0]
 
 
 def test_a_process_takes_the_turns_of_those_beside_it():
     take, taken = turns({"a": QUIET})
     said = []
-    steadiest(take, lambda mine: said.append(mine) or True)
+    steadiest(take, lambda mine: said.append(mine) or True, ENOUGH)
     assert (len(taken), said) == (MOST, [False] * (MOST - 1))
 
 
 def test_there_are_no_more_turns_when_the_time_is_up(clock):
     take, taken = turns({"a": LOUD}, clock=clock, seconds=measure_spread.BUDGET_S / 2 + 1)
-    steadiest(take, bool)
+    steadiest(take, bool, ENOUGH)
     assert taken == [0, 1]
     take, taken = turns({"a": LOUD}, clock=clock, seconds=measure_spread.BUDGET_S)
-    steadiest(take, bool)
+    steadiest(take, bool, ENOUGH)
     assert taken == [0]
 
 
@@ -115,10 +121,10 @@ def one_process(monkeypatch):
 def test_layers_and_overhead_are_timed_again_where_they_are_noisy(one_process):
     told = []
     bench = bookkeeping_bench(torch.device("cpu"))
-    measure_child._time_kind(Scripted(LOUD), [bench], 4, lambda turn, part: told.append((turn, part)))
+    measure_child._time_kind(Scripted(LOUD), [bench], 16, lambda turn, part: told.append((turn, part)))
     assert {turn for turn, _ in told} == set(range(MOST))
-    steady = measure_child._time_kind(Scripted([7]), [bench], 4, lambda turn, part: told.append((-1, part)))
-    assert steady == {"forward": [7] * 8} | {op: [7] * 4 for op in TIMED if op != "forward"}
+    steady = measure_child._time_kind(Scripted([7]), [bench], 16, lambda turn, part: told.append((-1, part)))
+    assert steady == {"forward": [7] * 32} | {op: [7] * 16 for op in TIMED if op != "forward"}
     assert all(len(samples) >= 20 for samples in measure_child._overhead(Scripted(NOISY), 4).values())
 
 
@@ -138,10 +144,10 @@ def test_progress_never_goes_back(one_process):
 def test_messages_are_timed_again_where_they_are_noisy(one_process, monkeypatch):
     trips = []
     monkeypatch.setattr(measure_child, "_round_trip", lambda timer, rank, peer, data: trips.append(data.numel()))
-    found = measure_child.time_messages(Scripted([20, 400]), 0, 1, 5000, 10)
-    assert (found.small, found.large, len(trips)) == ([10] * 10, [200] * 10, 3 * 15)
-    measure_child.time_messages(Scripted([20, 400, 20, 4000, 20, 40000]), 0, 1, 5000, 10)
-    assert len(trips) == 3 * 15 * (1 + MOST)
+    found = measure_child.time_messages(Scripted([20, 400]), 0, 1, 5000, 20)
+    assert (found.small, found.large, len(trips)) == ([10] * 20, [200] * 20, 3 * 25)
+    measure_child.time_messages(Scripted([20, 400, 20, 4000, 20, 40000]), 0, 1, 5000, 20)
+    assert len(trips) == 3 * 25 * (1 + MOST)
 
 
 def test_copies_end_in_time_when_they_take_long(clock, monkeypatch):

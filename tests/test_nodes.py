@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from runtime_cases import schedule
 from small_schedules import Shape
 
 from optpipe_compiler.documents import ir
+from tests.interpreter import python
 from tests.processes import started
 
 ROOT = Path(__file__).parent.parent
@@ -36,7 +36,7 @@ def two_nodes(folder: Path, *command: str, options: str = "", **variables: str) 
     nodes = [
         started(
             subprocess.Popen(
-                [sys.executable, *torchrun.split(), address, *command],
+                [python(), *torchrun.split(), address, *command],
                 cwd=folder,
                 env=environment,
                 stdout=subprocess.PIPE,

@@ -19,7 +19,7 @@ pytest.importorskip("torch")
 from click.testing import CliRunner
 from runtime_cases import TEXT, promise_exactly, schedule
 from small_schedules import Shape
-from test_runtime_library import fresh, start_ranks
+from test_runtime_library import start_ranks
 
 from optpipe_compiler.cli import cli
 from optpipe_compiler.documents import ir
@@ -27,6 +27,7 @@ from optpipe_compiler.errors import BadInput, RunFailed
 from optpipe_torch.launch import run as launch
 from optpipe_torch.launch.job import Job
 from optpipe_torch.launch.run import run
+from tests.interpreter import python
 from tests.processes import started
 
 pytestmark = pytest.mark.runtime
@@ -102,7 +103,7 @@ except OptPipeError as error:
 def test_under_torchrun_a_killed_rank_ends_the_others(tmp_path):
     path = tmp_path / "schedule.json"
     path.write_text(ir.to_text(schedule(Shape((0, 1), microbatches=4))))
-    first, second = start_ranks(JOINED, str(path), how=fresh)
+    first, second = start_ranks(JOINED, str(path))
     assert first.stdout.readline() == "step\n"
     os.kill(second.pid, signal.SIGKILL)
     _, errors = first.communicate(timeout=30)
@@ -115,7 +116,7 @@ def test_under_torchrun_a_killed_rank_ends_the_others(tmp_path):
 def test_under_torchrun_a_wrong_world_size_is_told_by_every_rank(tmp_path):
     path = tmp_path / "schedule.json"
     path.write_text(ir.to_text(schedule(Shape((0, 1), microbatches=4), model=None)))
-    for number, rank in enumerate(start_ranks(JOINED, str(path), world=3, how=fresh)):
+    for number, rank in enumerate(start_ranks(JOINED, str(path), world=3)):
         _, errors = rank.communicate(timeout=120)
         assert rank.returncode == RunFailed.exit_code
         wanted = f"rank {number}: the schedule is for 2 devices, but 3 ranks were started"
@@ -190,7 +191,7 @@ def test_a_taken_port_ends_every_rank_with_one_sentence(tmp_path):
         ranks = [
             started(
                 subprocess.Popen(
-                    [sys.executable, "-m", "optpipe_compiler.cli", "run", "--timeout", "3"],
+                    [python(), "-m", "optpipe_compiler.cli", "run", "--timeout", "3"],
                     cwd=tmp_path,
                     env={**os.environ, **group, "RANK": str(rank), "PYTHONPATH": str(root)},
                     stderr=subprocess.PIPE,

@@ -6,7 +6,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -26,7 +25,8 @@ from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profil
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.view.report.trace import measured
 from runtime_torch import engine
-from tests.processes import Script, started
+from tests.interpreter import python
+from tests.processes import started
 
 HIDDEN, LENGTH, LAYERS, MICROBATCHES = 8, 5, 4, 2
 
@@ -382,20 +382,7 @@ os._exit(0)  # torch's threads may abort a Python that shuts down while they han
 """
 
 
-def fresh(code, arguments, environment):
-    """Start a script in a Python of its own."""
-    return started(
-        subprocess.Popen(
-            [sys.executable, "-c", code, *arguments],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    )
-
-
-def start_ranks(code, *arguments, world=2, each=lambda rank: (), how=Script, **environment):
+def start_ranks(code, *arguments, world=2, each=lambda rank: (), **environment):
     """Start a script, which imports sys, once per rank with torchrun's environment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -404,10 +391,14 @@ def start_ranks(code, *arguments, world=2, each=lambda rank: (), how=Script, **e
     common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     common |= {"GLOO_SOCKET_IFNAME": "lo"}
     return [
-        how(
-            code + END,
-            [*arguments, *each(rank), str(here), str(here.parent)],
-            {**os.environ, **common, "RANK": str(rank), **environment},
+        started(
+            subprocess.Popen(
+                [python(), "-c", code + END, *arguments, *each(rank), str(here), str(here.parent)],
+                env={**os.environ, **common, "RANK": str(rank), **environment},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
         )
         for rank in range(world)
     ]

@@ -26,6 +26,7 @@ from optpipe_compiler.errors import BadInput, RunFailed
 from optpipe_torch.launch import run as launch
 from optpipe_torch.launch.job import Job
 from optpipe_torch.launch.run import run
+from tests.interpreter import python
 from tests.processes import started
 
 pytestmark = pytest.mark.runtime
@@ -280,7 +281,7 @@ def test_under_torchrun_the_ranks_join_its_group(tmp_path):
     ranks = [
         started(
             subprocess.Popen(
-                [sys.executable, "-c", JOINED, str(path), str(TEXT)],
+                [python(), "-c", JOINED, str(path), str(TEXT)],
                 env={**os.environ, **common, "RANK": str(rank), "PYTHONPATH": str(root)},
                 stdout=subprocess.PIPE,
                 text=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import msgspec
 import pytest
@@ -135,11 +134,10 @@ def test_a_profile_says_no_impossible_bytes():
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
-from torch.profiler import ProfilerActivity  # noqa: E402
-from torch.profiler import profile as watched  # noqa: E402
 
 from optpipe_compiler.costs.models import Architecture  # noqa: E402
 from optpipe_torch.models.layers import Block  # noqa: E402
+from optpipe_torch.profiler.allocator import watch  # noqa: E402
 from runtime_torch import cheap  # noqa: E402
 from runtime_torch.execution import StageExecution  # noqa: E402
 
@@ -255,12 +253,14 @@ def test_between_the_halves_the_allocator_has_no_more_than_the_meter(name):
     layers = MODELS[name]()
     stage = StageExecution(layers, 0, is_first=False, is_last=False, device="cpu", selective=range(len(layers)))
     x, gradient = torch.randn(2, ROWS, LENGTH, WIDTH)
-    with watched(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    found = []
+
+    def op():
         stage.forward(0, x, None)
-        found = stage.backward_input(0, gradient)
-    results: Any = profiler.profiler.kineto_results
-    allocated = sum(event.nbytes() for event in results.events() if event.name() == "[memory]")
-    assert allocated <= stage.meter.current_bytes + found.nbytes + SCALARS
+        found.append(stage.backward_input(0, gradient))
+
+    allocated = sum(watch({"op": op})["op"])
+    assert allocated <= stage.meter.current_bytes + found[0].nbytes + SCALARS
 
 
 def test_a_piece_that_saves_something_else_the_second_time_is_refused():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
@@ -23,6 +22,7 @@ from torch import nn
 from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile
 from optpipe_compiler.errors import BadInput
 from optpipe_torch.frameworks.torchtitan import layers_of, parts_of, planned
+from tests.interpreter import python
 
 MICROBATCHES = 4
 RANGES = {
@@ -138,7 +138,7 @@ def test_torchtitans_own_model_has_the_gradients_of_the_whole_one(world, backend
     command = f"-m torch.distributed.run --standalone --nproc-per-node {world} {here / 'titan_itself.py'} {backend}"
     paths = [str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, *command.split()],
+        [python(), *command.split()],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -168,7 +168,7 @@ def losses(text):
 def test_the_example_has_the_losses_of_one_device(with_torchtitan, tmp_path):
     printed = run("torchtitan_planned.sh", with_torchtitan, tmp_path)
     plain = subprocess.run(
-        [sys.executable, "-m", "torchtitan.train", "--module", "torchtitan_plain", "--config", "plain"],
+        [python(), "-m", "torchtitan.train", "--module", "torchtitan_plain", "--config", "plain"],
         cwd=EXAMPLES,
         env=with_torchtitan,
         capture_output=True,

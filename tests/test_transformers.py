@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -24,6 +23,7 @@ from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Model,
 from optpipe_compiler.errors import BadInput
 from optpipe_torch.frameworks.transformers import layers_of, own_names, pipelined, save_pretrained, state_dict
 from optpipe_torch.models import known
+from tests.interpreter import python
 from tests.processes import started
 
 SIZES = {
@@ -280,9 +280,7 @@ def two_ranks(tmp_path: Path, name: str, **told: object) -> Path:
     told |= {"tests": str(Path(__file__).parent), "store": f"file://{tmp_path}/{name}-store", "folder": str(folder)}
     code = PROCESS.format(**told)
     ranks = [
-        started(
-            subprocess.Popen([sys.executable, "-W", "ignore", "-c", code, str(rank)], stderr=subprocess.PIPE, text=True)
-        )
+        started(subprocess.Popen([python(), "-W", "ignore", "-c", code, str(rank)], stderr=subprocess.PIPE, text=True))
         for rank in (0, 1)
     ]
     said = [rank.communicate(timeout=120)[1] for rank in ranks]

@@ -12,20 +12,20 @@ import time
 import traceback
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from bench.stock.rehearsed import Rehearsed
 from bench.stock.ways import Planned, Setting, Stock, Way, gradients, reference
 from optpipe_compiler.documents import ir
 from optpipe_compiler.processes import Ended, Processes
 from optpipe_torch.launch.job import shares_of_cores
+from optpipe_torch.launch.run import context
 from optpipe_torch.launch.worker import settle_on_cpu
+from optpipe_torch.profiler.allocator import highest, watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -113,7 +113,7 @@ class Crew:
         self._starts += 1
         store = Path(self._folder.name) / str(self._starts)
         cores = shares_of_cores(self._setting.devices)
-        self._processes = Processes()
+        self._processes = Processes(context(training=True))
         for rank in range(self._setting.devices):
             self._processes.start(_serve, replace(self._setting, rank=rank), cores[rank], str(store))
         return self._processes
@@ -229,16 +229,8 @@ def _watched_on_gpu(step: Callable[[Tensor, Tensor], None], tokens: Tensor, targ
 
 def _watched_on_cpu(step: Callable[[Tensor, Tensor], None], tokens: Tensor, target: Tensor) -> int:
     """The allocator's own events, by torch's profiler, of the thread that computes."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        for name in ("first", "second"):
-            with record_function(name):
-                step(tokens, target)
-    results: Any = profiler.profiler.kineto_results
-    events = results.events()
-    memory = sorted(((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"), key=lambda event: event[0])
-    (second,) = (e.start_ns() for e in events if e.name() == "second")
-    stays = sum(size for at, size in memory if at < second)
-    return stays + max(accumulate((size for at, size in memory if at >= second), initial=0))
+    changes = watch(dict.fromkeys(("first", "second"), lambda: step(tokens, target)))
+    return sum(changes["first"]) + highest(changes["second"])
 
 
 def _round(setting: Setting, ways: Sequence[Way], number: int) -> list[float]:

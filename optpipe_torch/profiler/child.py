@@ -278,7 +278,7 @@ def _time_slices(timer: Timer, benches: Benches, names: list[str], name: str, eq
     sliced = [one for one in (sliced_bench(benches, index) for index in own) if one is not None]
     dist.barrier()
     rounds = max(3, -(-samples // (SHARE_OF_SLICES * len(sliced))))
-    return steadiest(lambda turn: time_slices(timer, sliced, rounds), _any_process)
+    return steadiest(lambda turn: time_slices(timer, sliced, rounds), _any_process, samples)
 
 
 def _time_kind(
@@ -292,7 +292,7 @@ def _time_kind(
             tell(turn, progress)
         return times
 
-    return steadiest(take, _any_process)
+    return steadiest(take, _any_process, samples)
 
 
 def _telling(say: Callable[[str, float], None], what: str, done: float, part: float) -> Callable[[int, float], None]:
@@ -320,7 +320,7 @@ def time_messages(timer: Timer, rank: int, peer: int, nbytes: int, samples: int)
             timer.settle()
         return {name: [ns // 2 for ns in taken[5:]] for name, taken in found.items() if taken}
 
-    return Messages(SMALL_MESSAGE, nbytes, **steadiest(take, lambda mine: _either(peer, mine)))
+    return Messages(SMALL_MESSAGE, nbytes, **steadiest(take, lambda mine: _either(peer, mine), samples))
 
 
 def _either(peer: int, mine: bool) -> bool:

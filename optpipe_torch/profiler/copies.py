@@ -48,15 +48,15 @@ def time_copies(timer: Timer, benches: Benches, layer: int, samples: int, agree:
 def _time_latency(timer: Timer, samples: int, agree: Callable[[bool], bool]) -> list[int]:
     """Time copies of next to no bytes."""
     with _copier(timer, bookkeeping_bench(timer.device)) as copier:
-        times = steadiest(lambda turn: _alone(copier, samples), agree)
+        times = steadiest(lambda turn: _alone(copier, samples), agree, samples)
         return [*times["d2h"], *times["h2d"]]
 
 
 def _time_layer(timer: Timer, bench: Bench, samples: int, agree: Callable[[bool], bool]) -> Copies:
     """Time copies of what a layer saved; their latency is left empty."""
     with _copier(timer, bench) as copier:
-        alone = steadiest(lambda turn: _alone(copier, samples), agree)
-        duplex = steadiest(lambda turn: _duplex(copier, samples), agree)
+        alone = steadiest(lambda turn: _alone(copier, samples), agree, samples)
+        duplex = steadiest(lambda turn: _duplex(copier, samples), agree, samples)
         return Copies(copier.nbytes, **alone, duplex_d2h=duplex["d2h"], duplex_h2d=duplex["h2d"])
 
 

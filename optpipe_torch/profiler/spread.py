@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 MOST = 3
 """So often something is measured at most."""
+ENOUGH = 16
+"""Samples from which noise is a reason to measure again: who asks for fewer wants a profile soon."""
 BUDGET_S = 20.0
 """From the first time on; after that it is not measured again."""
 
@@ -27,15 +29,16 @@ def relative_spread(samples: Sequence[int]) -> float:
     return spread / max(1.0, middle)
 
 
-def steadiest(take: Callable[[int], Samples], agree: Callable[[bool], bool]) -> Samples:
+def steadiest(take: Callable[[int], Samples], agree: Callable[[bool], bool], samples: int) -> Samples:
     """Measure with `take`, again (up to `MOST` times) while a spread is above the bound; keep each one's steadiest.
 
-    `take` is called with how often it has been before, and returns samples by name. `agree` says whether any process
+    `take` is called with how often it has been before, and returns samples by name, about `samples` of each; fewer than
+    `ENOUGH` are measured once. `agree` says whether any process
     that measures at the same time wants another turn, given whether this one does: all take it, or none.
     """
     begin = time.monotonic()
     kept = take(0)
-    for turn in range(1, MOST):
+    for turn in range(1, MOST if samples >= ENOUGH else 1):
         is_noise = any(relative_spread(samples) > BOUND for samples in kept.values())
         if not agree(is_noise and time.monotonic() - begin < BUDGET_S):
             break

@@ -5,19 +5,18 @@ from __future__ import annotations
 import os
 import time
 from contextlib import contextmanager
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile, record_function
 
+from optpipe_torch.profiler.allocator import highest, watch
 from optpipe_torch.profiler.records import available_memory
 from runtime_torch.lanes import ThreadLanes
 from runtime_torch.shared import connect
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
     from runtime_torch.execution import StageExecution
     from runtime_torch.lanes import LaneOps
@@ -96,18 +95,7 @@ class Timer:
 
         What an op returns lives until its end. Here by torch.profiler's memory events.
         """
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-            for name, op in ops.items():
-                with record_function(name):
-                    kept = op()
-                del kept
-        results: Any = profiler.profiler.kineto_results
-        events = results.events()
-        memory = sorted(((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"), key=lambda e: e[0])
-        spans = {e.name(): (e.start_ns(), e.end_ns()) for e in events if e.name() in ops}
-        return {
-            name: _highest(size for at, size in memory if start <= at <= end) for name, (start, end) in spans.items()
-        }
+        return {name: highest(changes) for name, changes in watch(ops).items()}
 
     def lanes(self, stage: StageExecution, host_bytes: int) -> Callable[[LaneOps], Lanes]:
         """Let the stage offload up to `host_bytes` as in a run, from its next forward on; return its lanes' maker."""
@@ -120,7 +108,3 @@ class Timer:
     def memory(self) -> tuple[int, int] | None:
         """Return the device's bytes, and those taken while the process holds no tensor; None: it uses the host's."""
         return None
-
-
-def _highest(changes: Iterable[int]) -> int:
-    return max(accumulate(changes, initial=0))

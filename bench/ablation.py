@@ -37,7 +37,7 @@ from optpipe_compiler.documents import profile as profiles
 from optpipe_compiler.machine import policy
 from optpipe_compiler.machine.policy import copied
 from optpipe_compiler.model import bounds
-from optpipe_compiler.plan import candidates, exact, instances, local_search, wishes
+from optpipe_compiler.plan import candidates, exact, fewer, instances, local_search, wishes
 from optpipe_compiler.plan.local_search import Effort, LocalSearch, Realiser, SearchedProblem
 
 if TYPE_CHECKING:
@@ -121,12 +121,13 @@ FEW = Group(
         Case("6.2B-x2", 8, 32, 0.25),
     ),
 )
+VERY_MANY = Group("64 devices", 60.0, MANY.cases[2:], is_alone=False)
 MEASURED = Group(
     "A measured profile: halves of decoder layers on two devices",
     3.0,
     tuple(Case("measured", 2, 8, mem_mb / 2000) for mem_mb in (231.4, 233, 240, 256)),
 )
-GROUPS = (BINDING, LITTLE, FEW, WHOLE_PLANS, HEAD, WIDE, MANY, LONG, FUSED, SMALL, MEASURED)
+GROUPS = (BINDING, LITTLE, FEW, WHOLE_PLANS, HEAD, WIDE, MANY, VERY_MANY, LONG, FUSED, SMALL, MEASURED)
 WHOLE = "nothing"
 """The part of a plan with everything."""
 
@@ -202,6 +203,15 @@ PARTS = {
     "few microbatches first": Part((patch.object(local_search, "shortened", lambda problem: problem),), groups=(LONG,)),
     "64 microbatches at least, for 4 per device": Part((patch.object(local_search, "LEAST", 0),), groups=(LONG,)),
     "fewer devices first": Part((patch.object(local_search, "narrowed", lambda _: None),), groups=(MANY,)),
+    "a sixth of the time on fewer devices for a third": constant(local_search, "FEWER_SHARE", 0.17, VERY_MANY),
+    "half of the time on fewer devices for a third": constant(local_search, "FEWER_SHARE", 0.5, VERY_MANY),
+    "one wish of fewer devices for 3": constant(local_search, "WISHES", 1, VERY_MANY),
+    "one device of 8 first for 4": constant(fewer, "ONE_OF", 8, VERY_MANY),
+    "what executions take of a policy that promises less": Part(
+        (patch.object(local_search, "LOOK", 1 << 62),), groups=(BINDING, LITTLE, MEASURED)
+    ),
+    "a look at what executions take after 2 calls for 8": Part(search(LOOK=2).patches, groups=(BINDING, MEASURED)),
+    "a look at what executions take after 32 calls for 8": Part(search(LOOK=32).patches, groups=(BINDING, MEASURED)),
     "more than two climbers": Part((patch.object(local_search, "CLIMBERS", 2),), groups=(BINDING, WIDE)),
     "4 climbers for 8": search(CLIMBERS=4),
     "16 climbers for 8": search(CLIMBERS=16),

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 GOLDEN = Path(__file__).parent / "golden"
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")  # how long an example takes depends on what else runs
-FORKED = ["torch._dynamo", "torch.distributed.fsdp", "optpipe_torch.launch.session"]
-"""What takes seconds to import; where there is no torch, it is left out."""
+FORKED = ["torch._dynamo", "torch.distributed.fsdp", "optpipe_torch.launch.session", "bench.stock.crew"]
+"""What takes seconds to import; where there is no torch, it is left out. The last has transformers' Llama."""
 __all__ = ["browser"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -72,6 +73,7 @@ def theirs(module: str) -> set[str]:
     return {name.split(".")[0] for name in named(module)}
 
 
+@functools.cache
 def named(module: str) -> set[str]:
     """Everything that `module` imports, also within functions and for types."""
     return {name for node in ast.walk(TREES[module]) for name in imported(node)}
@@ -79,7 +81,7 @@ def named(module: str) -> set[str]:
 
 def inner(names: Iterable[str]) -> set[str]:
     """Our modules among them; of a package and its module the module."""
-    modules = set(names) & set(TREES)
+    modules = {name for name in names if name in TREES}
     return {name for name in modules if not any(other.startswith(name + ".") for other in modules)}
 
 
@@ -134,6 +136,7 @@ def room(module: str) -> str:
     return package if package in ("optpipe", "runtime_torch") or not rest else rest.split(".")[0]
 
 
+@functools.cache
 def arrows() -> dict[str, set[str]]:
     """For every room the other rooms that it imports from."""
     found: dict[str, set[str]] = {room(module): set() for module in TREES}

@@ -448,13 +448,13 @@ def test_the_command_swaps_trains_the_same_and_shows_it_everywhere(run, monkeypa
     train = ("--model", BUILDER, "--seed", "5", "--json")
     replan = ("--replan", "--plan-time", "0.5", "--threshold", "0.001", *["--keep-placement"] * keeps)
     files = ("--trace", "run.json", "--save", "last.json", "--save-profile", "costs.json")
-    outcome = run("run", "schedule.json", "--steps", "150", *train, *replan, *files)
+    outcome = run("run", "schedule.json", "--steps", "60", *train, *replan, *files)
     assert outcome.code == 0, outcome.err
     found = json.loads(outcome.out)
     swap = found["swaps"][0]
     assert flag.exists(), found["planner"]
-    assert found["losses"] == json.loads(run("run", "schedule.json", "--steps", "150", *train).out)["losses"]
-    assert len(found["losses"]) == 150
+    assert found["losses"] == json.loads(run("run", "schedule.json", "--steps", "60", *train).out)["losses"]
+    assert len(found["losses"]) == 60
     assert (swap["moved_layers"] == 0) == (swap["moved_bytes"] == 0) == keeps
     assert 0 < swap["forecast_after_ns"] < swap["forecast_before_ns"]
     assert min(swap[name] for name in ("measured_before_ns", "measured_after_ns", "swap_ns", "planning_ns")) > 0

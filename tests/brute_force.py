@@ -152,7 +152,13 @@ class Machine:
     def transient(self, op: dict[str, Any], name: str) -> int:
         way = "forward" if name == "forward" else "backward"
         prefix = [0] * 99 if "weight" in name else self.carried(op, f"{way}_transient_bytes", prefix=True)
-        return max(a + b for a, b in zip(self.of(op, f"{name}_transient"), prefix, strict=False))
+        stage = self.stages[op["stage"]]
+        first, end = op.get("layers", stage["layers"])
+        inside = slice(first - stage["layers"][0], end - stage["layers"][0])
+        whole = stage[f"{name}_transient_bytes"]
+        stays = stage.get("fixed", {}).get(f"{name}_transient_bytes", [0] * len(whole))
+        own = [fixed + self.up(all_of_it - fixed, op) for fixed, all_of_it in zip(stays, whole, strict=True)][inside]
+        return max(a + b for a, b in zip(own, prefix, strict=False))
 
     def accumulators(self, op: dict[str, Any]) -> tuple[int, int]:
         """Gradients of keys and values: all start with the first backward of the microbatch, and end with their own."""

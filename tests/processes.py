@@ -14,13 +14,14 @@ if TYPE_CHECKING:
 
 STARTED: list[Callable[[], None]] = []
 """What ends each process of the present test, if it still runs; `conftest.no_process_outlives_its_test` calls them."""
-HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
+HELPERS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver", b"tests/interpreter.py")
 
 
 def children(pid: int | None = None) -> list[int]:
-    """Return the living children of `pid`, by default of this process, but for Python's own helpers.
+    """Return the living children of `pid`, by default of this process, but for Python's own helpers and the tests' own.
 
-    Its resource tracker and its fork server start with the first processes and live as long as their parent.
+    Its resource tracker and its fork server start with the first processes and live as long as their parent, and so
+    does what starts the interpreters of tests.
     """
     found = []
     for task in Path(f"/proc/{pid or os.getpid()}/task").iterdir():

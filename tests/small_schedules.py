@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from optpipe_compiler.documents import ir
-from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile, Sliceable
+from optpipe_compiler.documents.profile import OPS, P2P, Layer, Link, Machine, Profile, Sliceable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,9 +77,10 @@ def profile_for(shape: Shape, rng: Random, *, shared: bool = True) -> Profile:
     def layer(number: int) -> Layer:
         saved, captured = rng.randint(5, 40), rng.randint(0, 5)
         kept = rng.randint(0, saved) if shape.cuts else saved
+        transient = {op: rng.randint(0, 9) for op in OPS}
         return Layer(
             name=f"layer{number}",
-            slices=_sliceable(rng, saved - kept) if shape.cuts else None,
+            slices=_sliceable(rng, saved - kept, transient) if shape.cuts else None,
             forward_ns=rng.randint(5, 30),
             backward_input_ns=rng.randint(5, 30),
             backward_weight_ns=rng.randint(5, 30),
@@ -91,10 +92,7 @@ def profile_for(shape: Shape, rng: Random, *, shared: bool = True) -> Profile:
             checkpoint_bytes=rng.randint(0, kept),
             output_bytes=rng.randint(1, 15),
             static_bytes=rng.randint(0, 9),
-            forward_transient_bytes=rng.randint(0, 9),
-            backward_input_transient_bytes=rng.randint(0, 9),
-            backward_weight_transient_bytes=rng.randint(0, 9),
-            backward_transient_bytes=rng.randint(0, 9),
+            **{f"{op}_transient_bytes": size for op, size in transient.items()},
         )
 
     rate = 10**9
@@ -120,7 +118,7 @@ def profile_for(shape: Shape, rng: Random, *, shared: bool = True) -> Profile:
     )
 
 
-def _sliceable(rng: Random, carry: int) -> Sliceable:
+def _sliceable(rng: Random, carry: int, transient: dict[str, int]) -> Sliceable:
     return Sliceable(
         forward_attention_ns=rng.randint(0, 5),
         backward_input_attention_ns=rng.randint(0, 5),
@@ -132,6 +130,7 @@ def _sliceable(rng: Random, carry: int) -> Sliceable:
         carry_gradient_bytes=rng.choice([None, 2 * carry]),
         forward_prefix_bytes=rng.randint(0, 9),
         backward_prefix_bytes=rng.randint(0, 9),
+        **{f"{op}_fixed_bytes": rng.randint(0, most) for op, most in transient.items()},
     )
 
 
@@ -186,7 +185,14 @@ class Builder:
             "residue_bytes": [x.saved_bytes if x.residue_bytes is None else x.residue_bytes for x in mine],
             **{f"{name}_bytes": [getattr(layer, f"{name}_bytes") for layer in mine] for name in names},
             **({"carry": self.carry(mine)} if self.shape.slices > 1 else {}),
+            **self.fixed(mine),
         }
+
+    def fixed(self, mine: list[Any]) -> dict[str, Any]:
+        if not self.shape.cuts:
+            return {}
+        found = {f"{op}_transient_bytes": [getattr(layer.slices, f"{op}_fixed_bytes") for layer in mine] for op in OPS}
+        return {"fixed": found} if any(map(any, found.values())) else {}
 
     def carry(self, mine: list[Any]) -> dict[str, Any]:
         slices = [layer.slices for layer in mine]

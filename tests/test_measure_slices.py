@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -19,7 +20,7 @@ from optpipe_torch.estimates.estimate import EstimateOptions, estimate
 from optpipe_torch.models import text
 from optpipe_torch.profiler.layers import Benches, layer_bytes, transient_bytes
 from optpipe_torch.profiler.records import SlicedBytes, assemble, sample_name, slice_spans
-from optpipe_torch.profiler.slices import slice_bytes, sliced_bench, time_slices
+from optpipe_torch.profiler.slices import _excesses, slice_bytes, sliced_bench, time_slices
 from optpipe_torch.profiler.timer import Timer
 
 BLOCK_NS, ATTENTION, OVERHEAD, OP_NS = 10_000_000, 4_000_000, 100_000, 30_000
@@ -93,13 +94,14 @@ def test_the_bytes_of_a_layer_are_enough_for_each_of_its_slices(name):
     benches = Benches(MODELS[name], text.default_text())
     timer = Timer()
     hidden = 32 if name == "gpt" else 16
-    carries = []
+    carries, fixed = [], []
     for index in range(benches.head + 1):
         sizes = layer_bytes(benches, index)
-        sizes.transient = transient_bytes(timer, benches, index, index + 1, [sizes])
+        alone = transient_bytes(timer, benches, index, index + 1, [sizes])
+        sizes.transient, sizes.own_transient = dict(alone), alone
         sliced = sliced_bench(benches, index)
         assert sliced is not None
-        slice_bytes(timer, sliced, sizes)
+        slice_bytes(timer, benches, index, sizes)
         assert sizes.sliced is not None
         if index == 0:  # what waits for W is the gradient of what it returned, once
             assert sizes.captured == sizes.output
@@ -114,6 +116,10 @@ def test_the_bytes_of_a_layer_are_enough_for_each_of_its_slices(name):
             captured = sliced.bench.stage.captured_bytes(number)
             assert captured * 4 <= sizes.captured
             assert (captured + sliced.bench.stage.saved_bytes(number)) * 4 <= sizes.residue
+        assert sizes.transient["backward_weight"] == alone["backward_weight"]  # slices make no whole larger
+        assert all(0 <= size <= alone[op] for op, size in sizes.sliced.fixed.items())
+        fixed.append(sizes.sliced.fixed["backward_weight"])
+    assert fixed[0] == 256 * 32 * 4  # the gradient of the embedding's weights, of however few tokens
     keys_and_values = 2 * 2 * 16 * hidden * 4
     assert sorted(carries)[-1] == keys_and_values
     assert sum(map(bool, carries)) == (2 if name == "gpt" else 1)
@@ -162,3 +168,18 @@ def test_estimates_count_slices():
     assert parse(canonical(profile), "p.json") == profile
     experts = estimate(EstimateOptions(model=load("mixtral-8x7b"), gpu=gpu))
     assert experts.layers[1].slices is None
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("count", [2, 4, 8, 16])
+def test_what_a_short_slice_needs_says_what_every_slice_does(name, count):
+    benches, timer = Benches(MODELS[name], text.default_text()), Timer()
+    for index in range(benches.head + 1):
+        sizes = layer_bytes(benches, index)
+        sizes.own_transient = transient_bytes(timer, benches, index, index + 1, [sizes])
+        sizes.transient = dict(sizes.own_transient)
+        slice_bytes(timer, benches, index, sizes)
+        cut = sliced_bench(benches, index, list(pairwise(16 * k // count for k in range(count + 1))))
+        for op, needs in _excesses(timer, cut, sizes, sizes.sliced.carry).items():
+            fixed, whole = sizes.sliced.fixed[op], sizes.transient[op]
+            assert needs[0] <= fixed + (whole - fixed) / count + 1, (index, op)

@@ -411,6 +411,16 @@ def understate_what_slices_carry(plain: Plain, rng: Random) -> bool:
     return bool(found)
 
 
+@refused_by("profile-bytes")
+def understate_what_does_not_shrink_with_a_slice(plain: Plain, rng: Random) -> bool:
+    lists = [figures for stage in plain["stages"] for figures in stage.get("fixed", {}).values()]
+    found = [(figures, n) for figures in lists for n, figure in enumerate(figures) if figure]
+    if found:
+        figures, number = rng.choice(found)
+        figures[number] -= 1
+    return bool(found)
+
+
 @refused_by("cost", "profile-times", "device-memory", "host-memory", "units")
 def move_a_cut(plain: Plain, rng: Random) -> bool:
     units = plain["setup"].get("units")

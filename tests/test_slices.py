@@ -75,7 +75,8 @@ def test_what_is_compiled_is_accepted_fits_and_says_its_units(case: tuple[Profil
     assert max(device.peak_bytes for device in schedule.devices) <= options.mem_bytes
     assert schedule.setup.slices == options.slices
     is_plain = options.slices == 1 and (options.lengths is None or set(options.lengths) == {profile.tokens})
-    assert schedule.version == (1 if is_plain else 3)
+    is_fixed = any(layer.slices is not None and layer.slices.has_fixed_bytes for layer in profile.layers)
+    assert schedule.version == (1 if is_plain else 5 if is_fixed else 3)
     if options.lengths is not None and not is_plain:
         assert isinstance(schedule.setup.units, ir.Units)
         units = schedule.setup.units

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 FORMAT = "optpipe-schedule"
-VERSION = 4
+VERSION = 5
 """2: stages may name layers with selective recompute. 3: microbatches may be cut into slices, and differ in length.
-4: hosts with a cap each.
+4: hosts with a cap each. 5: transient bytes that do not shrink with a unit's tokens.
 A file has the lowest version that says all of it, so that older tools read what they understand."""
 REVISION = 3
 """1: the kind of a baseline. 2: what each device knows of its deliveries. 3: what copies take from compute, in files
@@ -280,6 +280,15 @@ class Carry(Record, frozen=True, kw_only=True, omit_defaults=False):
     backward_transient_bytes: list[Count]
 
 
+class Fixed(Record, frozen=True, kw_only=True, omit_defaults=False):
+    """The parts of a stage's transient bytes that do not shrink with a unit's tokens; one entry per layer."""
+
+    forward_transient_bytes: list[Count]
+    backward_input_transient_bytes: list[Count]
+    backward_weight_transient_bytes: list[Count]
+    backward_transient_bytes: list[Count]
+
+
 class Stage(Record, frozen=True, kw_only=True, omit_defaults=False):
     """Some layers in a row with their bytes per microbatch; lists have one entry per layer.
 
@@ -304,6 +313,8 @@ class Stage(Record, frozen=True, kw_only=True, omit_defaults=False):
     """The layers whose cheap tensors are recomputed within their backward, by number; absent: none."""
     carry: Carry | msgspec.UnsetType = msgspec.UNSET
     """There where, and only where, microbatches are cut into several slices."""
+    fixed: Fixed | msgspec.UnsetType = msgspec.UNSET
+    """Only where `Setup.units` is there; absent: all scales with tokens."""
 
     @property
     def selective_layers(self) -> list[int]:
@@ -520,6 +531,7 @@ def seal(schedule: Schedule) -> Schedule:
     is_selective = any(stage.selective_layers for stage in schedule.stages)
     version = 3 if schedule.setup.units is not msgspec.UNSET else 2 if is_selective else 1
     version = 4 if schedule.setup.hosts is not msgspec.UNSET else version
+    version = 5 if any(stage.fixed is not msgspec.UNSET for stage in schedule.stages) else version
     revision = REVISION if any(link.share_permille for link in schedule.forecast.links) else 2
     schedule = msgspec.structs.replace(schedule, version=version, revision=revision)
     return msgspec.structs.replace(schedule, digest=contract_digest(schedule))
@@ -559,6 +571,9 @@ def _check_version(schedule: Schedule, name: str) -> None:
     for index, stage in enumerate(schedule.stages):
         if schedule.version == 1 and stage.selective is not msgspec.UNSET:
             raise BadInput(f"{name}: $.stages[{index}].selective: is not a field of version 1, expected $.version 2")
+        if schedule.version < 5 and stage.fixed is not msgspec.UNSET:
+            path = f"{name}: $.stages[{index}].fixed"
+            raise BadInput(f"{path}: is not a field of version {schedule.version}, expected $.version 5")
 
 
 def _check_units(schedule: Schedule, name: str) -> None:

@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 FORMAT = "optpipe-profile"
 VERSION = 1
-REVISION = 0
+REVISION = 1
+"""1: transient bytes that do not shrink with the tokens of a slice, in files that have them; others have revision 0."""
+OPS = ("forward", "backward_input", "backward_weight", "backward")
+TRANSIENT = {op: f"{op}_transient_bytes" for op in OPS}
+"""The field of each op's transient bytes, in profiles and schedules."""
 
 LARGEST = 2**53
 """No time or size of a profile is larger; every JSON reader holds such integers exactly."""
@@ -88,6 +92,12 @@ class Sliceable(Record, frozen=True, kw_only=True):
     """Transient bytes of a forward or recompute for the tokens before its slice, for as many as the sequence has."""
     backward_prefix_bytes: Cost = 0
     """The same of backward_input and a fused backward."""
+    forward_fixed_bytes: Cost = 0
+    """The part of forward_transient_bytes that does not shrink with the tokens: a slice needs all of it."""
+    backward_input_fixed_bytes: Cost = 0
+    backward_weight_fixed_bytes: Cost = 0
+    """Weight gradients before they are added, above all."""
+    backward_fixed_bytes: Cost = 0
 
     @property
     def fused_overhead_ns(self) -> int:
@@ -95,6 +105,11 @@ class Sliceable(Record, frozen=True, kw_only=True):
         if self.backward_overhead_ns is not None:
             return value_of(self.backward_overhead_ns)
         return value_of(self.backward_input_overhead_ns) + value_of(self.backward_weight_overhead_ns)
+
+    @property
+    def has_fixed_bytes(self) -> bool:
+        """Whether some of the transient bytes do not shrink with the tokens."""
+        return any(value_of(getattr(self, f"{op}_fixed_bytes")) for op in OPS)
 
     @property
     def gradient_or_carry_bytes(self) -> int:
@@ -266,7 +281,7 @@ class Profile(Record, frozen=True, kw_only=True, omit_defaults=False):
 
     format: Literal["optpipe-profile"] = "optpipe-profile"
     version: int = VERSION
-    revision: int = REVISION
+    revision: int = 0
     name: str
     model: Model | None = None
     sequence_length: Positive | msgspec.UnsetType = msgspec.UNSET
@@ -329,6 +344,11 @@ def _selectively(layer: Layer) -> Layer:
     )
 
 
+def revision_of(layers: Sequence[Layer]) -> int:
+    """Return the lowest revision that has all fields of these layers."""
+    return int(any(layer.slices is not None and layer.slices.has_fixed_bytes for layer in layers))
+
+
 @lru_cache(maxsize=4096)  # equal layers, in all placements that are compared
 def of_unit(layer: Layer, tokens: tuple[int, int], whole: int, *, is_cut: bool) -> Layer:
     """Return what a layer, as it is in its stage, costs for the tokens [begin, end) of a sequence.
@@ -339,8 +359,8 @@ def of_unit(layer: Layer, tokens: tuple[int, int], whole: int, *, is_cut: bool) 
     slices = layer.slices or Sliceable()
     carried = value_of(slices.carry_bytes) if is_cut else 0
 
-    def size(cost: Cost) -> int:
-        return -(-value_of(cost) * (end - begin) // whole)
+    def size(cost: Cost, fixed: Cost = 0) -> int:
+        return value_of(fixed) - ((value_of(fixed) - value_of(cost)) * (end - begin) // whole)
 
     def before(cost: Cost) -> int:
         return -(-value_of(cost) * begin // whole)
@@ -366,11 +386,13 @@ def of_unit(layer: Layer, tokens: tuple[int, int], whole: int, *, is_cut: bool) 
         captured_bytes=size(layer.captured_bytes),
         checkpoint_bytes=size(layer.checkpoint_bytes),
         output_bytes=size(layer.output_bytes),
-        forward_transient_bytes=size(layer.forward_transient_bytes) + before(slices.forward_prefix_bytes),
-        backward_input_transient_bytes=size(layer.backward_input_transient_bytes)
+        forward_transient_bytes=size(layer.forward_transient_bytes, slices.forward_fixed_bytes)
+        + before(slices.forward_prefix_bytes),
+        backward_input_transient_bytes=size(layer.backward_input_transient_bytes, slices.backward_input_fixed_bytes)
         + before(slices.backward_prefix_bytes),
-        backward_weight_transient_bytes=size(layer.backward_weight_transient_bytes),
-        backward_transient_bytes=size(layer.backward_transient_bytes) + before(slices.backward_prefix_bytes),
+        backward_weight_transient_bytes=size(layer.backward_weight_transient_bytes, slices.backward_weight_fixed_bytes),
+        backward_transient_bytes=size(layer.backward_transient_bytes, slices.backward_fixed_bytes)
+        + before(slices.backward_prefix_bytes),
     )
 
 
@@ -499,6 +521,7 @@ def _check_slices(profile: Profile, layer: Layer, slices: Sliceable, path: str) 
         ("forward_attention_ns", value_of(layer.forward_ns), "forward_ns"),
         ("backward_input_attention_ns", backward, "backward_input_ns and backward_ns"),
         ("carry_bytes", saved - value_of(layer.checkpoint_bytes), "saved_bytes less shared_bytes and checkpoint_bytes"),
+        *((f"{op}_fixed_bytes", value_of(getattr(layer, name)), name) for op, name in TRANSIENT.items()),
     ):
         if (found := value_of(getattr(slices, field))) > most:
             raise BadInput(f"{path}.{field} is {found}, expected at most {what} ({most})")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import accumulate, pairwise
-from operator import add
+from operator import add, sub
 
 from msgspec import UnsetType
 
@@ -115,7 +115,8 @@ class _UnitStage:
         self.moved_before: list[int] = [0, *accumulate(saved if is_last else rest)]
         self.checkpoint = self._scaled(stage.checkpoint_bytes)
         forward, back = self._before(carry.forward_transient_bytes), self._before(carry.backward_transient_bytes)
-        self.forward_transient = list(map(add, self._scaled(stage.forward_transient_bytes), forward))
+        fixed = None if isinstance(stage.fixed, UnsetType) else stage.fixed
+        self.forward_transient = list(map(add, self._transient(stage, fixed, "forward"), forward))
         gradients = [
             sum(-(-one * (end - begin) // self.whole) for one in carry.gradient_bytes)
             for begin, end in pairwise(self.cuts)
@@ -127,9 +128,9 @@ class _UnitStage:
         self.incoming, self.outgoing = self._scaled([stage.input_bytes, stage.output_bytes])
         self.transient = {
             "forward": self.forward_transient,
-            "backward_input": list(map(add, self._scaled(stage.backward_input_transient_bytes), back)),
-            "backward_weight": self._scaled(stage.backward_weight_transient_bytes),
-            "backward": list(map(add, self._scaled(stage.backward_transient_bytes), back)),
+            "backward_input": list(map(add, self._transient(stage, fixed, "backward_input"), back)),
+            "backward_weight": self._transient(stage, fixed, "backward_weight"),
+            "backward": list(map(add, self._transient(stage, fixed, "backward"), back)),
         }
 
     def row(self, op: ir.Op, dropped: int) -> memory.Entry:
@@ -149,6 +150,11 @@ class _UnitStage:
                 return memory.receive(self.incoming if isinstance(op, ir.RecvActivation) else self.outgoing)
             case _:
                 return memory.send(self.outgoing if isinstance(op, ir.SendActivation) else self.incoming)
+
+    def _transient(self, stage: ir.Stage, fixed: ir.Fixed | None, op: str) -> list[int]:
+        whole = getattr(stage, f"{op}_transient_bytes")
+        stays = [0] * len(whole) if fixed is None else getattr(fixed, f"{op}_transient_bytes")
+        return list(map(add, stays, self._scaled(list(map(sub, whole, stays)))))
 
     def _scaled(self, figures: list[int]) -> list[int]:
         return [-(-one * (self.end - self.begin) // self.whole) for one in figures]

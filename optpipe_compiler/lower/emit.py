@@ -12,7 +12,15 @@ from msgspec import UNSET, UnsetType, structs
 from optpipe_compiler import __version__
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import op_id
-from optpipe_compiler.documents.profile import Sliceable, in_one_stage, of_unit, on_device, selected, value_of
+from optpipe_compiler.documents.profile import (
+    TRANSIENT,
+    Sliceable,
+    in_one_stage,
+    of_unit,
+    on_device,
+    selected,
+    value_of,
+)
 from optpipe_compiler.lower.graph import LANES, SEND_ACTIVATION, Graph
 from optpipe_compiler.lower.waits import Waits, planned_peaks
 from optpipe_compiler.model.problem import hosts_of, static_bytes, statics
@@ -56,7 +64,7 @@ def lower(schedule: Schedule, profile: Profile, layout: Layout, caps: Caps, cert
 
     The promised peaks are the planned ones; whether they are under the caps is left to the caller and to `verify`.
     """
-    stages = _stages(profile, layout, schedule.problem.slices)
+    stages = _stages(profile, layout, schedule.problem)
     graph = Graph(schedule)
     order = graph.order()
     peaks = planned_peaks(graph, order)
@@ -115,10 +123,10 @@ def _hosts(machine: Machine, devices: int) -> list[ir.Host] | UnsetType:
     return found or UNSET
 
 
-def _stages(profile: Profile, layout: Layout, slices: int) -> list[ir.Stage]:
+def _stages(profile: Profile, layout: Layout, problem: Problem) -> list[ir.Stage]:
     layers = selected(profile.expanded_layers(), layout.selective)
     held = statics(layers, layout)
-    return [_stage(layers, layout, index, held, slices) for index in range(layout.stages)]
+    return [_stage(layers, layout, index, held, problem) for index in range(layout.stages)]
 
 
 def _carry(layers: list[Layer]) -> ir.Carry:
@@ -131,7 +139,15 @@ def _carry(layers: list[Layer]) -> ir.Carry:
     )
 
 
-def _stage(layers: list[Layer], layout: Layout, index: int, held: list[int], slices: int) -> ir.Stage:
+def _fixed(layers: list[Layer]) -> ir.Fixed | UnsetType:
+    found = {
+        name: [value_of(getattr(one.slices or Sliceable(), f"{op}_fixed_bytes")) for one in layers]
+        for op, name in TRANSIENT.items()
+    }
+    return ir.Fixed(**found) if any(map(any, found.values())) else UNSET
+
+
+def _stage(layers: list[Layer], layout: Layout, index: int, held: list[int], problem: Problem) -> ir.Stage:
     begin, end = layout.cuts[index], layout.cuts[index + 1]
     mine = in_one_stage(layers[begin:end])
 
@@ -154,7 +170,8 @@ def _stage(layers: list[Layer], layout: Layout, index: int, held: list[int], sli
         backward_weight_transient_bytes=each("backward_weight_transient_bytes"),
         backward_transient_bytes=each("backward_transient_bytes"),
         selective=[layer for layer in range(begin, end) if layer in layout.selective] or UNSET,
-        carry=_carry(mine) if slices > 1 else UNSET,
+        carry=_carry(mine) if problem.slices > 1 else UNSET,
+        fixed=UNSET if problem.slicing is None else _fixed(mine),
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from msgspec import structs
 
-from optpipe_compiler.documents.profile import Sliceable, value_of
+from optpipe_compiler.documents.profile import OPS, Sliceable, value_of
 from optpipe_compiler.documents.units import short_bytes
 
 if TYPE_CHECKING:
@@ -188,6 +188,7 @@ def _attention_in_parts(slices: Sliceable, parts: int) -> Sliceable:
         slices,
         forward_attention_ns=value_of(slices.forward_attention_ns) // parts,
         backward_input_attention_ns=value_of(slices.backward_input_attention_ns) // parts,
+        **{f"{op}_fixed_bytes": value_of(getattr(slices, f"{op}_fixed_bytes")) // parts for op in OPS},
     )
 
 
@@ -231,6 +232,13 @@ def _even_slices(layer: Layer, slices: list[Sliceable | None]) -> Sliceable | No
         carry_gradient_bytes=share(one.gradient_or_carry_bytes for one in known),
         forward_prefix_bytes=round(fmean(value_of(one.forward_prefix_bytes) for one in known)),
         backward_prefix_bytes=round(fmean(value_of(one.backward_prefix_bytes) for one in known)),
+        **{
+            f"{op}_fixed_bytes": min(
+                round(fmean(value_of(getattr(one, f"{op}_fixed_bytes")) for one in known)),
+                value_of(getattr(layer, f"{op}_transient_bytes")),
+            )
+            for op in OPS
+        },
     )
 
 

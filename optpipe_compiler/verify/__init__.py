@@ -81,7 +81,8 @@ def _tables(schedule: ir.Schedule) -> list[Violation]:
     if not found:
         found = [*tables.layer_lists(schedule), *tables.selective(schedule)]
     if not found:
-        found = [*tables.stage_bytes(schedule), *tables.carries(schedule), *tables.boundaries(schedule)]
+        found = [*tables.stage_bytes(schedule), *tables.carries(schedule), *tables.fixed(schedule)]
+        found += tables.boundaries(schedule)
     return found
 
 

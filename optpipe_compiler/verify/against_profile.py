@@ -11,7 +11,7 @@ import msgspec
 from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile, Selective, Sliceable, value_of
 from optpipe_compiler.verify.forecast import transfer_ns
 from optpipe_compiler.verify.report import Violation
-from optpipe_compiler.verify.tables import PER_LAYER, too_large
+from optpipe_compiler.verify.tables import FIXED, PER_LAYER, too_large
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,6 +70,7 @@ def units(schedule: ir.Schedule, profile: Profile, expanded: list[Layer]) -> Ite
 def stage_bytes(placed: PlacedOps, expanded: list[Layer]) -> Iterator[Violation]:
     """Every byte figure of a stage is that of its layers; what crosses its ends is the output of the layer before."""
     tied: set[tuple[int, str]] = set()
+    units = placed.schedule.setup.units
     differences = _Differences("profile-bytes")
     for stage in placed.stages:
         first, end = stage.layers
@@ -106,6 +107,9 @@ def stage_bytes(placed: PlacedOps, expanded: list[Layer]) -> Iterator[Violation]
                 ("backward_transient_bytes", [one.backward_prefix_bytes for one in slices]),
             ):
                 differences.see(stage.stage, f"carry.{field}", getattr(stage.carry, field), list(map(value_of, costs)))
+        for field, parts in _fixed(mine, is_whole=isinstance(units, msgspec.UnsetType)).items():
+            found = None if isinstance(stage.fixed, msgspec.UnsetType) else getattr(stage.fixed, field)
+            differences.see(stage.stage, f"fixed.{field}", found, parts)
     yield from differences.violations()
 
 
@@ -118,6 +122,17 @@ def _shared_weights(stage: ir.Stage, mine: list[Layer], tied: set[tuple[int, str
                 shared += value_of(layer.tied_bytes)
             tied.add((stage.device, layer.tie))
     return shared
+
+
+def _fixed(layers: list[Layer], *, is_whole: bool) -> dict[str, list[int] | None]:
+    """The parts of transient bytes that do not scale with tokens; None where there are none, or units are whole."""
+    found = {}
+    for field in FIXED:
+        name = field.replace("_transient_", "_fixed_")
+        found[field] = [value_of(getattr(layer.slices or Sliceable(), name)) for layer in layers]
+    if is_whole or not any(map(any, found.values())):
+        return dict.fromkeys(FIXED)
+    return dict(found)
 
 
 def _light(layer: Layer) -> Selective:

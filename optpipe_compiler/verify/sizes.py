@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 from msgspec import UnsetType
 
+from optpipe_compiler.documents import ir
+from optpipe_compiler.verify.tables import FIXED
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from optpipe_compiler.documents import ir
     from optpipe_compiler.verify.placed import PlacedOps
 
 
@@ -67,11 +69,16 @@ class UnitSizes:
         self.checkpoint = self._scaled(stage.checkpoint_bytes)
         self.input, (self.output,) = self._scaled([stage.input_bytes])[0], self._scaled([stage.output_bytes])
         earlier = [[-(-one * begin // whole) for one in ones] for ones in before]
-        self.forward_transient = _both(self._scaled(stage.forward_transient_bytes), earlier[0])
+        fixed = ir.Fixed(**dict.fromkeys(FIXED, none)) if isinstance(stage.fixed, UnsetType) else stage.fixed
+        forward, backward_input, backward_weight, backward = (
+            _both(getattr(fixed, name), self._scaled(map(int.__sub__, getattr(stage, name), getattr(fixed, name))))
+            for name in FIXED
+        )
+        self.forward_transient = _both(forward, earlier[0])
         self.forward = max(self.forward_transient)
-        self.backward_input = max(_both(self._scaled(stage.backward_input_transient_bytes), earlier[1]))
-        self.backward_weight = max(self._scaled(stage.backward_weight_transient_bytes))
-        self.backward = max(_both(self._scaled(stage.backward_transient_bytes), earlier[1]))
+        self.backward_input = max(_both(backward_input, earlier[1]))
+        self.backward_weight = max(backward_weight)
+        self.backward = max(_both(backward, earlier[1]))
         self.gradient = self.accumulators = 0
         """Of the carry's gradients: what this unit's backward frees, and what the first backward allocates."""
         if carry is not None:

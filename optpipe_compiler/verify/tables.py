@@ -30,6 +30,7 @@ PER_LAYER = (
     "backward_transient_bytes",
 )
 
+FIXED = PER_LAYER[4:]
 CARRY = ("bytes", "gradient_bytes", "forward_transient_bytes", "backward_transient_bytes")
 
 
@@ -101,6 +102,9 @@ def units(schedule: ir.Schedule) -> Iterator[Violation]:
         named = [stage.stage for stage in schedule.stages if stage.carry is not msgspec.UNSET]
         if named:
             yield Violation("units", f"stage {named[0]} has a carry, but setup.units is not there")
+        named = [stage.stage for stage in schedule.stages if stage.fixed is not msgspec.UNSET]
+        if named:
+            yield Violation("units", f"stage {named[0]} has fixed bytes, but setup.units is not there")
         return
     cuts, shapes = setup.units.cuts, setup.units.shape_of
     if not cuts or any(len(one) != len(cuts[0]) or len(one) < 2 for one in cuts):
@@ -132,6 +136,23 @@ def carries(schedule: ir.Schedule) -> Iterator[Violation]:
             if kept + checkpoint > saved:
                 message = f"a layer of stage {index} carries {kept} bytes beside {checkpoint} checkpoint bytes"
                 yield Violation("stages", f"{message} but has {saved} saved bytes")
+
+
+def fixed(schedule: ir.Schedule) -> Iterator[Violation]:
+    """Lists of fixed bytes have one entry per layer; fixed <= the layer's transient bytes of that op."""
+    for index, stage in enumerate(schedule.stages):
+        if isinstance(stage.fixed, msgspec.UnsetType):
+            continue
+        layers = stage.layers[1] - stage.layers[0]
+        for field in FIXED:
+            parts = getattr(stage.fixed, field)
+            if len(parts) != layers:
+                message = f"fixed.{field} of stage {index} has {len(parts)} entries, expected {layers}"
+                yield Violation("stages", message)
+            for part, whole in zip(parts, getattr(stage, field), strict=False):
+                if part > whole:
+                    message = f"a layer of stage {index} has {part} fixed bytes in {field}, which are {whole}"
+                    yield Violation("stages", message)
 
 
 def selective(schedule: ir.Schedule) -> Iterator[Violation]:

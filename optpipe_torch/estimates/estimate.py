@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from msgspec import structs
 
-from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile, Quantity, Sliceable
+from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile, Quantity, Sliceable, revision_of
 from optpipe_compiler.errors import BadInput, MissingDependency
 
 if TYPE_CHECKING:
@@ -67,11 +67,13 @@ def estimate(options: EstimateOptions, counted: dict[str, tuple[int, Counted]] |
     """
     check(options)
     counted = count_layers(options) if counted is None else counted
+    layers = [_layer(name, count, found, options) for name, (count, found) in counted.items()]
     return Profile(
         name=f"{options.name}-{options.gpu.name}",
         sequence_length=options.sequence_length,
         machine=_machine(options),
-        layers=[_layer(name, count, found, options) for name, (count, found) in counted.items()],
+        layers=layers,
+        revision=revision_of(layers),
     )
 
 
@@ -269,6 +271,9 @@ def _slices(counted: Counted, options: EstimateOptions) -> Sliceable | None:
         backward_prefix_bytes=_estimated(
             max(0, (wide + own) * result + own * block - min(held["backward_input"], held["backward"])) * has_attention
         ),
+        # weight gradients before they are added are as large for a slice
+        backward_weight_fixed_bytes=_estimated(held["backward_weight"]),
+        backward_fixed_bytes=_estimated(min(held["backward"], held["backward_weight"])),
     )
 
 

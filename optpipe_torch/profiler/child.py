@@ -115,9 +115,7 @@ def _find(timer: Timer, place: Place, model: Model, samples: int, say: Callable[
     say("bytes of the layers", 0.05)
     sizes = measure_sizes(timer, benches, names, room)
     for name in sizes:
-        sliced = sliced_bench(benches, names.index(name))
-        if sliced is not None:
-            slice_bytes(timer, sliced, sizes[name])
+        slice_bytes(timer, benches, names.index(name), sizes[name])
     say("messages", 0.15)
     timer.share({place.rank - 1, place.rank + 1} & set(range(place.world)), benches.message_bytes)
     messages = Messages(SMALL_MESSAGE, benches.message_bytes)
@@ -214,7 +212,8 @@ def measure_sizes(timer: Timer, benches: Benches, names: list[str], room: int) -
             second.shared = min(measured.values())
     for name in sizes:
         index = names.index(name)
-        sizes[name].transient = transient_bytes(timer, benches, index, index + 1, [sizes[name]])
+        sizes[name].own_transient = transient_bytes(timer, benches, index, index + 1, [sizes[name]])
+        sizes[name].transient = dict(sizes[name].own_transient)
         sizes[name].selective = selective_bytes(timer, benches, index, sizes[name])
     for first, end in _telling_stages(names):
         if sum(sizes[name].static for name in names[first:end]) > room:

@@ -22,6 +22,7 @@ from optpipe_compiler.documents.profile import (
     Quantity,
     Selective,
     Sliceable,
+    revision_of,
     value_of,
 )
 
@@ -67,6 +68,8 @@ class SlicedBytes:
     carry: int
     forward_prefix: int = 0
     backward_prefix: int = 0
+    fixed: dict[str, int] = field(default_factory=dict)
+    """By op: of the layer's transient bytes."""
 
 
 @dataclass
@@ -85,6 +88,8 @@ class LayerBytes:
     """As the profile has it; None: of layers of its kind."""
     transient: dict[str, int] = field(default_factory=dict)
     """By op: forward, backward_input, backward_weight, backward."""
+    own_transient: dict[str, int] = field(default_factory=dict)
+    """The same of a stage of this layer alone."""
     selective: SelectiveBytes | None = None
     """With selective recompute; None: the layer has nothing to recompute so."""
     sliced: SlicedBytes | None = None
@@ -217,6 +222,7 @@ def assemble(model: Model, devices: int, findings: Sequence[Findings], per_host:
             links=links,
         ),
         layers=layers,
+        revision=revision_of(layers),
     )
 
 
@@ -300,6 +306,7 @@ def _sliceable(
         carry_bytes=_once(sliced.carry),
         forward_prefix_bytes=_once(sliced.forward_prefix),
         backward_prefix_bytes=_once(sliced.backward_prefix),
+        **{f"{op}_fixed_bytes": _once(size) for op, size in sliced.fixed.items() if size},
     )
 
 

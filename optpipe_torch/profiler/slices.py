@@ -7,6 +7,7 @@ slice between them says how far off that is. What all slices take together beyon
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,10 @@ if TYPE_CHECKING:
     from optpipe_torch.profiler.layers import Bench, Benches
     from optpipe_torch.profiler.records import LayerBytes, Samples
     from optpipe_torch.profiler.timer import Timer
+
+
+SHORTEST = 32
+"""The short slice has this part of the tokens: plans have no more slices than that (plan/slices.py)."""
 
 
 @dataclass
@@ -72,11 +77,12 @@ class SlicedBench:
             yield part
 
 
-def sliced_bench(benches: Benches, index: int) -> SlicedBench | None:
-    """Return one layer on slices; None where it does not say that it can be sliced, or has no tokens to cut."""
+def sliced_bench(benches: Benches, index: int, spans: list[tuple[int, int]] | None = None) -> SlicedBench | None:
+    """Return one layer on slices (absent: those that are timed); None where it does not say that it can be sliced, or
+    has no tokens to cut."""
     bench = benches.stage(index, index + 1)
     (layer,) = bench.stage.layers
-    spans = slice_spans(benches.model.sequence_length)
+    spans = slice_spans(benches.model.sequence_length) if spans is None else spans
     if not is_sliceable(layer) or not spans:
         return None
     targets = benches.cut(None, bench.target, spans)
@@ -94,23 +100,26 @@ def sliced_bench(benches: Benches, index: int) -> SlicedBench | None:
     return found
 
 
-def slice_bytes(timer: Timer, sliced: SlicedBench, sizes: LayerBytes) -> None:
-    """Measure what slices of a layer keep into `sizes`.
+def slice_bytes(timer: Timer, benches: Benches, index: int, sizes: LayerBytes) -> None:
+    """Measure what slices of a layer keep into `sizes`, and need while an op runs; nothing where it cannot be sliced.
 
     Not all that a layer keeps grows with its tokens; its bytes become such that those of a slice, scaled, are enough.
     """
-    stage, count = sliced.bench.stage, len(sliced.spans)
+    sliced = sliced_bench(benches, index)
+    if sliced is None:
+        return
+    stage, slices = sliced.bench.stage, range(len(sliced.spans))
     saved, kept, residue, captured = [], [], [], []
-    for index in range(count):
-        sliced.forward(index)
-        saved.append(stage.saved_bytes(index))
-        kept.append(stage.carry_bytes(index))
-    for index in reversed(range(count)):
-        sliced.backward_input(index)
-        captured.append(stage.captured_bytes(index))
-        residue.append(stage.saved_bytes(index) + captured[-1])
-    for index in reversed(range(count)):
-        sliced.backward_weight(index)
+    for slice in slices:
+        sliced.forward(slice)
+        saved.append(stage.saved_bytes(slice))
+        kept.append(stage.carry_bytes(slice))
+    for slice in reversed(slices):
+        sliced.backward_input(slice)
+        captured.append(stage.captured_bytes(slice))
+        residue.append(stage.saved_bytes(slice) + captured[-1])
+    for slice in reversed(slices):
+        sliced.backward_weight(slice)
 
     def whole(found: Sequence[int]) -> int:
         shares = [end - begin for begin, end in sliced.spans]
@@ -120,12 +129,44 @@ def slice_bytes(timer: Timer, sliced: SlicedBench, sizes: LayerBytes) -> None:
     sizes.captured = max(sizes.captured, whole(captured[::-1]))
     sizes.residue = min(max(sizes.residue, whole(residue[::-1])), sizes.saved + sizes.captured)
     sizes.sliced = SlicedBytes(min(whole(kept), sizes.saved - sizes.shared - sizes.checkpoint))
-    _transient_bytes(timer, sliced, sizes, sizes.sliced)
+    _transient_bytes(timer, benches, index, sizes, sizes.sliced)
 
 
-def _transient_bytes(timer: Timer, sliced: SlicedBench, sizes: LayerBytes, into: SlicedBytes) -> None:
-    """Measure by how much ops of slices exceed the memory table: at the first slice in the layer's own transient bytes,
-    beyond that in those for the tokens before the slice."""
+def _transient_bytes(timer: Timer, benches: Benches, index: int, sizes: LayerBytes, into: SlicedBytes) -> None:
+    """Measure by how much ops of slices exceed the memory table.
+
+    A first slice with a share s of the tokens needs f + s (T - f). One of few tokens says f; T, the layer's transient
+    bytes, becomes such that it is enough for a half and a quarter of them. What later slices need beyond that is for
+    the tokens before them.
+    """
+    tokens = benches.model.sequence_length
+    few = max(1, tokens // SHORTEST)
+    spans = ([(0, few), (few, tokens)], [(0, tokens // 2), (tokens // 2, tokens)], slice_spans(tokens))
+    cut = [one for one in (sliced_bench(benches, index, each) for each in spans) if one is not None]
+    found = [(one, _excesses(timer, one, sizes, into.carry)) for one in cut]
+    for op, most in sizes.own_transient.items():
+        prefix, fixed = 0, 0
+        for sliced, excesses in found:
+            share, needs = sliced.spans[0][1] / tokens, excesses[op][0]
+            if sliced is cut[0]:
+                line = math.ceil((needs - share * most) / (1 - share))
+                least = fixed = into.fixed[op] = max(0, min(line, max(most, math.ceil(needs))))
+            else:
+                least = fixed + math.ceil((needs - fixed) / share)
+            sizes.transient[op] = max(sizes.transient[op], least)
+        for sliced, excesses in found[1:]:
+            for (begin, end), needs in zip(sliced.spans, excesses[op], strict=True):
+                own = fixed + (sizes.transient[op] - fixed) * (end - begin) / tokens
+                if begin:
+                    prefix = max(prefix, math.ceil((needs - own) * tokens / begin))
+        if op == "forward":
+            into.forward_prefix = prefix
+        elif op != "backward_weight":
+            into.backward_prefix = max(into.backward_prefix, prefix)
+
+
+def _excesses(timer: Timer, sliced: SlicedBench, sizes: LayerBytes, carry: int) -> dict[str, list[float]]:
+    """Return by op how much each slice needs beyond the memory table without transient bytes."""
     count = len(sliced.spans)
     ascending, descending = range(count), range(count - 1, -1, -1)
     ops = {f"forward {k}": (lambda k=k: sliced.forward(k)) for k in ascending}
@@ -135,27 +176,21 @@ def _transient_bytes(timer: Timer, sliced: SlicedBench, sizes: LayerBytes, into:
     ops |= {f"backward {k}": (lambda k=k: sliced.backward(k)) for k in descending}
     peaks = timer.peaks(ops)
     incoming = 0 if sliced.bench.stage.is_first else sliced.bench.x.nbytes
-    accumulators = into.carry * (sliced.tokens - (sliced.spans[-1][1] - sliced.spans[-1][0])) // sliced.tokens
+    accumulators = carry * (sliced.tokens - (sliced.spans[-1][1] - sliced.spans[-1][0])) // sliced.tokens
     table = {
         "forward": sizes.saved + sizes.output,
         "backward_input": incoming + sizes.captured,
         "backward_weight": 0,
         "backward": incoming,
     }
+    found: dict[str, list[float]] = {op: [] for op in table}
     for op, known in table.items():
-        prefix = 0
         for index, (begin, end) in enumerate(sliced.spans):
-            share = (end - begin) / sliced.tokens
-            there = known * share + (accumulators if index == count - 1 and op in ("backward", "backward_input") else 0)
-            excess = peaks[f"{op} {index}"] - there
-            if begin == 0:
-                sizes.transient[op] = max(sizes.transient[op], round(excess / share))
-            else:
-                prefix = max(prefix, round((excess - sizes.transient[op] * share) * sliced.tokens / begin))
-        if op == "forward":
-            into.forward_prefix = prefix
-        elif op != "backward_weight":
-            into.backward_prefix = max(into.backward_prefix, prefix)
+            there = known * (end - begin) / sliced.tokens
+            if index == count - 1 and op in ("backward", "backward_input"):
+                there += accumulators
+            found[op].append(peaks[f"{op} {index}"] - there)
+    return found
 
 
 def time_slices(timer: Timer, sliced: Sequence[SlicedBench], samples: int) -> Samples:

@@ -98,7 +98,7 @@ def profile_for(shape: Shape, rng: Random, *, shared: bool = True) -> Profile:
     rate = 10**9
     return Profile(
         name="small",
-        **({"sequence_length": shape.tokens} if shape.cuts else {}),
+        **({"sequence_length": shape.tokens, "version": 2} if shape.cuts else {}),
         machine=Machine(
             devices=shape.devices,
             reserve_bytes=3,

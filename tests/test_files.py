@@ -63,7 +63,7 @@ def refusal(text: str) -> str:
         ("format", ..., '$.format is null, expected "optpipe-profile"'),
         ("version", "1", '$.version is "1", expected an integer of at least 0'),
         ("version", True, "$.version is true, expected an integer of at least 0"),
-        ("version", 0, "$.version is 0, expected 1 to 1; there was no such version"),
+        ("version", 0, "$.version is 0, expected 1 to 2; there was no such version"),
         ("revision", ..., "$.revision is null, expected an integer of at least 0"),
         ("revision", -1, "$.revision is -1, expected an integer of at least 0"),
     ],
@@ -103,8 +103,8 @@ def test_an_unknown_field_inside_an_op_is_found_through_the_union():
 
 
 def test_a_newer_version_is_always_refused_and_said_to_be_newer():
-    newer = with_value("version", 2).replace('"revision": 0', '"revision": 7')
-    assert refusal(newer) == "small.json: $.version is 2, expected 1 to 1; a newer optpipe wrote this file"
+    newer = with_value("version", 3).replace('"revision": 0', '"revision": 7')
+    assert refusal(newer) == "small.json: $.version is 3, expected 1 to 2; a newer optpipe wrote this file"
 
 
 def test_a_truncated_file_is_refused_wherever_it_ends():

@@ -11,7 +11,7 @@ from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import canonical
-from optpipe_compiler.documents.profile import Profile, Sliceable, parse
+from optpipe_compiler.documents.profile import Profile, parse, version_of
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.verify import verify
 
@@ -26,7 +26,8 @@ def costs(fixed: int) -> Profile:
     (layer,) = profile.layers
     slices = msgspec.structs.replace(layer.slices, backward_weight_fixed_bytes=fixed, backward_fixed_bytes=fixed)
     heavy = {f"{op}_transient_bytes": GRADIENT + REST for op in ("backward_weight", "backward")}
-    return msgspec.structs.replace(profile, layers=[msgspec.structs.replace(layer, slices=slices, **heavy)])
+    layers = [msgspec.structs.replace(layer, slices=slices, **heavy)]
+    return msgspec.structs.replace(profile, layers=layers, version=version_of(layers))
 
 
 def peak(profile: Profile, options: Options) -> int:
@@ -111,4 +112,7 @@ def test_a_profile_says_no_more_than_the_layers_own():
     with pytest.raises(BadInput, match="backward_weight_fixed_bytes is 6000001, expected at most backward_w"):
         parse(canonical(profile), "profile.json")
     assert parse(canonical(costs(GRADIENT)), "profile.json") == costs(GRADIENT)
-    assert not Sliceable().has_fixed_bytes
+    assert [costs(fixed).version for fixed in (0, GRADIENT)] == [1, 2]
+    old = canonical(costs(GRADIENT)).replace('"version": 2', '"version": 1')
+    with pytest.raises(BadInput, match=r"\$\.layers\[0\]\.slices has fixed bytes, no fields of version 1, expected"):
+        parse(old, "profile.json")

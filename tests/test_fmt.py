@@ -84,7 +84,7 @@ def test_other_line_ends_are_not_canonical(run):
         ('{"format": 1, "format": 1}', "bad.json: $.format stands there twice, expected once"),
         ("[]", 'bad.json: $.format is null, expected "optpipe-schedule" or "optpipe-profile"'),
         ('{"format": "other"}', 'bad.json: $.format is "other", expected "optpipe-schedule" or "optpipe-profile"'),
-        ('{"format": "optpipe-profile", "version": 9, "revision": 0}', "bad.json: $.version is 9, expected 1 to 1"),
+        ('{"format": "optpipe-profile", "version": 9, "revision": 0}', "bad.json: $.version is 9, expected 1 to 2"),
         ('{"format": "optpipe-profile", "version": 1, "revision": 0}', "bad.json: $ is {"),
     ],
 )

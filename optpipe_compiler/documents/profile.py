@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 FORMAT = "optpipe-profile"
-VERSION = 1
-REVISION = 1
-"""1: transient bytes that do not shrink with the tokens of a slice, in files that have them; others have revision 0."""
+VERSION = 2
+"""2: transient bytes that do not shrink with a slice's tokens. A file has the lowest version that says all of it."""
+REVISION = 0
 OPS = ("forward", "backward_input", "backward_weight", "backward")
 TRANSIENT = {op: f"{op}_transient_bytes" for op in OPS}
 """The field of each op's transient bytes, in profiles and schedules."""
@@ -280,8 +280,8 @@ class Profile(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A whole profile.json."""
 
     format: Literal["optpipe-profile"] = "optpipe-profile"
-    version: int = VERSION
-    revision: int = 0
+    version: int = 1
+    revision: int = REVISION
     name: str
     model: Model | None = None
     sequence_length: Positive | msgspec.UnsetType = msgspec.UNSET
@@ -344,9 +344,9 @@ def _selectively(layer: Layer) -> Layer:
     )
 
 
-def revision_of(layers: Sequence[Layer]) -> int:
-    """Return the lowest revision that has all fields of these layers."""
-    return int(any(layer.slices is not None and layer.slices.has_fixed_bytes for layer in layers))
+def version_of(layers: Sequence[Layer]) -> int:
+    """Return the lowest version that has all fields of these layers."""
+    return 2 if any(layer.slices is not None and layer.slices.has_fixed_bytes for layer in layers) else 1
 
 
 @lru_cache(maxsize=4096)  # equal layers, in all placements that are compared
@@ -514,6 +514,8 @@ def _check_selective(layer: Layer, residue: int, path: str) -> None:
 def _check_slices(profile: Profile, layer: Layer, slices: Sliceable, path: str) -> None:
     if profile.tokens is None:
         raise BadInput(f"{path} is there, expected $.sequence_length, too: the tokens that it is for")
+    if profile.version < 2 and slices.has_fixed_bytes:
+        raise BadInput(f"{path} has fixed bytes, no fields of version {profile.version}, expected $.version 2")
     saved = value_of(layer.saved_bytes if layer.selective is None else layer.selective.saved_bytes)
     saved = max(saved - value_of(layer.shared_bytes), value_of(layer.checkpoint_bytes))
     backward = min(value_of(layer.backward_input_ns), value_of(layer.backward_ns or layer.backward_input_ns))

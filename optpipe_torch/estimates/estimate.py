@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from msgspec import structs
 
-from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile, Quantity, Sliceable, revision_of
+from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile, Quantity, Sliceable, version_of
 from optpipe_compiler.errors import BadInput, MissingDependency
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def estimate(options: EstimateOptions, counted: dict[str, tuple[int, Counted]] |
         sequence_length=options.sequence_length,
         machine=_machine(options),
         layers=layers,
-        revision=revision_of(layers),
+        version=version_of(layers),
     )
 
 

@@ -22,8 +22,8 @@ from optpipe_compiler.documents.profile import (
     Quantity,
     Selective,
     Sliceable,
-    revision_of,
     value_of,
+    version_of,
 )
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def assemble(model: Model, devices: int, findings: Sequence[Findings], per_host:
             links=links,
         ),
         layers=layers,
-        revision=revision_of(layers),
+        version=version_of(layers),
     )
 
 

@@ -77,10 +77,9 @@ def profile_for(shape: Shape, rng: Random, *, shared: bool = True) -> Profile:
     def layer(number: int) -> Layer:
         saved, captured = rng.randint(5, 40), rng.randint(0, 5)
         kept = rng.randint(0, saved) if shape.cuts else saved
-        transient = {op: rng.randint(0, 9) for op in OPS}
-        return Layer(
+        found = Layer(
             name=f"layer{number}",
-            slices=_sliceable(rng, saved - kept, transient) if shape.cuts else None,
+            slices=_sliceable(rng, saved - kept) if shape.cuts else None,
             forward_ns=rng.randint(5, 30),
             backward_input_ns=rng.randint(5, 30),
             backward_weight_ns=rng.randint(5, 30),
@@ -92,8 +91,9 @@ def profile_for(shape: Shape, rng: Random, *, shared: bool = True) -> Profile:
             checkpoint_bytes=rng.randint(0, kept),
             output_bytes=rng.randint(1, 15),
             static_bytes=rng.randint(0, 9),
-            **{f"{op}_transient_bytes": size for op, size in transient.items()},
+            **{f"{op}_transient_bytes": rng.randint(0, 9) for op in OPS},
         )
+        return _with_fixed(found, Random(number)) if shape.cuts else found
 
     rate = 10**9
     return Profile(
@@ -118,7 +118,13 @@ def profile_for(shape: Shape, rng: Random, *, shared: bool = True) -> Profile:
     )
 
 
-def _sliceable(rng: Random, carry: int, transient: dict[str, int]) -> Sliceable:
+def _with_fixed(layer: Layer, rng: Random) -> Layer:
+    """Of each op, any part of its transient bytes does not shrink with the tokens."""
+    fixed = {f"{op}_fixed_bytes": rng.randint(0, getattr(layer, f"{op}_transient_bytes")) for op in OPS}
+    return msgspec.structs.replace(layer, slices=msgspec.structs.replace(layer.slices, **fixed))
+
+
+def _sliceable(rng: Random, carry: int) -> Sliceable:
     return Sliceable(
         forward_attention_ns=rng.randint(0, 5),
         backward_input_attention_ns=rng.randint(0, 5),
@@ -130,7 +136,6 @@ def _sliceable(rng: Random, carry: int, transient: dict[str, int]) -> Sliceable:
         carry_gradient_bytes=rng.choice([None, 2 * carry]),
         forward_prefix_bytes=rng.randint(0, 9),
         backward_prefix_bytes=rng.randint(0, 9),
-        **{f"{op}_fixed_bytes": rng.randint(0, most) for op, most in transient.items()},
     )
 
 

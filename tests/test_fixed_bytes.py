@@ -9,6 +9,7 @@ import pytest
 
 from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
+from optpipe_compiler.diff import compare
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.documents.profile import Profile, parse, version_of
@@ -116,3 +117,9 @@ def test_a_profile_says_no_more_than_the_layers_own():
     old = canonical(costs(GRADIENT)).replace('"version": 2', '"version": 1')
     with pytest.raises(BadInput, match=r"\$\.layers\[0\]\.slices has fixed bytes, no fields of version 1, expected"):
         parse(old, "profile.json")
+
+
+def test_diff_names_them():
+    found = compare(compile_schedule(costs(GRADIENT), EIGHT).schedule, changed(backward_transient_bytes=[1]))
+    assert [change.of for change in found.stages] == ["stage 0"]
+    assert "fixed" in str(found.stages[0])

@@ -111,8 +111,10 @@ def _stages(old: ir.Schedule, new: ir.Schedule) -> list[Change]:
         for name in before.__struct_fields__:
             if name.endswith("_bytes"):
                 found += _changes([(name, _total(getattr(before, name)), _total(getattr(after, name)))], of)
-        for name in ir.Carry.__struct_fields__:
-            found += _changes([(f"carry_{name}", _carry(before, name), _carry(after, name))], of)
+        for part, kind in (("carry", ir.Carry), ("fixed", ir.Fixed)):
+            for name in kind.__struct_fields__:
+                old_size, new_size = (_part(getattr(stage, part), name) for stage in (before, after))
+                found += _changes([(f"{part}_{name}", old_size, new_size)], of)
     return found
 
 
@@ -120,8 +122,8 @@ def _range(layers: ir.Range) -> str:
     return f"{layers[0]}-{layers[1] - 1}" if layers[1] > layers[0] + 1 else str(layers[0])
 
 
-def _carry(stage: ir.Stage, name: str) -> int:
-    return 0 if isinstance(stage.carry, msgspec.UnsetType) else sum(getattr(stage.carry, name))
+def _part(record: ir.Carry | ir.Fixed | msgspec.UnsetType, name: str) -> int:
+    return 0 if isinstance(record, msgspec.UnsetType) else sum(getattr(record, name))
 
 
 def _total(size: int | list[int]) -> int:

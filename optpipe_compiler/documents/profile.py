@@ -22,6 +22,7 @@ VERSION = 2
 """2: transient bytes that do not shrink with a slice's tokens. A file has the lowest version that says all of it."""
 REVISION = 0
 OPS = ("forward", "backward_input", "backward_weight", "backward")
+"""The compute ops of a layer, the backward in halves and fused."""
 TRANSIENT = {op: f"{op}_transient_bytes" for op in OPS}
 """The field of each op's transient bytes, in profiles and schedules."""
 

@@ -11,7 +11,7 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.verify.report import Violation
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 LARGEST = 2**63 - 1
 """What every reader's 64 bits hold; sums of such numbers are formed without loss all the same."""
@@ -88,11 +88,17 @@ def stages(schedule: ir.Schedule) -> Iterator[Violation]:
 def layer_lists(schedule: ir.Schedule) -> Iterator[Violation]:
     """Every byte list of a stage has one entry per layer."""
     for index, stage in enumerate(schedule.stages):
-        layers = stage.layers[1] - stage.layers[0]
-        for field in PER_LAYER:
-            found = len(getattr(stage, field))
-            if found != layers:
-                yield Violation("stages", f"{field} of stage {index} has {found} entries, expected {layers}")
+        yield from _one_per_layer(index, stage, stage, PER_LAYER)
+
+
+def _one_per_layer(
+    index: int, stage: ir.Stage, record: ir.Stage | ir.Carry | ir.Fixed, fields: Iterable[str], part: str = ""
+) -> Iterator[Violation]:
+    layers = stage.layers[1] - stage.layers[0]
+    for field in fields:
+        found = len(getattr(record, field))
+        if found != layers:
+            yield Violation("stages", f"{part}{field} of stage {index} has {found} entries, expected {layers}")
 
 
 def units(schedule: ir.Schedule) -> Iterator[Violation]:
@@ -127,11 +133,7 @@ def carries(schedule: ir.Schedule) -> Iterator[Violation]:
     for index, stage in enumerate(schedule.stages):
         if isinstance(stage.carry, msgspec.UnsetType):
             continue
-        layers = stage.layers[1] - stage.layers[0]
-        for field in CARRY:
-            found = len(getattr(stage.carry, field))
-            if found != layers:
-                yield Violation("stages", f"carry.{field} of stage {index} has {found} entries, expected {layers}")
+        yield from _one_per_layer(index, stage, stage.carry, CARRY, "carry.")
         for kept, checkpoint, saved in zip(stage.carry.bytes, stage.checkpoint_bytes, stage.saved_bytes, strict=False):
             if kept + checkpoint > saved:
                 message = f"a layer of stage {index} carries {kept} bytes beside {checkpoint} checkpoint bytes"
@@ -143,13 +145,9 @@ def fixed(schedule: ir.Schedule) -> Iterator[Violation]:
     for index, stage in enumerate(schedule.stages):
         if isinstance(stage.fixed, msgspec.UnsetType):
             continue
-        layers = stage.layers[1] - stage.layers[0]
+        yield from _one_per_layer(index, stage, stage.fixed, FIXED, "fixed.")
         for field in FIXED:
-            parts = getattr(stage.fixed, field)
-            if len(parts) != layers:
-                message = f"fixed.{field} of stage {index} has {len(parts)} entries, expected {layers}"
-                yield Violation("stages", message)
-            for part, whole in zip(parts, getattr(stage, field), strict=False):
+            for part, whole in zip(getattr(stage.fixed, field), getattr(stage, field), strict=False):
                 if part > whole:
                     message = f"a layer of stage {index} has {part} fixed bytes in {field}, which are {whole}"
                     yield Violation("stages", message)

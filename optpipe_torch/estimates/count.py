@@ -17,8 +17,9 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from optpipe_compiler.documents.profile import OPS
 from optpipe_torch.estimates.work import Work, kernel_of, tensors_of
-from optpipe_torch.profiler.records import OPS, LayerBytes, SelectiveBytes
+from optpipe_torch.profiler.records import LayerBytes, SelectiveBytes
 from runtime_torch import split
 from runtime_torch.bundles import bundled
 from runtime_torch.microbatch import targets_for

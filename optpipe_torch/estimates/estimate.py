@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from msgspec import structs
 
-from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile, Quantity, Sliceable, version_of
+from optpipe_compiler.documents.profile import OPS, P2P, Layer, Link, Machine, Profile, Quantity, Sliceable, version_of
 from optpipe_compiler.errors import BadInput, MissingDependency
 
 if TYPE_CHECKING:
@@ -245,7 +245,7 @@ def _slices(counted: Counted, options: EstimateOptions) -> Sliceable | None:
     if counted.slice is None:
         return None
     from optpipe_torch.estimates.time import kernel_ns, work_ns
-    from optpipe_torch.profiler.records import OPS, SLICES
+    from optpipe_torch.profiler.records import SLICES
 
     attention, more, ranks = {}, {}, options.tensor_parallel
     for op in OPS:

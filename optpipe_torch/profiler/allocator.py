@@ -17,7 +17,7 @@ def watch(ops: Mapping[str, Callable[[], object]]) -> dict[str, list[int]]:
 
     What an op returns lives until its end. Allocations of other threads are not seen. The events are read as the
     profiler records them: its tree of them, which `torch.profiler.profile(acc_events=True)` builds, takes longer than
-    most ops (`bench.stock` for its smallest model: 59 of 209 s).
+    most ops.
     """
     gc.collect()  # what goes meanwhile is none of the ops', and torch would warn of it
     with profile(profile_memory=True, use_kineto=True) as profiler:

@@ -12,6 +12,7 @@ from msgspec import structs
 
 from optpipe_compiler.costs.fit import quartiles
 from optpipe_compiler.documents.profile import (
+    OPS,
     P2P,
     Host,
     Layer,
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.documents.profile import Cost
 
-OPS = ("forward", "backward_input", "backward_weight", "backward")
-"""The compute ops of a layer, the backward in halves and fused."""
 TIMED = (*OPS, "recompute")
 Samples = dict[str, list[int]]
 """Samples in ns by op: forward, backward_input, backward_weight, backward, recompute."""

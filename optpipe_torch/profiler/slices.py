@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from optpipe_compiler.documents.profile import OPS
 from optpipe_compiler.errors import BadInput
 from optpipe_torch.profiler.layers import LEAST, MOST_S, WARM_UP, time_round
-from optpipe_torch.profiler.records import OPS, SlicedBytes, sample_name, slice_spans
+from optpipe_torch.profiler.records import SlicedBytes, sample_name, slice_spans
 from runtime_torch.microbatch import Microbatch, Slice, entered
 from runtime_torch.slices import is_sliceable
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 
 SHORTEST = 32
-"""The short slice has this part of the tokens: plans have no more slices than that (plan/slices.py)."""
+"""The short slice has this part of the tokens: `--slices auto` tries no more slices than that (plan/slices.py)."""
 
 
 @dataclass

@@ -41,6 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
         ""  # plans of the user are neither read nor added to; tests of the cache name a folder
     )
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # As in a run's processes: torch's kernels need other buffers with more threads, and tests run on all cores anyway.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # A shell starts what runs in the background with Ctrl-C ignored, and so would be what tests start and interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

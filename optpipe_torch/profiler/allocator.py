@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ def watch(ops: Mapping[str, Callable[[], object]]) -> dict[str, list[int]]:
     profiler records them: its tree of them, which `torch.profiler.profile(acc_events=True)` builds, takes longer than
     most ops.
     """
-    gc.collect()  # what goes meanwhile is none of the ops', and torch would warn of it
     with profile(profile_memory=True, use_kineto=True) as profiler:
         for name, op in ops.items():
             with record_function(name):

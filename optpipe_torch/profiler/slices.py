@@ -136,26 +136,27 @@ def slice_bytes(timer: Timer, benches: Benches, index: int, sizes: LayerBytes) -
 def _transient_bytes(timer: Timer, benches: Benches, index: int, sizes: LayerBytes, into: SlicedBytes) -> None:
     """Measure by how much ops of slices exceed the memory table.
 
-    A first slice with a share s of the tokens needs f + s (T - f). One of few tokens says f; T, the layer's transient
+    A first slice with a share s of the tokens needs f + s (T - f). Those of few tokens say f; T, the layer's transient
     bytes, becomes such that it is enough for a half and a quarter of them. What later slices need beyond that is for
     the tokens before them.
     """
     tokens = benches.model.sequence_length
-    few = max(1, tokens // SHORTEST)
-    spans = ([(0, few), (few, tokens)], [(0, tokens // 2), (tokens // 2, tokens)], slice_spans(tokens))
+    few = tokens // SHORTEST
+    shortest = [few] if few > 1 else [1, 2]  # attention of one query has kernels of its own
+    spans = [[(0, end), (end, tokens)] for end in (*shortest, tokens // 2)] + [slice_spans(tokens)]
     cut = [one for one in (sliced_bench(benches, index, each) for each in spans) if one is not None]
     found = [(one, _excesses(timer, one, sizes, into.carry)) for one in cut]
     for op, most in sizes.own_transient.items():
         prefix, fixed = 0, 0
-        for sliced, excesses in found:
+        for turn, (sliced, excesses) in enumerate(found):
             share, needs = sliced.spans[0][1] / tokens, excesses[op][0]
-            if sliced is cut[0]:
+            if turn < len(shortest):
                 line = math.ceil((needs - share * most) / (1 - share))
-                least = fixed = into.fixed[op] = max(0, min(line, max(most, math.ceil(needs))))
+                least = fixed = into.fixed[op] = max(fixed, min(line, max(most, math.ceil(needs))))
             else:
                 least = fixed + math.ceil((needs - fixed) / share)
             sizes.transient[op] = max(sizes.transient[op], least)
-        for sliced, excesses in found[1:]:
+        for sliced, excesses in found[len(shortest) :]:
             for (begin, end), needs in zip(sliced.spans, excesses[op], strict=True):
                 own = fixed + (sizes.transient[op] - fixed) * (end - begin) / tokens
                 if begin:

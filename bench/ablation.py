@@ -127,7 +127,12 @@ MEASURED = Group(
     3.0,
     tuple(Case("measured", 2, 8, mem_mb / 2000) for mem_mb in (231.4, 233, 240, 256)),
 )
-GROUPS = (BINDING, LITTLE, FEW, WHOLE_PLANS, HEAD, WIDE, MANY, VERY_MANY, LONG, FUSED, SMALL, MEASURED)
+PLENTY = Group(
+    "Time to climb more than once",
+    22.0,
+    (Case("6.2B", 8, 16, 0.125), Case("6.2B", 8, 16, 0.25), Case("6.2B", 4, 16, 0.25), Case("unit", 4, 16, 0.125)),
+)
+GROUPS = (BINDING, LITTLE, FEW, WHOLE_PLANS, HEAD, WIDE, MANY, VERY_MANY, LONG, FUSED, SMALL, MEASURED, PLENTY)
 WHOLE = "nothing"
 """The part of a plan with everything."""
 
@@ -229,6 +234,8 @@ PARTS = {
     "thresholds for twice the runs": Part(search(COOLING_RUNS=1600).patches, groups=(BINDING, MEASURED)),
     "5 rounds for 10": search(ROUNDS=5),
     "20 rounds for 10": search(ROUNDS=20),
+    "turns": Part(search(TURN=1 << 40).patches, groups=(PLENTY,)),
+    "turns of half the length": Part(search(TURN=1).patches, groups=(PLENTY,)),
     "moves of ranks": moves(shift=0),
     "moves of treatments": moves(treat=0),
     "moves of what forwards leave to earlier ones": Part(moves(yields=0).patches, groups=(BINDING, FEW, HEAD)),

@@ -196,6 +196,27 @@ def test_an_equal_effort_finds_the_same_with_one_thread_and_with_two_and_another
     assert found(seed=1) != found()
 
 
+def test_where_there_is_time_it_climbs_again_and_keeps_the_best_of_all(monkeypatch):
+    ended: list[list[int]] = []
+
+    class Watched(LocalSearch):
+        def _tell(self, climber: _Climber) -> None:
+            super()._tell(climber)
+            ended.append([one.value for one in self._last or self._begun])
+
+    monkeypatch.setattr(local_search, "TURN", 0.02)
+    one = instance(tight())
+    with Watched([one], Effort(0.2, 0, 1, reproducible=True, is_span=False)) as search:
+        search._thread.join()
+        best = search.climbing()[0].value
+        begun = search._begun
+    assert len({climber.wish for climber in begun}) == len(begun) > 1
+    assert len(ended) > 1 + local_search.ROUNDS
+    assert [min(values) for values in ended] == sorted((min(values) for values in ended), reverse=True)
+    assert best == search.take(0.0)[-1].value < begun[0].value
+    assert [climber.value for climber in begun] == sorted(climber.value for climber in begun)  # none of them climbed
+
+
 def test_a_search_of_the_span_reaches_the_least_span():
     one = problem(3, 6, 100, send_activation=0, send_gradient=0)
     effort = Effort(0.02, 0, 1, reproducible=True, is_span=True)

@@ -4,8 +4,9 @@ Every wished order of every instance is run with each first treatment of its act
 wish, too, with what it does with its activations as one more treatment. The best of the different
 (instance, wish) pairs then climb, each on its own, in rounds, after each of which the worse half is dropped down to one
 for each thread. One that stands still may become worse for a while, in every change by no more than a threshold that
-falls to zero (threshold accepting: Dueck and Scheuer, J. Comput. Phys. 90, 1990). Long steps are searched on few
-microbatches. Of many devices a quarter is searched first, for a part of the time: it says which wishes are worth it.
+falls to zero (threshold accepting: Dueck and Scheuer, J. Comput. Phys. 90, 1990). Where there is time for more than
+that, all of it is done again, from the same beginnings to other ends. Long steps are searched on few microbatches. Of
+many devices a quarter is searched first, for a part of the time: it says which wishes are worth it.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ OTHERS = 8
 """Instances that are not among these whose best pairs climb in the first round, too. Without them plans of a measured
 profile, with 28 instances, are 1.3 to 3.6 % longer where memory is short, and as long elsewhere (docs/ABLATION.md)."""
 ROUNDS = 10
-"""Rounds in all."""
+"""Rounds of a turn."""
+TURN = 2
+"""How long a turn is, in the time that the last climbers of it need to stand still once."""
 CHUNK_OPS = 200_000
 """Ops between two looks at the clock: some 0.02 s."""
 OPS_PER_S = 10_000_000
@@ -156,6 +159,12 @@ class _Climber:
         self.current, self.trial, self.current_value = copied(self.policy), copied(self.policy), self.value
         self.promise = self.value
 
+    def again(self) -> _Climber:
+        """Return one that has not climbed yet, where this one has not."""
+        from optpipe_compiler.machine.policy import copied
+
+        return replace(self, policy=copied(self.policy))
+
     def found(self) -> Found:
         from optpipe_compiler.machine.policy import copied
 
@@ -166,8 +175,7 @@ class _Climber:
         from optpipe_compiler.machine.policy import climb, copied
 
         stages, microbatches = x.acts.shape
-        ops_per_run = RUN_OPS * stages * microbatches
-        still_ops, cooling_ops = STILL_RUNS * stages * ops_per_run, COOLING_RUNS * stages * ops_per_run
+        still_ops, cooling_ops = (_ops(stages, microbatches, runs) for runs in (STILL_RUNS, COOLING_RUNS))
         if self.still_ops >= 2 * still_ops + cooling_ops:
             self.current, self.current_value = copied(self.policy), self.value
             self.still_ops = still_ops
@@ -184,6 +192,11 @@ class _Climber:
             if (executed := self.executed(current)) < self.value:
                 self.policy, self.value = copied(current), executed
         return spent
+
+
+def _ops(stages: int, microbatches: int, runs_per_stage: int) -> int:
+    """Return about how many ops so many runs have."""
+    return runs_per_stage * stages * RUN_OPS * stages * microbatches
 
 
 def shortened(problem: Problem) -> Problem:
@@ -358,27 +371,39 @@ class LocalSearch:
         return machine(self.problems[number])
 
     def _rounds(self, pool: ThreadPoolExecutor, climbers: list[_Climber]) -> None:
-        """Let the best climb; drop the worse half while there are more than two, or than threads."""
+        """In every turn let the best climb; drop the worse half while there are more than two, or than threads."""
         most = CLIMBERS if self.effort.reproducible else max(CLIMBERS, 2 * self.effort.threads)
         least = CORES if self.effort.reproducible else max(CORES, self.effort.threads)
-        climbers = _varied(climbers, most)
-        for climber in climbers[:1]:
+        begun = _varied(climbers, most)
+        for climber in begun[:1]:
             self._tell(climber)
-        for number in range(ROUNDS):
-            climbers = [one for one in climbers if self.instances[one.instance].bound < self._best] or climbers[:1]
+        self._last = begun[:1]
+        rounds = ROUNDS * self._turns(begun, least)
+        for number in range(rounds):
+            if number % ROUNDS == 0:
+                climbers, ended = [climber.again() for climber in begun], self._last if number else []
+            climbers = [one for one in climbers if self.instances[one.instance].bound < self._best]
             if self._stop.is_set() or not climbers:
                 return
-            share = (1 - self._used_before(number)) / (ROUNDS - number)
+            share = (1 - self._used_before(number / rounds)) / (rounds - number)
             first, count = number * (CLIMBERS + OTHERS), len(climbers)
             jobs = [(one, first + place, share, count) for place, one in enumerate(climbers)]
             list(pool.map(lambda job: self._climb(*job), jobs))
             climbers.sort(key=lambda one: one.value)
             self._tell(climbers[0])
-            self._last = list(climbers)
+            self._last = sorted([*climbers, *ended], key=lambda one: one.value)[: len(climbers)]
             climbers = climbers[: max(least, len(climbers) // 2)]
 
-    def _used_before(self, number: int) -> float:
-        return number / ROUNDS if self.effort.reproducible else min(1.0, self._used())
+    def _turns(self, begun: list[_Climber], least: int) -> int:
+        """Return how often there is time to climb from where these begin until `least` of them stand still."""
+        if not begun:
+            return 0
+        problem, threads = self.problems[begun[0].instance], CORES if self.effort.reproducible else self.effort.threads
+        ops = TURN * _ops(len(problem.stages), problem.microbatches, STILL_RUNS) * least / threads
+        return max(1, int((1 - self._used_before(0.0)) * self.effort.seconds * OPS_PER_S / ops))
+
+    def _used_before(self, part: float) -> float:
+        return part if self.effort.reproducible else min(1.0, self._used())
 
     def _used(self) -> float:
         return (time.monotonic() - self._begin) / max(1e-9, self.effort.seconds)

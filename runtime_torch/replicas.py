@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
+
+def is_dtensor(tensor: Tensor) -> TypeIs[DTensor]:
+    """Whether that is a DTensor. Nothing is one before its module is imported, which takes half as long as torch."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _is_fsdp(module: object) -> TypeIs[FSDPModule]:
+    """Whether that is a module of FSDP2, whose module is not imported for the question either."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def replicated(layer: nn.Module) -> list[Shards | Replicas]:
     """The outermost parts of a layer that `fully_shard` or `replicate` was applied to, or that are wrapped in DDP."""
     if isinstance(layer, DistributedDataParallel):
         return [Replicas(layer)]
-    if isinstance(layer, FSDPModule):
+    if _is_fsdp(layer):
         return [Shards(layer)]
     return [part for child in layer.children() for part in replicated(child)]
 
@@ -30,11 +44,11 @@ class Shards:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
+        self._parts = [part for part in module.modules() if _is_fsdp(part)]
         self.reshard()  # a step that failed leaves whole parameters
         self._device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
         self._is_sharded = any(
-            isinstance(parameter, DTensor) and any(place.is_shard() for place in parameter.placements)
+            is_dtensor(parameter) and any(place.is_shard() for place in parameter.placements)
             for parameter in module.parameters()
         )
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from optpipe_compiler.errors import BadInput, RunFailed
+from runtime_torch.replicas import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -254,13 +254,13 @@ def _add(parameter: nn.Parameter, before: Tensor | None, total: Tensor) -> None:
 
 def _local(tensor: Tensor) -> Tensor:
     """This rank's shard."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def _kind(parameter: nn.Parameter) -> str:
     """What copies have in common."""
     dtype = str(parameter.dtype).removeprefix("torch.")
-    shard = f" in shards of {tuple(_local(parameter).shape)}" if isinstance(parameter, DTensor) else ""
+    shard = f" in shards of {tuple(_local(parameter).shape)}" if is_dtensor(parameter) else ""
     frozen = "" if parameter.requires_grad else ", frozen"
     return f"{dtype} of shape {tuple(parameter.shape)}{shard}{frozen}"
 

@@ -45,8 +45,8 @@ profile, with 28 instances, are 1.3 to 3.6 % longer where memory is short, and a
 ROUNDS = 10
 """Rounds of a turn."""
 TURN = 2
-"""How long a turn is, in the time that the last climbers of it need to stand still once. A minute of them is worth 0.7 %
-in one case with room for one activation, 22 s hardly anything (docs/ABLATION.md)."""
+"""How long a turn is, in the time that the last climbers of it need to stand still once. In a minute turns are worth
+0.7 % in one case with room for one activation, in 22 s hardly anything (docs/ABLATION.md)."""
 CHUNK_OPS = 200_000
 """Ops between two looks at the clock: some 0.02 s."""
 OPS_PER_S = 10_000_000

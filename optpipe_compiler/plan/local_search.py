@@ -396,11 +396,15 @@ class LocalSearch:
             climbers = climbers[: max(least, len(climbers) // 2)]
 
     def _turns(self, begun: list[_Climber], least: int) -> int:
-        """Return how often there is time to climb from where these begin until `least` of them stand still."""
+        """Return how often there is time to climb from where these begin until `least` of them stand still.
+
+        A turn is long enough for each to run a chunk in every round.
+        """
         if not begun:
             return 0
         problem, threads = self.problems[begun[0].instance], CORES if self.effort.reproducible else self.effort.threads
         ops = TURN * _ops(len(problem.stages), problem.microbatches, STILL_RUNS) * least / threads
+        ops = max(ops, ROUNDS * CLIMBERS * CHUNK_OPS)
         return max(1, int((1 - self._used_before(0.0)) * self.effort.seconds * OPS_PER_S / ops))
 
     def _used_before(self, part: float) -> float:

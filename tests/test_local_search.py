@@ -204,7 +204,7 @@ def test_where_there_is_time_it_climbs_again_and_keeps_the_best_of_all(monkeypat
             super()._tell(climber)
             ended.append([one.value for one in self._last or self._begun])
 
-    monkeypatch.setattr(local_search, "TURN", 0.02)
+    monkeypatch.setattr(local_search, "RESTART_AFTER", 0.02)
     monkeypatch.setattr(local_search, "CHUNK_OPS", 100)
     one = instance(tight())
     with Watched([one], Effort(0.2, 0, 1, reproducible=True, is_span=False)) as search:

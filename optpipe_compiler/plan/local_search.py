@@ -43,10 +43,10 @@ OTHERS = 8
 """Instances that are not among these whose best pairs climb in the first round, too. Without them plans of a measured
 profile, with 28 instances, are 1.3 to 3.6 % longer where memory is short, and as long elsewhere (docs/ABLATION.md)."""
 ROUNDS = 10
-"""Rounds of a turn."""
-TURN = 2
-"""How long a turn is, in the time that the last climbers of it need to stand still once. In a minute turns are worth
-0.7 % in one case with room for one activation, in 22 s hardly anything (docs/ABLATION.md)."""
+"""Rounds until a restart, or the end."""
+RESTART_AFTER = 2
+"""How long they are, in the time that the last climbers need to stand still once. In a minute restarts are worth 0.7 %
+in one case with room for one activation, in 22 s hardly anything (docs/ABLATION.md)."""
 CHUNK_OPS = 200_000
 """Ops between two looks at the clock: some 0.02 s."""
 OPS_PER_S = 10_000_000
@@ -372,14 +372,14 @@ class LocalSearch:
         return machine(self.problems[number])
 
     def _rounds(self, pool: ThreadPoolExecutor, climbers: list[_Climber]) -> None:
-        """In every turn let the best climb; drop the worse half while there are more than two, or than threads."""
+        """Let the best climb, anew after a restart; drop the worse half while there are more than two or threads."""
         most = CLIMBERS if self.effort.reproducible else max(CLIMBERS, 2 * self.effort.threads)
         least = CORES if self.effort.reproducible else max(CORES, self.effort.threads)
         begun = _varied(climbers, most)
         for climber in begun[:1]:
             self._tell(climber)
         self._last = begun[:1]
-        rounds = ROUNDS * self._turns(begun, least)
+        rounds = ROUNDS * (1 + self._restarts(begun, least))
         for number in range(rounds):
             if number % ROUNDS == 0:
                 climbers, ended = [climber.again() for climber in begun], self._last if number else []
@@ -395,17 +395,17 @@ class LocalSearch:
             self._last = sorted([*climbers, *ended], key=lambda one: one.value)[: len(climbers)]
             climbers = climbers[: max(least, len(climbers) // 2)]
 
-    def _turns(self, begun: list[_Climber], least: int) -> int:
-        """Return how often there is time to climb from where these begin until `least` of them stand still.
+    def _restarts(self, begun: list[_Climber], least: int) -> int:
+        """Return how often there is time to climb again from where these begin until `least` of them stand still.
 
-        A turn is long enough for each to run a chunk in every round.
+        Until then each can run a chunk in every round.
         """
         if not begun:
             return 0
         problem, threads = self.problems[begun[0].instance], CORES if self.effort.reproducible else self.effort.threads
-        ops = TURN * _ops(len(problem.stages), problem.microbatches, STILL_RUNS) * least / threads
+        ops = RESTART_AFTER * _ops(len(problem.stages), problem.microbatches, STILL_RUNS) * least / threads
         ops = max(ops, ROUNDS * CLIMBERS * CHUNK_OPS)
-        return max(1, int((1 - self._used_before(0.0)) * self.effort.seconds * OPS_PER_S / ops))
+        return max(0, int((1 - self._used_before(0.0)) * self.effort.seconds * OPS_PER_S / ops) - 1)
 
     def _used_before(self, part: float) -> float:
         return part if self.effort.reproducible else min(1.0, self._used())

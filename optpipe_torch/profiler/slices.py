@@ -148,9 +148,9 @@ def _transient_bytes(timer: Timer, benches: Benches, index: int, sizes: LayerByt
     found = [(one, _excesses(timer, one, sizes, into.carry)) for one in cut]
     for op, most in sizes.own_transient.items():
         prefix, fixed = 0, 0
-        for turn, (sliced, excesses) in enumerate(found):
+        for number, (sliced, excesses) in enumerate(found):
             share, needs = sliced.spans[0][1] / tokens, excesses[op][0]
-            if turn < len(shortest):
+            if number < len(shortest):
                 line = math.ceil((needs - share * most) / (1 - share))
                 least = fixed = into.fixed[op] = max(fixed, min(line, max(most, math.ceil(needs))))
             else:

@@ -209,6 +209,10 @@ class StageExecution:
         """H2D: bring what `layers` offloaded back to the device, then free it on the host."""
         self._passes[microbatch].store.reload(*layers)
 
+    def reload_sizes(self, microbatch: int, layers: Layers) -> list[int]:
+        """The bytes of each storage that a reload would bring back now."""
+        return self._passes[microbatch].store.host_sizes(*layers)
+
     def make_again(self, microbatch: int) -> None:
         """Make all cheap tensors again, as a backward does when it reads them: for measuring."""
         store = self._passes[microbatch].store

@@ -6,7 +6,7 @@ On CUDA there are no such threads; `streams.StreamLanes` puts the same order and
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -32,6 +32,11 @@ class LaneOps:
     """Whether that would not take any waiting."""
     transfer: Callable[[Op], None]
     """Do an offload or a reload."""
+    sizes: Callable[[Op], Sequence[int]] = lambda _: ()
+    """The bytes of each storage that a reload brings back."""
+    due: Mapping[str, int] = field(default_factory=dict)
+    """By reload: how many ops of the compute lane are forecast to start before the last offload is over that it waits
+    for."""
 
     def watched(self) -> frozenset[str]:
         """The ops that an op of another lane waits for."""

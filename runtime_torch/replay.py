@@ -1,11 +1,12 @@
 """One device's share of a schedule: its ops in order, with their waits, tensors handed from op to op.
 
 `step` walks the compute lane; the transfer lanes run beside it. Order and waits of the schedule are followed to the
-letter, its times are ignored.
+letter. Its times are ignored, but for when a GPU's host issues a reload that could make its compute stream wait.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -159,7 +160,7 @@ class Replay:
         self._mailbox = mailbox
         self._timeline = OpRecorder(self._on)
         backend = Cuda(self._on) if self._on.type == "cuda" else backend
-        self._lanes = self._make_lanes(waits(schedule, device), on_failure, backend)
+        self._lanes = self._make_lanes(waits(schedule, device), reloads_due(schedule, device), on_failure, backend)
         self._recomputed: dict[tuple[int, int], list[Layers]] = defaultdict(list)
         for op in self.plan.compute:
             if isinstance(op, ir.Recompute):
@@ -190,6 +191,7 @@ class Replay:
     def _make_lanes(
         self,
         messages: dict[str, list[str]],
+        due: dict[str, int],
         on_failure: Callable[[BaseException], None] | None,
         backend: Backend | None,
     ) -> Lanes:
@@ -208,6 +210,8 @@ class Replay:
             self._mailbox.wait,
             self._mailbox.is_delivered,
             self._transfer,
+            self._reload_sizes,
+            due,
         )
         if backend is None:
             return ThreadLanes(work, on_failure)
@@ -378,6 +382,13 @@ class Replay:
             (execution.offload if there else execution.reload)(self._unit(op), op.layers)
         self._timeline.add(op.id, "d2h" if there else "h2d", start, self._timeline.now())
 
+    def _reload_sizes(self, op: ir.Op) -> Sequence[int]:
+        """The bytes of each storage that a reload brings back; nothing is known of a stand-in's."""
+        stage = self.stages[op.stage]
+        if isinstance(stage, StageExecution) and isinstance(op, ir.Reload):
+            return stage.reload_sizes(self._unit(op), op.layers)
+        return ()
+
     def _start(self, due: _Due) -> Mark:
         """Wait for all that the op needs; return its start."""
         self._lanes.start(due.id)
@@ -400,6 +411,20 @@ class Replay:
         nbytes = None if self._message_bytes is None else self._message_bytes(border, unit)
         self._meter.hold(tensor.untyped_storage(), nbytes)
         return tensor
+
+
+def reloads_due(schedule: ir.Schedule, device: int) -> dict[str, int]:
+    """Return by reload how many ops of the compute lane are forecast to start before the last offload is over that it,
+    or a reload before it, waits for."""
+    plan = schedule.devices[device]
+    times = {timed.op.id: timed for timed in schedule.timed(device, messages=True)}
+    starts = [times[op.id].start_ns for op in plan.compute]
+    ends = {op.id: times[op.id].end_ns for op in plan.d2h}
+    found, last = {}, 0
+    for op in plan.h2d:
+        last = max([last, *(ends.get(name, 0) for name in op.after)])
+        found[op.id] = bisect_left(starts, last)
+    return found
 
 
 def weighted(losses: Sequence[Tensor], microbatches: Sequence[Microbatch]) -> float:

@@ -191,6 +191,10 @@ class SavedTensorStore:
         for holding, storage in zip(holdings, self._carrier.bring(host_copies), strict=True):
             holding.storage = storage
 
+    def host_sizes(self, first: int, end: int) -> list[int]:
+        """The bytes of each storage that a reload of layers [first, end) would bring back."""
+        return [one.nbytes for one in self.holdings if first <= one.layer < end and one.host_copy is not None]
+
     def keep_results(self) -> None:
         """A backward in two halves begins."""
 

@@ -1,10 +1,12 @@
 """The lanes of one device on CUDA: a stream per direction, events where the schedule waits, and no waiting host.
 
-All is issued by the thread that runs the compute lane. A transfer is issued as soon as everything that it waits for has
-been issued, so when it is, the op that the compute lane issued last is in its past; memory from the compute stream's
-allocator is therefore safe to copy into. What a copy has read is freed once the compute stream itself is ordered after
-the copy: not earlier, and without asking the device. Each lane's clock says of the other lanes how many ops it is
-ordered after; clocks also show which waits an earlier one implies.
+All is issued by the thread that runs the compute lane. A transfer is issued as soon as all that it waits for has been
+issued. Then the op that the compute lane issued last is in its past, and memory from the compute stream's allocator is
+safe to copy into; a reload that is issued later waits for that op before it allocates. What a copy has read is freed
+once the compute stream itself is ordered after the copy: not earlier, and without asking the device. A reload that
+would need such memory before, in other sizes, is issued when the compute stream is forecast to have nothing to wait
+for. Each lane's clock says of the other lanes how many ops it is ordered after; clocks also show which waits an earlier
+one implies.
 """
 
 from __future__ import annotations
@@ -104,11 +106,14 @@ class StreamLanes:
         self._place = {op.id: index for lane in self._lanes for index, op in enumerate(lane.ops)}
         self._passed: dict[str, _Passed] = {}
         self._deferred = False
-        """Whether a transfer has all but the delivery of a message."""
+        """Whether a transfer has all but the delivery of a message, or is early."""
+        self._last: _Passed | None = None
+        """The op of the compute lane, no message, that was issued last."""
 
     def begin(self) -> None:
         """The other streams start after what the compute stream has been given so far."""
         self._passed.clear()
+        self._last = None
         self._lanes[COMPUTE].stream = self._backend.compute_stream()
         for lane in self._lanes:
             lane.next, lane.clock = 0, [0, 0, 0]
@@ -170,24 +175,31 @@ class StreamLanes:
             issued = False
             for index in (D2H, H2D):
                 lane = self._lanes[index]
-                while lane.next < len(lane.ops) and self._is_ready(lane.ops[lane.next].id):
+                while lane.next < len(lane.ops) and self._is_ready(lane.ops[lane.next]):
                     self._transfer(index, lane.ops[lane.next])
                     issued = True
 
-    def _is_ready(self, op_id: str) -> bool:
-        if not all(name in self._passed for name in self._work.waits[op_id]):
+    def _is_ready(self, op: Op) -> bool:
+        if not all(name in self._passed for name in self._work.waits[op.id]):
             return False
-        if all(map(self._work.is_delivered, self._work.messages[op_id])):
+        if all(map(self._work.is_delivered, self._work.messages[op.id])) and not self._is_early(op):
             return True
         self._deferred = True
         return False
+
+    def _is_early(self, op: Op) -> bool:
+        """Whether a reload would make the compute stream wait for offloads that are forecast to last longer."""
+        if self._lanes[COMPUTE].next >= self._work.due.get(op.id, 0):
+            return False
+        before = [self._passed[name].clock[D2H] for name in self._work.waits[op.id]]
+        return not self._carrier.has_room(self._work.sizes(op), max([self._lanes[H2D].clock[D2H], *before]))
 
     def _transfer(self, index: int, op: Op) -> None:
         lane = self._lanes[index]
         with self._backend.on(lane.stream):
             self._join(index, op.id)
             self._settle()
-            self._carrier.enter(lane.next, lane.clock[D2H], self._lanes[COMPUTE].stream, self._catch_up)
+            self._carrier.enter(lane.next, lane.clock[D2H], self._lanes[COMPUTE].stream, self._catch_up, self._follow)
             self._work.transfer(op)
         self._pass(index, op.id)
 
@@ -206,6 +218,14 @@ class StreamLanes:
         self._order(self._lanes[COMPUTE], self._passed[self._work.d2h[offloads - 1].id])
         self._settle()
 
+    def _follow(self) -> None:
+        """Order the reloads after the op that the compute lane issued last, which may have freed what they allocate."""
+        lane, last = self._lanes[H2D], self._last
+        if last is not None and lane.clock[COMPUTE] < last.clock[COMPUTE]:
+            if last.event is None:
+                last.event = self._backend.record(self._lanes[COMPUTE].stream)
+            self._order(lane, last)
+
     def _order(self, lane: _Lane, passed: _Passed) -> None:
         self._backend.wait(lane.stream, passed.event)
         lane.clock = [max(pair) for pair in zip(lane.clock, passed.clock, strict=True)]
@@ -214,10 +234,12 @@ class StreamLanes:
         lane = self._lanes[index]
         lane.next += 1
         lane.clock[index] = lane.next
+        is_message = index == COMPUTE and op_id.startswith(("send", "recv"))
         if op_id in self._watched:
-            is_message = index == COMPUTE and op_id.startswith(("send", "recv"))
             event = None if is_message else self._backend.record(lane.stream)
             self._passed[op_id] = _Passed(event, tuple(lane.clock))
+        if index == COMPUTE and not is_message:
+            self._last = self._passed.get(op_id) or _Passed(None, tuple(lane.clock))
 
     def _settle(self) -> None:
         """Free what no stream that could get the memory can still see in use."""
@@ -247,14 +269,42 @@ class StreamCarrier:
     """The first offload of which this op was handed a storage."""
     _compute: Any = None
     _catch_up: Callable[[int], None] = lambda _: None
+    _follow: Callable[[], None] = lambda: None
 
-    def enter(self, op: int, ordered_after: int, compute: Any, catch_up: Callable[[int], None]) -> None:
+    def enter(
+        self,
+        op: int,
+        ordered_after: int,
+        compute: Any,
+        catch_up: Callable[[int], None],
+        follow: Callable[[], None],
+    ) -> None:
         """Op number `op` of a transfer lane begins; its stream is ordered after so many offloads.
 
-        `catch_up` orders the compute stream after so many, too, and settles.
+        `catch_up` orders the compute stream after so many, too, and settles; `follow` orders the reloads' stream after
+        what the compute stream has been given.
         """
-        self._op, self._ordered_after, self._compute, self._catch_up = op, ordered_after, compute, catch_up
+        self._op, self._ordered_after, self._compute = op, ordered_after, compute
+        self._catch_up, self._follow = catch_up, follow
         self._earliest = ordered_after
+
+    def has_room(self, sizes: Sequence[int], ordered_after: int) -> bool:
+        """Whether a reload of storages of these sizes, ordered after so many offloads, lets the compute stream go on.
+
+        It does where no offload has left anything that the compute stream does not know to be free, or where each size
+        is found among that, and nothing older stays behind.
+        """
+        left = [(op, storage.nbytes() if is_ours else -1) for op, storage, is_ours in self._leaving]
+        left = [one for one in left if one[0] < ordered_after]
+        if not left:
+            return True
+        earliest = ordered_after
+        for nbytes in sizes:
+            index = next((i for i in reversed(range(len(left))) if left[i][1] == nbytes), None)
+            if index is None:
+                return False
+            earliest = min(earliest, left.pop(index)[0])
+        return all(op <= earliest for op, _ in left)
 
     def take(self, storages: list[UntypedStorage]) -> list[HostCopy]:
         """D2H."""
@@ -310,6 +360,7 @@ class StreamCarrier:
     def _allocate(self, nbytes: int) -> UntypedStorage:
         if self._leaving and self._leaving[0][0] < self._ordered_after:
             self._catch_up(self._ordered_after)
+        self._follow()
         with self._backend.on(self._compute):
             storage = self._backend.empty(nbytes)
         self._meter.hold(storage)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
 
 import pytest
+from msgspec import structs
 
 torch = pytest.importorskip("torch")
 from runtime_cases import MODEL, TEXT, promise_exactly, schedule  # noqa: E402
 from small_schedules import Shape  # noqa: E402
 from stream_device import LateDevice, PoisoningMeter  # noqa: E402
+from timed_streams import step_ns  # noqa: E402
 
+from optpipe_compiler.documents import ir  # noqa: E402
 from optpipe_compiler.errors import RunFailed  # noqa: E402
 from optpipe_torch.models import known as models  # noqa: E402
 from runtime_torch import engine  # noqa: E402
@@ -131,7 +135,7 @@ def test_a_device_without_transfers_has_no_events():
 class Lanes:
     """Stream lanes over named ops; a transfer copies storages of the given sizes."""
 
-    def __init__(self, waits, *, sizes=None, host_bytes=1000, messages=None):
+    def __init__(self, waits, *, sizes=None, host_bytes=1000, messages=None, due=None):
         self.device, self.meter, self.host = LateDevice(), Meter(), Meter()
         self.sizes = sizes or {}
         self.host_copies = {}
@@ -147,6 +151,8 @@ class Lanes:
             self.delivered.append,
             self.arrived.__contains__,
             self.transfer,
+            lambda op: [copy.nbytes for copy in self.host_copies[op.id[1:]]],
+            due or {},
         )
         self.lanes = StreamLanes(work, self.device, self.carrier)
 
@@ -192,10 +198,10 @@ def test_a_reload_takes_over_only_what_nobody_else_held():
         host_copies = []
         with device.on(device.new_stream()):
             for op in range(2):
-                carrier.enter(op, 0, device.compute, caught_up.append)
+                carrier.enter(op, 0, device.compute, caught_up.append, lambda: None)
                 host_copies += carrier.take([storages.pop(0)])
             carrier.settle(1, 0)
-            carrier.enter(0, 2, device.compute, caught_up.append)
+            carrier.enter(0, 2, device.compute, caught_up.append, lambda: None)
             (there,) = carrier.bring(host_copies[:1])
         assert (there.data_ptr() == address) == (not held)
         assert caught_up == ([2] if held else [])
@@ -285,12 +291,74 @@ def test_where_no_storage_fits_the_compute_stream_waits_for_the_offloads_before_
     assert lanes.meter.current_bytes == 5
 
 
+def test_a_reload_that_no_storage_fits_is_issued_when_the_offloads_are_forecast_to_be_over():
+    """Else F1 would wait for D1; and what F1 frees is not the reload's before F1 is over."""
+    waits = {"F0": [], "F1": [], "F2": [], "F3": ["H0"], "D0": ["F0"], "D1": ["F0"], "H0": ["D1"]}
+    lanes = Lanes(waits, sizes={"D0": [6], "D1": [2, 2]}, due={"H0": 2})
+    lanes.host_copies = Fixed({"0": [5]}, lanes)
+    lanes.lanes.begin()
+    lanes.run("F0")
+    assert lanes.run("F1") == [
+        ("wait", "h2d", "d2h"),
+        ("wait", "compute", "d2h"),
+        ("record", "compute"),
+        ("wait", "h2d", "compute"),
+        ("empty", 5),
+        ("copy", "h2d", 5),
+        ("record", "h2d"),
+    ]
+    assert lanes.run("F2") == []
+
+
+def test_a_reload_that_is_early_is_issued_where_it_is_waited_for():
+    waits = {"F0": [], "F1": ["H0"], "D0": ["F0"], "D1": ["F0"], "H0": ["D1"]}
+    lanes = Lanes(waits, sizes={"D0": [6], "D1": [2, 2]}, due={"H0": 2})
+    lanes.host_copies = Fixed({"0": [5]}, lanes)
+    lanes.lanes.begin()
+    assert ("empty", 5) not in lanes.run("F0")
+    assert ("empty", 5) in lanes.run("F1")
+
+
+def test_a_reload_that_is_handed_all_of_its_memory_is_never_early():
+    waits = {"F0": [], "F1": [], "F2": ["H0"], "D0": ["F0"], "D1": ["F0"], "H0": ["D1"]}
+    lanes = Lanes(waits, sizes={"D0": [6], "D1": [6]}, due={"H0": 2})
+    lanes.lanes.begin()
+    assert ("copy", "h2d", 6) in lanes.run("F0")
+
+
+def test_a_reload_after_a_late_message_allocates_nothing_that_a_running_op_may_have_freed():
+    waits = {"F0": [], "s0": [], "F1": [], "F2": ["H0"], "D0": ["F0"], "H0": ["D0", "s0"]}
+    lanes = Lanes(waits, messages={"H0": ["s0"]}, sizes={"D0": [6]})
+    lanes.arrived.clear()
+    lanes.lanes.begin()
+    lanes.run("F0", "s0")
+    lanes.carrier.settle(1, 0)  # what the offload read is free
+    lanes.arrived.add("s0")
+    calls = lanes.run("F1")
+    assert calls.index(("wait", "h2d", "compute")) < calls.index(("empty", 6))
+
+
+HALVES = Path(__file__).parent / "h100_halves.json"
+"""A plan for halves of a Llama's decoder layers on one H100, with 46 offloads; an attention saves other sizes than a
+feed-forward. The model is taken to a 64th of its width here."""
+
+
+def test_streams_take_no_longer_than_forecast_where_layers_save_different_sizes(monkeypatch):
+    plan = ir.load(HALVES)
+    config = plan.model.config | {"hidden": 64, "ffn": 172, "heads": 1, "vocab": 512, "sequence": 64}
+    small = structs.replace(plan, model=structs.replace(plan.model, config=config, sequence_length=64))
+    assert step_ns(monkeypatch, small) <= 1.001 * plan.forecast.makespan_ns
+
+
 class Fixed(dict):
     """Parcels of another size than what was offloaded."""
 
     def __init__(self, sizes, lanes):
         super().__init__()
         self.sizes, self.lanes = sizes, lanes
+
+    def __getitem__(self, name):
+        return [pageable(size) for size in self.sizes[name]]
 
     def pop(self, name):
         return [self.lanes.carrier._pool.take(size) for size in self.sizes[name]]

@@ -430,7 +430,7 @@ class Baseline(Record, frozen=True, kw_only=True, omit_defaults=False):
 
 
 class Forecast(Record, frozen=True, kw_only=True, omit_defaults=False):
-    """What the compiler expects and proved; no runtime depends on it."""
+    """What the compiler expects and proved; no runtime depends on it, though the times may tell one when to issue."""
 
     objective: Objective
     makespan_ns: Count

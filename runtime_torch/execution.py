@@ -164,7 +164,9 @@ class StageExecution:
         try:
             if run.output is None:
                 return None
-            engine.accumulate([run.output], [self._root(run, gradient)])
+            root = self._root(run, gradient)
+            run.store.let_go()
+            engine.accumulate([run.output], [root])
             return None if run.leaf is None else run.leaf.grad
         finally:
             self._release(run)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from runtime_torch.surroundings import Autocast
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Holding:
     """One saved storage: on the device (`storage`), on the host (`host_copy`), or for the time being nowhere."""
 

@@ -13,7 +13,7 @@ class Meter:
     """Bytes of activation storages that live on one device, each storage once however many hold it; thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector of garbage may release within
         self._holders: dict[int, tuple[int, int]] = {}
         self.current_bytes = 0
         self.peak_bytes = 0

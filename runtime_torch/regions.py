@@ -17,7 +17,7 @@ from runtime_torch.store import SavedTensorStore
 from runtime_torch.surroundings import autocast_as, autocast_now
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from torch import UntypedStorage
 
@@ -75,6 +75,12 @@ class SelectiveStore(SavedTensorStore):
         return sum(one.nbytes for region in self._regions for one in region.holdings if one.storage is not None)
 
     # -- what reading and finishing change
+
+    def let_go(self, kept: Collection[Holding] = ()) -> None:
+        """Keep what pieces are made again from, and what of them is dropped."""
+        needed = {slot.holding for region in self._regions for slot in (*_slots_among(region.inputs), *region.slots)}
+        made = {holding for region in self._regions for holding in region.holdings}
+        super().let_go({*kept, *needed, *made})
 
     def keep_results(self) -> None:
         """A backward in two halves begins: results that are made again stay for the second."""

@@ -9,6 +9,7 @@ the graph refers to slots only; putting an equal one back (recompute, reload) ma
 from __future__ import annotations
 
 import math
+import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -194,6 +195,19 @@ class SavedTensorStore:
     def host_sizes(self, first: int, end: int) -> list[int]:
         """The bytes of each storage that a reload of layers [first, end) would bring back."""
         return [one.nbytes for one in self.holdings if first <= one.layer < end and one.host_copy is not None]
+
+    def let_go(self, kept: Collection[Holding] = ()) -> None:
+        """A whole backward begins: what is saved is freed with the last node that reads it, as torch itself does,
+        but for the `kept`."""
+        mine = [holding for holding in self._live() if holding not in kept]
+        for holding in mine:
+            assert holding.storage is not None
+            self._by_address.pop(holding.storage.data_ptr(), None)
+            weakref.finalize(holding, self.meter.release, holding.storage)
+            holding.slots.clear()
+        gone = set(mine)
+        self.holdings = [holding for holding in self.holdings if holding not in gone]
+        self.slots = [slot for slot in self.slots if slot.holding not in gone]
 
     def keep_results(self) -> None:
         """A backward in two halves begins."""

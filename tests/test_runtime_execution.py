@@ -435,6 +435,40 @@ def test_memory_is_really_free_when_the_meter_says_so():
     assert part.checkpoint_bytes(0) == 16
 
 
+@pytest.mark.parametrize("selective", [False, True])
+def test_a_whole_backward_frees_what_is_saved_as_it_reads_it(selective):
+    """When the gradient of a block's output is known, all that was saved behind it is free; from what cheap pieces are
+    made again stays."""
+    meter, seen = Meter(), []
+    first, second = Block(), Block()
+
+    class Watched(nn.Module):
+        def forward(self, x):
+            x = x * 1.0
+            x.register_hook(lambda _: seen.append(meter.current_bytes))
+            return x
+
+    layers = [first, Watched(), second]
+    stage = StageExecution(
+        layers,
+        1,
+        is_first=False,
+        is_last=False,
+        device="cpu",
+        meter=meter,
+        host_meter=Meter(),
+        selective=[3] if selective else [],
+    )
+    x = torch.randn(ROWS, LENGTH, WIDTH)
+    out = stage.forward(0, x)
+    behind = stage.saved_bytes(0, (3, 4))
+    before = meter.current_bytes
+    stage.backward(0, torch.ones_like(out))
+    (left,) = seen
+    assert before - behind <= left < before if selective else left == before - behind < before
+    assert meter.current_bytes == 0
+
+
 def test_the_input_is_free_once_the_forward_is_over_and_nothing_saved_it():
     class Twice(nn.Module):
         def forward(self, x):

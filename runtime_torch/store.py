@@ -50,7 +50,7 @@ class SavedTensorStore:
     """In the order of saving."""
     holdings: list[Holding] = field(default_factory=list)
     _by_address: dict[int, Holding] = field(default_factory=dict)
-    _pack_again: Callable[[Tensor], Tensor] | None = None
+    _pack_again: Callable[[Tensor], Slot | Tensor] | None = None
     """In a recompute: what gives dropped holdings back."""
 
     # -- saving and reading
@@ -73,21 +73,26 @@ class SavedTensorStore:
     @contextmanager
     def refilled(
         self, slots: Iterable[Slot], holdings: Collection[Holding], what: str
-    ) -> Iterator[Callable[[Tensor], Tensor]]:
+    ) -> Iterator[Callable[[Tensor], Slot | Tensor]]:
         """Within: what autograd saves, which is what the slots are for in their order, gives the `holdings` among
-        theirs their storages back; raise RunFailed where `what` saves something else."""
+        theirs their storages back; raise RunFailed where `what` saves something else.
+
+        The graph that is made meanwhile keeps nothing that the store does not.
+        """
         left = iter(slots)
 
-        def pack(tensor: Tensor) -> Tensor:
+        def pack(tensor: Tensor) -> Slot | Tensor:
             if not self.is_constant(tensor):
                 slot = next(left, None)
                 if slot is None or not _matches(slot, tensor, whole=slot.holding in holdings):
                     raise RunFailed(f"{what} did not save what the forward saved")
                 if slot.holding.storage is None and slot.holding in holdings:
                     self.put_back(slot.holding, tensor.untyped_storage())
+                if slot.holding.storage is not None:
+                    return slot
             return tensor.detach()
 
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
+        with saved_tensors_hooks(pack, lambda handle: SavedTensorStore.read(self, handle)):
             yield pack
         if next(left, None) is not None:
             raise RunFailed(f"{what} saved fewer tensors than the forward did")

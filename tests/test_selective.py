@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -136,8 +138,12 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
 
 from optpipe_compiler.costs.models import Architecture  # noqa: E402
+from optpipe_torch.models import text  # noqa: E402
 from optpipe_torch.models.layers import Block  # noqa: E402
 from optpipe_torch.profiler.allocator import watch  # noqa: E402
+from optpipe_torch.profiler.child import measure_sizes  # noqa: E402
+from optpipe_torch.profiler.layers import Benches, transient_bytes  # noqa: E402
+from optpipe_torch.profiler.timer import Timer  # noqa: E402
 from runtime_torch import cheap  # noqa: E402
 from runtime_torch.execution import StageExecution  # noqa: E402
 
@@ -324,3 +330,37 @@ def test_estimates_know_it_and_drop_what_the_runtime_drops():
     assert light is not None
     assert counted.sizes.saved - light.saved == saved - less
     assert counted.work["selective"].kernels
+
+
+@pytest.mark.parametrize("granularity", ["block", "half"])
+def test_a_stage_of_several_layers_needs_no_more_than_it_is_charged(granularity):
+    """In a recompute above all: what its forward drops at the end of a layer must be free then."""
+    sizes = {"layers": 3, "hidden": 64, "heads": 2, "kv_heads": 2, "head_dim": 32, "ffn": 172, "vocab": 256}
+    config = {"kind": "llama", **sizes, "granularity": granularity}
+    model = profile.Model(
+        builder="transformer", config=config, microbatch_size=2, sequence_length=32, dtype="fp32", seed=0
+    )
+    blocks = ["attention", "ffn"] * 3 if granularity == "half" else ["block"] * 3
+    names = ["embedding", *blocks, "head"]
+    benches, timer = Benches(model, text.default_text()), Timer()
+    measured = measure_sizes(timer, benches, names, 2**30)
+    for first, end in [(1, 3), (1, 4), (2, 4)] + [(2, 5), (1, 7)] * (granularity == "half"):
+        layers = [measured[name] for name in names[first:end]]
+        light = [replace(one, saved=one.selective.saved, captured=one.selective.captured) for one in layers]
+        found = transient_bytes(timer, benches, first, end, light, selective=True)
+        dropped = {
+            "forward": [one.saved - one.selective.saved for one in layers],
+            "backward_input": [one.selective.transient for one in layers],
+            "backward": [one.selective.transient for one in layers],
+            "backward_weight": [0] * len(layers),
+        }
+        for op, more in dropped.items():
+            charged = max(one.transient[op] + extra for one, extra in zip(layers, more, strict=True))
+            assert found[op] <= charged, (first, end, op)
+
+
+def test_no_garbage_is_collected_while_memory_is_watched():
+    """What ops before have left would go in the middle of an op, which would seem to need less."""
+    seen = []
+    watch({"op": lambda: seen.append(gc.isenabled())})
+    assert (seen, gc.isenabled()) == ([False], True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from optpipe_torch.profiler.allocator import no_collection
 from optpipe_torch.profiler.copies import stream_lanes
 from optpipe_torch.profiler.timer import Timer
 from optpipe_torch.profiler.topology import pci_address, root_port
@@ -103,12 +104,13 @@ class CudaTimer(Timer):
         """By the caching allocator's own count, which includes its rounding."""
         gc.collect()  # stages that know their lanes: a GPU may not have room for those measured before, too
         found = {}
-        for name, op in ops.items():
-            torch.cuda.reset_peak_memory_stats(self.device)
-            before = torch.cuda.memory_allocated(self.device)
-            kept = op()
-            found[name] = torch.cuda.max_memory_allocated(self.device) - before
-            del kept
+        with no_collection():
+            for name, op in ops.items():
+                torch.cuda.reset_peak_memory_stats(self.device)
+                before = torch.cuda.memory_allocated(self.device)
+                kept = op()
+                found[name] = torch.cuda.max_memory_allocated(self.device) - before
+                del kept
         return found
 
     def lanes(self, stage: StageExecution, host_bytes: int) -> Callable[[LaneOps], Lanes]:

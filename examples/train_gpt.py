@@ -106,6 +106,7 @@ def join() -> torch.device:
     """Join the processes that torchrun started; return this one's device."""
     local = int(os.environ["LOCAL_RANK"])
     if torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # holds little more than is in use
         torch.cuda.set_device(local)
         dist.init_process_group("nccl", device_id=torch.device("cuda", local))
         return torch.device("cuda", local)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import weakref
 from dataclasses import dataclass, field, replace
 from itertools import cycle
@@ -18,6 +19,7 @@ from stream_device import LateDevice, PoisoningMeter, Stream  # noqa: E402
 from optpipe_compiler.documents.files import canonical  # noqa: E402
 from optpipe_compiler.documents.profile import parse, value_of  # noqa: E402
 from optpipe_compiler.view.measured import render  # noqa: E402
+from optpipe_torch.launch.worker import ALLOCATOR_SETTINGS, settle_on_gpu  # noqa: E402
 from optpipe_torch.models import text  # noqa: E402
 from optpipe_torch.profiler import cuda as measure_cuda  # noqa: E402
 from optpipe_torch.profiler import layers as measure_layers  # noqa: E402
@@ -326,3 +328,16 @@ def test_copies_alone_are_missing_where_another_process_of_the_link_made_them():
     (link,) = assemble(TINY.model(), 2, [first, second]).machine.links
     assert isinstance(first.copies_alone, Copies)
     assert value_of(link.d2h_bytes_per_s) == 8 * 10**9
+
+
+@pytest.mark.parametrize("said", ALLOCATOR_SETTINGS)
+def test_the_segments_of_an_allocator_grow_unless_the_environment_says_how_it_shall_be(said, monkeypatch):
+    for name in ALLOCATOR_SETTINGS:
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(said, "max_split_size_mb:512")
+    settle_on_gpu()
+    assert [os.environ.get(name) for name in ALLOCATOR_SETTINGS if name != said] == [None]
+    monkeypatch.delenv(said)
+    settle_on_gpu()
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"

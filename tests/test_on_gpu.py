@@ -20,6 +20,7 @@ from optpipe_compiler.documents.profile import parse, value_of  # noqa: E402
 from optpipe_torch.emulate.alone import emulate  # noqa: E402
 from optpipe_torch.launch.job import gpu_count  # noqa: E402
 from optpipe_torch.launch.run import run  # noqa: E402
+from optpipe_torch.launch.worker import settle_on_gpu  # noqa: E402
 from optpipe_torch.models import text  # noqa: E402
 from optpipe_torch.models.layer_kernels import rms_norm  # noqa: E402
 from optpipe_torch.profiler.copies import time_copies  # noqa: E402
@@ -29,6 +30,8 @@ from optpipe_torch.profiler.measure import MeasureOptions, measure  # noqa: E402
 from runtime_torch.cuda import pinned  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.runtime]
+if gpu_count():
+    settle_on_gpu()  # torch reads its environment once, whichever test is the first
 on_gpu = pytest.mark.skipif(gpu_count() == 0, reason="needs a GPU, and -m gpu")
 SMALL = MeasureOptions(
     devices=2, device="cuda", layers=2, hidden=256, heads=4, sequence_length=128, microbatch_size=4, samples=8

@@ -48,14 +48,18 @@ def emulated(schedule: Schedule, rank: int, steps: int) -> dict[str, Any]:
 
 
 def _allocator() -> dict[str, int]:
-    """Return what the caching allocator had reserved, and what its rounding added at the peak of the watched step."""
+    """Return what the caching allocator held and handed out at most, and what its rounding added to that."""
     import torch
 
     if not torch.cuda.is_available():
         return {}
     stats = torch.cuda.memory_stats()
     allocated, requested = (stats[f"{kind}_bytes.all.peak"] for kind in ("allocated", "requested"))
-    return {"reserved_peak_bytes": stats["reserved_bytes.all.peak"], "rounding_bytes": allocated - requested}
+    return {
+        "reserved_peak_bytes": stats["reserved_bytes.all.peak"],
+        "allocated_peak_bytes": allocated,
+        "rounding_bytes": allocated - requested,
+    }
 
 
 if __name__ == "__main__":

@@ -126,6 +126,7 @@ def _emulations(plans: Found) -> Iterator[str]:
         "promise, GB",
         "store",
         "allocator",
+        "held",
         "host, GB",
         "host",
         "as expected",
@@ -138,7 +139,8 @@ def _emulations(plans: Found) -> Iterator[str]:
         "the compute lane, median and quartiles. `hidden`: of the copies' time, behind "
         f"compute, at least {HIDDEN_AT_LEAST:.0%} of what is `planned`. `store`, `allocator`: activations at most, by "
         "the runtime's count and by torch's allocator, over the promise; the latter between "
-        f"{USED_AT_LEAST:.0%} and 100%. `host`: offloaded bytes at most, and over the promise."
+        f"{USED_AT_LEAST:.0%} and 100%. `held`: what the allocator held of the GPU at most, over what was in use, "
+        "parameters and gradients included. `host`: offloaded bytes at most, and over the promise."
     )
 
 
@@ -156,6 +158,9 @@ def _emulation(report: Found) -> list[str]:
         f"{promised / 1e9:.3g}",
         f"{report['peak_activation_bytes'] / promised:.1%}",
         f"{report['allocator_peak_bytes'] / promised:.1%}",
+        f"{report['reserved_peak_bytes'] / report['allocated_peak_bytes']:.1%}"
+        if "allocated_peak_bytes" in report
+        else "-",
         f"{report['peak_host_bytes'] / 1e9:.3g}" if report["promised_host_bytes"] else "-",
         f"{report['peak_host_bytes'] / report['promised_host_bytes']:.1%}" if report["promised_host_bytes"] else "-",
         ", ".join(unexpected(report)) or "yes",

@@ -69,7 +69,9 @@ def machine(bench: Bench) -> Found:
 
 MARKED = ("test_on_gpu.py", "test_run_emulated.py")
 """The files of tests that are marked gpu: the others need not even be imported."""
-ALLOCATORS = {"plain": {}, "expandable segments": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}}
+PLAIN = {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
+"""Torch's own choice; optpipe's commands choose the other."""
+ALLOCATORS = {"plain": PLAIN, "expandable segments": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}}
 
 
 def tests(bench: Bench) -> Found:
@@ -223,23 +225,31 @@ def _checked(bench: Bench, kind: str) -> Found:
 
 
 def emulate(bench: Bench) -> Found:
-    """Every device of every plan of the large model, one after the other."""
+    """Every device of every plan of the large model, one after the other; on GPUs those of one plan again with
+    torch's plain allocator."""
     found: Found = {}
     for kind in KINDS:
-        path = plan_path(bench, "profile", kind)
-        if not path.exists():
-            bench.failures.append(f"{kind}: not run, there is no plan")
-            continue
-        command = [sys.executable, "-m", "bench.gpu.emulated", path, "--steps", str(bench.sizes.steps)]
-        try:
-            printed = bench.commands.run(command, bench.limit_s("emulate"))
-        except Failed as error:
-            bench.failures.append(f"{kind}: {error}")
-            printed = error.printed
-        found[kind] = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
-        for report in found[kind]:
-            bench.failures += [f"{kind}, device {report['rank']}: {broken}" for broken in broken_promises(report)]
+        _emulate(bench, kind, kind, {}, found)
+    if bench.gpus and found.get("recompute"):
+        _emulate(bench, "recompute", "recompute, plain allocator", PLAIN, found)
     return found
+
+
+def _emulate(bench: Bench, kind: str, name: str, environment: dict[str, str], into: Found) -> None:
+    """Emulate one plan; what it breaks is a failure."""
+    path = plan_path(bench, "profile", kind)
+    if not path.exists():
+        bench.failures.append(f"{name}: not run, there is no plan")
+        return
+    command = [sys.executable, "-m", "bench.gpu.emulated", path, "--steps", str(bench.sizes.steps)]
+    try:
+        printed = bench.commands.run(command, bench.limit_s("emulate"), environment)
+    except Failed as error:
+        bench.failures.append(f"{name}: {error}")
+        printed = error.printed
+    into[name] = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    for report in into[name]:
+        bench.failures += [f"{name}, device {report['rank']}: {broken}" for broken in broken_promises(report)]
 
 
 PROMISES = {

@@ -16,7 +16,7 @@ import torch
 from optpipe_compiler.errors import BadInput
 from optpipe_torch.emulate.peers import Peers
 from optpipe_torch.launch.trace import chrome_trace
-from optpipe_torch.launch.worker import settle_on_cpu
+from optpipe_torch.launch.worker import settle_on_cpu, settle_on_gpu
 from optpipe_torch.models import known as models
 from optpipe_torch.profiler.timer import Timer
 from runtime_torch.batches import Batches
@@ -92,9 +92,12 @@ def emulate(
         raise BadInput("the schedule has no model to run (its profile was not measured): --emulate-peers needs one")
     if not 0 <= rank < schedule.setup.devices:
         raise BadInput(f"--rank is {rank}, expected 0 to {schedule.setup.devices - 1}")
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cpu":
+    if torch.cuda.is_available():
+        settle_on_gpu()
+        device = torch.device("cuda", torch.cuda.current_device())
+    else:
         settle_on_cpu()
+        device = torch.device("cpu")
     alone = _Alone(schedule, rank, device, data, time_scale, seed)
     runs: list[list[OpTime]] = []
     for number in range(steps):

@@ -24,7 +24,7 @@ from optpipe_torch.launch.check import check
 from optpipe_torch.launch.job import gpu_count, ranks_here
 from optpipe_torch.launch.report import KindTime, RankReport, RunReport, StepRecord, forecast_durations
 from optpipe_torch.launch.trace import chrome_trace
-from optpipe_torch.launch.worker import settle_on_cpu
+from optpipe_torch.launch.worker import settle_on_cpu, settle_on_gpu
 from optpipe_torch.models import known as models
 from optpipe_torch.replan.measured import gathered
 from optpipe_torch.replan.replanner import Replanner
@@ -107,6 +107,7 @@ def _meet(place: Place, timeout_s: float, on_failure: Failed) -> Store:
 
 def _device(place: Place, *, training: bool) -> torch.device:
     if training and gpu_count() >= ranks_here(place.world):
+        settle_on_gpu()
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
         return device

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from optpipe_torch.launch.worker import settle_on_gpu
 from optpipe_torch.profiler.allocator import no_collection
 from optpipe_torch.profiler.copies import stream_lanes
 from optpipe_torch.profiler.timer import Timer
@@ -41,6 +42,7 @@ class CudaTimer(Timer):
     """
 
     def __init__(self, index: int) -> None:
+        settle_on_gpu()
         torch.cuda.set_device(index)
         self.device = torch.device("cuda", index)
         properties: Any = torch.cuda.get_device_properties(index)

@@ -35,8 +35,8 @@ class LaneOps:
     sizes: Callable[[Op], Sequence[int]] = lambda _: ()
     """The bytes of each storage that a reload brings back."""
     due: Mapping[str, int] = field(default_factory=dict)
-    """By reload: how many ops of the compute lane are forecast to start before the last offload is over that it waits
-    for."""
+    """By reload: how many ops of the compute lane are forecast to start before the last offload is over that it, or a
+    reload before it, waits for."""
 
     def watched(self) -> frozenset[str]:
         """The ops that an op of another lane waits for."""

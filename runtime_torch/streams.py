@@ -294,17 +294,16 @@ class StreamCarrier:
         It does where no offload has left anything that the compute stream does not know to be free, or where each size
         is found among that, and nothing older stays behind.
         """
-        left = [(op, storage.nbytes() if is_ours else -1) for op, storage, is_ours in self._leaving]
-        left = [one for one in left if one[0] < ordered_after]
+        left = [one for one in self._leaving if one[0] < ordered_after]
         if not left:
             return True
         earliest = ordered_after
         for nbytes in sizes:
-            index = next((i for i in reversed(range(len(left))) if left[i][1] == nbytes), None)
+            index = _fitting(left, nbytes, ordered_after)
             if index is None:
                 return False
             earliest = min(earliest, left.pop(index)[0])
-        return all(op <= earliest for op, _ in left)
+        return all(op <= earliest for op, *_ in left)
 
     def take(self, storages: list[UntypedStorage]) -> list[HostCopy]:
         """D2H."""
@@ -349,13 +348,13 @@ class StreamCarrier:
 
     def _handed_over(self, nbytes: int) -> UntypedStorage | None:
         """A storage of this size that offloads before this op have read, and nobody else held; it stays counted."""
-        for index in range(len(self._leaving) - 1, -1, -1):
-            op, storage, is_ours = self._leaving[index]
-            if is_ours and op < self._ordered_after and storage.nbytes() == nbytes:
-                del self._leaving[index]
-                self._earliest = min(self._earliest, op)
-                return storage
-        return None
+        index = _fitting(self._leaving, nbytes, self._ordered_after)
+        if index is None:
+            return None
+        op, storage, _ = self._leaving[index]
+        del self._leaving[index]
+        self._earliest = min(self._earliest, op)
+        return storage
 
     def _allocate(self, nbytes: int) -> UntypedStorage:
         if self._leaving and self._leaving[0][0] < self._ordered_after:
@@ -365,6 +364,15 @@ class StreamCarrier:
             storage = self._backend.empty(nbytes)
         self._meter.hold(storage)
         return storage
+
+
+def _fitting(leaving: Sequence[tuple[int, UntypedStorage, bool]], nbytes: int, ordered_after: int) -> int | None:
+    """Return the last of what the first offloads, so many, have left that has this size and was nobody else's."""
+    for index in reversed(range(len(leaving))):
+        op, storage, is_ours = leaving[index]
+        if is_ours and op < ordered_after and storage.nbytes() == nbytes:
+            return index
+    return None
 
 
 def _parts(storage: UntypedStorage, host_copy: HostCopy) -> Sequence[Tensor]:

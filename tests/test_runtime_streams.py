@@ -17,7 +17,7 @@ from timed_streams import step_ns  # noqa: E402
 from optpipe_compiler.documents import ir  # noqa: E402
 from optpipe_compiler.errors import RunFailed  # noqa: E402
 from optpipe_torch.models import known as models  # noqa: E402
-from runtime_torch import engine  # noqa: E402
+from runtime_torch import engine, replay  # noqa: E402
 from runtime_torch.execution import StageExecution  # noqa: E402
 from runtime_torch.lanes import LaneOps  # noqa: E402
 from runtime_torch.messages import Mailbox  # noqa: E402
@@ -348,6 +348,8 @@ def test_streams_take_no_longer_than_forecast_where_layers_save_different_sizes(
     config = plan.model.config | {"hidden": 64, "ffn": 172, "heads": 1, "vocab": 512, "sequence": 64}
     small = structs.replace(plan, model=structs.replace(plan.model, config=config, sequence_length=64))
     assert step_ns(monkeypatch, small) <= 1.001 * plan.forecast.makespan_ns
+    monkeypatch.setattr(replay, "reloads_due", lambda *_: {})  # as soon as they may: what an H100 took 532 ms for
+    assert 1.05 * plan.forecast.makespan_ns < step_ns(monkeypatch, small)
 
 
 class Fixed(dict):

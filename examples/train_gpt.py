@@ -107,8 +107,9 @@ def join() -> torch.device:
     local = int(os.environ["LOCAL_RANK"])
     if torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"]):
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # holds little more than is in use
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # streams that wait hold up no others
         torch.cuda.set_device(local)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", local))
+        dist.init_process_group("nccl")
         return torch.device("cuda", local)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

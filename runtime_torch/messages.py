@@ -2,40 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from optpipe_compiler.errors import BadInput
 from runtime_torch.delivery import Delivery
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from runtime_torch.gpu_channels import GpuChannels
     from runtime_torch.meter import Meter
     from runtime_torch.shared import Channels
-
-
-class _OnCuda(Delivery):
-    """The delivery of a message on CUDA, as an event of `channel`: the work itself would hold the buffer."""
-
-    def __init__(self, work: dist.Work, channel: torch.cuda.Stream) -> None:
-        self._device = channel.device
-        self._event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(channel):
-            work.wait()
-            self._event.record(channel)
-
-    def wait(self) -> None:
-        """Let the current stream wait."""
-        torch.cuda.current_stream(self._device).wait_event(self._event)
-
-    def is_delivered(self) -> bool:
-        """Whether it has happened."""
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
 
 
 Issued = dist.Work | Delivery
@@ -53,19 +33,19 @@ class _Message:
 
 
 class Mailbox:
-    """Sends and receives over `group`, whose ranks are the schedule's devices; through `shared` memory where it can.
+    """Sends and receives through `channels` where there are any to the peer, else over `group`; ranks are devices.
 
     A send's buffer has one hold in the meter when it comes here; it is released when the delivery is waited for.
     A receive's buffer is the receiver's. Neither is held here any longer than that.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, meter: Meter, shared: Channels | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, meter: Meter, channels: Channels | GpuChannels | None = None
+    ) -> None:
         self._given = group
-        self._shared = shared
+        self._channels = channels
         self._meter = meter
         self._messages: dict[str, _Message] = {}
-        self._streams: dict[int, torch.cuda.Stream] = {}
-        """On CUDA, by peer: a pair's messages are delivered in their order, those of two pairs in any."""
 
     def begin(self) -> None:
         """A step begins now."""
@@ -83,21 +63,12 @@ class Mailbox:
 
     def post(self, op_id: str, tensor: Tensor, peer: int, *, sent: bool) -> Issued:
         """Put half a message on its way; what carries messages in place of a group does it otherwise."""
-        if self._shared is not None and (half := self._shared.post(tensor, peer, sent=sent)) is not None:
+        if self._channels is not None and (half := self._channels.post(tensor, peer, sent=sent)) is not None:
             return half
         # the default group is not kept: it could not end before Python does, whose end its threads may then abort
         group = dist.group.WORLD if self._given is None else self._given
         assert group is not None
-        return self._held_by_nobody((group.send if sent else group.recv)([tensor], peer, 0), tensor, peer)
-
-    def _held_by_nobody(self, work: dist.Work, tensor: Tensor, peer: int) -> Issued:
-        if not tensor.is_cuda:
-            return work
-        if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0"):
-            raise BadInput("TORCH_NCCL_BLOCKING_WAIT is set, expected not: messages must not hold up the host")
-        if peer not in self._streams:
-            self._streams[peer] = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
-        return _OnCuda(work, self._streams[peer])
+        return (group.send if sent else group.recv)([tensor], peer, 0)
 
     def wait(self, op_id: str) -> None:
         """Return once the message is delivered; a sent buffer is then free. May be called from any thread.

@@ -13,10 +13,11 @@ from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch.batches import Batches
 from runtime_torch.conform import BYTES_TOLERANCE, agree, prepare
 from runtime_torch.evaluate import forward_only
+from runtime_torch.gpu_channels import GpuChannels
 from runtime_torch.messages import Mailbox
 from runtime_torch.replay import Replay, StepResult, weighted
 from runtime_torch.replicas import replicated
-from runtime_torch.shared import channels_of
+from runtime_torch.shared import Channels, channels_of
 from runtime_torch.stages import refuse_parts
 from runtime_torch.swap import Mover, Swap, agree_on, is_same_cut, moves, restaged
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from runtime_torch.bundles import Boundary
     from runtime_torch.microbatch import Keywords
     from runtime_torch.replicas import Replicas, Shards
-    from runtime_torch.shared import Channels
     from runtime_torch.stages import Stages
     from runtime_torch.swap import Move
 
@@ -66,7 +66,7 @@ class Runner:
         self._on_failure = on_failure
         self._ready = False
         agree(schedule, group)
-        self._channels: Channels | None = None
+        self._channels: Channels | GpuChannels | None = None
         self._replay = self._replayed(schedule, stages)
         stages.ties.join(group)
         self._replicated = _replicated(stages)
@@ -174,18 +174,27 @@ class Runner:
 
     def _replayed(self, schedule: ir.Schedule, stages: Stages) -> Replay:
         first = next(iter(stages.values()))
-        if self._channels is not None:
-            self._channels.close()
-        self._channels = channels_of(schedule, self._group) if first.device.type == "cpu" else None
         return Replay(
             schedule,
             dist.get_rank(self._group),
             stages,
             lambda stage, unit: self._batches.boundary(schedule.stages[stage].layers[1] - 1, unit),
-            Mailbox(self._group, first.meter, self._channels),
+            Mailbox(self._group, first.meter, self._met(schedule, first.device)),
             on_weights=self._collect,
             on_failure=self._on_failure,
         )
+
+    def _met(self, schedule: ir.Schedule, device: torch.device) -> Channels | GpuChannels | None:
+        """Return the channels for the messages of a schedule; called by all ranks at one time."""
+        if device.type == "cuda":
+            if not isinstance(self._channels, GpuChannels):
+                self._channels = GpuChannels(self._group, device)
+            self._channels.meet(schedule)
+            return self._channels
+        if isinstance(self._channels, Channels):
+            self._channels.close()
+        self._channels = channels_of(schedule, self._group)
+        return self._channels
 
     def _parts(self) -> list[Shards | Replicas]:
         return [part for parts in self._replicated.values() for part in parts]

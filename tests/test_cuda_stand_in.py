@@ -12,9 +12,10 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
-from optpipe_compiler.errors import BadInput, RunFailed  # noqa: E402
+from optpipe_compiler.errors import RunFailed  # noqa: E402
 from optpipe_torch.emulate.peers import Arrival  # noqa: E402
-from runtime_torch import cuda, messages, timeline  # noqa: E402
+from runtime_torch import cuda, gpu_channels, messages, timeline  # noqa: E402
+from runtime_torch.gpu_channels import GpuChannels  # noqa: E402
 from runtime_torch.messages import Mailbox  # noqa: E402
 from runtime_torch.meter import Meter  # noqa: E402
 from runtime_torch.timeline import OpRecorder  # noqa: E402
@@ -105,18 +106,23 @@ class Group:
     recv = send
 
 
+def on_gpu(device, meter=None):
+    return Mailbox(None, meter or Meter(), GpuChannels(Group(device), "gpu"))
+
+
 @pytest.fixture
 def device(monkeypatch):
     fake = FakeCuda()
-    for module in (messages, timeline):
+    for module in (messages, gpu_channels, timeline):
         monkeypatch.setattr(module, "torch", SimpleNamespace(cuda=fake))
+    monkeypatch.setattr(gpu_channels, "unrecorded", lambda tensor: tensor)
     return fake
 
 
 @pytest.mark.parametrize("kind", ["send", "recv"])
 def test_a_delivery_is_waited_for_by_streams_and_holds_no_buffer(device, kind):
     meter, buffer = Meter(), OnGpu()
-    mailbox = Mailbox(Group(device), meter)
+    mailbox = on_gpu(device, meter)
     storage = StorageWeakRef(buffer.untyped_storage())
     meter.hold(buffer.untyped_storage())
     getattr(mailbox, kind)("message", buffer, 1)
@@ -136,24 +142,18 @@ def test_a_delivery_is_waited_for_by_streams_and_holds_no_buffer(device, kind):
 
 
 def test_messages_of_two_peers_are_delivered_on_streams_of_their_own(device):
-    mailbox = Mailbox(Group(device), Meter())
+    mailbox = on_gpu(device)
     for number, peer in enumerate((1, 2, 1)):
         mailbox.recv(str(number), OnGpu(), peer)
     assert device.log == ["channel 1 joins 1", "channel 2 joins 2", "channel 1 joins 1"]
 
 
 def test_a_sent_buffer_can_be_freed_without_waiting_once_its_event_has_happened(device):
-    mailbox, buffer = Mailbox(Group(device), Meter()), OnGpu()
+    mailbox, buffer = on_gpu(device), OnGpu()
     mailbox.send("message", buffer, 1)
     assert not mailbox.is_delivered("message")
     device.events[-1].happened = True
     assert mailbox.is_delivered("message")
-
-
-def test_a_setting_that_makes_messages_hold_up_the_host_is_refused(device, monkeypatch):
-    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
-    with pytest.raises(BadInput, match="TORCH_NCCL_BLOCKING_WAIT is set"):
-        Mailbox(Group(device), Meter()).send("message", OnGpu(), 1)
 
 
 def test_what_an_emulated_peer_gets_arrives_after_it_is_computed():

@@ -27,6 +27,7 @@ from optpipe_torch.profiler.copies import MICROBATCHES, _alone, _Copier, _duplex
 from optpipe_torch.profiler.cuda import CudaTimer  # noqa: E402
 from optpipe_torch.profiler.records import Copies, Messages, assemble  # noqa: E402
 from optpipe_torch.profiler.timer import Timer  # noqa: E402
+from runtime_torch.gpu_channels import CONNECTIONS  # noqa: E402
 from tests import test_cli  # noqa: E402
 from tests.test_measure import TINY, findings  # noqa: E402
 
@@ -341,3 +342,12 @@ def test_the_segments_of_an_allocator_grow_unless_the_environment_says_how_it_sh
     monkeypatch.delenv(said)
     settle_on_gpu()
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
+@pytest.mark.parametrize(("said", "found"), [(None, "32"), ("16", "16")])
+def test_streams_have_work_queues_of_their_own_unless_the_environment_says_how_many_there_are(said, found, monkeypatch):
+    monkeypatch.setenv(CONNECTIONS, said or "")
+    if said is None:
+        monkeypatch.delenv(CONNECTIONS)
+    settle_on_gpu()
+    assert os.environ[CONNECTIONS] == found

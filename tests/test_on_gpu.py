@@ -11,6 +11,7 @@ import os
 import pytest
 
 torch = pytest.importorskip("torch")
+import torch.distributed as dist  # noqa: E402
 from runtime_cases import TEXT  # noqa: E402
 from test_runtime_streams import one_device  # noqa: E402
 
@@ -28,6 +29,7 @@ from optpipe_torch.profiler.cuda import CudaTimer  # noqa: E402
 from optpipe_torch.profiler.layers import Benches  # noqa: E402
 from optpipe_torch.profiler.measure import MeasureOptions, measure  # noqa: E402
 from runtime_torch.cuda import pinned  # noqa: E402
+from runtime_torch.gpu_channels import unrecorded  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.runtime]
 if gpu_count():
@@ -55,6 +57,54 @@ def test_a_device_alone_has_the_gradients_of_the_unpipelined_model_within_its_pr
     assert 0 < rank.peak_activation_bytes <= rank.promised_activation_bytes
     assert 0 < rank.peak_host_bytes <= rank.promised_host_bytes
     assert len(report.losses) == 3
+
+
+@on_gpu
+def test_a_message_leaves_its_buffer_to_what_comes_next_on_the_stream_and_torch_alone_would_not():
+    aside = torch.cuda.Stream()
+
+    def is_used_again(sent):
+        torch.cuda.synchronize()
+        buffer = torch.empty(4 << 20, dtype=torch.uint8, device="cuda")
+        address = buffer.data_ptr()
+        with torch.cuda.stream(aside):
+            torch.cuda._sleep(10**9)
+        sent(buffer).record_stream(aside)  # as torch does with what is sent over NCCL
+        del buffer
+        return torch.empty(4 << 20, dtype=torch.uint8, device="cuda").data_ptr() == address
+
+    assert not is_used_again(lambda buffer: buffer)
+    assert is_used_again(unrecorded)
+
+
+@on_gpu
+def test_streams_that_wait_hold_up_no_others():
+    streams = [torch.cuda.Stream() for _ in range(16)]
+    with torch.cuda.stream(streams[0]):
+        torch.cuda._sleep(10**9)
+        late = torch.cuda.Event()
+        late.record()
+    ends = []
+    for number, stream in enumerate(streams[1:]):
+        with torch.cuda.stream(stream):
+            if number % 2:
+                stream.wait_event(late)
+            torch.zeros(1, device="cuda").add_(1)
+            ends.append(stream.record_event())
+    for end in ends[::2]:
+        end.synchronize()
+    assert not late.query()
+
+
+@on_gpu
+def test_an_eager_group_is_known_and_can_be_split():
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    try:
+        assert dist.group.WORLD.bound_device_id == torch.device("cuda", 0)
+        assert dist.split_group(dist.group.WORLD, [[0]], group_desc="optpipe").size() == 1
+    finally:
+        dist.destroy_process_group()
 
 
 @on_gpu

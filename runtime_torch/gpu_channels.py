@@ -108,7 +108,8 @@ def unrecorded(tensor: Tensor) -> Tensor:
     allocator has seen that stream get there: where the host is ahead, freed buffers pile up beside what was promised.
     Here streams wait for the delivery before a buffer is freed.
     """
-    return from_dlpack(to_dlpack(tensor.detach().reshape(-1).view(torch.uint8)))
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    return from_dlpack(to_dlpack(flat))
 
 
 def pairs_of(schedule: ir.Schedule) -> set[Pair]:

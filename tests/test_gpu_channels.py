@@ -155,6 +155,11 @@ def test_settings_that_make_messages_wait_for_each_other_are_refused(monkeypatch
         GpuChannels(Group([]), torch.device("cpu"))
 
 
+def test_a_single_element_is_sent_whatever_its_stride():
+    buffer = torch.arange(10.0)[5:].as_strided((1, 1), (7, 3))
+    assert unrecorded(buffer).view(torch.float32).tolist() == [5.0]
+
+
 @pytest.mark.parametrize("shape", [(), (0,), (3, 4)], ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_what_is_sent_is_the_memory_of_the_buffer_and_keeps_it(shape, dtype):

@@ -253,6 +253,7 @@ class _Compilation:
         if self.incumbents.winner() is None:
             least.find()
             least.refuse()
+        least.find_quick()
         if self.options.search:
             exact(self.incumbents, self.budget)
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from optpipe_compiler.documents.profile import Layer, Link, Machine, Profile
 from optpipe_compiler.errors import Infeasible
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.placement import Layout
@@ -16,7 +17,7 @@ from optpipe_compiler.plan.candidates import Candidates
 from optpipe_compiler.plan.incumbents import Attempt, Incumbents
 from optpipe_compiler.plan.least_memory import LeastMemory
 from optpipe_compiler.solver import minimum
-from tests.instances import problem
+from tests.instances import problem, quick
 
 LIMIT, SOLVE = 20, 6
 """Of a clock that ticks with each look at what the search has found, and with each solve by so much."""
@@ -119,6 +120,33 @@ def test_the_search_goes_on_where_the_solver_is_missing(clock, monkeypatch):
         raise explore.MissingDependency("compile needs ortools: pip install ortools")
 
     monkeypatch.setattr(minimum, "one_at_a_time", none)
-    assert searched(100, placements=1).winner() is None
+    assert searched(1, placements=1).winner() is None
     assert missing.calls == 1
     assert LIMIT <= clock.now <= LIMIT + 1
+    assert searched(100, placements=1).winner() is not None
+
+
+def test_slow_links_leave_plans_as_good_as_those_without_offloads():
+    """Where all treatments that the search begins with hold too much, recomputing takes a hundredth of offloading."""
+    saved, left = (50, 200, 100, 100, 100, 50, 200), (0, 10, 0, 10, 10, 0, 0)
+    residues, outputs = (50, 100, 100, 100, 50, 50, 200), (1, 0, 1, 10, 10, 10, 0)
+    layers = [
+        Layer(
+            name=f"l{index}",
+            forward_ns=500_000,
+            backward_input_ns=1_000_000,
+            backward_weight_ns=500_000,
+            saved_bytes=saved[index] * 10**6,
+            checkpoint_bytes=left[index] * 10**6,
+            output_bytes=outputs[index] * 10**6,
+            static_bytes=10**8 if index == 4 else 0,
+            residue_bytes=residues[index] * 10**6,
+            forward_transient_bytes=10**7 if index in (3, 4) else 0,
+            backward_transient_bytes=0 if index else 3 * 10**7,
+        )
+        for index in range(7)
+    ]
+    link = Link(d2h_bytes_per_s=10**9, h2d_bytes_per_s=10**11)
+    profile = Profile(name="slow links", machine=Machine(devices=3, links=[link]), layers=layers)
+    found, without = (quick(profile, 230 * 10**6, microbatches=3, offload=offload) for offload in (True, False))
+    assert found.schedule.forecast.makespan_ns <= 1.05 * without.schedule.forecast.makespan_ns

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,9 @@ from hypothesis import strategies as st
 
 from optpipe_compiler.machine.orders import peaks
 from optpipe_compiler.model.problem import Freedom, Problem, coarsen
-from optpipe_compiler.model.schedule import Kind, Schedule
+from optpipe_compiler.model.schedule import Kind, Schedule, Task
 from optpipe_compiler.solver import minimum
-from optpipe_compiler.solver.minimum import one_at_a_time
+from optpipe_compiler.solver.minimum import one_at_a_time, quickly_one_at_a_time
 from optpipe_compiler.solver.worker import Request, SearchEvent, solve
 from tests.instances import problem
 from tests.machines import dispatched, simulate
@@ -25,6 +26,7 @@ from tests.plans import best, optimum, start
 from tests.strategies import problems
 
 if TYPE_CHECKING:
+    from optpipe_compiler.model.problem import Stage
     from optpipe_compiler.solver.variables import Activation
     from tests.plans import Force
 
@@ -376,6 +378,40 @@ def test_one_microbatch_needs_no_more_memory_than_the_full_model_finds(one, data
     together = minimum._serial(roomy, minimum._solve(coarsen(minimum._unit_times(roomy)), static))
     assert one.fits_hosts(found.host_peaks)
     assert most(found) == most(together)
+
+
+@settings(max_examples=100, deadline=None)
+@given(one=problems(microbatches=1), budget=st.integers(0, 16))
+def test_what_is_quick_one_at_a_time_fits_and_no_other_treatment_is_quicker(one, budget):
+    tight = replace(one, budget=(budget,) * one.devices, host_budget=None, hosts=())
+    found = quickly_one_at_a_time(tight)
+    least = [quickest(tight, device, budget) for device in range(tight.devices)]
+    assert (found is None) == (None in least)
+    if found is not None:
+        assert max(peaks(found)) <= budget
+        again = [(task.stage, task.kind) for task in found.starts if task.kind in (Kind.H, Kind.R)]
+        assert sum(ticks(tight.stages[s], kind) for s, kind in again) == sum(least)
+
+
+def ticks(stage: Stage, kind: Kind | None) -> int:
+    """What it takes to bring an activation back."""
+    return {None: 0, Kind.R: stage.recompute, Kind.H: stage.offload_alone + stage.reload_alone}[kind]
+
+
+def quickest(one: Problem, device: int, budget: int) -> int | None:
+    """Try everything that may become of a device's activations, backwards in one piece or in halves."""
+    alone, found = replace(minimum._alone(one, device), budget=(10**6,)), list[int]()
+    stages = range(len(alone.stages))
+    back = [[Kind.B], [Kind.I, Kind.W]] if one.freedom.split else [[Kind.B]]
+    for kinds in product(*(minimum._kinds(alone, s) for s in stages)):
+        for backwards in product(back, repeat=len(stages)):
+            order = [Task(k, s, 0) for s in stages for k in (Kind.F, Kind.D) if k is Kind.F or kinds[s] is Kind.H]
+            for s in reversed(stages):
+                order += [Task(k, s, 0) for k in (kinds[s], *backwards[s]) if k is not None]
+            timed = minimum._serial(alone, {task: at for at, task in enumerate(order)})
+            if peaks(timed)[0] <= budget:
+                found.append(sum(ticks(stage, kind) for stage, kind in zip(alone.stages, kinds, strict=True)))
+    return min(found, default=None)
 
 
 @pytest.mark.parametrize("host_budget", [None, 0, 200])

@@ -6,6 +6,7 @@ With slices or unequal lengths there is no proof: what is tried keeps, offloads 
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents.units import show_bytes
@@ -38,17 +39,33 @@ class LeastMemory:
         """Whether on every placement some device has no room for one activation beside what it always holds."""
         return all(_at_least(attempt) > self.caps.device_bytes for attempt in self.incumbents.attempts)
 
-    def find(self) -> None:
-        """Solve for the least memory of each placement; keep what fits.
+    def find_quick(self) -> None:
+        """Keep on each placement what takes the least time one microbatch after the other, if it is the best so far."""
+        from optpipe_compiler.solver.minimum import quickly_one_at_a_time
 
-        Once something fits, no more is tried than there is time for. Until then it goes on: a refusal names the least
-        memory of all placements.
+        for attempt in self.incumbents.attempts:
+            problem, winner = attempt.problem, self.incumbents.winner()
+            if problem.slicing is not None:
+                continue
+            once = quickly_one_at_a_time(replace(problem, microbatches=1))
+            best = None if winner is None or winner.best is None else self.incumbents.value(winner.best)
+            if once is not None and (best is None or once.makespan * problem.microbatches < best):
+                timed = quickly_one_at_a_time(problem)
+                assert timed is not None
+                self.incumbents.keep(attempt, timed, "least memory")
+
+    def find(self) -> None:
+        """Keep on each placement what fits in the least time, then what is solved for to need the least memory.
+
+        Once something fits, no more is solved for than there is time for. Until then it goes on: a refusal names the
+        least memory of all placements.
         """
         from optpipe_compiler.solver.minimum import one_at_a_time
 
         if self._is_found:
             return
         incumbents, cap = self.incumbents, self.caps.device_bytes
+        self.find_quick()
         # whole offloads need no more memory than those of a part
         every = [(n, attempt) for n, attempt in enumerate(incumbents.attempts) if not attempt.is_partial]
         cut = [attempt for _, attempt in every if attempt.problem.slicing is not None]

@@ -1,4 +1,4 @@
-"""The smallest memory that any schedule needs, and the schedule that needs no more."""
+"""One microbatch after the other: in the smallest memory that any schedule needs, or in the least time that fits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optpipe_compiler.model.schedule import Kind, Schedule, Task, duration
 from optpipe_compiler.solver.here import solver_here
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from ortools.sat.python.cp_model import CpSolver
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 UNLIMITED = 1 << 60
 EFFORT = 30
 """Deterministic time for what is solved for."""
+MOST_CHOICES = 1000
+"""Choices of what becomes of the first activations of a device that are looked at further."""
 
 
 def one_at_a_time(problem: Problem, fixed: tuple[int, ...]) -> Schedule:
@@ -34,11 +36,37 @@ def one_at_a_time(problem: Problem, fixed: tuple[int, ...]) -> Schedule:
     ops matters, so all durations are 1.
     """
     single = replace(problem, microbatches=1)
-    starts = _device_by_device(single, range(len(single.stages)), fixed)
+    starts = _in_least(single, range(len(single.stages)), fixed)
     if not _fits_hosts(single, starts):
-        starts = _device_by_device(single, _offloads_that_fit(single, fixed), fixed)
+        starts = _in_least(single, _offloads_that_fit(single, fixed), fixed)
         if not _fits_hosts(single, starts):  # one of the devices was solved for
             starts = _solve(coarsen(_unit_times(single)), fixed)
+    return _repeated(problem, starts)
+
+
+def quickly_one_at_a_time(problem: Problem) -> Schedule | None:
+    """Return a schedule that runs one microbatch after the other within the budgets and takes the least time to bring
+    back what left; None where this finds none.
+
+    Devices are looked at alone: what their neighbours have on its way is not counted.
+    """
+    single = replace(problem, microbatches=1)
+    kinds: dict[int, Kind | None] = {}
+    for device in range(problem.devices):
+        chosen = _quickest(single, device)
+        if chosen is None:
+            return None
+        kinds |= zip(single.stages_of(device), chosen, strict=True)
+    orders = [lean_order(_alone(single, d), [kinds[s] for s in single.stages_of(d)]) for d in range(problem.devices)]
+    if any(order is None for order in orders):
+        return None
+    starts = _merged(single, [order for order in orders if order is not None])
+    return _repeated(problem, starts) if _fits_hosts(single, starts) else None
+
+
+def _repeated(problem: Problem, starts: dict[Task, int]) -> Schedule:
+    """Return the order of one microbatch, once for each, one after the other."""
+    single = replace(problem, microbatches=1)
     free = replace(single, budget=(UNLIMITED,) * problem.devices)
     alone = _serial(free, starts)
     period = max(map(alone.end, alone.starts))
@@ -54,30 +82,43 @@ def _fits_hosts(single: Problem, starts: dict[Task, int]) -> bool:
     return single.fits_hosts(Schedule(_unit_times(single), "", starts).host_peaks)
 
 
-def _device_by_device(single: Problem, may_leave: Collection[int], fixed: tuple[int, ...]) -> dict[Task, int]:
-    """Order every device alone, of whose stages those in `may_leave` may be offloaded, and merge the orders.
+def _in_least(single: Problem, may_leave: Collection[int], fixed: tuple[int, ...]) -> dict[Task, int]:
+    """Order every device alone, of whose stages those in `may_leave` may be offloaded, in its least memory."""
+    orders = []
+    for device in range(single.devices):
+        alone, mine = _alone(single, device), single.stages_of(device)
+        kinds = [_least_left(alone, place, may_leave=s in may_leave)[1] for place, s in enumerate(mine)]
+        found = lean_order(alone, kinds)
+        if found is None:
+            starts = _solve(coarsen(_unit_times(alone)), (fixed[device],))
+            found = list(Schedule(alone, "", starts).sequence)
+        orders.append(found)
+    return _merged(single, orders)
+
+
+def _alone(single: Problem, device: int) -> Problem:
+    """Return what one device does."""
+    return replace(
+        single,
+        devices=1,
+        stages=tuple(replace(single.stages[s], device=0) for s in single.stages_of(device)),
+        link_of=(single.link_of[device],),
+        budget=(single.budget[device],),
+        host_budget=None,
+        hosts=(),
+    )
+
+
+def _merged(single: Problem, orders: list[list[Task]]) -> dict[Task, int]:
+    """Put together the orders of all devices, each of which numbers its own stages.
 
     With one microbatch, forwards and backwards have one order over all devices, which every device's own order agrees
     with; what else a device does (weight gradients, transfers, recomputes) concerns no other one.
     """
     before: dict[Task, set[Task]] = {}
     chain: list[Task] = []
-    for device in range(single.devices):
-        mine = single.stages_of(device)
-        alone = replace(
-            single,
-            devices=1,
-            stages=tuple(replace(single.stages[s], device=0) for s in mine),
-            link_of=(single.link_of[device],),
-            budget=(single.budget[device],),
-            host_budget=None,
-            hosts=(),
-        )
-        found = lean_order(alone, {place for place, s in enumerate(mine) if s in may_leave})
-        if found is None:
-            starts = _solve(coarsen(_unit_times(alone)), (fixed[device],))
-            found = list(Schedule(alone, "", starts).sequence)
-        order = [Task(task.kind, mine[task.stage], 0) for task in found]
+    for device, found in enumerate(orders):
+        order = [Task(task.kind, single.stages_of(device)[task.stage], 0) for task in found]
         for earlier, later in pairwise([None, *order]):
             assert later is not None
             before.setdefault(later, set()).update(() if earlier is None else (earlier,))
@@ -88,10 +129,11 @@ def _device_by_device(single: Problem, may_leave: Collection[int], fixed: tuple[
     return {task: index for index, task in enumerate(TopologicalSorter(before).static_order())}
 
 
-def lean_order(alone: Problem, may_leave: Collection[int]) -> list[Task] | None:
+def lean_order(alone: Problem, kinds: Sequence[Kind | None]) -> list[Task] | None:
     """Return the order of one microbatch on one device that needs the least memory; None where this finds no proof.
 
-    Stages in `may_leave` may be offloaded.
+    `kinds` says of each stage what brings its activation back: a reload (H), a recomputation (R), or nothing if it is
+    kept. For the least of all memory they are those of `_least_left`.
 
     Let A_s be the sum, over the stages before s, of the least that an activation can leave behind its forward: kept,
     offloaded or recomputed. While an op of stage s runs, the device holds A_s at least, as the stages before have their
@@ -101,20 +143,19 @@ def lean_order(alone: Problem, may_leave: Collection[int]) -> list[Task] | None:
     as soon as they fit, unless what waits for its weight gradient leaves too little to another op.
     """
     stages = alone.stages
-    treatments = [_least_left(alone, s, may_leave=s in may_leave) for s in range(len(stages))]
-    below = list(accumulate((left for left, _ in treatments), initial=0))
+    below = list(accumulate((_left(stage, kind) for stage, kind in zip(stages, kinds, strict=True)), initial=0))
     needs = [_needs(stage, can_split=alone.freedom.split) for stage in stages]
     cap = max(
         max(held + need.forward, min(held + need.fused, max(held + need.halves, need.weight)))
         for need, held in zip(needs, below, strict=False)
     )
     order: list[Task] = []
-    for s, (_, kind) in enumerate(treatments):
+    for s, kind in enumerate(kinds):
         order.append(Task(Kind.F, s, 0))
         if kind is Kind.H:
             order.append(Task(Kind.D, s, 0))
     waiting: list[int] = []
-    for s, (_, kind) in reversed(list(enumerate(treatments))):
+    for s, kind in reversed(list(enumerate(kinds))):
         need, room = needs[s], cap - below[s] - sum(stages[w].residue for w in waiting)
         is_fused = need.fused <= room
         if min(need.fused, need.halves) > room or (kind is Kind.R and need.forward > room):
@@ -132,13 +173,48 @@ def lean_order(alone: Problem, may_leave: Collection[int]) -> list[Task] | None:
 
 def _least_left(problem: Problem, s: int, *, may_leave: bool) -> tuple[int, Kind | None]:
     """Return the least units that an activation can leave behind its forward, and what brings it back."""
-    stage = problem.stages[s]
-    choices: list[tuple[int, Kind | None]] = [(stage.saved, None)]
-    if may_leave and problem.can_offload(s):
-        choices.append((stage.staying, Kind.H))
+    kinds = [kind for kind in _kinds(problem, s) if may_leave or kind is not Kind.H]
+    return min(((_left(problem.stages[s], kind), kind) for kind in kinds), key=itemgetter(0))
+
+
+def _kinds(problem: Problem, s: int) -> list[Kind | None]:
+    """Return what may bring an activation back."""
+    kinds: list[Kind | None] = [None]
+    if problem.can_offload(s):
+        kinds.append(Kind.H)
     if problem.can_recompute(s):
-        choices.append((stage.checkpoint, Kind.R))
-    return min(choices, key=itemgetter(0))
+        kinds.append(Kind.R)
+    return kinds
+
+
+def _left(stage: Stage, kind: Kind | None) -> int:
+    """Return the units that an activation leaves behind its forward."""
+    return stage.staying if kind is Kind.H else stage.checkpoint if kind is Kind.R else stage.saved
+
+
+def _quickest(single: Problem, device: int) -> list[Kind | None] | None:
+    """Return what brings back the activations of a device's stages, in their order, so that each op has room beside
+    what the stages before have left, weight gradients right behind their input gradients, in the least ticks; None
+    where it never has.
+
+    Of choices for the first stages those stay that hold less than all quicker ones, `MOST_CHOICES` of them.
+    """
+    budget, found = single.budget[device], [(0, 0, list[Kind | None]())]
+    for s in single.stages_of(device):
+        stage, need = single.stages[s], _needs(single.stages[s], can_split=single.freedom.split)
+        most = max(need.forward, min(need.fused, max(need.halves, need.weight)))
+        ticks_of = {None: 0, Kind.H: stage.offload_alone + stage.reload_alone, Kind.R: stage.recompute}
+        longer = [
+            (ticks + ticks_of[kind], held + _left(stage, kind), [*kinds, kind])
+            for ticks, held, kinds in found
+            if held + most <= budget
+            for kind in _kinds(single, s)
+        ]
+        longer.sort(key=itemgetter(0, 1))
+        least = list(accumulate((held for _, held, _ in longer), min, initial=UNLIMITED))
+        fewer = [one for one, before in zip(longer, least, strict=False) if one[1] < before]
+        found = fewer[: MOST_CHOICES - 1] + fewer[MOST_CHOICES - 1 :][-1:]
+    return found[0][2] if found else None
 
 
 class _Needs(NamedTuple):

@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from small_schedules import Shape, build, changed
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.documents.units import short_bytes
-from optpipe_compiler.export import torch_csv
+from optpipe_compiler.errors import BadInput
+from optpipe_compiler.export import primus, torch_csv, torchtitan
 from optpipe_compiler.verify import check
 from optpipe_compiler.verify.peaks import peaks
 from tests import test_cli
@@ -20,6 +22,11 @@ from tests.instances import quick, uniform
 
 run, refused = test_cli.run, test_cli.refused
 GB = 10**9
+RENDERS = {
+    "torch-csv": torch_csv.render,
+    "torchtitan": lambda checked: torchtitan.render(checked, None, "plan.csv", "plan"),
+    "primus": primus.render,
+}
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +108,26 @@ def test_memory_ops_are_not_lost_unless_asked_for(export, kind):
     assert written() == set()
 
 
+UNITS = "cut.json: $.setup.units has "
+
+
+@pytest.mark.parametrize(
+    ("cuts", "said"),
+    [(((0, 3, 8),), "2 slices per microbatch, which {} cannot carry; expected a schedule of whole microbatches")],
+    ids=["slices"],
+)
+@pytest.mark.parametrize(
+    ("kind", "what"), [("torch-csv", "torch's CSV"), ("torchtitan", "torch's CSV"), ("primus", "Primus's table")]
+)
+def test_microbatches_that_the_format_cannot_tell_apart_are_refused(export, kind, what, cuts, said):
+    cut = build(Shape(tokens=8, cuts=cuts, ranges=lambda stage, unit: [("offload", 2 * stage, 2 * stage + 2)]))
+    Path("cut.json").write_text(ir.to_text(cut))
+    assert refused(export("cut.json", "--to", kind, "--drop-memory-ops"), 2).startswith(UNITS + said.format(what))
+    assert written() == {"cut.json"}
+    with pytest.raises(BadInput, match=r"^the schedule: \$\.setup\.units has"):
+        RENDERS[kind](check(cut))
+
+
 def test_dropping_memory_ops_says_the_peak_that_results_against_the_cap(export):
     outcome = export("tight.json", "--to", "torch-csv", "--drop-memory-ops")
     assert outcome.code == 0
@@ -153,8 +180,6 @@ def test_bad_input_is_refused_and_nothing_is_written(export, arguments, sentence
 
 
 def test_what_verify_rejects_is_not_exported(export):
-    from small_schedules import changed
-
     broken = changed(ir.load("kept.json"), lambda plain: plain["devices"][0].update(peak_bytes=1))
     Path("broken.json").write_text(ir.to_text(broken))
     assert refused(export("broken.json", "--to", "chrome-trace"), 1).startswith(

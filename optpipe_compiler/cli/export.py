@@ -147,7 +147,9 @@ def _checked(schedule: Schedule, path: Path) -> Checked:
 def _refuse_loss(schedule: Schedule, path: Path, drop_memory_ops: bool, what: str = "torch's CSV") -> None:
     from optpipe_compiler.documents.units import show_layers
     from optpipe_compiler.export.torch_csv import memory_ops
+    from optpipe_compiler.export.whole import refuse_units
 
+    refuse_units(schedule, str(path), what)
     if layers := [layer for stage in schedule.stages for layer in stage.selective_layers]:
         raise BadInput(
             f"{path}: has selective recompute of layers {show_layers(layers)}, which {what} cannot carry, and no "

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from optpipe_compiler.documents.ops import OpName
 from optpipe_compiler.documents.units import printable
 from optpipe_compiler.errors import BadInput
+from optpipe_compiler.export.whole import refuse_units
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -109,8 +110,9 @@ schedule_table_factory.pp_algorithm_map["{algorithm}"] = PlannedSchedule
 
 
 def render(checked: Checked) -> str:
-    """Return the module; raise BadInput where no algorithm of Primus has the placement."""
+    """Return the module; raise BadInput for what `refuse_units` refuses, and where no algorithm has the placement."""
     schedule = checked.schedule
+    refuse_units(schedule, "the schedule", "Primus's table")
     algorithm = _algorithm(schedule)
     lines = table(schedule)
     return TEMPLATE.format(

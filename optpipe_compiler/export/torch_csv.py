@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from optpipe_compiler.documents import ir
-from optpipe_compiler.errors import BadInput
+from optpipe_compiler.export.whole import refuse_units
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -27,10 +27,9 @@ KINDS = ("forward", "backward_input", "backward_weight", "backward")
 def render(checked: ir.Checked) -> str:
     """Return the file of a schedule; what torch cannot run is left out as in `as_torch_runs_it`.
 
-    Raise BadInput for a schedule of slices, which torch's format cannot name.
+    Raise BadInput for a schedule that `refuse_units` refuses.
     """
-    if checked.schedule.setup.slices > 1:
-        raise BadInput("torch's schedules run whole microbatches; expected a schedule without slices (--slices 1)")
+    refuse_units(checked.schedule, "the schedule", "torch's CSV")
     rows = (_cells(device.compute) for device in as_torch_runs_it(checked).devices)
     return "".join(",".join(row) + "\n" for row in rows)
 

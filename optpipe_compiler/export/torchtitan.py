@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from optpipe_compiler.documents.units import printable
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.export.ends import ends
+from optpipe_compiler.export.whole import refuse_units
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents.ir import Checked, Schedule
@@ -54,6 +55,7 @@ def with_schedule(config):
 def render(checked: Checked, profile: Profile | None, csv: str, module: str) -> str:
     """Return the Python module; `csv` lies beside it. The profile, where given, names the layers."""
     schedule = checked.schedule
+    refuse_units(schedule, "the schedule", "torchtitan")
     kind = schedule_class(schedule)
     embedding, head = ends(schedule, profile, "torchtitan")
     model = schedule.model
@@ -82,8 +84,6 @@ def schedule_class(schedule: Schedule) -> str:
     """Return the name that makes torchtitan put the stages on the schedule's devices; raise BadInput if none does."""
     devices, stages = schedule.setup.devices, len(schedule.stages)
     found = [stage.device for stage in schedule.stages]
-    if schedule.setup.slices > 1:
-        raise BadInput("torchtitan runs whole microbatches; expected a schedule without slices (--slices 1)")
     if devices == 1:
         raise BadInput("torchtitan has no pipeline on 1 device; expected a schedule for at least 2")
     if stages % devices == 0:

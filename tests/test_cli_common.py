@@ -65,6 +65,7 @@ def test_the_list_of_commands_fits_80_columns_and_cuts_no_summary(run):  # noqa:
         (("compare",), {"best", "schedules", "absent", "differences"}),
         (("export", "--to", "svg"), {"schedule", "to", "wrote"}),
         (("export", "--to", "torch-csv", "--drop-memory-ops"), {"schedule", "to", "wrote", "torch_peak_bytes"}),
+        (("export", "--to", "primus", "--drop-memory-ops"), {"schedule", "to", "wrote", "primus_peak_bytes"}),
         (("diff", "schedule.json", "schedule.json"), {"old", "new", "verdict"}),
         (("fmt", "schedule.json"), {"rewrote"}),
         (("profile", "uniform", "-o", "other.json"), {"profile", "name", "digest", "noisy"}),

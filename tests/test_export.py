@@ -15,6 +15,7 @@ from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.documents.units import short_bytes
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.export import primus, torch_csv, torchtitan
+from optpipe_compiler.export.whole import memory_ops, without_memory_ops
 from optpipe_compiler.verify import check
 from optpipe_compiler.verify.peaks import peaks
 from tests import test_cli
@@ -35,8 +36,8 @@ def texts():
     costs = uniform(2, 2, d2h_ms=0.2, h2d_ms=0.2)
     kept = quick(costs, 3 * GB, method="zb-h1").schedule
     tight = quick(costs, 1 * GB, method="po-h").schedule
-    assert not torch_csv.memory_ops(kept)
-    assert torch_csv.memory_ops(tight)
+    assert not memory_ops(kept)
+    assert memory_ops(tight)
     return {"kept": ir.to_text(kept), "tight": ir.to_text(tight)}
 
 
@@ -58,6 +59,7 @@ def written() -> set[str]:
         ("chrome-trace", {"kept.trace.json"}, ""),
         ("torch-csv", {"kept.csv"}, ""),
         ("torchtitan", {"kept.csv", "kept_torchtitan.py"}, "optpipe: all 4 layers are taken for decoder layers: "),
+        ("primus", {"kept_primus.py"}, ""),
         ("svg", {"kept.svg"}, ""),
     ],
 )
@@ -97,12 +99,14 @@ def test_torchtitan_takes_names_of_layers_from_the_profile(export):
     assert "here.csv" in written()
 
 
-@pytest.mark.parametrize("kind", ["torch-csv", "torchtitan"])
-def test_memory_ops_are_not_lost_unless_asked_for(export, kind):
-    lost = torch_csv.memory_ops(ir.load("tight.json"))
+@pytest.mark.parametrize(
+    ("kind", "what"), [("torch-csv", "torch's CSV"), ("torchtitan", "torch's CSV"), ("primus", "Primus's table")]
+)
+def test_memory_ops_are_not_lost_unless_asked_for(export, kind, what):
+    lost = memory_ops(ir.load("tight.json"))
     sentence = refused(export("tight.json", "--to", kind), 2)
     assert sentence.startswith(
-        f"tight.json: has {lost['offload']} offloads and {lost['reload']} reloads, which torch's CSV"
+        f"tight.json: has {lost['offload']} offloads and {lost['reload']} reloads, which {what} "
     )
     assert "--drop-memory-ops" in sentence
     assert written() == set()
@@ -128,11 +132,16 @@ def test_microbatches_that_the_format_cannot_tell_apart_are_refused(export, kind
         RENDERS[kind](check(cut))
 
 
-def test_dropping_memory_ops_says_the_peak_that_results_against_the_cap(export):
-    outcome = export("tight.json", "--to", "torch-csv", "--drop-memory-ops")
+@pytest.mark.parametrize(
+    ("kind", "tool", "left"),
+    [("torch-csv", "torch", torch_csv.as_torch_runs_it), ("primus", "Primus", without_memory_ops)],
+)
+def test_dropping_memory_ops_says_the_peak_that_results_against_the_cap(export, kind, tool, left):
+    outcome = export("tight.json", "--to", kind, "--drop-memory-ops")
     assert outcome.code == 0
+    assert f"peak in {tool}" in outcome.out
     schedule = ir.load("tight.json")
-    found = peaks(torch_csv.as_torch_runs_it(check(schedule)))
+    found = peaks(left(check(schedule)))
     assert max(found) > schedule.setup.cap_bytes
     table = [line.split() for line in outcome.out.splitlines() if line.split()[0] in ("0", "1")]
     assert [row[:7] for row in table] == [
@@ -144,8 +153,9 @@ def test_dropping_memory_ops_says_the_peak_that_results_against_the_cap(export):
     assert outcome.err == "optpipe: without its waits and memory ops the schedule does not fit the cap\n"
 
 
-def test_a_schedule_without_memory_ops_fits(export):
-    outcome = export("kept.json", "--to", "torch-csv")
+@pytest.mark.parametrize("kind", ["torch-csv", "primus"])
+def test_a_schedule_without_memory_ops_fits(export, kind):
+    outcome = export("kept.json", "--to", kind)
     assert outcome.out.count("fits") == 2
     assert outcome.err == ""
 

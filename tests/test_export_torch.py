@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 from small_schedules import Shape, build, random_shape
 
-from optpipe_compiler.export.torch_csv import as_torch_runs_it, memory_ops, render
+from optpipe_compiler.export.torch_csv import as_torch_runs_it, render
+from optpipe_compiler.export.whole import memory_ops, without_memory_ops
 from optpipe_compiler.verify import check
 from optpipe_compiler.verify.peaks import peaks
 from tests.instances import quick, uniform
@@ -107,6 +108,15 @@ def test_peaks_are_the_least_promises_that_the_judge_accepts():
 def test_a_kept_and_fused_schedule_without_waits_keeps_its_peak(placement):
     schedule = build(Shape(placement, microbatches=4, fused=fused))
     assert peaks(as_torch_runs_it(check(schedule))) == peaks(schedule)
+
+
+def test_only_the_lanes_of_torch_fuse_the_backward_of_stage_0():
+    plan = check(build(Shape(LINEAR, microbatches=3, fused=split, ranges=recompute, extra_waits=3)))
+    for device, left in zip(plan.schedule.devices, without_memory_ops(plan).devices, strict=True):
+        assert [op.id for op in left.compute] == [op.id for op in device.compute if op.name != "recompute"]
+        assert not any(op.after for op in left.compute)
+    (fused, _) = as_torch_runs_it(plan).devices
+    assert {op.name for op in fused.compute} & {"backward", "backward_input", "backward_weight"} == {"backward"}
 
 
 def test_1f1b_without_its_recomputes_holds_as_many_activations_as_stages_are_left_to_pass():

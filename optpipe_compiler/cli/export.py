@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,6 +22,9 @@ ENDINGS = {
     "primus": "_primus.py",
     "svg": ".svg",
 }
+TOOLS = {"torch-csv": "torch", "torchtitan": "torch", "primus": "Primus"}
+"""Who runs the order of a format that has no waits and memory ops."""
+FILES = {"torch": "torch's CSV", "Primus": "Primus's table"}
 
 
 @click.command()
@@ -55,26 +58,29 @@ def export(
     path = output or _default(schedule_path, kind)
     check_writable(path)
     checked = _checked(ir.load(schedule_path), schedule_path)
+    tool = TOOLS.get(kind)
+    if tool is not None:
+        _refuse_loss(checked.schedule, schedule_path, drop_memory_ops, FILES[tool])
     if kind == "megatron-layout":
         files = {path: _layout(checked, profile_path, silent=as_json)}
     elif kind == "primus":
         from optpipe_compiler.export import primus
 
-        _refuse_loss(checked.schedule, schedule_path, drop_memory_ops, "Primus's table")
         files = {path: primus.render(checked)}
-    elif kind not in ("torch-csv", "torchtitan"):
-        files = {path: _picture(checked, kind)}
+    elif kind == "torchtitan":
+        files = _for_torchtitan(path, checked, profile_path)
     else:
-        _refuse_loss(checked.schedule, schedule_path, drop_memory_ops)
-        files = _for_torch(path, checked) if kind == "torch-csv" else _for_torchtitan(path, checked, profile_path)
+        files = _for_torch(path, checked) if kind == "torch-csv" else {path: _picture(checked, kind)}
     for where, content in files.items():
         _write(where, content, silent=as_json)
-    peaks = _torch_peaks(checked) if kind in ("torch-csv", "torchtitan") else None
+    about: dict[str, Any] = {"schedule": str(schedule_path), "to": kind, "wrote": list(map(str, files))}
+    if tool is not None:
+        peaks = _peaks(checked, tool)
+        about[f"{tool.lower()}_peak_bytes"] = peaks
+        if not as_json:
+            _say_peaks(checked, tool, peaks, stderr=is_special(path))
     if as_json:
-        about = {"schedule": str(schedule_path), "to": kind, "wrote": list(map(str, files))}
-        say_json(about if peaks is None else about | {"torch_peak_bytes": peaks})
-    elif peaks is not None:
-        _say_peaks(checked, peaks, stderr=is_special(path))
+        say_json(about)
 
 
 def _picture(checked: Checked, kind: str) -> str:
@@ -144,10 +150,9 @@ def _checked(schedule: Schedule, path: Path) -> Checked:
         raise Rejected(f"{path}: not exported, verify rejects it: {error} (optpipe verify {path})") from error
 
 
-def _refuse_loss(schedule: Schedule, path: Path, drop_memory_ops: bool, what: str = "torch's CSV") -> None:
+def _refuse_loss(schedule: Schedule, path: Path, drop_memory_ops: bool, what: str) -> None:
     from optpipe_compiler.documents.units import show_layers
-    from optpipe_compiler.export.torch_csv import memory_ops
-    from optpipe_compiler.export.whole import refuse_units
+    from optpipe_compiler.export.whole import memory_ops, refuse_units
 
     refuse_units(schedule, str(path), what)
     if layers := [layer for stage in schedule.stages for layer in stage.selective_layers]:
@@ -172,16 +177,17 @@ def _write(path: Path, content: str, *, silent: bool) -> None:
         say(f"wrote {path}", err=is_special(path))
 
 
-def _torch_peaks(checked: Checked) -> list[int]:
-    """Return what every device can hold when torch runs the order without waits and memory ops."""
+def _peaks(checked: Checked, tool: str) -> list[int]:
+    """Return what every device can hold when the tool runs the order without waits and memory ops."""
     from optpipe_compiler.export.torch_csv import as_torch_runs_it
+    from optpipe_compiler.export.whole import without_memory_ops
     from optpipe_compiler.verify.peaks import peaks
 
-    return peaks(as_torch_runs_it(checked))
+    return peaks((as_torch_runs_it if tool == "torch" else without_memory_ops)(checked))
 
 
-def _say_peaks(checked: Checked, found: list[int], *, stderr: bool) -> None:
-    """Say what every device can hold when torch runs the order without waits and memory ops."""
+def _say_peaks(checked: Checked, tool: str, found: list[int], *, stderr: bool) -> None:
+    """Say what every device can hold when the tool runs the order without waits and memory ops."""
     from rich.table import Table
 
     from optpipe_compiler.documents.units import short_bytes
@@ -189,7 +195,7 @@ def _say_peaks(checked: Checked, found: list[int], *, stderr: bool) -> None:
     schedule = checked.schedule
     cap = schedule.setup.cap_bytes
     table = Table(box=None, pad_edge=False)
-    for column in ("device", "planned peak", "peak in torch", "cap"):
+    for column in ("device", "planned peak", f"peak in {tool}", "cap"):
         table.add_column(column, justify="right")
     table.add_column()
     for device, peak in zip(schedule.devices, found, strict=True):

@@ -10,13 +10,12 @@ plan has that `I`: this may cost time and never memory.
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from optpipe_compiler.documents import ir
-from optpipe_compiler.export.whole import refuse_units
+from optpipe_compiler.export.whole import refuse_units, without_memory_ops
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -34,27 +33,19 @@ def render(checked: ir.Checked) -> str:
     return "".join(",".join(row) + "\n" for row in rows)
 
 
-def memory_ops(schedule: ir.Schedule) -> Counter[str]:
-    """Return how many ops of each kind the format cannot carry."""
-    lanes = (lane for device in schedule.devices for lane in device.lanes.values())
-    return Counter(op.name for lane in lanes for op in lane if isinstance(op, ir.SavedOp))
-
-
 def as_torch_runs_it(checked: ir.Checked) -> ir.Schedule:
-    """Return the contract that is left: every activation kept, no waits, stage 0 fused. The forecast is the old one."""
-    devices = [
-        msgspec.structs.replace(device, compute=list(_left(device.compute)), d2h=[], h2d=[])
-        for device in checked.schedule.devices
-    ]
-    return msgspec.structs.replace(checked.schedule, devices=devices)
+    """Return the contract that is left: `without_memory_ops`, stage 0 fused. The forecast is the old one."""
+    left = without_memory_ops(checked)
+    devices = [msgspec.structs.replace(device, compute=list(_fused(device.compute))) for device in left.devices]
+    return msgspec.structs.replace(left, devices=devices)
 
 
-def _left(lane: Iterable[ir.ComputeOp]) -> Iterator[ir.ComputeOp]:
+def _fused(lane: Iterable[ir.ComputeOp]) -> Iterator[ir.ComputeOp]:
     for op in lane:
         if isinstance(op, ir.BackwardInput) and op.stage == 0:
             yield ir.Backward(stage=0, microbatch=op.microbatch)
-        elif not (isinstance(op, ir.Recompute) or (isinstance(op, ir.BackwardWeight) and op.stage == 0)):
-            yield msgspec.structs.replace(op, after=[])
+        elif not (isinstance(op, ir.BackwardWeight) and op.stage == 0):
+            yield op
 
 
 def _cells(lane: Iterable[ir.Op]) -> Iterator[str]:

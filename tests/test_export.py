@@ -117,8 +117,11 @@ UNITS = "cut.json: $.setup.units has "
 
 @pytest.mark.parametrize(
     ("cuts", "said"),
-    [(((0, 3, 8),), "2 slices per microbatch, which {} cannot carry; expected a schedule of whole microbatches")],
-    ids=["slices"],
+    [
+        (((0, 3, 8),), "2 slices per microbatch, which {} cannot carry; expected a schedule of whole microbatches"),
+        (((0, 8), (0, 3)), "microbatches of 3 to 8 tokens, which {} cannot carry; expected microbatches of one length"),
+    ],
+    ids=["slices", "lengths"],
 )
 @pytest.mark.parametrize(
     ("kind", "what"), [("torch-csv", "torch's CSV"), ("torchtitan", "torch's CSV"), ("primus", "Primus's table")]
@@ -130,6 +133,15 @@ def test_microbatches_that_the_format_cannot_tell_apart_are_refused(export, kind
     assert written() == {"cut.json"}
     with pytest.raises(BadInput, match=r"^the schedule: \$\.setup\.units has"):
         RENDERS[kind](check(cut))
+
+
+@pytest.mark.parametrize("kind", ["torch-csv", "primus"])
+@pytest.mark.parametrize(("length", "said"), [(3, "of 3 tokens, which the file does not say\n"), (8, "")])
+def test_one_length_of_all_microbatches_is_said_where_it_is_not_the_profiles(export, kind, length, said):
+    Path("even.json").write_text(ir.to_text(build(Shape(tokens=8, cuts=((0, length),)))))
+    outcome = export("even.json", "--to", kind)
+    assert (outcome.code, outcome.out.count("fits")) == (0, 2)
+    assert outcome.err == (said and f"optpipe: these are peaks of microbatches {said}")
 
 
 @pytest.mark.parametrize(

@@ -203,5 +203,7 @@ def _say_peaks(checked: Checked, tool: str, found: list[int], *, stderr: bool) -
         row = (device.device, short_bytes(device.peak_bytes), short_bytes(peak), short_bytes(cap), verdict)
         table.add_row(*map(str, row))
     console(stderr=stderr).print(table)
+    if lengths := schedule.setup.lengths:
+        note(f"optpipe: these are peaks of microbatches of {lengths[0]} tokens, which the file does not say")
     if max(found) > cap:
         note("optpipe: without its waits and memory ops the schedule does not fit the cap")

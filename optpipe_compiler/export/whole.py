@@ -1,4 +1,8 @@
-"""What formats of compute ops alone can carry: whole microbatches, and an order without waits and memory ops."""
+"""What formats of compute ops alone can carry: whole microbatches of one length, without waits and memory ops.
+
+torch cuts a batch into equal microbatches, and receives into buffers of one shape. Primus's launcher, too, takes one
+shape for all messages, from the sequence length of the run.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,18 @@ if TYPE_CHECKING:
 
 
 def refuse_units(schedule: ir.Schedule, name: str, what: str) -> None:
-    """Raise BadInput for slices, which `what` cannot name; `name` stands for the schedule's file."""
+    """Raise BadInput for slices and for microbatches of unequal length; `name` stands for the schedule's file."""
     setup = schedule.setup
     if setup.slices > 1:
         raise BadInput(
             f"{name}: $.setup.units has {setup.slices} slices per microbatch, which {what} cannot carry; expected a "
             "schedule of whole microbatches (optpipe compile --slices 1)"
+        )
+    lengths = setup.lengths or (0,)
+    if (least := min(lengths)) < (most := max(lengths)):
+        raise BadInput(
+            f"{name}: $.setup.units has microbatches of {least} to {most} tokens, which {what} cannot carry; expected "
+            "microbatches of one length (optpipe compile without --lengths)"
         )
 
 

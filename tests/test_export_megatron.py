@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import pytest
@@ -20,10 +20,14 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.export import megatron, primus
+from optpipe_compiler.export.ends import ends, unlike_blocks
 from optpipe_compiler.verify import check
 from tests.instances import quick, uniform
 from tests.test_api import registry  # noqa: F401 - a fixture
 from tests.test_cli import run  # noqa: F401 - a fixture
+
+if TYPE_CHECKING:
+    from optpipe_compiler.documents.profile import Profile
 
 ENDS = {"embedding_ms": (0.1, 0.0, 0.1), "head_ms": (0.1, 0.1, 0.1)}
 
@@ -97,6 +101,54 @@ def test_the_command_prints_one_line_to_paste(run, tmp_path):  # noqa: F811
 def test_megatron_has_no_layout_for(schedule, message):
     with pytest.raises(BadInput, match=message):
         megatron.render(check(schedule()), None)
+
+
+def named(*names: str, **changes: int) -> Profile:
+    """A profile of blocks for two devices with these names; `changes` are of the first one."""
+    costs = uniform(2, 1)
+    layers = [msgspec.structs.replace(costs.layers[0], name=name, count=1) for name in names]
+    return msgspec.structs.replace(costs, layers=[msgspec.structs.replace(layers[0], **changes), *layers[1:]])
+
+
+@pytest.mark.parametrize("first", ["embedding", "wte", "tok_embeddings", "model.embed_tokens", "Embedding"])
+@pytest.mark.parametrize(
+    "last", ["head", "lm_head", "LMHead", "output", "output_layer", "logits", "unembed", "embed_out"]
+)
+def test_an_embedding_and_a_head_are_told_by_the_names_that_models_give_them(first, last):
+    schedule = cut([2, 4], [0, 1], embedding=True, head=True)
+    assert ends(schedule, named(first, "block", "block", last), "Megatron") == (True, True)
+    assert ends(schedule, named("block", "block", "block", last), "Megatron") == (False, True)
+    assert ends(schedule, named(first, "block", "block", "block"), "Megatron") == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("costs", "taken"),
+    [
+        (named("table", "block", "block", "scores"), ["first layer table", "last layer scores"]),
+        (named("l0", "l1", "l2", "l3", saved_bytes=0), ["first layer l0"]),
+        (named("l0", "l1", "l2", "l10", forward_ns=7), []),
+        (named("table"), []),
+    ],
+    ids=["names", "bytes", "times", "alone"],
+)
+def test_an_end_that_is_taken_for_a_block_is_told_where_it_is_unlike_its_neighbour(costs, taken):
+    said = unlike_blocks(costs, embedding=False, head=False)
+    assert [
+        line.removeprefix("the ").partition(" is taken for a decoder layer, unlike its ")[0] for line in said
+    ] == taken
+    assert unlike_blocks(costs, embedding=True, head=True) == []
+
+
+@pytest.mark.parametrize("kind", ["megatron-layout", "torchtitan"])
+def test_the_command_says_which_end_is_taken_for_a_block(run, tmp_path, kind):  # noqa: F811
+    costs = named("table", "block", "block", "logits")
+    (tmp_path / "profile.json").write_text(canonical(costs))
+    (tmp_path / "plan.json").write_text(ir.to_text(quick(costs, 10**11, method="1f1b").schedule))
+    done = run("export", "plan.json", "--to", kind, "--profile", "profile.json")
+    assert done.code == 0, done.err
+    assert done.err.splitlines()[-1].startswith(
+        "optpipe: the first layer table is taken for a decoder layer, unlike its neighbour block: an embedding "
+    )
 
 
 def test_a_profile_with_parts_of_the_head_is_refused():

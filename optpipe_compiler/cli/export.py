@@ -13,6 +13,7 @@ from optpipe_compiler.errors import BadInput, Rejected
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents.ir import Checked, Schedule
+    from optpipe_compiler.documents.profile import Profile
 
 ENDINGS = {
     "chrome-trace": ".trace.json",
@@ -95,19 +96,24 @@ def _layout(checked: Checked, profile_path: Path | None, *, silent: bool) -> str
     from optpipe_compiler.documents import profile as profiles
     from optpipe_compiler.export import megatron
 
-    line = megatron.render(checked, profiles.load(profile_path) if profile_path else None)
+    profile = profiles.load(profile_path) if profile_path else None
+    line = megatron.render(checked, profile)
     if not silent:
         say(line)
     note("optpipe: Megatron runs the cut in its own order, without waits and memory ops: other peaks")
-    _say_what_layers_are(checked, profile_path)
+    _say_what_layers_are(checked, profile)
     return line + "\n"
 
 
-def _say_what_layers_are(checked: Checked, profile_path: Path | None) -> None:
+def _say_what_layers_are(checked: Checked, profile: Profile | None) -> None:
     """Say where nothing tells the embedding and the head from other layers."""
-    from optpipe_compiler.export.ends import ends
+    from optpipe_compiler.export.ends import ends, unlike_blocks
 
-    if profile_path is None and ends(checked.schedule, None, "") == (False, False):
+    embedding, head = ends(checked.schedule, profile, "")
+    if profile is not None:
+        for line in unlike_blocks(profile, embedding=embedding, head=head):
+            note(f"optpipe: {line}")
+    elif not embedding and not head:
         note(
             f"optpipe: all {checked.schedule.setup.layers} layers are taken for decoder layers: with --profile, an "
             "embedding and a head are told by name"
@@ -123,7 +129,7 @@ def _for_torchtitan(path: Path, checked: Checked, profile_path: Path | None) -> 
     table = path.with_name(path.stem.removesuffix("_torchtitan") + ENDINGS["torch-csv"])
     profile = profiles.load(profile_path) if profile_path else None
     settings = torchtitan.render(checked, profile, table.name, path.stem)
-    _say_what_layers_are(checked, profile_path)
+    _say_what_layers_are(checked, profile)
     return _for_torch(table, checked) | {path: settings}
 
 

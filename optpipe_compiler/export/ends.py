@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
+from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents.ir import Schedule
-    from optpipe_compiler.documents.profile import Profile
+    from optpipe_compiler.documents.profile import Layer, Profile
 
 PARTS = ("embedding.", "embedding-part", "embeddingpart", "head.", "head-part", "headpart")
 """How profiles name parts of an embedding or a head, in lower case: those of known models, of uniform profiles, and by
@@ -17,6 +19,10 @@ HALVES = "block."
 """How they name halves of blocks."""
 KNOWN = ("gpt", "transformer")
 """Builders whose models have both."""
+EMBEDDING, EMBEDDINGS = "emb", ("wte",)
+"""What the name of an embedding has in it, or is: `tok_embeddings`, `embed_tokens`, GPT-2's `wte`."""
+HEADS = ("head", "lmhead", "output", "outputlayer", "logits", "unembed", "unembedding", "embedout")
+"""How heads are named, without `_` and `-`: those of torchtitan, Megatron, Hugging Face and GPT-NeoX among them."""
 
 
 def ends(schedule: Schedule, profile: Profile | None, tool: str) -> tuple[bool, bool]:
@@ -32,7 +38,8 @@ def ends(schedule: Schedule, profile: Profile | None, tool: str) -> tuple[bool, 
             raise BadInput(f"the profile has a layer {parts[0]}: {tool} has the embedding and the head whole")
         if halves := [layer.name for layer in layers if layer.name.startswith(HALVES)]:
             raise BadInput(f"the profile has a layer {halves[0]}: {tool} has blocks whole")
-        return "emb" in layers[0].name.lower(), layers[-1].name.lower() in ("head", "lm_head", "output")
+        first, last = layers[0].name.lower(), layers[-1].name.lower()
+        return EMBEDDING in first or first in EMBEDDINGS, last.replace("_", "").replace("-", "") in HEADS
     config = {} if schedule.model is None else schedule.model.config
     for name in ("embedding_parts", "head_parts"):
         if config.get(name, 1) != 1:
@@ -41,3 +48,28 @@ def ends(schedule: Schedule, profile: Profile | None, tool: str) -> tuple[bool, 
         raise BadInput(f"the model has blocks in halves: {tool} has blocks whole")
     known = schedule.model is not None and schedule.model.builder in KNOWN
     return known, known
+
+
+def unlike_blocks(profile: Profile, *, embedding: bool, head: bool) -> list[str]:
+    """Return a sentence on the first and on the last layer where it is taken for a block and is unlike its neighbour.
+
+    Layers are alike that save as much, under names that differ by numbers at most; times of equal layers differ where
+    they are measured.
+    """
+    layers = profile.expanded_layers()
+    if len(layers) == 1:
+        return []
+    taken = []
+    if not embedding:
+        taken.append(("first", layers[0], layers[1], "an embedding is told by a name such as embedding or wte"))
+    if not head:
+        taken.append(("last", layers[-1], layers[-2], "a head is told by a name such as head or logits"))
+    return [
+        f"the {place} layer {own.name} is taken for a decoder layer, unlike its neighbour {other.name}: {told}"
+        for place, own, other, told in taken
+        if _kind(own) != _kind(other)
+    ]
+
+
+def _kind(layer: Layer) -> tuple[str, int]:
+    return re.sub(r"\d+", "", layer.name), value_of(layer.saved_bytes)

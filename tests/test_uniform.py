@@ -186,6 +186,23 @@ def test_a_transfer_too_slow_for_its_bytes_is_refused():
         uniform_profile(UniformOptions(activation_gb=1e-6, d2h_ms=70_000))
 
 
+@pytest.mark.parametrize(("option", "field"), [("--d2h-ms", "d2h_ms"), ("--h2d-ms", "h2d_ms")])
+def test_a_transfer_too_fast_for_a_profile_is_refused(option, field):
+    fastest = uniform_profile(UniformOptions(activation_gb=0.009, d2h_ms=1e-6, h2d_ms=1e-6))
+    assert parse(canonical(fastest), "fastest").machine.links[0].d2h_bytes_per_s == 9 * 10**15
+    with pytest.raises(BadInput, match=rf"^{option} asks for 0\.0001 ms per 1000000000 bytes, expected .* 1 to 2\^53 "):
+        uniform_profile(UniformOptions(**{field: 1e-4}))
+
+
+def test_more_layers_than_a_profile_has_are_refused():
+    most = uniform_profile(UniformOptions(devices=100, layers_per_device=99, head_ms=(1, 1, 1), head_parts=100))
+    assert len(parse(canonical(most), "most").expanded_layers()) == 10_000
+    with pytest.raises(
+        BadInput, match=r"^--layers-per-device is 100 on 100 devices, .* 10001 layers, expected at most"
+    ):
+        uniform_profile(UniformOptions(devices=100, layers_per_device=100, embedding_ms=(1, 1, 1)))
+
+
 def test_triples_and_ratios_are_read_as_people_write_them():
     assert parse_triple("1,0.5, 2", "--head-ms") == (1, 0.5, 2)
     assert parse_ratio("1/0.7", "--duplex-slowdown") == 1 / 0.7

@@ -9,14 +9,22 @@ from typing import Literal
 
 from msgspec import UNSET, structs
 
-from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile, Sliceable, value_of
+from optpipe_compiler.documents.profile import (
+    LARGEST,
+    MOST_LAYERS,
+    P2P,
+    Layer,
+    Link,
+    Machine,
+    Profile,
+    Sliceable,
+    value_of,
+)
 from optpipe_compiler.errors import BadInput
 
 NS_PER_MS = 1_000_000
 NS_PER_S = 1_000_000_000
 BYTES_PER_GB = 1_000_000_000
-LARGEST = 1 << 62
-"""Integers in the file stay below this, so that every reader's 64 bits hold them."""
 
 Triple = tuple[float, float, float]
 """F, I and W of one extra layer, in ms."""
@@ -209,9 +217,9 @@ def _bandwidth(option: str, ms: Fraction, size: int) -> int:
     wanted = ms * NS_PER_MS
     bandwidth = _nearest(size * NS_PER_S / wanted)
     tolerated = max(Fraction(1), wanted / 10**6)
-    if not 1 <= bandwidth < LARGEST or abs(Fraction(size * NS_PER_S, bandwidth) - wanted) > tolerated:
+    if not 1 <= bandwidth <= LARGEST or abs(Fraction(size * NS_PER_S, bandwidth) - wanted) > tolerated:
         raise BadInput(
-            f"{option} asks for {float(ms):g} ms per {size} bytes, expected a time that a bandwidth of 1 to 2^62 whole "
+            f"{option} asks for {float(ms):g} ms per {size} bytes, expected a time that a bandwidth of 1 to 2^53 whole "
             "bytes per second can give"
         )
     return bandwidth
@@ -235,14 +243,21 @@ def _check(options: UniformOptions) -> None:
         "--head-parts": options.head_parts,
     }
     for option, count in counts.items():
-        if not 1 <= count <= 10_000:
-            raise BadInput(f"{option} is {count}, expected 1 to 10000")
+        if not 1 <= count <= MOST_LAYERS:
+            raise BadInput(f"{option} is {count}, expected 1 to {MOST_LAYERS}")
+    layers = options.devices * options.layers_per_device
     for name, parts, times in (
         ("embedding", options.embedding_parts, options.embedding_ms),
         ("head", options.head_parts, options.head_ms),
     ):
         if parts > 1 and times is None:
             raise BadInput(f"--{name}-parts is {parts} without --{name}-ms, expected the times that the parts share")
+        layers += 0 if times is None else parts
+    if layers > MOST_LAYERS:
+        raise BadInput(
+            f"--layers-per-device is {options.layers_per_device} on {options.devices} devices, with embedding and head "
+            f"{layers} layers, expected at most {MOST_LAYERS}"
+        )
     _check_range("--forward-ms", options.forward_ms, options.layers_per_device / NS_PER_MS, 1e9)
     for option, value in _times(options):
         _check_range(option, value, 0, 1e9)

@@ -205,6 +205,8 @@ def test_a_profile_is_written_from_names_alone(tmp_path):
         ),
         (("--gpu", "h100-sxm"), "--gpu is h100-sxm, which needs --model"),
         (("--tp", "2"), "--tp is 2, which needs --model"),
+        (("--profile", "q.json"), "--profile is q.json, which needs --from-run"),
+        (("--model", "gpt2", "--gpu", "b200", "--profile", "q.json"), "--profile is q.json, which needs --from-run"),
         (("--model", "gpt2", "--gpu", "b200", "--layers", "3"), "--layers is 3, which only measuring takes"),
         (("--model", "gpt2", "--gpu", "b200", "-o", "/nowhere/p.json"), "/nowhere/p.json: cannot be written"),
     ],

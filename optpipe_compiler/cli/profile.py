@@ -81,7 +81,6 @@ FROM_RUN = Path("measured.json")
 @click.option("--from-run", type=click.Path(path_type=Path), help="Take times from a trace of run --trace.")
 @click.option(
     "--profile",
-    "base",
     type=click.Path(path_type=Path),
     help="From run: the profile of that run [default: profile.json].",
 )
@@ -108,6 +107,8 @@ def profile(
         _list(gpus=list_gpus, models=list_models, as_json=as_json)
     elif "from_run" in given:
         _from_run(output, given, as_json=as_json)
+    elif "profile" in given:
+        refuse({"profile": given["profile"]}, set(), "needs --from-run")
     elif "model" in given and "gpu" in given:
         _estimate(output, given, as_json=as_json)
     elif "model" in given:
@@ -175,8 +176,8 @@ def _from_run(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
     from optpipe_compiler.documents.files import check_writable
     from optpipe_compiler.view.from_run import render
 
-    refuse(given, {"from_run", "base"}, "--from-run takes from the run; expected only --profile and -o")
-    base_path = given.get("base", PROFILE)
+    refuse(given, {"from_run", "profile"}, "--from-run takes from the run; expected only --profile and -o")
+    base_path = given.get("profile", PROFILE)
     if output.resolve() == base_path.resolve():
         raise BadInput(f"-o {output} is the profile of the run itself, expected another file")
     check_writable(output)

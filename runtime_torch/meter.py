@@ -37,6 +37,10 @@ class Meter:
             else:
                 self._add(-size)
 
+    def holders(self, storage: UntypedStorage) -> int:
+        """Return how many hold `storage`."""
+        return self._holders[storage.data_ptr()][0]
+
     def count(self, nbytes: int) -> None:
         """Add bytes that no storage stands for (rehearsal); negative to take them away."""
         with self._lock:

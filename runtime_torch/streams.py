@@ -107,13 +107,12 @@ class StreamLanes:
         self._passed: dict[str, _Passed] = {}
         self._deferred = False
         """Whether a transfer has all but the delivery of a message, or is early."""
-        self._last: _Passed | None = None
-        """The op of the compute lane, no message, that was issued last."""
+        self._has_delivered = False
+        """Whether the compute stream has waited for a message since the reloads were ordered after it."""
 
     def begin(self) -> None:
         """The other streams start after what the compute stream has been given so far."""
         self._passed.clear()
-        self._last = None
         self._lanes[COMPUTE].stream = self._backend.compute_stream()
         for lane in self._lanes:
             lane.next, lane.clock = 0, [0, 0, 0]
@@ -199,7 +198,11 @@ class StreamLanes:
         with self._backend.on(lane.stream):
             self._join(index, op.id)
             self._settle()
-            self._carrier.enter(lane.next, lane.clock[D2H], self._lanes[COMPUTE].stream, self._catch_up, self._follow)
+            compute = self._lanes[COMPUTE]
+            is_late = lane.clock[COMPUTE] < compute.clock[COMPUTE]
+            self._carrier.enter(
+                lane.next, lane.clock[D2H], compute.stream, self._catch_up, self._follow, is_late=is_late
+            )
             self._work.transfer(op)
         self._pass(index, op.id)
 
@@ -212,6 +215,7 @@ class StreamLanes:
                 self._order(lane, passed)
         for name in self._work.messages[op_id]:
             self._work.deliver(name)
+            self._has_delivered = True
 
     def _catch_up(self, offloads: int) -> None:
         """Order the compute stream after so many offloads, of which the last is waited for by another lane."""
@@ -219,12 +223,13 @@ class StreamLanes:
         self._settle()
 
     def _follow(self) -> None:
-        """Order the reloads after the op that the compute lane issued last, which may have freed what they allocate."""
-        lane, last = self._lanes[H2D], self._last
-        if last is not None and lane.clock[COMPUTE] < last.clock[COMPUTE]:
-            if last.event is None:
-                last.event = self._backend.record(self._lanes[COMPUTE].stream)
-            self._order(lane, last)
+        """Order the reloads after all that the compute stream has been given: its ops, and the messages and offloads
+        that it waits for, may have freed what they allocate."""
+        lane, compute = self._lanes[H2D], self._lanes[COMPUTE]
+        is_behind = any(mine < theirs for mine, theirs in zip(lane.clock, compute.clock, strict=True))
+        if is_behind or self._has_delivered:
+            self._has_delivered = False
+            self._order(lane, _Passed(self._backend.record(compute.stream), tuple(compute.clock)))
 
     def _order(self, lane: _Lane, passed: _Passed) -> None:
         self._backend.wait(lane.stream, passed.event)
@@ -238,8 +243,6 @@ class StreamLanes:
         if op_id in self._watched:
             event = None if is_message else self._backend.record(lane.stream)
             self._passed[op_id] = _Passed(event, tuple(lane.clock))
-        if index == COMPUTE and not is_message:
-            self._last = self._passed.get(op_id) or _Passed(None, tuple(lane.clock))
 
     def _settle(self) -> None:
         """Free what no stream that could get the memory can still see in use."""
@@ -261,12 +264,14 @@ class StreamCarrier:
     _meter: Meter
     _host_meter: Meter
     _leaving: deque[tuple[int, UntypedStorage, bool]] = field(default_factory=deque)
-    """What offloads have read, with the number of the op, and whether nobody else held it then."""
+    """What offloads have read, with the number of the op, and whether nobody else held it then, nor could read it."""
     _emptied: deque[tuple[int, HostCopy]] = field(default_factory=deque)
     _op: int = 0
     _ordered_after: int = 0
     _earliest: int = 0
     """The first offload of which this op was handed a storage."""
+    _is_late: bool = False
+    """Whether the compute lane has gone on since the op that this one is ordered after."""
     _compute: Any = None
     _catch_up: Callable[[int], None] = lambda _: None
     _follow: Callable[[], None] = lambda: None
@@ -278,13 +283,15 @@ class StreamCarrier:
         compute: Any,
         catch_up: Callable[[int], None],
         follow: Callable[[], None],
+        *,
+        is_late: bool = False,
     ) -> None:
         """Op number `op` of a transfer lane begins; its stream is ordered after so many offloads.
 
         `catch_up` orders the compute stream after so many, too, and settles; `follow` orders the reloads' stream after
-        what the compute stream has been given.
+        what the compute stream has been given. An op `is_late` where that is more than its stream is ordered after.
         """
-        self._op, self._ordered_after, self._compute = op, ordered_after, compute
+        self._op, self._ordered_after, self._compute, self._is_late = op, ordered_after, compute, is_late
         self._catch_up, self._follow = catch_up, follow
         self._earliest = ordered_after
 
@@ -309,7 +316,7 @@ class StreamCarrier:
         """D2H."""
         host_copies = []
         for storage in storages:
-            is_ours = references(storage) == 1
+            is_ours = not self._is_late and references(storage) == self._meter.holders(storage) == 1
             host_copy = self._pool.take(storage.nbytes())
             self._host_meter.count(host_copy.nbytes)
             for piece, part in zip(host_copy.pieces, _parts(storage, host_copy), strict=True):

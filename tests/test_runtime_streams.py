@@ -9,6 +9,7 @@ import pytest
 from msgspec import structs
 
 torch = pytest.importorskip("torch")
+from clocked_streams import ClockedLanes  # noqa: E402
 from runtime_cases import MODEL, TEXT, promise_exactly, schedule  # noqa: E402
 from small_schedules import Shape  # noqa: E402
 from stream_device import LateDevice, PoisoningMeter  # noqa: E402
@@ -336,6 +337,92 @@ def test_a_reload_after_a_late_message_allocates_nothing_that_a_running_op_may_h
     lanes.arrived.add("s0")
     calls = lanes.run("F1")
     assert calls.index(("wait", "h2d", "compute")) < calls.index(("empty", 6))
+
+
+# -- races: with vector clocks, memory being given out again at once
+
+
+def test_a_reload_that_was_put_off_writes_nothing_that_an_offload_still_reads(monkeypatch):
+    """A receive has the compute stream wait for an offload, which frees what that read; the reload comes behind it."""
+    waits = {
+        **{"F0": [], "F1": [], "send0": [], "recv0": ["D1"], "F2": ["H0"]},
+        **{"D0": ["F0"], "D1": ["F1"], "H0": ["D0", "send0"]},
+    }
+    one = ClockedLanes(monkeypatch, waits, {"H0": ["send0"]}, late=["send0"])
+    one.run("F0", lambda: one.save("D0"))
+    sent = []
+    one.run("F1", lambda: (one.save("D1"), sent.append(one.new())))
+    one.run("send0", lambda: one.send("send0", sent[0]))
+    one.run("recv0", lambda: (one.new(), one.arrived.add("send0")))
+    one.run("F2")
+    one.lanes.finish()
+    assert one.device.races == []
+
+
+def test_a_reload_writes_nothing_that_is_still_being_sent(monkeypatch):
+    """An offload waits for a message, whose buffer is free then, and a reload behind it allocates."""
+    waits = {
+        **{"F0": [], "F1": [], "send0": [], "F2": [], "F3": ["H0"]},
+        **{"D0": ["F0"], "D1": ["F1", "send0"], "H0": ["D0", "F2"]},
+    }
+    one = ClockedLanes(monkeypatch, waits, {"D1": ["send0"]}, late=["send0"])
+    one.run("F0", lambda: setattr(one.save("D0"), "holders", 2))  # so that the reload allocates
+    sent = []
+    one.run("F1", lambda: (one.save("D1"), sent.append(one.new())))
+    one.run("send0", lambda: one.send("send0", sent[0]))
+    one.run("F2", lambda: one.arrived.add("send0"))
+    one.run("F3")
+    one.lanes.finish()
+    assert one.device.races == []
+
+
+@pytest.mark.parametrize("late", [[], ["send0"]])
+def test_what_is_offloaded_late_is_not_handed_on_while_a_later_op_reads_it(monkeypatch, late):
+    """The offload of what the next stage on the device reads, too, comes behind one that waits for a reload."""
+    waits = {
+        **{"F0": [], "F1": [], "send0": [], "F2": [], "F3": [], "F4": ["H1"]},
+        **{"D0": ["F0"], "D1": ["F1", "H0"], "D2": ["F2"], "H0": ["D0", "send0"], "H1": ["D1"], "H2": ["D2"]},
+    }
+    one = ClockedLanes(monkeypatch, waits, {"H0": ["send0"]}, late)
+    one.run("F0", lambda: one.save("D0"))
+    found = []
+    one.run("F1", lambda: (one.save("D1"), found.append(one.new())))
+    one.run("send0", lambda: one.send("send0", found[0]))
+
+    def both_save():
+        found.append(one.save("D2"))
+        found[1].holders = 2
+        one.meter.hold(found[1])
+
+    def read():
+        one.use(found[1])
+        found[1].holders -= 1
+        one.meter.release(found[1])
+
+    one.run("F2", both_save)
+    one.arrived.add("send0")
+    one.run("F3", read)
+    one.run("F4")
+    one.lanes.finish()
+    assert one.device.races == []
+
+
+def test_what_another_holds_without_a_tensor_is_not_handed_on():
+    """Of two stages that save one storage, one may have taken its tensors off: torch then counts one object."""
+    device, meter = LateDevice("d2h"), Meter()
+    carrier = StreamCarrier(device, PinnedPool(100, pageable), meter, Meter())
+    storage = pageable(8).untyped_storage()
+    address = storage.data_ptr()
+    meter.hold(storage)
+    meter.hold(storage)
+    with device.on(device.new_stream()):
+        carrier.enter(0, 0, device.compute, lambda _: None, lambda: None)
+        storages = [storage]
+        del storage
+        copies = carrier.take(storages)
+        carrier.enter(0, 1, device.compute, lambda _: None, lambda: None)
+        (there,) = carrier.bring(copies)
+    assert there.data_ptr() != address
 
 
 HALVES = Path(__file__).parent / "h100_halves.json"

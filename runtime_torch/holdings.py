@@ -31,7 +31,7 @@ class Holding:
     """The cheap piece that makes it again (regions.py)."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Slot:
     """One saved tensor: a geometry on a holding's storage."""
 

@@ -54,6 +54,10 @@ class PinnedPool:
             nbytes -= used
         return HostCopy(pieces)
 
+    def close(self) -> None:
+        """Let the slab go; nothing may be in it, and nothing is taken any more."""
+        self._slab, self._nbytes, self._gaps = None, 0, []
+
     def give(self, host_copy: HostCopy) -> None:
         """Take a host_copy's pieces back."""
         gaps = sorted([*self._gaps, *(_range(piece) for piece in host_copy.pieces)])

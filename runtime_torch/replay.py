@@ -160,6 +160,7 @@ class Replay:
         self._mailbox = mailbox
         self._timeline = OpRecorder(self._on)
         backend = Cuda(self._on) if self._on.type == "cuda" else backend
+        self._pool: PinnedPool | None = None
         self._lanes = self._make_lanes(waits(schedule, device), reloads_due(schedule, device), on_failure, backend)
         self._recomputed: dict[tuple[int, int], list[Layers]] = defaultdict(list)
         for op in self.plan.compute:
@@ -215,8 +216,8 @@ class Replay:
         )
         if backend is None:
             return ThreadLanes(work, on_failure)
-        pool = PinnedPool(plan.host_bytes, pinned if self._on.type == "cuda" else _pageable)
-        carrier = StreamCarrier(backend, pool, self._meter, self._host_meter)
+        self._pool = PinnedPool(plan.host_bytes, pinned if self._on.type == "cuda" else _pageable)
+        carrier = StreamCarrier(backend, self._pool, self._meter, self._host_meter)
         for stage in self.stages.values():
             if isinstance(stage, StageExecution):
                 stage.carrier = carrier
@@ -224,6 +225,11 @@ class Replay:
 
     def _unit(self, op: ir.Op) -> int:
         return op.microbatch * self._slices + (op.slice_or_none or 0)
+
+    def close(self) -> None:
+        """Let the host memory of offloads go: another replay may need as much. There are no more steps."""
+        if self._pool is not None:
+            self._pool.close()
 
     # -- a step
 

@@ -169,6 +169,7 @@ class Runner:
             self._batches, self._ready = batches, False
             self._replicated = _replicated(stages)
         self.schedule = schedule
+        self._replay.close()
         self._replay = self._replayed(schedule, stages)
         return Swap(len(wanted), moved, time.perf_counter_ns() - begin)
 

@@ -50,6 +50,8 @@ class SavedTensorStore:
     """In the order of saving."""
     holdings: list[Holding] = field(default_factory=list)
     _by_address: dict[int, Holding] = field(default_factory=dict)
+    _gone: list[tuple[weakref.finalize[..., Holding], list[weakref.ref[Slot]]]] = field(default_factory=list)
+    """What a whole backward frees as it reads it: how its memory is given back, and its slots."""
     _pack_again: Callable[[Tensor], Slot | Tensor] | None = None
     """In a recompute: what gives dropped holdings back."""
 
@@ -208,7 +210,8 @@ class SavedTensorStore:
         for holding in mine:
             assert holding.storage is not None
             self._by_address.pop(holding.storage.data_ptr(), None)
-            weakref.finalize(holding, self.meter.release, holding.storage)
+            end = weakref.finalize(holding, self.meter.release, holding.storage)
+            self._gone.append((end, [weakref.ref(slot) for slot in holding.slots]))
             holding.slots.clear()
         gone = set(mine)
         self.holdings = [holding for holding in self.holdings if holding not in gone]
@@ -225,7 +228,16 @@ class SavedTensorStore:
                 self.meter.release(self._detach(holding, for_good=True))
 
     def clear(self) -> None:
-        """Free everything, on the device and on the host."""
+        """Free everything, on the device and on the host, whatever graph still refers to it: a hook may close over its
+        own tensor, or a layer keep a result that is no part of the loss."""
+        for end, slots in self._gone:
+            alive = end.peek()
+            if alive is not None:
+                alive[0].storage = None
+                for slot in filter(None, (reference() for reference in slots)):
+                    slot.tensor = None
+                end()
+        self._gone.clear()
         for slot in self.slots:
             slot.tensor = None
         for holding in self.holdings:

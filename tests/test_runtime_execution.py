@@ -529,6 +529,44 @@ def test_nothing_of_a_microbatch_is_left_after_its_backward_even_without_the_gar
     assert not part._passes
 
 
+class Kept(nn.Module):
+    """Keeps what is no part of the loss: a probe, or a hook that closes over its own tensor."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.linear, self.what, self.probe = nn.Linear(8, 8), what, None
+
+    def forward(self, x):
+        hidden = torch.relu(self.linear(x))
+        if self.what == "probe":
+            self.probe = (hidden * hidden).mean()
+        elif self.what == "cycle":
+            hidden.register_hook(lambda gradient: gradient * (1 + 0 * hidden.detach()))
+        return hidden
+
+
+@pytest.mark.parametrize("recomputed", [[], [(1, 3)]], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("what", ["probe", "cycle"])
+def test_a_whole_backward_leaves_nothing_whatever_still_refers_to_the_graph(what, recomputed):
+    meter = Meter()
+    part = StageExecution([Kept(what), Kept(what)], 1, is_first=False, is_last=False, device="cpu", meter=meter)
+    gc.collect()
+    gc.disable()
+    try:
+        for microbatch in range(3):
+            part.forward(microbatch, torch.randn(4, 8), None, recomputed)
+            for layers in recomputed:
+                part.recompute(microbatch, layers)
+            saved = [StorageWeakRef(storage) for storage in part._passes[microbatch].store.storages()]
+            part.backward(microbatch, torch.ones(4, 8))
+            assert saved
+            assert meter.current_bytes == 0
+            # a cycle holds its own tensor, and the graph of a recompute the input that it began with
+            assert what == "cycle" or recomputed or all(ref.expired() for ref in saved)
+    finally:
+        gc.enable()
+
+
 def test_the_output_may_be_freed_by_its_receiver():
     part = StageExecution([nn.Linear(4, 4)], 0, is_first=False, is_last=False, device="cpu")
     x = torch.randn(2, 4)

@@ -14,6 +14,7 @@ from runtime_cases import MODEL, TEXT, promise_exactly, schedule  # noqa: E402
 from small_schedules import Shape  # noqa: E402
 from stream_device import LateDevice, PoisoningMeter  # noqa: E402
 from timed_streams import step_ns  # noqa: E402
+from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
 from optpipe_compiler.documents import ir  # noqa: E402
 from optpipe_compiler.errors import RunFailed  # noqa: E402
@@ -119,6 +120,25 @@ def test_streams_at_any_pace_and_poisoned_memory_give_the_gradients_of_threads(s
 def test_the_promise_holds_where_torch_does_not_say_who_else_holds_a_storage(monkeypatch, eager):
     monkeypatch.setattr(engine, "_use_count", None)
     test_streams_at_any_pace_and_poisoned_memory_give_the_gradients_of_threads(0, True, eager)
+
+
+def test_a_replay_that_is_closed_holds_no_host_memory():
+    slabs = []
+
+    def allocate(nbytes):
+        slabs.append(pageable(nbytes))
+        return slabs[-1]
+
+    pool = PinnedPool(100, allocate)
+    copy = pool.take(60)
+    pool.give(copy)
+    del copy
+    storage = StorageWeakRef(slabs.pop().untyped_storage())
+    assert not storage.expired()
+    pool.close()
+    assert storage.expired()
+    with pytest.raises(RunFailed, match="only 0 are free"):
+        pool.take(1)
 
 
 def test_a_device_without_transfers_has_no_events():

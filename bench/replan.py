@@ -34,11 +34,12 @@ from bench.report import machine, publish, state
 from bench.swaps import BLOCK, BLOCKS, SWAPS, beside, stalls
 from optpipe_compiler.compiler import Options, compile_schedule, spreads_of
 from optpipe_compiler.costs.cuts import seen, told_apart
-from optpipe_compiler.costs.from_run import About, Run, RunStage, profile_from_run, read_run
+from optpipe_compiler.costs.from_run import Run, profile_from_run, read_run
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.documents.profile import Quantity, value_of
+from optpipe_compiler.documents.traces import About, RunStage
 from optpipe_compiler.forecast.choice import Choice
 from optpipe_compiler.forecast.executions import executed
 from optpipe_compiler.verify import check

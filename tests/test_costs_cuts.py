@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from optpipe_compiler.costs.cuts import seen, told_apart
-from optpipe_compiler.costs.from_run import About, Run, RunOp, RunStage, profile_from_run, times_of
+from optpipe_compiler.costs.from_run import Run, RunOp, profile_from_run, times_of
 from optpipe_compiler.documents.profile import Layer, Machine, Profile
+from optpipe_compiler.documents.traces import About, RunStage
 
 LAYERS = 6
 KINDS = ("forward", "backward_input", "backward_weight")

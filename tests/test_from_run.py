@@ -14,7 +14,7 @@ from msgspec import structs
 from small_schedules import Builder, Shape
 
 from optpipe_compiler.cli import cli
-from optpipe_compiler.costs.from_run import About, Run, RunOp, RunStage, profile_from_run, read_run, without_each_other
+from optpipe_compiler.costs.from_run import Run, RunOp, profile_from_run, read_run, without_each_other
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents import profile as profiles
 from optpipe_compiler.documents.files import canonical
@@ -30,6 +30,7 @@ from optpipe_compiler.documents.profile import (
     value_of,
 )
 from optpipe_compiler.documents.profile import load as load_profile
+from optpipe_compiler.documents.traces import About, RunStage
 from optpipe_compiler.errors import BadInput
 
 BASE = Profile(

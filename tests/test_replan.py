@@ -468,7 +468,7 @@ def test_the_command_swaps_trains_the_same_and_shows_it_everywhere(run, monkeypa
         page = Path("page.html").read_text()
         rows = re.findall(r"<tr[^>]*><td>(\d+)(?: \(back\))?</td><td>(sha256:\w+)</td>.*?</tr>", page)
         assert rows == [(str(one["step"]), one["digest"][:15]) for one in found["swaps"]]
-        drawn = measured([Path("run.json")], schedule)
+        drawn = measured([Path("run.json")], schedule).ran
         assert {op.id for device in schedule.devices for op in device.compute if op.name == "forward"} <= drawn.keys()
     assert run("profile", "--from-run", "run.json", "--profile", "profile.json").code == 0
     again = run("run", "last.json", "--steps", "1", *train, "--replan", "--profile", "costs.json")
@@ -561,8 +561,9 @@ def test_a_trace_tells_which_steps_ran_which_schedule(tmp_path):
     assert (mark["ts"], mark["args"]["step"]) == (2 * 10**6, 2)
     assert {op.step for op in read_run(path).ops} == {3}
     for schedule in (first, second):
-        end = max(end for _, end in measured([path], schedule).values())
-        assert end == schedule.forecast.makespan_ns
+        assert measured([path], schedule).end_ns == schedule.forecast.makespan_ns
+    with pytest.raises(BadInput, match="is the trace of a run of another schedule"):
+        measured([path], quick(costs(2), GB, microbatches=4, time_limit_s=0.0).schedule)
 
 
 def test_the_report_of_a_trace_shows_the_swap(tmp_path):

@@ -17,12 +17,13 @@ from optpipe_compiler.cli import cli
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.documents.profile import Layer, Machine, Profile
+from optpipe_compiler.documents.units import show_ns
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.forecast import Cause, Reason, analyse
 from optpipe_compiler.view.baselines import OTHERS, best, faster, whose
 from optpipe_compiler.view.report import render
 from optpipe_compiler.view.report.payload import REASONS
-from optpipe_compiler.view.report.trace import measured
+from optpipe_compiler.view.report.trace import Measured, measured
 from tests.instances import quick, uniform
 from tests.report_cases import GB, PROFILE, planned, published
 
@@ -283,7 +284,7 @@ def test_ops_of_a_trace_are_found_by_id_by_words_and_by_torchs_names(schedule, t
             {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "rank 0"}},
         ],
     )
-    assert measured([trace], schedule) == {
+    assert measured([trace], schedule).ran == {
         "forward:0:0": (0, 2000),
         "forward:0:1": (2500, 3500),
         "forward:0:2": (3500, 4500),
@@ -295,12 +296,12 @@ def test_ops_of_a_trace_are_found_by_id_by_words_and_by_torchs_names(schedule, t
 def test_the_last_step_counts(schedule, tmp_path):
     steps = [event("PP:0F0", 100 + n, 1, args={"step": n}) for n in (1, 2, 0)]
     before = [event("PP:0F1", 50, 1, args={"step": 1}), event("PP:0F1", 300, 3, args={"step": 2})]
-    assert measured([write(tmp_path / "t.json", steps + before)], schedule) == {
+    assert measured([write(tmp_path / "t.json", steps + before)], schedule).ran == {
         "forward:0:0": (0, 1000),
         "forward:0:1": (198_000, 201_000),
     }
     again = [event("PP:0F0", 300, 2), event("PP:0F0", 100, 1)]
-    assert measured([write(tmp_path / "t.json", again)], schedule) == {"forward:0:0": (0, 2000)}
+    assert measured([write(tmp_path / "t.json", again)], schedule).ran == {"forward:0:0": (0, 2000)}
 
 
 def test_traces_of_several_ranks_share_a_clock_and_kernels_count_rather_than_launches(schedule, tmp_path):
@@ -308,7 +309,7 @@ def test_traces_of_several_ranks_share_a_clock_and_kernels_count_rather_than_lau
     launch = event("PP:1F0", 7, 1, cat="user_annotation")
     kernel = event("PP:1F0", 9, 2, cat="gpu_user_annotation")
     second = write(tmp_path / "1.json", [kernel, launch], baseTimeNanoseconds=3000)
-    assert measured([first, second], schedule) == {"forward:0:0": (0, 1000), "forward:1:0": (6000, 8000)}
+    assert measured([first, second], schedule).ran == {"forward:0:0": (0, 1000), "forward:1:0": (6000, 8000)}
 
 
 @pytest.mark.parametrize(
@@ -333,7 +334,7 @@ def test_what_is_no_trace_of_the_schedule_is_refused_with_one_sentence(
 
 def test_measured_times_are_below_the_lanes_and_in_a_table(schedule):
     ran = {name: (2 * begin, 2 * end) for name, (begin, end) in forecast(schedule).items() if name != "forward:0:3"}
-    page = render(schedule, measured=ran)
+    page = render(schedule, measured=Measured(dict(ran)))
     chart = payload(page)["charts"][0]
     names, first = ids(chart), 0
     for lane in chart["lanes"]:
@@ -346,6 +347,58 @@ def test_measured_times_are_below_the_lanes_and_in_a_table(schedule):
     assert "Forecast and measured" in text(page)
     assert re.search(r" step .* 2\.00 x ", text(page))
     assert "Forecast and measured" not in text(render(schedule))
+
+
+def of_run(path: Path, schedule: ir.Schedule, device: int | None = None, scale: float = 1.0, **about: object) -> Path:
+    """The trace of a run that took its forecast times the scale, on one device or on all, as `run --trace` says it."""
+    timed = list(schedule.timed(device))
+    origin = min(start for *_, start, _ in timed)
+    ran = [
+        event(op.id, (start - origin) * scale / 1000, (end - start) * scale / 1000, args={"op": op.id})
+        for _, _, op, start, end in timed
+    ]
+    said = {"format": "optpipe-trace", "schedule": schedule.digest, "profile_digest": "", "real": False}
+    return write(path, ran, otherData={**said, "time_scale": scale, "stages": [], **about})
+
+
+def test_a_run_at_a_time_scale_is_as_long_as_its_forecast(schedule, tmp_path):
+    ran = measured([of_run(tmp_path / "t.json", schedule, scale=321.0)], schedule)
+    assert ran.ran == forecast(schedule)
+    words = text(render(schedule, measured=ran))
+    assert re.search(r" step .* 1\.00 x ", words)
+    assert "Measured times are divided by the time scale of their run, 321." in words
+    usual = measured([of_run(tmp_path / "t.json", schedule)], schedule)
+    assert "time scale" not in text(render(schedule, measured=usual))
+
+
+def test_a_device_alone_is_set_against_its_own_forecast(schedule, tmp_path):
+    traces = [of_run(tmp_path / f"{device}.json", schedule, device) for device in (0, 1)]
+    for device, trace in enumerate(traces):
+        times = [(start, end) for _, _, _, start, end in schedule.timed(device)]
+        span = max(end for _, end in times) - min(start for start, _ in times)
+        ran = measured([trace], schedule)
+        assert ran.devices == (device,)
+        assert ran.ran.items() <= forecast(schedule).items()
+        words = text(render(schedule, measured=ran))
+        assert re.search(rf" step of device {device} {show_ns(span)} {show_ns(span)} 1\.00 x ", words)
+        assert f"ops that the trace has, of device {device} alone." in words
+    both = measured(traces, schedule)
+    assert both.devices is None
+    assert both.ran == forecast(schedule)
+
+
+def test_the_trace_of_another_schedule_is_refused(schedule, tmp_path):
+    other = published("1f1b")
+    trace = of_run(tmp_path / "t.json", other)
+    sentence = f"t.json: is the trace of a run of another schedule: its digest is {other.digest[:19]}, expected "
+    with pytest.raises(BadInput, match=re.escape(sentence + schedule.digest[:19])):
+        measured([trace], schedule)
+
+
+def test_what_a_run_cannot_say_of_itself_is_refused(schedule, tmp_path):
+    for about in ({"time_scale": 0}, {"real": None}):
+        with pytest.raises(BadInput, match=r"t\.json: is no trace of optpipe run --trace: Expected "):
+            measured([of_run(tmp_path / "t.json", schedule, **about)], schedule)
 
 
 # -- the command --------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import pytest
 from optpipe_compiler.documents import ir
 from optpipe_compiler.forecast import HOLDERS, Cause, analyse
 from optpipe_compiler.view.report import render
+from optpipe_compiler.view.report.trace import Measured
 from tests.instances import quick, uniform
 from tests.report_cases import GB, planned, published
 
@@ -268,7 +269,7 @@ def test_memory_rows_can_be_hidden_and_say_how_much_is_held(schedule, look):
 def test_published_and_measured_are_on_the_same_axis_also_in_the_dark(schedule, look):
     measured = {"forward:0:0": (1000, 700_000), "backward_input:0:0": (9_000_000, 20_000_000)}
     seen = look(
-        render(schedule, [published("gpipe")], measured),
+        render(schedule, [published("gpipe")], Measured(measured)),
         """
         seen.titles = rows.filter((row) => row.type === "title").map((row) => row.chart.title);
         seen.longest = longest;

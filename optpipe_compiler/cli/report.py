@@ -82,14 +82,12 @@ def _baselines(
     """Yield baselines for the same instance, the best first; the schedule itself is none."""
     from optpipe_compiler import compiler
     from optpipe_compiler.documents import profile as profiles
+    from optpipe_compiler.documents.files import check_digest
     from optpipe_compiler.study.comparison import options_for
 
-    costs, came_from = profiles.load(profile_path), schedule.provenance
-    if costs.digest() != came_from.profile_digest:
-        raise BadInput(
-            f"{profile_path}: is not the profile that {schedule_path} was compiled from: its digest is "
-            f"{costs.digest()[:19]}, expected {came_from.profile_digest[:19]}"
-        )
+    costs = profiles.load(profile_path)
+    compiled = f"{profile_path}: is not the profile that {schedule_path} was compiled from"
+    check_digest(costs.digest(), schedule.provenance.profile_digest, compiled)
     names = _chosen(schedule, wanted)
     for number, name in enumerate(names, start=1):
         tell(f"timing baseline {number} of {len(names)}, {name}")

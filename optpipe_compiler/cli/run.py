@@ -173,7 +173,7 @@ def _replanning(
 ) -> Any:
     """Return how the plan is improved; None where it is not."""
     from optpipe_compiler.documents import profile as profiles
-    from optpipe_compiler.documents.files import canonical
+    from optpipe_compiler.documents.files import canonical, check_digest
     from optpipe_torch.launch.job import Replanning
 
     if not replan:
@@ -181,12 +181,8 @@ def _replanning(
     if emulated:
         raise BadInput("--replan needs all ranks, expected no --emulate-peers")
     costs = profiles.load(profile_path)
-    known, planned = costs.digest(), schedule.provenance.profile_digest
-    if known != planned:
-        raise BadInput(
-            f"{profile_path}: is not the profile that {schedule_path} was planned with: its digest is {known[:19]}, "
-            f"expected {planned[:19]} (--profile)"
-        )
+    planned = f"{profile_path}: is not the profile that {schedule_path} was planned with (--profile)"
+    check_digest(costs.digest(), schedule.provenance.profile_digest, planned)
     return Replanning(canonical(costs), keep_placement, threshold, plan_time)
 
 

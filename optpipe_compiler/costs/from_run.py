@@ -17,7 +17,8 @@ import msgspec
 import numpy as np
 
 from optpipe_compiler.costs.fit import Sample, fitted, quartiles
-from optpipe_compiler.documents import ir, traces
+from optpipe_compiler.documents import traces
+from optpipe_compiler.documents.files import check_digest
 from optpipe_compiler.documents.profile import Layer, Link, Profile, Quantity, Sliceable, value_of
 from optpipe_compiler.errors import BadInput
 
@@ -28,36 +29,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from optpipe_compiler.costs.fit import Fit
+    from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.profile import Machine
+    from optpipe_compiler.documents.traces import About, RunStage
 
 Span = tuple[int, int]
 """Begin and end in ns."""
 COPIES = {"offload": "d2h", "reload": "h2d"}
 OFF = 0.15
 """By how much the ops of one unit may be off what a profile can say of them before that is noted."""
-
-
-class RunStage(msgspec.Struct, frozen=True):
-    """Where a stage of the run was, and its layers `[first, end)`."""
-
-    stage: int
-    device: int
-    layers: tuple[int, int]
-    selective: list[int] = []
-    """Of its layers, those with selective recompute."""
-
-
-class About(msgspec.Struct, frozen=True, tag_field="format", tag="optpipe-trace"):
-    """What `run --trace` says of the run."""
-
-    profile_digest: str
-    real: bool
-    time_scale: float
-    stages: list[RunStage]
-    first_step: int = 0
-    """Of the schedule that has these stages; steps before it ran another one."""
-    units: ir.Units | None = None
-    """Of a schedule with slices, or with microbatches of unequal length."""
 
 
 class RunOp(msgspec.Struct, frozen=True):
@@ -105,7 +85,7 @@ class FromRun:
 def read_run(path: Path) -> Run:
     """Read a trace of `optpipe run --trace`; raise BadInput if it is none, or of a rehearsal."""
     trace = traces.read(path)
-    about = traces.said(path, trace.about, About, "trace of optpipe run --trace")
+    about = traces.about_run(path, trace)
     if not about.real:
         raise BadInput(f"{path}: is of a rehearsal, which takes the times of its forecast; expected a run with a model")
     events = [event for event in trace.ranges() if "op" in event.args]
@@ -147,11 +127,8 @@ def _op(event: traces.ReadEvent, units: ir.Units | None) -> RunOp:
 
 def profile_from_run(base: Profile, name: str, run: Run) -> FromRun:
     """Return `base` (the profile of the run; `name` stands for its file) with the times and copy speeds of `run`."""
-    if run.about.profile_digest != base.digest():
-        raise BadInput(
-            f"{name}: is not the profile that the run of {run.name} was planned with: its digest is "
-            f"{base.digest()[:19]}, expected {run.about.profile_digest[:19]}"
-        )
+    planned = f"{name}: is not the profile that the run of {run.name} was planned with"
+    check_digest(base.digest(), run.about.profile_digest, planned)
     layers = base.expanded_layers()
     run = replace(run, ops=_undisturbed(run, base.machine))
     ops: dict[tuple[int, str], list[RunOp]] = defaultdict(list)

@@ -160,6 +160,12 @@ def decode(text: str, kind: type[T], name: str, *, format: str, version: int, re
     return record
 
 
+def check_digest(found: str, expected: str, said: str) -> None:
+    """Raise BadInput where a file has another digest than expected; `said`: which file, and what it is not."""
+    if found != expected:
+        raise BadInput(f"{said}: its digest is {found[:19]}, expected {expected[:19]}")
+
+
 def _explain(name: str, raw: object, message: str) -> str:
     """Turn msgspec's "Expected X, got Y - at `$.a[0].b`" into a sentence that shows the value found there."""
     what, _, where = message.partition(" - at `")

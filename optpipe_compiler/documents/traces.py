@@ -4,10 +4,11 @@ text of ours: the events of a file, and what it says of itself."""
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 
+from optpipe_compiler.documents import ir  # noqa: TC001  (msgspec reads the types of About)
 from optpipe_compiler.documents.files import LARGEST_TRACE, read_text
 from optpipe_compiler.errors import BadInput
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 TraceEvent = dict[str, Any]
 """An event as it is written."""
+FORMAT = "optpipe-trace"
+"""What a trace of `optpipe run --trace` says that it is."""
 
 
 class ReadEvent(msgspec.Struct, frozen=True):
@@ -43,6 +46,34 @@ class Trace(msgspec.Struct, frozen=True):
         return [event for event in self.events if event.ph == "X"]
 
 
+class RunStage(msgspec.Struct, frozen=True):
+    """Where a stage of the run was, and its layers `[first, end)`."""
+
+    stage: int
+    device: int
+    layers: tuple[int, int]
+    selective: list[int] = []
+    """Of its layers, those with selective recompute."""
+
+
+class About(msgspec.Struct, frozen=True, tag_field="format", tag=FORMAT):
+    """What `run --trace` says of the run."""
+
+    profile_digest: str
+    real: bool
+    time_scale: Annotated[float, msgspec.Meta(gt=0)]
+    """What the forecast's times are multiplied by."""
+    stages: list[RunStage]
+    first_step: int = 0
+    """Of the schedule that has these stages; steps before it ran another one."""
+    units: ir.Units | None = None
+    """Of a schedule with slices, or with microbatches of unequal length."""
+    schedule: str = ""
+    """The digest of the last schedule that ran."""
+    first_schedule: str | None = None
+    """The digest of the first one; None: the last is the only one."""
+
+
 def read(path: Path) -> Trace:
     """Read a trace; raise BadInput where the file is none."""
     try:
@@ -57,6 +88,11 @@ def said(path: Path, what: object, kind: type[T], expected: str) -> T:
         return msgspec.convert(what, kind)
     except msgspec.ValidationError as error:
         raise BadInput(f"{path}: is no {expected}: {error}") from error
+
+
+def about_run(path: Path, trace: Trace) -> About:
+    """Return what a trace of `optpipe run --trace` says of the run; raise BadInput where it is no such trace."""
+    return said(path, trace.about, About, "trace of optpipe run --trace")
 
 
 def to_text(events: Iterable[TraceEvent], about: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ import msgspec
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import range_name
-from optpipe_compiler.documents.traces import naming, to_text
+from optpipe_compiler.documents.traces import FORMAT, naming, to_text
 from optpipe_compiler.forecast.table import Table
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from runtime_torch.timeline import OpTime
 
 
-FORMAT = "optpipe-trace"
 THREADS: dict[str, int] = {lane: 2 * number for number, lane in enumerate(ir.LANES)}
 """By lane: that of the forecast; what was measured is below it."""
 
@@ -56,7 +55,6 @@ def chrome_trace(
         "profile_digest": eras[0][0].provenance.profile_digest,  # others were planned with what this run measured
         "real": schedule.model is not None,
         "time_scale": time_scale,
-        **({"first_step": first - len(eras[-1][1]), "swaps": list(swaps)} if len(eras) > 1 else {}),
         "stages": [
             {
                 "stage": stage.stage,
@@ -67,6 +65,9 @@ def chrome_trace(
             for stage in schedule.stages
         ],
     }
+    if len(eras) > 1:
+        first_step = first - len(eras[-1][1])
+        about |= {"first_step": first_step, "first_schedule": eras[0][0].digest, "swaps": list(swaps)}
     if not isinstance(units := schedule.setup.units, msgspec.UnsetType):
         about["units"] = msgspec.to_builtins(units)
     return to_text(events, about)

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from msgspec import UnsetType
 
 from optpipe_compiler.costs.cuts import seen, told_apart
-from optpipe_compiler.costs.from_run import COPIES, About, Run, RunOp, RunStage, profile_from_run, without_each_other
+from optpipe_compiler.costs.from_run import COPIES, Run, RunOp, profile_from_run, without_each_other
 from optpipe_compiler.documents.ops import parse
+from optpipe_compiler.documents.traces import About, RunStage
 from optpipe_compiler.forecast.table import Table
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from optpipe_compiler.documents.ir import Schedule
-    from optpipe_compiler.view.report.trace import Span, TraceSwap
+    from optpipe_compiler.view.report.trace import Measured, TraceSwap
 
 SCRIPTS = ("model.js", "rows.js", "draw.js", "memory.js", "marks.js", "card.js", "range.js", "point.js", "controls.js")
 
@@ -26,15 +26,16 @@ SCRIPTS = ("model.js", "rows.js", "draw.js", "memory.js", "marks.js", "card.js",
 def render(
     schedule: Schedule,
     baselines: Sequence[Schedule] = (),
-    measured: dict[str, Span] | None = None,
+    measured: Measured | None = None,
     swaps: Sequence[TraceSwap] = (),
 ) -> str:
-    """Return the page: the schedule first, `measured` (op id to times) in it, and below it one of `baselines`.
+    """Return the page: the schedule first, `measured` in it, and below it one of `baselines`.
 
     The reader chooses which; the first is shown at the beginning. `swaps` of the run get a table.
     """
     found = analyse(schedule)
-    charts = [chart(found, printable(schedule.forecast.method), _title("this schedule", schedule), measured)]
+    ran = None if measured is None else measured.ran
+    charts = [chart(found, printable(schedule.forecast.method), _title("this schedule", schedule), ran)]
     for other in baselines:
         name = other.forecast.method
         title = whose(schedule, name) if name in schedule.forecast.baselines else name
@@ -72,7 +73,7 @@ def _title(what: str, schedule: Schedule, name: str | None = None) -> str:
     return f"{what} ({printable(name or forecast.method)}): {show_ns(forecast.makespan_ns)}, {idle}"
 
 
-def _lines(schedule: Schedule, measured: dict[str, Span] | None) -> list[dict[str, object]]:
+def _lines(schedule: Schedule, measured: Measured | None) -> list[dict[str, object]]:
     """Return the chart's vertical lines from left to right; a bound on one device's span is no moment of the chart."""
     forecast = schedule.forecast
     lines = [(forecast.makespan_ns, "this schedule", False)]
@@ -84,7 +85,7 @@ def _lines(schedule: Schedule, measured: dict[str, Span] | None) -> list[dict[st
         if name is not None and name != forecast.method:
             lines.append((forecast.baselines[name].makespan_ns or 0, f"{what}, {name}", True))
     if measured is not None:
-        lines.append((max(end for _, end in measured.values()), "measured", True))
+        lines.append((measured.end_ns, "measured", True))
     if forecast.objective == "makespan":
         lines.append((forecast.lower_bound_ns, f"proven bound, {forecast.bound}", True))
     return [

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.documents.ir import Baseline, Schedule
     from optpipe_compiler.forecast import Analysis, Cause
-    from optpipe_compiler.view.report.trace import Span, TraceSwap
+    from optpipe_compiler.view.report.trace import Measured, TraceSwap
 
 
 def plain(text: str) -> str:
@@ -73,9 +73,7 @@ def summary(schedule: Schedule) -> str:
     )
 
 
-def tables(
-    found: Analysis, drawn: Sequence[str], measured: dict[str, Span] | None, swaps: Sequence[TraceSwap] = ()
-) -> str:
+def tables(found: Analysis, drawn: Sequence[str], measured: Measured | None, swaps: Sequence[TraceSwap] = ()) -> str:
     """Return the tables beside the chart, `drawn` names the baselines that the chart can show."""
     schedule = found.schedule
     parts = [_baselines(schedule, drawn), _devices(found), _promises(schedule)]
@@ -109,32 +107,38 @@ def _swaps(schedule: Schedule, swaps: Sequence[TraceSwap]) -> str:
     return _block("Swaps", names, rows, text, opened=True)
 
 
-def _measured(found: Analysis, measured: dict[str, Span]) -> str:
+def _measured(found: Analysis, measured: Measured) -> str:
     """Compare the time of all ops of a kind, forecast and measured, over the ops that the trace has."""
     forecast: Counter[str] = Counter()
     took: Counter[str] = Counter()
     for item in found.items:
-        if item.op.id in measured:
-            begin, end = measured[item.op.id]
+        if item.op.id in measured.ran:
+            begin, end = measured.ran[item.op.id]
             forecast[item.op.name] += item.end_ns - item.begin_ns
             took[item.op.name] += end - begin
-    step = max(end for _, end in measured.values())
-    rows = [
-        ("", [name, show_ns(forecast[name]), show_ns(took[name]), _ratio(took[name], forecast[name])]) for name in took
-    ]
-    rows.append(
-        (
-            "best",
-            [
-                "step",
-                show_ns(found.end_ns - found.begin_ns),
-                show_ns(step),
-                _ratio(step, found.end_ns - found.begin_ns),
-            ],
-        )
-    )
-    text = f"Sums over the {len(measured)} of {len(found.items)} ops that the trace has, all devices together."
-    return _block("Forecast and measured", ["ops", "forecast", "measured", "ratio"], rows, text, opened=True)
+    rows = [("", name, forecast[name], took[name]) for name in took]
+    rows.append(("best", _step(measured), _planned_ns(found, measured), measured.span_ns))
+    cells = [(look, [name, show_ns(planned), show_ns(ran), _ratio(ran, planned)]) for look, name, planned, ran in rows]
+    whose = "all devices together" if measured.devices is None else f"of {_devices_of(measured.devices)} alone"
+    text = f"Sums over the {len(measured.ran)} of {len(found.items)} ops that the trace has, {whose}."
+    if measured.time_scales:
+        scales = " and ".join(f"{scale:.3g}" for scale in measured.time_scales)
+        text += f" Measured times are divided by the time scale of their run, {scales}."
+    return _block("Forecast and measured", ["ops", "forecast", "measured", "ratio"], cells, text, opened=True)
+
+
+def _step(measured: Measured) -> str:
+    return "step" if measured.devices is None else f"step of {_devices_of(measured.devices)}"
+
+
+def _devices_of(numbers: Sequence[int]) -> str:
+    return f"device{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def _planned_ns(found: Analysis, measured: Measured) -> int:
+    """Return from when to when the measured devices are forecast to run."""
+    items = [item for item in found.items if measured.devices is None or item.device in measured.devices]
+    return max(item.end_ns for item in items) - min(item.begin_ns for item in items)
 
 
 def _ratio(measured_ns: int, forecast_ns: int) -> str:

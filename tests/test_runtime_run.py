@@ -18,9 +18,11 @@ import msgspec
 import pytest
 
 pytest.importorskip("torch")
+from click.testing import CliRunner
 from runtime_cases import MODEL, TEXT, promise_exactly, schedule
 from small_schedules import Shape, random_shape
 
+from optpipe_compiler.cli import cli
 from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import BadInput, RunFailed
 from optpipe_torch.launch import run as launch
@@ -119,6 +121,19 @@ def test_a_schedule_without_a_model_is_rehearsed():
     for rank in report.ranks:
         assert 0 < rank.peak_activation_bytes <= rank.promised_activation_bytes
         assert 0 < rank.peak_host_bytes <= rank.promised_host_bytes
+
+
+def test_what_a_rehearsal_would_ignore_is_refused(tmp_path):
+    path = tmp_path / "schedule.json"
+    path.write_text(ir.to_text(schedule(Shape(LINEAR_2, microbatches=2), model=None)))
+    for arguments, sentence in {
+        ("--check",): "--check needs a schedule with a model, expected no rehearsal: it has no gradients to check",
+        ("--data", "none.txt"): "--data is none.txt, expected none for a rehearsal",
+    }.items():
+        ended = CliRunner().invoke(cli, ["run", str(path), *arguments])
+        assert isinstance(ended.exception, BadInput)
+        assert ended.exception.exit_code == 2
+        assert sentence in str(ended.exception)
 
 
 class Watched(launch.Ranks):

@@ -130,11 +130,10 @@ def run(
                 bar.update(event)
 
         options |= {"trace": trace_path is not None}
-        paths = list(data) or [default_path()]
         if emulated:
-            _alone(schedule, rank, paths, take, as_json=as_json, **options)
+            _alone(schedule, rank, list(data) or [default_path()], take, as_json=as_json, **options)
             return
-        report = replay(schedule, data_paths=paths, on_event=take, model=model, replanning=replanning, **options)
+        report = replay(schedule, data_paths=data, on_event=take, model=model, replanning=replanning, **options)
     if report is None:  # a rank of a group that torchrun started: rank 0 prints
         return
     if as_json:

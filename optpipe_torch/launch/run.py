@@ -72,6 +72,8 @@ def run(
     if replanning is not None and schedule.model is None:
         raise BadInput("--replan needs a schedule with a model, expected no rehearsal: it has the forecast's times")
     training = schedule.model is not None
+    if not training:
+        _refuse_training(check=check, data_paths=data_paths)
     if model is not None:
         user_functions.allow(model)
     if schedule.model is not None:
@@ -81,7 +83,7 @@ def run(
         training=training,
         steps=steps,
         data=(text.read(data_paths) if data_paths else text.default_text()) if training else b"",
-        check=check and training,
+        check=check,
         time_scale=time_scale,
         seed=seed,
         timeout_s=timeout_s,
@@ -94,6 +96,16 @@ def run(
     if place is None:
         return Ranks([job] * schedule.setup.devices, tell).run()
     return _join(job, place, tell)
+
+
+def _refuse_training(*, check: bool, data_paths: Sequence[Path]) -> None:
+    """Refuse what only training does; a rehearsal would ignore it."""
+    if check:
+        raise BadInput("--check needs a schedule with a model, expected no rehearsal: it has no gradients to check")
+    if data_paths:
+        raise BadInput(
+            f"--data is {data_paths[0]}, expected none for a rehearsal: a schedule without a model reads no text"
+        )
 
 
 def _join(job: Job, place: Place, tell: Callable[[RunEvent], None]) -> RunReport | None:

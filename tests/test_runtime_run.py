@@ -136,6 +136,18 @@ def test_what_a_rehearsal_would_ignore_is_refused(tmp_path):
         assert sentence in str(ended.exception)
 
 
+def test_a_time_scale_is_a_number_above_0_and_of_no_training(tmp_path):
+    path = tmp_path / "schedule.json"
+    path.write_text(ir.to_text(schedule(Shape(LINEAR_2, microbatches=2))))
+    for option, value in product(("--time-scale", "--timeout"), ("0", "-1", "nan", "inf")):
+        ended = CliRunner().invoke(cli, ["run", str(path), option, value])
+        assert ended.exit_code == 2
+        assert f"Invalid value for '{option}': {float(value)} is not " in ended.output
+    ended = CliRunner().invoke(cli, ["run", str(path), "--time-scale", "2"])
+    assert isinstance(ended.exception, BadInput)
+    assert "--time-scale is 2, expected none in training" in str(ended.exception)
+
+
 class Watched(launch.Ranks):
     """Lets a test see the processes."""
 

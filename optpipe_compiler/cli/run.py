@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from optpipe_compiler.cli.common import PROFILE, SCHEDULE, console, say_json
+from optpipe_compiler.cli.common import PROFILE, SCHEDULE, Positive, console, say_json
 from optpipe_compiler.errors import BadInput, MissingDependency, Rejected
 
 
@@ -18,11 +18,16 @@ from optpipe_compiler.errors import BadInput, MissingDependency, Rejected
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Training steps.")
 @click.option("--data", type=click.Path(path_type=Path), multiple=True, help="Text files to train on.")
 @click.option("--check", is_flag=True, help="Compare loss and gradients with the unpipelined model first.")
-@click.option("--time-scale", type=float, help="Rehearsals, emulated peers: how much slower than forecast.")
+@click.option(
+    "--time-scale",
+    type=Positive(),
+    metavar="FACTOR",
+    help="Rehearsals, emulated peers: how much slower than forecast.",
+)
 @click.option(
     "--timeout",
     "timeout_s",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Positive(),
     default=600.0,
     show_default=True,
     metavar="SECONDS",

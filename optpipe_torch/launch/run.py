@@ -72,6 +72,10 @@ def run(
     if replanning is not None and schedule.model is None:
         raise BadInput("--replan needs a schedule with a model, expected no rehearsal: it has the forecast's times")
     training = schedule.model is not None
+    if training and time_scale is not None:
+        raise BadInput(
+            f"--time-scale is {time_scale:g}, expected none in training: it slows down rehearsals and emulated peers"
+        )
     if not training:
         _refuse_training(check=check, data_paths=data_paths)
     if model is not None:

@@ -102,6 +102,9 @@ def test_what_changes_nothing_is_not_asked():
     bare = structs.replace(COSTS, machine=structs.replace(COSTS.machine, links=[], p2p=[]))
     texts = {change.text for change in variations(instance(bare), offloads=False, uneven=False)}
     assert not texts & {"host links x 2", "messages x 0"}
+    alone = instance(uniform(1, 2))
+    assert alone.profile.machine.p2p
+    assert "messages x 0" not in {change.text for change in variations(alone, offloads=False, uneven=False)}
 
 
 def test_layers_are_asked_to_be_even_only_where_a_device_has_more_work(schedule):

@@ -47,6 +47,7 @@ def variations(instance: Instance, *, offloads: bool, uneven: bool, selective: b
     of its devices has more work than another.
     """
     profile, options = instance.profile, instance.options
+    assert options.devices is not None
     assert options.microbatches is not None
     yield Variation("same", "nothing", "same", instance)
     for percent in MORE_MEMORY:
@@ -61,7 +62,8 @@ def variations(instance: Instance, *, offloads: bool, uneven: bool, selective: b
         machine = structs.replace(profile.machine, links=links)
         beside = replace(instance, profile=structs.replace(profile, machine=machine))
         yield Variation("copies", "compute of copies x 0", "relaxed", beside)
-    if any(value_of(e.latency_ns) or value_of(e.overhead_ns) or e.bytes_per_s is not None for e in profile.machine.p2p):
+    p2p = profile.machine.p2p if options.devices > 1 else []
+    if any(value_of(e.latency_ns) or value_of(e.overhead_ns) or e.bytes_per_s is not None for e in p2p):
         machine = structs.replace(profile.machine, p2p=[])
         free = replace(instance, profile=structs.replace(profile, machine=machine))
         yield Variation("messages", "messages x 0", "relaxed", free)

@@ -92,7 +92,7 @@ class Sweep:
     def __str__(self) -> str:
         from optpipe_compiler.view.sweep import table
 
-        return "\n".join([shown.text(table(self.record)), "", *self.sentences()])
+        return "\n".join([shown.text(table(self.record, shown.WIDTH)), "", *self.sentences()])
 
     __repr__ = __str__
 

@@ -231,8 +231,25 @@ def test_a_point_whose_search_had_not_ended_says_so():
     found = sweep_of(rough, structs.replace(point(2, 90), finished=True))
     assert "1 of 2 points were still getting better when their time was over" in " ".join(notes(found))
     out = Console(width=100, file=StringIO())
-    out.print(table(found))
+    out.print(table(found, out.width))
     assert [line.rstrip().endswith("unfinished") for line in out.file.getvalue().splitlines()[2:4]] == [True, False]
+
+
+@pytest.mark.parametrize("width", [30, 45, 60, 66, 80, 100])
+@pytest.mark.parametrize("tokens", [None, 4096])
+def test_no_number_is_cut_where_the_terminal_is_narrow(width, tokens):
+    points = [point(20, 2194), point(40, 2034), point(90, None)]
+    rough = [structs.replace(one, finished=False, carried_from_bytes=20 * GB) for one in points[:2]]
+    gone = structs.replace(points[2], outcome="beyond memory")
+    for found in (sweep_of(*points, tokens=tokens), sweep_of(*rough, gone, tokens=tokens)):
+        out = Console(width=width, file=StringIO())
+        out.print(table(found, out.width))
+        words = out.file.getvalue().split()
+        assert "…" not in out.file.getvalue()
+        for number in ("20.00", "40.00", "90.00", "2.194", "2.034"):
+            assert width < 45 or number in words
+        columns = {"of", "gap", "step", "peak"} & set(words)
+        assert columns == {"of", "gap", "step", "peak"} if width >= 80 else columns >= {"step", "peak"}
 
 
 def test_a_lean_schedule_of_a_larger_cap_stands_in_for_a_worse_one():

@@ -214,7 +214,7 @@ def _show(found: Sweep, tolerance: float) -> None:
     from optpipe_compiler.view import sweep as view
 
     out = console()
-    out.print(view.table(found))
+    out.print(view.table(found, out.width))
     out.print()
     for sentence in view.sentences(found, tolerance):
         out.print(sentence)

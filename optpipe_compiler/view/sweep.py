@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from optpipe_compiler.study.sweep import Sweep
 
 BEYOND = "more than the GPU has"
+OF_MOST, GAP, REMARKS = "of most", "gap", ""
+"""Titles of columns."""
 
 
 class SweepBar(Bar):
@@ -61,34 +63,69 @@ def unit(tokens: int | None) -> str:
     return "microbatches/s" if tokens is None else "tokens/s"
 
 
-def table(sweep: Sweep) -> RenderableType:
-    """Return a row per point, a block per number of devices and microbatches; a table per GPU, under its name."""
+def table(sweep: Sweep, width: int) -> RenderableType:
+    """Return a row per point, a block per number of devices and microbatches; a table per GPU, under its name.
+
+    Where `width` is small, remarks take several lines, and columns are left out that others imply.
+    """
+    tokens = sweep.tokens_per_microbatch
+    groups = {gpu: list(points) for gpu, points in groupby(sweep.points, key=lambda point: point.gpu)}
+    columns = {gpu: _columns(points, tokens) for gpu, points in groups.items()}
+    for title in (OF_MOST, _throughput(tokens), GAP):
+        if any(
+            _room(one, width) < max(map(len, " ".join(one[REMARKS]).split()), default=0) for one in columns.values()
+        ):
+            for one in columns.values():
+                del one[title]
     parts: list[RenderableType] = []
-    for gpu, points in groupby(sweep.points, key=lambda point: point.gpu):
+    for gpu, one in columns.items():
         if gpu is not None:
             parts.append(Text("\n" * bool(parts) + printable(gpu), style="bold"))
-        parts.append(_table(list(points), sweep.tokens_per_microbatch))
+        parts.append(_table(one, width))
     return Group(*parts)
 
 
-def _table(points: Sequence[Point], tokens: int | None) -> Table:
-    rows = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+def _throughput(tokens: int | None) -> str:
+    return "micro-\nbatches/s" if tokens is None else "tokens/s"
+
+
+def _columns(points: Sequence[Point], tokens: int | None) -> dict[str, list[str]]:
+    """Return the cells of each column by its title; blocks are apart by an empty row."""
     best = {point.line: point.throughput for point in points if point.makespan_ns}  # the last has the largest cap
-    throughput = "micro-\nbatches/s" if tokens is None else "tokens/s"
     is_cut = any((point.slices or 1) > 1 for point in points)
     microbatches = "micro-\nbatches\nx slices" if is_cut else "micro-\nbatches"
-    for title in ("devices", microbatches, "cap", "step", throughput, "of most", "gap", "peak"):
-        rows.add_column(title, justify="right", no_wrap=True)
-    rows.add_column("", style="dim", no_wrap=True)
+    titles = ("devices", microbatches, "cap", "step", _throughput(tokens), OF_MOST, GAP, "peak", REMARKS)
+    rows: list[list[str]] = []
     last = None
     for point in points:
         if last not in (None, point.line):
-            rows.add_row()
+            rows.append([""] * len(titles))
         head = [str(point.devices), str(point.microbatches)] if point.line != last else ["", ""]
         if is_cut and point.slices is not None:
             head[1] = f"{point.microbatches} x {point.slices}"
         last = point.line
-        rows.add_row(*head, short_bytes(point.mem_bytes), *_cells(point, best.get(point.line, 0.0), tokens))
+        rows.append([*head, short_bytes(point.mem_bytes), *_cells(point, best.get(point.line, 0.0), tokens)])
+    return dict(zip(titles, map(list, zip(*rows, strict=True)), strict=True))
+
+
+def _room(columns: dict[str, list[str]], width: int) -> int:
+    """Return what is left for remarks beside the numbers."""
+    numbers = [[*title.split("\n"), *cells] for title, cells in columns.items() if title != REMARKS]
+    return width - sum(max(map(len, lines)) + 1 for lines in numbers)
+
+
+def _table(columns: dict[str, list[str]], width: int) -> Table:
+    """Nothing is cut: remarks fold first, and numbers where even these have no room."""
+    rows = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    shown = {title: cells for title, cells in columns.items() if any(cells)}
+    for title, cells in shown.items():
+        if title == REMARKS:
+            room = max(1, min(_room(columns, width), max(map(len, cells))))
+            rows.add_column(title, style="dim", overflow="fold", width=room)
+        else:
+            rows.add_column(title, justify="right", overflow="fold")
+    for row in zip(*shown.values(), strict=True):
+        rows.add_row(*row)
     return rows
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.costs.noise import COST_OF, op_spreads
+from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import uncollected
 from optpipe_compiler.errors import NotFound
 from optpipe_compiler.forecast.choice import Choice
@@ -31,7 +32,6 @@ from optpipe_compiler.verify import Violated, check
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.profile import Profile
     from optpipe_compiler.forecast.executions import Quantiles, Spreads
     from optpipe_compiler.model.schedule import Schedule
@@ -144,6 +144,12 @@ def placement_of(schedule: ir.Schedule) -> str:
     return seeds.layout_or_given(schedule).name
 
 
+def left_out(schedule: ir.Schedule, profile: Profile) -> list[str]:
+    """Say what the profile leaves out of what the schedule needs, and is taken for nothing."""
+    sends = [(op, plan.device) for plan in schedule.devices for op in plan.compute if isinstance(op, ir.MessageOp)]
+    return profile.machine.left_out(schedule.setup.devices, {(device, op.peer) for op, device in sends})
+
+
 class _Compilation:
     def __init__(
         self, profile: Profile, options: Options, on_progress: Callable[[Progress], None], begin: float
@@ -197,6 +203,7 @@ class _Compilation:
         with self._interruptible():
             noisy = under_noise(checked.schedule, self.profile, self.options.noise)
         notes = tuple(note for each in self.incumbents.attempts for note in each.notes)
+        notes += tuple(left_out(checked.schedule, self.profile))
         wall_s = time.monotonic() - self.begin
         considered = tuple(checked for _, checked in found)
         interrupted = self.budget.is_interrupted

@@ -552,3 +552,21 @@ def test_reproducible_runs_give_equal_bytes_whatever_the_speed_of_the_machine(mo
 
 def test_another_seed_is_recorded():
     assert planned(seed=7, search=False).schedule.provenance.options["seed"] == 7
+
+
+# -- what a profile leaves out
+
+
+def test_devices_without_a_host_link_and_messages_that_cost_nothing_are_said():
+    profile = uniform(4, 2)
+    machine = profile.machine
+    links = [msgspec.structs.replace(link, devices=[0, 1]) for link in machine.links]
+    pairs = [msgspec.structs.replace(machine.p2p[0], devices=(n, n + 1)) for n in range(3)]
+    partly = msgspec.structs.replace(profile, machine=msgspec.structs.replace(machine, links=links, p2p=pairs))
+    assert quick(partly, 8 * GB, placement="loop", stages_per_device=2).notes[-2:] == (
+        "the profile's $.machine.links has no host link of device 2, 3: nothing is offloaded there",
+        "the profile's $.machine.p2p has no entry for devices 0 and 3: their messages take no time",
+    )
+    nowhere = msgspec.structs.replace(profile, machine=msgspec.structs.replace(machine, links=[], p2p=[]))
+    for whole in (profile, nowhere):
+        assert not any("$.machine" in note for note in quick(whole, 8 * GB).notes)

@@ -273,6 +273,14 @@ def test_a_plan_for_more_memory_that_needs_less_is_one_for_less(schedule):
     assert [saved(found, f"memory +{n}%").found for n in (10, 25, 50, 100)] == [0, *[pytest.approx(0.09)] * 3]
 
 
+def test_a_plan_for_more_memory_that_needs_no_more_is_one_of_the_unchanged_instance(schedule):
+    """Otherwise memory would be said to save what a longer search does."""
+    lean = replace(better(schedule, 9), peak_bytes=GB)
+    found = answered(schedule, **{"memory_+50%": lean})
+    assert found.best_ns == lean.value_ns
+    assert [saved(found, f"memory +{n}%").found for n in (10, 25, 50, 100)] == [0] * 4
+
+
 def test_every_change_starts_from_the_best_plan_of_the_unchanged_instance(here, schedule, monkeypatch):
     started = []
     monkeypatch.setattr(study, "plan", lambda one: started.append(one.options.seeds) or plan(one))

@@ -191,6 +191,7 @@ def _taken_for_granted(costs: Any, chosen: Any, *, asked: bool) -> list[str]:
     said += [] if units is None else [units]
     if not any(value_of(layer.static_bytes) for layer in costs.layers):
         said.append("the profile has no static bytes: weights, gradients and optimizer state count 0")
+    said += costs.machine.left_out(chosen.devices)
     return said
 
 

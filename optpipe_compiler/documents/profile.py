@@ -14,7 +14,7 @@ from optpipe_compiler.documents.files import Record, canonical, decode, read_tex
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterable, Sequence
     from pathlib import Path
 
 FORMAT = "optpipe-profile"
@@ -263,6 +263,25 @@ class Machine(Record, frozen=True, kw_only=True):
             else:
                 found += [([device], link) for device in range(devices) if device not in named]
         return sorted(found, key=lambda pair: pair[0])
+
+    def p2p_of(self, first: int, second: int) -> P2P | None:
+        """Return what a message between two devices costs; None: nothing."""
+        own = next((one for one in self.p2p if one.devices is not None and set(one.devices) == {first, second}), None)
+        return own or next((one for one in self.p2p if one.devices is None), None)
+
+    def left_out(self, devices: int, pairs: Iterable[tuple[int, int]] = ()) -> list[str]:
+        """Say what is known of some of the first `devices` devices and `pairs` of them, and not of all."""
+        linked = {device for members, _ in self.host_links(devices) for device in members}
+        without = [device for device in range(devices) if device not in linked]
+        said = []
+        if self.links and without:
+            which = ", ".join(map(str, without))
+            said.append(f"the profile's $.machine.links has no host link of device {which}: nothing is offloaded there")
+        free = sorted({(min(pair), max(pair)) for pair in pairs if self.p2p and self.p2p_of(*pair) is None})
+        if free:
+            which = ", ".join(f"{first} and {second}" for first, second in free)
+            said.append(f"the profile's $.machine.p2p has no entry for devices {which}: their messages take no time")
+        return said
 
 
 class Model(Record, frozen=True, kw_only=True):

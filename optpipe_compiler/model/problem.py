@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from optpipe_compiler.documents.ir import Units
-    from optpipe_compiler.documents.profile import P2P, Cost, Layer, Machine, Profile
+    from optpipe_compiler.documents.profile import Cost, Layer, Machine, Profile
     from optpipe_compiler.model.placement import Layout
 
 NS_PER_S = 10**9
@@ -353,7 +353,7 @@ def message_ns(machine: Machine, size: int, source: int, target: int) -> int:
     """Return the time of a message between two devices; 0 on the same one."""
     if source == target:
         return 0
-    entry = _entry(machine, source, target)
+    entry = machine.p2p_of(source, target)
     if entry is None:
         return 0
     latency = value_of(entry.latency_ns)
@@ -368,15 +368,9 @@ def messages_overhead_ns(machine: Machine, device_of: Sequence[int], stage: int)
     device, found = device_of[stage], 0
     for other in (stage - 1, stage + 1):
         if 0 <= other < len(device_of) and device_of[other] != device:
-            entry = _entry(machine, device, device_of[other])
+            entry = machine.p2p_of(device, device_of[other])
             found += 0 if entry is None else value_of(entry.overhead_ns)
     return found
-
-
-def _entry(machine: Machine, source: int, target: int) -> P2P | None:
-    pair = {source, target}
-    own = next((p for p in machine.p2p if p.devices is not None and set(p.devices) == pair), None)
-    return own or next((p for p in machine.p2p if p.devices is None), None)
 
 
 def _total(costs: Iterable[Cost]) -> int:

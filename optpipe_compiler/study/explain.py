@@ -146,7 +146,8 @@ def summed_up(schedule: ir.Schedule, asked: Sequence[Variation], found: Sequence
     forecast = schedule.forecast
     value = forecast.value_ns
     effects = [variation.effect for variation in asked]
-    inner = [one.value_ns for one, effect in zip(found, effects, strict=True) if effect in ("same", "restricted")]
+    cap = schedule.setup.cap_bytes
+    inner = [one.value_ns for each, one in zip(asked, found, strict=True) if _is_inner(each, one, cap)]
     best = min([value, *(reached for reached in inner if reached is not None)])
     outer = [one.bound_ns for one, effect in zip(found, effects, strict=True) if effect in ("same", "relaxed")]
     bound = min(best, max([forecast.lower_bound_ns, *outer]))
@@ -168,6 +169,12 @@ def summed_up(schedule: ir.Schedule, asked: Sequence[Variation], found: Sequence
         idle=idle(schedule),
         what_ifs=tuple(_what_if(c, one, each) for c, one in zip(asked, found, strict=True) if c.effect != "same"),
     )
+
+
+def _is_inner(variation: Variation, planned: Planned, cap_bytes: int) -> bool:
+    """Whether the plan is one of the instance itself: with more memory one may be found that needs no more."""
+    needs_no_more = planned.peak_bytes is not None and planned.peak_bytes <= cap_bytes
+    return variation.effect in ("same", "restricted") or (variation.family == "memory" and needs_no_more)
 
 
 def _carried(asked: Sequence[Variation], found: Sequence[Planned], best: int, bound: int) -> list[Planned]:

@@ -107,6 +107,7 @@ def refused(outcome: Outcome, code: int) -> str:
         (("compile", "--mem", "40XB"), "--mem is '40XB', expected a size such as 40GB, 37.25GiB or 512MB"),
         (("compile", "--mem", "2GB", "--host-mem", "x"), "--host-mem is 'x', expected a size such as 40GB, "),
         (("compile",), "--mem is missing and the profile does not know the devices' memory; expected e.g. --mem 40GB"),
+        (("compile", "--mem", "2GB", "--from", "p.json", "--method", "1f1b"), "--from is p.json, expected none with"),
         (("compile", "--mem", "2GB", "--microbatches", "0"), "--microbatches is 0, expected at least 1"),
         (("compile", "--mem", "2GB", "--devices", "3"), "--devices is 3, expected at most the profile's 2 layers"),
         (

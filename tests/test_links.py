@@ -46,6 +46,14 @@ def test_where_there_are_no_links_there_is_no_k():
     assert list(link_loads(quick(bare, 3 * GB, time_limit_s=0.0).schedule)) == []
 
 
+def test_links_that_are_not_alike_are_told_apart_by_their_devices():
+    costs = uniform(3, 2, d2h_ms=0.5, h2d_ms=0.5)
+    links = [ir.msgspec.structs.replace(costs.machine.links[0], devices=devices) for devices in ([0, 2], [1])]
+    shared = ir.msgspec.structs.replace(costs, machine=ir.msgspec.structs.replace(costs.machine, links=links))
+    said = [first for first, _ in link_sentences(quick(shared, 3 * GB, time_limit_s=0.0).schedule)]
+    assert [sentence.partition(":")[0] for sentence in said] == ["1 of 2 devices (0, 2)", "1 of 1 device (1)"]
+
+
 def test_the_summary_and_json_say_k_and_what_is_taken_for_granted(run):  # noqa: F811
     schedule = quick(uniform(2, 2, d2h_ms=0.5, h2d_ms=0.5), GB, recompute=False, time_limit_s=0.0).schedule
     Path("schedule.json").write_text(ir.to_text(schedule))

@@ -99,6 +99,8 @@ def compile_command(
     if list_methods:
         _list_methods()
         return
+    if seeds and options["method"] is not None:
+        raise BadInput(f"--from is {seeds[0]}, expected none with --method: a known schedule starts from no other")
     check_writable(output)
     costs = profiles.load(profile_path)
     chosen = compiler.Options(

@@ -115,12 +115,14 @@ def link_sentences(schedule: Schedule) -> list[tuple[str, str]]:
     alike: dict[tuple[object, ...], list[LinkLoad]] = {}
     for one in link_loads(schedule):
         alike.setdefault((one.round_trip_ns, one.compute_ns, one.load, one.share, len(one.devices)), []).append(one)
-    return [_link(same) for same in alike.values()]
+    return [_link(same, is_one_of_several=len(alike) > 1) for same in alike.values()]
 
 
-def _link(same: list[LinkLoad]) -> tuple[str, str]:
+def _link(same: list[LinkLoad], *, is_one_of_several: bool) -> tuple[str, str]:
     one, behind = same[0], len(same[0].devices)
     of = f"{len(same)} of {behind} device{'s' if behind > 1 else ''}"
+    if is_one_of_several:
+        of += f" ({'; '.join(', '.join(map(str, each.devices)) for each in same)})"
     words = {
         "free": "offload is free",
         "fits": "offload fits the link",

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from optpipe_compiler.errors import RunFailed
+from runtime_torch.engine import changes
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -40,6 +43,21 @@ class Slot:
     tensor: Tensor | None
     geometry: Geometry | None = None
     """Known once the holding has been taken away."""
+    changes: int = 0
+    """How often `tensor` had been changed in place when it was saved, or came back."""
+
+    def give(self, tensor: Tensor) -> None:
+        """Keep a tensor."""
+        self.changes, self.tensor = changes(tensor), tensor
+
+    def check(self) -> None:
+        """Raise RunFailed where the tensor has been changed in place since, as torch does without hooks."""
+        tensor = self.tensor
+        if tensor is not None and changes(tensor) != self.changes:
+            raise RunFailed(
+                f"layer {self.layer}: a tensor that its backward reads was changed in place after it had been saved, "
+                "expected a new tensor"
+            )
 
     def take_away(self) -> None:
         """Keep the geometry alone."""

@@ -119,7 +119,10 @@ class SavedTensorStore:
                 raise RunFailed(f"layer {holding.layer}: a saved tensor was read while it was not on the device")
             assert handle.geometry is not None
             dtype, offset, size, stride = handle.geometry
-            handle.tensor = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+            handle.give(torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride))
+        else:
+            handle.check()
+        assert handle.tensor is not None
         return handle.tensor
 
     def is_constant(self, tensor: Tensor) -> bool:
@@ -149,7 +152,8 @@ class SavedTensorStore:
             self._by_address[address] = holding
             self.holdings.append(holding)
             self.meter.hold(storage)
-        slot = Slot(self.layer, holding, tensor.detach())
+        slot = Slot(self.layer, holding, None)
+        slot.give(tensor.detach())
         if holding.storage is None:  # dropped, but alive as the input of a recompute
             slot.take_away()
         holding.slots.append(slot)
@@ -278,6 +282,7 @@ class SavedTensorStore:
         self._by_address.pop(storage.data_ptr(), None)
         for slot in holding.slots:
             if not for_good:
+                slot.check()
                 slot.shape()
             slot.tensor = None
         holding.storage = None

@@ -529,6 +529,39 @@ def test_nothing_of_a_microbatch_is_left_after_its_backward_even_without_the_gar
     assert not part._passes
 
 
+class InPlace(nn.Module):
+    """Changes the result of a sigmoid, which its backward reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = torch.sigmoid(self.linear(x))
+        z = y * 1
+        return y.mul_(2) + z
+
+
+@pytest.mark.parametrize("way", ["kept", "halves", "recomputed", "offloaded"])
+def test_a_saved_tensor_that_is_changed_in_place_is_refused_as_torch_does(way):
+    layer, x = InPlace(), torch.randn(2, 4)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        layer(x).sum().backward()
+    part = StageExecution([layer], 1, is_first=False, is_last=False, device="cpu")
+
+    def step():
+        part.forward(0, x, None, [(1, 2)] if way == "recomputed" else [])
+        if way == "offloaded":
+            part.offload(0, (1, 2))
+        elif way == "halves":
+            part.backward_input(0, torch.ones(2, 4))
+        else:
+            part.backward(0, torch.ones(2, 4))
+
+    with pytest.raises(RunFailed, match="layer 1: a tensor that its backward reads was changed in place"):
+        step()
+
+
 class Kept(nn.Module):
     """Keeps what is no part of the loss: a probe, or a hook that closes over its own tensor."""
 

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from random import Random
 from types import SimpleNamespace
 
+from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.deliveries import waits
 from runtime_torch import streams
 from runtime_torch.lanes import LaneOps
 from runtime_torch.meter import Meter
+from runtime_torch.replay import reloads_due
 from runtime_torch.streams import StreamCarrier, StreamLanes
 
 
@@ -41,7 +45,10 @@ class Storage:
 
 
 class ClockedDevice:
-    """A backend of the stream lanes whose memory is given out again as soon as it is free, the oldest first."""
+    """A backend of the stream lanes whose memory is given out again as soon as it is free, the oldest first.
+
+    All free memory that would be large enough must be safe for who asks, whatever is given.
+    """
 
     def __init__(self) -> None:
         self.compute = Stream("compute")
@@ -50,7 +57,7 @@ class ClockedDevice:
         self._on = [self.compute]
         self._free: list[tuple[int, int]] = []
         self._end = 1
-        self._uses: list[tuple[int, str, int, bool, str]] = []
+        self._uses: dict[int, list[tuple[str, int, bool, str]]] = {}
 
     def compute_stream(self):
         return self.compute
@@ -72,6 +79,10 @@ class ClockedDevice:
             stream.clock[name] = max(stream.clock.get(name, 0), count)
 
     def empty(self, nbytes):
+        stream = next((one for one in reversed(self._on) if one is not self.compute), self.compute)
+        for address, size in self._free:
+            if size >= nbytes:
+                self._check(stream, address, True, f"what {stream.name} is given")
         for index in range(len(self._free)):
             if self._free[index][1] == nbytes:
                 return Storage(*self._free.pop(index))
@@ -89,11 +100,15 @@ class ClockedDevice:
                 self.use(stream, one, writes, stream.name)
 
     def use(self, stream, storage, writes, what):
-        for address, name, count, wrote, before in self._uses:
+        self._check(stream, storage.address, writes, what)
+        uses = self._uses.setdefault(storage.address, [])
+        uses.append((stream.name, stream.clock.get(stream.name, 0), writes, what))
+
+    def _check(self, stream, address, writes, what):
+        for name, count, wrote, before in self._uses.get(address, ()):
             is_known = name == stream.name or stream.clock.get(name, 0) >= count
-            if address == storage.address and (writes or wrote) and not is_known:
+            if (writes or wrote) and not is_known:
                 self.races.append((before, what))
-        self._uses.append((storage.address, stream.name, stream.clock.get(stream.name, 0), writes, what))
 
 
 class FreeingMeter(Meter):
@@ -119,12 +134,17 @@ class Pool:
         pass
 
 
+def pretend(monkeypatch):
+    """Let the lanes take the storages of here for torch's."""
+    monkeypatch.setattr(streams, "references", lambda storage: storage.holders)
+    monkeypatch.setattr(streams, "_parts", lambda storage, _: [storage])
+
+
 class ClockedLanes:
     """Stream lanes over named ops: F computes, s and r send and receive, D and H offload and reload 8 bytes."""
 
     def __init__(self, monkeypatch, waits, messages, late=()):
-        monkeypatch.setattr(streams, "references", lambda storage: storage.holders)
-        monkeypatch.setattr(streams, "_parts", lambda storage, _: [storage])
+        pretend(monkeypatch)
         self.device = ClockedDevice()
         self.meter = FreeingMeter(self.device)
         carrier = StreamCarrier(self.device, Pool(), self.meter, Meter())
@@ -186,3 +206,159 @@ class ClockedLanes:
             self._away[op.id[1:]] = self.lanes._carrier.take([self.saved.pop(op.id)])
         else:
             self.lanes._carrier.bring(self._away.pop(op.id[1:]))
+
+
+class ClockedPlan:
+    """One device of a schedule on such streams. Messages arrive `lag` ops late at most, at random.
+
+    `is_timed`: reloads are put off until the offloads whose memory they need are forecast to be over.
+    """
+
+    def __init__(self, plan, device, seed, lag, *, is_timed=True):
+        self._random, self._lag = Random(seed), lag
+        self._stages = {stage.stage: stage for stage in plan.stages}
+        self._mine = {stage.stage for stage in plan.stages_of(device)}
+        self._plan = plan.devices[device]
+        self.device = ClockedDevice()
+        self.meter = FreeingMeter(self.device)
+        self._carrier = StreamCarrier(self.device, Pool(), self.meter, Meter())
+        self._saved, self._away, self._mail, self._channels, self._passed = {}, {}, {}, {}, 0
+        self._arrived, self._leaving = {}, {}
+        messages = waits(plan, device)
+        others = {}
+        for lane in self._plan.lanes.values():
+            own = {op.id for op in lane}
+            for op in lane:
+                others[op.id] = [name for name in (*op.after, *messages[op.id]) if name not in own]
+        lanes = (self._plan.compute, self._plan.d2h, self._plan.h2d)
+        calls = (self._deliver, self._is_delivered, self._transfer, self._sizes)
+        due = reloads_due(plan, device) if is_timed else {}
+        self._lanes = StreamLanes(LaneOps(*lanes, others, messages, *calls, due), self.device, self._carrier)
+
+    def races(self):
+        """Run a step; return what was used by two streams that do not know of each other."""
+        self._lanes.begin()
+        for op in self._plan.compute:
+            self._lanes.start(op.id)
+            if isinstance(op, ir.MessageOp):
+                self._post(op)
+            else:
+                self.device.compute.work()
+                getattr(self, f"_{op.name}")(op, self._stages[op.stage])
+            self._passed += 1
+            self._lanes.complete(op.id)
+        self._lanes.finish()
+        return self.device.races
+
+    # -- ops
+
+    def _forward(self, op, stage):
+        entered = self._arrived.pop(("activation", *_unit(op)), None)
+        if entered is not None:
+            self._use(entered, op)
+        saved = {}
+        for layer, size in zip(range(*stage.layers), stage.saved_bytes, strict=True):
+            saved[layer] = [self._new(part, op) for part in (size // 2, size - size // 2) if part]
+        self._saved[_unit(op)] = saved
+        if stage.stage < len(self._stages) - 1:
+            self._hand_on("activation", op, stage.stage + 1, stage.output_bytes)
+        self._drop(entered)
+
+    def _backward(self, op, stage):
+        self._back(op, stage)
+        self._backward_weight(op, stage)
+
+    def _backward_input(self, op, stage):
+        self._back(op, stage)
+        for storages in self._saved[_unit(op)].values():
+            if len(storages) > 1:
+                self._drop(storages.pop())
+
+    def _backward_weight(self, op, stage):
+        for storages in self._saved.pop(_unit(op)).values():
+            for storage in storages:
+                self._use(storage, op)
+                self._drop(storage)
+
+    def _back(self, op, stage):
+        entered = self._arrived.pop(("gradient", *_unit(op)), None)
+        if entered is not None:
+            self._use(entered, op)
+        for storages in self._saved[_unit(op)].values():
+            for storage in storages:
+                self._use(storage, op)
+        if stage.stage:
+            self._hand_on("gradient", op, stage.stage - 1, stage.input_bytes)
+        self._drop(entered)
+
+    def _hand_on(self, what, op, to, size):
+        storage = self._new(size, op)
+        if to in self._mine:
+            self._arrived[what, to, *_unit(op)[1:]] = storage
+        else:
+            self._leaving[what, *_unit(op)] = storage
+
+    def _post(self, op):
+        kind, what = op.name.split("_")
+        stage = self._stages[op.stage]
+        if kind == "send":
+            storage = self._leaving.pop((what, *_unit(op)))
+        else:
+            storage = self._new(stage.input_bytes if what == "activation" else stage.output_bytes, op, writes=False)
+            self._arrived[what, *_unit(op)] = storage
+        channel = self._channels.setdefault(op.peer, Stream(f"peer {op.peer}"))
+        self.device.wait(channel, self.device.record(self.device.compute))
+        channel.work()
+        self.device.use(channel, storage, kind == "recv", op.id)
+        due = self._passed + self._random.randint(0, self._lag)
+        self._mail[op.id] = self.device.record(channel), storage if kind == "send" else None, due
+
+    # -- what the lanes ask for
+
+    def _deliver(self, name):
+        event, storage, due = self._mail[name]
+        self.device.wait(self.device._on[-1], event)
+        if storage is not None:
+            self.device.wait(self.device.compute, event)
+            self._drop(storage)
+            self._mail[name] = event, None, due
+
+    def _is_delivered(self, name):
+        _, storage, due = self._mail[name]
+        return storage is None or self._passed >= due
+
+    def _transfer(self, op):
+        if isinstance(op, ir.Offload):
+            saved = {layer: self._saved[_unit(op)].pop(layer) for layer in range(*op.layers)}
+            sizes = {layer: [storage.size for storage in storages] for layer, storages in saved.items()}
+            copies = self._carrier.take([storage for storages in saved.values() for storage in storages])
+            self._away[_unit(op), op.layers] = sizes, copies
+        else:
+            sizes, copies = self._away.pop((_unit(op), op.layers))
+            back = iter(self._carrier.bring(copies))
+            for layer, of_layer in sizes.items():
+                self._saved[_unit(op)][layer] = [next(back) for _ in of_layer]
+
+    def _sizes(self, op):
+        sizes, _ = self._away.get((_unit(op), op.layers), ({}, None))
+        return [size for of_layer in sizes.values() for size in of_layer]
+
+    # -- memory
+
+    def _new(self, size, op, *, writes=True):
+        storage = self.device.empty(max(1, size))
+        self.meter.hold(storage)
+        if writes:
+            self._use(storage, op, writes=True)
+        return storage
+
+    def _use(self, storage, op, *, writes=False):
+        self.device.use(self.device.compute, storage, writes, op.id)
+
+    def _drop(self, storage):
+        if storage is not None:
+            self.meter.release(storage)
+
+
+def _unit(op):
+    return op.stage, op.microbatch, op.slice_or_none

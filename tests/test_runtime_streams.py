@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from random import Random
 
@@ -9,7 +10,8 @@ import pytest
 from msgspec import structs
 
 torch = pytest.importorskip("torch")
-from clocked_streams import ClockedLanes  # noqa: E402
+from clocked_streams import ClockedLanes, ClockedPlan, pretend  # noqa: E402
+from instances import quick, uniform  # noqa: E402
 from runtime_cases import MODEL, TEXT, promise_exactly, schedule  # noqa: E402
 from small_schedules import Shape  # noqa: E402
 from stream_device import LateDevice, PoisoningMeter  # noqa: E402
@@ -425,6 +427,22 @@ def test_what_is_offloaded_late_is_not_handed_on_while_a_later_op_reads_it(monke
     one.run("F4")
     one.lanes.finish()
     assert one.device.races == []
+
+
+@pytest.mark.parametrize(("placement", "cap_gb"), [("loop", 2.0), ("v", 2.5)])
+def test_no_plan_lets_two_streams_use_memory_that_nothing_orders(monkeypatch, placement, cap_gb):
+    """Messages as large as half an activation; each in 72 runs had a race in two where reloads followed the last op
+    alone."""
+    pretend(monkeypatch)
+    layers = [structs.replace(layer, output_bytes=2 * 10**8) for layer in uniform(3, 4).layers]
+    profile = structs.replace(uniform(3, 4), layers=layers)
+    options = {"microbatches": 8, "time_limit_s": 0.5, "search": True, "recompute": False, "placement": placement}
+    plan = quick(profile, int(cap_gb * 10**9), **options).schedule
+    offloading = [device.device for device in plan.devices if device.d2h]
+    assert len(offloading) == 3
+    for device, seed in itertools.product(offloading, range(24)):
+        one = ClockedPlan(plan, device, seed, lag=(0, 2, 5, 20)[seed % 4], is_timed=seed % 2 == 0)
+        assert one.races() == []
 
 
 def test_what_another_holds_without_a_tensor_is_not_handed_on():

@@ -63,7 +63,7 @@ from optpipe_compiler.errors import BadInput, MissingDependency, Rejected
 )
 @click.option(
     "--plan-time",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Positive(),
     default=20.0,
     show_default=True,
     metavar="SECONDS",

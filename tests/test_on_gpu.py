@@ -80,16 +80,18 @@ def test_a_message_leaves_its_buffer_to_what_comes_next_on_the_stream_and_torch_
 @on_gpu
 def test_streams_that_wait_hold_up_no_others():
     streams = [torch.cuda.Stream() for _ in range(16)]
+    numbers = [torch.zeros(1, device="cuda").add_(1) for _ in streams]  # memory and kernels are there before
+    torch.cuda.synchronize()
     with torch.cuda.stream(streams[0]):
         torch.cuda._sleep(10**9)
         late = torch.cuda.Event()
         late.record()
     ends = []
-    for number, stream in enumerate(streams[1:]):
+    for place, (stream, number) in enumerate(zip(streams[1:], numbers[1:], strict=True)):
         with torch.cuda.stream(stream):
-            if number % 2:
+            if place % 2:
                 stream.wait_event(late)
-            torch.zeros(1, device="cuda").add_(1)
+            number.add_(1)
             ends.append(stream.record_event())
     for end in ends[::2]:
         end.synchronize()

@@ -46,6 +46,13 @@ def test_where_there_are_no_links_there_is_no_k():
     assert list(link_loads(quick(bare, 3 * GB, time_limit_s=0.0).schedule)) == []
 
 
+@pytest.mark.parametrize("options", [{"offload": False}, {"host_mem_bytes": 0}], ids=str)
+def test_links_are_not_spoken_of_where_nothing_may_be_offloaded(options):
+    costs = uniform(2, 2, d2h_ms=0.5, h2d_ms=0.5)
+    assert link_sentences(quick(costs, 3 * GB, time_limit_s=0.0).schedule)
+    assert link_sentences(quick(costs, 3 * GB, time_limit_s=0.0, **options).schedule) == []
+
+
 def test_links_that_are_not_alike_are_told_apart_by_their_devices():
     costs = uniform(3, 2, d2h_ms=0.5, h2d_ms=0.5)
     links = [ir.msgspec.structs.replace(costs.machine.links[0], devices=devices) for devices in ([0, 2], [1])]

@@ -111,7 +111,12 @@ def _units(schedule: Schedule) -> str:
 
 
 def link_sentences(schedule: Schedule) -> list[tuple[str, str]]:
-    """Say k of each host link, links alike together, and what offloading over it does: two lines each."""
+    """Say k of each host link, links alike together, and what offloading over it does: two lines each.
+
+    Nothing where the plan was not to offload.
+    """
+    if schedule.provenance.options.get("offload") is False or schedule.setup.host_cap_bytes == 0:
+        return []
     alike: dict[tuple[object, ...], list[LinkLoad]] = {}
     for one in link_loads(schedule):
         alike.setdefault((one.round_trip_ns, one.compute_ns, one.load, one.share, len(one.devices)), []).append(one)

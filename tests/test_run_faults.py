@@ -93,7 +93,9 @@ def tell(event):
     if event["event"] == "step":
         print("step", flush=True)
 try:
-    run(ir.load(Path(sys.argv[1])), steps=100000, data_paths=[Path(sys.argv[2]) / "faulty_models.py"], on_event=tell)
+    plan = ir.load(Path(sys.argv[1]))
+    text = [Path(sys.argv[2]) / "faulty_models.py"] if plan.model else []
+    run(plan, steps=100000, data_paths=text, on_event=tell)
 except OptPipeError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)

@@ -6,10 +6,11 @@ stream, and who waits for it knows what that knew.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from random import Random
 from types import SimpleNamespace
+
+from stream_device import Streams
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.deliveries import waits
@@ -44,32 +45,18 @@ class Storage:
         return self.address
 
 
-class ClockedDevice:
+class ClockedDevice(Streams):
     """A backend of the stream lanes whose memory is given out again as soon as it is free, the oldest first.
 
     All free memory that would be large enough must be safe for who asks, whatever is given.
     """
 
     def __init__(self) -> None:
-        self.compute = Stream("compute")
+        super().__init__(Stream)
         self.races: list[tuple[str, str]] = []
-        self._names = iter(("d2h", "h2d"))
-        self._on = [self.compute]
         self._free: list[tuple[int, int]] = []
         self._end = 1
         self._uses: dict[int, list[tuple[str, int, bool, str]]] = {}
-
-    def compute_stream(self):
-        return self.compute
-
-    def new_stream(self):
-        return Stream(next(self._names))
-
-    @contextmanager
-    def on(self, stream):
-        self._on.append(stream)
-        yield
-        self._on.pop()
 
     def record(self, stream):
         return dict(stream.clock)

@@ -24,7 +24,28 @@ class Stream:
     queue: list = field(default_factory=list)
 
 
-class LateDevice:
+class Streams:
+    """The compute stream, one for each direction of copies, and which is the current one; `make` makes one by name."""
+
+    def __init__(self, make):
+        self.compute = make("compute")
+        self._make, self._names = make, iter(("d2h", "h2d"))
+        self._on = [self.compute]
+
+    def compute_stream(self):
+        return self.compute
+
+    def new_stream(self):
+        return self._make(next(self._names))
+
+    @contextmanager
+    def on(self, stream):
+        self._on.append(stream)
+        yield
+        self._on.pop()
+
+
+class LateDevice(Streams):
     """A backend of the stream lanes on CPU memory. The compute stream runs at once, as its work is real.
 
     The stream named `eager` runs as early as it may.
@@ -32,22 +53,8 @@ class LateDevice:
 
     def __init__(self, eager=None):
         self.eager = eager
-        self.compute = Stream("compute")
+        super().__init__(Stream)
         self.log = []
-        self._names = iter(("d2h", "h2d"))
-        self._on = [self.compute]
-
-    def compute_stream(self):
-        return self.compute
-
-    def new_stream(self):
-        return Stream(next(self._names))
-
-    @contextmanager
-    def on(self, stream):
-        self._on.append(stream)
-        yield
-        self._on.pop()
 
     def record(self, stream):
         event = Event(stream, passed=stream is self.compute)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from optpipe_compiler.plan.budget import Budget, Limits
 from optpipe_compiler.plan.candidates import Candidates
 from optpipe_compiler.plan.incumbents import Attempt, Incumbents
 from optpipe_compiler.plan.least_memory import LeastMemory
+from optpipe_compiler.published import earliest, published
 from optpipe_compiler.solver import minimum
 from tests.instances import problem, quick
 
@@ -150,3 +152,15 @@ def test_slow_links_leave_plans_as_good_as_those_without_offloads():
     profile = Profile(name="slow links", machine=Machine(devices=3, links=[link]), layers=layers)
     found, without = (quick(profile, 230 * 10**6, microbatches=3, offload=offload) for offload in (True, False))
     assert found.schedule.forecast.makespan_ns <= 1.05 * without.schedule.forecast.makespan_ns
+
+
+def test_one_microbatch_at_a_time_never_takes_the_place_of_something_better():
+    one = problem(2, 3, 100)
+    layout = Layout("linear", (0, 1, 2), (0, 1))
+    attempt = Attempt(layout, one, bounds.best(one, "makespan"), (0, 0), lambda _: ([], []))
+    incumbents = Incumbents([attempt], "makespan", lambda _: None)
+    best = earliest(published(one, "1f1b"))
+    assert incumbents.keep(attempt, best, "published") is None
+    budget = Budget(Limits("makespan", LIMIT, 0, 1, reproducible=False), 0, begin=time.monotonic())
+    LeastMemory(incumbents, Caps(100, None), budget).find()
+    assert attempt.best is best

@@ -147,10 +147,14 @@ class Incumbents:
         return attempt.best is None or self.value(timed) < self.reached(attempt)
 
     def keep(self, attempt: Attempt, timed: Schedule, phase: str, need: Need | None = None) -> list[int] | None:
-        """Make `timed` the attempt's best if it fits; return by how many bytes each device is over if it does not."""
+        """Make `timed` the attempt's best if it is and fits; return by how many bytes each device is over if it does not.
+
+        Where it is no better, it is kept near the best.
+        """
         over = (need or attempt.need(timed)).over
         if over is None:
-            attempt.best = timed
+            if self.is_better(attempt, timed):
+                attempt.best = timed
             self.keep_near(attempt, timed)
             self.report(f"{phase} {attempt.layout.name}")
         return over

@@ -40,19 +40,31 @@ class LeastMemory:
         return all(_at_least(attempt) > self.caps.device_bytes for attempt in self.incumbents.attempts)
 
     def find_quick(self) -> None:
-        """Keep on each placement what takes the least time one microbatch after the other, if it is the best so far."""
+        """Keep on each placement what takes the least time for one microbatch, repeated, if it is the best so far.
+
+        A device begins its next microbatch as soon as there is room.
+        """
+        from optpipe_compiler.machine.orders import retime
         from optpipe_compiler.solver.minimum import quickly_one_at_a_time
 
         for attempt in self.incumbents.attempts:
             problem, winner = attempt.problem, self.incumbents.winner()
-            if problem.slicing is not None:
+            once = None if problem.slicing else quickly_one_at_a_time(replace(problem, microbatches=1))
+            if once is None or (winner is not None and self._soonest(once, problem) >= self.incumbents.reached(winner)):
                 continue
-            once = quickly_one_at_a_time(replace(problem, microbatches=1))
-            best = None if winner is None or winner.best is None else self.incumbents.value(winner.best)
-            if once is not None and (best is None or once.makespan * problem.microbatches < best):
-                timed = quickly_one_at_a_time(problem)
-                assert timed is not None
-                self.incumbents.keep(attempt, timed, "least memory")
+            timed = quickly_one_at_a_time(problem)
+            assert timed is not None
+            with suppress(Stuck):
+                timed = retime(timed, problem)
+            self.incumbents.keep(attempt, timed, "least memory")
+
+    def _soonest(self, once: Schedule, problem: Problem) -> int:
+        """Return what repeating this schedule of one microbatch cannot be below: the rest of the busiest device."""
+        computed = [0] * problem.devices
+        for task in once.starts:
+            if task.kind < Kind.D:
+                computed[problem.stages[task.stage].device] += once.end(task) - once.starts[task]
+        return self.incumbents.value(once) + (problem.microbatches - 1) * max(computed)
 
     def find(self) -> None:
         """Keep on each placement what fits in the least time, then what is solved for to need the least memory.

@@ -147,9 +147,9 @@ class Incumbents:
         return attempt.best is None or self.value(timed) < self.reached(attempt)
 
     def keep(self, attempt: Attempt, timed: Schedule, phase: str, need: Need | None = None) -> list[int] | None:
-        """Make `timed` the attempt's best if it is and fits; return by how many bytes each device is over if it does not.
+        """Make `timed` the attempt's best if it fits and is better, or remember it if it is near.
 
-        Where it is no better, it is kept near the best.
+        Return by how many bytes each device is over if it does not fit.
         """
         over = (need or attempt.need(timed)).over
         if over is None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 NOTHING = Freedom(offload=False, recompute=False, split=False)
 SPLIT = Freedom(offload=False, recompute=False, split=True)
 OFFLOAD = Freedom(offload=True, recompute=False, split=False)
+LAG = 2
 
 
 def shortest(one: Problem, force: Force = lambda a: []) -> int | None:
@@ -183,6 +184,30 @@ def test_two_microbatches_need_what_is_resident_at_once(decision, then, needs):
     one = problem(1, 2, needs, checkpoint=1)
     assert shortest(one, both(taken(**decision), then)) is not None
     assert shortest(replace(one, budget=(needs - 1,)), both(taken(**decision), then)) is None
+
+
+@pytest.mark.parametrize(
+    ("device", "then", "needs"),
+    [
+        (1, lambda a: [a[0, 1].forward + 10 <= a[1, 0].backward, a[1, 1].forward >= a[1, 0].release], 10),
+        (1, lambda a: [a[0, 1].forward + 10 > a[1, 0].release], 7),
+        (0, lambda a: [a[0, 1].forward == a[0, 0].forward + 10], 14),
+        (0, lambda a: [a[0, 1].forward >= a[0, 0].forward + 10 + LAG, a[1, 0].release > a[0, 1].forward + 10], 11),
+        (0, lambda a: [a[1, 0].release == a[0, 1].forward], 14),
+    ],
+    ids=["activation waits", "none waits", "being sent", "delivered", "gradient waits"],
+)
+def test_messages_count_from_when_they_are_made_until_they_are_read_and_delivered(device, then, needs):
+    """An activation has 4 units, a message 3, in the op that sends it and in the one that reads it, too."""
+    one = problem(2, 2, 100)
+    sender, reader = (replace(stage, forward_extra=3, backward_extra=3) for stage in one.stages)
+    stages = replace(sender, outgoing=3, send_activation=LAG), replace(reader, incoming=3, send_gradient=0)
+    forced = both(taken(keep=1, split=0), then)
+    for units, is_enough in ((needs, True), (needs - 1, False)):
+        budget = tuple(units if d == device else 100 for d in range(2))
+        found = best(replace(one, stages=stages, budget=budget), forced)
+        assert (found is not None) == is_enough
+        assert found is None or peaks(found[1])[device] <= units
 
 
 @pytest.mark.parametrize(("microbatches", "needs"), [(1, 8), (2, 8)])

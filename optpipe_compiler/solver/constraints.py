@@ -154,7 +154,7 @@ class _Cumulative:
 
 
 def _device_memory(model: cp_model.CpModel, problem: Problem, v: Variables, budgets: Sequence[Expr]) -> None:
-    """At every moment what is resident on a device fits its budget (docs/IR.md; messages count with their op).
+    """At every moment what is resident on a device fits its budget (docs/IR.md).
 
     The gradients of what a slice carries are there from the backward of the microbatch's last slice to its own.
     """
@@ -169,6 +169,7 @@ def _device_memory(model: cp_model.CpModel, problem: Problem, v: Variables, budg
         held.add(a.late, a.backward_end, stage.saved - both, None, f"saved_{name}")
         held.add(a.backward, a.release, growth, a.split, f"growth_{name}")
         _while_running(held, problem, s, m, a, growth)
+        _messages(resources, problem, v, s, m, a)
         last = v.activations[s, m + problem.slices - 1 - m % problem.slices]
         held.add(last.backward, a.backward_end, stage.gradient, None, f"gradient_{name}")
         if problem.can_offload(s):
@@ -194,6 +195,26 @@ def _while_running(held: _Cumulative, problem: Problem, s: int, m: int, a: Activ
     held.add(a.weight, a.weight + stage.backward_weight, stage.backward_weight_extra, a.split, f"W_extra_{name}")
     if problem.can_recompute(s):
         held.add(a.again, a.again + stage.recompute, stage.forward_extra, a.recompute, f"R_extra_{name}")
+
+
+def _messages(resources: list[_Cumulative], problem: Problem, v: Variables, s: int, m: int, a: Activation) -> None:
+    """What a stage hands on is there until it is read, and with its sender until it is delivered.
+
+    With its own op, and with that which reads it, it counts in `_while_running`. A receive is posted before the op that
+    runs meanwhile, whose highest level it adds to: that is left to the machine.
+    """
+    if s == 0:
+        return
+    stage, before, source = problem.at(s, m), problem.at(s - 1, m), v.activations[s - 1, m]
+    made = source.forward + before.forward
+    ways = [
+        (before, made, stage, a.forward, before.outgoing, before.send_activation, f"activation_{s}_{m}"),
+        (stage, a.backward_end, before, source.backward, stage.incoming, stage.send_gradient, f"gradient_{s}_{m}"),
+    ]
+    for maker, end, reader, start, units, lag, name in ways:
+        resources[reader.device].add(end, start, units, None, f"waiting_{name}")
+        if maker.device != reader.device and lag:
+            resources[maker.device].add(end, end + lag, units, None, f"leaving_{name}")
 
 
 def _host_memory(model: cp_model.CpModel, problem: Problem, v: Variables) -> None:

@@ -532,6 +532,14 @@ def test_where_the_link_is_too_slow_for_whole_activations_a_part_of_their_layers
     assert verify(compiler.compile_schedule(slow, replace(options, time_limit_s=1.0)).schedule, slow) == []
 
 
+@pytest.mark.parametrize("placement", ["loop", "v"])
+def test_one_stage_per_device_is_linear_whichever_way_it_goes_round(placement):
+    asked, linear = (quick(uniform(2, 2), 10**9, placement=one, stages_per_device=1) for one in (placement, "linear"))
+    assert asked.placement == "linear"
+    assert asked.schedule.forecast.makespan_ns == linear.schedule.forecast.makespan_ns
+    assert {name for name, one in asked.schedule.forecast.baselines.items() if one.fits} >= {"1f1b-recompute"}
+
+
 def test_a_link_that_is_fast_enough_moves_whole_activations_only():
     fast = uniform(2, 4, d2h_ms=0.5, h2d_ms=0.5)
     options = Options(mem_bytes=10**9, placement="linear", stages_per_device=1)

@@ -85,6 +85,7 @@ def settled(profile: Profile, options: Options) -> Options:
         options,
         devices=devices,
         microbatches=options.microbatches or count,
+        placement="linear" if options.stages_per_device == 1 else options.placement,  # whichever way a pass goes round
         slices=1 if options.slices == "auto" and not _is_sliceable(profile) else options.slices,
         host_mem_bytes=host,
         time_limit_s=next(s for most, s in TIME_LIMITS if devices <= most) if limit is None else limit,

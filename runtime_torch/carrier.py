@@ -48,25 +48,23 @@ class DirectCarrier:
 
     def take(self, storages: list[UntypedStorage]) -> list[HostCopy]:
         """D2H: copy to the host, empty the list, and free on the device what no one else holds."""
-        host_copies = []
-        for storage in storages:
-            self._host_meter.count(storage.nbytes())
-            there = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-            host_copies.append(HostCopy([there.copy_(as_bytes(storage), non_blocking=True)]))
-        self._finish()
+        pinned, sizes = self._device.type == "cuda", [storage.nbytes() for storage in storages]
+        self._host_meter.count(sum(sizes))
+        there = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned) for nbytes in sizes]
+        self._copy(there, [as_bytes(storage) for storage in storages])
         while storages:
             self._meter.release(storages.pop())
-        return host_copies
+        return [HostCopy([piece]) for piece in there]
 
     def bring(self, host_copies: list[HostCopy]) -> list[UntypedStorage]:
         """H2D: allocate on the device (held in the meter), copy back, empty the list, and free on the host."""
-        storages = []
-        for host_copy in host_copies:
-            there = torch.empty(host_copy.nbytes, dtype=torch.uint8, device=self._device)
-            self._meter.hold(there.untyped_storage())
-            there.copy_(host_copy.pieces[0], non_blocking=True)
-            storages.append(there.untyped_storage())
-        self._finish()
+        pieces = [host_copy.pieces[0] for host_copy in host_copies]
+        there = [torch.empty_like(piece, device=self._device) for piece in pieces]
+        storages = [tensor.untyped_storage() for tensor in there]
+        for storage in storages:
+            self._meter.hold(storage)
+        self._copy(there, pieces)
+        del pieces
         while host_copies:
             self.discard(host_copies.pop())
         return storages
@@ -75,6 +73,9 @@ class DirectCarrier:
         """Free what nobody will ask for."""
         self._host_meter.count(-host_copy.nbytes)
 
-    def _finish(self) -> None:
+    def _copy(self, there: list[Tensor], here: list[Tensor]) -> None:
+        """Copy all in one call: between two calls a thread may wait for the interpreter's lock."""
+        if there:
+            torch._foreach_copy_(there, here, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()

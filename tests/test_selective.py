@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 from dataclasses import replace
 
 import msgspec
@@ -13,7 +14,7 @@ from msgspec import structs
 from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.documents import ir, profile
 from optpipe_compiler.documents.files import canonical
-from optpipe_compiler.errors import BadInput
+from optpipe_compiler.errors import BadInput, Infeasible
 from optpipe_compiler.model.placement import layout
 from optpipe_compiler.model.problem import static_bytes
 from optpipe_compiler.plan.selective import selectively
@@ -63,6 +64,24 @@ def test_a_device_is_tight_that_cannot_hold_a_backward_beside_the_activations_of
     cap = static_bytes(heavy, linear)[0] + (2 * 2 * 500 + 70) * MB + spare
     assert set().union(*(one.selective for one in selectively(heavy, [linear], cap))) >= layers
     assert bool(list(selectively(heavy, [linear], cap))) == bool(layers)
+
+
+@pytest.mark.parametrize(("stages", "field"), [(1, "forward_transient_bytes"), (2, "output_bytes")])
+def test_the_least_memory_that_a_refusal_names_is_enough(stages, field):
+    """It is that of selective recompute, because of what forwards need besides what they save."""
+    plain = costs(2)
+    heavy = structs.replace(plain, layers=[structs.replace(layer, **{field: 1500 * MB}) for layer in plain.layers])
+    options = Options(
+        1, 2, devices=1, stages_per_device=stages, offload=False, time_limit_s=0.2, reproducible=True, search=False
+    )
+    with pytest.raises(Infeasible) as refusal:
+        compile_schedule(heavy, options)
+    named = re.search(r"the smallest --mem that would do is (\d+) ", str(refusal.value))
+    assert named is not None
+    least = int(named[1])
+    assert compile_schedule(heavy, replace(options, mem_bytes=least)).schedule.devices[0].peak_bytes == least
+    with pytest.raises(Infeasible, match=f"device 0 is 1 bytes .* would do is {least} "):
+        compile_schedule(heavy, replace(options, mem_bytes=least - 1))
 
 
 def test_a_plan_does_without_it_where_memory_is_plenty_or_recompute_is_forbidden():

@@ -20,22 +20,29 @@ def selectively(profile: Profile, found: Sequence[Layout], cap_bytes: int) -> It
     """Yield the placements again, with selective recompute of all layers, and of those on tight devices alone.
 
     A device is tight that cannot hold what 1F1B holds there, or, in placements of several passes, what as many
-    microbatches as there are devices leave on it, while the backward runs that needs most besides.
+    microbatches as there are devices leave on it, while the forward or backward runs that needs most besides. On others
+    one microbatch at a time fits as they are, so the least cap of a refusal does not depend on who is tight.
     """
     layers = profile.expanded_layers()
     able = {index for index, layer in enumerate(layers) if layer.selective is not None}
     saved = [value_of(layer.saved_bytes) for layer in layers]
-    transient = [value_of(layer.backward_transient_bytes) for layer in layers]
+    sent = [value_of(layer.output_bytes) for layer in layers]
+    transient = [
+        max(value_of(layer.forward_transient_bytes), value_of(layer.backward_transient_bytes)) for layer in layers
+    ]
     for one in found:
         devices = max(one.device_of) + 1
         owned: list[set[int]] = [set() for _ in range(devices)]
+        besides = [0] * devices
         for device, (begin, end) in zip(one.device_of, pairwise(one.cuts), strict=True):
             owned[device] |= set(range(begin, end))
+            messages = sum(sent[cut - 1] for cut in (begin, end) if 0 < cut < len(layers))
+            besides[device] = max(besides[device], messages + max(transient[begin:end]))
         tight: set[int] = set()
         for device, (mine, always) in enumerate(zip(owned, static_bytes(profile, one), strict=True)):
             inflight = devices - device if one.name == "linear" else devices
-            held = inflight * sum(saved[layer] for layer in mine) + max((transient[layer] for layer in mine), default=0)
-            if always + held > cap_bytes:
+            held = inflight * sum(saved[layer] for layer in mine)
+            if always + held + besides[device] > cap_bytes:
                 tight |= mine & able
         for chosen in {frozenset(tight): None, frozenset(able if tight else ()): None}:
             if chosen:

@@ -24,7 +24,7 @@ from runtime_torch.regions import SelectiveStore
 from runtime_torch.selective import find_cheap
 from runtime_torch.slices import StageCarry
 from runtime_torch.store import SavedTensorStore
-from runtime_torch.surroundings import Surroundings
+from runtime_torch.surroundings import Surroundings, without_autocast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
@@ -166,7 +166,8 @@ class StageExecution:
                 return None
             root = self._root(run, gradient)
             run.store.let_go()
-            engine.accumulate([run.output], [root])
+            with without_autocast(self.device):
+                engine.accumulate([run.output], [root])
             return None if run.leaf is None else run.leaf.grad
         finally:
             self._release(run)
@@ -175,7 +176,8 @@ class StageExecution:
     def backward_input(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
         """I: return the input's gradient (None on the first stage); keep only what the weight gradients read."""
         run = self._passes[microbatch]
-        found = self._backward_input(run, gradient)
+        with without_autocast(self.device):
+            found = self._backward_input(run, gradient)
         self._drop_carry(run)
         return found
 
@@ -183,7 +185,8 @@ class StageExecution:
         """W: accumulate the weights' gradients."""
         run = self._passes.pop(microbatch)
         try:
-            self._backward_weight(run)
+            with without_autocast(self.device):
+                self._backward_weight(run)
         finally:
             self._release(run)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,15 @@ def autocast_as(then: Autocast, device: torch.device) -> torch.autocast:
     """Within: autocast is as it was then."""
     enabled, dtype, cached = then
     return torch.autocast(device.type, dtype, enabled=enabled, cache_enabled=cached)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Within: autocast is off, as it is in a backward behind the region, where each op has the dtypes of its forward.
+
+    A backward inside of the region would cast those again that a layer computes in fp32.
+    """
+    enabled, dtype, cached = autocast_now(device)
+    return autocast_as((False, dtype, cached), device) if enabled else nullcontext()
 
 
 @dataclass(frozen=True, slots=True)

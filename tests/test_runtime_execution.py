@@ -282,6 +282,30 @@ def test_dropout_under_autocast_gives_the_gradients_of_keeping_bit_by_bit(names,
         assert torch.equal(mine, theirs)
 
 
+class Exact(nn.Linear):
+    """A layer that computes in fp32 whatever autocast says."""
+
+    def forward(self, x, target=None):
+        with torch.autocast("cpu", enabled=False):
+            out = super().forward(x.float())
+        return out.tanh() if target is None else F.cross_entropy(out.flatten(0, 1), target.flatten())
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+def test_a_step_under_autocast_has_the_gradients_of_a_backward_behind_it(names, fused):
+    torch.manual_seed(0)
+    layers, (x, target) = [Embedding(), Exact(WIDTH, WIDTH), Exact(WIDTH, VOCAB)], batch()
+    parts = stages(layers, (1, 2))
+    whole = copy.deepcopy(layers)
+    with torch.autocast("cpu", torch.bfloat16):
+        replay(parts, x, target, fused=fused)
+        loss = whole[2](whole[1](whole[0](x)), target)
+    loss.backward()
+    for mine, theirs in zip(layers, whole, strict=True):
+        for found, expected in zip(mine.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(found.grad, expected.grad)
+
+
 def test_parameters_and_buffers_are_not_stored():
     linear = nn.Linear(WIDTH, WIDTH, bias=False)
     part = StageExecution([linear, nn.Identity()], 3, is_first=False, is_last=False, device="cpu")

@@ -48,23 +48,24 @@ def prepare(
 ) -> None:
     """Hold the stages against their profile: run each forward once, on a throw-away microbatch, slice by slice.
 
-    The first microbatch of the batch has as many samples as any. Random state stays as it was, no gradient is made.
-    Raises BadInput where a stage does not match.
+    The first microbatch of the batch has as many samples as any. Random state and buffers stay as they were, no
+    gradient is made. Raises BadInput where a stage does not match.
     """
     for index, stage in sorted(stages.items()):
         trial, devices = _trial(stage), [stage.device] if stage.device.type == "cuda" else []
-        for number, unit in enumerate(batch.units[: schedule.setup.slices]):
-            if stage.is_first and batch.inputs is not None:
-                x = batch.inputs[number]
-            else:
-                shape, dtype = boundary(stage.first_layer - 1, number)
-                x = torch.zeros(shape, dtype=dtype, device=stage.device)
-            target = None if batch.targets is None else batch.targets[number]
-            with entered(unit), torch.random.fork_rng(devices=devices):
-                out = trial.forward(number, x, target, part=unit.slice)
-            expected = None if stage.is_last else boundary(stage.end_layer - 1, number)
-            _conform(schedule, schedule.stages[index], trial, number, out, expected, bytes_tolerance)
-            trial.discard(number)
+        with stage.trying():
+            for number, unit in enumerate(batch.units[: schedule.setup.slices]):
+                if stage.is_first and batch.inputs is not None:
+                    x = batch.inputs[number]
+                else:
+                    shape, dtype = boundary(stage.first_layer - 1, number)
+                    x = torch.zeros(shape, dtype=dtype, device=stage.device)
+                target = None if batch.targets is None else batch.targets[number]
+                with entered(unit), torch.random.fork_rng(devices=devices):
+                    out = trial.forward(number, x, target, part=unit.slice)
+                expected = None if stage.is_last else boundary(stage.end_layer - 1, number)
+                _conform(schedule, schedule.stages[index], trial, number, out, expected, bytes_tolerance)
+                trial.discard(number)
 
 
 def _conform(

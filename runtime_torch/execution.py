@@ -7,6 +7,7 @@ returns the scalar mean loss. Any layer whose `forward` asks for the target by n
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,16 +25,17 @@ from runtime_torch.regions import SelectiveStore
 from runtime_torch.selective import find_cheap
 from runtime_torch.slices import StageCarry
 from runtime_torch.store import SavedTensorStore
-from runtime_torch.surroundings import Surroundings, without_autocast
+from runtime_torch.surroundings import Surroundings, buffers_now, put_buffers, without_autocast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from torch import UntypedStorage, nn
 
     from runtime_torch.bundles import Flow
     from runtime_torch.microbatch import Slice
     from runtime_torch.streams import Carrier
+    from runtime_torch.surroundings import BufferState
 
 Layers = tuple[int, int]
 """Layers `[first, end)`, numbered over the whole model."""
@@ -47,10 +49,12 @@ class _Checkpoint:
     """Detached; which of it needs a gradient is said beside it."""
     needs_gradient: list[bool]
     surroundings: Surroundings
+    buffers: list[BufferState]
+    """Those that the forward changes, as it found them."""
 
     def storages(self) -> list[UntypedStorage]:
         """Of all tensors."""
-        return [part.untyped_storage() for part in tensors_in(self.x)]
+        return [one.untyped_storage() for one in (*tensors_in(self.x), *(state.value for state in self.buffers))]
 
 
 @dataclass(slots=True)
@@ -112,7 +116,11 @@ class StageExecution:
         """Of each layer: whether it asks for the carry."""
         self._owned = [t for layer in self.layers for t in (*layer.parameters(), *layer.buffers())]
         self._constants: frozenset[int] = frozenset()
-        """The addresses of what the stage owns."""
+        """The addresses of what the stage owns, without the buffers that a forward changes."""
+        self._changing: dict[int, list[nn.Module]] = {}
+        """By layer: the modules of which a forward changes buffers, such as running statistics."""
+        self._changed: frozenset[int] = frozenset()
+        """The addresses of these buffers."""
         self._passes: dict[int, _Pass] = {}
         self._carried: dict[int, StageCarry] = {}
         """By microbatch that is cut into slices."""
@@ -131,7 +139,24 @@ class StageExecution:
 
     def begin(self) -> None:
         """A step begins: parameters may have moved since the last one."""
-        self._constants = frozenset(tensor.untyped_storage().data_ptr() for tensor in self._owned)
+        changing = [
+            buffer for modules in self._changing.values() for one in modules for buffer in one.buffers(recurse=False)
+        ]
+        self._changed = frozenset(tensor.untyped_storage().data_ptr() for tensor in changing)
+        self._constants = frozenset(tensor.untyped_storage().data_ptr() for tensor in self._owned) - self._changed
+
+    @contextmanager
+    def trying(self) -> Iterator[None]:
+        """Within: forwards on trial, which tell which buffers a forward changes. These are afterwards as before."""
+        before = {index: buffers_now(layer.modules()) for index, layer in enumerate(self.layers, self.first_layer)}
+        yield
+        self._changing = {}
+        for index, states in before.items():
+            changing = dict.fromkeys(state.module for state in states if state.has_changed())
+            if changing:
+                self._changing[index] = list(changing)
+            put_buffers(states)
+        self.begin()
 
     # -- ops
 
@@ -154,7 +179,7 @@ class StageExecution:
                 self._carried[part.microbatch] = StageCarry(part.starts, self.meter)
             stays = self._carried[part.microbatch].addresses
         kind = SelectiveStore if self.selective else SavedTensorStore
-        run = _Pass(kind(self.device, self.meter, self.carrier, self._constants, stays), part)
+        run = _Pass(kind(self.device, self.meter, self.carrier, self._constants, stays, self._changed), part)
         self._passes[microbatch] = run
         return self._forward(run, x, target, recomputed)
 
@@ -196,6 +221,8 @@ class StageExecution:
         checkpoint = run.checkpoints.pop(layers)
         needs = iter(checkpoint.needs_gradient)
         x = _each(checkpoint.x, lambda part: part.detach().requires_grad_(next(needs)))
+        now = buffers_now(self._changing_in(layers))
+        put_buffers(checkpoint.buffers)
         with checkpoint.surroundings.restored(self.device), run.store.refilling(*layers):
             if run.store.autocast:
                 x = _each(x, lambda part: part.view_as(part))
@@ -203,6 +230,7 @@ class StageExecution:
                 x = self._call(run, index, x)
                 if index == run.entry_layer and index + 1 < layers[1]:
                     _, x = _through_one(x)
+        put_buffers(now)
         for storage in checkpoint.storages():
             self.meter.release(storage)
 
@@ -350,11 +378,16 @@ class StageExecution:
             _each(x, lambda part: _compact(part.detach())),
             [part.requires_grad for part in tensors_in(x)],
             Surroundings.now(self.device),
+            buffers_now(self._changing_in(layers)),
         )
         run.checkpoints[layers] = checkpoint
         for storage in checkpoint.storages():
             self.meter.hold(storage)
         return x
+
+    def _changing_in(self, layers: Layers) -> list[nn.Module]:
+        """Return the modules in layers [first, end) of which a forward changes buffers."""
+        return [module for index in range(*layers) for module in self._changing.get(index, ())]
 
     def _root(self, run: _Pass, gradient: Tensor | None) -> Tensor:
         """The gradient of the output; on the last stage, where none is given, of the loss by itself."""

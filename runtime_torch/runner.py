@@ -64,7 +64,8 @@ class Runner:
         self._group = group
         self._tolerance = bytes_tolerance
         self._on_failure = on_failure
-        self._ready = False
+        self._ready: list[bool] | None = None
+        """Which layers were in training mode when the stages were held against the profile; None: they were not yet."""
         agree(schedule, group)
         self._channels: Channels | GpuChannels | None = None
         self._replay = self._replayed(schedule, stages)
@@ -97,9 +98,10 @@ class Runner:
         self._stages.ties.begin()
         for part in self._parts():
             part.gather()
-        if not self._ready:
+        modes = [layer.training for layer in self._stages.module.values()]
+        if self._ready != modes:  # layers change other buffers in training than in evaluation
             prepare(self.schedule, self._stages, self._batches.boundary, batch, self._tolerance)
-            self._ready = True
+            self._ready = modes
         result = self._replay.step(batch.inputs, batch.targets, batch.units, losses)
         for part in self._parts():
             part.reduce()
@@ -166,7 +168,7 @@ class Runner:
             stages.update(found)
             batches = Batches(schedule, stages, self._boundary, self._group)
             batches.go_on_from(self._batches)
-            self._batches, self._ready = batches, False
+            self._batches, self._ready = batches, None
             self._replicated = _replicated(stages)
         self.schedule = schedule
         self._replay.close()

@@ -42,6 +42,8 @@ class SavedTensorStore:
     """The addresses of storages that are never stored: parameters and buffers."""
     _stays: Collection[int] = ()
     """Those of keys and values that other slices read."""
+    _changed: Collection[int] = ()
+    """Those of buffers that later forwards change: what is saved of them is a copy."""
     layer: int = 0
     """The layer whose forward runs now."""
     autocast: bool = False
@@ -84,6 +86,7 @@ class SavedTensorStore:
         left = iter(slots)
 
         def pack(tensor: Tensor) -> Slot | Tensor:
+            tensor = self._lasting(tensor)
             if not self.is_constant(tensor):
                 slot = next(left, None)
                 if slot is None or not _matches(slot, tensor, whole=slot.holding in holdings):
@@ -139,7 +142,11 @@ class SavedTensorStore:
         source = getattr(node.next_functions[0][0], "variable", None)
         return source is not None and source.untyped_storage().data_ptr() in self._constants
 
+    def _lasting(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().clone() if tensor.untyped_storage().data_ptr() in self._changed else tensor
+
     def _pack(self, tensor: Tensor) -> Slot | Tensor:
+        tensor = self._lasting(tensor)
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if address in self._constants:

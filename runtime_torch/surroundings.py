@@ -1,4 +1,4 @@
-"""What a forward depends on besides its input: random state and autocast, to be restored when it is repeated."""
+"""What a forward depends on besides its input: random state, autocast, buffers; restored when it is repeated."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from runtime_torch.engine import changes
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
+
+    from torch import Tensor, nn
 
 Autocast = tuple[bool, torch.dtype, bool]
 """Whether it is on, its dtype, and whether it keeps its copies of the weights."""
@@ -61,6 +65,40 @@ class Surroundings:
                 torch.get_device_module(device).set_rng_state(_tensor(self.device_random), device)
             with torch.enable_grad(), autocast_as(self.autocast, device):
                 yield
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BufferState:
+    """A buffer of a module, and its value at some time."""
+
+    module: nn.Module
+    name: str
+    tensor: Tensor
+    value: Tensor
+    changes: int
+
+    def has_changed(self) -> bool:
+        """Whether the module has another buffer now, or another value in it."""
+        now = getattr(self.module, self.name)
+        return now is not self.tensor or changes(now) != self.changes or not torch.equal(now, self.value)
+
+
+def buffers_now(modules: Iterable[nn.Module]) -> list[BufferState]:
+    """Return the buffers of modules, without those of modules in them."""
+    return [
+        BufferState(module, name, buffer, buffer.detach().clone(), changes(buffer))
+        for module in modules
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+
+
+@torch.no_grad()
+def put_buffers(states: Iterable[BufferState]) -> None:
+    """Let buffers be as they were."""
+    for state in states:
+        setattr(state.module, state.name, state.tensor)
+        if not torch.equal(state.tensor, state.value):
+            state.tensor.copy_(state.value)
 
 
 def _tensor(state: bytes) -> torch.Tensor:

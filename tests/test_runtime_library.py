@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import socket
@@ -187,6 +188,53 @@ def test_the_gradients_of_steps_without_an_optimizer_between_them_add_up(alone, 
     for step in range(3):
         runner.step(*inputs, target=target)
         assert_equal_gradients(stages.module, step + 1)
+
+
+class Statistics(nn.Module):
+    """A layer that reads a mean of all that has passed, and changes it first: in place, or by another tensor."""
+
+    def __init__(self, *, in_place):
+        super().__init__()
+        self.mix, self.norm, self.in_place = nn.Linear(HIDDEN, HIDDEN), nn.BatchNorm1d(LENGTH), in_place
+        self.register_buffer("mean", torch.zeros(HIDDEN))
+
+    def forward(self, x):
+        x = self.mix(x)
+        if self.training:
+            mean = self.mean + x.detach().mean((0, 1))
+            self.mean = self.mean.copy_(mean) if self.in_place else mean
+        return x + torch.tanh(self.norm(x) * self.mean)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("ranges", RANGES.values(), ids=RANGES)
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+def test_running_statistics_change_once_per_microbatch_and_backwards_read_those_of_their_forward(
+    alone, fused, ranges, in_place
+):
+    torch.manual_seed(0)
+    layers = [nn.Embedding(16, HIDDEN), *(Statistics(in_place=in_place) for _ in range(2)), Scores(HIDDEN, 16)]
+    whole = nn.ModuleDict({str(index): copy.deepcopy(layer) for index, layer in enumerate(layers)})
+    schedule = plan((0, 0), fused=fused, ranges=ranges)
+    tokens = torch.randint(16, (2 * MICROBATCHES, LENGTH))
+    stages = runtime_torch.build_stages(schedule, layers, 0, "cpu", inputs=[tokens[:2]], target=tokens[:2])
+    runner = runtime_torch.Runner(schedule, stages)
+    stages.module.eval()
+    runner.step(tokens, target=tokens)
+    stages.module.train()
+    stages.module.zero_grad()
+    for _ in range(2):
+        result = runner.step(tokens, target=tokens)
+        for part in tokens.tensor_split(MICROBATCHES):
+            x = part
+            for layer in list(whole.values())[:-1]:
+                x = layer(x)
+            (whole["3"](x, part) / MICROBATCHES).backward()
+    assert result.peak_activation_bytes <= runner.promised_activation_bytes
+    for found, expected in zip(stages.module.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+    for found, expected in zip(stages.module.buffers(), whole.buffers(), strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.fixture

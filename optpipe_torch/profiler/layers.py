@@ -166,7 +166,12 @@ class Benches:
         for layer in stage.layers:
             for parameter in layer.parameters():
                 parameter.grad = torch.zeros_like(parameter)
-        return Bench(stage, self.entering(first), self.target, self.gradient(end - 1))
+        bench = Bench(stage, self.entering(first), self.target, self.gradient(end - 1))
+        if any(True for layer in stage.layers for _ in layer.buffers()):
+            with stage.trying():  # the bytes of buffers that change count
+                bench.forward(0)
+                stage.discard(0)
+        return bench
 
 
 def _cut_from_a_batch(microbatch: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -245,7 +247,8 @@ def _on_meta(made: Made, parts: tuple[Tensor, ...], target: Tensor | None, is_la
     if isinstance(made, nn.Module):
         own = {name: t.to("meta") for name, t in (*made.named_parameters(), *made.named_buffers())}
         behind, named = _targets(made, target, "meta", is_last)
-        return torch.func.functional_call(made, own, parts + behind, named)
+        with _unchanged(made):
+            return torch.func.functional_call(made, own, parts + behind, named)
     with torch.device("meta"):
         layer = made().to("meta")
         behind, named = _targets(layer, target, "meta", is_last)
@@ -258,7 +261,27 @@ def _on_data(made: Made, parts: tuple[Tensor, ...], target: Tensor | None, is_la
     device = next((tensor.device for tensor in (*layer.parameters(), *layer.buffers())), parts[0].device)
     own = {name: buffer.clone() for name, buffer in layer.named_buffers()}
     behind, named = _targets(layer, target, device, is_last)
-    return torch.func.functional_call(layer, own, tuple(part.to(device) for part in parts) + behind, named)
+    with _unchanged(layer):
+        return torch.func.functional_call(layer, own, tuple(part.to(device) for part in parts) + behind, named)
+
+
+@contextmanager
+def _unchanged(layer: nn.Module) -> Iterator[None]:
+    """Within: what a layer remembers of its calls, such as a table of positions, it forgets again."""
+    before = [(vars(module), dict(vars(module))) for module in layer.modules()]
+    kept = [(one, copy(one)) for _, attributes in before for one in attributes.values() if isinstance(one, dict | list)]
+    try:
+        yield
+    finally:
+        for attributes, were in before:
+            attributes.clear()
+            attributes.update(were)
+        for one, was in kept:
+            one.clear()
+            if isinstance(one, dict):
+                one.update(was)
+            else:
+                one.extend(was)
 
 
 def _targets(

@@ -339,6 +339,30 @@ def test_layers_that_do_not_fit_each_other_are_refused_before_any_is_built():
         runtime_torch.build_stages(plan((0, 1)), makers, 0, "cpu", **microbatch())
 
 
+class Remembering(nn.Linear):
+    """A layer that makes a table at its first call, by the length that it meets."""
+
+    def __init__(self):
+        super().__init__(HIDDEN, HIDDEN)
+        self.table, self.tables = None, {}
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = self.tables[x.shape[1]] = torch.ones(x.shape[1], 1, device=x.device)
+        return super().forward(x * self.table * self.tables[x.shape[1]])
+
+
+def test_layers_remember_nothing_of_the_call_that_finds_shapes(alone):
+    tokens = torch.zeros(2 * MICROBATCHES, LENGTH, dtype=torch.int64)
+    layers = [nn.Embedding(16, HIDDEN), Remembering(), Remembering(), Scores(HIDDEN, 16)]
+    schedule = plan((0, 0))
+    stages = runtime_torch.build_stages(schedule, layers, 0, "cpu", inputs=[tokens[:2]], target=tokens[:2])
+    assert layers[1].table is None
+    assert layers[1].tables == {}
+    runtime_torch.Runner(schedule, stages).step(tokens, target=tokens)
+    assert layers[1].table.device.type == "cpu"
+
+
 def test_a_model_that_saves_more_than_its_profile_says_is_refused(alone):
     inputs, target = batch()
     schedule = plan((0, 0), saved=10)

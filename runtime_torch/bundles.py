@@ -239,6 +239,8 @@ def _trace(
                 f"({', '.join(f'{tuple(part.shape)} {part.dtype}' for part in (*parts, *also))}): {first_line(error)}"
             ) from error
         bundles.append(bundle_of(found, f"layer {index}"))
+        if isinstance(found, tuple | list) and len(found) == 1:
+            raise BadInput(f"layer {index} returns a {type(found).__name__} of one tensor, expected the tensor itself")
         parts = tuple(found) if isinstance(found, tuple | list) else (found,)
     return [replace(bundle, samples=len(inputs[0]) if inputs[0].dim() else None) for bundle in bundles]
 

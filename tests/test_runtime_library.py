@@ -363,6 +363,18 @@ def test_layers_remember_nothing_of_the_call_that_finds_shapes(alone):
     assert layers[1].table.device.type == "cpu"
 
 
+class Wrapped(nn.Linear):
+    def forward(self, x):
+        return (super().forward(x),)
+
+
+def test_a_layer_that_returns_a_tuple_of_one_tensor_is_refused():
+    tokens = torch.zeros(2, LENGTH, dtype=torch.int64)
+    layers = [nn.Embedding(16, HIDDEN), Wrapped(HIDDEN, HIDDEN), Wrapped(HIDDEN, HIDDEN), Scores(HIDDEN, 16)]
+    with pytest.raises(BadInput, match="layer 1 returns a tuple of one tensor, expected the tensor itself"):
+        runtime_torch.build_stages(plan((0, 0)), layers, 0, "cpu", inputs=[tokens], target=tokens)
+
+
 def test_a_model_that_saves_more_than_its_profile_says_is_refused(alone):
     inputs, target = batch()
     schedule = plan((0, 0), saved=10)

@@ -438,6 +438,25 @@ def test_batches_that_cannot_be_cut_or_are_missing_are_refused(alone):
         runtime_torch.Runner(schedule, runtime_torch.build_stages(schedule, builders(), 0, "cpu"))
 
 
+class Masked(nn.Embedding):
+    """Passes a mask along that is the same for all samples."""
+
+    def forward(self, tokens, mask):
+        return super().forward(tokens) * mask[:1, :, None]
+
+
+def test_an_input_that_all_samples_share_is_refused(alone):
+    tokens, shared = torch.zeros(2 * MICROBATCHES, LENGTH, dtype=torch.int64), torch.ones(2 * MICROBATCHES, LENGTH)
+    layers = [Masked(16, HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN), Scores(HIDDEN, 16)]
+    schedule = plan((0, 0))
+    stages = runtime_torch.build_stages(schedule, layers, 0, "cpu", inputs=[tokens[:2], shared], target=tokens[:2])
+    with pytest.raises(BadInput, match=r"input 1 has the shape .4, 5., expected 8 in its first dimension for the"):
+        runtime_torch.Runner(schedule, stages).step(tokens, shared, target=tokens)
+    stages = runtime_torch.build_stages(schedule, layers, 0, "cpu", inputs=[tokens[:2], shared[:1]], target=tokens[:2])
+    with pytest.raises(BadInput, match=r"input 1 has the shape .1, 5. in a microbatch, expected samples along its fi"):
+        runtime_torch.Runner(schedule, stages)
+
+
 RANK = """
 import sys
 sys.path[:0] = sys.argv[2:]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd.graph import GradientEdge
 
+from optpipe_compiler.errors import RunFailed
 from runtime_torch import engine
 
 if TYPE_CHECKING:
@@ -121,6 +122,14 @@ def backward_input(output: GradientEdge, gradient: Tensor, start: GradientEdge) 
     handles = [node.register_prehook(_capture(group, node)) for group in rest.groups for node in group.cuts]
     try:
         found, *gradients = engine.capture([output], [gradient], [start, *vectors], retain=True)
+    except RuntimeError as error:
+        if "donated" in str(error):
+            raise RunFailed(
+                "a layer is compiled so that its backward gives away what it has read, and the schedule runs backwards "
+                "in two halves: set torch._functorch.config.donated_buffer = False before the first step, or compile "
+                "the schedule with --no-split"
+            ) from error
+        raise
     finally:
         for handle in handles:
             handle.remove()

@@ -23,7 +23,7 @@ from torch import nn
 import runtime_torch
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile
-from optpipe_compiler.errors import BadInput
+from optpipe_compiler.errors import BadInput, RunFailed
 from optpipe_compiler.view.report.trace import measured
 from runtime_torch import engine
 from tests.interpreter import python
@@ -373,6 +373,39 @@ def test_a_layer_that_returns_a_tuple_of_one_tensor_is_refused():
     layers = [nn.Embedding(16, HIDDEN), Wrapped(HIDDEN, HIDDEN), Wrapped(HIDDEN, HIDDEN), Scores(HIDDEN, 16)]
     with pytest.raises(BadInput, match="layer 1 returns a tuple of one tensor, expected the tensor itself"):
         runtime_torch.build_stages(plan((0, 0)), layers, 0, "cpu", inputs=[tokens], target=tokens)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+def test_compiled_layers_have_the_gradients_of_others(alone, fused):
+    import torch._functorch.config
+
+    torch.manual_seed(0)
+    inner = [nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.GELU()) for _ in range(2)]
+    layers = [nn.Embedding(16, HIDDEN), *inner, Scores(HIDDEN, 16)]
+    whole = nn.Sequential(*map(copy.deepcopy, layers[:-1]))
+    head = copy.deepcopy(layers[-1])
+    for layer in inner:
+        layer.compile(backend="aot_eager")
+    tokens = torch.randint(16, (2 * MICROBATCHES, LENGTH))
+    schedule = plan((0, 0), fused=fused)
+    stages = runtime_torch.build_stages(schedule, layers, 0, "cpu", inputs=[tokens[:2]], target=tokens[:2])
+    with torch._functorch.config.patch(donated_buffer=fused):
+        runtime_torch.Runner(schedule, stages).step(tokens, target=tokens)
+    head(whole(tokens), tokens).backward()
+    for found, expected in zip(stages.module.parameters(), [*whole.parameters(), *head.parameters()], strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+
+
+def test_what_torch_says_of_a_compiled_backward_in_two_halves_is_told_in_ones_own_words(alone, monkeypatch):
+    def refuses(*arguments, **ways):
+        raise RuntimeError("This backward function was compiled with non-empty donated buffers which requires")
+
+    inputs, target = batch()
+    schedule = plan((0, 0), fused=False)
+    stages = runtime_torch.build_stages(schedule, builders(), 0, "cpu", **microbatch())
+    monkeypatch.setattr(engine, "capture", refuses)
+    with pytest.raises(RunFailed, match=r"donated_buffer = False before the first step, or compile the schedule with"):
+        runtime_torch.Runner(schedule, stages).step(*inputs, target=target)
 
 
 def test_a_model_that_saves_more_than_its_profile_says_is_refused(alone):

@@ -56,6 +56,13 @@ def test_ops_stand_where_their_times_are_with_their_microbatches():
     assert lines["dev 3"].endswith("B3------" + "·" * 24)
 
 
+def test_a_nanosecond_of_several_columns_is_drawn_over_all_of_them():
+    analysis = analyse(schedule())
+    first = analysis.lane(0, "compute")[1]
+    lines = chart(analysis, LEFT + RIGHT + 84, window=(first.begin_ns - 10, first.begin_ns + 10))
+    assert lines["dev 0"] == "F0".ljust(42, "-") + "F1".ljust(42, "-")
+
+
 def test_a_number_that_does_not_fit_is_left_out_whole():
     line = chart(analyse(schedule(40)), LEFT + RIGHT + 129)["dev 0"]
     assert "F8B8F9" not in line

@@ -24,9 +24,14 @@ class Axis:
         return [self.begin_ns + span * column // self.columns for column in range(self.columns + 1)]
 
     def column(self, time_ns: int) -> int:
-        """Return the column that a time falls into: the last whose edge is not later."""
-        last = ((time_ns - self.begin_ns + 1) * self.columns - 1) // max(1, self.end_ns - self.begin_ns)
-        return min(self.columns - 1, max(0, last))
+        """Return the column that a time falls into: the last whose edge is not later.
+
+        Where a nanosecond has several columns, it is the first of them.
+        """
+        span = max(1, self.end_ns - self.begin_ns)
+        last = ((time_ns - self.begin_ns + 1) * self.columns - 1) // span
+        first = -((self.begin_ns - time_ns) * self.columns // span)
+        return min(self.columns - 1, max(0, min(first, last)))
 
     def ruler(self, zero_ns: int = 0) -> str:
         """Return marks with times counted from `zero_ns`, at round distances."""

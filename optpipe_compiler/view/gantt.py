@@ -113,7 +113,7 @@ def _cells(items: Iterable[Item], axis: Axis) -> list[Item | None]:
     """Return per column one op that runs in it, or None.
 
     Where several kinds of ops share columns, what a column does not show is owed to the next, so that over some columns
-    each kind, and idling, has its share.
+    each kind, and idling, has its share. Of several columns of one nanosecond all show the same.
     """
     edges = axis.edges
     inside: list[dict[str, tuple[int, Item | None]]] = [{} for _ in range(axis.columns)]
@@ -128,7 +128,11 @@ def _cells(items: Iterable[Item], axis: Axis) -> list[Item | None]:
             sofar, longest = kinds.get(item.op.name, (0, item))
             kinds[item.op.name] = sofar + part, longest if 2 * part < sofar + part else item
             kinds[BLANK] = kinds[BLANK][0] - part, None
-    return list(_shown(inside))
+    shown = list(_shown(inside))
+    for column in reversed(range(axis.columns - 1)):
+        if edges[column] == edges[column + 1]:
+            shown[column] = shown[column + 1]
+    return shown
 
 
 def _shown(inside: list[dict[str, tuple[int, Item | None]]]) -> Iterator[Item | None]:

@@ -201,6 +201,15 @@ def test_no_table_of_the_summary_wraps_at_80_columns():
     assert [line.rstrip() for line in narrow.splitlines()] == [line.rstrip() for line in wide.splitlines()]
 
 
+def test_the_layers_of_many_stages_cut_no_number_of_the_devices_at_80_columns():
+    made = quick(uniform(2, 400), 1000 * GB, microbatches=4, method="gis", stages_per_device=4).schedule
+    text = said(analyse(made)).split("devices\n")[-1].split("assumptions")[0]
+    assert "…" not in text
+    for device in made.devices:
+        for stage in made.stages_of(device.device):
+            assert f"{stage.layers[0]}-{stage.layers[1] - 1}" in text
+
+
 def test_every_bound_and_every_cause_without_a_resource_has_words():
     found = (
         bounds.device_work,

@@ -207,7 +207,7 @@ def _devices(analysis: Analysis) -> Table:
     table = Table(title="\ndevices", title_justify="left", box=None, pad_edge=False)
     for column in ("device", "idle", "static", "peak", "of cap", "host", "R", "off", "re"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("layers", no_wrap=True, overflow="ellipsis")
+    table.add_column("layers")
     whole = max(1, analysis.end_ns - analysis.begin_ns)
     for number, device in enumerate(schedule.devices):
         mine = schedule.stages_of(device.device)

@@ -544,6 +544,21 @@ def test_a_terminal_is_coloured_unless_no_color_is_set(tmp_path, environment, co
     assert bool(re.search(r"\x1b\[[\d;]*(3|4|9|10)\d", text)) == coloured
 
 
+def test_an_output_that_is_not_utf_8_has_question_marks_and_json_has_escapes(tmp_path):
+    (tmp_path / "schedule.json").write_text(ir.to_text(quick(uniform(2, 1), 2 * GB).schedule))
+    (tmp_path / "日.json").write_text((tmp_path / "schedule.json").read_text())
+    environment = {"PYTHONIOENCODING": "ascii"}
+    with start("show", "日.json", folder=tmp_path, environment=environment) as process:
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert " mem ??" in out
+    with start("show", "日.json", "--json", folder=tmp_path, environment=environment) as process:
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert out.isascii()
+    assert json.loads(out)["schedule"] == "日.json"
+
+
 def read_all(terminal: int) -> str:
     parts = []
     while True:

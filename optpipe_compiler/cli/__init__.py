@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -54,6 +55,8 @@ def main() -> None:
     """Run the command line; every expected failure is one sentence on stderr and its exit code."""
     if sys.stderr is None:  # closed by the caller; the next file to be opened must not take its number
         sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that is not UTF-8 has no blocks and lines: it shows `?`
     ending = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is signal.SIG_DFL]
     for number in ending:
         signal.signal(number, _terminate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -201,10 +202,17 @@ def note(line: str) -> None:
 
 
 def say_json(answer: Any) -> None:
-    """Print one JSON object; what a terminal could act on is escaped, which means the same in JSON."""
+    """Print one JSON object; what a terminal could act on or not show is escaped, which means the same."""
+    import json
+
     import msgspec
 
-    click.echo(printable(msgspec.json.encode(answer).decode()))
+    text = msgspec.json.encode(answer).decode()
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:  # a terminal that is not UTF-8
+        text = json.dumps(json.loads(text), separators=(",", ":"))
+    click.echo(printable(text))
 
 
 def plan_json(schedule: Schedule) -> dict[str, Any]:

@@ -502,6 +502,26 @@ def test_a_page_without_any_time_opens(look):
     assert "microbatch" in seen["card"]
 
 
+def test_times_that_differ_in_view_are_written_so_and_no_digit_before_the_point_is_lost(look):
+    long = quick(uniform(2, 1, forward_ms=6e6), 100 * GB, method="gpipe").schedule
+    seen = look(
+        render(long),
+        """
+        seen.whole = [showTime(85_268e9), showBytes(12_345e9)];
+        seen.written = [];
+        const write = pen.fillText;
+        pen.fillText = (text, x, y) => { if (y === AXIS / 2) seen.written.push(text); };
+        show(12_345.678e9, 12_345.678e9 + 1e6);
+        draw();
+        pen.fillText = write;
+        seen.range = document.getElementById("range").textContent;
+        """,
+    )
+    assert seen["whole"] == ["85268 s", "12345 GB"]
+    assert seen["range"] == "12345.678 s to 12345.679 s"
+    assert len(set(seen["written"])) == len(seen["written"]) > 3
+
+
 @pytest.mark.parametrize("size", ["1600,900", "500,800"])
 def test_the_page_is_for_any_size_of_window(schedule, look, size):
     seen = look(

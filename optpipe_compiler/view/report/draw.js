@@ -33,8 +33,9 @@ function draw() {
   for (const row of seen) drawLabel(row);
   drawFoot();
   drawAxis(ticks);
-  const from = view.begin > 0 ? showTime(view.begin) : 0;
-  document.getElementById("range").textContent = `${from} to ${showTime(Math.min(view.end, longest))}`;
+  const to = Math.min(view.end, longest), digits = digitsOf(to, (view.end - view.begin) / 100);
+  const from = view.begin > 0 ? showTime(view.begin, digits) : 0;
+  document.getElementById("range").textContent = `${from} to ${showTime(to, digits)}`;
 }
 
 function drawBackground(row) {

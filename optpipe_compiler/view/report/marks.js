@@ -58,7 +58,8 @@ function drawAxis(ticks) {
   pen.textAlign = "center";
   for (const tick of ticks) {
     const x = toX(tick);
-    if (x > GUTTER + 8 && x < view.width - 20) pen.fillText(showTime(tick, 6), x, AXIS / 2);
+    const text = showTime(tick, digitsOf(tick, (view.end - view.begin) / 100));
+    if (x > GUTTER + 8 && x < view.width - 20) pen.fillText(text, x, AXIS / 2);
   }
   pen.fillStyle = colours.rule;
   pen.fillRect(0, AXIS - 1, view.width, 1);
@@ -71,7 +72,8 @@ function drawAxis(ticks) {
 }
 
 function drawClock(x) {
-  const text = showTime(Math.max(0, toTime(x)), 6), wide = pen.measureText(text).width + 12;
+  const digits = Math.max(6, digitsOf(view.end, (view.end - view.begin) / 1000));
+  const text = showTime(Math.max(0, toTime(x)), digits), wide = pen.measureText(text).width + 12;
   const left = Math.min(Math.max(x - wide / 2, GUTTER), view.width - wide);
   pen.fillStyle = colours.ink;
   pen.fillRect(left, 5, wide, AXIS - 10);

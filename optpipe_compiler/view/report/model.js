@@ -105,17 +105,24 @@ function opsNamed(text) {
 
 const isLast = (name, short) => name.split(":")[0].replace(/^\d+/, "") === short;
 
+// A number of so many digits, or of all before the point where these are more.
+const rounded = (value, digits) =>
+  (Math.abs(value) < 10 ** digits ? Number(value.toPrecision(digits)) : Math.round(value));
+
+// The digits that tell times apart that are `step` apart.
+const digitsOf = (time, step) => Math.min(15, Math.max(4, Math.ceil(Math.log10(Math.max(1, time / step))) + 1));
+
 function showTime(time, digits = 4) {
   const size = Math.abs(time);
   for (const [factor, unit] of [[1e9, "s"], [1e6, "ms"], [1e3, "us"]]) {
-    if (size >= factor) return `${Number((time / factor).toPrecision(digits))} ${unit}`;
+    if (size >= factor) return `${rounded(time / factor, digits)} ${unit}`;
   }
   return `${Math.round(time)} ns`;
 }
 
 function showBytes(size) {
   for (const [factor, unit] of [[1e9, "GB"], [1e6, "MB"], [1e3, "kB"]]) {
-    if (size >= factor) return `${Number((size / factor).toPrecision(4))} ${unit}`;
+    if (size >= factor) return `${rounded(size / factor, 4)} ${unit}`;
   }
   return `${size} B`;
 }

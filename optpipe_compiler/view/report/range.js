@@ -19,9 +19,10 @@ function sumsOf(chart, { begin, end }) {
 }
 
 function describeRange(range) {
+  const digits = Math.max(6, digitsOf(range.end, (range.end - range.begin) / 100));
   const made = [
     element("h2", `${showTime(range.end - range.begin)} selected`),
-    element("p", `${showTime(range.begin, 6)} to ${showTime(range.end, 6)}`, { className: "where" }),
+    element("p", `${showTime(range.begin, digits)} to ${showTime(range.end, digits)}`, { className: "where" }),
   ];
   for (const chart of shown()) made.push(...describeSums(chart, sumsOf(chart, range)));
   return made;

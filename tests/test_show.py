@@ -69,6 +69,14 @@ def test_a_number_that_does_not_fit_is_left_out_whole():
     assert "B8FB9FB-FB-" in line  # F8 has one column, B10 two
 
 
+def test_the_lines_of_devices_from_100_on_begin_and_end_where_all_others_do():
+    made = quick(uniform(101, 1), GB, microbatches=2, method="1f1b-recompute").schedule
+    lines = render(analyse(made), 80, [99, 100], colour=False).plain.splitlines()
+    labels = [line[:LEFT] for line in lines]
+    assert (labels[0], labels[2]) == ("dev 99 ", " d 100 ")
+    assert len(lines[0]) == len(lines[2]) == 80 - RIGHT
+
+
 def test_memory_is_drawn_against_the_cap():
     analysis = analyse(schedule())
     line = chart(analysis, LEFT + RIGHT + 84)["0 mem"]

@@ -90,7 +90,7 @@ def _chart(analysis: Analysis, width: int, axis: Axis, detail: Detail, *, colour
     for device in detail.devices:
         memory = _memory(analysis.memory[device], axis, cap, None)
         ops = _ops(analysis.lane(device, "compute"), axis, analysis, colour=colour)
-        _line(text, f"dev {device}", ops, "" if detail.memory else memory[1])
+        _line(text, f"dev {device}" if device < 100 else f"d {device}", ops, "" if detail.memory else memory[1])
         for lane in ("d2h", "h2d") if transfers else ():
             _line(text, lane, _transfers(analysis.lane(device, lane), axis))
         if detail.memory:
@@ -104,7 +104,7 @@ def _chart(analysis: Analysis, width: int, axis: Axis, detail: Detail, *, colour
 
 
 def _line(text: Text, label: str, row: Text, note: str = "") -> None:
-    text.append(label.rjust(LEFT - 1) + " ", style="dim" if label[:3] != "dev" else "")
+    text.append(label.rjust(LEFT - 1) + " ", style="" if label.startswith(("dev ", "d ")) else "dim")
     text.append_text(row)
     text.append(f" {note}\n" if note else "\n", style="dim")
 

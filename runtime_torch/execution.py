@@ -152,10 +152,10 @@ class StageExecution:
         yield
         self._changing = {}
         for index, states in before.items():
-            changing = dict.fromkeys(state.module for state in states if state.has_changed())
-            if changing:
-                self._changing[index] = list(changing)
-            put_buffers(states)
+            changed = [state for state in states if state.has_changed()]
+            if changed:
+                self._changing[index] = list(dict.fromkeys(state.module for state in changed))
+            put_buffers(changed)
         self.begin()
 
     # -- ops

@@ -97,8 +97,7 @@ def put_buffers(states: Iterable[BufferState]) -> None:
     """Let buffers be as they were."""
     for state in states:
         setattr(state.module, state.name, state.tensor)
-        if not torch.equal(state.tensor, state.value):
-            state.tensor.copy_(state.value)
+        state.tensor.copy_(state.value)
 
 
 def _tensor(state: bytes) -> torch.Tensor:

@@ -178,8 +178,8 @@ def test_copies_find_nothing_in_the_caches(monkeypatch):
 # -- the line through messages, and copies beyond their latency
 
 
-def messages(small, large):
-    found = replace(findings(), messages=Messages(1000, 101_000, small, large))
+def messages(small, large, nbytes=101_000):
+    found = replace(findings(), messages=Messages(1000, nbytes, small, large))
     (entry,) = assemble(TINY.model(), 2, [found, found]).machine.p2p
     return entry
 
@@ -190,6 +190,14 @@ def test_noise_does_not_make_messages_fast():
     assert value_of(entry.latency_ns) == 0
     assert value_of(entry.bytes_per_s) == pytest.approx(101_000e9 / 100_300, rel=1e-3)
     assert entry.bytes_per_s.spread < entry.bytes_per_s.value
+
+
+@pytest.mark.parametrize("nbytes", [1000, 64])
+def test_messages_no_larger_than_the_small_one_take_what_was_measured(nbytes):
+    """Once written without a word: 1 byte per second, from two messages of one size."""
+    entry = messages([100_000] * 9, [101_000] * 9, nbytes)
+    assert value_of(entry.latency_ns) == 0
+    assert value_of(entry.bytes_per_s) == pytest.approx(nbytes * 1e9 / 101_000, rel=1e-3)
 
 
 @pytest.mark.parametrize("large", [100_300, 150_000, 10_000_000])

@@ -376,14 +376,15 @@ def _p2p(messages: Sequence[Messages]) -> P2P:
     """Put the line through the median times of the two sizes.
 
     Where the larger one's spread is more than what its bytes add, latency and bandwidth cannot be told apart, and all
-    time is bandwidth's: messages of a model have the larger size, for which either is right.
+    time is bandwidth's: messages of a model have the larger size, for which either is right. So it is where the model's
+    messages are no larger than the small one.
     """
     few = quantity(t for found in messages for t in found.small)
     many = quantity(t for found in messages for t in found.large)
     sizes = messages[0]
     busy = [t for found in messages for t in found.busy]
     overhead = quantity(busy) if busy else 0
-    if many.value - few.value <= many.spread:
+    if sizes.large_bytes <= sizes.small_bytes or many.value - few.value <= many.spread:
         return P2P(bytes_per_s=bandwidth(many, sizes.large_bytes, 0), overhead_ns=overhead)
     speed = bandwidth(many, sizes.large_bytes - sizes.small_bytes, few.value)
     latency = max(0, few.value - round(sizes.small_bytes * 1e9 / speed.value))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -12,16 +13,16 @@ from hypothesis import strategies as st
 
 from optpipe_compiler.compiler import Options, instances, settled
 from optpipe_compiler.documents import ir
-from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile
+from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile, Sliceable
 from optpipe_compiler.errors import Infeasible
 from optpipe_compiler.lower import Certificate, lift, lower
 from optpipe_compiler.model.placement import Layout, layout
-from optpipe_compiler.model.problem import Caps, Freedom, build
+from optpipe_compiler.model.problem import Caps, Freedom, Slicing, build
 from optpipe_compiler.model.schedule import Kind, Mode, Schedule, Task
 from optpipe_compiler.verify import verify
 from tests.instances import anew, profiles, quick, uniform
 from tests.list_scheduler import Guide
-from tests.machines import run
+from tests.machines import dispatched, run
 
 GOLDEN = Path(__file__).parent / "golden"
 SLOW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -154,3 +155,30 @@ def test_small_messages_that_arrive_before_large_ones_sent_earlier_leave_no_wait
     certificate = Certificate("makespan", "feasible", 0, "device-work", {}, {})
     plan = lower(Schedule(problem, "local-search", starts), profile, found, Caps(165, None), certificate)
     assert verify(plan, profile) == []
+
+
+@pytest.mark.parametrize(
+    ("devices", "lengths", "budget"),
+    [
+        (2, (23, 10, 46, 48, 16, 9, 28, 15), 1_287_431_654),
+        (2, (23, 6, 17, 31, 39), 563_711_184),
+        (3, (34, 9, 27, 11, 51, 14, 58, 26), 550_107_867),
+        (3, (46, 39, 54, 33, 63, 19), 934_460_112),
+    ],
+)
+def test_the_judge_accepts_plans_in_which_messages_overtake(devices, lengths, budget):
+    """Ops that read short messages start by plan before longer ones are there that the pair delivers first."""
+    costs, caps = uniform(devices, 2), Caps(10**12, None)
+    layers = [
+        msgspec.structs.replace(layer, count=1, slices=Sliceable(), output_bytes=30_000_000)
+        for layer in costs.expanded_layers()
+    ]
+    machine = msgspec.structs.replace(costs.machine, p2p=[P2P(bytes_per_s=5 * 10**9)])
+    costs = msgspec.structs.replace(costs, layers=layers, machine=machine, sequence_length=64)
+    shapes = sorted(set(lengths))
+    slicing = Slicing(64, tuple((0, length) for length in shapes), tuple(map(shapes.index, lengths)))
+    place = layout("loop", devices, 2, [1] * len(layers))
+    one = replace(build(costs, place, len(lengths), caps, Freedom(), 1.0, slicing), budget=(budget,) * devices)
+    certificate = Certificate("makespan", "feasible", 0, "device-work", {}, {})
+    for timed in dispatched(one):
+        assert verify(lower(timed, costs, place, caps, certificate), costs) == []

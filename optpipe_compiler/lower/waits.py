@@ -27,13 +27,20 @@ if TYPE_CHECKING:
     """By chain, how many of its events have completed."""
 
 
+def completions(graph: Graph, order: Ints) -> Ints:
+    """Return by turn of `order` the first turn at which its node has completed by plan, and at all later ones.
+
+    Where a message overtakes another one of its pair, a node may start earlier than those before it in `order`: only
+    what ends before all later nodes start is over, as none may wait for what ends after its own start.
+    """
+    starts = np.minimum.accumulate(graph.nodes.start[order][::-1])[::-1]
+    return np.maximum(np.arange(len(order)) + 1, np.searchsorted(starts, graph.nodes.end[order], side="left"))
+
+
 def planned_peaks(graph: Graph, order: Ints) -> list[tuple[int, int]]:
     """Return per device the most bytes held by plan, on the device and, by its offloads, on the host."""
-    nodes, turn = graph.nodes, np.arange(len(order))
-    device, end = nodes.device[order], nodes.end[order]
-    over = np.maximum(turn + 1, np.searchsorted(nodes.start[order], end, side="left"))
-    """The first turn at which a node has completed, which no later node starts before."""
-    when = np.concatenate([2 * turn + 1, 2 * over])  # at one turn memory is freed first
+    nodes, turn, device = graph.nodes, np.arange(len(order)), graph.nodes.device[order]
+    when = np.concatenate([2 * turn + 1, 2 * completions(graph, order)])  # at one turn memory is freed first
     owner = np.concatenate([device, device])
     changes = [
         np.concatenate([taken[order], -given[order]])
@@ -77,12 +84,11 @@ class Waits:
     def add(self) -> None:
         """Give every node its waits and its clock."""
         graph, clocks = self.graph, self.clocks
-        starts, before = graph.nodes.start.tolist(), graph.before.tolist()
-        is_lane = [chain.what != PAIR for chain in graph.chains]
-        ends, turns, frees = self._completions()
+        before, is_lane = graph.before.tolist(), [chain.what != PAIR for chain in graph.chains]
+        turns, frees = self._completions()
         completed = 0
         for turn, node in enumerate(self.order.tolist()):
-            while ends[completed] <= starts[node] and turns[completed] < turn:
+            while turns[completed] <= turn:
                 free = frees[completed]
                 latest, number = self._devices[self._device[free]].latest, self._chain[free]
                 latest[number] = max(latest.get(number, free), free, key=self._position.__getitem__)
@@ -98,16 +104,15 @@ class Waits:
                 memory.start(chain, self._taken[node], self._host_taken[node], clock)
             clock[chain] = self._position[node] + 1
 
-    def _completions(self) -> tuple[list[int], list[int], list[int]]:
-        """Return the nodes that free memory in the order in which they complete: ends, turns in `order`, nodes.
+    def _completions(self) -> tuple[list[int], list[int]]:
+        """Return the turns at which nodes that free memory have completed, ascending, and the nodes.
 
         The last of them is none, and never completes.
         """
-        nodes = self.graph.nodes
-        turns = np.flatnonzero((nodes.given + nodes.host_given)[self.order] > 0)
-        turns = turns[np.argsort(nodes.end[self.order[turns]], kind="stable")]
-        found = self.order[turns]
-        return [*nodes.end[found].tolist(), 0], [*turns.tolist(), len(self.order)], [*found.tolist(), NONE]
+        nodes, turns = self.graph.nodes, completions(self.graph, self.order)
+        frees = np.flatnonzero((nodes.given + nodes.host_given)[self.order] > 0)
+        frees = frees[np.argsort(turns[frees], kind="stable")]
+        return [*turns[frees].tolist(), len(self.order)], [*self.order[frees].tolist(), NONE]
 
     def deliveries(self, device: int) -> list[tuple[int, list[int]]]:
         """After `add`: by op of the device, its sends that are delivered when the op starts, each once per lane."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from optpipe_compiler.documents import ir
-    from runtime_torch.bundles import Boundary, Bundle
+    from runtime_torch.bundles import Boundary
     from runtime_torch.microbatch import Keywords, Microbatch
     from runtime_torch.stages import Stages
 
@@ -69,7 +69,7 @@ class Batches:
         self._announced = self._inputs.samples if self._inputs else None
         """The samples of a whole microbatch; where nobody said, those of the first step."""
         self._sizes: list[int] = []
-        self._rows = {} if self._inputs is None else _rows_in(self._inputs)
+        self._rows = _rows_in(self._inputs.parts, self._announced) if self._inputs and self._announced else {}
         """Of each input, and of the target once there was one: how many entries of its first dimension a sample has."""
 
     def go_on_from(self, other: Batches) -> None:
@@ -247,10 +247,10 @@ class Batches:
         return torch.split(tensor, [rows * size for size in self._sizes])
 
 
-def _rows_in(inputs: Bundle) -> dict[str, int]:
-    """Return how many entries of its first dimension each input has for a sample, of which the first one has one."""
-    found, samples = {}, inputs.samples or 1
-    for index, (shape, _) in enumerate(inputs.parts):
+def _rows_in(parts: Sequence[Boundary], samples: int) -> dict[str, int]:
+    """Return how many entries of its first dimension each input of a microbatch has for a sample."""
+    found = {}
+    for index, (shape, _) in enumerate(parts):
         if not shape or shape[0] % samples:
             raise BadInput(
                 f"input {index} has the shape {shape} in a microbatch, expected samples along its first dimension: "

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from runtime_torch import engine
+
 if TYPE_CHECKING:
     from torch import Tensor, UntypedStorage
 
@@ -74,8 +76,6 @@ class DirectCarrier:
         self._host_meter.count(-host_copy.nbytes)
 
     def _copy(self, there: list[Tensor], here: list[Tensor]) -> None:
-        """Copy all in one call: between two calls a thread may wait for the interpreter's lock."""
-        if there:
-            torch._foreach_copy_(there, here, non_blocking=True)
+        engine.copy_all(there, here)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()

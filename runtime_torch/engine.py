@@ -46,6 +46,7 @@ def _probed(run_backward: RunBackward | None) -> RunBackward | None:
 _run_backward: RunBackward | None = _probed(_private(graph, "_engine_run_backward"))
 _profiler_enabled: Callable[[], bool] | None = _private(torch, "_C", "_autograd", "_profiler_enabled")
 _use_count: Callable[[int], int] | None = _private(torch, "_C", "_storage_Use_Count")
+_copy_each: Callable[..., None] | None = _private(torch, "_foreach_copy_")
 _flash: dict[str, Any] = {
     kind: _private(torch, "ops", "aten", f"_scaled_dot_product_flash_attention{suffix}")
     for kind, suffix in (
@@ -134,3 +135,15 @@ def base_of(tensor: Tensor) -> Tensor:
 def changes(tensor: Tensor) -> int:
     """Return how often a tensor was changed in place; 0 where this torch does not say."""
     return int(getattr(tensor, "_version", 0))
+
+
+def copy_all(there: Sequence[Tensor], here: Sequence[Tensor]) -> None:
+    """Copy tensors, where the other side is a pinned host without waiting for it.
+
+    In one call: between two of them a thread that computes may have the interpreter's lock.
+    """
+    if _copy_each is not None and there:
+        _copy_each(there, here, non_blocking=True)
+        return
+    for to, source in zip(there, here, strict=True):
+        to.copy_(source, non_blocking=True)

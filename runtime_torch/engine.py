@@ -62,8 +62,8 @@ _base: str | None = "_base"
 
 def use_public_names() -> None:
     """Do without the private names from now on."""
-    global _run_backward, _profiler_enabled, _use_count, _hooks, _base
-    _run_backward = _profiler_enabled = _use_count = _hooks = _base = None
+    global _run_backward, _profiler_enabled, _use_count, _hooks, _base, _copy_each
+    _run_backward = _profiler_enabled = _use_count = _hooks = _base = _copy_each = None
     _flash.clear()
 
 

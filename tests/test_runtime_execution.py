@@ -259,7 +259,7 @@ def test_non_contiguous_saved_tensors_come_back_as_they_were(way):
 def names(request, monkeypatch):
     """torch with its private names, and without."""
     if request.param == "public names":
-        for name in ("_run_backward", "_profiler_enabled", "_use_count", "_hooks", "_base"):
+        for name in ("_run_backward", "_profiler_enabled", "_use_count", "_hooks", "_base", "_copy_each"):
             monkeypatch.setattr(engine, name, getattr(engine, name))
         engine.use_public_names()
 

@@ -240,7 +240,7 @@ def test_running_statistics_change_once_per_microbatch_and_backwards_read_those_
 @pytest.fixture
 def public_only(monkeypatch):
     """torch without its private names."""
-    for name in ("_run_backward", "_profiler_enabled", "_use_count", "_hooks", "_base"):
+    for name in ("_run_backward", "_profiler_enabled", "_use_count", "_hooks", "_base", "_copy_each"):
         monkeypatch.setattr(engine, name, getattr(engine, name))
     engine.use_public_names()
 

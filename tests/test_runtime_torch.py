@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 pytest.importorskip("torch")
+import torch
 from small_schedules import Shape, build, changed, random_shape
 from torch.autograd import graph
 
@@ -91,3 +92,14 @@ def test_a_schedule_that_can_deadlock_is_refused():
 
     with pytest.raises(RunFailed, match="can deadlock"):
         deliveries.implied(changed(build(Shape((0, 1))), swap), 0)
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_all_are_copied_in_one_call_or_in_several(monkeypatch, private):
+    if not private:
+        monkeypatch.setattr(engine, "_copy_each", None)
+    here = [torch.arange(3), torch.zeros(0), torch.ones(2, 2, dtype=torch.uint8)]
+    there = [torch.full_like(one, 7) for one in here]
+    engine.copy_all(there, here)
+    engine.copy_all([], [])
+    assert all(map(torch.equal, there, here))

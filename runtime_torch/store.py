@@ -143,7 +143,8 @@ class SavedTensorStore:
         return source is not None and source.untyped_storage().data_ptr() in self._constants
 
     def _lasting(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().clone() if tensor.untyped_storage().data_ptr() in self._changed else tensor
+        is_lasting = not self._changed or tensor.untyped_storage().data_ptr() not in self._changed
+        return tensor if is_lasting else tensor.detach().clone()
 
     def _pack(self, tensor: Tensor) -> Slot | Tensor:
         tensor = self._lasting(tensor)

@@ -198,10 +198,7 @@ class Candidates:
     def _kept(self, attempt: Attempt, timed: Schedule) -> Tried:
         """Keep a schedule if it fits and is better; return how it went."""
         incumbents, need = self.incumbents, attempt.need(timed)
-        if need.over is None and incumbents.is_better(attempt, timed):
-            incumbents.keep(attempt, timed, "published", need)
-        elif need.over is None:
-            incumbents.keep_near(attempt, timed)
+        incumbents.keep(attempt, timed, "published", need)
         return Tried(timed.makespan, need, value=incumbents.value(timed))
 
     def _is_large(self, attempt: Attempt) -> bool:

@@ -179,10 +179,8 @@ class _Exploration:
         if late and self.incumbents.winner() is not None:
             return True
         timed = self.realiser(found.instance).schedule(found)
-        if timed is not None and self.incumbents.is_better(attempt, timed):
+        if timed is not None:
             need = None if attempt.has_instants else Need(0, None)
             self.incumbents.keep(attempt, timed, "local search", need)
-        elif timed is not None and attempt.need(timed).over is None:
-            self.incumbents.keep_near(attempt, timed)
         self.realise_s = time.monotonic() - begin
         return timed is not None and self.incumbents.value(timed) <= (1 + MISS) * found.value

@@ -155,8 +155,8 @@ class Incumbents:
         if over is None:
             if self.is_better(attempt, timed):
                 attempt.best = timed
+                self.report(f"{phase} {attempt.layout.name}")
             self.keep_near(attempt, timed)
-            self.report(f"{phase} {attempt.layout.name}")
         return over
 
     def spare(self, attempt: Attempt, timed: Schedule, less: Schedule) -> list[int] | None:

@@ -54,6 +54,21 @@ def test_fewer_devices_have_the_stages_of_every_fourth_and_memory_for_as_many_fe
     assert narrow.hosts == (((0, 1, 2, 3), 640 // 16), ((4, 5, 6, 7), 320 // 16))
 
 
+@pytest.mark.parametrize(
+    ("links", "fewer_links"),
+    [
+        ((*range(16), *range(16)), (0, 1, 2, 3, 0, 1, 2, 3)),
+        ((*range(16), *reversed(range(16))), (0, 1, 2, 3, 3, 2, 1, 0)),
+        ((*range(8),) * 4, (0, 1) * 4),
+        ((0,) * 32, (0,) * 8),
+        (tuple(range(32)), tuple(range(8))),
+        ((None, *range(31)), (None, *range(7))),
+    ],
+)
+def test_devices_of_one_link_are_as_far_from_each_other(links, fewer_links):
+    assert narrowed(replace(many(), link_of=links)).link_of == fewer_links
+
+
 def test_a_v_turns_on_the_last_device_without_a_message():
     narrow = narrowed(problem(MANY, 4 * MANY, 8 * MANY, per_device=2, placement="v"))
     assert [stage.device for stage in narrow.stages] == [*range(8), *reversed(range(8))]

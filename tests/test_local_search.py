@@ -218,6 +218,22 @@ def test_where_there_is_time_it_climbs_again_and_keeps_the_best_of_all(monkeypat
     assert [climber.value for climber in begun] == sorted(climber.value for climber in begun)  # none of them climbed
 
 
+@pytest.mark.parametrize("is_quicker", [True, False])
+def test_the_best_pairs_climb_in_the_order_of_the_devices_that_is_the_better_one(monkeypatch, is_quicker):
+    monkeypatch.setattr(local_search, "CLIMBERS", 3)
+    slow = problem(4, 8, 30, per_device=2, placement="loop", offload=9, reload=9)
+    fast = replace(slow, stages=tuple(replace(s, offload=1, reload=1) for s in slow.stages))
+    one, other = (slow, fast) if is_quicker else (fast, slow)
+    instances = [SearchedProblem(one, ("loop", 2), 0), SearchedProblem(other, ("loop", 2), 0, reorders=0)]
+    with LocalSearch(instances, Effort(0.02, 0, 1, reproducible=True, is_span=False)) as search:
+        search._thread.join()
+        assert search.error is None
+        begun = search._begun
+    assert len({climber.wish for climber in begun}) == len(begun) > 3
+    assert begun[0].instance == is_quicker
+    assert sum(climber.instance for climber in begun) <= 3 * is_quicker  # of the best three alone
+
+
 def test_a_search_of_the_span_reaches_the_least_span():
     one = problem(3, 6, 100, send_activation=0, send_gradient=0)
     effort = Effort(0.02, 0, 1, reproducible=True, is_span=True)

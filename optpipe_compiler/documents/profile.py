@@ -264,6 +264,28 @@ class Machine(Record, frozen=True, kw_only=True):
                 found += [([device], link) for device in range(devices) if device not in named]
         return sorted(found, key=lambda pair: pair[0])
 
+    def in_order(self, order: Sequence[int] | None) -> Machine:
+        """Return the machine with device `order[n]` as number n; None, and devices beyond these: as they are."""
+        if order is None:
+            return self
+        number = {device: n for n, device in enumerate(order)}
+
+        def renumbered(devices: Sequence[int]) -> list[int]:
+            return sorted(number.get(device, device) for device in devices)
+
+        def pair(devices: tuple[int, int]) -> tuple[int, int]:
+            first, second = renumbered(devices)
+            return first, second
+
+        times, replace = self.time_permille, structs.replace
+        return replace(
+            self,
+            hosts=[replace(host, devices=renumbered(host.devices)) for host in self.hosts],
+            time_permille=times and [times[device] for device in (*order, *range(len(order), len(times)))],
+            p2p=[one if one.devices is None else replace(one, devices=pair(one.devices)) for one in self.p2p],
+            links=[one if one.devices is None else replace(one, devices=renumbered(one.devices)) for one in self.links],
+        )
+
     def p2p_of(self, first: int, second: int) -> P2P | None:
         """Return what a message between two devices costs; None: nothing."""
         own = next((one for one in self.p2p if one.devices is not None and set(one.devices) == {first, second}), None)

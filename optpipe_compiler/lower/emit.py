@@ -70,9 +70,9 @@ def lower(schedule: Schedule, profile: Profile, layout: Layout, caps: Caps, cert
     peaks = planned_peaks(graph, order)
     waits = Waits(graph, order, peaks)
     waits.add()
-    ops = _Ops(waits, stages)
     static = static_bytes(profile, layout)
-    devices = [ops.device(d, static[d] + peak, host_peak) for d, (peak, host_peak) in enumerate(peaks)]
+    ops = _Ops(waits, stages, layout)
+    devices = [ops.device(d, static[d] + peaks[d][0], peaks[d][1]) for d in layout.by_name]
     setup = ir.Setup(
         devices=schedule.problem.devices,
         microbatches=schedule.problem.whole,
@@ -156,7 +156,7 @@ def _stage(layers: list[Layer], layout: Layout, index: int, held: list[int], pro
 
     return ir.Stage(
         stage=index,
-        device=layout.device_of[index],
+        device=layout.owners[index],
         layers=(begin, end),
         static_bytes=sum(held[begin:end]),
         input_bytes=value_of(layers[begin - 1].output_bytes) if index > 0 else 0,
@@ -178,8 +178,8 @@ def _stage(layers: list[Layer], layout: Layout, index: int, held: list[int], pro
 class _Ops:
     """The ops of a schedule with waits, as records."""
 
-    def __init__(self, waits: Waits, stages: list[ir.Stage]) -> None:
-        self.waits, self.graph, self.stages = waits, waits.graph, stages
+    def __init__(self, waits: Waits, stages: list[ir.Stage], layout: Layout) -> None:
+        self.waits, self.graph, self.stages, self.layout = waits, waits.graph, stages, layout
         self.slices = self.graph.problem.slices
         nodes = self.graph.nodes
         columns = (nodes.kind, nodes.stage, nodes.unit, nodes.peer)
@@ -187,10 +187,10 @@ class _Ops:
         """Kind, stage, unit and peer of each."""
 
     def device(self, number: int, peak: int, host_peak: int) -> ir.Device:
-        """Return a device's promise and its lanes."""
+        """Return the promise of a device of the pipeline, and its lanes."""
         compute, d2h, h2d = (self.graph.lane(lane, number).tolist() for lane in LANES)
         return ir.Device(
-            device=number,
+            device=self.layout.named(number),
             peak_bytes=peak,
             host_bytes=host_peak,
             compute=[self._op(node) for node in compute],
@@ -210,7 +210,7 @@ class _Ops:
         if waits := self.waits.of.get(node):
             fields["after"] = [self._id(wait) for wait in waits]
         if kind >= SEND_ACTIVATION:
-            fields["peer"] = peer
+            fields["peer"] = self.layout.named(peer)
         elif kind >= Kind.R:
             fields["layers"] = self._layers(kind, stage, unit)
         return RECORDS[kind](**fields)
@@ -236,8 +236,8 @@ def _forecast(
     completed[graph.ops :] = np.tile(arrivals, 3)
     names: tuple[ir.Lane, ...] = ("compute", "d2h", "h2d")
     lanes = [
-        (device, name, graph.lane(lane, device))
-        for device in range(schedule.problem.devices)
+        (layout.named(device), name, graph.lane(lane, device))
+        for device in layout.by_name
         for lane, name in zip(LANES, names, strict=True)
     ]
     times = [
@@ -278,7 +278,7 @@ def _stage_costs(problem: Problem, profile: Profile, layout: Layout) -> list[ir.
     layers, slicing, machine = profile.expanded_layers(), problem.slicing, profile.machine
     found = []
     for index, (begin, end) in enumerate(pairwise(layout.cuts)):
-        device = layout.device_of[index]
+        device = layout.owners[index]
         if slicing is None:
             mine = [on_device(one, machine, device) for one in layers[begin:end]]
             found.append(_stage_cost(index, problem.stages[index], mine))

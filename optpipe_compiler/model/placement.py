@@ -21,18 +21,42 @@ _NEVER = 1 << _BITS
 
 @dataclass(frozen=True)
 class Layout:
-    """A placement: stage s holds layers `[cuts[s], cuts[s + 1])` and runs on `device_of[s]`."""
+    """A placement: stage s holds layers `[cuts[s], cuts[s + 1])` and runs on `device_of[s]`.
+
+    Devices are numbered as the pipeline passes them: number n is the machine's device `order[n]`.
+    """
 
     name: str
     cuts: tuple[int, ...]
     device_of: tuple[int, ...]
     selective: frozenset[int] = frozenset()
     """The layers that recompute their cheap tensors within their backward."""
+    order: tuple[int, ...] | None = None
+    """The machine's devices in the order of the pipeline; None: as the machine numbers them."""
 
     @property
     def stages(self) -> int:
         """Number of stages."""
         return len(self.device_of)
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The machine's device of each stage."""
+        return tuple(map(self.named, self.device_of))
+
+    @property
+    def by_numbers(self) -> Layout:
+        """The same placement with the devices in the order of their numbers."""
+        return replace(self, order=None)
+
+    def named(self, device: int) -> int:
+        """Return the number that the machine has for a device of the pipeline."""
+        return device if self.order is None else self.order[device]
+
+    @property
+    def by_name(self) -> list[int]:
+        """The devices of the pipeline as the machine numbers them."""
+        return sorted(range(max(self.device_of) + 1), key=self.named)
 
 
 def stage_devices(name: str, devices: int, per_device: int) -> tuple[int, ...]:

@@ -241,7 +241,7 @@ def build(
     at least one.
     """
     layers = selected(profile.expanded_layers(), layout.selective)
-    machine = profile.machine
+    machine = profile.machine.in_order(layout.order)
     devices = max(layout.device_of) + 1
     classes = _classes(layers, layout, machine, offloaded, slicing)
     stages = _mean(classes, slicing)

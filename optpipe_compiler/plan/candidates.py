@@ -67,9 +67,10 @@ class Candidates:
         the most promising first.
         """
         promising: list[_Promise] = []
+        numbered = self.incumbents.numbered()
         pairs = [
             (attempt, name)
-            for attempt in sorted(self.incumbents.attempts, key=lambda a: (a.placed != ("linear", 1), -a.layout.stages))
+            for attempt in sorted(numbered, key=lambda a: (a.placed != ("linear", 1), -a.layout.stages))
             for name in (METHODS if names is None else names)
             if self._is_for(name, attempt) and not attempt.is_partial
         ]

@@ -60,7 +60,16 @@ def narrowed(problem: Problem) -> Problem | None:
 
 
 def _links(problem: Problem, chosen: list[int]) -> Iterator[int | None]:
-    """Yield the link of each device that is left: as many devices in a row share one as do now."""
+    """Yield the link of each device that is left: as many devices share one as do now, in a row or far from each other
+    (device_order.py)."""
+    behind = [device for device, link in enumerate(problem.link_of) if link == problem.link_of[0]]
+    links, rest = divmod(len(chosen), len(behind))
+    if None not in problem.link_of and len(behind) > 1 and behind[1] > 1 and links and not rest:
+        turning = behind[1] != len(problem.link_of) // len(behind)
+        for number in range(len(chosen)):
+            turn, place = divmod(number, links)
+            yield links - 1 - place if turning and turn % 2 else place
+        return
     link, room = -1, 0
     for device in chosen:
         now = problem.link_of[device]

@@ -106,6 +106,12 @@ class Incumbents:
         self.objective = objective
         self.report = report
 
+    def numbered(self) -> list[Attempt]:
+        """Return the attempts in which the pipeline passes the devices by their numbers, as published schedules do, and
+        those of a placement that is not there so."""
+        known = {attempt.layout for attempt in self.attempts}
+        return [one for one in self.attempts if one.layout.order is None or one.layout.by_numbers not in known]
+
     def value(self, timed: Schedule) -> int:
         """Return what is minimised."""
         return value(timed, self.objective)

@@ -169,10 +169,11 @@ def _refusal(needed: int, device: int, attempt: Attempt, caps: Caps) -> Infeasib
     host = "" if caps.host_bytes is None else f" and --host-mem {show_bytes(caps.host_bytes)}"
     if attempt.problem.hosts:
         host += " and the memory of the profile's hosts"
+    named = attempt.layout.named(device)
     if needed <= cap:
         return Infeasible(f"no schedule fits{host}: offloading needs more host memory; raise --host-mem or --mem")
     return Infeasible(
-        f"no schedule fits --mem {show_bytes(cap)}{host}: device {device} is {needed - cap} bytes "
+        f"no schedule fits --mem {show_bytes(cap)}{host}: device {named} is {needed - cap} bytes "
         f"({show_bytes(needed - cap)}) short; the smallest --mem that would do is {needed} "
         f"({show_bytes(needed)}; {place})"
     )

@@ -94,6 +94,9 @@ class SearchedProblem:
     bound: int
     starts: tuple[Start, ...] = ()
     """Earlier schedules to start from, too."""
+    reorders: int | None = None
+    """The number of the instance that differs in the order of the devices alone: only pairs that are worth it there are
+    run here, too."""
 
     def wish(self, problem: Problem, name: str) -> Wish:
         """Return a wished order for the problem, or one of fewer microbatches; raises NotDefined."""
@@ -280,7 +283,8 @@ class LocalSearch:
 
     def _of_fewer_devices(self) -> dict[int, dict[str, list[Policy]]]:
         """Search on fewer devices for a part of the time; return, by instance, its best wishes there with policies."""
-        narrow = [(n, few) for n, one in enumerate(self.instances) if (few := narrowed(one.problem)) is not None]
+        first = [(n, one) for n, one in enumerate(self.instances) if one.reorders is None]
+        narrow = [(n, few) for n, one in first if (few := narrowed(one.problem)) is not None]
         if not narrow:
             return {}
         objective = "span" if self.effort.is_span else "makespan"
@@ -309,12 +313,21 @@ class LocalSearch:
         Where fewer devices have said which wishes are worth it, of these and of earlier schedules alone.
         """
         self._widened = self._of_fewer_devices()
-        pairs = [(n, name) for n, one in enumerate(self.instances) for name in one.names(self.problems[n])]
+        first = [(n, one) for n, one in enumerate(self.instances) if one.reorders is None]
+        pairs = [(n, name) for n, one in first for name in one.names(self.problems[n])]
         pairs = [(n, name) for n, name in pairs if name.startswith(START) or name in self._widened.get(n, {name: []})]
         pairs.sort(key=lambda pair: not pair[1].startswith((START, "modulo")))
-        climbers = [climber for climber in pool.map(lambda pair: self._screen(*pair), pairs) if climber is not None]
-        self._begun = sorted(climbers, key=lambda one: (one.value, one.instance, one.wish))
+        found = sorted(self._screens(pool, pairs), key=_by_value)
+        again = {one.reorders: n for n, one in enumerate(self.instances) if one.reorders is not None}
+        best = [one for one in _varied(found, self._most) if one.instance in again]
+        others = self._screens(pool, [(again[one.instance], one.wish) for one in best])
+        reordered = {(self.instances[one.instance].reorders, one.wish): one for one in others}
+        better = (min(one, reordered.get((one.instance, one.wish), one), key=_by_value) for one in found)
+        self._begun = sorted(better, key=_by_value)
         return self._begun
+
+    def _screens(self, pool: ThreadPoolExecutor, pairs: list[tuple[int, str]]) -> list[_Climber]:
+        return [climber for climber in pool.map(lambda pair: self._screen(*pair), pairs) if climber is not None]
 
     def _screen(self, number: int, name: str) -> _Climber | None:
         """Run a wish with each first treatment of the activations, until half the time is over."""
@@ -335,7 +348,8 @@ class LocalSearch:
         best: _Climber | None = None
         start = self.instances[number].start(problem, name)
         first = [] if start is None else [start.policy(problem)]
-        known = self._widened.get(number, {}).get(name, [])
+        reorders = self.instances[number].reorders
+        known = self._widened.get(number if reorders is None else reorders, {}).get(name, [])
         for one in chain(first, known, (policy(problem, modes) for modes in treatments(problem, wished))):
             trial = copied(one)
             reached = value(x, one, given, NEVER // 2 if best is None else best.value)
@@ -374,9 +388,8 @@ class LocalSearch:
 
     def _rounds(self, pool: ThreadPoolExecutor, climbers: list[_Climber]) -> None:
         """Let the best climb, anew after a restart; drop the worse half while there are more than two or threads."""
-        most = CLIMBERS if self.effort.reproducible else max(CLIMBERS, 2 * self.effort.threads)
         least = CORES if self.effort.reproducible else max(CORES, self.effort.threads)
-        begun = _varied(climbers, most)
+        begun = _varied(climbers, self._most)
         for climber in begun[:1]:
             self._tell(climber)
         self._last = begun[:1]
@@ -395,6 +408,11 @@ class LocalSearch:
             self._tell(climbers[0])
             self._last = sorted([*climbers, *ended], key=lambda one: one.value)[: len(climbers)]
             climbers = climbers[: max(least, len(climbers) // 2)]
+
+    @property
+    def _most(self) -> int:
+        """How many pairs climb in the first round, beside `OTHERS`."""
+        return CLIMBERS if self.effort.reproducible else max(CLIMBERS, 2 * self.effort.threads)
 
     def _restarts(self, begun: list[_Climber], least: int) -> int:
         """Return how often there is time to climb again from where these begin until `least` of them stand still.
@@ -435,6 +453,10 @@ class LocalSearch:
         if climber.value < self._best:
             self._best = climber.value
             self._found.put(climber.found())
+
+
+def _by_value(one: _Climber) -> tuple[int, int, str]:
+    return one.value, one.instance, one.wish
 
 
 def _varied(climbers: list[_Climber], most: int) -> list[_Climber]:

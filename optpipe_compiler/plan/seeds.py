@@ -76,18 +76,28 @@ def plant(incumbents: Incumbents, seeds: Iterable[ir.Checked]) -> None:
     for attempt in incumbents.attempts:
         if attempt.best is not None and attempt.problem.slicing is None:
             halves = np.array([stage.backward_input for stage in attempt.problem.stages])
-            attempt.starts.append(Start.of(attempt.best.ticks, halves))
+            start = Start.of(attempt.best.ticks, halves)
+            for other in incumbents.attempts:  # in every order of the devices
+                if other is attempt or (other.layout.by_numbers == attempt.layout.by_numbers and not other.is_partial):
+                    other.starts.append(start)
 
 
 def layout_of(schedule: ir.Schedule) -> Layout | None:
     """Return the placement that a file has; None where it is none of those that are searched."""
-    owners = tuple(stage.device for stage in schedule.stages)
     devices = schedule.setup.devices
+    owners = [stage.device for stage in schedule.stages]
+    order = tuple(dict.fromkeys(owners))
+    if len(order) < devices:
+        return None
+    device_of = tuple(map(order.index, owners))
     per_device, rest = divmod(len(owners), devices)
-    patterns = [] if rest else [name for name in PLACEMENTS if owners == stage_devices(name, devices, per_device)]
-    if not patterns and list(owners) == sorted(owners) and set(owners) == set(range(devices)):
+    patterns = [] if rest else [name for name in PLACEMENTS if device_of == stage_devices(name, devices, per_device)]
+    if not patterns and list(device_of) == sorted(device_of):
         patterns = ["linear"]  # neighbouring stages, not the same number on every device
-    return Layout(patterns[0], _cuts(schedule), owners, _selective(schedule)) if patterns else None
+    if not patterns:
+        return None
+    is_named = order == tuple(range(devices))
+    return Layout(patterns[0], _cuts(schedule), device_of, _selective(schedule), None if is_named else order)
 
 
 def layout_or_given(schedule: ir.Schedule) -> Layout:
@@ -98,7 +108,7 @@ def layout_or_given(schedule: ir.Schedule) -> Layout:
 
 def is_placed(one: Layout, schedule: ir.Schedule) -> bool:
     """Whether cut and owners are those of the schedule, so that no weight moves."""
-    return (one.cuts, one.device_of) == (_cuts(schedule), tuple(stage.device for stage in schedule.stages))
+    return (one.cuts, one.owners) == (_cuts(schedule), tuple(stage.device for stage in schedule.stages))
 
 
 def slicing_of(schedule: ir.Schedule, microbatches: int | None = None) -> Slicing | None:
@@ -177,7 +187,7 @@ def _by_stage(problem: Problem) -> list[Stage]:
 
 def _read(seed: ir.Schedule, problem: Problem, layout: Layout) -> tuple[Ints, Ints] | None:
     """Return starts and ends [kind, stage, unit] of the seed; None where the instance has not the same ops."""
-    if layout.cuts != _cuts(seed) or layout.device_of != tuple(stage.device for stage in seed.stages):
+    if layout.cuts != _cuts(seed) or layout.owners != tuple(stage.device for stage in seed.stages):
         return None
     if layout.selective != _selective(seed):
         return None

@@ -238,7 +238,10 @@ def assumptions(schedule: Schedule) -> list[str]:
     host = show_hosts(setup.host_cap_bytes, [cap for _, cap in setup.hosts_or_none])
     together = "" if setup.hosts_or_none else ", all devices together"
     weightless = ["the profile has no static bytes: weights, gradients and optimizer state count 0"]
+    order = list(dict.fromkeys(stage.device for stage in schedule.stages))
+    passed = [f"the pipeline passes the devices in the order {' '.join(map(str, order))}"]
     return [
+        *(passed if order != sorted(order) else []),
         *(weightless if not any(stage.static_bytes for stage in schedule.stages) else []),
         f"cap per device {show_bytes(setup.cap_bytes)}: covers weights, gradients and optimizer state, a reserve of "
         f"{show_bytes(setup.reserve_bytes)}, activations, messages and what ops need while they run",

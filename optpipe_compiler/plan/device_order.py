@@ -1,0 +1,63 @@
+"""In which order the pipeline passes the devices: those that share a host link far from each other.
+
+Until its first gradient comes back a device computes forwards, and what memory does not hold of them its link must have
+taken. Neighbours in the pipeline wait for their first gradients nearly equally long, so that two behind one link are
+short of it together, where the first device waits longest, and spare it together, where the last begins latest. Devices
+of one link that are far from each other even that out; `fill_and_drain` of model/bounds.py says by how much. A plan
+says which device has which stage, so the order is free, but for hosts: messages between these may take longer than a
+profile knows, and the pipeline stays as long on each as it would by the devices' numbers.
+"""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from typing import TYPE_CHECKING
+
+from optpipe_compiler.documents.profile import value_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from optpipe_compiler.documents.profile import Machine
+    from optpipe_compiler.model.placement import Layout
+
+    Order = tuple[int, ...]
+
+
+def other_orders(machine: Machine, one: Layout) -> Iterator[Order]:
+    """Yield orders of a placement's devices other than by number; none where no link is shared, or where devices or
+    links differ.
+
+    Links are gone round, one device of each at a time, or to and fro.
+    """
+    devices = 1 + max(one.device_of)
+    links = [members for members, _ in machine.host_links(devices)]
+    alike = {
+        (link.alone, link.duplex, value_of(link.latency_ns), value_of(link.compute_permille))
+        for _, link in machine.host_links(devices)
+    }
+    speeds = set((machine.time_permille or [])[:devices])
+    if sum(map(len, links)) < devices or len(alike) > 1 or len(speeds) > 1:
+        return
+    seen = {tuple(range(devices))}
+    for turning in (False, True):
+        order = tuple(device for host in _hosts(machine, devices) for device in _round(host, links, turning=turning))
+        if order not in seen:
+            seen.add(order)
+            yield order
+
+
+def _hosts(machine: Machine, devices: int) -> list[list[int]]:
+    """Return the devices of each host, in the order of their numbers; those that no host names stand on one."""
+    host_of = {device: number for number, host in enumerate(machine.hosts) for device in host.devices}
+    found: dict[int | None, list[int]] = {}
+    for device in range(devices):
+        found.setdefault(host_of.get(device), []).append(device)
+    return list(found.values())
+
+
+def _round(host: list[int], links: list[list[int]], *, turning: bool) -> Iterator[int]:
+    """Yield the devices of a host, one of each link in turn."""
+    behind = [[device for device in members if device in host] for members in links]
+    for number, turn in enumerate(zip_longest(*behind)):
+        yield from (device for device in (reversed(turn) if turning and number % 2 else turn) if device is not None)

@@ -221,8 +221,7 @@ def test_where_there_is_time_it_climbs_again_and_keeps_the_best_of_all(monkeypat
 @pytest.mark.parametrize("is_quicker", [True, False])
 def test_the_best_pairs_climb_in_the_order_of_the_devices_that_is_the_better_one(monkeypatch, is_quicker):
     monkeypatch.setattr(local_search, "CLIMBERS", 3)
-    slow = problem(4, 8, 30, per_device=2, placement="loop", offload=9, reload=9)
-    fast = replace(slow, stages=tuple(replace(s, offload=1, reload=1) for s in slow.stages))
+    slow, fast = (problem(4, 8, 10, per_device=2, placement="loop", offload=n, reload=n) for n in (30, 3))
     one, other = (slow, fast) if is_quicker else (fast, slow)
     instances = [SearchedProblem(one, ("loop", 2), 0), SearchedProblem(other, ("loop", 2), 0, reorders=0)]
     with LocalSearch(instances, Effort(0.02, 0, 1, reproducible=True, is_span=False)) as search:

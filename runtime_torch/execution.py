@@ -149,14 +149,16 @@ class StageExecution:
     def trying(self) -> Iterator[None]:
         """Within: forwards on trial, which tell which buffers a forward changes. These are afterwards as before."""
         before = {index: buffers_now(layer.modules()) for index, layer in enumerate(self.layers, self.first_layer)}
-        yield
-        self._changing = {}
-        for index, states in before.items():
-            changed = [state for state in states if state.has_changed()]
-            if changed:
-                self._changing[index] = list(dict.fromkeys(state.module for state in changed))
-            put_buffers(changed)
-        self.begin()
+        try:
+            yield
+        finally:
+            self._changing = {}
+            for index, states in before.items():
+                changed = [state for state in states if state.has_changed()]
+                if changed:
+                    self._changing[index] = list(dict.fromkeys(state.module for state in changed))
+                put_buffers(changed)
+            self.begin()
 
     # -- ops
 

@@ -135,6 +135,13 @@ def test_microbatches_that_the_format_cannot_tell_apart_are_refused(export, kind
         RENDERS[kind](check(cut))
 
 
+def test_a_cut_for_megatron_says_that_its_microbatches_are_whole(export):
+    Path("cut.json").write_text(ir.to_text(build(Shape(tokens=8, cuts=((0, 3, 8),)))))
+    outcome = export("cut.json", "--to", "megatron-layout")
+    assert outcome.code == 0
+    assert "Megatron runs the cut in its own order, without waits, memory ops and slices: other peaks" in outcome.err
+
+
 @pytest.mark.parametrize("kind", ["torch-csv", "primus"])
 @pytest.mark.parametrize(("length", "said"), [(3, "of 3 tokens, which the file does not say\n"), (8, "")])
 def test_one_length_of_all_microbatches_is_said_where_it_is_not_the_profiles(export, kind, length, said):

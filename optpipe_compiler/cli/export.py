@@ -100,7 +100,8 @@ def _layout(checked: Checked, profile_path: Path | None, *, silent: bool) -> str
     line = megatron.render(checked, profile)
     if not silent:
         say(line)
-    note("optpipe: Megatron runs the cut in its own order, without waits and memory ops: other peaks")
+    what = "waits, memory ops and slices" if checked.schedule.setup.slices > 1 else "waits and memory ops"
+    note(f"optpipe: Megatron runs the cut in its own order, without {what}: other peaks")
     _say_what_layers_are(checked, profile)
     return line + "\n"
 

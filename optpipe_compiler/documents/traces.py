@@ -30,7 +30,7 @@ class ReadEvent(msgspec.Struct, frozen=True):
     ph: str = ""
     cat: str = ""
     ts: float = 0.0
-    dur: float = 0.0
+    dur: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     args: dict[str, Any] = msgspec.field(default_factory=dict)
 
 

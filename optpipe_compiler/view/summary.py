@@ -77,8 +77,8 @@ def _headline(schedule: Schedule) -> Table:
         time.append(f"; {forecast.objective} {show_ns(forecast.value_ns)}", style="not bold")
     argument = printable(forecast.bound)
     bound = f"{show_ns(forecast.lower_bound_ns)}, {BOUNDS.get(argument, argument)} ({argument})"
-    size = f"{setup.devices} devices, {len(schedule.stages)} stages, {setup.microbatches} microbatches"
-    size += _units(schedule)
+    counts = {"device": setup.devices, "stage": len(schedule.stages), "microbatch": setup.microbatches}
+    size = ", ".join(f"{number} {_several(name, number)}" for name, number in counts.items()) + _units(schedule)
     counted = (("backward_weight", "split"), ("backward", "fused backwards"), ("offload", "offloads"))
     ops = ", ".join(f"{count(schedule, name)} {word}" for name, word in (*counted, ("recompute", "recomputes")))
     table.add_row("makespan", time)
@@ -227,6 +227,10 @@ def _devices(analysis: Analysis) -> Table:
     return table
 
 
+def _several(name: str, number: int) -> str:
+    return name if number == 1 else f"{name}{'es' if name.endswith('ch') else 's'}"
+
+
 def _range(first: int, end: int) -> str:
     return str(first) if end == first + 1 else f"{first}-{end - 1}"
 
@@ -245,7 +249,9 @@ def assumptions(schedule: Schedule) -> list[str]:
         *(weightless if not any(stage.static_bytes for stage in schedule.stages) else []),
         f"cap per device {show_bytes(setup.cap_bytes)}: covers weights, gradients and optimizer state, a reserve of "
         f"{show_bytes(setup.reserve_bytes)}, activations, messages and what ops need while they run",
-        f"host memory for offloads: {host}{together}; this schedule may hold {short_bytes(held)} there",
+        f"host memory for offloads: {host}{together}; this schedule may hold {short_bytes(held)} there"
+        if schedule.forecast.links or held
+        else "the profile has no host link: nothing is offloaded",
         "the promised peaks hold for every execution that the order and the waits allow, not only at forecast times",
         "a transfer takes the time alone on its link only if none of the other direction overlaps it",
         "microbatches run in order per stage and kind; a stage's activation is kept, recomputed, or offloaded, whole "

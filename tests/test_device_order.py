@@ -150,6 +150,17 @@ def test_less_is_lost_at_the_ends_than_by_number():
         assert fill_and_drain(better[one]).ticks < fill_and_drain(problem).ticks
 
 
+def test_offloads_of_a_part_of_a_stage_come_in_both_orders():
+    slow = uniform(4, 8, d2h_ms=3, h2d_ms=3, shared_links="pairs", residue_fraction=1.0)
+    found = instances(slow, settled(slow, Options(mem_bytes=TIGHT, microbatches=8)))
+    kinds = {None: set(), "other": set()}
+    for one, problem in found:
+        is_partial = any(stage.staying_layers for stage in problem.stages)
+        kinds[None if one.order is None else "other"].add((one.by_numbers, is_partial))
+    assert kinds["other"] < kinds[None]
+    assert {is_partial for _, is_partial in kinds["other"]} == {False, True}
+
+
 def test_where_memory_does_not_bind_devices_stay_in_the_order_of_their_numbers():
     found = instances(PAIRS, settled(PAIRS, Options(mem_bytes=8 * GB, microbatches=8)))
     assert {one.order for one, _ in found} == {None}

@@ -127,10 +127,10 @@ def instances(profile: Profile, options: Options) -> list[tuple[Layout, Problem]
     cuts = slicings(profile, options, lambda slicing: [made(one, 1.0, slicing) for one in (simplest, *loops[:1])])
     numbered = [(one, made(one, 1.0, slicing)) for slicing in cuts for one in placed]
     whole = [ordered(*each) if orders else each for each in numbered]
+    whole += [each for each, (chosen, _) in zip(numbered, whole, strict=True) if chosen is not each[0]]
     shares = ((one, p.slicing, link_share(p)) for one, p in whole)
     parts = [(one, made(one, share, slicing)) for one, slicing, share in shares if share < 1]
     found = whole + [(one, p) for one, p in parts if any(stage.staying_layers for stage in p.stages)]
-    found += [each for each, (chosen, _) in zip(numbered, whole, strict=True) if chosen is not each[0]]
 
     def like(one: Layout, share: float, slicing: Slicing | None) -> Problem | None:
         assert options.microbatches is not None

@@ -142,7 +142,7 @@ def test_where_links_are_short_neighbours_share_none(planned):
 
 def test_less_is_lost_at_the_ends_than_by_number():
     found = instances(PAIRS, settled(PAIRS, Options(mem_bytes=TIGHT, microbatches=8)))
-    better = {one.by_numbers: problem for one, problem in found if one.order is not None}
+    better = {one.by_number: problem for one, problem in found if one.order is not None}
     by_number = {one: problem for one, problem in found if one in better}
     assert better.keys() == by_number.keys()
     assert better
@@ -156,7 +156,7 @@ def test_offloads_of_a_part_of_a_stage_come_in_both_orders():
     kinds = {None: set(), "other": set()}
     for one, problem in found:
         is_partial = any(stage.staying_layers for stage in problem.stages)
-        kinds[None if one.order is None else "other"].add((one.by_numbers, is_partial))
+        kinds[None if one.order is None else "other"].add((one.by_number, is_partial))
     assert kinds["other"] < kinds[None]
     assert {is_partial for _, is_partial in kinds["other"]} == {False, True}
 

@@ -72,7 +72,7 @@ def lower(schedule: Schedule, profile: Profile, layout: Layout, caps: Caps, cert
     waits.add()
     static = static_bytes(profile, layout)
     ops = _Ops(waits, stages, layout)
-    devices = [ops.device(d, static[d] + peaks[d][0], peaks[d][1]) for d in layout.by_name]
+    devices = [ops.device(d, static[d] + peaks[d][0], peaks[d][1]) for d in layout.devices_by_number]
     setup = ir.Setup(
         devices=schedule.problem.devices,
         microbatches=schedule.problem.whole,
@@ -237,7 +237,7 @@ def _forecast(
     names: tuple[ir.Lane, ...] = ("compute", "d2h", "h2d")
     lanes = [
         (layout.named(device), name, graph.lane(lane, device))
-        for device in layout.by_name
+        for device in layout.devices_by_number
         for lane, name in zip(LANES, names, strict=True)
     ]
     times = [

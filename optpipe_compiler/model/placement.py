@@ -45,7 +45,7 @@ class Layout:
         return tuple(map(self.named, self.device_of))
 
     @property
-    def by_numbers(self) -> Layout:
+    def by_number(self) -> Layout:
         """The same placement with the devices in the order of their numbers."""
         return replace(self, order=None)
 
@@ -54,7 +54,7 @@ class Layout:
         return device if self.order is None else self.order[device]
 
     @property
-    def by_name(self) -> list[int]:
+    def devices_by_number(self) -> list[int]:
         """The devices of the pipeline as the machine numbers them."""
         return sorted(range(max(self.device_of) + 1), key=self.named)
 

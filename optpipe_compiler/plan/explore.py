@@ -49,7 +49,7 @@ def explore(
     by_number = {(a.layout, a.is_partial): n for n, a in enumerate(promising) if a.layout.order is None}
     instances = []
     for a in promising:
-        reorders = None if a.layout.order is None else by_number.get((a.layout.by_numbers, a.is_partial))
+        reorders = None if a.layout.order is None else by_number.get((a.layout.by_number, a.is_partial))
         instances.append(SearchedProblem(a.problem, a.placed, a.bound.ticks, tuple(a.starts), reorders))
     steps = candidates.steps()
     if not limits.reproducible:

@@ -110,7 +110,7 @@ class Incumbents:
         """Return the attempts in which the pipeline passes the devices by their numbers, as published schedules do, and
         those of a placement that is not there so."""
         known = {attempt.layout for attempt in self.attempts}
-        return [one for one in self.attempts if one.layout.order is None or one.layout.by_numbers not in known]
+        return [one for one in self.attempts if one.layout.order is None or one.layout.by_number not in known]
 
     def value(self, timed: Schedule) -> int:
         """Return what is minimised."""

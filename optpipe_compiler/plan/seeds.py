@@ -77,8 +77,9 @@ def plant(incumbents: Incumbents, seeds: Iterable[ir.Checked]) -> None:
         if attempt.best is not None and attempt.problem.slicing is None:
             halves = np.array([stage.backward_input for stage in attempt.problem.stages])
             start = Start.of(attempt.best.ticks, halves)
+            same = attempt.layout.by_number, attempt.is_partial
             for other in incumbents.attempts:  # in every order of the devices
-                if other is attempt or (other.layout.by_numbers == attempt.layout.by_numbers and not other.is_partial):
+                if (other.layout.by_number, other.is_partial) == same:
                     other.starts.append(start)
 
 

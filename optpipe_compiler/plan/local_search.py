@@ -3,11 +3,11 @@
 Every wished order of every instance is run with each first treatment of its activations; an earlier schedule is such a
 wish, too, with what it does with its activations as one more treatment. The best of the different
 (instance, wish) pairs then climb, each on its own and in the better order of the devices where there are two, in
-rounds, after each of which the worse half is dropped down to one for each thread. One that stands still may become worse
-for a while, in every change by no more than a threshold that falls to zero (threshold accepting: Dueck and Scheuer, J.
-Comput. Phys. 90, 1990). Where there is time for more than that, all of it is done again, from the same beginnings to
-other ends. Long steps are searched on few microbatches. Of many devices a quarter is searched first, for a part of the
-time: it says which wishes are worth it.
+rounds, after each of which the worse half is dropped down to one for each thread. One that stands still may become
+worse for a while, in every change by no more than a threshold that falls to zero (threshold accepting: Dueck and
+Scheuer, J. Comput. Phys. 90, 1990). Where there is time for more than that, all of it is done again, from the same
+beginnings to other ends. Long steps are searched on few microbatches. Of many devices a quarter is searched first, for
+a part of the time: it says which wishes are worth it.
 """
 
 from __future__ import annotations

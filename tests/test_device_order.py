@@ -186,6 +186,11 @@ def test_an_earlier_plan_is_taken_over_with_its_order(planned):
     assert kept.forecast.makespan_ns <= planned.forecast.makespan_ns
 
 
+def test_an_earlier_plan_in_another_order_is_not_taken_where_the_placement_is_named(planned):
+    named = quick(PAIRS, TIGHT, microbatches=8, placement="loop", seeds=(check(planned),)).schedule
+    assert list(dict.fromkeys(stage.device for stage in named.stages)) == [0, 1, 2, 3]
+
+
 def test_an_earlier_plan_by_number_is_where_other_orders_start(planned):
     by_number = quick(PAIRS, TIGHT, microbatches=8, placement="loop", stages_per_device=4).schedule
     better = quick(PAIRS, TIGHT, microbatches=8, time_limit_s=0.0, seeds=(check(by_number),)).schedule

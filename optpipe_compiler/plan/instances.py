@@ -136,7 +136,8 @@ def instances(profile: Profile, options: Options) -> list[tuple[Layout, Problem]
         assert options.microbatches is not None
         if options.keep is not None and not seeds.is_placed(one, options.keep.schedule):
             return None
-        is_allowed = options.placement in ("auto", one.name)
+        by_number = one.order is None or options.keep is not None
+        is_allowed = options.placement == "auto" or (options.placement == one.name and by_number)
         per_device = options.stages_per_device
         if not is_allowed or (per_device is not None and one.stages != per_device * (options.devices or 0)):
             return None

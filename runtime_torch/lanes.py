@@ -37,6 +37,8 @@ class LaneOps:
     due: Mapping[str, int] = field(default_factory=dict)
     """By reload: how many ops of the compute lane are forecast to start before the last offload is over that it, or a
     reload before it, waits for."""
+    begins: Mapping[str, int] = field(default_factory=dict)
+    """By transfer: how many ops of the compute lane are forecast to start before it."""
 
     def watched(self) -> frozenset[str]:
         """The ops that an op of another lane waits for."""

@@ -161,7 +161,7 @@ class Replay:
         self._timeline = OpRecorder(self._on)
         backend = Cuda(self._on) if self._on.type == "cuda" else backend
         self._pool: PinnedPool | None = None
-        self._lanes = self._make_lanes(waits(schedule, device), reloads_due(schedule, device), on_failure, backend)
+        self._lanes = self._make_lanes(schedule, on_failure, backend)
         self._recomputed: dict[tuple[int, int], list[Layers]] = defaultdict(list)
         for op in self.plan.compute:
             if isinstance(op, ir.Recompute):
@@ -191,12 +191,12 @@ class Replay:
 
     def _make_lanes(
         self,
-        messages: dict[str, list[str]],
-        due: dict[str, int],
+        schedule: ir.Schedule,
         on_failure: Callable[[BaseException], None] | None,
         backend: Backend | None,
     ) -> Lanes:
         plan = self.plan
+        messages = waits(schedule, plan.device)
         others: dict[str, list[str]] = {}
         for lane in plan.lanes.values():
             own = {op.id for op in lane}
@@ -212,7 +212,8 @@ class Replay:
             self._mailbox.is_delivered,
             self._transfer,
             self._reload_sizes,
-            due,
+            reloads_due(schedule, plan.device),
+            transfers_begin(schedule, plan.device),
         )
         if backend is None:
             return ThreadLanes(work, on_failure)
@@ -417,6 +418,14 @@ class Replay:
         nbytes = None if self._message_bytes is None else self._message_bytes(border, unit)
         self._meter.hold(tensor.untyped_storage(), nbytes)
         return tensor
+
+
+def transfers_begin(schedule: ir.Schedule, device: int) -> dict[str, int]:
+    """Return by offload and reload how many ops of the compute lane are forecast to start before it."""
+    plan = schedule.devices[device]
+    start_ns = {timed.op.id: timed.start_ns for timed in schedule.timed(device, messages=True)}
+    starts = [start_ns[op.id] for op in plan.compute]
+    return {op.id: bisect_left(starts, start_ns[op.id]) for op in (*plan.d2h, *plan.h2d)}
 
 
 def reloads_due(schedule: ir.Schedule, device: int) -> dict[str, int]:

@@ -2,8 +2,9 @@
 
 All is issued by the thread that runs the compute lane. A transfer is issued as soon as all that it waits for has been
 issued. Then the op that the compute lane issued last is in its past, and memory from the compute stream's allocator is
-safe to copy into; a reload that is issued later waits for that op before it allocates. What a copy has read is freed
-once the compute stream itself is ordered after the copy: not earlier, and without asking the device. A reload that
+safe to copy into; a reload that is issued later waits for that op before it allocates. So the host, which may be many
+ops ahead, waits for the delivery of a message before it issues what would make a reload later than forecast that counts
+on the message's memory, as long as the compute stream has something to do. What a copy has read is freed once the compute stream itself is ordered after the copy: not earlier, and without asking the device. A reload that
 would need such memory before, in other sizes, is issued when the compute stream is forecast to have nothing to wait
 for. Each lane's clock says of the other lanes how many ops it is ordered after; clocks also show which waits an earlier
 one implies.
@@ -60,6 +61,13 @@ class Backend:
 
     def wait(self, stream: Any, event: Any) -> None:
         """Let what is put on `stream` from now on run after `event`."""
+
+    def is_over(self, event: Any) -> bool:
+        """Whether what is before an event has run."""
+        return True
+
+    def pause(self) -> None:
+        """Let a moment pass on the host."""
 
     def empty(self, nbytes: int) -> UntypedStorage:
         """Device memory of the current stream's allocator."""
@@ -124,6 +132,8 @@ class StreamLanes:
 
     def start(self, op_id: str) -> None:
         """Put the waits of a compute op on its stream."""
+        if self._deferred and not _is_message(op_id):
+            self._await_deliveries()
         for name in self._work.waits[op_id]:
             self._issue(name)
         self._join(COMPUTE, op_id)
@@ -193,6 +203,25 @@ class StreamLanes:
         before = [self._passed[name].clock[D2H] for name in self._work.waits[op.id]]
         return not self._carrier.has_room(self._work.sizes(op), max([self._lanes[H2D].clock[D2H], *before]))
 
+    def _await_deliveries(self) -> None:
+        """Let the host wait, while the compute stream has something to do, for the deliveries without which a transfer
+        would be ordered after an op that is forecast to start when it has started."""
+        end = self._backend.record(self._lanes[COMPUTE].stream)
+        self._issue_transfers()
+        while self._lacks_delivery() and not self._backend.is_over(end):
+            self._backend.pause()
+            self._issue_transfers()
+
+    def _lacks_delivery(self) -> bool:
+        """Whether a transfer that is forecast to start before the next op of the compute lane lacks only deliveries."""
+        coming = (lane.ops[lane.next] for lane in self._lanes[D2H:] if lane.next < len(lane.ops))
+        return any(
+            self._work.begins.get(op.id, len(self._place)) <= self._lanes[COMPUTE].next
+            and all(name in self._passed for name in self._work.waits[op.id])
+            and not self._is_early(op)
+            for op in coming
+        )
+
     def _transfer(self, index: int, op: Op) -> None:
         lane = self._lanes[index]
         with self._backend.on(lane.stream):
@@ -239,9 +268,8 @@ class StreamLanes:
         lane = self._lanes[index]
         lane.next += 1
         lane.clock[index] = lane.next
-        is_message = index == COMPUTE and op_id.startswith(("send", "recv"))
         if op_id in self._watched:
-            event = None if is_message else self._backend.record(lane.stream)
+            event = None if _is_message(op_id) else self._backend.record(lane.stream)
             self._passed[op_id] = _Passed(event, tuple(lane.clock))
 
     def _settle(self) -> None:
@@ -380,6 +408,10 @@ def _fitting(leaving: Sequence[tuple[int, UntypedStorage, bool]], nbytes: int, o
         if is_ours and op < ordered_after and storage.nbytes() == nbytes:
             return index
     return None
+
+
+def _is_message(op_id: str) -> bool:
+    return op_id.startswith(("send", "recv"))
 
 
 def _parts(storage: UntypedStorage, host_copy: HostCopy) -> Sequence[Tensor]:

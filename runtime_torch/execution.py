@@ -19,7 +19,7 @@ from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch import engine, split
 from runtime_torch.bundles import bundle_of
 from runtime_torch.carrier import DirectCarrier
-from runtime_torch.meter import Meter
+from runtime_torch.meter import Meter, rounded_up
 from runtime_torch.microbatch import keywords_for, takes
 from runtime_torch.regions import SelectiveStore
 from runtime_torch.selective import find_cheap
@@ -28,7 +28,7 @@ from runtime_torch.store import SavedTensorStore
 from runtime_torch.surroundings import Surroundings, buffers_now, put_buffers, without_autocast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from torch import UntypedStorage, nn
 
@@ -98,7 +98,9 @@ class StageExecution:
         meter: Meter | None = None,
         host_meter: Meter | None = None,
         selective: Collection[int] = (),
+        block_bytes: int = 1,
     ) -> None:
+        """`block_bytes`: of what the allocator gives out multiples, where what it gives out is asked for."""
         self.layers = list(layers)
         self.selective = frozenset(selective)
         """The layers, by number, whose cheap tensors are made again in their backward."""
@@ -110,6 +112,7 @@ class StageExecution:
         self.device = torch.empty(0, device=device).device
         self.meter = meter or Meter()
         self.host_meter = host_meter or Meter()
+        self._block_bytes = block_bytes
         self._by_name = [takes(layer, "target") for layer in self.layers]
         """Of each layer: whether it asks for the target by name."""
         self._carries = [takes(layer, "carry") for layer in self.layers]
@@ -258,27 +261,31 @@ class StageExecution:
 
     def saved_bytes(self, microbatch: int, layers: Layers | None = None) -> int:
         """Bytes on the device that `layers` (absent: all of the stage) saved for `microbatch`, each storage once."""
-        return self._passes[microbatch].store.live_bytes(layers)
+        return self.occupied(self._passes[microbatch].store.live_sizes(layers))
 
     def captured_bytes(self, microbatch: int) -> int:
         """Between I and W: bytes of the captured gradients, beside the saved bytes that are left."""
         run = self._passes[microbatch]
         saved = {storage.data_ptr() for storage in run.store.storages()}
-        return sum({s.data_ptr(): s.nbytes() for s in run.captured if s.data_ptr() not in saved}.values())
+        return self.occupied({s.data_ptr(): s.nbytes() for s in run.captured if s.data_ptr() not in saved}.values())
 
     def result_bytes(self, microbatch: int) -> int:
         """Between I and W: the part of the saved bytes that selective recompute has made again."""
-        return self._passes[microbatch].store.result_bytes()
+        return self.occupied(self._passes[microbatch].store.result_sizes())
 
     def carry_bytes(self, microbatch: int) -> int:
         """Bytes of the keys and values of a slice that are kept for later ones: part of `saved_bytes`."""
         part = self._passes[microbatch].part
-        return 0 if part is None else self._carried[part.microbatch].nbytes(part.index)
+        return 0 if part is None else self.occupied(self._carried[part.microbatch].sizes(part.index))
 
     def checkpoint_bytes(self, microbatch: int) -> int:
         """Bytes of the inputs that are kept for recomputes still to come."""
         kept = [storage for one in self._passes[microbatch].checkpoints.values() for storage in one.storages()]
-        return sum({s.data_ptr(): s.nbytes() for s in kept}.values())
+        return self.occupied({s.data_ptr(): s.nbytes() for s in kept}.values())
+
+    def occupied(self, sizes: Iterable[int]) -> int:
+        """Bytes that the allocator gives out for storages of these sizes."""
+        return sum(rounded_up(nbytes, self._block_bytes) for nbytes in sizes)
 
     # -- how
 

@@ -8,6 +8,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import UntypedStorage
 
+GPU_BLOCK_BYTES = 512
+"""torch's allocator for GPUs gives out multiples of this (its `kMinBlockSize`), for scalars, too."""
+
+
+def rounded_up(nbytes: int, block_bytes: int) -> int:
+    """Return the multiple of `block_bytes` that `nbytes` take."""
+    return -(-nbytes // block_bytes) * block_bytes
+
 
 class Meter:
     """Bytes of activation storages that live on one device, each storage once however many hold it; thread-safe."""

@@ -70,9 +70,9 @@ class SelectiveStore(SavedTensorStore):
             if any(holding.storage is None for holding in region.holdings):
                 self._fill(region)
 
-    def result_bytes(self) -> int:
-        """Bytes on the device that cheap pieces have made again."""
-        return sum(one.nbytes for region in self._regions for one in region.holdings if one.storage is not None)
+    def result_sizes(self) -> list[int]:
+        """Bytes on the device of each storage that cheap pieces have made again."""
+        return [one.nbytes for region in self._regions for one in region.holdings if one.storage is not None]
 
     # -- what reading and finishing change
 

@@ -110,9 +110,9 @@ class StageCarry:
         """Whether one of these layers keeps anything of a slice."""
         return any(layer in layers for layer, _ in self._kept[index])
 
-    def nbytes(self, index: int) -> int:
-        """Bytes of the keys and values of one slice that are kept for others."""
-        return sum(one.nbytes for kept in self._kept[index].values() for one in kept.block)
+    def sizes(self, index: int) -> list[int]:
+        """Bytes of each of the keys and values of one slice that are kept for others."""
+        return [one.nbytes for kept in self._kept[index].values() for one in kept.block]
 
     def drop(self, index: int) -> None:
         """The backward of a slice is over."""

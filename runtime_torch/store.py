@@ -263,13 +263,13 @@ class SavedTensorStore:
 
     # -- asking
 
-    def live_bytes(self, layers: tuple[int, int] | None = None) -> int:
-        """Bytes on the device of what `layers` [first, end) (absent: all) saved, each storage once."""
-        return sum(holding.nbytes for holding in self._live(*layers or ()))
+    def live_sizes(self, layers: tuple[int, int] | None = None) -> list[int]:
+        """Bytes on the device of what `layers` [first, end) (absent: all) saved, of each storage."""
+        return [holding.nbytes for holding in self._live(*layers or ())]
 
-    def result_bytes(self) -> int:
-        """Bytes on the device that selective recompute has made again."""
-        return 0
+    def result_sizes(self) -> list[int]:
+        """Bytes on the device of each storage that selective recompute has made again."""
+        return []
 
     def storages(self) -> Iterable[UntypedStorage]:
         """The storages that are on the device now."""

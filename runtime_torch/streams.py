@@ -4,10 +4,11 @@ All is issued by the thread that runs the compute lane. A transfer is issued as 
 issued. Then the op that the compute lane issued last is in its past, and memory from the compute stream's allocator is
 safe to copy into; a reload that is issued later waits for that op before it allocates. So the host, which may be many
 ops ahead, waits for the delivery of a message before it issues what would make a reload later than forecast that counts
-on the message's memory, as long as the compute stream has something to do. What a copy has read is freed once the compute stream itself is ordered after the copy: not earlier, and without asking the device. A reload that
-would need such memory before, in other sizes, is issued when the compute stream is forecast to have nothing to wait
-for. Each lane's clock says of the other lanes how many ops it is ordered after; clocks also show which waits an earlier
-one implies.
+on the message's memory, as long as the compute stream has something to do. What a copy has read is freed once the
+compute stream itself is ordered after the copy: not earlier, and without asking the device. A reload that would need
+such memory before, in other sizes, is issued when the compute stream is forecast to have nothing to wait for. Each
+lane's clock says of the other lanes how many ops it is ordered after; clocks also show which waits an earlier one
+implies.
 """
 
 from __future__ import annotations
@@ -206,9 +207,11 @@ class StreamLanes:
     def _await_deliveries(self) -> None:
         """Let the host wait, while the compute stream has something to do, for the deliveries without which a transfer
         would be ordered after an op that is forecast to start when it has started."""
-        end = self._backend.record(self._lanes[COMPUTE].stream)
         self._issue_transfers()
-        while self._lacks_delivery() and not self._backend.is_over(end):
+        if not self._lacks_delivery():
+            return
+        end = self._backend.record(self._lanes[COMPUTE].stream)
+        while not self._backend.is_over(end) and self._lacks_delivery():
             self._backend.pause()
             self._issue_transfers()
 

@@ -17,7 +17,7 @@ from optpipe_compiler.documents.deliveries import waits
 from runtime_torch import streams
 from runtime_torch.lanes import LaneOps
 from runtime_torch.meter import Meter
-from runtime_torch.replay import reloads_due
+from runtime_torch.replay import reloads_due, transfers_begin
 from runtime_torch.streams import StreamCarrier, StreamLanes
 
 
@@ -198,7 +198,8 @@ class ClockedLanes:
 class ClockedPlan:
     """One device of a schedule on such streams. Messages arrive `lag` ops late at most, at random.
 
-    `is_timed`: reloads are put off until the offloads whose memory they need are forecast to be over.
+    `is_timed`: reloads are put off until the offloads whose memory they need are forecast to be over, and the host may
+    wait for messages.
     """
 
     def __init__(self, plan, device, seed, lag, *, is_timed=True):
@@ -219,8 +220,10 @@ class ClockedPlan:
                 others[op.id] = [name for name in (*op.after, *messages[op.id]) if name not in own]
         lanes = (self._plan.compute, self._plan.d2h, self._plan.h2d)
         calls = (self._deliver, self._is_delivered, self._transfer, self._sizes)
-        due = reloads_due(plan, device) if is_timed else {}
-        self._lanes = StreamLanes(LaneOps(*lanes, others, messages, *calls, due), self.device, self._carrier)
+        times = (reloads_due(plan, device), transfers_begin(plan, device)) if is_timed else ()
+        self._lanes = StreamLanes(LaneOps(*lanes, others, messages, *calls, *times), self.device, self._carrier)
+        self.device.is_over = lambda _: self._random.random() < 0.5
+        self.device.pause = self._pause
 
     def races(self):
         """Run a step; return what was used by two streams that do not know of each other."""
@@ -236,6 +239,10 @@ class ClockedPlan:
             self._lanes.complete(op.id)
         self._lanes.finish()
         return self.device.races
+
+    def _pause(self):
+        """What is under way gets nearer."""
+        self._passed += 1
 
     # -- ops
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
+from msgspec import structs
 
 pytest.importorskip("torch")
 
@@ -17,7 +18,9 @@ from optpipe_compiler.costs.noise import noisy
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.documents.profile import Model, parse, value_of
 from optpipe_torch.estimates.estimate import EstimateOptions, estimate
+from optpipe_torch.models import known as models
 from optpipe_torch.models import text
+from optpipe_torch.profiler.child import measure_sizes
 from optpipe_torch.profiler.layers import Benches, layer_bytes, transient_bytes
 from optpipe_torch.profiler.records import SlicedBytes, assemble, sample_name, slice_spans
 from optpipe_torch.profiler.slices import _excesses, slice_bytes, sliced_bench, time_slices
@@ -125,6 +128,18 @@ def test_the_bytes_of_a_layer_are_enough_for_each_of_its_slices(name):
     keys_and_values = 2 * 2 * 16 * hidden * 4
     assert sorted(carries)[-1] == keys_and_values
     assert sum(map(bool, carries)) == (2 if name == "gpt" else 1)
+
+
+def test_a_part_of_a_head_that_saves_little_beside_its_input_has_no_carry():
+    narrow = MODELS["llama"].config | {"hidden": 128, "head_dim": 32, "head_parts": 4}  # 64 columns of 128 rows
+    model = structs.replace(MODELS["llama"], config=narrow)
+    benches = Benches(model, text.default_text())
+    layers = models.layer_names(model)
+    sizes = measure_sizes(Timer(), benches, layers, 2**30)
+    second = sizes["head.1"]
+    assert 0 < second.saved - second.shared < second.checkpoint
+    slice_bytes(Timer(), benches, layers.index("head.1"), second)
+    assert second.sliced.carry == 0
 
 
 def test_every_op_of_every_slice_is_timed():

@@ -119,10 +119,13 @@ def profile(
 
 
 def _finish(record: Profile, output: Path, shown: Callable[[], RenderableType], *, as_json: bool) -> None:
-    """Write the profile; say which of its numbers are noise, and what it holds."""
+    """Write the profile, unless compile would refuse it; say which of its numbers are noise, and what it holds."""
     from optpipe_compiler.costs.noise import noisy
+    from optpipe_compiler.documents.files import canonical
+    from optpipe_compiler.documents.profile import parse
     from optpipe_compiler.view.measured import noise_lines
 
+    parse(canonical(record), f"{output} (not written)")
     write(output, record)
     found = noisy(record)
     for line in noise_lines(found):

@@ -16,6 +16,7 @@ from optpipe_torch.models.user_functions import OWN
 from optpipe_torch.profiler.records import TIMED, LayerBytes, Samples, SelectiveBytes
 from runtime_torch.bundles import bundled
 from runtime_torch.execution import StageExecution
+from runtime_torch.meter import GPU_BLOCK_BYTES
 from runtime_torch.microbatch import takes
 
 if TYPE_CHECKING:
@@ -161,7 +162,13 @@ class Benches:
         layers = [self._bundled(index, layer, packs=index + 1 == end) for index, layer in enumerate(built, first)]
         chosen = range(first, end) if selective else ()
         stage = StageExecution(
-            layers, first, is_first=first == 0, is_last=is_last, device=self.device, selective=chosen
+            layers,
+            first,
+            is_first=first == 0,
+            is_last=is_last,
+            device=self.device,
+            selective=chosen,
+            block_bytes=GPU_BLOCK_BYTES if self.device.type == "cuda" else 1,
         )
         for layer in stage.layers:
             for parameter in layer.parameters():
@@ -261,9 +268,9 @@ def layer_bytes(benches: Benches, index: int) -> LayerBytes:
         residue=residue,
         captured=captured,
         checkpoint=checkpoint,
-        output=0 if bench.stage.is_last else output.nbytes,
+        output=0 if bench.stage.is_last else bench.stage.occupied([output.nbytes]),
         # weights, gradients and both moments of AdamW
-        static=sum(tensor.nbytes * (4 if tensor.requires_grad else 1) for tensor in tensors),
+        static=bench.stage.occupied(t.nbytes for t in tensors for _ in range(4 if t.requires_grad else 1)),
     )
 
 

@@ -389,9 +389,7 @@ the runtime's own layers with torch's kernels, nothing fused. Not fitted.
 
 {measured}
 
-Bytes that stay are right. A block's times are off by {block_worst:.1f}% at most, the head's by {head_worst:.1f}%. When
-this was measured the replay kept what a stage had saved to the end of a whole backward. It frees what was read since,
-as the estimate does, so that a block needs less beside it.
+Bytes that stay are right. A block's times are off by {block_worst:.1f}% at most, the head's by {head_worst:.1f}%.
 
 ## Rate of whole training steps with flash attention (FlashAttention-2, Table 1; TFLOP/s)
 

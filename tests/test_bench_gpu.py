@@ -21,9 +21,9 @@ from optpipe_compiler.cli import cli
 
 torch = pytest.importorskip("torch")
 from bench.gpu import __main__ as command  # noqa: E402
-from bench.gpu import emulated, facts, parts, plans, traced  # noqa: E402
+from bench.gpu import emulated, facts, limited, parts, plans, traced  # noqa: E402
 from bench.gpu.commands import OPTPIPE, Commands, Failed  # noqa: E402
-from bench.gpu.page import page, unexpected  # noqa: E402
+from bench.gpu.page import limits, page, unexpected  # noqa: E402
 from bench.gpu.sizes import DRY, ON_GPUS, samples  # noqa: E402
 from bench.stock import __main__ as stock  # noqa: E402
 
@@ -93,7 +93,7 @@ def test_the_script_says_what_machine_this_is(tmp_path):
 def test_a_dry_run_finds_everything_that_a_run_on_gpus_does(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "Commands", InThisProcess)
     out = tmp_path / "out"
-    some = ["profile", "plans", "check", "emulate", "trace"]  # without the tests, of which this is one
+    some = ["profile", "plans", "check", "emulate", "limit", "trace"]  # without the tests, of which this is one
     command.run(command.Options(some, True, out, tmp_path / "work", 250))
     found = json.loads((out / "gpu.json").read_text())["parts"]
     assert list(found) == ["machine", *some]
@@ -108,6 +108,7 @@ def test_a_dry_run_finds_everything_that_a_run_on_gpus_does(tmp_path, monkeypatc
     assert all([report["rank"] for report in reports] == [0, 1] for reports in emulated.values())
     assert all(run["check"]["ok"] for run in found["check"]["found"]["plans"].values())
     assert found["trace"]["found"]["ranges_found"] == found["trace"]["found"]["ranges"] > 0
+    assert all(len(one["spans_ns"]) == 1 for reports in found["limit"]["found"].values() for one in reports)
     text = (out / "gpu.md").read_text()
     assert all(f"| {kind} | 1 | " in text for kind in plans.KINDS)
     assert {path.name for path in out.iterdir()} == {
@@ -385,6 +386,31 @@ def test_the_allocators_rounding_is_what_it_took_beyond_what_was_asked(monkeypat
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: stats)
     found = {"reserved_peak_bytes": 1000, "allocated_peak_bytes": 700, "rounding_bytes": 10}
     assert emulated._allocator() == found
+
+
+def test_a_device_that_is_out_of_memory_under_a_limit_says_so(monkeypatch):
+    stats = iter([{"num_alloc_retries": 3}, {"num_alloc_retries": 5, "reserved_bytes.all.peak": 640}] * 2)
+    fractions, spans = [], iter([10, 12, 11])
+
+    class Step:
+        def step(self):
+            if fractions[-1] < 0.5:
+                raise torch.OutOfMemoryError
+            return [SimpleNamespace(end_ns=next(spans))]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1000))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: next(stats))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    found = limited.limited(Step(), 650, 3)
+    assert found == {"limit_bytes": 650, "spans_ns": [12, 11], "held_bytes": 640, "retries": 2}
+    out = limited.limited(Step(), 450, 3)
+    assert (out["spans_ns"], fractions) == (None, [0.65, 0.45])
+    lines = list(limits({"offload": [found | {"room_mib": 0}, out | {"room_mib": 0}]}))
+    assert lines[-2:] == ["| offload | 0 | 0.0 | 0.0 | 2 |", "| offload | 0 | out of memory | 0.0 | 2 |"]
 
 
 def test_facts_name_every_gpu_that_torch_sees(monkeypatch):

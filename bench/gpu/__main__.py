@@ -1,8 +1,9 @@
 """`sh bench/gpu.sh [--dry-run] [--out DIR] [--work DIR] [--budget SECONDS] [PART ...]`; parts: see below.
 
-Without parts, all of them: tests, profile, plans, check, emulate, trace, stock. Later ones need the profile and the
-plans, which stay in the work folder. Writes gpu.json, gpu.md, gpu.log, files.zip (profiles and plans), stock.md and a
-trace of torch's profiler; what is already there of other parts is kept. Ends with exit code 1 where anything failed.
+Without parts, all of them: tests, profile, plans, check, emulate, limit, trace, stock. Later ones need the profile
+and the plans, which stay in the work folder. Writes gpu.json, gpu.md, gpu.log, files.zip (profiles and plans), stock.md
+and a trace of torch's profiler; what is already there of other parts is kept. Ends with exit code 1 where anything
+failed.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def options(arguments: list[str] | None = None) -> Options:
     parser.add_argument(
         "--work", type=Path, default=ROOT / "build" / "gpu-work", help="the folder for profiles and plans"
     )
-    parser.add_argument("--budget", type=float, default=570, metavar="SECONDS", help="for all parts [default: 570]")
+    parser.add_argument("--budget", type=float, default=900, metavar="SECONDS", help="for all parts [default: 900]")
     given = parser.parse_args(arguments)
     unknown = [part for part in given.parts if part not in PARTS]
     if unknown:

@@ -25,6 +25,7 @@ def page(found: Found) -> str:
         "profile": _profile,
         "plans": _plans,
         "emulate": _emulations,
+        "limit": limits,
         "check": _checks,
         "stock": _stock,
         "tests": _tests,
@@ -106,6 +107,22 @@ def _plans(plans: Found) -> Iterator[str]:
     ]
     head = ["plan", "by", "stages", "cap, GB", "peak, GB", "offloads", "recomputes", "forecast, ms", "digest"]
     yield from table(head, rows)
+
+
+def limits(plans: Found) -> Iterator[str]:
+    """Return the lines of the part `limit`."""
+    yield "Device 0 where torch's allocator may hold no more than weights, gradients, what is promised, and `room`."
+    yield ""
+    rows = [[kind, *_limit(report)] for kind, reports in plans.items() for report in reports]
+    yield from table(["plan", "room, MiB", "step, ms", "held, GB", "asked again"], rows)
+
+
+def _limit(report: Found) -> Iterator[object]:
+    yield "any" if report["limit_bytes"] is None else report["room_mib"]
+    spans = report["spans_ns"]
+    yield "out of memory" if spans is None else f"{statistics.median(spans) / 1e6:.1f}"
+    yield "-" if report["held_bytes"] is None else f"{report['held_bytes'] / 1e9:.1f}"
+    yield "-" if report["retries"] is None else report["retries"]
 
 
 def _emulations(plans: Found) -> Iterator[str]:

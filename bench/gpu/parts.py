@@ -268,6 +268,20 @@ def broken_promises(report: Found) -> list[str]:
     ]
 
 
+def limit(bench: Bench) -> Found:
+    """The first device of plans under a cap, where the allocator may hold little more than is promised."""
+    found: Found = {}
+    for kind in ("offload", "recompute"):
+        path = plan_path(bench, "profile", kind)
+        if not path.exists():
+            bench.failures.append(f"{kind}: not run, there is no plan")
+            continue
+        command = [sys.executable, "-m", "bench.gpu.limited", path, 0, "--steps", str(bench.sizes.steps)]
+        printed = bench.commands.run(command, bench.limit_s("limit"))
+        found[kind] = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+    return found
+
+
 def trace(bench: Bench) -> Found:
     """Torch's profiler on a device that offloads, where there is such a plan."""
     kind = next((kind for kind in ("offload", "roomy") if plan_path(bench, "profile", kind).exists()), None)
@@ -303,6 +317,6 @@ LAST_ROUND_S = 30.0
 """For the round that is under way when the budget ends, and for ending all processes."""
 
 PARTS: dict[str, Callable[[Bench], Found]] = {
-    part.__name__: part for part in (machine, tests, profile, plans, check, emulate, trace, stock)
+    part.__name__: part for part in (machine, tests, profile, plans, check, emulate, limit, trace, stock)
 }
 """In the order in which they run."""

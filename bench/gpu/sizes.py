@@ -75,6 +75,7 @@ ON_GPUS = Sizes(
     microbatches=8,
     steps=4,
     plan_s=6,
+    samples=20,
     stock={
         "blocks": 4,
         "hidden": 4096,
@@ -92,6 +93,7 @@ ON_GPUS = Sizes(
         "plans": 40,
         "check": 60,
         "emulate": 120,
+        "limit": 60,
         "trace": 60,
         "stock": 280,
     },
@@ -115,7 +117,9 @@ DRY = Sizes(
         "rounds": 1,
     },
     samples=4,
-    limits_s=dict.fromkeys(("machine", "tests", "profile", "plans", "check", "emulate", "trace", "stock"), 200),
+    limits_s=dict.fromkeys(
+        ("machine", "tests", "profile", "plans", "check", "emulate", "limit", "trace", "stock"), 200
+    ),
 )
 """The same on a CPU, where it takes half a minute."""
 

@@ -98,7 +98,7 @@ def emulate(
     else:
         settle_on_cpu()
         device = torch.device("cpu")
-    alone = _Alone(schedule, rank, device, data, time_scale, seed)
+    alone = Alone(schedule, rank, device, data, time_scale, seed)
     runs: list[list[OpTime]] = []
     for number in range(steps):
         runs.append(alone.step())
@@ -112,7 +112,7 @@ def emulate(
     return alone.report(runs)
 
 
-class _Alone:
+class Alone:
     """The device and its replay."""
 
     def __init__(

@@ -238,7 +238,7 @@ def _overhead(findings: Sequence[Findings]) -> Quantity:
 
 
 def _memory(findings: Sequence[Findings], per_host: int) -> tuple[int, Cost]:
-    """Return a device's bytes and its reserve: the least of one, and the most that is taken, with the allocator's gaps."""
+    """Return a device's bytes and its reserve: the least of one; the most that is taken, and the allocator's gaps."""
     known = [found.memory for found in findings if found.memory is not None]
     if not known:
         return physical_memory() // per_host, 0

@@ -37,7 +37,7 @@ from optpipe_compiler.documents import profile as profiles
 from optpipe_compiler.machine import policy
 from optpipe_compiler.machine.policy import copied
 from optpipe_compiler.model import bounds
-from optpipe_compiler.plan import candidates, exact, fewer, instances, local_search, wishes
+from optpipe_compiler.plan import candidates, device_order, exact, fewer, instances, local_search, wishes
 from optpipe_compiler.plan.local_search import Effort, LocalSearch, Realiser, SearchedProblem
 
 if TYPE_CHECKING:
@@ -132,7 +132,33 @@ PLENTY = Group(
     22.0,
     (Case("6.2B", 8, 16, 0.125), Case("6.2B", 8, 16, 0.25), Case("6.2B", 4, 16, 0.25), Case("unit", 4, 16, 0.125)),
 )
-GROUPS = (BINDING, LITTLE, FEW, WHOLE_PLANS, HEAD, WIDE, MANY, VERY_MANY, LONG, FUSED, SMALL, MEASURED, PLENTY)
+SHARED_LINKS = Group(
+    "Whole plans behind shared links",
+    20.0,
+    (
+        Case("6.2B", 8, 16, 0.125),
+        Case("6.2B", 8, 16, 0.25),
+        Case("6.2B", 8, 32, 0.125),
+        Case("unit-slow-links", 8, 32, 0.25),
+    ),
+    is_alone=False,
+)
+GROUPS = (
+    BINDING,
+    LITTLE,
+    FEW,
+    WHOLE_PLANS,
+    SHARED_LINKS,
+    HEAD,
+    WIDE,
+    MANY,
+    VERY_MANY,
+    LONG,
+    FUSED,
+    SMALL,
+    MEASURED,
+    PLENTY,
+)
 WHOLE = "nothing"
 """The part of a plan with everything."""
 
@@ -166,7 +192,7 @@ def search(**constants: object) -> Part:
     return Part(tuple(patch.object(local_search, name, value) for name, value in constants.items()))
 
 
-def constant(room: object, name: str, value: float, group: Group) -> Part:
+def constant(room: object, name: str, value: object, group: Group) -> Part:
     return Part((patch.object(room, name, value),), groups=(group,))
 
 
@@ -203,6 +229,11 @@ PARTS = {
     "offloads of a part of a stage": Part((patch.object(instances, "link_share", lambda _: 1.0),)),
     "loops of the smallest stages": Part((patch.object(instances, "_finest", lambda *_: []),)),
     "other cuts of a placement": Part((patch.object(instances, "others", lambda *_: iter(())),)),
+    "orders of the devices but by number": Part(
+        (patch.object(instances, "other_orders", lambda *_: iter(())),), groups=(SHARED_LINKS,)
+    ),
+    "orders to and fro": constant(device_order, "TURNS", (False,), SHARED_LINKS),
+    "orders round the links": constant(device_order, "TURNS", (True,), SHARED_LINKS),
     "sparing": Part((patch.object(compiler, "spare", nothing),), groups=(WHOLE_PLANS,)),
     "local search": Part(shares(0.0), groups=(WHOLE_PLANS,)),
     "few microbatches first": Part((patch.object(local_search, "shortened", lambda problem: problem),), groups=(LONG,)),

@@ -13,6 +13,7 @@ from msgspec import structs
 from optpipe_compiler.compiler import Options, compile_schedule, instances, settled
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import P2P, Host
+from optpipe_compiler.forecast import analyse
 from optpipe_compiler.lower import Certificate, lower
 from optpipe_compiler.model.bounds import fill_and_drain
 from optpipe_compiler.model.placement import Layout, layout, stage_devices
@@ -21,6 +22,8 @@ from optpipe_compiler.plan.device_order import other_orders
 from optpipe_compiler.plan.least_memory import _one_after_the_other
 from optpipe_compiler.plan.seeds import layout_of
 from optpipe_compiler.verify import check, verify
+from optpipe_compiler.view import gantt, svg
+from optpipe_compiler.view.report.payload import chart
 from optpipe_compiler.view.summary import assumptions
 from tests.instances import quick, uniform
 
@@ -195,3 +198,15 @@ def test_an_earlier_plan_by_number_is_where_other_orders_start(planned):
     by_number = quick(PAIRS, TIGHT, microbatches=8, placement="loop", stages_per_device=4).schedule
     better = quick(PAIRS, TIGHT, microbatches=8, time_limit_s=0.0, seeds=(check(by_number),)).schedule
     assert better.forecast.makespan_ns <= by_number.forecast.makespan_ns
+
+
+def test_charts_show_the_devices_in_the_order_of_the_pipeline(planned):
+    found = analyse(planned)
+    order = list(dict.fromkeys(stage.device for stage in planned.stages))
+    assert found.pipeline == order != sorted(order)
+    lines = gantt.render(found, 100).plain.splitlines()
+    assert [int(line.split()[1]) for line in lines if line.strip().startswith("dev ")] == order
+    picture = svg.render(planned)
+    places = [picture.index(f">device {device}<") for device in order]
+    assert places == sorted(places)
+    assert chart(found, "plan", "", None)["pipeline"] == order

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     Order = tuple[int, ...]
 
+TURNS = (False, True)
+"""Whether every second round goes back."""
+
 
 def other_orders(machine: Machine, one: Layout) -> Iterator[Order]:
     """Yield orders of a placement's devices other than by number; none where no link is shared, or where devices or
@@ -40,7 +43,7 @@ def other_orders(machine: Machine, one: Layout) -> Iterator[Order]:
     if sum(map(len, links)) < devices or len(alike) > 1 or len(speeds) > 1:
         return
     seen = {tuple(range(devices))}
-    for turning in (False, True):
+    for turning in TURNS:
         order = tuple(device for host in _hosts(machine, devices) for device in _round(host, links, turning=turning))
         if order not in seen:
             seen.add(order)

@@ -51,7 +51,7 @@ function arrange() {
   const add = (height, row) => { rows.push({ y, height, ...row }); y += height; };
   for (const chart of shown()) {
     add(30, { type: "title", chart });
-    for (let device = 0; device < chart.devices; device++) {
+    for (const device of chart.pipeline) {
       for (const lane of chart.lanes.filter((one) => one.device === device)) {
         const compute = lane.lane === "compute";
         if (!compute && !lane.count) continue;

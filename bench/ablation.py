@@ -140,6 +140,8 @@ SHARED_LINKS = Group(
         Case("6.2B", 8, 16, 0.25),
         Case("6.2B", 8, 32, 0.125),
         Case("unit-slow-links", 8, 32, 0.25),
+        Case("6.2B", 4, 16, 0.125),
+        Case("unit", 16, 64, 0.125),
     ),
     is_alone=False,
 )

@@ -37,7 +37,7 @@ from optpipe_compiler.documents import profile as profiles
 from optpipe_compiler.machine import policy
 from optpipe_compiler.machine.policy import copied
 from optpipe_compiler.model import bounds
-from optpipe_compiler.plan import candidates, device_order, exact, fewer, instances, local_search, wishes
+from optpipe_compiler.plan import candidates, exact, fewer, instances, local_search, wishes
 from optpipe_compiler.plan.local_search import Effort, LocalSearch, Realiser, SearchedProblem
 
 if TYPE_CHECKING:
@@ -231,11 +231,7 @@ PARTS = {
     "offloads of a part of a stage": Part((patch.object(instances, "link_share", lambda _: 1.0),)),
     "loops of the smallest stages": Part((patch.object(instances, "_finest", lambda *_: []),)),
     "other cuts of a placement": Part((patch.object(instances, "others", lambda *_: iter(())),)),
-    "orders of the devices but by number": Part(
-        (patch.object(instances, "other_orders", lambda *_: iter(())),), groups=(SHARED_LINKS,)
-    ),
-    "orders to and fro": constant(device_order, "TURNS", (False,), SHARED_LINKS),
-    "orders round the links": constant(device_order, "TURNS", (True,), SHARED_LINKS),
+    "orders of the devices but by number": constant(instances, "other_order", lambda *_: None, SHARED_LINKS),
     "sparing": Part((patch.object(compiler, "spare", nothing),), groups=(WHOLE_PLANS,)),
     "local search": Part(shares(0.0), groups=(WHOLE_PLANS,)),
     "few microbatches first": Part((patch.object(local_search, "shortened", lambda problem: problem),), groups=(LONG,)),

@@ -23,15 +23,11 @@ if TYPE_CHECKING:
 
     Order = tuple[int, ...]
 
-TURNS = (False, True)
-"""Whether every second round goes back."""
 
+def other_order(machine: Machine, one: Layout) -> Order | None:
+    """Return the order of a placement's devices that goes round the links, one device of each at a time.
 
-def other_orders(machine: Machine, one: Layout) -> Iterator[Order]:
-    """Yield orders of a placement's devices other than by number; none where no link is shared, or where devices or
-    links differ.
-
-    Links are gone round, one device of each at a time, or to and fro.
+    None where that is the order of their numbers, and where devices or links differ.
     """
     devices = 1 + max(one.device_of)
     links = [members for members, _ in machine.host_links(devices)]
@@ -41,13 +37,9 @@ def other_orders(machine: Machine, one: Layout) -> Iterator[Order]:
     }
     speeds = set((machine.time_permille or [])[:devices])
     if sum(map(len, links)) < devices or len(alike) > 1 or len(speeds) > 1:
-        return
-    seen = {tuple(range(devices))}
-    for turning in TURNS:
-        order = tuple(device for host in _hosts(machine, devices) for device in _round(host, links, turning=turning))
-        if order not in seen:
-            seen.add(order)
-            yield order
+        return None
+    order = tuple(device for host in _hosts(machine, devices) for device in _round(host, links))
+    return None if order == tuple(range(devices)) else order
 
 
 def _hosts(machine: Machine, devices: int) -> list[list[int]]:
@@ -59,8 +51,8 @@ def _hosts(machine: Machine, devices: int) -> list[list[int]]:
     return list(found.values())
 
 
-def _round(host: list[int], links: list[list[int]], *, turning: bool) -> Iterator[int]:
+def _round(host: list[int], links: list[list[int]]) -> Iterator[int]:
     """Yield the devices of a host, one of each link in turn."""
     behind = [[device for device in members if device in host] for members in links]
-    for number, turn in enumerate(zip_longest(*behind)):
-        yield from (device for device in (reversed(turn) if turning and number % 2 else turn) if device is not None)
+    for turn in zip_longest(*behind):
+        yield from (device for device in turn if device is not None)

@@ -65,10 +65,7 @@ def _links(problem: Problem, chosen: list[int]) -> Iterator[int | None]:
     behind = [device for device, link in enumerate(problem.link_of) if link == problem.link_of[0]]
     links, rest = divmod(len(chosen), len(behind))
     if None not in problem.link_of and len(behind) > 1 and behind[1] > 1 and links and not rest:
-        turning = behind[1] != len(problem.link_of) // len(behind)
-        for number in range(len(chosen)):
-            turn, place = divmod(number, links)
-            yield links - 1 - place if turning and turn % 2 else place
+        yield from (number % links for number in range(len(chosen)))
         return
     link, room = -1, 0
     for device in chosen:

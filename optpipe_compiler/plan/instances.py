@@ -14,7 +14,7 @@ from optpipe_compiler.model.problem import Caps, Freedom, build, static_bytes
 from optpipe_compiler.plan import seeds
 from optpipe_compiler.plan.budget import LOWERING_SHARE, lowering_s, most_lowering_s
 from optpipe_compiler.plan.cuts import most_bytes, others, with_ties
-from optpipe_compiler.plan.device_order import other_orders
+from optpipe_compiler.plan.device_order import other_order
 from optpipe_compiler.plan.options import settled
 from optpipe_compiler.plan.selective import selectively
 from optpipe_compiler.plan.slices import is_asked, slicings
@@ -112,21 +112,21 @@ def instances(profile: Profile, options: Options) -> list[tuple[Layout, Problem]
         return build(profile, one, options.microbatches, caps, freedom, share, slicing)
 
     is_free = options.placement == "auto" and options.keep is None and options.method is None
-    orders = list(other_orders(profile.machine, placed[0])) if is_free else []
+    order = other_order(profile.machine, placed[0]) if is_free else None
 
     def ordered(one: Layout, problem: Problem) -> tuple[Layout, Problem]:
-        """Return the placement with the order of the devices in which the least is lost at the ends of the step."""
-        if one.order is not None or one.stages == problem.devices or problem.slicing is not None:
+        """Return the placement with the order of the devices in which less is lost at the ends of the step."""
+        if order is None or one.order is not None or one.stages == problem.devices or problem.slicing is not None:
             return one, problem
-        again = (replace(one, order=order) for order in orders)
-        every = [(one, problem), *((each, made(each, 1.0, None)) for each in again)]
+        other = replace(one, order=order)
+        every = ((one, problem), (other, made(other, 1.0, None)))
         return min(every, key=lambda pair: bounds.fill_and_drain(pair[1]).ticks)
 
     simplest = placed[0] if placed[0].stages == options.devices else _linear(profile, options)
     loops = [one for one in placed if one.stages == 2 * len(set(simplest.device_of))]
     cuts = slicings(profile, options, lambda slicing: [made(one, 1.0, slicing) for one in (simplest, *loops[:1])])
     numbered = [(one, made(one, 1.0, slicing)) for slicing in cuts for one in placed]
-    whole = [ordered(*each) if orders else each for each in numbered]
+    whole = [ordered(*each) for each in numbered]
     whole += [each for each, (chosen, _) in zip(numbered, whole, strict=True) if chosen is not each[0]]
     shares = ((one, p.slicing, link_share(p)) for one, p in whole)
     parts = [(one, made(one, share, slicing)) for one, slicing, share in shares if share < 1]

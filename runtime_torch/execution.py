@@ -51,10 +51,20 @@ class _Checkpoint:
     surroundings: Surroundings
     buffers: list[BufferState]
     """Those that the forward changes, as it found them."""
+    changes: list[int]
+    """How often each tensor of `x` had been changed in place."""
 
     def storages(self) -> list[UntypedStorage]:
         """Of all tensors."""
         return [one.untyped_storage() for one in (*tensors_in(self.x), *(state.value for state in self.buffers))]
+
+    def check(self, first: int) -> None:
+        """Raise RunFailed where the input of layer `first` is no longer what it was in the forward."""
+        if self.changes != [engine.changes(one) for one in tensors_in(self.x)]:
+            raise RunFailed(
+                f"layer {first}: its input was changed in place, and the schedule computes the layer once more from "
+                "it, expected a new tensor"
+            )
 
 
 @dataclass(slots=True)
@@ -224,6 +234,7 @@ class StageExecution:
         """R: run the forward of `layers` once more and put what it saves back into the original graph's slots."""
         run = self._passes[microbatch]
         checkpoint = run.checkpoints.pop(layers)
+        checkpoint.check(layers[0])
         needs = iter(checkpoint.needs_gradient)
         x = _each(checkpoint.x, lambda part: part.detach().requires_grad_(next(needs)))
         now = buffers_now(self._changing_in(layers))
@@ -383,11 +394,13 @@ class StageExecution:
         where nobody saves it yet, the copy takes its place.
         """
         x = _each(x, lambda part: _compact(part) if run.store.holding_at(part.untyped_storage()) is None else part)
+        kept = _each(x, lambda part: _compact(part.detach()))
         checkpoint = _Checkpoint(
-            _each(x, lambda part: _compact(part.detach())),
+            kept,
             [part.requires_grad for part in tensors_in(x)],
             Surroundings.now(self.device),
             buffers_now(self._changing_in(layers)),
+            [engine.changes(part) for part in tensors_in(kept)],
         )
         run.checkpoints[layers] = checkpoint
         for storage in checkpoint.storages():

@@ -586,6 +586,24 @@ def test_a_saved_tensor_that_is_changed_in_place_is_refused_as_torch_does(way):
         step()
 
 
+class Shifts(nn.Module):
+    """Changes its input, which no backward reads."""
+
+    def forward(self, x):
+        return x.add_(1).sin()
+
+
+@pytest.mark.parametrize("layers", [(0, 3), (1, 2), (2, 3)], ids=str)
+def test_an_input_that_is_changed_in_place_is_no_input_of_a_recompute(layers):
+    torch.manual_seed(0)
+    shifts = layers[0]
+    model = [Shifts() if index == shifts else nn.Identity() for index in range(3)]
+    part = StageExecution([*model, nn.Linear(4, 4)], 0, is_first=True, is_last=False, device="cpu")
+    part.forward(0, torch.randn(2, 4), None, [layers])
+    with pytest.raises(RunFailed, match=f"layer {shifts}: its input was changed in place"):
+        part.recompute(0, layers)
+
+
 class Kept(nn.Module):
     """Keeps what is no part of the loss: a probe, or a hook that closes over its own tensor."""
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from optpipe_compiler.errors import BadInput, first_line
+from runtime_torch.engine import changes
 from runtime_torch.microbatch import Wrapping, current, targets_for
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ Boundary = tuple[tuple[int, ...], torch.dtype]
 
 Made = nn.Module | Callable[[], nn.Module]
 """A layer, or a function without arguments that makes it."""
+
+CHANGES_INPUT = "changes in place what it is given, expected a new tensor: a stage or a recompute may begin with it"
 
 Flow = Tensor | tuple[Tensor, ...]
 """What passes from layer to layer within a stage."""
@@ -179,7 +182,10 @@ class BundledLayer(Wrapping):
         """Unpack, call, pack."""
         samples, tokens = current().samples, current().tokens
         parts = x if isinstance(x, tuple) else self._incoming.of(samples, tokens).unpack(x)
+        before = 0 if isinstance(x, tuple) else changes(x)
         found = self.layer(*parts, *target, **named)
+        if not isinstance(x, tuple) and x.requires_grad and changes(x) != before:  # torch says so of a later layer
+            raise BadInput(f"{self._name} {CHANGES_INPUT}")
         if self._outgoing.is_single:
             return found  # type: ignore[no-any-return]
         expected = self._outgoing.of(samples, tokens)

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch import engine, split
-from runtime_torch.bundles import bundle_of
+from runtime_torch.bundles import CHANGES_INPUT, bundle_of
 from runtime_torch.carrier import DirectCarrier
 from runtime_torch.meter import Meter, rounded_up
 from runtime_torch.microbatch import keywords_for, takes
@@ -305,6 +305,12 @@ class StageExecution:
         run.target = target
         run.store.autocast = torch.is_autocast_enabled(self.device.type) and torch.is_autocast_cache_enabled()
         if not self.is_first:
+            if not (x.is_floating_point() or x.is_complex()):
+                raise BadInput(
+                    f"layer {self.first_layer - 1} returns {str(x.dtype).removeprefix('torch.')} alone, and a stage "
+                    "ends with it, expected floats, through which gradients pass back: let it be one layer with the "
+                    "next"
+                )
             x = run.leaf = x.detach().requires_grad_()
             if run.store.autocast:  # which keeps its copies of leaves, but of no views, to the end of the step
                 x = x.view_as(x)
@@ -354,11 +360,16 @@ class StageExecution:
         return output
 
     def _call(self, run: _Pass, index: int, x: Flow) -> Flow:
-        if index not in self.selective:
-            return self._apply(index, x, run)
-        assert isinstance(run.store, SelectiveStore)
-        with run.store.selective(index):
-            return self._apply(index, x, run)
+        try:
+            if index not in self.selective:
+                return self._apply(index, x, run)
+            assert isinstance(run.store, SelectiveStore)
+            with run.store.selective(index):
+                return self._apply(index, x, run)
+        except RuntimeError as error:
+            if "used in an in-place operation" not in str(error) and "modified inplace" not in str(error):
+                raise
+            raise BadInput(f"layer {index} {CHANGES_INPUT}") from error
 
     def _apply(self, index: int, x: Flow, run: _Pass) -> Flow:
         layer = self.layers[index - self.first_layer]

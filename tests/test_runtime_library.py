@@ -442,6 +442,48 @@ def test_a_stage_with_another_output_than_said_is_refused(alone):
         runner.step(x, target=target)
 
 
+class Counts(nn.Module):
+    """Counts in place in one of the tensors that pass along."""
+
+    def forward(self, x, positions, mask):
+        positions += 1
+        return x, positions, mask
+
+
+class Shifted(nn.Module):
+    """Tokens to other tokens."""
+
+    def forward(self, tokens):
+        return (tokens + 1) % 16
+
+
+@pytest.mark.parametrize(
+    ("layers", "several", "sentence"),
+    [
+        (
+            [nn.Embedding(16, HIDDEN), nn.Identity(), nn.ReLU(inplace=True), Scores(HIDDEN, 16)],
+            False,
+            "layer 2 changes in",
+        ),
+        (
+            [Embed(), Block(), Counts(), Head()],
+            True,
+            "layer 2 changes in place what it is given, expected a new tensor",
+        ),
+        ([Shifted(), Shifted(), nn.Embedding(16, HIDDEN), Scores(HIDDEN, 16)], False, "layer 1 returns int64 alone"),
+    ],
+    ids=["one tensor", "several", "integers"],
+)
+def test_a_stage_that_cannot_begin_with_its_first_layer_is_refused_by_its_number(alone, layers, several, sentence):
+    inputs, target = batch()
+    inputs = inputs if several else inputs[:1]
+    schedule = plan((0, 0))
+    example = [tensor[:2] for tensor in inputs]
+    stages = runtime_torch.build_stages(schedule, layers, 0, "cpu", inputs=example, target=target[:2])
+    with pytest.raises(BadInput, match=sentence):
+        runtime_torch.Runner(schedule, stages).step(*inputs, target=target)
+
+
 def test_batches_that_cannot_be_cut_or_are_missing_are_refused(alone):
     inputs, target = batch()
     schedule = plan((0, 0))

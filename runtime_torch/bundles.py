@@ -66,8 +66,8 @@ class Bundle:
 
     @property
     def carrier(self) -> torch.dtype:
-        """The first floating-point part's dtype: the carrier must be able to have a gradient where a part has one."""
-        return next((dtype for _, dtype in self.parts if dtype.is_floating_point), torch.uint8)
+        """The first dtype that can have a gradient: the carrier must be able to have one where a part has one."""
+        return next((dtype for _, dtype in self.parts if _has_gradient(dtype)), torch.uint8)
 
     def with_floats(self, dtype: torch.dtype) -> Bundle:
         """Return the same bundle with all floats in `dtype`."""
@@ -301,7 +301,12 @@ def _targets(
 
 def _bits(tensor: Tensor) -> Tensor:
     """Return all bytes, as a view where they are contiguous; of one element, whatever its stride is said to be."""
-    return tensor.contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
+def _has_gradient(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _aligned(nbytes: int) -> int:
@@ -315,14 +320,14 @@ class _Pack(torch.autograd.Function):
     def forward(ctx: Any, bundle: Bundle, *tensors: Tensor) -> Tensor:
         ctx.bundle = bundle
         carrier = bundle.join(tensors)
-        if not carrier.is_floating_point():
+        if not _has_gradient(carrier.dtype):
             ctx.mark_non_differentiable(carrier)
         return carrier
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         parts = ctx.bundle.cut(gradient.contiguous())
-        return None, *(part if part.is_floating_point() else None for part in parts)
+        return None, *(part if _has_gradient(part.dtype) else None for part in parts)
 
 
 class _Unpack(torch.autograd.Function):
@@ -333,7 +338,7 @@ class _Unpack(torch.autograd.Function):
         ctx.bundle = bundle
         ctx.set_materialize_grads(False)
         parts = bundle.cut(carrier)
-        ctx.mark_non_differentiable(*(part for part in parts if not part.is_floating_point()))
+        ctx.mark_non_differentiable(*(part for part in parts if not _has_gradient(part.dtype)))
         return parts
 
     @staticmethod

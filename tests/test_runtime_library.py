@@ -179,6 +179,41 @@ def test_layers_may_pass_several_tensors_of_any_dtype_along(alone, fused, ranges
     assert_equal_gradients(stages.module)
 
 
+class Spectrum(nn.Linear):
+    """To the frequencies, conjugated; beside them twice the same, or what entered."""
+
+    def __init__(self, *, twice):
+        super().__init__(HIDDEN, HIDDEN)
+        self.twice = twice
+
+    def forward(self, x):
+        found = torch.fft.fft(super().forward(x)).conj()
+        return found, (2 * found if self.twice else x)
+
+
+class Back(nn.Linear):
+    def __init__(self):
+        super().__init__(HIDDEN, HIDDEN)
+
+    def forward(self, one, other):
+        return torch.fft.ifft(one.conj()).real + super().forward(other.abs())
+
+
+@pytest.mark.parametrize("twice", [True, False])
+def test_complex_numbers_that_pass_along_with_others_have_gradients(alone, twice):
+    torch.manual_seed(0)
+    layers = [nn.Embedding(16, HIDDEN), Spectrum(twice=twice), Back(), Scores(HIDDEN, 16)]
+    whole = copy.deepcopy(layers)
+    embedding, spectrum, back, scores = whole
+    tokens = torch.randint(16, (2 * MICROBATCHES, LENGTH))
+    schedule = plan((0, 0), fused=False)
+    stages = runtime_torch.build_stages(schedule, layers, 0, "cpu", inputs=[tokens[:2]], target=tokens[:2])
+    runtime_torch.Runner(schedule, stages).step(tokens, target=tokens)
+    scores(back(*spectrum(embedding(tokens))), tokens).backward()
+    for found, expected in zip(stages.module.parameters(), nn.ModuleList(whole).parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+
+
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
 def test_the_gradients_of_steps_without_an_optimizer_between_them_add_up(alone, fused):
     inputs, target = batch()

@@ -52,7 +52,7 @@ def forward_only(
             if stage.is_last:
                 losses.append(x)
             elif index + 1 not in stages:
-                x = x.contiguous()
+                x = x.resolve_conj().resolve_neg().contiguous()
                 work = dist.isend(x, group=group, group_dst=schedule.stages[index + 1].device)
                 assert work is not None
                 sent.append((work, x))

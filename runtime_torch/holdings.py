@@ -73,12 +73,21 @@ class Slot:
         return self.geometry
 
 
-Geometry = tuple[torch.dtype, int, torch.Size, tuple[int, ...]]
+Geometry = tuple[torch.dtype, int, torch.Size, tuple[int, ...], bool, bool]
 
 
 def geometry(tensor: Tensor) -> Geometry:
-    """Return how a tensor lies on its storage."""
-    return tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride()
+    """Return how a tensor lies on its storage, and whether it is the conjugate or the negative of what is there."""
+    lies = tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride()
+    return *lies, tensor.is_conj(), tensor.is_neg()
+
+
+def laid_on(storage: UntypedStorage, geometry: Geometry) -> Tensor:
+    """Return the tensor that lies so on a storage."""
+    dtype, offset, size, stride, is_conj, is_neg = geometry
+    found = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+    found = found.conj() if is_conj else found
+    return found.neg() if is_neg else found
 
 
 @dataclass(slots=True, eq=False)

@@ -410,6 +410,7 @@ class Replay:
 
     def _keep(self, tensor: Tensor, border: int, unit: int) -> Tensor:
         """Take over what crosses to another stage: contiguous, on a storage of its own size, and counted."""
+        tensor = tensor.resolve_conj().resolve_neg()  # a message has the bits alone
         if tensor.untyped_storage().nbytes() != tensor.nbytes or not tensor.is_contiguous():
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         return self._hold(tensor, border, unit)

@@ -14,16 +14,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from optpipe_compiler.errors import RunFailed
 from runtime_torch import engine
-from runtime_torch.holdings import Holding, Slot, geometry
+from runtime_torch.holdings import Holding, Slot, geometry, laid_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
+    import torch
     from torch import Tensor, UntypedStorage
 
     from runtime_torch.meter import Meter
@@ -121,8 +121,7 @@ class SavedTensorStore:
             if storage is None:
                 raise RunFailed(f"layer {holding.layer}: a saved tensor was read while it was not on the device")
             assert handle.geometry is not None
-            dtype, offset, size, stride = handle.geometry
-            handle.give(torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride))
+            handle.give(laid_on(storage, handle.geometry))
         else:
             handle.check()
         assert handle.tensor is not None

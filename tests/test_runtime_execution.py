@@ -255,6 +255,30 @@ def test_non_contiguous_saved_tensors_come_back_as_they_were(way):
     assert torch.equal(part.backward(0, gradient), whole.grad)
 
 
+@pytest.mark.parametrize("way", ["offload", "recompute"])
+def test_conjugates_and_negatives_that_torch_keeps_as_views_come_back_as_they_were(way):
+    class Correlation(nn.Module):
+        def forward(self, x):
+            spectrum = torch.fft.fft(x)
+            conjugate = spectrum.roll(1, 0).conj()
+            found = spectrum * conjugate
+            return found.real + conjugate.imag * x.sin()
+
+    x, gradient = torch.randn(4, 6), torch.randn(4, 6)
+    assert torch.fft.fft(x).conj().is_conj()
+    assert torch.fft.fft(x).conj().imag.is_neg()
+    part = StageExecution([Correlation()], 0, is_first=False, is_last=False, device="cpu")
+    whole = x.clone().requires_grad_()
+    Correlation()(whole).backward(gradient)
+    part.forward(0, x, recomputed=[(0, 1)] if way == "recompute" else ())
+    if way == "offload":
+        part.offload(0, (0, 1))
+        part.reload(0, (0, 1))
+    else:
+        part.recompute(0, (0, 1))
+    assert torch.equal(part.backward(0, gradient), whole.grad)
+
+
 @pytest.fixture(params=["private names", "public names"])
 def names(request, monkeypatch):
     """torch with its private names, and without."""

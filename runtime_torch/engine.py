@@ -126,6 +126,13 @@ def is_hooked(parameter: Tensor) -> bool:
     return _hooks is None or bool(getattr(parameter, _hooks, True))
 
 
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether hooks of any kind look at the gradient of a parameter; False where that cannot be told."""
+    return _hooks is not None and any(
+        getattr(parameter, name, None) for name in (_hooks, "_post_accumulate_grad_hooks")
+    )
+
+
 def base_of(tensor: Tensor) -> Tensor:
     """Return what a tensor is a view of; itself where it is no view, or where that cannot be told."""
     found: Tensor | None = None if _base is None else getattr(tensor, _base, None)

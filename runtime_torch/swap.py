@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from optpipe_compiler.errors import BadInput, RunFailed
+from optpipe_compiler.errors import BadInput, RunFailed, first_line
+from runtime_torch import engine
 from runtime_torch.replicas import replicated
 from runtime_torch.stages import executions
 
@@ -142,10 +143,17 @@ class Mover:
                 "stages on the same ranks"
             )
         inner: nn.Module = layer.module if isinstance(layer, DistributedDataParallel) else layer
-        parameters = list(inner.parameters())
+        for name, parameter in inner.named_parameters():
+            if engine.has_hooks(parameter):
+                raise BadInput(f"layer {number} cannot move: its parameter {name} has a hook, which would stay behind")
         kept = [
-            (parameter, parameter.grad, [_kept(optimizer, parameter) for optimizer in self._optimizers])
-            for parameter in parameters
+            (
+                parameter,
+                parameter.grad,
+                vars(parameter),
+                [_kept(optimizer, parameter) for optimizer in self._optimizers],
+            )
+            for parameter in inner.parameters()
         ]
         file = io.BytesIO()
         packer = _Packer(file, self._device)
@@ -182,12 +190,18 @@ class Mover:
 
     def _unpacked(self, package: _Package, tensors: Sequence[Tensor]) -> nn.Module:
         inner, kept, wrapped = _Unpacker(io.BytesIO(package.text), tensors).load()
-        for parameter, gradient, groups in kept:
+        for parameter, gradient, attributes, groups in kept:
             parameter.grad = gradient
+            vars(parameter).update(attributes)
             for optimizer, known in zip(self._optimizers, groups, strict=True):
                 if known is not None:
-                    group, state = known
-                    optimizer.param_groups[group]["params"].append(parameter)
+                    number, name, state = known
+                    group = optimizer.param_groups[number]
+                    if name is not None and ("param_names" in group or not group["params"]):
+                        group.setdefault("param_names", []).append(name)
+                    else:
+                        group.pop("param_names", None)
+                    group["params"].append(parameter)
                     if state:
                         optimizer.state[parameter] = state
         found: nn.Module = inner
@@ -201,16 +215,21 @@ class Mover:
         gone = {id(parameter) for parameter in layer.parameters()}
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in gone]
+                stays = [id(parameter) not in gone for parameter in group["params"]]
+                for key in ("params", "param_names"):
+                    if key in group:
+                        group[key] = [one for one, kept in zip(group[key], stays, strict=True) if kept]
             for parameter in layer.parameters():
                 optimizer.state.pop(parameter, None)
 
 
-def _kept(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[int, dict[str, Any]] | None:
-    """Return the number of the parameter's group, and what the optimizer keeps for it."""
+def _kept(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[int, str | None, dict[str, Any]] | None:
+    """Return the number of the parameter's group, its name there, and what the optimizer keeps for it."""
     for number, group in enumerate(optimizer.param_groups):
-        if any(one is parameter for one in group["params"]):
-            return number, dict(optimizer.state.get(parameter, {}))
+        for index, one in enumerate(group["params"]):
+            if one is parameter:
+                name = group["param_names"][index] if "param_names" in group else None
+                return number, name, dict(optimizer.state.get(parameter, {}))
     return None
 
 

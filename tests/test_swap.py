@@ -39,10 +39,15 @@ def train(schedules, group=None, prepare=None, rank=None, data=0):
     stages = runtime_torch.build_stages(schedules[0], case.builders(), rank, "cpu", prepare=prepare, **shapes)
     runner = runtime_torch.Runner(schedules[0], stages, group=group)
     module = stages.module
+    matrices = [(name, p) for name, p in module.named_parameters() if p.dim() > 1]
+    vectors = [(name, p) for name, p in module.named_parameters() if p.dim() == 1]
+    named = len(vectors) > 0  # torch gives an empty group no names
     optimizer = torch.optim.AdamW([
-        {"params": [p for p in module.parameters() if p.dim() > 1], "weight_decay": 0.1},
-        {"params": [p for p in module.parameters() if p.dim() == 1], "weight_decay": 0.0},
+        {"params": matrices if named else [p for _, p in matrices], "weight_decay": 0.1},
+        {"params": vectors, "weight_decay": 0.0},
     ], lr=0.1)
+    for name, p in module.named_parameters():
+        p.called = name
     losses, swaps = [], []
     inputs, target = case.batch()
     if data:
@@ -60,6 +65,11 @@ def train(schedules, group=None, prepare=None, rank=None, data=0):
     runner.eval(*inputs, target=target)
     runner.step(*inputs, target=target)
     assert {id(p) for g in optimizer.param_groups for p in g["params"]} == {id(p) for p in module.parameters()}
+    names = {p: name for name, p in module.named_parameters()}
+    assert all(p.called == name for p, name in names.items())
+    known = [g for g in optimizer.param_groups if "param_names" in g]
+    assert all([names[p] for p in g["params"]] == g["param_names"] for g in known)
+    assert len(known) == 2 or dist.get_world_size() == 3
     state = {}
     for name, p in module.named_parameters():
         decay = next(g["weight_decay"] for g in optimizer.param_groups if any(q is p for q in g["params"]))

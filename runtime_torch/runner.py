@@ -159,7 +159,7 @@ class Runner:
                 refuse_parts(schedule, rank)
         except BadInput as error:
             problem = error
-        packages = agree_on(schedule, problem, packages, self._group)
+        packages = agree_on(schedule, problem, packages, mover.said, self._group)
         moved = 0
         if not same:
             moved = mover.move(wanted, packages, self._group)

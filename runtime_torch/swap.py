@@ -118,6 +118,12 @@ class Mover:
         self._device = next(iter(stages.values())).device
         self._packages: dict[int, tuple[_Package, list[Tensor]]] = {}
 
+    @property
+    def said(self) -> str:
+        """The optimizers in words, with the number of their groups: the same on all ranks where layers move."""
+        kinds = [f"{type(one).__name__} ({len(one.param_groups)})" for one in self._optimizers]
+        return " and ".join(kinds) or "none"
+
     def pack(self, wanted: Sequence[Move]) -> dict[int, _Package]:
         """Return what leaves this rank; raise BadInput, naming the layer, where it cannot, or where stages cannot be
         cut so."""
@@ -159,8 +165,8 @@ class Mover:
         packer = _Packer(file, self._device)
         try:
             packer.dump((inner, kept, wrapped))
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            raise BadInput(f"layer {number} cannot move: {error}") from error
+        except (pickle.PicklingError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise BadInput(f"layer {number} cannot move: {first_line(error)}") from error
         kinds = [(tuple(t.shape), t.dtype, isinstance(t, nn.Parameter), t.requires_grad) for t in packer.tensors]
         return _Package(file.getvalue(), kinds), packer.tensors
 
@@ -245,20 +251,32 @@ def _pass_on(tensors: Sequence[Tensor], way: Callable[..., Any], peer: int, grou
 
 
 def agree_on(
-    schedule: ir.Schedule, error: Exception | None, packages: Mapping[int, _Package], group: dist.ProcessGroup | None
+    schedule: ir.Schedule,
+    error: Exception | None,
+    packages: Mapping[int, _Package],
+    optimizers: str,
+    group: dist.ProcessGroup | None,
 ) -> dict[int, _Package]:
-    """Compare digests over all ranks and return all packages; raise on all ranks what kept any of them."""
-    mine = (schedule.digest, None if error is None else str(error), packages)
-    found: list[tuple[str, str | None, dict[int, _Package]]] = [("", None, {})] * dist.get_world_size(group)
+    """Compare digests over all ranks, and where layers move `optimizers`, and return all packages; raise on all ranks
+    what kept any of them."""
+    mine = (schedule.digest, None if error is None else str(error), packages, optimizers)
+    found: list[tuple[str, str | None, dict[int, _Package], str]] = [("", None, {}, "")] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
     if error is not None:
         raise error
-    for rank, (digest, said, _) in enumerate(found):
+    for rank, (digest, said, _, _) in enumerate(found):
         if said is not None:
             raise BadInput(f"rank {rank} keeps its schedule: {said}")
         if digest != found[0][0]:
             raise RunFailed(f"rank {rank} has another schedule than rank 0: digest {digest}, not {found[0][0]}")
-    return {layer: package for _, _, theirs in found for layer, package in theirs.items()}
+    everyones = {layer: package for _, _, theirs, _ in found for layer, package in theirs.items()}
+    for rank, (_, _, _, theirs) in enumerate(found):
+        if everyones and theirs != found[0][3]:
+            raise BadInput(
+                f"layers move to other ranks, and rank {rank} has other optimizers (groups) than rank 0: {theirs}, not "
+                f'{found[0][3]}, expected the same on all ranks; a group may be empty: AdamW([{{"params": []}}])'
+            )
+    return everyones
 
 
 def restaged(schedule: ir.Schedule, stages: Stages, rank: int) -> dict[int, StageExecution]:

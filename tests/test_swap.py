@@ -153,23 +153,38 @@ REFUSED = (
 rank = dist.get_rank()
 plans = [case.plan(one, fused=False) for one in ((0, 1), (1, 0))]
 stages = runtime_torch.build_stages(plans[0], case.builders(), rank, "cpu", **case.microbatch())
-if rank == 1:
-    stages.module["3"].broken = lambda: None
 runner = runtime_torch.Runner(plans[0], stages)
 inputs, target = case.batch()
 before = runner.step(*inputs, target=target).loss
-for schedule, optimizer, word in (
-    (plans[1], None, "expected replace(schedule, optimizer)"),
-    (plans[1], (), "layer 3 cannot move"),
-    (case.plan((0, 1), fused=rank == 0), None, "rank 1 has another schedule than rank 0"),
+head = stages.module["3"] if rank == 1 else torch.nn.Linear(1, 1)
+groups = [{"params": [p]} for p in stages.module.parameters()]
+adam = torch.optim.AdamW
+
+class Unwilling:
+    def __reduce__(self):
+        raise RuntimeError("only through state_dict()\\nsee elsewhere")
+
+for broken, schedule, optimizer, word in (
+    (None, plans[1], None, "expected replace(schedule, optimizer)"),
+    (lambda: None, plans[1], (), "layer 3 cannot move"),
+    (Unwilling(), plans[1], (), "layer 3 cannot move: only through state_dict()"),
+    (None, case.plan((0, 1), fused=rank == 0), None, "rank 1 has another schedule than rank 0"),
+    (None, plans[1], adam(groups[:rank + 1]), "other optimizers (groups) than rank 0: AdamW (2), not AdamW (1)"),
+    (None, plans[1], adam(groups) if rank == 0 else (), "rank 1 has other optimizers (groups) than rank 0: none, not"),
+    ("hook", plans[1], (), "layer 3 cannot move: its parameter logits.weight has a hook"),
 ):
+    head.broken = broken
+    if broken == "hook" and rank == 1:
+        head.logits.weight.register_hook(torch.neg)
+    weights = [p.clone() for p in stages.module.parameters()]
     try:
         runner.replace(schedule, optimizer)
     except Exception as error:
-        assert word in str(error), (rank, error)
+        assert word in str(error) and "elsewhere" not in str(error), (rank, error)
     else:
         raise AssertionError(word)
     assert runner.schedule is plans[0]
+    assert all(torch.equal(a, b) for a, b in zip(weights, stages.module.parameters(), strict=True))
 assert runner.step(*inputs, target=target).loss == before
 dist.destroy_process_group()
 """

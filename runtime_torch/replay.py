@@ -444,9 +444,9 @@ def reloads_due(schedule: ir.Schedule, device: int) -> dict[str, int]:
 
 
 def weighted(losses: Sequence[Tensor], microbatches: Sequence[Microbatch]) -> float:
-    """Return the sum of the losses times their weights."""
+    """Return the sum of the losses times their weights; what weighs nothing may be no number, as a mean of nothing."""
     found: list[float] = torch.stack(list(losses)).tolist()
-    return sum(loss * one.weight for loss, one in zip(found, microbatches, strict=True))
+    return sum(loss * one.weight for loss, one in zip(found, microbatches, strict=True) if one.weight)
 
 
 def check_output(out: Tensor, expected: Boundary | None, name: str, microbatch: int) -> None:

@@ -139,6 +139,21 @@ def test_weights_make_the_mean_over_the_targets_that_count(alone, fused):
     assert_gradients(stages, wanted)
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+def test_a_microbatch_without_targets_that_count_weighs_nothing(alone, fused):
+    functions = makers(*MAKERS[1:-1], head=TokenHead)
+    inputs, target = batch(4)
+    target[:2] = IGNORED
+    stages = runtime_torch.build_stages(plan((0, 0), fused=fused), functions, 0, "cpu", **announced())
+    losses = []
+    runner = runtime_torch.Runner(plan((0, 0), fused=fused), stages)
+    result = runner.step(*inputs, target=target, weights=[0.0, 1.0], losses=losses)
+    loss, wanted = reference(functions, inputs, target, [4], [1.0])
+    assert losses[0].isnan()
+    assert result.loss == pytest.approx(loss)
+    assert_gradients(stages, wanted)
+
+
 @pytest.mark.parametrize("ranges", RANGES.values(), ids=RANGES)
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
 def test_a_loss_of_an_inner_layer_counts_as_a_part_of_its_microbatchs(alone, fused, ranges):

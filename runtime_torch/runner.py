@@ -65,7 +65,7 @@ class Runner:
         self._tolerance = bytes_tolerance
         self._on_failure = on_failure
         self._ready: list[bool] | None = None
-        """Which layers were in training mode when the stages were held against the profile; None: they were not yet."""
+        """Which modules trained when the stages were held against the profile; None: they were not yet."""
         agree(schedule, group)
         self._channels: Channels | GpuChannels | None = None
         self._replay = self._replayed(schedule, stages)
@@ -98,8 +98,8 @@ class Runner:
         self._stages.ties.begin()
         for part in self._parts():
             part.gather()
-        modes = [layer.training for layer in self._stages.module.values()]
-        if self._ready != modes:  # layers change other buffers in training than in evaluation
+        modes = [module.training for module in self._stages.module.modules()]
+        if self._ready != modes:  # modules change other buffers in training than in evaluation
             prepare(self.schedule, self._stages, self._batches.boundary, batch, self._tolerance)
             self._ready = modes
         result = self._replay.step(batch.inputs, batch.targets, batch.units, losses)

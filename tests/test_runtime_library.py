@@ -272,6 +272,30 @@ def test_running_statistics_change_once_per_microbatch_and_backwards_read_those_
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("ranges", RANGES.values(), ids=RANGES)
+def test_statistics_that_were_frozen_alone_change_once_per_microbatch_from_then_on(alone, ranges):
+    torch.manual_seed(0)
+    layers = [nn.Embedding(16, HIDDEN), *(Statistics(in_place=True) for _ in range(2)), Scores(HIDDEN, 16)]
+    whole = copy.deepcopy(layers)
+    tokens = torch.randint(16, (2 * MICROBATCHES, LENGTH))
+    schedule = plan((0, 0), ranges=ranges)
+    stages = runtime_torch.build_stages(schedule, layers, 0, "cpu", inputs=[tokens[:2]], target=tokens[:2])
+    runner = runtime_torch.Runner(schedule, stages)
+    for training in (False, True):
+        for layer in (*layers[1:3], *whole[1:3]):
+            layer.norm.train(training)
+        runner.step(tokens, target=tokens)
+        for part in tokens.tensor_split(MICROBATCHES):
+            x = part
+            for layer in whole[:-1]:
+                x = layer(x)
+            (whole[-1](x, part) / MICROBATCHES).backward()
+    for found, expected in zip(stages.module.parameters(), nn.ModuleList(whole).parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+    for found, expected in zip(stages.module.buffers(), nn.ModuleList(whole).buffers(), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 @pytest.fixture
 def public_only(monkeypatch):
     """torch without its private names."""

@@ -64,6 +64,8 @@ class Runner:
         self._group = group
         self._tolerance = bytes_tolerance
         self._on_failure = on_failure
+        self._has_failed = False
+        """Whether a step was left in the middle."""
         self._ready: list[bool] | None = None
         """Which modules trained when the stages were held against the profile; None: they were not yet."""
         agree(schedule, group)
@@ -94,6 +96,8 @@ class Runner:
         keyword arguments (no tensors) for this rank's layers that name them. `losses` is filled with each microbatch's
         loss where the last stage is.
         """
+        if self._has_failed:
+            raise RunFailed("an earlier step of this Runner ended in the middle of its ops: make a new one")
         batch = self._batches.divide(inputs, target, weights, keywords)
         self._stages.ties.begin()
         for part in self._parts():
@@ -102,7 +106,9 @@ class Runner:
         if self._ready != modes:  # modules change other buffers in training than in evaluation
             prepare(self.schedule, self._stages, self._batches.boundary, batch, self._tolerance)
             self._ready = modes
+        self._has_failed = True
         result = self._replay.step(batch.inputs, batch.targets, batch.units, losses)
+        self._has_failed = False
         for part in self._parts():
             part.reduce()
         self._stages.ties.finish(self._group)

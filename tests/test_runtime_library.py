@@ -572,6 +572,28 @@ def test_batches_that_cannot_be_cut_or_are_missing_are_refused(alone):
         runtime_torch.Runner(schedule, runtime_torch.build_stages(schedule, builders(), 0, "cpu"))
 
 
+class Fails(nn.Linear):
+    fails = False
+
+    def forward(self, x, target):
+        if self.fails:
+            raise ValueError("no more")
+        return super().forward(x).square().mean()
+
+
+def test_a_runner_takes_no_step_after_one_that_failed_in_the_middle(alone):
+    x = torch.randn(2 * MICROBATCHES, HIDDEN)
+    layers = [nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN), Fails(HIDDEN, 1)]
+    stages = runtime_torch.build_stages(plan((0, 0)), layers, 0, "cpu", inputs=[x[:2]], target=x[:2])
+    runner = runtime_torch.Runner(plan((0, 0)), stages)
+    runner.step(x, target=x)
+    stages.module["3"].fails = True
+    with pytest.raises(ValueError, match="no more"):
+        runner.step(x, target=x)
+    with pytest.raises(RunFailed, match="an earlier step of this Runner ended in the middle of its ops"):
+        runner.step(x, target=x)
+
+
 class Masked(nn.Embedding):
     """Passes a mask along that is the same for all samples."""
 

@@ -197,6 +197,7 @@ class Replay:
     ) -> Lanes:
         plan = self.plan
         messages = waits(schedule, plan.device)
+        times = {timed.op.id: timed for timed in schedule.timed(plan.device, messages=True)}
         others: dict[str, list[str]] = {}
         for lane in plan.lanes.values():
             own = {op.id for op in lane}
@@ -212,8 +213,8 @@ class Replay:
             self._mailbox.is_delivered,
             self._transfer,
             self._reload_sizes,
-            reloads_due(schedule, plan.device),
-            transfers_begin(schedule, plan.device),
+            reloads_due(plan, times),
+            transfers_begin(plan, times),
         )
         if backend is None:
             return ThreadLanes(work, on_failure)
@@ -421,19 +422,15 @@ class Replay:
         return tensor
 
 
-def transfers_begin(schedule: ir.Schedule, device: int) -> dict[str, int]:
+def transfers_begin(plan: ir.Device, times: Mapping[str, ir.OpForecast]) -> dict[str, int]:
     """Return by offload and reload how many ops of the compute lane are forecast to start before it."""
-    plan = schedule.devices[device]
-    start_ns = {timed.op.id: timed.start_ns for timed in schedule.timed(device, messages=True)}
-    starts = [start_ns[op.id] for op in plan.compute]
-    return {op.id: bisect_left(starts, start_ns[op.id]) for op in (*plan.d2h, *plan.h2d)}
+    starts = [times[op.id].start_ns for op in plan.compute]
+    return {op.id: bisect_left(starts, times[op.id].start_ns) for op in (*plan.d2h, *plan.h2d)}
 
 
-def reloads_due(schedule: ir.Schedule, device: int) -> dict[str, int]:
+def reloads_due(plan: ir.Device, times: Mapping[str, ir.OpForecast]) -> dict[str, int]:
     """Return by reload how many ops of the compute lane are forecast to start before the last offload is over that it,
     or a reload before it, waits for."""
-    plan = schedule.devices[device]
-    times = {timed.op.id: timed for timed in schedule.timed(device, messages=True)}
     starts = [times[op.id].start_ns for op in plan.compute]
     ends = {op.id: times[op.id].end_ns for op in plan.d2h}
     found, last = {}, 0

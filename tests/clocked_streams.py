@@ -220,7 +220,8 @@ class ClockedPlan:
                 others[op.id] = [name for name in (*op.after, *messages[op.id]) if name not in own]
         lanes = (self._plan.compute, self._plan.d2h, self._plan.h2d)
         calls = (self._deliver, self._is_delivered, self._transfer, self._sizes)
-        times = (reloads_due(plan, device), transfers_begin(plan, device)) if is_timed else ()
+        timed = {one.op.id: one for one in plan.timed(device, messages=True)}
+        times = (reloads_due(self._plan, timed), transfers_begin(self._plan, timed)) if is_timed else ()
         self._lanes = StreamLanes(LaneOps(*lanes, others, messages, *calls, *times), self.device, self._carrier)
         self.device.is_over = lambda _: self._random.random() < 0.5
         self.device.pause = self._pause

@@ -31,18 +31,14 @@ def main() -> None:
     import torch
 
     from optpipe_compiler.documents import ir
-    from optpipe_torch.emulate.alone import Alone, settle_on_gpu
+    from optpipe_torch.emulate.alone import Alone, settled
     from optpipe_torch.models.text import default_text
 
     schedule = ir.load(options.schedule)
-    is_cuda = torch.cuda.is_available()
-    if is_cuda:
-        settle_on_gpu()
-    device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
-    alone = Alone(schedule, options.rank, device, default_text(), 1.0, 0)
+    alone = Alone(schedule, options.rank, settled(), default_text(), 1.0, 0)
     found = [limited(alone, None, options.steps)]
     print(json.dumps(found[-1]), flush=True)
-    for room in sorted(options.room_mib, reverse=True) if is_cuda else ():
+    for room in sorted(options.room_mib, reverse=True) if torch.cuda.is_available() else ():
         if found[-1]["spans_ns"] is None:
             break
         # between steps only weights, gradients and batches are there

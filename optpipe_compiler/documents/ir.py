@@ -482,6 +482,11 @@ class Schedule(Record, frozen=True, kw_only=True, omit_defaults=False):
     forecast: Forecast
     provenance: Provenance
 
+    @property
+    def pipeline(self) -> list[int]:
+        """The devices in the order in which the pipeline first gets to them; those without a stage last."""
+        return list(dict.fromkeys([*(stage.device for stage in self.stages), *range(len(self.devices))]))
+
     def stages_of(self, device: int) -> list[Stage]:
         """Return the stages that a device owns, in model order."""
         return [stage for stage in self.stages if stage.device == device]

@@ -51,12 +51,6 @@ class Analysis:
     def _gaps_of(self) -> dict[int, list[Gap]]:
         return {device: list(gaps) for device, gaps in groupby(self.gaps, key=attrgetter("device"))}
 
-    @cached_property
-    def pipeline(self) -> list[int]:
-        """The devices in the order in which the pipeline first gets to them: as charts show them."""
-        first = [stage.device for stage in self.schedule.stages]
-        return list(dict.fromkeys([*first, *range(len(self.schedule.devices))]))
-
     def gaps_of(self, device: int) -> list[Gap]:
         """Return the gaps of one compute lane in order."""
         return self._gaps_of.get(device, [])

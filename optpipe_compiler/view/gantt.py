@@ -51,7 +51,7 @@ def render(
     """
     begin, end = window or (analysis.begin_ns, analysis.end_ns)
     axis = Axis(begin, max(end, begin + 1), max(NARROWEST, width) - LEFT - RIGHT)
-    everything = Detail(analysis.pipeline if devices is None else devices)
+    everything = Detail(analysis.schedule.pipeline if devices is None else devices)
     for detail in _details(everything, height):
         text = _chart(analysis, width, axis, detail, colour=colour)
         if detail != everything:

@@ -242,7 +242,7 @@ def assumptions(schedule: Schedule) -> list[str]:
     host = show_hosts(setup.host_cap_bytes, [cap for _, cap in setup.hosts_or_none])
     together = "" if setup.hosts_or_none else ", all devices together"
     weightless = ["the profile has no static bytes: weights, gradients and optimizer state count 0"]
-    order = list(dict.fromkeys(stage.device for stage in schedule.stages))
+    order = schedule.pipeline
     passed = [f"the pipeline passes the devices in the order {' '.join(map(str, order))}"]
     return [
         *(passed if order != sorted(order) else []),

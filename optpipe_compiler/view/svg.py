@@ -58,7 +58,7 @@ class _Picture:
     def text(self) -> str:
         rows: list[str] = []
         top = float(HEAD)
-        for device in self.found.pipeline:
+        for device in self.schedule.pipeline:
             rows += self._device(device, top)
             top += self._height(device)
         bottom = top - GAP + 6

@@ -92,13 +92,7 @@ def emulate(
         raise BadInput("the schedule has no model to run (its profile was not measured): --emulate-peers needs one")
     if not 0 <= rank < schedule.setup.devices:
         raise BadInput(f"--rank is {rank}, expected 0 to {schedule.setup.devices - 1}")
-    if torch.cuda.is_available():
-        settle_on_gpu()
-        device = torch.device("cuda", torch.cuda.current_device())
-    else:
-        settle_on_cpu()
-        device = torch.device("cpu")
-    alone = Alone(schedule, rank, device, data, time_scale, seed)
+    alone = Alone(schedule, rank, settled(), data, time_scale, seed)
     runs: list[list[OpTime]] = []
     for number in range(steps):
         runs.append(alone.step())
@@ -110,6 +104,15 @@ def emulate(
         devices = [[run if other == rank else nobody for other in range(schedule.setup.devices)] for run in runs]
         on_event({"event": "trace", "text": chrome_trace([(schedule, devices)], time_scale)})
     return alone.report(runs)
+
+
+def settled() -> torch.device:
+    """Prepare this process for a GPU where there is one, else for the CPU; return it."""
+    if torch.cuda.is_available():
+        settle_on_gpu()
+        return torch.device("cuda", torch.cuda.current_device())
+    settle_on_cpu()
+    return torch.device("cpu")
 
 
 class Alone:

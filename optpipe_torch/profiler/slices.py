@@ -129,7 +129,7 @@ def slice_bytes(timer: Timer, benches: Benches, index: int, sizes: LayerBytes) -
     sizes.saved = max(sizes.saved, whole(saved))
     sizes.captured = max(sizes.captured, whole(captured[::-1]))
     sizes.residue = min(max(sizes.residue, whole(residue[::-1])), sizes.saved + sizes.captured)
-    sizes.sliced = SlicedBytes(min(whole(kept), max(0, sizes.saved - sizes.shared - sizes.checkpoint)))
+    sizes.sliced = SlicedBytes(min(whole(kept), sizes.saved_after(sizes) - sizes.checkpoint))
     _transient_bytes(timer, benches, index, sizes, sizes.sliced)
 
 

@@ -46,7 +46,7 @@ def chart(found: Analysis, name: str, title: str, measured: dict[str, Span] | No
         "title": title,
         "makespan_ns": found.end_ns - begin,
         "devices": devices,
-        "pipeline": found.pipeline,
+        "pipeline": schedule.pipeline,
         "stages": [stage.layers for stage in schedule.stages],
         "nth": _turns(schedule),
         "several": len(schedule.stages) > devices,

@@ -32,7 +32,7 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import Model, value_of
 from optpipe_compiler.errors import Infeasible, NotFound
 from optpipe_compiler.model.placement import layout
-from optpipe_torch.launch.rehearsal import auto_scale
+from optpipe_torch.launch.rehearsal import STEP_S, auto_scale
 from optpipe_torch.profiler.measure import MeasureOptions, measure
 
 if TYPE_CHECKING:
@@ -106,6 +106,13 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds after which no round begins")
     parser.add_argument("--samples", type=int, default=40, help="of every time in the profile")
     parser.add_argument("--plan-s", type=float, default=20.0, help="seconds for each plan")
+    parser.add_argument(
+        "--step-s",
+        type=float,
+        default=STEP_S,
+        help="seconds that plain 1F1B's step takes where it is rehearsed: the longer, the less counts what the processes "
+        "themselves need of the few cores",
+    )
     parser.add_argument("--profile", type=Path, help="a profile of this model that was measured before, or is kept")
     parser.add_argument("-o", "--output", type=Path)
     return parser.parse_args(arguments)
@@ -148,7 +155,10 @@ def compare(options: argparse.Namespace) -> Found:
     )
     profile = _profile(options.profile, setting, options.samples)
     with Crew(setting) as crew:
-        found = (_rehearsed if rehearsed else _computed)(crew, setting, profile, options.plan_s)
+        if rehearsed:
+            found = _rehearsed(crew, setting, profile, options.plan_s, options.step_s)
+        else:
+            found = _computed(crew, setting, profile, options.plan_s)
         chosen = [one for one in (*found.stock, *found.plans) if one.spec is not None and not one.failure]
         _say(f"{len(chosen)} ways in turns, {options.rounds} rounds")
         rounds: list[list[float]] = []
@@ -310,7 +320,7 @@ def _plan(
 # -- rehearsed
 
 
-def _rehearsed(crew: Crew, setting: Setting, profile: Profile, seconds: float) -> Found:
+def _rehearsed(crew: Crew, setting: Setting, profile: Profile, seconds: float, step_s: float) -> Found:
     from bench.stock.orders import stock_order
 
     _say("orders")
@@ -320,7 +330,7 @@ def _rehearsed(crew: Crew, setting: Setting, profile: Profile, seconds: float) -
             one = Choice(name, treatment)
             stock.append(one)
             schedule = stock_order(profile, order, treatment, setting.microbatches)
-            scale = scale or auto_scale(schedule)
+            scale = scale or auto_scale(schedule, step_s)
             one.peak_bytes = max(device.peak_bytes for device in schedule.devices)
             one.forecast_s = schedule.forecast.makespan_ns * scale / 1e9
             one.spec = Spec(f"{name} {treatment}", schedule_text=ir.to_text(schedule), time_scale=scale)

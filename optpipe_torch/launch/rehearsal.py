@@ -40,9 +40,9 @@ _NS = 10**9
 _MESSAGES = HOLDERS.index("messages")
 
 
-def auto_scale(schedule: ir.Schedule) -> float:
-    """The time scale at which a step takes about `STEP_S` seconds."""
-    return STEP_S * _NS / max(1, schedule.forecast.makespan_ns)
+def auto_scale(schedule: ir.Schedule, step_s: float = STEP_S) -> float:
+    """The time scale at which a step takes about `step_s` seconds."""
+    return step_s * _NS / max(1, schedule.forecast.makespan_ns)
 
 
 class Pace:

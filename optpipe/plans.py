@@ -80,6 +80,8 @@ class BoundRow:
     mem_bytes: int
     lower_bound_ns: int
     argument: str
+    least_mem_bytes: int
+    """What every schedule needs on some device: what that always holds, and one activation."""
 
 
 class Plan:

@@ -23,7 +23,7 @@ from optpipe_compiler.plan.candidates import Candidates
 from optpipe_compiler.plan.exact import exact, is_small
 from optpipe_compiler.plan.explore import LOCAL_SHARE, QUICK_SHARE, SMALL_SHARE, explore
 from optpipe_compiler.plan.incumbents import Attempt, Incumbents
-from optpipe_compiler.plan.instances import SEVERAL, in_time, instances, layouts, link_share, lower_bound
+from optpipe_compiler.plan.instances import SEVERAL, Least, in_time, instances, layouts, link_share, lower_bound
 from optpipe_compiler.plan.least_memory import LeastMemory
 from optpipe_compiler.plan.options import TIME_LIMITS, Options, recorded, settled
 from optpipe_compiler.plan.spare import spare
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = [
     "SEVERAL",
     "TIME_LIMITS",
+    "Least",
     "Options",
     "Progress",
     "Result",

@@ -130,6 +130,7 @@ def test_bounds_are_those_of_plans(plan):
     assert low.lower_bound_ns <= plan.makespan_ns
     assert high.lower_bound_ns <= low.lower_bound_ns
     assert low.argument
+    assert low.least_mem_bytes <= max(device.peak_bytes for device in plan.schedule.devices)
 
 
 def test_a_plan_explains_itself(plan):

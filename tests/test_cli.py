@@ -257,6 +257,16 @@ def test_bounds_of_several_caps_are_printed_without_solving(run):
     assert refused(run("bounds", "--mem", "1GB,x"), 2).startswith("--mem is 'x', expected a size such as ")
 
 
+def test_bounds_say_where_nothing_fits(run):
+    outcome = run("bounds", "--mem", "1MB,2GB", "--microbatches", "4")
+    low, high = outcome.out.splitlines()[1:3]
+    assert "nothing fits" in low and "some device needs " in low
+    assert "nothing fits" not in high
+    found = json.loads(run("bounds", "--mem", "1MB", "--microbatches", "4", "--json").out)["bounds"]
+    needed = found[0]["least_mem_bytes"]
+    assert refused(run("compile", "--mem", f"{needed - 1}B", "--microbatches", "4", "--time-limit", "1"), 3)
+
+
 # -- what is printed where ----------------------------------------------------------------------------------------
 
 FIELDS = {

@@ -110,8 +110,8 @@ def options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--step-s",
         type=float,
         default=STEP_S,
-        help="seconds that plain 1F1B's step takes where it is rehearsed: the longer, the less counts what the processes "
-        "themselves need of the few cores",
+        help="seconds that plain 1F1B's step takes where it is rehearsed: the longer, the less counts what the "
+        "processes themselves need of the few cores",
     )
     parser.add_argument("--profile", type=Path, help="a profile of this model that was measured before, or is kept")
     parser.add_argument("-o", "--output", type=Path)

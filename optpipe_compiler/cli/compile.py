@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -25,6 +25,9 @@ from optpipe_compiler.cli.common import (
 )
 from optpipe_compiler.documents.units import parse_cap
 from optpipe_compiler.errors import BadInput, Rejected
+
+if TYPE_CHECKING:
+    from optpipe_compiler.compiler import Least
 
 
 @click.command(name="compile", short_help="Plan a schedule under a memory cap, with a proven bound.")
@@ -157,23 +160,29 @@ def bounds(profile_path: Path, mems: str, as_json: bool, **options: Any) -> None
 
     from optpipe_compiler import compiler
     from optpipe_compiler.documents import profile as profiles
-    from optpipe_compiler.documents.units import show_bytes, show_ns
+    from optpipe_compiler.documents.units import short_bytes, show_bytes, show_ns
 
     costs = profiles.load(profile_path)
     options |= units_of(options["slices"], options["lengths"])
-    rows = []
+    rows: list[tuple[int, Least]] = []
     for text in mems.split(","):
         chosen = compiler.settled(costs, compiler.Options(mem_bytes=parse_cap(text, "--mem"), **options))
-        rows.append((chosen.mem_bytes, *compiler.lower_bound(costs, chosen)))
+        rows.append((chosen.mem_bytes, compiler.lower_bound(costs, chosen)))
     taken = _taken_for_granted(costs, chosen, asked=options["microbatches"] is not None)
     if as_json:
-        found = [{"mem_bytes": cap, "lower_bound_ns": reached, "argument": name} for cap, reached, name in rows]
+        found = [
+            {"mem_bytes": cap, "lower_bound_ns": one.ns, "argument": one.argument, "least_mem_bytes": one.mem_bytes}
+            for cap, one in rows
+        ]
         about = {"objective": chosen.objective, "devices": chosen.devices, "microbatches": chosen.microbatches}
         say_json(about | {"assumptions": taken, "bounds": found})
         return
     table = Table("cap", f"{options['objective']} at least", "because of", box=None, pad_edge=False)
-    for cap, reached, name in rows:
-        table.add_row(show_bytes(cap), show_ns(reached), name)
+    for cap, one in rows:
+        if one.mem_bytes > cap:
+            table.add_row(show_bytes(cap), "nothing fits", f"some device needs {short_bytes(one.mem_bytes)} at least")
+        else:
+            table.add_row(show_bytes(cap), show_ns(one.ns), one.argument)
     console().print(table)
     click.echo()
     for line in taken:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.errors import BadInput
@@ -21,6 +21,8 @@ from optpipe_compiler.plan.slices import is_asked, slicings
 from optpipe_compiler.published import METHODS
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from optpipe_compiler.documents.profile import Profile
     from optpipe_compiler.model.problem import Problem, Slicing
     from optpipe_compiler.plan.options import Options
@@ -187,9 +189,26 @@ def link_share(problem: Problem) -> float:
     return min(1.0, work / max(1, *busy.values())) if busy else 1.0
 
 
-def lower_bound(profile: Profile, options: Options) -> tuple[int, str]:
-    """Return what no schedule of any searched placement can beat, in ns, without solving; and its argument's name."""
+class Least(NamedTuple):
+    """What no schedule of any searched placement can beat."""
+
+    ns: int
+    """Makespan or span."""
+    argument: str
+    """By which that is known."""
+    mem_bytes: int
+    """On its fullest device: what that always holds, and one activation."""
+
+
+def lower_bound(profile: Profile, options: Options) -> Least:
+    """Return what no schedule of any searched placement can beat, without solving."""
     chosen = settled(profile, options)
-    found = [bounds.best(problem, chosen.objective) for _, problem in instances(profile, chosen)]
-    lowest = min(found, key=lambda bound: bound.ticks)
-    return lowest.ticks, lowest.name
+    found = instances(profile, chosen)
+    lowest = min((bounds.best(problem, chosen.objective) for _, problem in found), key=lambda bound: bound.ticks)
+    needed = min(least_bytes(problem, static_bytes(profile, one)) for one, problem in found)
+    return Least(lowest.ticks, lowest.name, needed)
+
+
+def least_bytes(problem: Problem, fixed: Sequence[int]) -> int:
+    """Return bytes that some device needs whatever its order: for what it always holds (`fixed`) and one activation."""
+    return max(fixed[d] + max(problem.stages[s].saved for s in problem.stages_of(d)) for d in range(problem.devices))

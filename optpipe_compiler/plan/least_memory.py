@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from optpipe_compiler.documents.units import show_bytes
 from optpipe_compiler.errors import Infeasible
 from optpipe_compiler.model.schedule import Kind, Schedule, Stuck, Task
+from optpipe_compiler.plan.instances import least_bytes
 from optpipe_compiler.published import Recipe, earliest
 from optpipe_compiler.published.transfers import timed
 
@@ -114,11 +115,7 @@ class LeastMemory:
 
 
 def _at_least(attempt: Attempt) -> int:
-    """Return bytes that some device needs whatever its order: for what is always there and one stage's activation."""
-    problem = attempt.problem
-    return max(
-        attempt.fixed[d] + max(problem.stages[s].saved for s in problem.stages_of(d)) for d in range(problem.devices)
-    )
+    return least_bytes(attempt.problem, attempt.fixed)
 
 
 def _tried(incumbents: Incumbents, attempts: list[Attempt], cap_bytes: int) -> int | None:

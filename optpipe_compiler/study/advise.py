@@ -261,7 +261,7 @@ def _promising(
         )
         profile = one.costs.profile
         if not one.is_proved:
-            proved, _ = lower_bound(profile, settled(profile, options))
+            proved = lower_bound(profile, settled(profile, options)).ns
             bound_ns = max(one.bound_ns, proved + one.costs.data_ns)
             heappush(candidates, replace(one, bound_ns=bound_ns, is_proved=True))
             continue

@@ -61,7 +61,7 @@ def plan(instance: Instance) -> Planned:
     if instance.gpu is not None and memory is not None and value_of(memory) < cap:
         reason = f"{instance.gpu} has {short_bytes(value_of(memory))}, less than the cap of {short_bytes(cap)}"
         return Planned("beyond memory", None, 0, reason=reason)
-    bound, _ = compiler.lower_bound(instance.profile, instance.options)
+    bound = compiler.lower_bound(instance.profile, instance.options).ns
     options = instance.options
     rounds = ROUNDS if options.time_limit_s and not options.reproducible else 1
     for number in range(rounds):

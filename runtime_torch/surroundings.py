@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from runtime_torch.engine import changes
@@ -46,6 +48,9 @@ class Surroundings:
 
     cpu_random: bytes
     device_random: bytes | None
+    python_random: tuple[Any, ...]
+    numpy_random: dict[str, Any]
+    """Of numpy's global generator: layers are dropped by it, or by Python's, here and there."""
     autocast: Autocast
 
     @classmethod
@@ -53,18 +58,38 @@ class Surroundings:
         """Return those of the present."""
         is_cpu = device.type == "cpu"
         on_device = None if is_cpu else bytes(torch.get_device_module(device).get_rng_state(device).numpy())
-        return cls(bytes(torch.get_rng_state().numpy()), on_device, autocast_now(device))
+        on_cpu = bytes(torch.get_rng_state().numpy())
+        return cls(on_cpu, on_device, random.getstate(), _numpy_random(), autocast_now(device))
 
     @contextmanager
     def restored(self, device: torch.device) -> Iterator[None]:
         """Within: random state and autocast as they were then, and gradients; afterwards as they were before."""
         devices = [] if self.device_random is None else [device]
-        with torch.random.fork_rng(devices, device_type=device.type):
+        with torch.random.fork_rng(devices, device_type=device.type), _forked():
             torch.set_rng_state(_tensor(self.cpu_random))
             if self.device_random is not None:
                 torch.get_device_module(device).set_rng_state(_tensor(self.device_random), device)
+            random.setstate(self.python_random)
+            np.random.set_state(self.numpy_random)
             with torch.enable_grad(), autocast_as(self.autocast, device):
                 yield
+
+
+@contextmanager
+def _forked() -> Iterator[None]:
+    """Within: Python's and numpy's random states may change; afterwards they are as they were before."""
+    in_python, in_numpy = random.getstate(), _numpy_random()
+    try:
+        yield
+    finally:
+        random.setstate(in_python)
+        np.random.set_state(in_numpy)
+
+
+def _numpy_random() -> dict[str, Any]:
+    state = np.random.get_state(legacy=False)
+    assert isinstance(state, dict)
+    return state
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import random
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -163,6 +165,36 @@ def test_gradients_add_up_over_microbatches_and_mixed_backwards():
         replay(parts, x, target, fused=fused)
     for mine, theirs in zip([p.grad for layer in layers for p in layer.parameters()], total, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+class Dropping(nn.Module):
+    """Scales by numbers of Python's and of numpy's global generator, as layers are dropped here and there."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        return x + self.block(x) * random.random() * np.random.random()  # noqa: NPY002
+
+
+def test_a_recompute_draws_the_numbers_of_its_forward_from_python_and_numpy_too():
+    first, *blocks, last = model()
+    layers, (x, target) = [first, *map(Dropping, blocks), last], batch()
+
+    def seeded():
+        random.seed(3)
+        np.random.seed(4)  # noqa: NPY002
+
+    seeded()
+    _, gradients = plain(layers, x, target)
+    drawn = random.random(), np.random.random()  # noqa: NPY002
+    seeded()
+    replay(stages(layers, (3,)), x, target, fused=False, recomputed=[(1, 3), (3, 4)])
+    # as if nothing had been drawn again
+    assert (random.random(), np.random.random()) == drawn  # noqa: NPY002
+    for mine, theirs in zip([p.grad for layer in layers for p in layer.parameters()], gradients, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])

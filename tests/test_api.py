@@ -133,6 +133,18 @@ def test_bounds_are_those_of_plans(plan):
     assert low.least_mem_bytes <= max(device.peak_bytes for device in plan.schedule.devices)
 
 
+@pytest.mark.parametrize(
+    "units", [{}, {"slices": 2}, {"lengths": (500, 4096, 64, 1000)}], ids=["whole", "cut", "packed"]
+)
+def test_bounds_say_below_which_memory_nothing_fits(units):
+    costs = optpipe.uniform_profile(devices=2, layers_per_device=2, sliceable=True, sequence_length=4096)
+    (row,) = optpipe.bounds(costs, "1MB", microbatches=4, **units)
+    found = optpipe.compile(costs, mem=row.least_mem_bytes, **QUICK, **units)
+    assert max(device.peak_bytes for device in found.schedule.devices) == row.least_mem_bytes
+    with pytest.raises(optpipe.Infeasible):
+        optpipe.compile(costs, mem=row.least_mem_bytes - 1, **QUICK, **units)
+
+
 def test_a_plan_explains_itself(plan):
     found = plan.explain(time_limit=0)
     assert str(found).startswith("A step takes ")

@@ -211,4 +211,8 @@ def lower_bound(profile: Profile, options: Options) -> Least:
 
 def least_bytes(problem: Problem, fixed: Sequence[int]) -> int:
     """Return bytes that some device needs whatever its order: for what it always holds (`fixed`) and one activation."""
-    return max(fixed[d] + max(problem.stages[s].saved for s in problem.stages_of(d)) for d in range(problem.devices))
+    every = problem.classes or (problem.stages,)
+    return max(
+        fixed[d] + max(stages[s].saved for stages in every for s in problem.stages_of(d))
+        for d in range(problem.devices)
+    )

@@ -11,6 +11,7 @@ All of it is read off the graph of the one microbatch: a routed layer has anothe
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ from optpipe_compiler.errors import RunFailed
 from runtime_torch import engine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
     from torch import Tensor
@@ -191,14 +192,35 @@ def backward_weight(rest: SecondHalf) -> None:
         group = rest.groups.pop()
         edges, gradients = group.roots()
         if edges:
-            engine.accumulate(edges, gradients, _edges(group.leaves))
+            with _hooks_passed({} if group.sides else group.captured):
+                engine.accumulate(edges, gradients, _edges(group.leaves))
 
 
 def backward_whole(start: GradientEdge, gradient: Tensor) -> None:
-    """Accumulate the gradients of all parameters under `start`."""
+    """Accumulate the gradients of all parameters under `start`, at which `gradient` was captured."""
     leaves = _Walk(start.node, None).parameters()
     if leaves:
-        engine.accumulate([start], [gradient], _edges(leaves))
+        outputs = [None] * start.output_nr
+        with _hooks_passed({start.node: (*outputs, gradient)}):
+            engine.accumulate([start], [gradient], _edges(leaves))
+
+
+@contextmanager
+def _hooks_passed(captured: Mapping[Node, Captured]) -> Iterator[None]:
+    """Within: nodes get what was captured at them, which has passed the hooks of their results in the first half.
+
+    The engine calls these hooks again; what they return is not taken.
+    """
+
+    def instead(gradients: Captured) -> Callable[[Captured], Captured]:
+        return lambda given: gradients + given[len(gradients) :]
+
+    handles = [node.register_prehook(instead(gradients)) for node, gradients in captured.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class _Walk:

@@ -810,6 +810,32 @@ class Reparametrized(nn.Module):
         return x
 
 
+class Halved(nn.Linear):
+    """Halves the gradients of its input and of its result, which is that of the very node with the weight."""
+
+    def forward(self, x):
+        out = super().forward(x)
+        for one in (x, out):
+            if one.requires_grad:
+                one.register_hook(lambda gradient: gradient / 2)
+        return out
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["first stage", "inner stage"])
+def test_hooks_of_activations_change_gradients_once(names, is_first):
+    torch.manual_seed(0)
+    layers, x, gradient = [Halved(WIDTH, WIDTH) for _ in range(3)], torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    nn.Sequential(*layers)(x).backward(gradient)
+    expected = [p.grad.clone() for layer in layers for p in layer.parameters()]
+    nn.Sequential(*layers).zero_grad()
+    part = StageExecution(layers, 0, is_first=is_first, is_last=False, device="cpu")
+    part.forward(0, x)
+    part.backward_input(0, gradient)
+    part.backward_weight(0)
+    for mine, theirs in zip((p.grad for layer in layers for p in layer.parameters()), expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
 @pytest.mark.parametrize("is_first", [True, False], ids=["first stage", "inner stage"])
 def test_what_is_made_of_parameters_once_and_used_twice_gives_whole_gradients(names, is_first):
     torch.manual_seed(0)

@@ -88,7 +88,8 @@ class Group:
 
 @dataclass(slots=True)
 class SecondHalf:
-    """What the second half starts from: the cuts, and gradients of vectors that only wait to be accumulated."""
+    """What the second half starts from: the cuts, and gradients of vectors that only wait to be accumulated; where the
+    output does not depend on the input, the output and its gradient."""
 
     groups: list[Group] = field(default_factory=list)
     vectors: list[GradientEdge] = field(default_factory=list)
@@ -114,6 +115,8 @@ def backward_input(output: GradientEdge, gradient: Tensor, start: GradientEdge) 
     rest = SecondHalf()
     vectors: list[GradientEdge] = []
     walk = _Walk(output.node, start.node)
+    if walk.leads_to[output.node] is not None:  # there is no way to `start`: all that can be computed is for weights
+        return None, SecondHalf(vectors=[output], gradients=[gradient])
     below = set(_Walk(start.node, None).parameters())
     for group in walk.groups(below):
         if below.isdisjoint(group.leaves) and all(_is_plain_vector(leaf.variable) for leaf in group.leaves):  # type: ignore[attr-defined]

@@ -836,6 +836,29 @@ def test_hooks_of_activations_change_gradients_once(names, is_first):
         torch.testing.assert_close(mine, theirs)
 
 
+class Detached(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.detach()).tanh()
+
+
+def test_a_first_stage_may_detach_what_its_first_layer_returns(names):
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH), Detached(WIDTH, WIDTH)]
+    x, gradient = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    nn.Sequential(*layers)(x).backward(gradient)
+    expected = [p.grad.clone() for p in layers[1].parameters()]
+    layers[1].zero_grad()
+    part = StageExecution(layers, 0, is_first=True, is_last=False, device="cpu")
+    part.forward(0, x)
+    part.backward_input(0, gradient)
+    assert all(p.grad is None for p in layers[1].parameters())
+    assert part.captured_bytes(0) == gradient.nbytes
+    part.backward_weight(0)
+    assert all(p.grad is None for p in layers[0].parameters())
+    assert all(torch.equal(p.grad, e) for p, e in zip(layers[1].parameters(), expected, strict=True))
+    assert part.meter.current_bytes == 0
+
+
 @pytest.mark.parametrize("is_first", [True, False], ids=["first stage", "inner stage"])
 def test_what_is_made_of_parameters_once_and_used_twice_gives_whole_gradients(names, is_first):
     torch.manual_seed(0)

@@ -127,7 +127,6 @@ class StageExecution:
         """Of each layer: whether it asks for the target by name."""
         self._carries = [takes(layer, "carry") for layer in self.layers]
         """Of each layer: whether it asks for the carry."""
-        self._owned = [t for layer in self.layers for t in (*layer.parameters(), *layer.buffers())]
         self._constants: frozenset[int] = frozenset()
         """The addresses of what the stage owns, without the buffers that a forward changes."""
         self._changing: dict[int, list[nn.Module]] = {}
@@ -151,12 +150,13 @@ class StageExecution:
         return self.first_layer + len(self.layers)
 
     def begin(self) -> None:
-        """A step begins: parameters may have moved since the last one."""
+        """A step begins: parameters may have moved since the last one, or others have taken their place."""
         changing = [
             buffer for modules in self._changing.values() for one in modules for buffer in one.buffers(recurse=False)
         ]
         self._changed = frozenset(tensor.untyped_storage().data_ptr() for tensor in changing)
-        self._constants = frozenset(tensor.untyped_storage().data_ptr() for tensor in self._owned) - self._changed
+        owned = [tensor for layer in self.layers for tensor in (*layer.parameters(), *layer.buffers())]
+        self._constants = frozenset(tensor.untyped_storage().data_ptr() for tensor in owned) - self._changed
 
     @contextmanager
     def trying(self) -> Iterator[None]:

@@ -859,6 +859,21 @@ def test_a_first_stage_may_detach_what_its_first_layer_returns(names):
     assert part.meter.current_bytes == 0
 
 
+def test_weights_that_take_the_place_of_others_between_steps_are_no_activations():
+    layer, x = nn.Linear(WIDTH, WIDTH), torch.randn(ROWS, WIDTH)
+    part = StageExecution([layer], 1, is_first=False, is_last=False, device="cpu")
+    part.forward(0, x)
+    saved = part.saved_bytes(0)
+    part.backward(0, x)
+    old = StorageWeakRef(layer.weight.untyped_storage())
+    layer.load_state_dict({name: value.clone() for name, value in layer.state_dict().items()}, assign=True)
+    gc.collect()
+    assert old.expired()
+    part.begin()
+    part.forward(1, x)
+    assert part.saved_bytes(1) == saved
+
+
 @pytest.mark.parametrize("is_first", [True, False], ids=["first stage", "inner stage"])
 def test_what_is_made_of_parameters_once_and_used_twice_gives_whole_gradients(names, is_first):
     torch.manual_seed(0)

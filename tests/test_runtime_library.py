@@ -322,6 +322,18 @@ def test_a_validation_loss_is_that_of_a_step_and_makes_no_gradient(alone):
     assert all(parameter.grad is None for parameter in stages.module.parameters())
 
 
+def test_a_validation_loss_may_be_taken_in_inference_mode(alone):
+    inputs, target = batch()
+    schedule = plan((0, 0))
+    stages = runtime_torch.build_stages(schedule, builders(), 0, "cpu", **microbatch())
+    runner = runtime_torch.Runner(schedule, stages)
+    with torch.inference_mode():
+        loss = runner.eval(*inputs, target=target)
+    assert loss == pytest.approx(reference()[0])
+    runner.step(*inputs, target=target)
+    assert_equal_gradients(stages.module)
+
+
 def test_only_the_layers_of_the_rank_are_built():
     built = []
 

@@ -98,6 +98,8 @@ class Runner:
         """
         if self._has_failed:
             raise RunFailed("an earlier step of this Runner ended in the middle of its ops: make a new one")
+        if not torch.is_grad_enabled():
+            raise BadInput("step() was called where gradients are off (no_grad, inference_mode), expected eval() there")
         batch = self._batches.divide(inputs, target, weights, keywords)
         self._stages.ties.begin()
         for part in self._parts():

@@ -334,6 +334,18 @@ def test_a_validation_loss_may_be_taken_in_inference_mode(alone):
     assert_equal_gradients(stages.module)
 
 
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_a_step_where_gradients_are_off_is_refused(alone, off):
+    inputs, target = batch()
+    schedule = plan((0,))
+    stages = runtime_torch.build_stages(schedule, builders(), 0, "cpu", **microbatch())
+    runner = runtime_torch.Runner(schedule, stages)
+    with off(), pytest.raises(BadInput, match=r"gradients are off \(no_grad, inference_mode\), expected eval\(\)"):
+        runner.step(*inputs, target=target)
+    runner.step(*inputs, target=target)
+    assert_equal_gradients(stages.module)
+
+
 def test_only_the_layers_of_the_rank_are_built():
     built = []
 

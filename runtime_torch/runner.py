@@ -67,7 +67,8 @@ class Runner:
         self._has_failed = False
         """Whether a step was left in the middle."""
         self._ready: list[bool] | None = None
-        """Which modules trained when the stages were held against the profile; None: they were not yet."""
+        """Which modules and parameters trained when the stages were held against the profile; None: they were not yet.
+        """
         agree(schedule, group)
         self._channels: Channels | GpuChannels | None = None
         self._replay = self._replayed(schedule, stages)
@@ -105,7 +106,8 @@ class Runner:
         for part in self._parts():
             part.gather()
         modes = [module.training for module in self._stages.module.modules()]
-        if self._ready != modes:  # modules change other buffers in training than in evaluation
+        modes += [parameter.requires_grad for parameter in self._stages.module.parameters()]
+        if self._ready != modes:  # they change other buffers than in evaluation, and save more than frozen
             prepare(self.schedule, self._stages, self._batches.boundary, batch, self._tolerance)
             self._ready = modes
         self._has_failed = True

@@ -503,6 +503,20 @@ def test_a_model_that_saves_more_than_its_profile_says_is_refused(alone):
     assert runtime_torch.Runner(schedule, stages, bytes_tolerance=None).step(*inputs, target=target).loss is not None
 
 
+def test_layers_that_are_trained_from_a_later_step_on_are_held_against_the_profile_then(alone):
+    inputs, target = batch()
+    schedule = plan((0, 0), saved=10)
+    layers = [made() for made in (*builders()[:1], wide, *builders()[2:])]
+    stages = runtime_torch.build_stages(schedule, layers, 0, "cpu", **microbatch())
+    runner = runtime_torch.Runner(schedule, stages)
+    for layer in layers[:2]:
+        layer.requires_grad_(False)
+    runner.step(*inputs, target=target)
+    layers[0].requires_grad_(True)
+    with pytest.raises(BadInput, match=r"stage 0 \(layers 0 to 1\) saves \d+ bytes per microbatch for its backward"):
+        runner.step(*inputs, target=target)
+
+
 class Wide(Block):
     """Saves far more than a block."""
 

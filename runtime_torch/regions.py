@@ -58,6 +58,8 @@ class SelectiveStore(SavedTensorStore):
             out = function(*inputs)
         if versions != [engine.changes(one) for one in inputs if isinstance(one, Tensor)]:
             raise BadInput(f"layer {self.layer}: a cheap part changes its input in place, expected a new tensor")
+        if not isinstance(out, Tensor):  # such as a norm that also returns what it normed: it stays as it is
+            return out
         region.slots = self.slots[first:]
         region.holdings = self.holdings[region.begin :]
         region.out = out.detach()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import partial, update_wrapper
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -46,22 +46,34 @@ def told_to(keeper: Keeper | None) -> Iterator[None]:
 
 
 def find_cheap(layer: nn.Module) -> None:
-    """Mark the norms, activations and gated products in a layer of torch's or transformers' modules."""
+    """Mark the norms, activations and gated products in a layer of torch's or transformers' modules.
+
+    What only has their name, and modules of its own inside, such as a dropout, is none of them.
+    """
     for module in layer.modules():
         if isinstance(getattr(module, "forward", None), partial):
             continue  # marked already
         if _is_gated(module):
             module.forward = partial(_gated, module)
         elif _is_cheap(module):
-            module.forward = partial(cheap, module.forward)
+            module.forward = update_wrapper(partial(_cheaply, module.forward), module.forward)
+
+
+def _cheaply(forward: Callable[..., Tensor], *inputs: Any, **named: Any) -> Tensor:
+    """Call a module's forward as a cheap piece, of which inputs may be given by name."""
+
+    def called(*given: Any) -> Tensor:
+        behind = dict(zip(named, given[len(inputs) :], strict=True))
+        return forward(*given[: len(inputs)], **behind)
+
+    return cheap(called, *inputs, *named.values()) if named else cheap(forward, *inputs)
 
 
 def _is_cheap(module: nn.Module) -> bool:
     name = type(module).__name__
     known = isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GELU | nn.SiLU) and not getattr(module, "inplace", False)
-    return (known or name.endswith(("RMSNorm", "LayerNorm", "Activation"))) and all(
-        parameter.dim() < 2 for parameter in module.parameters()
-    )
+    named = name.endswith(("RMSNorm", "LayerNorm", "Activation")) and not any(True for _ in module.children())
+    return (known or named) and all(parameter.dim() < 2 for parameter in module.parameters())
 
 
 def _is_gated(module: nn.Module) -> bool:

@@ -165,6 +165,7 @@ from optpipe_torch.profiler.layers import Benches, transient_bytes  # noqa: E402
 from optpipe_torch.profiler.timer import Timer  # noqa: E402
 from runtime_torch import cheap  # noqa: E402
 from runtime_torch.execution import StageExecution  # noqa: E402
+from runtime_torch.microbatch import Microbatch, entered  # noqa: E402
 
 WIDTH, ROWS, LENGTH = 16, 2, 6
 GPT = Architecture(kind="gpt2", layers=3, hidden=16, heads=2, kv_heads=2, head_dim=8, ffn=64, vocab=256, qkv_bias=True)
@@ -306,6 +307,61 @@ def test_a_piece_that_saves_something_else_the_second_time_is_refused():
     stage.forward(0, x)
     with pytest.raises(RunFailed, match="did not save what the forward saved"):
         stage.backward(0, x)
+
+
+class AddedRMSNorm(nn.RMSNorm):
+    """Norms a sum, and returns the sum, too: as kernels of others do."""
+
+    def forward(self, x, residual):
+        total = x + residual
+        return super().forward(total), total
+
+
+class NoisyActivation(nn.Module):
+    """Has the name of what is cheap, and is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.dropout(x.tanh())
+
+
+class Odd(nn.Module):
+    """A layer with modules that are called by name, return two tensors, or draw random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.added, self.noisy = nn.LayerNorm(WIDTH), AddedRMSNorm(WIDTH), NoisyActivation()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        normed, x = self.added(x, residual=self.norm(input=x))
+        return x + self.linear(self.noisy(self.linear(normed)))
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+@pytest.mark.parametrize("way", ["keep", "recompute", "offload", "both"])
+def test_modules_with_the_names_of_cheap_ones_may_do_as_they_like(way, fused):
+    torch.manual_seed(0)
+    layers = [Odd() for _ in range(2)]
+    expected, *_ = taken(copy.deepcopy(layers), (), fused=fused, way="keep")
+    torch.manual_seed(0)
+    layers = [Odd() for _ in range(2)]
+    found, *_ = taken(layers, range(2), fused=fused, way=way)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_layer_that_is_cheap_as_a_whole_gets_its_keyword_arguments():
+    class ScaledRMSNorm(nn.RMSNorm):
+        def forward(self, x, scale=1.0):
+            return super().forward(x) * scale
+
+    layer, x = ScaledRMSNorm(WIDTH), torch.randn(ROWS, WIDTH)
+    stage = StageExecution([layer], 0, is_first=False, is_last=False, device="cpu", selective=[0])
+    with entered(Microbatch(keywords={"scale": 3.0, "causal": True})):
+        assert torch.equal(stage.forward(0, x), 3 * F.rms_norm(x, (WIDTH,)))
 
 
 def test_a_piece_that_changes_its_input_in_place_is_refused():

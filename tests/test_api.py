@@ -20,6 +20,7 @@ from tests.test_cli import run  # noqa: F401  (a fixture)
 
 GB = 10**9
 COSTS = optpipe.uniform_profile(devices=2, layers_per_device=2, d2h_ms=0.5, h2d_ms=0.5)
+SLICED = optpipe.uniform_profile(devices=2, layers_per_device=2, sliceable=True)
 QUICK = {"microbatches": 4, "time_limit": 1.0, "workers": 1}
 
 
@@ -188,6 +189,26 @@ def test_a_sweep_is_rows_sentences_and_a_picture(tmp_path):
         (lambda: optpipe.compile(COSTS), optpipe.BadInput, "mem is missing and the profile does not know"),
         (lambda: optpipe.compile(COSTS, mem=4.0), optpipe.BadInput, "mem is 4.0, expected bytes or a size such as"),
         (lambda: optpipe.compile(COSTS, mem=GB, limit=3), optpipe.BadInput, "got 'limit', expected some of mem_bytes"),
+        (
+            lambda: optpipe.compile(COSTS, mem=GB, objective="time"),
+            optpipe.BadInput,
+            "--objective is 'time', expected one of makespan, span",
+        ),
+        (
+            lambda: optpipe.bounds(COSTS, "1GB", placement="ring"),
+            optpipe.BadInput,
+            "--placement is 'ring', expected one of auto, linear, loop, v",
+        ),
+        (
+            lambda: optpipe.compile(COSTS, mem=GB, slices="some"),
+            optpipe.BadInput,
+            "--slices is 'some', expected at least 1",
+        ),
+        (
+            lambda: optpipe.compile(SLICED, mem=GB, lengths=()),
+            optpipe.BadInput,
+            "--lengths is empty, expected the tokens",
+        ),
         (lambda: optpipe.compile(COSTS, mem="1MB", **QUICK), optpipe.Infeasible, "the smallest --mem that would do"),
         (lambda: optpipe.uniform_profile(device=2), optpipe.BadInput, "got 'device', expected some of"),
         (lambda: optpipe.read_profile("no.json"), optpipe.BadInput, "no.json: cannot be read"),

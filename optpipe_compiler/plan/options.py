@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from optpipe_compiler.documents import ir  # noqa: TC001  (msgspec reads the types of Options)
 from optpipe_compiler.documents.profile import value_of
@@ -17,6 +17,10 @@ TIME_LIMITS = ((8, 60.0), (32, 180.0), (math.inf, 270.0))
 """Time limits in seconds up to so many devices."""
 
 
+Placement = Literal["auto", "linear", "loop", "v"]
+Objective = Literal["makespan", "span"]
+
+
 @dataclass(frozen=True)
 class Options:
     """Everything a user may choose; None stands for the default that `settled` fills in."""
@@ -25,9 +29,9 @@ class Options:
     microbatches: int | None = None
     devices: int | None = None
     host_mem_bytes: int | None = None
-    placement: Literal["auto", "linear", "loop", "v"] = "auto"
+    placement: Placement = "auto"
     stages_per_device: int | None = None
-    objective: Literal["makespan", "span"] = "makespan"
+    objective: Objective = "makespan"
     offload: bool = True
     recompute: bool = True
     split: bool = True
@@ -65,6 +69,9 @@ def settled(profile: Profile, options: Options) -> Options:
         raise BadInput(f"--devices is {devices}, expected at most the {len(known)} whose times the profile has")
     if devices > layers:
         raise BadInput(f"--devices is {devices}, expected at most the profile's {layers} layers")
+    for name, choices in (("placement", get_args(Placement)), ("objective", get_args(Objective))):
+        if getattr(options, name) not in choices:
+            raise BadInput(f"--{name} is {getattr(options, name)!r}, expected one of {', '.join(choices)}")
     for name in ("microbatches", "stages_per_device"):
         number = getattr(options, name)
         if number is not None and number < 1:
@@ -131,18 +138,19 @@ def _check_units(profile: Profile, options: Options) -> None:
     lengths, number, tokens = options.lengths, options.slices, profile.tokens
     if options.units is not None and options.units.tokens != tokens:
         raise BadInput(f"the profile is for sequences of {tokens} tokens, expected {options.units.tokens}")
-    if isinstance(number, int) and number < 1:
-        raise BadInput(f"--slices is {number}, expected at least 1, or auto")
+    if number != "auto" and (not isinstance(number, int) or number < 1):
+        raise BadInput(f"--slices is {number!r}, expected at least 1, or auto")
     if lengths is not None:
         if tokens is None:
             raise BadInput("--lengths needs to know how long the profile's sequences are, expected $.sequence_length")
+        if not lengths:
+            raise BadInput("--lengths is empty, expected the tokens of each microbatch")
         if len(lengths) != options.microbatches:
             raise BadInput(f"--lengths has {len(lengths)} lengths, expected one for each of {options.microbatches}")
         if min(lengths) < 1:
             raise BadInput(f"--lengths has a length of {min(lengths)}, expected at least 1 token")
-    if number in (1, "auto"):
+    if number == "auto" or number == 1:
         return
-    assert isinstance(number, int)
     unable = next((layer.name for layer in profile.layers if layer.slices is None), None)
     if unable is not None:
         raise BadInput(f"--slices is {number}, but layer {unable!r} cannot run slice by slice, expected 1")

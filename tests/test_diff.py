@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_schedules import Shape, build, changed, random_shape
 
+from optpipe_compiler.compiler import Options, compile_schedule
+from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.diff import compare
 from optpipe_compiler.diff.ops import longest_rise
 from optpipe_compiler.diff.records import Change, DifferentWaits, Moved, Regrouped
@@ -70,6 +72,33 @@ def test_only_the_timing_changes_when_forecast_and_origin_do():
     assert "(+100.0%)" in text
     forwards = sum(cost.forward_ns for cost in old.forecast.stages)
     assert difference.costs == [Change("forward_ns", forwards, forwards + 7)]
+
+
+def test_costs_are_those_of_a_microbatch_however_many_lengths_there_are():
+    profile = uniform_profile(UniformOptions(devices=2, sliceable=True, sequence_length=8))
+    lengths = {"equal": None, "unequal": (8, 4, 4, 8)}
+    plans = {
+        name: compile_schedule(profile, Options(10**10, 4, placement="linear", time_limit_s=0, lengths=one)).schedule
+        for name, one in lengths.items()
+    }
+    costs = {row.name: row for row in compare(plans["equal"], plans["unequal"]).costs}
+    assert costs["forward_ns"] == Change("forward_ns", 2_000_000, 1_500_000)
+
+
+def test_other_bandwidths_of_host_links_are_said():
+    old = build(Shape((0, 1), ranges=lambda stage, microbatch: [("offload", 2 * stage, 2 * stage + 2)]))
+    new = changed(
+        old, lambda plain: plain["forecast"]["links"][0].update(d2h_bytes_per_s=2 * 10**9, compute_permille=9)
+    )
+    link = old.forecast.links[0]
+    of = f"device{'s' if len(link.devices) > 1 else ''} {', '.join(map(str, link.devices))}"
+    assert compare(old, new).links == [
+        Change("d2h_bytes_per_s", link.d2h_bytes_per_s, 2 * 10**9, of),
+        Change("compute_permille", link.share_permille, 9, of),
+    ]
+    text = words(old, new)
+    assert "only the timing changed" in text
+    assert re.search(rf"host links\n  {of}: d2h .* -> 2.00 GB/s \(", text)
 
 
 def test_times_of_ops_alone_are_timing_too():
@@ -155,6 +184,40 @@ def test_split_and_fused_backwards_are_told_by_stage():
     assert "stage 0: backward fused for microbatch 1\n" in text
 
 
+def test_memory_ops_and_splits_of_slices_are_told_by_slice():
+    def sliced(offloads, fused):
+        return build(
+            Shape(
+                LOOP,
+                microbatches=3,
+                tokens=6,
+                cuts=((0, 2, 4, 6),),
+                ranges=lambda stage, unit: [("offload", 0, 2)] if stage == 0 and unit in offloads else [],
+                fused=lambda stage, unit: stage == 1 and unit[-1] in fused,
+            )
+        )
+
+    old, new = sliced(("0.0", "1.2"), "0"), sliced(("0.0", "0.1", "1.1"), "012")
+    rows = {(row.what, row.stage): row for row in compare(old, new).regrouped}
+    assert rows["offload", 0] == Regrouped("offload", 0, (0, 2), [(0, 1), (1, 1)], [(1, 2)])
+    assert rows["split", 1].removed == [(m, part) for m in range(3) for part in (1, 2)]
+    text = words(old, new)
+    assert "stage 0, layers 0-1: offload and reload added for slices 0.1, 1.1\n" in text
+    assert "stage 0, layers 0-1: offload and reload removed for slice 1.2\n" in text
+    assert "stage 1: backward fused for slices 0.1-0.2, 1.1-1.2, 2.1-2.2\n" in text
+
+
+def test_where_slices_are_others_memory_ops_are_told_by_microbatch():
+    def everything(stage, unit):
+        return [("offload", 0, 2)] if stage == 0 else []
+
+    old, new = (
+        build(Shape(LOOP, microbatches=3, tokens=6, cuts=(cuts,), ranges=chosen))
+        for cuts, chosen in (((0, 3, 6), everything), ((0, 2, 4, 6), lambda stage, unit: []))
+    )
+    assert "stage 0, layers 0-1: offload and reload removed for microbatches 0-2\n" in words(old, new)
+
+
 def test_waits_are_counted_by_device():
     old = build(Shape((0, 1), microbatches=3))
     new = changed(old, lambda plain: plain["devices"][1]["compute"][-1].update(after=[old.devices[1].compute[0].id]))
@@ -209,7 +272,7 @@ def test_turning_the_difference_round_exchanges_old_and_new(seed):
         build(random_shape(Random(seed + extra), placements=[LOOP], microbatches=3), seed) for extra in (0, 100)
     )
     there, back = compare(first, second), compare(second, first)
-    for name in ("setup", "stages", "counts", "promises", "forecast", "costs", "origin"):
+    for name in ("setup", "stages", "counts", "promises", "forecast", "costs", "links", "origin"):
         exchanged = [Change(row.name, row.new, row.old, row.of) for row in getattr(there, name)]
         assert exchanged == getattr(back, name)
     assert [(row.moved, row.added, row.removed) for row in there.moved] == [

@@ -41,6 +41,7 @@ def compare(old: ir.Schedule, new: ir.Schedule) -> Difference:
         promises=_promises(old, new),
         forecast=_forecast(old, new),
         costs=_costs(old, new),
+        links=_links(old, new),
         origin=_origin(old, new),
         identical=old == new,
     )
@@ -157,14 +158,32 @@ def _forecast(old: ir.Schedule, new: ir.Schedule) -> list[Change]:
 
 
 def _costs(old: ir.Schedule, new: ir.Schedule) -> list[Change]:
-    """Return the costs of all stages together that differ, per op."""
+    """Return the costs that differ of a microbatch, in the mean over those of a step: other lengths, other costs."""
     names = [name for name in ir.StageCost.__struct_fields__ if name.endswith("_ns")]
 
-    def sums(schedule: ir.Schedule) -> dict[str, int]:
-        return {name: sum(_total(getattr(cost, name)) for cost in schedule.forecast.stages) for name in names}
+    def means(schedule: ir.Schedule) -> dict[str, int]:
+        setup, costs = schedule.setup, schedule.forecast.stages
+        units = setup.units
+        shapes = [0] * setup.microbatches if isinstance(units, msgspec.UnsetType) else units.shape_of
+        count = Counter(shapes)
+        of = [count[0 if isinstance(cost.shape, msgspec.UnsetType) else cost.shape] for cost in costs]
+        sums = {name: sum(n * _total(getattr(cost, name)) for n, cost in zip(of, costs, strict=True)) for name in names}
+        return {name: round(total / len(shapes)) for name, total in sums.items()}
 
-    before, after = sums(old), sums(new)
+    before, after = means(old), means(new)
     return _changes((name, before[name], after[name]) for name in names)
+
+
+def _links(old: ir.Schedule, new: ir.Schedule) -> list[Change]:
+    before = {tuple(link.devices): link for link in old.forecast.links}
+    names = [name for name in ir.LinkCost.__struct_fields__ if name not in ("devices", "compute_permille")]
+    found = []
+    for link in new.forecast.links:
+        if (had := before.get(tuple(link.devices))) is not None:
+            of = f"device{'s' if len(link.devices) > 1 else ''} {', '.join(map(str, link.devices))}"
+            rows = [(name, getattr(had, name), getattr(link, name)) for name in names]
+            found += _changes([*rows, ("compute_permille", had.share_permille, link.share_permille)], of)
+    return found
 
 
 def _origin(old: ir.Schedule, new: ir.Schedule) -> list[Change]:

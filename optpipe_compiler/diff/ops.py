@@ -13,6 +13,8 @@ from optpipe_compiler.documents import ir
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from optpipe_compiler.diff.records import Unit
+
 
 def _lanes(device: ir.Device) -> dict[str, list[ir.Op]]:
     return {
@@ -66,22 +68,29 @@ def longest_rise(numbers: Sequence[int]) -> int:
 
 def regrouped(old: ir.Schedule, new: ir.Schedule) -> list[Regrouped]:
     """Return memory ops and splits that were added or removed, by stage and layers."""
-    before, after = _groups(old), _groups(new)
+    by_slice = old.setup.slices == new.setup.slices > 1
+    before, after = _groups(old, by_slice=by_slice), _groups(new, by_slice=by_slice)
     found = []
     for what, stage, layers in sorted(before.keys() | after.keys(), key=lambda key: (key[1], key[0], key[2] or ())):
         had, has = before.get((what, stage, layers), set()), after.get((what, stage, layers), set())
         if had != has:
-            found.append(Regrouped(what, stage, layers, sorted(has - had), sorted(had - has)))
+            added, removed = (sorted(units, key=_place) for units in (has - had, had - has))
+            found.append(Regrouped(what, stage, layers, added, removed))
     return found
 
 
-def _groups(schedule: ir.Schedule) -> dict[tuple[str, int, ir.Range | None], set[int]]:
-    found: dict[tuple[str, int, ir.Range | None], set[int]] = defaultdict(set)
+def _place(unit: Unit) -> tuple[int, int]:
+    return (unit, 0) if isinstance(unit, int) else unit
+
+
+def _groups(schedule: ir.Schedule, *, by_slice: bool) -> dict[tuple[str, int, ir.Range | None], set[Unit]]:
+    found: dict[tuple[str, int, ir.Range | None], set[Unit]] = defaultdict(set)
     for op in _ops(schedule):
+        unit = (op.microbatch, op.slice_or_none or 0) if by_slice else op.microbatch
         if isinstance(op, ir.SavedOp):
-            found[op.name, op.stage, op.layers].add(op.microbatch)
+            found[op.name, op.stage, op.layers].add(unit)
         elif isinstance(op, ir.BackwardInput):
-            found["split", op.stage, None].add(op.microbatch)
+            found["split", op.stage, None].add(unit)
     return found
 
 

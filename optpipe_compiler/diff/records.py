@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from optpipe_compiler.documents.ir import Range
 
 Value = int | float | str | None
+Unit = int | tuple[int, int]
+"""A microbatch, or the slice of one: microbatch and slice."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,17 @@ class Moved:
 
 @dataclass(frozen=True)
 class Regrouped:
-    """Microbatches of a stage for which something is done now (`added`) or no longer (`removed`)."""
+    """Microbatches of a stage for which something is done now (`added`) or no longer (`removed`).
+
+    They are slices of microbatches where both schedules have as many of them.
+    """
 
     what: str
     """An op's kind, or `split` for a backward in two halves."""
     stage: int
     layers: Range | None
-    added: list[int]
-    removed: list[int]
+    added: list[Unit]
+    removed: list[Unit]
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,9 @@ class Difference:
     promises: list[Change]
     forecast: list[Change]
     costs: list[Change]
+    """Of a microbatch, in the mean, all its slices and all stages together."""
+    links: list[Change]
+    """Host links that both have."""
     origin: list[Change]
     identical: bool
     """Nothing at all differs, times of ops included."""

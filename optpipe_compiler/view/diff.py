@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from optpipe_compiler.documents.ops import unit_name
 from optpipe_compiler.documents.units import printable, short_bytes, show_ns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from optpipe_compiler.diff.records import Change, Difference, DifferentWaits, Moved, Regrouped, Value
+    from optpipe_compiler.diff.records import Change, Difference, DifferentWaits, Moved, Regrouped, Unit, Value
 
 NAMES = {
     "cap_bytes": "memory cap per device",
@@ -27,6 +28,7 @@ NAMES = {
     "lower_bound_ns": "proven bound",
     "bound": "argument of the bound",
     "profile_digest": "profile digest",
+    "compute_permille": "thousandths of a copy's time that compute loses",
 }
 """Names that need more than their underscores replaced."""
 
@@ -44,7 +46,8 @@ def render(difference: Difference, old: str, new: str) -> Text:
         "waits": map(_waits, difference.waits),
         "promises": _changes(difference.promises),
         "forecast": _changes(difference.forecast),
-        "costs, all stages together": _changes(difference.costs),
+        "costs of a microbatch, all stages together": _changes(difference.costs),
+        "host links": _changes(difference.links),
         "origin": _changes(difference.origin),
     }
     lines: Iterable[str]
@@ -84,7 +87,8 @@ def _changes(changes: Sequence[Change]) -> Iterator[str]:
 
 
 def _name(change: Change) -> str:
-    return NAMES.get(change.name, change.name.removesuffix("_bytes").removesuffix("_ns").replace("_", " "))
+    plain = change.name.removesuffix("_bytes").removesuffix("_bytes_per_s").removesuffix("_ns").replace("_", " ")
+    return NAMES.get(change.name, plain)
 
 
 def _values(change: Change) -> tuple[str, str]:
@@ -101,15 +105,16 @@ def _rounded(name: str, value: Value) -> str:
         return "none"
     if isinstance(value, int) and name.endswith("_bytes"):
         return short_bytes(value)
+    if isinstance(value, int) and name.endswith("_bytes_per_s"):
+        return f"{short_bytes(value)}/s"
     if isinstance(value, int) and name.endswith("_ns"):
         return show_ns(value)
     return f"{value:.1%}" if name == "bubble_fraction" else str(value)
 
 
 def _percent(change: Change) -> str:
-    if change.name.endswith(("_bytes", "_ns")) and isinstance(change.old, int) and isinstance(change.new, int):
-        return f" ({change.new / change.old - 1:+.1%})" if change.old else ""
-    return ""
+    old, new, is_size = change.old, change.new, change.name.endswith(("_bytes", "_bytes_per_s", "_ns"))
+    return f" ({new / old - 1:+.1%})" if is_size and isinstance(old, int) and isinstance(new, int) and old else ""
 
 
 def _moved(row: Moved) -> tuple[str, str]:
@@ -136,11 +141,21 @@ def _layers(first: int, end: int) -> str:
     return f"layer {first}" if end == first + 1 else f"layers {first}-{end - 1}"
 
 
-def _numbers(numbers: list[int]) -> str:
-    """Return `microbatches 0-3, 5` for [0, 1, 2, 3, 5]."""
-    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
-    shown = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"microbatch{'es' if len(numbers) > 1 else ''} {shown}"
+def _numbers(units: list[Unit]) -> str:
+    """Return `microbatches 0-3, 5` for [0, 1, 2, 3, 5], and `slices 0.1-0.2, 1.0` for [(0, 1), (0, 2), (1, 0)]."""
+
+    def row(pair: tuple[int, Unit]) -> Unit:
+        """Return what units have in common that follow each other: in one microbatch, slices."""
+        index, unit = pair
+        return unit - index if isinstance(unit, int) else (unit[0], unit[1] - index)
+
+    def name(unit: Unit) -> str:
+        return unit_name(unit) if isinstance(unit, int) else unit_name(*unit)
+
+    runs = [[unit for _, unit in run] for _, run in groupby(enumerate(units), row)]
+    shown = ", ".join(name(run[0]) if len(run) == 1 else f"{name(run[0])}-{name(run[-1])}" for run in runs)
+    one, several = ("microbatch", "microbatches") if isinstance(units[0], int) else ("slice", "slices")
+    return f"{several if len(units) > 1 else one} {shown}"
 
 
 def _waits(row: DifferentWaits) -> str:

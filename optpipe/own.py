@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from optpipe_compiler import published
+from optpipe_compiler.published.common import NotDefined
 from optpipe_compiler.published.own import OwnOrder
 
 if TYPE_CHECKING:
@@ -16,9 +17,15 @@ Function = TypeVar("Function", bound=OwnOrder)
 
 
 def primus_order(text: str, problem: Problem) -> list[list[str]]:
-    """Return an order that Primus printed (lines `Rank 0: (F|0|0),...`) as a function for `schedule` gives it."""
+    """Return an order that Primus printed (lines `Rank 0: (F|0|0),...`) as a function for `schedule` gives it.
+
+    Raises NotDefined where it printed the order for other ranks or microbatches than the problem has.
+    """
     from optpipe_compiler.export import primus
 
+    printed, asked = primus.size(text), (problem.devices, problem.microbatches)
+    if all(printed) and printed != asked:
+        raise NotDefined("the table has {} ranks and {} microbatches, not {} and {}".format(*printed, *asked))
     owners = {stage: device for device in range(problem.devices) for stage in problem.stages_of(device)}
     return primus.orders(text, [owners[stage] for stage in range(len(problem.stages))])
 

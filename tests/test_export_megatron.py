@@ -263,6 +263,20 @@ def test_a_table_that_primus_printed_is_a_schedule_of_ones_own(registry):  # noq
     )
 
 
+def test_a_table_of_primus_is_no_schedule_for_other_ranks_and_microbatches(registry):  # noqa: F811
+    @optpipe.schedule("from-primus")
+    def order(problem):
+        return optpipe.primus_order(ZERO_BUBBLE, problem)
+
+    profile = uniform(2, 1)
+    found = optpipe.sweep(profile, ["100GB"], microbatches=[2, 3], time_limit=0.1)
+    assert [point.microbatches for point in found.points] == [2, 3]
+    plan = optpipe.compile(profile, mem="100GB", microbatches=3, time_limit=0)
+    assert [row.fits for row in plan.baselines if row.name == "from-primus"] == [False]
+    with pytest.raises(optpipe.BadInput, match="the table has 2 ranks and 2 microbatches, not 2 and 3"):
+        optpipe.compile(profile, mem="100GB", microbatches=3, method="from-primus")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

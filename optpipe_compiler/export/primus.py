@@ -140,6 +140,13 @@ def table(schedule: Schedule) -> list[str]:
     ]
 
 
+def size(text: str) -> tuple[int, int]:
+    """Return how many ranks and microbatches a table of such lines has."""
+    lines = _LINE.findall(text)
+    microbatches = {microbatch for _, nodes in lines for _, microbatch, _ in _NODE.findall(nodes)}
+    return len({rank for rank, _ in lines}), len(microbatches)
+
+
 def orders(text: str, placement: list[int]) -> list[list[str]]:
     """Return the compute ops of each rank, such as `2F0`, from lines `Rank 0: (F|0|0),...`; `placement` has the rank
     of every stage, in model order. Messages are left out; raises BadInput naming the rank and the node."""

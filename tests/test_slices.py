@@ -239,6 +239,13 @@ def test_slices_of_equal_time_shrink_as_the_sequence_grows() -> None:
     assert max(works) - min(works) < 1000  # ns, of 3 ms
 
 
+def test_a_start_with_other_slices_is_not_taken_over_and_the_note_says_why():
+    asked = Options(10**10, 2, slices=2, time_limit_s=0.0, search=False)
+    first = compile_schedule(sliced(2), asked)
+    again = compile_schedule(sliced(2), replace(asked, slices=1, seeds=(first.checked,)))
+    assert [note for note in again.notes if "slices or lengths of microbatches that are not searched here" in note]
+
+
 def test_seeds_of_slices_start_the_search() -> None:
     profile = sliced(3)
     asked = Options(int(2e9), 6, slices=4, time_limit_s=0.1, reproducible=True)

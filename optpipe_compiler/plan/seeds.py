@@ -70,8 +70,8 @@ def plant(incumbents: Incumbents, seeds: Iterable[ir.Checked]) -> None:
                 taken = True
         if not taken:
             incumbents.attempts[0].notes.append(
-                f"start {number + 1} ({seed.schedule.digest[:15]}) has a placement or ops that are not searched here: "
-                "it is not taken over"
+                f"start {number + 1} ({seed.schedule.digest[:15]}) has a placement, ops, slices or lengths of "
+                "microbatches that are not searched here: it is not taken over"
             )
     for attempt in incumbents.attempts:
         if attempt.best is not None and attempt.problem.slicing is None:

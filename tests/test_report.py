@@ -474,6 +474,10 @@ def test_a_published_schedule_is_not_drawn_above_itself(folder):
             ["--profile", "profile.json", "--baseline", "interleaved-zb"],
             "--baseline is 'interleaved-zb', which does not fit this cap here; those that fit: gis-h-off",
         ),
+        (
+            ["--profile", "profile.json", "--baseline", "nix"],
+            "--baseline is 'nix', which the schedule does not know; those that fit: gis-h-off",
+        ),
     ],
 )
 def test_bad_input_is_refused_and_nothing_is_written(folder, arguments, sentence):

@@ -102,7 +102,8 @@ def _chosen(schedule: Schedule, wanted: tuple[str, ...]) -> list[str]:
     for name in wanted:
         if name != "all" and name not in fitting:
             some = ", ".join(fitting[:5]) + (", ..." if len(fitting) > 5 else "") or "none"
-            raise BadInput(f"--baseline is {name!r}, which does not fit this cap here; those that fit: {some}")
+            why = "does not fit this cap here" if name in schedule.forecast.baselines else "the schedule does not know"
+            raise BadInput(f"--baseline is {name!r}, which {why}; those that fit: {some}")
     if not wanted:
         wanted = tuple(filter(None, (best(schedule), *(best(schedule, (kind,)) for kind in BASELINE_KINDS))))
     return [name for name in fitting if "all" in wanted or name in wanted]

@@ -27,8 +27,8 @@ hands out, torch's own receive buffers included; host copies are not counted for
 difference from the model without a pipeline, relative to the largest entry of its parameter. Ways take their steps in
 turns; *spread* is the interquartile range over the median, and *faster by* the median of the rounds' ratios with its
 quartiles. Another column holds a plan against choices that need as much memory or more. Where there are fewer cores
-and GPUs than devices, the same orders are rehearsed: ops take their costs, peaks are those that the files promise, and
-offloads of torch's orders overlap with compute, which `save_on_cpu` does not do.
+and GPUs than devices, the same orders are rehearsed: ops take their costs, all scaled alike (`--step-s`), peaks are
+what the files promise, and offloads of torch's orders overlap with compute, which `save_on_cpu` does not do.
 """
 
 

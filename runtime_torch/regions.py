@@ -14,7 +14,7 @@ from runtime_torch import engine
 from runtime_torch.holdings import Holding, Region, Slot
 from runtime_torch.selective import told_to
 from runtime_torch.store import SavedTensorStore
-from runtime_torch.surroundings import autocast_as, autocast_now
+from runtime_torch.surroundings import autocast_as, autocast_now, random_now
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
@@ -54,12 +54,13 @@ class SelectiveStore(SavedTensorStore):
         region = Region(self.layer, function, kept, needs, len(self.holdings), autocast_now(self.device))
         first = len(self.slots)
         versions = [engine.changes(one) for one in inputs if isinstance(one, Tensor)]
+        random = random_now(self.device)
         with told_to(None):
             out = function(*inputs)
         if versions != [engine.changes(one) for one in inputs if isinstance(one, Tensor)]:
             raise BadInput(f"layer {self.layer}: a cheap part changes its input in place, expected a new tensor")
-        if not isinstance(out, Tensor):  # such as a norm that also returns what it normed: it stays as it is
-            return out
+        if not isinstance(out, Tensor) or random_now(self.device) != random:
+            return out  # such as a norm that also returns what it normed, or a dropout: it stays as it is
         region.slots = self.slots[first:]
         region.holdings = self.holdings[region.begin :]
         region.out = out.detach()

@@ -28,8 +28,8 @@ _KEEPER: ContextVar[Keeper | None] = ContextVar("keeper", default=None)
 def cheap(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
     """Return `function(*inputs)`, to be computed again in the backward where the schedule asks for it.
 
-    The function gets all activations as arguments, draws no random numbers, has no parameters but vectors, and returns
-    one new tensor: it changes none in place. Anywhere else this is but the call.
+    The function gets all activations as arguments, has no parameters but vectors, and returns one new tensor, changing
+    none in place. One that draws random numbers, or returns more, and any function elsewhere, is but called.
     """
     keeper = _KEEPER.get()
     return function(*inputs) if keeper is None else keeper(function, inputs)

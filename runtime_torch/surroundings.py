@@ -42,6 +42,12 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return autocast_as((False, dtype, cached), device) if enabled else nullcontext()
 
 
+def random_now(device: torch.device) -> tuple[bytes, bytes | None]:
+    """Return torch's random state, and that of a device: bytes, so that it is kept out of torch's memory."""
+    on_device = None if device.type == "cpu" else bytes(torch.get_device_module(device).get_rng_state(device).numpy())
+    return bytes(torch.get_rng_state().numpy()), on_device
+
+
 @dataclass(frozen=True, slots=True)
 class Surroundings:
     """Random states are kept out of torch's memory: on a CPU, too, they are no activations."""
@@ -56,10 +62,7 @@ class Surroundings:
     @classmethod
     def now(cls, device: torch.device) -> Surroundings:
         """Return those of the present."""
-        is_cpu = device.type == "cpu"
-        on_device = None if is_cpu else bytes(torch.get_device_module(device).get_rng_state(device).numpy())
-        on_cpu = bytes(torch.get_rng_state().numpy())
-        return cls(on_cpu, on_device, random.getstate(), _numpy_random(), autocast_now(device))
+        return cls(*random_now(device), random.getstate(), _numpy_random(), autocast_now(device))
 
     @contextmanager
     def restored(self, device: torch.device) -> Iterator[None]:

@@ -328,16 +328,24 @@ class NoisyActivation(nn.Module):
         return self.dropout(x.tanh())
 
 
+class DroppedActivation(nn.Module):
+    """Draws random numbers, and has no module that says so."""
+
+    def forward(self, x):
+        return F.dropout(x.sigmoid(), 0.5, self.training)
+
+
 class Odd(nn.Module):
     """A layer with modules that are called by name, return two tensors, or draw random numbers."""
 
     def __init__(self):
         super().__init__()
         self.norm, self.added, self.noisy = nn.LayerNorm(WIDTH), AddedRMSNorm(WIDTH), NoisyActivation()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear, self.dropped = nn.Linear(WIDTH, WIDTH), DroppedActivation()
 
     def forward(self, x):
         normed, x = self.added(x, residual=self.norm(input=x))
+        x = x + cheap(lambda y: F.dropout(y.cos(), 0.5), self.dropped(x))
         return x + self.linear(self.noisy(self.linear(normed)))
 
 
@@ -392,15 +400,16 @@ def test_a_stage_that_is_one_module_is_refused(tight):
         wrap_stages(tight, mine, 0, "cpu")
 
 
-def test_estimates_know_it_and_drop_what_the_runtime_drops():
+@pytest.mark.parametrize("made", [lambda: Block(GPT, LENGTH), Odd], ids=["block", "odd"])
+def test_estimates_know_it_and_drop_what_the_runtime_drops(made):
     from optpipe_torch.estimates.count import count
 
     torch.manual_seed(0)
-    layer = Block(GPT, LENGTH)
+    layer = made()
     _, saved, _ = taken([copy.deepcopy(layer)], [], fused=False, way="keep")
     _, less, _ = taken([layer], [0], fused=False, way="keep")
     with torch.device("meta"):
-        counted = count([Block(GPT, LENGTH)], torch.empty(ROWS, LENGTH, WIDTH), None)
+        counted = count([made()], torch.empty(ROWS, LENGTH, WIDTH), None)
     light = counted.sizes.selective
     assert light is not None
     assert counted.sizes.saved - light.saved == saved - less

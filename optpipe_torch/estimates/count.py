@@ -52,6 +52,8 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, silent: Collection[UntypedStorage]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.work = Work()
+        self.draws = 0
+        """How many operations drew random numbers."""
         self._silent = {storage._cdata for storage in silent}
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
         self._base = 0
@@ -66,6 +68,8 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors_of((args, kwargs)):  # what was there before counts for nothing, whatever its views
             self._know(tensor, 0)
         out = func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in func.name():  # these always have it
+            self.draws += 1
         kernel = kernel_of(func, args, kwargs, out)
         if kernel is not None and not self._is_silent(out):
             self.work.kernels.append(kernel)
@@ -128,9 +132,11 @@ class _Cheap:
         for one in inputs:
             if isinstance(one, Tensor):
                 self._saved.pack(one)
-        before, kernels = set(self._saved.storages), len(self._counter.work.kernels)
+        before, kernels, draws = set(self._saved.storages), len(self._counter.work.kernels), self._counter.draws
         with told_to(None):
             out = function(*inputs)
+        if not isinstance(out, Tensor) or self._counter.draws > draws:
+            return out
         self.work.kernels += self._counter.work.kernels[kernels:]
         result = out.untyped_storage()._cdata
         self.pieces.append(set(self._saved.storages) - before | ({result} - before))

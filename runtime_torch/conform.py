@@ -52,7 +52,7 @@ def prepare(
     gradient is made. Raises BadInput where a stage does not match.
     """
     for index, stage in sorted(stages.items()):
-        trial, devices = _trial(stage), [stage.device] if stage.device.type == "cuda" else []
+        trial = _trial(stage)
         with stage.trying():
             for number, unit in enumerate(batch.units[: schedule.setup.slices]):
                 if stage.is_first and batch.inputs is not None:
@@ -61,7 +61,7 @@ def prepare(
                     shape, dtype = boundary(stage.first_layer - 1, number)
                     x = torch.zeros(shape, dtype=dtype, device=stage.device)
                 target = None if batch.targets is None else batch.targets[number]
-                with entered(unit), torch.random.fork_rng(devices=devices):
+                with entered(unit):
                     out = trial.forward(number, x, target, part=unit.slice)
                 expected = None if stage.is_last else boundary(stage.end_layer - 1, number)
                 _conform(schedule, schedule.stages[index], trial, number, out, expected, bytes_tolerance)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from optpipe_compiler.errors import BadInput, RunFailed
-from runtime_torch import engine, split
+from runtime_torch import engine, random_state, split
 from runtime_torch.bundles import CHANGES_INPUT, bundle_of
 from runtime_torch.carrier import DirectCarrier
 from runtime_torch.meter import Meter, rounded_up
@@ -25,7 +25,7 @@ from runtime_torch.regions import SelectiveStore
 from runtime_torch.selective import find_cheap
 from runtime_torch.slices import StageCarry
 from runtime_torch.store import SavedTensorStore
-from runtime_torch.surroundings import Surroundings, buffers_now, put_buffers, without_autocast
+from runtime_torch.surroundings import autocast_as, autocast_now, buffers_now, put_buffers, without_autocast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from runtime_torch.bundles import Flow
     from runtime_torch.microbatch import Slice
     from runtime_torch.streams import Carrier
-    from runtime_torch.surroundings import BufferState
+    from runtime_torch.surroundings import Autocast, BufferState
 
 Layers = tuple[int, int]
 """Layers `[first, end)`, numbered over the whole model."""
@@ -43,12 +43,13 @@ Layers = tuple[int, int]
 
 @dataclass(slots=True)
 class _Checkpoint:
-    """The input of a range that is recomputed, and the surroundings of its first forward."""
+    """The input of a range that is recomputed, and what else its first forward depended on."""
 
     x: Flow
     """Detached; which of it needs a gradient is said beside it."""
     needs_gradient: list[bool]
-    surroundings: Surroundings
+    random: random_state.State
+    autocast: Autocast
     buffers: list[BufferState]
     """Those that the forward changes, as it found them."""
     changes: list[int]
@@ -133,6 +134,9 @@ class StageExecution:
         """By layer: the modules of which a forward changes buffers, such as running statistics."""
         self._changed: frozenset[int] = frozenset()
         """The addresses of these buffers."""
+        self._everywhere = random_state.everywhere(self.device)
+        self._owned: dict[int, list[random_state.Source]] = {}
+        """By layer: the generators that it has itself."""
         self._passes: dict[int, _Pass] = {}
         self._carried: dict[int, StageCarry] = {}
         """By microbatch that is cut into slices."""
@@ -155,15 +159,19 @@ class StageExecution:
             buffer for modules in self._changing.values() for one in modules for buffer in one.buffers(recurse=False)
         ]
         self._changed = frozenset(tensor.untyped_storage().data_ptr() for tensor in changing)
+        for index, layer in enumerate(self.layers, self.first_layer):
+            self._owned[index] = random_state.owned(layer.modules())
         owned = [tensor for layer in self.layers for tensor in (*layer.parameters(), *layer.buffers())]
         self._constants = frozenset(tensor.untyped_storage().data_ptr() for tensor in owned) - self._changed
 
     @contextmanager
     def trying(self) -> Iterator[None]:
-        """Within: forwards on trial, which tell which buffers a forward changes. These are afterwards as before."""
+        """Within: forwards on trial, which tell which buffers a forward changes. These are afterwards as before, and so
+        are random states."""
         before = {index: buffers_now(layer.modules()) for index, layer in enumerate(self.layers, self.first_layer)}
         try:
-            yield
+            with random_state.untouched(self._random_in((self.first_layer, self.end_layer))):
+                yield
         finally:
             self._changing = {}
             for index, states in before.items():
@@ -239,7 +247,12 @@ class StageExecution:
         x = _each(checkpoint.x, lambda part: part.detach().requires_grad_(next(needs)))
         now = buffers_now(self._changing_in(layers))
         put_buffers(checkpoint.buffers)
-        with checkpoint.surroundings.restored(self.device), run.store.refilling(*layers):
+        with (
+            random_state.restored(checkpoint.random),
+            torch.enable_grad(),
+            autocast_as(checkpoint.autocast, self.device),
+            run.store.refilling(*layers),
+        ):
             if run.store.autocast:
                 x = _each(x, lambda part: part.view_as(part))
             for index in range(*layers):
@@ -409,7 +422,8 @@ class StageExecution:
         checkpoint = _Checkpoint(
             kept,
             [part.requires_grad for part in tensors_in(x)],
-            Surroundings.now(self.device),
+            random_state.now(self._random_in(layers)),
+            autocast_now(self.device),
             buffers_now(self._changing_in(layers)),
             [engine.changes(part) for part in tensors_in(kept)],
         )
@@ -417,6 +431,10 @@ class StageExecution:
         for storage in checkpoint.storages():
             self.meter.hold(storage)
         return x
+
+    def _random_in(self, layers: Layers) -> list[random_state.Source]:
+        """Return the sources of random numbers that layers [first, end) may draw from."""
+        return self._everywhere + [source for index in range(*layers) for source in self._owned.get(index, ())]
 
     def _changing_in(self, layers: Layers) -> list[nn.Module]:
         """Return the modules in layers [first, end) of which a forward changes buffers."""

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from optpipe_compiler.errors import BadInput
-from runtime_torch import engine
+from runtime_torch import engine, random_state
 from runtime_torch.holdings import Holding, Region, Slot
 from runtime_torch.selective import told_to
 from runtime_torch.store import SavedTensorStore
-from runtime_torch.surroundings import autocast_as, autocast_now, random_now
+from runtime_torch.surroundings import autocast_as, autocast_now
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
@@ -54,12 +54,12 @@ class SelectiveStore(SavedTensorStore):
         region = Region(self.layer, function, kept, needs, len(self.holdings), autocast_now(self.device))
         first = len(self.slots)
         versions = [engine.changes(one) for one in inputs if isinstance(one, Tensor)]
-        random = random_now(self.device)
+        before = random_state.now(random_state.of_torch(self.device))
         with told_to(None):
             out = function(*inputs)
         if versions != [engine.changes(one) for one in inputs if isinstance(one, Tensor)]:
             raise BadInput(f"layer {self.layer}: a cheap part changes its input in place, expected a new tensor")
-        if not isinstance(out, Tensor) or random_now(self.device) != random:
+        if not isinstance(out, Tensor) or random_state.has_changed(before):
             return out  # such as a norm that also returns what it normed, or a dropout: it stays as it is
         region.slots = self.slots[first:]
         region.holdings = self.holdings[region.begin :]

@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
 
 from optpipe_compiler.errors import RunFailed  # noqa: E402
-from runtime_torch import engine  # noqa: E402
+from runtime_torch import engine, random_state  # noqa: E402
 from runtime_torch.carrier import DirectCarrier  # noqa: E402
 from runtime_torch.execution import StageExecution  # noqa: E402
 from runtime_torch.meter import Meter  # noqa: E402
@@ -195,6 +195,48 @@ def test_a_recompute_draws_the_numbers_of_its_forward_from_python_and_numpy_too(
     assert (random.random(), np.random.random()) == drawn  # noqa: NPY002
     for mine, theirs in zip([p.grad for layer in layers for p in layer.parameters()], gradients, strict=True):
         assert torch.equal(mine, theirs)
+
+
+class Owning(nn.Module):
+    """Scales by numbers of its own generators."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+        self.in_torch = torch.Generator().manual_seed(0)
+        self.in_python, self.in_numpy = random.Random(1), np.random.default_rng(2)
+        self.old_numpy = np.random.RandomState(3)
+
+    def forward(self, x):
+        by_numpy = self.in_numpy.random() * self.old_numpy.random_sample()
+        return x + self.block(x) * torch.rand((), generator=self.in_torch) * self.in_python.random() * by_numpy
+
+
+def test_a_recompute_draws_the_numbers_of_its_forward_from_generators_of_the_layers_too():
+    first, *blocks, last = model()
+    x, target = batch()
+    layers = [first, *map(Owning, blocks), last]
+    _, gradients = plain(layers, x, target)
+    replay(stages(layers, (3,)), x, target, fused=False, recomputed=[(1, 3), (3, 4)])
+    for mine, theirs in zip([p.grad for layer in layers for p in layer.parameters()], gradients, strict=True):
+        assert torch.equal(mine, theirs)
+    once = random.Random(1)
+    once.random()
+    for layer in layers[1:-1]:  # as if nothing had been drawn again
+        assert layer.in_python.getstate() == once.getstate()
+
+
+def test_a_trial_leaves_every_random_state_as_it_was():
+    layers = [Owning(Dropping(nn.Linear(4, 4)))]
+    stage = StageExecution(layers, 0, is_first=True, is_last=False, device="cpu")
+    random.seed(3)
+    np.random.seed(4)  # noqa: NPY002
+    torch.manual_seed(5)
+    before = random_state.now([*random_state.everywhere(stage.device), *random_state.owned(layers[0].modules())])
+    with stage.trying():
+        stage.forward(0, torch.rand(2, 4))
+        assert random_state.has_changed(before)
+    assert not random_state.has_changed(before)
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])

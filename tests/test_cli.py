@@ -124,6 +124,45 @@ def test_bad_input_is_refused_with_exit_code_2_and_one_sentence(run, arguments, 
     assert [path.name for path in Path().iterdir()] == ["profile.json"]
 
 
+OUTPUTS = [
+    ("-o", ("compile", "--mem", "2GB")),
+    ("-o", ("sweep", "--mem", "2GB")),
+    ("-o", ("profile", "uniform")),
+    ("-o", ("profile",)),
+    ("-o", ("report",)),
+    ("-o", ("export", "--to", "svg")),
+    ("--svg", ("show",)),
+    ("--svg", ("sweep", "--mem", "2GB")),
+    ("--trace", ("run",)),
+    ("--save", ("run", "--replan")),
+    ("--save-profile", ("run", "--replan")),
+]
+
+
+@pytest.mark.parametrize(("option", "command"), OUTPUTS)
+def test_no_file_is_named_as_other_tools_name_their_output(run, option, command):
+    assert refused(run(*command, option, "-"), 2) == f"{option} is '-', expected a file; /dev/stdout prints it"
+    assert [path.name for path in Path().iterdir()] == ["profile.json"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("compile", "--mem", "2GB", "--time-limit", "0"),
+        ("sweep", "--mem", "2GB,3GB", "--time-limit", "0", "-j", "1"),
+        ("profile", "uniform"),
+    ],
+)
+def test_a_printed_file_is_alone_on_stdout(run, arguments):
+    """/dev/stdout is another one here: what is captured is what is said beside the file."""
+    outcome = run(*arguments, "-o", "/dev/stdout")
+    assert (outcome.code, outcome.out) == (0, "")
+    assert outcome.err
+    assert refused(run(*arguments, "--json", "-o", "/dev/stdout"), 2) == (
+        "--json prints an object, and /dev/stdout would be printed with it: expected a file"
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

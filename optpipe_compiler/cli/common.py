@@ -68,6 +68,40 @@ class Size(click.ParamType[int]):
         return value if isinstance(value, int) else parse_cap(str(value), param.opts[0] if param else "size")
 
 
+class Output(click.Path):
+    """A file to be written; `-`, which other tools take for the standard output, is refused rather than made a file."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path."""
+        if value == "-":
+            raise BadInput(f"{param.opts[0] if param else 'output'} is '-', expected a file; /dev/stdout prints it")
+        return super().convert(value, param, ctx)
+
+
+STDOUT = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
+
+
+def is_stdout(path: Path | None) -> bool:
+    """Whether a file goes to the standard output: what else there is to say then goes to stderr."""
+    return str(path) in STDOUT
+
+
+def check_outputs(*paths: Path | None, as_json: bool) -> None:
+    """Raise BadInput where a file cannot be written, or is printed where `--json` or another file is."""
+    from optpipe_compiler.documents.files import check_writable
+
+    printed = [path for path in paths if is_stdout(path)]
+    if printed and as_json:
+        raise BadInput(f"--json prints an object, and {printed[0]} would be printed with it: expected a file")
+    if len(printed) > 1:
+        raise BadInput(f"{printed[0]} is named for several files, expected it for one")
+    for path in filter(None, paths):
+        check_writable(path)
+
+
 class Positive(click.FloatRange):
     """A finite number above 0."""
 

@@ -11,11 +11,14 @@ from optpipe_compiler.cli.common import (
     PROFILE,
     SCHEDULE,
     VERBOSE,
+    Output,
     Size,
     cache_option,
+    check_outputs,
     complete_methods,
     console,
     is_said,
+    is_stdout,
     note,
     plan_json,
     say,
@@ -76,7 +79,7 @@ if TYPE_CHECKING:
 @cache_option
 @click.option("--list-methods", is_flag=True, help="Tell what the known schedules are, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=SCHEDULE, show_default=True)
+@click.option("-o", "--output", type=Output(), default=SCHEDULE, show_default=True)
 def compile_command(
     profile_path: Path,
     output: Path,
@@ -94,7 +97,7 @@ def compile_command(
     """
     from optpipe_compiler import cache, compiler
     from optpipe_compiler.documents import profile as profiles
-    from optpipe_compiler.documents.files import check_writable, uncollected, write_atomically
+    from optpipe_compiler.documents.files import uncollected, write_atomically
     from optpipe_compiler.documents.units import show_ns
     from optpipe_compiler.view.progress import ProgressLine
     from optpipe_compiler.view.summary import render
@@ -104,7 +107,7 @@ def compile_command(
         return
     if seeds and options["method"] is not None:
         raise BadInput(f"--from is {seeds[0]}, expected none with --method: a known schedule starts from no other")
-    check_writable(output)
+    check_outputs(output, as_json=as_json)
     costs = profiles.load(profile_path)
     chosen = compiler.Options(
         mem_bytes=_cap(mem, costs),
@@ -123,15 +126,18 @@ def compile_command(
         say_json(_report(result))
         return
     with uncollected():
-        console().print(render(result.schedule))
+        console(stderr=is_stdout(output)).print(render(result.schedule))
     if result.quantiles is not None:
         noisy = result.quantiles
-        say(f"with the noise of ops: {show_ns(noisy.p50_ns)} in half of the steps, {show_ns(noisy.p95_ns)} in 95%")
+        say(
+            f"with the noise of ops: {show_ns(noisy.p50_ns)} in half of the steps, {show_ns(noisy.p95_ns)} in 95%",
+            err=is_stdout(output),
+        )
     if result.interrupted:
         note("interrupted: this is the best schedule so far")
-    click.echo()
+    click.echo(err=is_stdout(output))
     before = ", as planned before (--no-cache plans anew)" if result.is_cached else ""
-    say(f"wrote {output} in {result.wall_s:.1f} s{before}")
+    say(f"wrote {output} in {result.wall_s:.1f} s{before}", err=is_stdout(output))
 
 
 def _list_methods() -> None:

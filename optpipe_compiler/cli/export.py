@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from optpipe_compiler.cli.common import SCHEDULE, console, note, refuse_png, say, say_json
+from optpipe_compiler.cli.common import (
+    SCHEDULE,
+    Output,
+    check_outputs,
+    console,
+    note,
+    refuse_png,
+    say,
+    say_json,
+)
 from optpipe_compiler.errors import BadInput, Rejected
 
 if TYPE_CHECKING:
@@ -31,9 +40,7 @@ FILES = {"torch": "torch's CSV", "Primus": "Primus's table"}
 @click.command()
 @click.argument("schedule_path", metavar="[SCHEDULE]", type=click.Path(path_type=Path), default=SCHEDULE)
 @click.option("--to", "kind", type=click.Choice(list(ENDINGS)), required=True)
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="[default: the schedule's name with a new ending]"
-)
+@click.option("-o", "--output", type=Output(), help="[default: the schedule's name with a new ending]")
 @click.option("--drop-memory-ops", is_flag=True, help="torch, Primus: leave out offloads, reloads and recomputes.")
 @click.option("--profile", "profile_path", type=click.Path(path_type=Path), help="torchtitan, Megatron: layer names.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -53,11 +60,11 @@ def export(
     Example: optpipe export schedule.json --to chrome-trace
     """
     from optpipe_compiler.documents import ir
-    from optpipe_compiler.documents.files import check_writable, is_special
+    from optpipe_compiler.documents.files import is_special
 
     refuse_png(output)
     path = output or _default(schedule_path, kind)
-    check_writable(path)
+    check_outputs(path, as_json=as_json)
     checked = _checked(ir.load(schedule_path), schedule_path)
     tool = TOOLS.get(kind)
     if tool is not None:

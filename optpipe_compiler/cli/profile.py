@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 import msgspec
 
-from optpipe_compiler.cli.common import PROFILE, complete_gpus, complete_models, console, note, say, say_json, write
+from optpipe_compiler.cli.common import (
+    PROFILE,
+    Output,
+    check_outputs,
+    complete_gpus,
+    complete_models,
+    console,
+    is_stdout,
+    note,
+    say,
+    say_json,
+    write,
+)
 from optpipe_compiler.cli.estimate import (
     ESTIMATED,
     chosen,
@@ -87,9 +99,7 @@ FROM_RUN = Path("measured.json")
 @click.option("--list-gpus", is_flag=True, help="Print the known GPUs.")
 @click.option("--list-models", is_flag=True, help="Print the known models.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option(
-    "-o", "--output", type=click.Path(path_type=Path), help="[default: profile.json; from a run: measured.json]"
-)
+@click.option("-o", "--output", type=Output(), help="[default: profile.json; from a run: measured.json]")
 @click.pass_context
 def profile(
     context: click.Context, /, output: Path | None, list_gpus: bool, list_models: bool, as_json: bool, **options: Any
@@ -134,7 +144,7 @@ def _finish(record: Profile, output: Path, shown: Callable[[], RenderableType], 
         about = {"profile": str(output), "name": record.name, "digest": record.digest(), "noisy": found}
         click.echo(msgspec.json.encode(about))
     else:
-        console().print(shown())
+        console(stderr=is_stdout(output)).print(shown())
 
 
 def _list(*, gpus: bool, models: bool, as_json: bool) -> None:
@@ -156,7 +166,6 @@ def _list(*, gpus: bool, models: bool, as_json: bool) -> None:
 
 def _estimate(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
     from optpipe_compiler.costs import gpus, models
-    from optpipe_compiler.documents.files import check_writable
     from optpipe_compiler.view.estimated import render
     from optpipe_torch.estimates.estimate import assumptions, estimate
 
@@ -168,7 +177,7 @@ def _estimate(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
     if given.get("dtype") == "fp32":
         raise BadInput("--dtype is fp32, expected bf16 or fp16 where there is --gpu: data sheets are read for these")
     options = chosen(given, models.load(given["model"]), gpus.load(given.get("gpu", "")))
-    check_writable(output)
+    check_outputs(output, as_json=as_json)
     record = estimate(options)
     _finish(record, output, lambda: render(record, str(output), assumptions(options)), as_json=as_json)
 
@@ -176,14 +185,13 @@ def _estimate(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
 def _from_run(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
     from optpipe_compiler.costs.from_run import profile_from_run, read_run
     from optpipe_compiler.documents import profile as profiles
-    from optpipe_compiler.documents.files import check_writable
     from optpipe_compiler.view.from_run import render
 
     refuse(given, {"from_run", "profile"}, "--from-run takes from the run; expected only --profile and -o")
     base_path = given.get("profile", PROFILE)
     if output.resolve() == base_path.resolve():
         raise BadInput(f"-o {output} is the profile of the run itself, expected another file")
-    check_writable(output)
+    check_outputs(output, as_json=as_json)
     base = profiles.load(base_path)
     found = profile_from_run(base, str(base_path), read_run(given["from_run"]))
     for said in found.notes:
@@ -274,12 +282,11 @@ def _measure(
 
 
 def _run_measure(output: Path, options: MeasureOptions, *, as_json: bool) -> None:
-    from optpipe_compiler.documents.files import check_writable
     from optpipe_compiler.view.measured import MeasureBar, render
     from optpipe_torch.launch.job import gpu_count, place_from_environment
     from optpipe_torch.profiler.measure import measure, measure_in_group
 
-    check_writable(output)
+    check_outputs(output, as_json=as_json)
     place = place_from_environment()
     if place is not None and place.rank > 0:
         measure_in_group(options, lambda what, part: None)
@@ -341,7 +348,7 @@ def _uniform_option(name: str, default: Any, help: str) -> Callable[[Any], Any]:
 @_uniform_option("--kv-fraction", 0.0, "Share of the activation that later slices read: keys and values.")
 @_uniform_option("--slice-overhead-ms", 0.0, "Added to F, I and W of every slice.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=PROFILE, show_default=True)
+@click.option("-o", "--output", type=Output(), default=PROFILE, show_default=True)
 def uniform(
     output: Path,
     as_json: bool,
@@ -363,6 +370,7 @@ def uniform(
         uniform_profile,
     )
 
+    check_outputs(output, as_json=as_json)
     record = uniform_profile(
         UniformOptions(
             embedding_ms=parse_triple(embedding_ms, "--embedding-ms") if embedding_ms else None,
@@ -377,4 +385,4 @@ def uniform(
     if as_json:
         say_json({"profile": str(output), "name": record.name, "digest": record.digest(), "noisy": []})
         return
-    say(f"{output}: {record.machine.devices} devices, {layers} layers, all numbers manual")
+    say(f"{output}: {record.machine.devices} devices, {layers} layers, all numbers manual", err=is_stdout(output))

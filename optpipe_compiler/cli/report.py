@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from optpipe_compiler.cli.common import SCHEDULE, console, say, say_json
+from optpipe_compiler.cli.common import SCHEDULE, Output, check_outputs, console, is_stdout, say, say_json
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ BASELINE_KINDS: tuple[BaselineKind, ...] = ("paper", "stock", "composition")
     type=click.Path(path_type=Path),
     help="A measured trace: of run --trace, or of torch's profiler (one per rank: repeat the option).",
 )
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("report.html"), show_default=True)
+@click.option("-o", "--output", type=Output(), default=Path("report.html"), show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def report(
     schedule_path: Path,
@@ -55,12 +55,12 @@ def report(
     Example: optpipe report schedule.json --profile profile.json -o report.html
     """
     from optpipe_compiler.documents import ir
-    from optpipe_compiler.documents.files import check_writable, write_atomically
+    from optpipe_compiler.documents.files import write_atomically
     from optpipe_compiler.view.progress import StatusLine
     from optpipe_compiler.view.report import render
     from optpipe_compiler.view.report.trace import measured, swaps
 
-    check_writable(output)
+    check_outputs(output, as_json=as_json)
     schedule = ir.load(schedule_path)
     if wanted and profile_path is None:
         raise BadInput("--baseline needs the costs to time it with, expected --profile profile.json")
@@ -73,7 +73,7 @@ def report(
     if as_json:
         say_json({"schedule": str(schedule_path), "report": str(output)})
     else:
-        say(f"wrote {output}")
+        say(f"wrote {output}", err=is_stdout(output))
 
 
 def _baselines(

@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from optpipe_compiler.cli.common import PROFILE, SCHEDULE, Positive, console, say_json
+from optpipe_compiler.cli.common import PROFILE, SCHEDULE, Output, Positive, check_outputs, console, is_stdout, say_json
 from optpipe_compiler.errors import BadInput, MissingDependency, Rejected
 
 
@@ -37,7 +37,7 @@ from optpipe_compiler.errors import BadInput, MissingDependency, Rejected
 @click.option(
     "--trace",
     "trace_path",
-    type=click.Path(path_type=Path),
+    type=Output(),
     help="Write a Chrome trace of all ranks, forecast beside measured (Perfetto, optpipe report --trace).",
 )
 @click.option("--rank", type=click.IntRange(min=0), help="With --emulate-peers: the device to replay.")
@@ -69,13 +69,11 @@ from optpipe_compiler.errors import BadInput, MissingDependency, Rejected
     metavar="SECONDS",
     help="With --replan: the time limit of a search; those that find nothing double it.",
 )
-@click.option(
-    "--save", "save_path", type=click.Path(path_type=Path), help="With --replan: where the last schedule goes."
-)
+@click.option("--save", "save_path", type=Output(), help="With --replan: where the last schedule goes.")
 @click.option(
     "--save-profile",
     "save_costs_path",
-    type=click.Path(path_type=Path),
+    type=Output(),
     help="With --replan: where the profile of that schedule goes; the next run with --replan needs both.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -102,7 +100,7 @@ def run(
     if importlib.util.find_spec("torch") is None:
         raise MissingDependency("run needs torch: pip install 'optpipe[runtime]'")
     from optpipe_compiler.documents import ir
-    from optpipe_compiler.documents.files import check_writable, write_atomically
+    from optpipe_compiler.documents.files import write_atomically
     from optpipe_compiler.view.replay import ReplayBar, note, render
     from optpipe_torch.launch.run import run as replay
     from optpipe_torch.models.text import default_path
@@ -119,8 +117,7 @@ def run(
     if any(saved.values()) and not options["replan"]:
         raise BadInput("--save and --save-profile write what --replan ends with, expected --replan")
     _only_with_replan(options["replan"])
-    for path in filter(None, (trace_path, *saved.values())):
-        check_writable(path)
+    check_outputs(trace_path, *saved.values(), as_json=as_json)
     replanning = _replanning(schedule, schedule_path, emulated, **{name: options.pop(name) for name in REPLANNING})
     with ReplayBar(console(stderr=True), schedule, options["steps"]) as bar:
 
@@ -144,7 +141,8 @@ def run(
     if as_json:
         say_json({**msgspec.to_builtins(report), "losses": report.losses})
     else:
-        console().print(render(report))
+        is_printed = any(map(is_stdout, (trace_path, *saved.values())))
+        console(stderr=is_printed).print(render(report))
     if (slow := note(report, schedule_path, trace_path)) is not None:
         click.echo(f"optpipe: {slow}", err=True)
     if report.check is not None and not report.check.ok:

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from optpipe_compiler.cli.common import SCHEDULE, console, plan_json, refuse_png, say, say_json
+from optpipe_compiler.cli.common import (
+    SCHEDULE,
+    Output,
+    check_outputs,
+    console,
+    is_stdout,
+    plan_json,
+    refuse_png,
+    say,
+    say_json,
+)
 from optpipe_compiler.documents.units import parse_ns, show_ns
 from optpipe_compiler.errors import BadInput
 
@@ -21,7 +31,7 @@ if TYPE_CHECKING:
 @click.option("--from", "begin", metavar="TIME", help="Zoom: start at a time such as 12.5ms.")
 @click.option("--to", "end", metavar="TIME", help="Zoom: end at a time such as 2s.")
 @click.option("--width", type=click.IntRange(min=40), help="Columns of text [default: the window's].")
-@click.option("--svg", type=click.Path(path_type=Path), help="Write the chart as a picture instead.")
+@click.option("--svg", type=Output(), help="Write the chart as a picture instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def show(
     schedule_path: Path,
@@ -44,6 +54,7 @@ def show(
     from optpipe_compiler.view.summary import summary
 
     refuse_png(svg)
+    check_outputs(svg, as_json=as_json)
     schedule = ir.load(schedule_path)
     for device in devices:
         if device not in range(len(schedule.devices)):
@@ -55,7 +66,7 @@ def show(
         if as_json:
             say_json({"schedule": str(schedule_path), "svg": str(svg)})
         else:
-            say(f"wrote {svg}")
+            say(f"wrote {svg}", err=is_stdout(svg))
         return
     analysis = analyse(schedule)
     if as_json:

@@ -10,11 +10,14 @@ import msgspec
 
 from optpipe_compiler.cli.common import (
     PROFILE,
+    Output,
     Size,
     cache_option,
+    check_outputs,
     complete_gpus,
     complete_models,
     console,
+    is_stdout,
     jobs_option,
     note,
     refuse_png,
@@ -22,6 +25,7 @@ from optpipe_compiler.cli.common import (
     say_json,
     units_of,
     units_options,
+    write,
 )
 from optpipe_compiler.cli.estimate import (
     ESTIMATED,
@@ -77,9 +81,9 @@ FOR_ESTIMATES = (
 @click.option("--loss", default="2%", show_default=True, help="What may be lost in the answers.")
 @jobs_option
 @cache_option
-@click.option("--svg", type=click.Path(path_type=Path), help="Draw the picture, too.")
+@click.option("--svg", type=Output(), help="Draw the picture, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("sweep.json"), show_default=True)
+@click.option("-o", "--output", type=Output(), default=Path("sweep.json"), show_default=True)
 def sweep(
     profile_path: Path | None,
     mems: str,
@@ -101,7 +105,7 @@ def sweep(
     Example: optpipe sweep profile.json --mem 10GB:80GB:8 --microbatches 16,32 --svg sweep.svg
     """
     from optpipe_compiler import compiler
-    from optpipe_compiler.documents.files import check_writable, write_atomically
+    from optpipe_compiler.documents.files import write_atomically
     from optpipe_compiler.study import sweep as study
     from optpipe_compiler.view import frontier_svg
 
@@ -113,8 +117,7 @@ def sweep(
         study.parse_counts(options["devices"], "--devices") or ((ESTIMATED["devices"],) if given else ()),
     )
     refuse_png(svg)
-    for path in filter(None, (output, svg)):
-        check_writable(path)
+    check_outputs(output, svg, as_json=as_json)
     costs = _costs(profile_path, given)
     common = compiler.Options(
         mem_bytes=0,
@@ -125,17 +128,20 @@ def sweep(
         split=not options["no_split"],
         **units_of(options["slices"], options["lengths"]),
     )
-    found = study.begin(output, costs, common)
+    found = study.begin(_kept(output), costs, common)
     todo = study.missing(found, costs, common, grid, cached=cached)
     found, left = _plan(output, found, todo, jobs)
+    if _kept(output) is None:
+        write(output, found)
     if svg is not None:
         write_atomically(svg, frontier_svg.render(found))
     if as_json:
         say_json(_report(found, left, tolerance))
     else:
-        _show(found, tolerance)
-        click.echo()
-        say("wrote " + " and ".join(str(path) for path in (output, svg) if path is not None))
+        is_printed = is_stdout(output) or is_stdout(svg)
+        _show(found, tolerance, stderr=is_printed)
+        click.echo(err=is_printed)
+        say("wrote " + " and ".join(str(path) for path in (output, svg) if path is not None), err=is_printed)
     if left:
         points = "1 point is" if left == 1 else f"{left} points are"
         note(f"interrupted: {points} left; the same command continues")
@@ -201,7 +207,7 @@ def _plan(output: Path, found: Sweep, todo: list[Instance], jobs: int) -> tuple[
     done, left = len(found.points), len(todo)
     with SweepBar(console(stderr=True), done, done + left) as bar:
         try:
-            for point, now in run(output, found, todo, jobs):
+            for point, now in run(_kept(output), found, todo, jobs):
                 found, left = now, left - 1
                 bar.update(point)
         except KeyboardInterrupt:
@@ -210,10 +216,15 @@ def _plan(output: Path, found: Sweep, todo: list[Instance], jobs: int) -> tuple[
     return found, left
 
 
-def _show(found: Sweep, tolerance: float) -> None:
+def _kept(output: Path) -> Path | None:
+    """Return the file that holds each point when it is found; what is printed is so once, at the end."""
+    return None if is_stdout(output) else output
+
+
+def _show(found: Sweep, tolerance: float, *, stderr: bool) -> None:
     from optpipe_compiler.view import sweep as view
 
-    out = console()
+    out = console(stderr=stderr)
     out.print(view.table(found, out.width))
     out.print()
     for sentence in view.sentences(found, tolerance):

@@ -26,6 +26,11 @@ class Infeasible(OptPipeError):
 
     exit_code = 3
 
+    def __init__(self, text: str, least_mem_bytes: int | None = None) -> None:
+        super().__init__(text)
+        self.least_mem_bytes = least_mem_bytes
+        """The smallest cap that would do; None where it is not known."""
+
 
 class NotFound(OptPipeError):
     """The time limit ended before any schedule was found; the instance may still be feasible."""

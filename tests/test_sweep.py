@@ -358,6 +358,21 @@ def test_a_sweep_plans_its_grid_in_processes_and_writes_file_and_picture(run):  
     ElementTree.fromstring(Path("sweep.svg").read_text())
 
 
+def test_where_nothing_fits_the_least_memory_is_said_and_the_end_is_that_of_compile(run):  # noqa: F811
+    sizes = ("--microbatches", "3,4", "--time-limit", "0")
+    outcome = run("sweep", "--mem", "0.1GB,0.2GB", *sizes)
+    least = "the smallest --mem that would do is 1000000000 (1.00 GB (0.93 GiB))"
+    assert (outcome.code, outcome.err.splitlines()[-1]) == (3, f"optpipe: nothing fits any of the 4 points; {least}")
+    said = " ".join(outcome.out.split())
+    assert f"With 2 devices and 3 or 4 microbatches nothing fits; {least}. wrote sweep.json" in said
+    again = run("sweep", "--mem", "0.1GB,0.2GB", *sizes, "--json")
+    assert again.code == 3
+    assert [one["mem_bytes"] for one in json.loads(again.out)["least_memory"]] == [GB] * 2
+    assert run("compile", "--mem", "999999999B", *sizes[2:]).code == 3
+    assert run("compile", "--mem", "1GB", *sizes[2:]).code == 0
+    assert run("sweep", "--mem", "1GB", *sizes).code == 0
+
+
 def test_the_same_sweep_again_plans_nothing_and_says_the_same(run, here):  # noqa: F811
     first = run("sweep", *GRID)
     assert (first.code, len(here)) == (0, 6)

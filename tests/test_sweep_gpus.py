@@ -207,7 +207,7 @@ def test_a_file_of_before_there_were_gpus_is_continued_but_not_with_gpus(tiny, h
     sentence = refused(tiny("sweep", *BOTH, *MEM, *GRID), 2)
     assert sentence.endswith(", expected one of tiny on GPUs; name another file with -o, or delete this one")
     assert tiny("sweep", *grid, "--mem", "3GB").code == 0
-    assert json.loads(Path("sweep.json").read_text())["revision"] == 3
+    assert json.loads(Path("sweep.json").read_text())["revision"] == 4
 
 
 @pytest.mark.parametrize(

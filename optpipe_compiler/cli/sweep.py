@@ -35,7 +35,7 @@ from optpipe_compiler.cli.estimate import (
     granularity_option,
     refuse,
 )
-from optpipe_compiler.errors import BadInput
+from optpipe_compiler.errors import BadInput, Infeasible, NotFound
 
 if TYPE_CHECKING:
     from optpipe_compiler.study.planned import Instance
@@ -145,6 +145,8 @@ def sweep(
     if left:
         points = "1 point is" if left == 1 else f"{left} points are"
         note(f"interrupted: {points} left; the same command continues")
+    else:
+        _refuse_nothing(found)
 
 
 def _costs(profile_path: Path | None, given: dict[str, Any]) -> SweptCosts:
@@ -214,6 +216,23 @@ def _plan(output: Path, found: Sweep, todo: list[Instance], jobs: int) -> tuple[
             if not found.points:
                 raise
     return found, left
+
+
+def _refuse_nothing(found: Sweep) -> None:
+    """Raise what `compile` would where no point has a plan."""
+    from optpipe_compiler.study.frontier import least_memory
+    from optpipe_compiler.view.sweep import exactly
+
+    points = found.points
+    if any(point.makespan_ns is not None for point in points):
+        return
+    where = "the one point" if len(points) == 1 else f"any of the {len(points)} points"
+    if any(point.outcome == "not found" for point in points):
+        raise NotFound(f"no schedule was found within the time limit for {where}")
+    least = min(least_memory(points), key=lambda one: one.mem_bytes, default=None)
+    if least is not None:
+        raise Infeasible(f"nothing fits {where}; the smallest --mem that would do is {exactly(least.mem_bytes)}")
+    raise Infeasible(f"nothing fits {where}; of the last: {points[-1].reason}")
 
 
 def _kept(output: Path) -> Path | None:

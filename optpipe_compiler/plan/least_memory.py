@@ -86,7 +86,8 @@ class LeastMemory:
         if least is not None:
             self._refusal = Infeasible(
                 f"no schedule of slices or unequal lengths was found that fits --mem {show_bytes(cap)}: one microbatch "
-                f"at a time needs {least} bytes ({show_bytes(least)}) per device; raise --mem"
+                f"at a time needs {least} bytes ({show_bytes(least)}) per device; raise --mem",
+                least,
             )
         best: tuple[int, int, int, Attempt] | None = None
         whole = [(n, attempt) for n, attempt in every if attempt.problem.slicing is None]
@@ -172,5 +173,6 @@ def _refusal(needed: int, device: int, attempt: Attempt, caps: Caps) -> Infeasib
     return Infeasible(
         f"no schedule fits --mem {show_bytes(cap)}{host}: device {named} is {needed - cap} bytes "
         f"({show_bytes(needed - cap)}) short; the smallest --mem that would do is {needed} "
-        f"({show_bytes(needed)}; {place})"
+        f"({show_bytes(needed)}; {place})",
+        needed,
     )

@@ -41,6 +41,8 @@ class Point(Record, frozen=True, kw_only=True, omit_defaults=False):
     """Whether more time is unlikely to give a much better schedule; None in files of revision 1."""
     slices: Positive | None = None
     """Of every microbatch in this schedule; None without one, and in files of revision 2."""
+    least_mem_bytes: Count | None = None
+    """Where nothing fits: the smallest cap that would do, if it is known; None in files of revision 3."""
 
     @property
     def line(self) -> tuple[str | None, int, int]:
@@ -100,6 +102,7 @@ def _carried(point: Point, before: Point) -> Point:
         method=before.method,
         carried_from_bytes=before.carried_from_bytes or before.mem_bytes,
         reason="",
+        least_mem_bytes=None,
         finished=before.finished,
         slices=before.slices,
     )
@@ -181,6 +184,16 @@ class BestGpu:
 
 
 @dataclass(frozen=True)
+class LeastCap:
+    """The smallest cap that would do for a line of which nothing fits any."""
+
+    devices: int
+    microbatches: int
+    mem_bytes: int
+    gpu: str | None = None
+
+
+@dataclass(frozen=True)
 class Answers:
     """All that follows from a sweep."""
 
@@ -188,6 +201,7 @@ class Answers:
     enough_microbatches: list[EnoughMicrobatches]
     best_devices: list[BestDevices]
     best_gpus: list[BestGpu]
+    least_memory: list[LeastCap]
 
 
 def answer(points: Sequence[Point], tolerance: float) -> Answers:
@@ -198,7 +212,18 @@ def answer(points: Sequence[Point], tolerance: float) -> Answers:
         enough_microbatches(possible, tolerance),
         best_devices(possible),
         best_gpus(possible),
+        least_memory(possible),
     )
+
+
+def least_memory(points: Sequence[Point]) -> list[LeastCap]:
+    """Answer for every line of which no cap has a schedule."""
+    found = []
+    for line in lines(points):
+        known = [point.least_mem_bytes for point in line if point.least_mem_bytes is not None]
+        if known and not any(point.throughput for point in line):
+            found.append(LeastCap(line[0].devices, line[0].microbatches, min(known), line[0].gpu))
+    return found
 
 
 def cheapest_memory(points: Sequence[Point], tolerance: float) -> list[CheapestMemory]:

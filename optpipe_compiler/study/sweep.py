@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 FORMAT = "optpipe-sweep"
 VERSION = 1
-REVISION = 3
-"""1: GPUs. 2: whether a point is finished. 3: slices, and lengths of microbatches."""
+REVISION = 4
+"""1: GPUs. 2: whether a point is finished. 3: slices, and lengths of microbatches. 4: the least memory that
+would do."""
 
 BEFORE = {"slices": 1, "lengths": None}
 """What files of earlier revisions were planned with and do not say."""
@@ -231,6 +232,7 @@ def _point(instance: Instance, planned: Planned) -> Point:
         peak_bytes=planned.peak_bytes,
         method=planned.method,
         reason=planned.reason,
+        least_mem_bytes=planned.least_mem_bytes,
         finished=planned.finished,
         slices=None if planned.schedule is None else planned.schedule.schedule.setup.slices,
     )

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.table import Table
 from rich.text import Text
 
-from optpipe_compiler.documents.units import printable, short_bytes, show_ns
+from optpipe_compiler.documents.units import printable, short_bytes, show_bytes, show_ns
 from optpipe_compiler.view.bar import Bar, description_column
 
 if TYPE_CHECKING:
@@ -18,7 +18,14 @@ if TYPE_CHECKING:
 
     from rich.console import Console, RenderableType
 
-    from optpipe_compiler.study.frontier import BestDevices, BestGpu, CheapestMemory, EnoughMicrobatches, Point
+    from optpipe_compiler.study.frontier import (
+        BestDevices,
+        BestGpu,
+        CheapestMemory,
+        EnoughMicrobatches,
+        LeastCap,
+        Point,
+    )
     from optpipe_compiler.study.sweep import Sweep
 
 BEYOND = "more than the GPU has"
@@ -153,11 +160,27 @@ def sentences(sweep: Sweep, tolerance: float) -> Iterator[str]:
     from optpipe_compiler.study.frontier import answer
 
     answers = answer(sweep.points, tolerance)
+    yield from least_sentences(answers.least_memory)
     yield from memory_sentences(answers.cheapest_memory, tolerance)
     yield from microbatch_sentences(answers.enough_microbatches, tolerance)
     yield from device_sentences(answers.best_devices, sweep.tokens_per_microbatch)
     yield from gpu_sentences(answers.best_gpus, sweep.tokens_per_microbatch)
     yield from notes(sweep)
+
+
+def least_sentences(found: Sequence[LeastCap]) -> Iterator[str]:
+    """Yield what memory would do where nothing fits, lines with the same answer in one sentence."""
+    groups: dict[tuple[str, int], list[str]] = {}
+    for one in found:
+        groups.setdefault((_devices(one.devices, one.gpu), one.mem_bytes), []).append(str(one.microbatches))
+    for (devices, needed), numbers in groups.items():
+        count = f"{' or '.join(numbers)} {'microbatch' if numbers == ['1'] else 'microbatches'}"
+        yield f"With {devices} and {count} nothing fits; the smallest --mem that would do is {exactly(needed)}."
+
+
+def exactly(size: int) -> str:
+    """Return bytes that can be pasted, and in units."""
+    return f"{size} ({show_bytes(size)})"
 
 
 def memory_sentences(found: Sequence[CheapestMemory], tolerance: float) -> Iterator[str]:

@@ -289,6 +289,152 @@ def test_a_file_without_any_op_is_compared_too():
     assert "largest promised peak  0 B -> 1.00 GB" in words(empty, build(Shape((0, 1))))
 
 
+# -- every field --------------------------------------------------------------------------------------------------
+
+
+def listed(value):
+    """A value with lists for tuples, so that each part of it can be changed."""
+    if isinstance(value, dict):
+        return {key: listed(part) for key, part in value.items()}
+    return [listed(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def leaves(value, path=()):
+    """The paths of all that is no list and no object."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        yield path
+    for key, part in items or ():
+        yield from leaves(part, (*path, key))
+
+
+OTHER = {"optimal": "feasible", "feasible": "optimal", "makespan": "span", "paper": "stock", "stock": "paper",
+         "composition": "stock"}  # fmt: skip
+
+
+def another(value):
+    if isinstance(value, bool):
+        return not value
+    return OTHER.get(value, value + "x") if isinstance(value, str) else 7 if value is None else value + 1
+
+
+def offloads(stage, unit):
+    return [("offload", 2, 3), ("recompute", 3, 4)] if stage == 1 else []
+
+
+def planned() -> ir.Schedule:
+    profile = uniform_profile(UniformOptions(devices=2, shared_links="pairs"))
+    return compile_schedule(profile, Options(3 * 10**9, 4, placement="loop", time_limit_s=0)).schedule
+
+
+SCHEDULES = {
+    "planned": planned,
+    "with memory ops": lambda: build(Shape(LOOP, ranges=offloads)),
+    "of lengths": lambda: build(Shape((0, 1), microbatches=4, tokens=6, cuts=((0, 6), (0, 4)))),
+    "of slices": lambda: build(Shape(LOOP, microbatches=2, tokens=6, cuts=((0, 2, 6),))),
+}
+MEANT = {
+    ("setup",): "setup",
+    ("stages",): "stages",
+    ("devices", "compute"): "order",
+    ("devices", "peer"): "ends of messages",
+    ("devices", "after"): "waits",
+    ("devices", "_bytes"): "promises",
+    ("devices", "deliveries"): "only the known deliveries changed",
+    ("forecast", "_ns"): "only the timing changed",
+    ("forecast", "bubble"): "only the timing changed",
+    ("forecast", "links"): "only the timing changed",
+    ("forecast", "baselines"): "only the baselines changed",
+    ("forecast", "bound"): "only the bound changed",
+    ("forecast", "outcome"): "only the bound changed",
+    ("forecast", "method"): "only the method changed",
+    ("provenance",): "only the origin changed",
+}
+"""What the verdict says of fields whose path has these words, the last that applies."""
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_change_of_any_one_field_is_told_and_called_what_it_is(name):
+    """Of fields in lists the last is changed; what is no schedule any more, or is sealed anew, is left out."""
+    old = SCHEDULES[name]()
+    plain = listed(msgspec.to_builtins(old))
+    paths = {tuple("#" if isinstance(key, int) else key for key in path): path for path in leaves(plain)}
+    told = 0
+    for fields, path in paths.items():
+        if fields[-1] in ("format", "version", "revision", "digest", "op", "lane") or "shape_of" in fields:
+            continue
+        new = listed(plain)
+        *way, last = path
+        place = new
+        for key in way:
+            place = place[key]
+        place[last] = another(place[last])
+        try:
+            changed_one = ir.seal(msgspec.convert(new, ir.Schedule))
+        except msgspec.ValidationError:
+            continue
+        text = words(old, changed_one)
+        assert len(text.splitlines()) > 2 or fields[-1] in ("stage", "shape", "slice", "device"), (path, text)
+        written = ".".join(map(str, path))
+        wanted = [said for parts, said in MEANT.items() if parts[0] == path[0] and all(one in written for one in parts)]
+        if wanted and fields[-1] not in ("stage", "shape", "slice", "device"):
+            assert wanted[-1] in text.splitlines()[0], (path, text)
+            told += 1
+    assert told > 40
+
+
+def test_costs_that_move_between_stages_are_told_by_stage():
+    old = build(Shape(LOOP))
+
+    def moved(plain):
+        for stage, change in ((0, 3), (1, -3)):
+            plain["forecast"]["stages"][stage]["forward_ns"] += change
+
+    had = [cost.forward_ns for cost in old.forecast.stages]
+    assert compare(old, changed(old, moved)).costs == [
+        Change("forward_ns", had[0], had[0] + 3, "stage 0"),
+        Change("forward_ns", had[1], had[1] - 3, "stage 1"),
+    ]
+
+
+def test_bytes_that_move_between_layers_are_told_by_layer():
+    old = build(Shape(LOOP))
+
+    def moved(plain):
+        saved = plain["stages"][1]["saved_bytes"]
+        saved[0], saved[1] = saved[0] + 2, saved[1] - 2
+
+    first, second = old.stages[1].saved_bytes
+    assert compare(old, changed(old, moved)).stages == [
+        Change("saved_bytes", first, first + 2, "stage 1, layer 2"),
+        Change("saved_bytes", second, second - 2, "stage 1, layer 3"),
+    ]
+
+
+def test_lengths_are_told_as_lengths_in_their_order():
+    old, new = (
+        build(Shape((0, 1), microbatches=4, tokens=6, cuts=cuts)) for cuts in (((0, 6), (0, 4)), ((0, 4), (0, 6)))
+    )
+    assert compare(old, new).setup[0] == Change("lengths of microbatches", "6, 4, 6, 4", "4, 6, 4, 6")
+
+
+def test_another_baseline_alone_is_no_timing():
+    old = planned()
+    names = list(old.forecast.baselines)
+
+    def other(plain):
+        plain["forecast"]["baselines"][names[0]]["makespan_ns"] = 5
+        del plain["forecast"]["baselines"][names[1]]
+
+    had = old.forecast.baselines[names[0]].makespan_ns
+    difference = compare(old, changed(old, other))
+    assert difference.baselines == [
+        Change("makespan_ns", had, 5, names[0]),
+        Change("is compared with", "yes", "no", names[1]),
+    ]
+    assert verdict(difference).startswith("only the baselines changed")
+
+
 # -- the command --------------------------------------------------------------------------------------------------
 
 

@@ -152,7 +152,7 @@ def facts_of(schedule: ir.Schedule) -> Facts:
 def test_a_difference_of_slices_is_said(sliced, packed):
     found = {change.name: (change.old, change.new) for change in differences(sliced.schedule, packed.schedule).setup}
     assert found["slices"] == (4, 2)
-    assert found["tokens of slices"][0].startswith("6 of 0-")
+    assert found["ends of slices"][0].startswith("6 x 0-")
 
 
 # -- sweeps, bounds, plans that are kept

@@ -7,11 +7,13 @@ from collections import Counter, defaultdict
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.diff.records import DifferentWaits, Moved, Regrouped
+import msgspec
+
+from optpipe_compiler.diff.records import Change, DifferentWaits, Moved, Regrouped, Retimed
 from optpipe_compiler.documents import ir
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from optpipe_compiler.diff.records import Unit
 
@@ -97,8 +99,52 @@ def _groups(schedule: ir.Schedule, *, by_slice: bool) -> dict[tuple[str, int, ir
 def waits(old: ir.Schedule, new: ir.Schedule) -> list[DifferentWaits]:
     """Return the devices whose ops wait for others."""
 
-    def of(device: ir.Device) -> set[tuple[str, str]]:
-        return {(op.id, name) for lane in _lanes(device).values() for op in lane for name in op.after}
+    def of(device: ir.Device) -> Counter[tuple[str, str]]:
+        return Counter((op.id, name) for lane in _lanes(device).values() for op in lane for name in op.after)
 
+    return _by_device(old, new, of)
+
+
+def deliveries(old: ir.Schedule, new: ir.Schedule) -> list[DifferentWaits]:
+    """Return the devices that know other deliveries."""
+
+    def of(device: ir.Device) -> Counter[tuple[str, str]]:
+        noted = [] if isinstance(device.deliveries, msgspec.UnsetType) else device.deliveries
+        return Counter((one.before, send) for one in noted for send in one.sends)
+
+    return _by_device(old, new, of)
+
+
+def _by_device(
+    old: ir.Schedule, new: ir.Schedule, of: Callable[[ir.Device], Counter[tuple[str, str]]]
+) -> list[DifferentWaits]:
     pairs = [(before.device, of(before), of(after)) for before, after in zip(old.devices, new.devices, strict=False)]
-    return [DifferentWaits(device, len(has - had), len(had - has)) for device, had, has in pairs if had != has]
+    return [
+        DifferentWaits(device, (has - had).total(), (had - has).total()) for device, had, has in pairs if had != has
+    ]
+
+
+def peers(old: ir.Schedule, new: ir.Schedule) -> list[Change]:
+    """Return the messages that have another device at their other end."""
+
+    def of(schedule: ir.Schedule) -> dict[str, int]:
+        return {op.id: op.peer for op in _ops(schedule) if isinstance(op, ir.MessageOp)}
+
+    before, after = of(old), of(new)
+    return [Change("device", before[op], after[op], op) for op in before if after.get(op, before[op]) != before[op]]
+
+
+def retimed(old: ir.Schedule, new: ir.Schedule) -> list[Retimed]:
+    """Return how many ops of each lane are forecast for other times."""
+
+    def of(schedule: ir.Schedule) -> dict[tuple[int, str, str], tuple[int, int]]:
+        found: dict[tuple[int, str, str], tuple[int, int]] = {}
+        for lane in schedule.forecast.times:
+            planned = schedule.devices[lane.device].lanes[lane.lane] if lane.device < len(schedule.devices) else ()
+            for op, *times in zip(planned, lane.start_ns, lane.end_ns, strict=False):  # diff reads what verify rejects
+                found[lane.device, lane.lane, op.id] = (times[0], times[1])
+        return found
+
+    before, after = of(old), of(new)
+    found = Counter(key[:2] for key, times in before.items() if after.get(key, times) != times)
+    return [Retimed(device, lane, count) for (device, lane), count in found.items()]

@@ -59,11 +59,20 @@ class Regrouped:
 
 @dataclass(frozen=True)
 class DifferentWaits:
-    """DifferentWaits of the ops of one device that only one of the schedules has."""
+    """How many waits, or known deliveries, of the ops of one device only one of the schedules has."""
 
     device: int
     added: int
     removed: int
+
+
+@dataclass(frozen=True)
+class Retimed:
+    """How many ops of a lane are forecast for other times."""
+
+    device: int
+    lane: str
+    ops: int
 
 
 @dataclass(frozen=True)
@@ -79,12 +88,18 @@ class Difference:
     moved: list[Moved]
     regrouped: list[Regrouped]
     waits: list[DifferentWaits]
+    peers: list[Change]
+    """Devices that messages go to or come from."""
     promises: list[Change]
     forecast: list[Change]
+    deliveries: list[DifferentWaits]
+    """What follows from order and waits of all devices, and files note (docs/IR.md)."""
+    retimed: list[Retimed]
+    """Ops that both have and that are forecast for other times."""
+    baselines: list[Change]
     costs: list[Change]
-    """Of a microbatch, in the mean, all its slices and all stages together."""
+    """Of a microbatch, in the mean, all its slices and all stages together; by stage where that does not tell all."""
     links: list[Change]
-    """Host links that both have."""
     origin: list[Change]
     identical: bool
     """Nothing at all differs, times of ops included."""

@@ -13,7 +13,7 @@ from optpipe_compiler.documents.units import printable, short_bytes, show_ns
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from optpipe_compiler.diff.records import Change, Difference, DifferentWaits, Moved, Regrouped, Unit, Value
+    from optpipe_compiler.diff.records import Change, Difference, DifferentWaits, Moved, Regrouped, Retimed, Unit, Value
 
 NAMES = {
     "cap_bytes": "memory cap per device",
@@ -28,6 +28,7 @@ NAMES = {
     "lower_bound_ns": "proven bound",
     "bound": "argument of the bound",
     "profile_digest": "profile digest",
+    "op_overhead_ns": "overhead of an op",
     "compute_permille": "thousandths of a copy's time that compute loses",
 }
 """Names that need more than their underscores replaced."""
@@ -44,9 +45,12 @@ def render(difference: Difference, old: str, new: str) -> Text:
         "order": (line for row in difference.moved for line in _moved(row)),
         "memory ops and splits": _regrouped(difference.regrouped),
         "waits": map(_waits, difference.waits),
+        "other ends of messages": _changes(difference.peers),
         "promises": _changes(difference.promises),
-        "forecast": _changes(difference.forecast),
-        "costs of a microbatch, all stages together": _changes(difference.costs),
+        "known deliveries": map(_waits, difference.deliveries),
+        "forecast": [*_changes(difference.forecast), *map(_retimed, difference.retimed)],
+        "baselines": _first(_changes(difference.baselines)),
+        "costs of a microbatch, of all stages together where none is named": _changes(difference.costs),
         "host links": _changes(difference.links),
         "origin": _changes(difference.origin),
     }
@@ -66,15 +70,56 @@ def verdict(difference: Difference) -> str:
     if difference.identical:
         return "no difference"
     if difference.same_contract:
-        return "only the timing changed; setup, order, waits and promises are the same"
+        return f"only the {_beside_contract(difference)} changed; setup, order, waits and promises are the same"
     parts = {
         "setup": difference.setup,
         "stages": difference.stages,
         "order": difference.moved or not difference.comparable,
         "waits": difference.waits,
+        "ends of messages": difference.peers,
         "promises": difference.promises,
     }
-    return "changes " + ", ".join(name for name, found in parts.items() if found)
+    return "changes " + (", ".join(name for name, found in parts.items() if found) or "what `verify` rejects")
+
+
+UNTIMED = {
+    "objective": "objective",
+    "lower_bound_ns": "bound",
+    "bound": "bound",
+    "outcome": "bound",
+    "method": "method",
+}
+"""What the forecast says that is no time of the schedule's."""
+
+
+def _beside_contract(difference: Difference) -> str:
+    """Say which parts differ that no run depends on: the timing alone, where that is among them."""
+    said = [UNTIMED.get(change.name, "timing") for change in difference.forecast]
+    said += ["timing"] * bool(difference.costs or difference.links or difference.retimed)
+    said += ["known deliveries"] * bool(difference.deliveries)
+    said += ["baselines"] * bool(difference.baselines) + ["origin"] * bool(difference.origin)
+    words = list(dict.fromkeys(said))
+    if "timing" in words:
+        return "timing"
+    return (
+        " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
+        or "numbers of records, as `verify` rejects them,"
+    )
+
+
+MOST_BASELINES = 6
+"""Lines of them; `--json` has all."""
+
+
+def _first(lines: Iterable[str]) -> Iterator[str]:
+    every = list(lines)
+    yield from every[:MOST_BASELINES]
+    if len(every) > MOST_BASELINES:
+        yield f"and {len(every) - MOST_BASELINES} more (all are in --json)"
+
+
+def _retimed(row: Retimed) -> str:
+    return f"device {row.device} {row.lane}: {row.ops} {'op' if row.ops == 1 else 'ops'} at other times"
 
 
 def _changes(changes: Sequence[Change]) -> Iterator[str]:
@@ -96,7 +141,15 @@ def _values(change: Change) -> tuple[str, str]:
     rounded = tuple(_rounded(change.name, value) for value in (change.old, change.new))
     if rounded[0] != rounded[1]:
         return rounded[0], rounded[1]
-    unit = " B" if change.name.endswith("_bytes") else " ns" if change.name.endswith("_ns") else ""
+    unit = (
+        " B/s"
+        if change.name.endswith("_bytes_per_s")
+        else " B"
+        if change.name.endswith("_bytes")
+        else " ns"
+        if change.name.endswith("_ns")
+        else ""
+    )
     return f"{change.old}{unit}", f"{change.new}{unit}"
 
 

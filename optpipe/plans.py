@@ -13,7 +13,7 @@ from optpipe_compiler import compiler
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import write_atomically
 from optpipe_compiler.documents.profile import Profile, value_of
-from optpipe_compiler.documents.units import parse_cap
+from optpipe_compiler.documents.units import counted, parse_cap
 from optpipe_compiler.errors import BadInput, Rejected
 from optpipe_compiler.verify import Violated, Violation, check
 from optpipe_compiler.verify import verify as _verify
@@ -229,7 +229,8 @@ class Plan:
         setup = self.schedule.setup
         return (
             f"<Plan by {self.method}: {show_ns(self.makespan_ns)} (bound {show_ns(self.lower_bound_ns)}, "
-            f"{self.outcome}), {setup.devices} devices, {setup.microbatches} microbatches, at most "
+            f"{self.outcome}), {counted(setup.devices, 'device')}, {counted(setup.microbatches, 'microbatch')}, at "
+            "most "
             f"{short_bytes(self.peak_bytes)} of {short_bytes(setup.cap_bytes)}>"
         )
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput
 from runtime_torch.bundles import in_words, with_samples, with_tokens
 from runtime_torch.microbatch import Slice, cut, takes
@@ -215,14 +216,18 @@ class Batches:
         if forward_only and self._announced is not None:
             count = max(1, -(-samples // self._announced))
         if samples < count:
-            raise BadInput(f"a batch has {samples} samples, expected at least one for each of {count} microbatches")
+            raise BadInput(
+                f"a batch has {counted(samples, 'sample')}, expected at least one for each of "
+                f"{counted(count, 'microbatch')}"
+            )
         small, larger = divmod(samples, count)
         sizes = [small + 1] * larger + [small] * (count - larger)
         if self._announced is None:
             self._announced = sizes[0]
         if sizes[0] > self._announced:
             raise BadInput(
-                f"a batch has {samples} samples in {count} microbatches, expected at most {self._announced} in each: "
+                f"a batch has {counted(samples, 'sample')} in {counted(count, 'microbatch')}, expected at most "
+                f"{self._announced} in each: "
                 "the promised memory is for these"
             )
         return sizes
@@ -232,7 +237,9 @@ class Batches:
         count, samples = len(self._sizes), sum(self._sizes)
         own = [size / samples for size in self._sizes] if weights is None else [float(weight) for weight in weights]
         if len(own) != count:
-            raise BadInput(f"step() got {len(own)} weights, expected one for each of {count} microbatches")
+            raise BadInput(
+                f"step() got {counted(len(own), 'weight')}, expected one for each of {counted(count, 'microbatch')}"
+            )
         return self._told(self._ends[1], own)
 
     def _split(self, tensor: Tensor, name: str) -> Sequence[Tensor]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def entered(microbatch: Microbatch) -> Iterator[None]:
 def cut(sizes: Sequence[int], weights: Sequence[float], keywords: Sequence[Keywords] | None) -> list[Microbatch]:
     """Return microbatches of these sizes, with these weights and keyword arguments."""
     if keywords is not None and len(keywords) != len(sizes):
-        raise BadInput(f"step() got keywords for {len(keywords)} microbatches, expected {len(sizes)}")
+        raise BadInput(f"step() got keywords for {counted(len(keywords), 'microbatch')}, expected {len(sizes)}")
     for name, value in (item for one in keywords or () for item in one.items()):
         if isinstance(value, Tensor):
             raise BadInput(f"the keyword argument {name} is a tensor, expected another value: tensors are inputs")

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch.batches import Batches
 from runtime_torch.conform import BYTES_TOLERANCE, agree, prepare
@@ -56,7 +57,10 @@ class Runner:
     ) -> None:
         world = dist.get_world_size(group)
         if world != schedule.setup.devices:
-            raise RunFailed(f"the schedule is for {schedule.setup.devices} devices, but {world} ranks take part")
+            raise RunFailed(
+                f"the schedule is for {counted(schedule.setup.devices, 'device')}, but {counted(world, 'rank')} "
+                "take part"
+            )
         self._batches = Batches(schedule, stages, boundary, group)
         self.schedule = schedule
         self._stages = stages

@@ -10,6 +10,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput
 from runtime_torch.bundles import Bundle, Made, bundled, trace_bundles
 from runtime_torch.execution import StageExecution
@@ -81,7 +82,7 @@ def build_stages(
     are found where all layers are given as modules; what functions make on other ranks nobody can see.
     """
     if isinstance(layers, Sequence) and len(layers) != schedule.setup.layers:
-        raise BadInput(f"the model has {len(layers)} layers, the schedule is for {schedule.setup.layers}")
+        raise BadInput(f"the model has {counted(len(layers), 'layer')}, the schedule is for {schedule.setup.layers}")
     bundles = None
     if inputs:
         if isinstance(layers, Mapping):
@@ -104,7 +105,7 @@ def stages_between(
     """Return what `build_stages` does, where `bundles` (what enters each layer, and leaves the last) are known."""
     mine = schedule.stages_of(rank)
     if not mine:
-        raise BadInput(f"rank {rank} has no stage: the schedule is for {schedule.setup.devices} devices")
+        raise BadInput(f"rank {rank} has no stage: the schedule is for {counted(schedule.setup.devices, 'device')}")
     bundles = _with_tokens(schedule, bundles)
     built = {index: _built(layers[index], index) for stage in mine for index in range(*stage.layers)}
     whole = enumerate(layers) if isinstance(layers, Sequence) else layers.items()
@@ -208,7 +209,8 @@ def _refuse_unsliceable(schedule: ir.Schedule, stage: ir.Stage, layers: Sequence
         if not is_sliceable(layer):
             raise BadInput(
                 f"layer {index} ({type(inner_layer(layer)).__name__}) does not say that it can be sliced, and the "
-                f"schedule has {schedule.setup.slices} slices: expected `forward(..., *, carry)`, or, where it looks "
+                f"schedule has {counted(schedule.setup.slices, 'slice')}: expected `forward(..., *, carry)`, or, "
+                "where it looks "
                 "at each token by itself, `sliceable = True`"
             )
 

@@ -688,3 +688,23 @@ def test_a_command_that_is_terminated_leaves_no_process_and_no_temporary_file(ru
         time.sleep(0.05)
     assert not any(Path(f"/proc/{pid}").exists() for pid in started)
     assert [path.name for path in tmp_path.iterdir()] == ["profile.json"]
+
+
+def test_what_is_one_is_told_in_the_singular(run):
+    one = ("--devices", "1", "--layers-per-device", "1")
+    said = [
+        run("profile", "uniform", *one).out,
+        run("compile", "--mem", "2GB", "--microbatches", "1", "--time-limit", "0").out,
+        run("bounds", "--mem", "2GB", "--microbatches", "1").out,
+        run("compare", "schedule.json", "--profile", "profile.json", "--methods", "1f1b").out,
+        run("sweep", "--mem", "2GB,3GB", "--microbatches", "1", "--time-limit", "0", "-j", "1").out,
+        run("compile", "--mem", "2GB", "--devices", "2").err,
+    ]
+    assert "1 device, 1 layer," in said[0]
+    assert "1 device, 1 stage, 1 microbatch" in said[1]
+    assert "1 fused backward," in said[1]
+    for words in said:
+        assert words
+        assert (
+            re.search(r"\b1 (devices|layers|stages|microbatches|fused backwards|offloads|recomputes)\b", words) is None
+        )

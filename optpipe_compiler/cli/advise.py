@@ -18,6 +18,7 @@ from optpipe_compiler.cli.common import (
     note,
     say_json,
 )
+from optpipe_compiler.documents.units import counted
 
 if TYPE_CHECKING:
     from optpipe_compiler.costs.models import Architecture
@@ -143,7 +144,7 @@ def _asked(question: Question, model: Architecture, spread: Spread) -> Advice:
 def _degrees(degrees: Degrees) -> str:
     return (
         f"pipeline {degrees.pipeline} x tensor {degrees.tensor} x data {degrees.data}, "
-        f"{degrees.microbatches} microbatches of {degrees.microbatch_size}"
+        f"{counted(degrees.microbatches, 'microbatch')} of {degrees.microbatch_size}"
         + (f" in {degrees.slices} slices" if degrees.slices > 1 else "")
     )
 
@@ -216,8 +217,9 @@ def _show(advice: Advice, line: list[str], model: str, question: Question) -> No
         "limits: what takes time beside the work, TP collectives of tensor parallelism, DP gradients between replicas"
     )
     out.print(
-        f"{model} on {question.gpus} GPUs, {question.batch} sequences of {question.sequence} per step: "
-        f"{advice.considered} ways, {advice.too_large} too large, {advice.planned} planned"
+        f"{model} on {counted(question.gpus, 'GPU')}, {counted(question.batch, 'sequence')} of {question.sequence} "
+        "per step: "
+        f"{counted(advice.considered, 'way')}, {advice.too_large} too large, {advice.planned} planned"
         + (f", {advice.infeasible} of which fit nothing" if advice.infeasible else "")
         + (f"; the others take at least {advice.next_bound_ns / 1e9:.3f} s" if advice.next_bound_ns else "")
     )

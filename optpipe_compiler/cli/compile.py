@@ -26,7 +26,7 @@ from optpipe_compiler.cli.common import (
     units_of,
     units_options,
 )
-from optpipe_compiler.documents.units import parse_cap
+from optpipe_compiler.documents.units import counted, parse_cap
 from optpipe_compiler.errors import BadInput, Rejected
 
 if TYPE_CHECKING:
@@ -204,7 +204,10 @@ def _taken_for_granted(costs: Any, chosen: Any, *, asked: bool) -> list[str]:
     units = show_slicing(chosen.slices, chosen.lengths)
     hosts = [host for host in costs.machine.hosts if min(host.devices) < chosen.devices]
     host = show_hosts(chosen.host_mem_bytes, [value_of(host.memory_bytes) for host in hosts])
-    said = [f"{chosen.devices} devices, {chosen.microbatches} microbatches{default}, host memory {host}"]
+    said = [
+        f"{counted(chosen.devices, 'device')}, {counted(chosen.microbatches, 'microbatch')}{default}, host memory "
+        f"{host}"
+    ]
     said += [] if units is None else [units]
     if not any(value_of(layer.static_bytes) for layer in costs.layers):
         said.append("the profile has no static bytes: weights, gradients and optimizer state count 0")

@@ -31,6 +31,7 @@ from optpipe_compiler.cli.estimate import (
     parts_options,
     refuse,
 )
+from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
@@ -298,7 +299,8 @@ def _run_measure(output: Path, options: MeasureOptions, *, as_json: bool) -> Non
     gpus = gpu_count() if place is None and options.device is None else 0
     if 0 < gpus < record.machine.devices:
         note(
-            f"optpipe: torch sees {gpus} GPU{'s' * (gpus > 1)}, fewer than the {record.machine.devices} devices, and "
+            f"optpipe: torch sees {gpus} GPU{'s' * (gpus > 1)}, fewer than the "
+            f"{counted(record.machine.devices, 'device')}, and "
             "these are costs of the CPU: --device cuda measures a GPU"
         )
     _finish(record, output, lambda: render(record, str(output)), as_json=as_json)
@@ -385,4 +387,7 @@ def uniform(
     if as_json:
         say_json({"profile": str(output), "name": record.name, "digest": record.digest(), "noisy": []})
         return
-    say(f"{output}: {record.machine.devices} devices, {layers} layers, all numbers manual", err=is_stdout(output))
+    say(
+        f"{output}: {counted(record.machine.devices, 'device')}, {counted(layers, 'layer')}, all numbers manual",
+        err=is_stdout(output),
+    )

@@ -20,6 +20,7 @@ from optpipe_compiler.documents.profile import (
     Sliceable,
     value_of,
 )
+from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput
 
 NS_PER_MS = 1_000_000
@@ -255,8 +256,9 @@ def _check(options: UniformOptions) -> None:
         layers += 0 if times is None else parts
     if layers > MOST_LAYERS:
         raise BadInput(
-            f"--layers-per-device is {options.layers_per_device} on {options.devices} devices, with embedding and head "
-            f"{layers} layers, expected at most {MOST_LAYERS}"
+            f"--layers-per-device is {options.layers_per_device} on {counted(options.devices, 'device')}, with "
+            "embedding and head "
+            f"{counted(layers, 'layer')}, expected at most {MOST_LAYERS}"
         )
     _check_range("--forward-ms", options.forward_ms, options.layers_per_device / NS_PER_MS, 1e9)
     for option, value in _times(options):

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import structs
 
 from optpipe_compiler.documents.files import Record, canonical, decode, read_text
+from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
@@ -575,7 +576,7 @@ def _check_machine(machine: Machine, name: str) -> None:
     if machine.time_permille is not None and len(machine.time_permille) != machine.devices:
         raise BadInput(
             f"{name}: $.machine.time_permille has {len(machine.time_permille)} entries, expected one for each of "
-            f"{machine.devices} devices"
+            f"{counted(machine.devices, 'device')}"
         )
     owner: dict[int, int] = {}
     for index, link in enumerate(machine.links):

@@ -105,6 +105,11 @@ def show_ns(time: int) -> str:
     return f"{time} ns"
 
 
+def counted(number: int, one: str, several: str = "") -> str:
+    """Return a number of things in words that agree with it: `1 layer`, `2 layers`."""
+    return f"{number} {one if number == 1 else several or one + ('es' if one.endswith('ch') else 's')}"
+
+
 def show_layers(layers: Sequence[int]) -> str:
     """Return layer numbers in order as runs: `0-3, 5`."""
     runs: list[list[int]] = []

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents.profile import value_of
+from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
@@ -33,7 +34,9 @@ def ends(schedule: Schedule, profile: Profile | None, tool: str) -> tuple[bool, 
     if profile is not None:
         layers = profile.expanded_layers()
         if len(layers) != schedule.setup.layers:
-            raise BadInput(f"the profile has {len(layers)} layers, expected the schedule's {schedule.setup.layers}")
+            raise BadInput(
+                f"the profile has {counted(len(layers), 'layer')}, expected the schedule's {schedule.setup.layers}"
+            )
         if parts := [layer.name for layer in layers if layer.name.lower().startswith(PARTS)]:
             raise BadInput(f"the profile has a layer {parts[0]}: {tool} has the embedding and the head whole")
         if halves := [layer.name for layer in layers if layer.name.startswith(HALVES)]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
@@ -74,8 +75,9 @@ def layout(name: str, devices: int, per_device: int, work: Sequence[int]) -> Lay
     stages = devices * per_device
     if stages > len(work):
         raise BadInput(
-            f"{len(work)} layers cannot fill {devices} devices x {per_device} stages per device: "
-            f"expected at most {len(work)} stages"
+            f"{counted(len(work), 'layer')} cannot fill {counted(devices, 'device')} x "
+            f"{counted(per_device, 'stage')} per device: "
+            f"expected at most {counted(len(work), 'stage')}"
         )
     return Layout(name, _balanced_cuts(work, stages), stage_devices(name, devices, per_device))
 

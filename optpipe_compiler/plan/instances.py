@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from optpipe_compiler.documents.profile import value_of
+from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.placement import Layout, in_runs, layout
@@ -164,7 +165,9 @@ def in_time(found: list[tuple[Layout, Problem]], options: Options) -> list[tuple
     """
     assert options.time_limit_s is not None
     least = min(problem.tasks for _, problem in found)
-    what = f"{options.microbatches} microbatches on {options.devices} devices"
+    assert options.microbatches is not None
+    assert options.devices is not None
+    what = f"{counted(options.microbatches, 'microbatch')} on {counted(options.devices, 'device')}"
     if least > MOST_TASKS:
         raise BadInput(f"{what} are some {least} ops, expected at most {MOST_TASKS}: plan with fewer --microbatches")
     most_s = most_lowering_s(options.time_limit_s)

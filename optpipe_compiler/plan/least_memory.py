@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.documents.units import show_bytes
+from optpipe_compiler.documents.units import counted, show_bytes
 from optpipe_compiler.errors import Infeasible
 from optpipe_compiler.model.schedule import Kind, Schedule, Stuck, Task
 from optpipe_compiler.plan.instances import least_bytes
@@ -163,7 +163,7 @@ def _again(task: Task, stages: set[int]) -> list[Task]:
 
 def _refusal(needed: int, device: int, attempt: Attempt, caps: Caps) -> Infeasible:
     cap = caps.device_bytes
-    place = f"placement {attempt.layout.name}, {attempt.layout.stages} stages"
+    place = f"placement {attempt.layout.name}, {counted(attempt.layout.stages, 'stage')}"
     host = "" if caps.host_bytes is None else f" and --host-mem {show_bytes(caps.host_bytes)}"
     if attempt.problem.hosts:
         host += " and the memory of the profile's hosts"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from optpipe_compiler.documents import ir  # noqa: TC001  (msgspec reads the types of Options)
 from optpipe_compiler.documents.profile import value_of
+from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def settled(profile: Profile, options: Options) -> Options:
     if (known := profile.machine.time_permille) is not None and devices > len(known):
         raise BadInput(f"--devices is {devices}, expected at most the {len(known)} whose times the profile has")
     if devices > layers:
-        raise BadInput(f"--devices is {devices}, expected at most the profile's {layers} layers")
+        raise BadInput(f"--devices is {devices}, expected at most the profile's {counted(layers, 'layer')}")
     for name, choices in (("placement", get_args(Placement)), ("objective", get_args(Objective))):
         if getattr(options, name) not in choices:
             raise BadInput(f"--{name} is {getattr(options, name)!r}, expected one of {', '.join(choices)}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from optpipe_compiler.documents.units import counted
 from optpipe_compiler.model.schedule import Kind
 from optpipe_compiler.published.common import NotDefined, Order, needs_split, needs_v, numbered
 
@@ -23,7 +24,8 @@ def dualpipev(problem: Problem) -> Order:
     needs_split(problem, "dualpipev")
     if problem.microbatches < 2 * problem.devices:
         raise NotDefined(
-            f"dualpipev needs at least {2 * problem.devices} microbatches on {problem.devices} devices, "
+            f"dualpipev needs at least {counted(2 * problem.devices, 'microbatch')} on "
+            f"{counted(problem.devices, 'device')}, "
             f"not {problem.microbatches}"
         )
     return [numbered(_steps(problem, device), problem.microbatches) for device in range(problem.devices)]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from optpipe_compiler.compiler import Options, lower_bound, settled
 from optpipe_compiler.documents.profile import value_of
-from optpipe_compiler.documents.units import show_bytes
+from optpipe_compiler.documents.units import counted, show_bytes
 from optpipe_compiler.errors import BadInput, Infeasible
 from optpipe_compiler.published import METHODS
 from optpipe_compiler.study.facts import facts
@@ -220,7 +220,8 @@ def advise(
     best = sorted(found, key=lambda one: one.step_ns)[: question.best]
     if not best:
         raise Infeasible(
-            f"no way to spread the model over {question.gpus} GPUs fits {show_bytes(question.mem_bytes)} each: of "
+            f"no way to spread the model over {counted(question.gpus, 'GPU')} fits "
+            f"{show_bytes(question.mem_bytes)} each: of "
             f"{considered}, the weights alone are too large in {too_large}"
             + (f"; the most promising: {reasons[0]}" if reasons else "")
         )

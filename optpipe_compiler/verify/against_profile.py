@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile, Selective, Sliceable, value_of
+from optpipe_compiler.documents.units import counted
 from optpipe_compiler.verify.forecast import transfer_ns
 from optpipe_compiler.verify.report import Violation
 from optpipe_compiler.verify.tables import FIXED, PER_LAYER, too_large
@@ -31,7 +32,7 @@ def layers(schedule: ir.Schedule, profile: Profile) -> Iterator[Violation]:
     """The stages cut as many layers as the profile has."""
     count = sum(layer.count for layer in profile.layers)
     if schedule.setup.layers != count:
-        message = f"the schedule is for {schedule.setup.layers} layers, the profile has {count}"
+        message = f"the schedule is for {counted(schedule.setup.layers, 'layer')}, the profile has {count}"
         yield Violation("profile-layers", message)
 
 
@@ -39,7 +40,9 @@ def devices(schedule: ir.Schedule, profile: Profile) -> Iterator[Violation]:
     """Where devices differ the profile knows each of them."""
     known = profile.machine.time_permille
     if known is not None and len(known) < len(schedule.devices):
-        message = f"the schedule has {len(schedule.devices)} devices, the profile's times are of {len(known)}"
+        message = (
+            f"the schedule has {counted(len(schedule.devices), 'device')}, the profile's times are of {len(known)}"
+        )
         yield Violation("profile-times", message)
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.units import counted
 from optpipe_compiler.verify.report import Violation
 
 if TYPE_CHECKING:
@@ -60,7 +61,8 @@ def devices(schedule: ir.Schedule) -> Iterator[Violation]:
     """There are setup.devices devices, numbered from 0 in file order."""
     if len(schedule.devices) != schedule.setup.devices:
         yield Violation(
-            "devices", f"the file lists {len(schedule.devices)} devices, setup.devices is {schedule.setup.devices}"
+            "devices",
+            f"the file lists {counted(len(schedule.devices), 'device')}, setup.devices is {schedule.setup.devices}",
         )
     for index, device in enumerate(schedule.devices):
         if device.device != index:

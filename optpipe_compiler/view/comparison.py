@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from optpipe_compiler.documents.units import printable, short_bytes, show_bytes, show_ns
+from optpipe_compiler.documents.units import counted, printable, short_bytes, show_bytes, show_ns
 from optpipe_compiler.view.bar import Bar, description_column
 
 if TYPE_CHECKING:
@@ -70,7 +70,8 @@ def _headline(comparison: Comparison) -> Text:
     row = comparison.rows[0]
     host = "" if row.host_cap_bytes is None else f", {short_bytes(row.host_cap_bytes)} of host memory"
     return Text(
-        f"{row.devices} devices, {row.microbatches} microbatches, cap {show_bytes(row.cap_bytes)} per device{host}\n"
+        f"{counted(row.devices, 'device')}, {counted(row.microbatches, 'microbatch')}, cap "
+        f"{show_bytes(row.cap_bytes)} per device{host}\n"
     )
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optpipe_compiler.documents.ops import parse
-from optpipe_compiler.documents.units import short_bytes, show_ns
+from optpipe_compiler.documents.units import counted, short_bytes, show_ns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -52,7 +52,10 @@ def _headline(report: Any) -> Text:
                 f"transfers {name}: {show_ns(transfers.hidden_ns)} behind compute, "
                 f"{show_ns(transfers.exposed_ns)} exposed ({transfers.hidden_ns / total:.1%} hidden)\n"
             )
-    text.append(f"{report.steps} steps on {report.device}, neighbours emulated, times x {report.time_scale:g}\n", "dim")
+    text.append(
+        f"{counted(report.steps, 'step')} on {report.device}, neighbours emulated, times x {report.time_scale:g}\n",
+        "dim",
+    )
     return text
 
 

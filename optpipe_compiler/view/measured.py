@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optpipe_compiler.documents.profile import Quantity, alike, value_of
-from optpipe_compiler.documents.units import printable, short_bytes, show_bytes, show_ns
+from optpipe_compiler.documents.units import counted, printable, short_bytes, show_bytes, show_ns
 from optpipe_compiler.view.bar import Bar, description_column
 
 if TYPE_CHECKING:
@@ -91,7 +91,10 @@ def _size(cost: Cost | None) -> str:
 
 def _machine(profile: Profile) -> Text:
     machine = profile.machine
-    lines = [f"{machine.devices} devices ({printable(machine.kind)}); {_time(machine.op_overhead_ns)} overhead per op"]
+    lines = [
+        f"{counted(machine.devices, 'device')} ({printable(machine.kind)}); {_time(machine.op_overhead_ns)} "
+        "overhead per op"
+    ]
     if machine.memory_bytes is not None:
         lines.append(f"memory per device {show_bytes(value_of(machine.memory_bytes))}")
     for p2p in machine.p2p:

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from optpipe_compiler.documents.units import short_bytes, show_ns
+from optpipe_compiler.documents.units import counted, short_bytes, show_ns
 from optpipe_compiler.view.bar import Bar, description_column
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class ReplayBar(Bar):
             MofNCompleteColumn(),
             TimeElapsedColumn(),
         )
-        starting = f"starting {schedule.setup.devices} processes"
+        starting = f"starting {counted(schedule.setup.devices, 'process', 'processes')}"
         super().__init__(console, *columns, description=starting, total=steps)
         self.rehearsal = schedule.model is None
 
@@ -59,7 +59,7 @@ def _planned(event: dict[str, Any]) -> str | None:
             f"{step}planned: {before} to {after} forecast, {'to be swapped in' if event['swaps'] else 'kept as it is'}"
         )
     if event["event"] == "swap":
-        moved = f", {event['moved_layers']} layers moved" if event["moved_layers"] else ""
+        moved = f", {counted(event['moved_layers'], 'layer')} moved" if event["moved_layers"] else ""
         what = "steps are longer: the schedule before is back" if event["undoes"] else "swapped"
         return f"{step}{what} in {show_ns(event['swap_ns'])}{moved}"
     return f"{step}{event['said']}" if event["event"] == "planner" else None
@@ -94,7 +94,9 @@ def render(report: Any) -> RenderableType:
 def _headline(report: Any) -> Text:
     text = Text()
     if report.mode == "train" and report.losses:
-        text.append(f"loss {report.losses[0]:.4f} to {report.losses[-1]:.4f} in {len(report.losses)} steps\n", "bold")
+        text.append(
+            f"loss {report.losses[0]:.4f} to {report.losses[-1]:.4f} in {counted(len(report.losses), 'step')}\n", "bold"
+        )
     if report.makespan_ns is not None:
         ratio = report.makespan_ns / report.forecast_makespan_ns
         text.append(f"step {show_ns(round(report.makespan_ns))} measured (median), ")
@@ -103,7 +105,7 @@ def _headline(report: Any) -> Text:
     if report.mode == "rehearsal":
         text.append(f"rehearsal with emulated layers, times x {report.time_scale:.3g}\n")
     where = "each rank on cores of its own" if report.pinned else "ranks share cores"
-    text.append(f"{len(report.ranks)} processes, {report.backend}, {where}\n", "dim")
+    text.append(f"{counted(len(report.ranks), 'process', 'processes')}, {report.backend}, {where}\n", "dim")
     return text
 
 
@@ -136,7 +138,7 @@ def _swap(swap: Any) -> Text:
     return Text(
         f"{what} before step {swap.step + 1}: forecast {show_ns(swap.forecast_before_ns)} to "
         f"{show_ns(swap.forecast_after_ns)}, measured {show_ns(swap.measured_before_ns)} to {after}, stood still for "
-        f"{show_ns(swap.swap_ns)}, {swap.moved_layers} layers moved"
+        f"{show_ns(swap.swap_ns)}, {counted(swap.moved_layers, 'layer')} moved"
     )
 
 

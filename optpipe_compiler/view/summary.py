@@ -9,7 +9,15 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from optpipe_compiler.documents.units import printable, short_bytes, show_bytes, show_hosts, show_layers, show_ns
+from optpipe_compiler.documents.units import (
+    counted,
+    printable,
+    short_bytes,
+    show_bytes,
+    show_hosts,
+    show_layers,
+    show_ns,
+)
 from optpipe_compiler.forecast import Cause, analyse
 from optpipe_compiler.forecast.links import link_loads
 from optpipe_compiler.view.baselines import OTHERS, best, faster, kind, ranked, whose
@@ -78,9 +86,10 @@ def _headline(schedule: Schedule) -> Table:
     argument = printable(forecast.bound)
     bound = f"{show_ns(forecast.lower_bound_ns)}, {BOUNDS.get(argument, argument)} ({argument})"
     counts = {"device": setup.devices, "stage": len(schedule.stages), "microbatch": setup.microbatches}
-    size = ", ".join(f"{number} {_several(name, number)}" for name, number in counts.items()) + _units(schedule)
-    counted = (("backward_weight", "split"), ("backward", "fused backwards"), ("offload", "offloads"))
-    ops = ", ".join(f"{count(schedule, name)} {word}" for name, word in (*counted, ("recompute", "recomputes")))
+    size = ", ".join(counted(number, name) for name, number in counts.items()) + _units(schedule)
+    kinds = (("backward", "fused backward"), ("offload", "offload"), ("recompute", "recompute"))
+    rest = (counted(count(schedule, name), word) for name, word in kinds)
+    ops = ", ".join([f"{count(schedule, 'backward_weight')} split", *rest])
     table.add_row("makespan", time)
     table.add_row("proven bound", bound)
     table.add_row("gap", f"{forecast.gap:.2%}: {forecast.outcome}")
@@ -225,10 +234,6 @@ def _devices(analysis: Analysis) -> Table:
             " ".join(_range(*stage.layers) for stage in mine),
         )
     return table
-
-
-def _several(name: str, number: int) -> str:
-    return name if number == 1 else f"{name}{'es' if name.endswith('ch') else 's'}"
 
 
 def _range(first: int, end: int) -> str:

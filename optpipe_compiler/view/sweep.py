@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.table import Table
 from rich.text import Text
 
-from optpipe_compiler.documents.units import printable, short_bytes, show_bytes, show_ns
+from optpipe_compiler.documents.units import counted, printable, short_bytes, show_bytes, show_ns
 from optpipe_compiler.view.bar import Bar, description_column
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def place(point: Point) -> str:
 
 def line(point: Point) -> str:
     """Return which line of the picture the point is on."""
-    return f"{_devices(point.devices, point.gpu)}, {point.microbatches} microbatches"
+    return f"{_devices(point.devices, point.gpu)}, {counted(point.microbatches, 'microbatch')}"
 
 
 def rate(microbatches_per_s: float, tokens: int | None) -> str:
@@ -190,7 +190,7 @@ def memory_sentences(found: Sequence[CheapestMemory], tolerance: float) -> Itera
         groups.setdefault((_devices(one.devices, one.gpu), one.mem_bytes, one.largest_bytes), []).append(one)
     for (devices, cap, largest), same in groups.items():
         numbers = " or ".join(str(one.microbatches) for one in same)
-        head = f"With {devices} and {numbers} microbatches "
+        head = f"With {devices} and {numbers} {'microbatch' if numbers == '1' else 'microbatches'} "
         if cap == largest:
             yield head + f"every cap below {short_bytes(largest)} loses {percent(tolerance)} or more{_proof(same)}."
         else:
@@ -244,7 +244,8 @@ def gpu_sentences(found: Sequence[BestGpu], tokens: int | None) -> Iterator[str]
         others = ", ".join(f"{rate(each, tokens)} with {printable(gpu)}" for gpu, each in one.others)
         yield (
             f"{printable(one.gpu)} has the most throughput{' per device' if one.per_device else ''}: "
-            f"{rate(one.throughput, tokens)} {unit(tokens)} ({_devices(one.devices)}, {one.microbatches} microbatches, "
+            f"{rate(one.throughput, tokens)} {unit(tokens)} ({_devices(one.devices)}, "
+            f"{counted(one.microbatches, 'microbatch')}, "
             f"{short_bytes(one.mem_bytes)}), against {others}{_proof([one])}."
         )
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput
 from optpipe_torch.frameworks.common import keeping_dtypes, loaded
 from runtime_torch.conform import BYTES_TOLERANCE
@@ -87,7 +88,7 @@ def pipelining(
         everything = parts_of(model)
         if len(everything) != plan.setup.layers:
             raise _refused(
-                f"the model has {len(everything)} layers (embedding, blocks, norm and head), expected "
+                f"the model has {counted(len(everything), 'layer')} (embedding, blocks, norm and head), expected "
                 f"{plan.setup.layers} as the schedule has: profile this model, without halves and parts of the head"
             )
         mesh = parallel_dims.get_mesh("pp")

@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents import profile as profiles
 from optpipe_compiler.documents.files import canonical
+from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput, RunFailed, first_line
 from optpipe_torch.launch import rehearsal
 from optpipe_torch.launch.check import check
@@ -59,7 +60,8 @@ def work(job: Job, place: Place, on_event: Tell, on_failure: Failed) -> RunRepor
     schedule = ir.parse(job.schedule_text, "the schedule")
     if place.world != schedule.setup.devices:
         raise RunFailed(
-            f"rank {place.rank}: the schedule is for {schedule.setup.devices} devices, but {place.world} ranks were "
+            f"rank {place.rank}: the schedule is for {counted(schedule.setup.devices, 'device')}, but "
+            f"{counted(place.world, 'rank')} were "
             "started"
         )
     device = _device(place, training=schedule.model is not None)
@@ -293,7 +295,7 @@ class _Training(_Session):
         model = self.schedule.model
         assert model is not None
         if (found := models.layer_count(model)) != self.schedule.setup.layers:
-            raise BadInput(f"the model has {found} layers, the schedule is for {self.schedule.setup.layers}")
+            raise BadInput(f"the model has {counted(found, 'layer')}, the schedule is for {self.schedule.setup.layers}")
         torch.manual_seed(self.job.seed + self.rank)
         self._stages = models.stages(model, self.schedule, self.rank, self.device)
         self._runner = Runner(self.schedule, self._stages, on_failure=self.on_failure)

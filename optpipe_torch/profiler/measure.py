@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from optpipe_compiler.documents.profile import Model
+from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput, MissingDependency, OptPipeError, RunFailed, first_line
 from optpipe_compiler.processes import Ended, Processes
 from optpipe_torch.launch.job import Place, gpu_count, place_from_environment, ranks_here, shares_of_cores
@@ -104,7 +105,9 @@ def measure_in_group(options: MeasureOptions, on_progress: Callable[[str, float]
     group = place_from_environment()
     assert group is not None
     if options.devices not in (None, group.world):
-        raise BadInput(f"--devices is {options.devices}, expected none: torchrun started {group.world} ranks")
+        raise BadInput(
+            f"--devices is {options.devices}, expected none: torchrun started {counted(group.world, 'rank')}"
+        )
     here = ranks_here(group.world)
     on_gpus = _on_gpus(options, gpu_count(), processes=here, least=here)
     say = on_progress if group.rank == 0 else lambda what, part: None

@@ -6,7 +6,7 @@ import re
 from importlib.resources import files
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.documents.units import printable, show_ns
+from optpipe_compiler.documents.units import counted, printable, show_ns
 from optpipe_compiler.forecast import analyse
 from optpipe_compiler.view.baselines import OTHERS, whose
 from optpipe_compiler.view.baselines import best as best_of
@@ -53,9 +53,10 @@ def render(
     drawn = [other.forecast.method for other in baselines]
     parts = {
         "title": tables.plain(
-            f"{schedule.provenance.profile}: {setup.devices} devices, {setup.microbatches} microbatches"
+            f"{schedule.provenance.profile}: {counted(setup.devices, 'device')}, "
+            f"{counted(setup.microbatches, 'microbatch')}"
         ),
-        "subtitle": tables.plain(f"{len(schedule.stages)} stages, planned by {schedule.forecast.method}"),
+        "subtitle": tables.plain(f"{counted(len(schedule.stages), 'stage')}, planned by {schedule.forecast.method}"),
         "summary": tables.plain(tables.summary(schedule)),
         "figures": tables.figures(found),
         "idle": tables.idle(found),

@@ -6,7 +6,7 @@ from collections import Counter
 from html import escape
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.documents.units import printable, short_bytes, show_layers, show_ns
+from optpipe_compiler.documents.units import counted, printable, short_bytes, show_layers, show_ns
 from optpipe_compiler.view.baselines import OTHERS, best, kind, ranked, whose
 from optpipe_compiler.view.look import IDLE
 from optpipe_compiler.view.summary import count, selective_layers
@@ -67,7 +67,8 @@ def summary(schedule: Schedule) -> str:
     """Return the schedule in one sentence, for those who do not see the chart."""
     forecast, setup = schedule.forecast, schedule.setup
     return (
-        f"Gantt chart of {setup.devices} devices, {len(schedule.stages)} stages and {setup.microbatches} microbatches: "
+        f"Gantt chart of {counted(setup.devices, 'device')}, {counted(len(schedule.stages), 'stage')} and "
+        f"{counted(setup.microbatches, 'microbatch')}: "
         f"{show_ns(forecast.makespan_ns)} per step, idle {forecast.bubble_fraction:.1%}, proven bound "
         f"{show_ns(forecast.lower_bound_ns)}. The tables that follow have the same in numbers."
     )
@@ -224,8 +225,8 @@ def _selective(schedule: Schedule) -> list[str]:
 def _promises(schedule: Schedule) -> str:
     setup = schedule.setup
     lines = [
-        f"{count(schedule, 'offload')} offloads, {count(schedule, 'recompute')} recomputations, "
-        f"{count(schedule, 'backward_weight')} split and {count(schedule, 'backward')} fused backwards.",
+        f"{counted(count(schedule, 'offload'), 'offload')}, {counted(count(schedule, 'recompute'), 'recomputation')}, "
+        f"{count(schedule, 'backward_weight')} split and {counted(count(schedule, 'backward'), 'fused backward')}.",
         *_selective(schedule),
         f"The cap of {short_bytes(setup.cap_bytes)} covers weights, gradients, optimizer state, a reserve of "
         f"{short_bytes(setup.reserve_bytes)}, activations, messages and what ops need while they run.",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack
 
-from optpipe.keywords import known
+from optpipe.keywords import checked, known
 from optpipe.profiles import PathLike, as_profile
 from optpipe_compiler import cache as _cache
 from optpipe_compiler import compiler
@@ -19,7 +20,7 @@ from optpipe_compiler.verify import Violated, Violation, check
 from optpipe_compiler.verify import verify as _verify
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from optpipe.answers import Comparison, Explanation
     from optpipe.keywords import CompileKeywords
@@ -180,13 +181,13 @@ class Plan:
 
     def save(self, path: PathLike = "schedule.json") -> None:
         """Write the schedule file, which `optpipe verify`, `show` and `run` read."""
-        write_atomically(Path(path), ir.to_text(self.schedule))
+        write_atomically(Path(checked("path", path, "path")), ir.to_text(self.schedule))
 
     def report(self, path: PathLike = "report.html") -> None:
         """Write the HTML page that `optpipe report` writes."""
         from optpipe_compiler.view.report import render
 
-        write_atomically(Path(path), render(self.schedule))
+        write_atomically(Path(checked("path", path, "path")), render(self.schedule))
 
     def svg(self) -> str:
         """Return the chart as an SVG picture."""
@@ -202,6 +203,8 @@ class Plan:
         """
         from optpipe.answers import explained
 
+        checked("time_limit", time_limit, "float")
+        checked("jobs", jobs, "int")
         return explained(self.checked, self.profile, time_limit, jobs, cached=cache)
 
     def compare(self, *others: Plan | PathLike, methods: str = "all", jobs: int = 1) -> Comparison:
@@ -212,6 +215,8 @@ class Plan:
         """
         from optpipe.answers import compared
 
+        checked("methods", methods, "str")
+        checked("jobs", jobs, "int")
         rows = [("this plan", self.checked)]
         for number, other in enumerate(others, start=2):
             rows.append((f"plan {number}" if isinstance(other, Plan) else str(other), as_plan(other).checked))
@@ -263,18 +268,21 @@ def compile(
     Raises Infeasible with the smallest `mem` that would do, NotFound when the time is over before there is any plan,
     and BadInput. Ctrl-C returns the best plan so far.
     """
+    more = known(options, compiler.Options)
     costs = as_profile(profile)
     starts = [start] if isinstance(start, Plan | str | Path) else start
+    if not isinstance(starts, Iterable):
+        raise BadInput(f"start is {starts!r}, expected a plan, a path, or a list of these")
     chosen = compiler.Options(
         mem_bytes=_cap(mem, costs),
-        microbatches=microbatches,
-        devices=devices,
+        microbatches=checked("microbatches", microbatches, "int", is_optional=True),
+        devices=checked("devices", devices, "int", is_optional=True),
         host_mem_bytes=None if host_mem is None else size(host_mem, "host_mem"),
-        time_limit_s=time_limit,
-        method=method,
+        time_limit_s=checked("time_limit", time_limit, "float", is_optional=True),
+        method=checked("method", method, "str", is_optional=True),
         seeds=tuple(as_plan(one).checked for one in starts),
         keep=None if keep_placement is None else as_plan(keep_placement).checked,
-        **known(options, compiler.Options),
+        **more,
     )
     kept = _cache.users() if cache else None
     result = _cache.compile_schedule(costs, chosen, on_progress or (lambda progress: None), kept)
@@ -285,14 +293,14 @@ def read_schedule(path: PathLike, profile: Profile | PathLike | None = None) -> 
     """Read a schedule file and verify it, with the profile also its costs; raise Rejected for what does not hold."""
     costs = None if profile is None else as_profile(profile)
     try:
-        return Plan(check(ir.load(Path(path)), costs), costs)
+        return Plan(check(ir.load(Path(checked("path", path, "path"))), costs), costs)
     except Violated as error:
         raise Rejected(f"{path}: {error}") from error
 
 
 def verify(schedule: Plan | PathLike, profile: Profile | PathLike | None = None) -> list[Violation]:
     """Return everything that the independent judge finds wrong; [] for a schedule that holds its promises."""
-    record = schedule.schedule if isinstance(schedule, Plan) else ir.load(Path(schedule))
+    record = schedule.schedule if isinstance(schedule, Plan) else ir.load(Path(checked("schedule", schedule, "path")))
     return _verify(record, None if profile is None else as_profile(profile))
 
 
@@ -306,6 +314,10 @@ def bounds(
 ) -> list[BoundRow]:
     """Return what no schedule can beat under each cap, without solving."""
     costs, rows = as_profile(profile), []
+    checked("microbatches", microbatches, "int", is_optional=True)
+    checked("devices", devices, "int", is_optional=True)
+    if not isinstance(mem, Size | Sequence):
+        raise BadInput(f"mem is {mem!r}, expected bytes, a size such as '40GB', or a list of these")
     for one in [mem] if isinstance(mem, Size) else mem:
         cap = size(one, "mem")
         given = compiler.Options(
@@ -317,7 +329,7 @@ def bounds(
 
 def as_plan(plan: Plan | PathLike) -> Plan:
     """Return the plan, read and verified if it is given by its path."""
-    return plan if isinstance(plan, Plan) else read_schedule(plan)
+    return plan if isinstance(plan, Plan) else read_schedule(checked("the plan", plan, "path"))
 
 
 def size(value: Size, name: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
-from optpipe.keywords import known
+from optpipe.keywords import checked, known
 from optpipe_compiler.costs.uniform import UniformOptions
 from optpipe_compiler.costs.uniform import uniform_profile as _uniform_profile
 from optpipe_compiler.documents import profile as _profiles
@@ -20,12 +20,12 @@ PathLike = str | Path
 
 def read_profile(path: PathLike) -> Profile:
     """Read a profile.json; raise BadInput with file, JSON path, value and expectation for what is none."""
-    return _profiles.load(Path(path))
+    return _profiles.load(Path(checked("path", path, "path")))
 
 
 def write_profile(profile: Profile, path: PathLike) -> None:
     """Write a profile as the canonical text of its file, at once or not at all."""
-    write_atomically(Path(path), canonical(profile))
+    write_atomically(Path(checked("path", path, "path")), canonical(profile))
 
 
 def uniform_profile(**options: Unpack[UniformKeywords]) -> Profile:
@@ -65,6 +65,18 @@ def estimate_profile(
     from optpipe_compiler.costs import gpus, models
     from optpipe_torch.estimates.estimate import EstimateOptions, estimate
 
+    checked("model", model, "path")
+    checked("gpu", gpu, "str")
+    numbers = {
+        "devices": devices,
+        "microbatch_size": microbatch_size,
+        "tensor_parallel": tensor_parallel,
+        "embedding_parts": embedding_parts,
+        "head_parts": head_parts,
+    }
+    for name, number in numbers.items():
+        checked(name, number, "int")
+    checked("sequence_length", sequence_length, "int", is_optional=True)
     found = models.load(str(model))
     cut: dict[str, Any] = {"granularity": granularity, "embedding_parts": embedding_parts, "head_parts": head_parts}
     architecture = replace(found, attention=attention or found.attention, **cut)
@@ -94,9 +106,9 @@ def profile_from_run(trace: PathLike, profile: Profile | PathLike) -> Profile:
 
     base = as_profile(profile)
     name = "profile" if isinstance(profile, Profile) else str(profile)
-    return from_run.profile_from_run(base, name, from_run.read_run(Path(trace))).profile
+    return from_run.profile_from_run(base, name, from_run.read_run(Path(checked("trace", trace, "path")))).profile
 
 
 def as_profile(profile: Profile | PathLike) -> Profile:
     """Return the profile, read if it is given by its path."""
-    return profile if isinstance(profile, Profile) else read_profile(profile)
+    return profile if isinstance(profile, Profile) else read_profile(checked("profile", profile, "path"))

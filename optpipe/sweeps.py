@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from optpipe import shown
-from optpipe.keywords import known
+from optpipe.keywords import checked, checked_all, known
 from optpipe.plans import Size, size
 from optpipe.profiles import PathLike, as_profile
 from optpipe_compiler import compiler
+from optpipe_compiler.errors import BadInput
 from optpipe_compiler.study import sweep as _sweep
 from optpipe_compiler.study.frontier import Answers, answer
 from optpipe_compiler.study.pool import pool_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from optpipe.keywords import CompileKeywords
     from optpipe_compiler.documents.profile import Profile
@@ -121,6 +123,12 @@ def sweep(
     goes on. `jobs` above 1 plans in as many processes.
     """
     costs = _sweep.SweptCosts.of(as_profile(profile))
+    checked("time_limit", time_limit, "float")
+    checked("jobs", jobs, "int")
+    checked_all("microbatches", microbatches, "int")
+    checked_all("devices", devices, "int")
+    if not isinstance(mem, Sequence):
+        raise BadInput(f"mem is {mem!r}, expected a list of caps, or a text such as '10GB:80GB:8'")
     caps = _sweep.parse_caps(mem, "mem") if isinstance(mem, str) else tuple(sorted({size(one, "mem") for one in mem}))
     common = compiler.Options(
         mem_bytes=0,
@@ -128,7 +136,7 @@ def sweep(
         time_limit_s=time_limit,
         **known(options, compiler.Options),
     )
-    where = None if path is None else Path(path)
+    where = None if path is None else Path(checked("path", path, "path"))
     found = _sweep.begin(where, costs, common)
     grid = _sweep.Grid(caps, tuple(microbatches), tuple(devices))
     todo = _sweep.missing(found, costs, common, grid, cached=cache)

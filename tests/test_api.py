@@ -211,6 +211,63 @@ def test_a_sweep_is_rows_sentences_and_a_picture(tmp_path):
         ),
         (lambda: optpipe.compile(COSTS, mem="1MB", **QUICK), optpipe.Infeasible, "the smallest --mem that would do"),
         (lambda: optpipe.uniform_profile(device=2), optpipe.BadInput, "got 'device', expected some of"),
+        (lambda: optpipe.compile(COSTS, mem_bytes="40GB"), optpipe.BadInput, "got 'mem_bytes', expected 'mem'"),
+        (
+            lambda: optpipe.compile(COSTS, mem=GB, microbatches=2.5),
+            optpipe.BadInput,
+            "microbatches is 2.5, expected a whole number or None",
+        ),
+        (
+            lambda: optpipe.compile(COSTS, mem=GB, devices=True),
+            optpipe.BadInput,
+            "devices is True, expected a whole number or None",
+        ),
+        (lambda: optpipe.compile(COSTS, mem=GB, devices=0), optpipe.BadInput, "--devices is 0, expected at least 1"),
+        (
+            lambda: optpipe.compile(COSTS, mem=GB, time_limit="5"),
+            optpipe.BadInput,
+            "time_limit is '5', expected a number or None",
+        ),
+        (lambda: optpipe.compile(COSTS, mem=GB, seed=1.5), optpipe.BadInput, "seed is 1.5, expected a whole number"),
+        (
+            lambda: optpipe.compile(COSTS, mem=GB, offload="no"),
+            optpipe.BadInput,
+            "offload is 'no', expected True or False",
+        ),
+        (
+            lambda: optpipe.compile(COSTS, mem=GB, slices=True),
+            optpipe.BadInput,
+            "slices is True, expected a whole number",
+        ),
+        (
+            lambda: optpipe.compile(SLICED, mem=GB, lengths=(1, 2.5)),
+            optpipe.BadInput,
+            "lengths.1. is 2.5, expected a whole number",
+        ),
+        (lambda: optpipe.compile(3, mem=GB), optpipe.BadInput, "profile is 3, expected a path"),
+        (
+            lambda: optpipe.compile(COSTS, mem=GB, start=3),
+            optpipe.BadInput,
+            "start is 3, expected a plan, a path, or a list of these",
+        ),
+        (
+            lambda: optpipe.bounds(COSTS, None),
+            optpipe.BadInput,
+            "mem is None, expected bytes, a size such as '40GB', or a list",
+        ),
+        (
+            lambda: optpipe.sweep(COSTS, GB),
+            optpipe.BadInput,
+            "mem is 1000000000, expected a list of caps, or a text such as",
+        ),
+        (
+            lambda: optpipe.sweep(COSTS, "1GB", microbatches=4),
+            optpipe.BadInput,
+            "microbatches is 4, expected a list, each of it a whole number",
+        ),
+        (lambda: optpipe.uniform_profile(devices="2"), optpipe.BadInput, "devices is '2', expected a whole number"),
+        (lambda: optpipe.uniform_profile(head_ms=(1, 2)), optpipe.BadInput, "head_ms is .1, 2., expected 3 numbers"),
+        (lambda: optpipe.verify(5), optpipe.BadInput, "schedule is 5, expected a path"),
         (lambda: optpipe.read_profile("no.json"), optpipe.BadInput, "no.json: cannot be read"),
     ],
 )

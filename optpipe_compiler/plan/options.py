@@ -61,6 +61,10 @@ class Options:
 
 def settled(profile: Profile, options: Options) -> Options:
     """Return the options with every default filled in from the profile; raises BadInput for impossible ones."""
+    for name in ("devices", "microbatches", "stages_per_device"):
+        number = getattr(options, name)
+        if number is not None and number < 1:
+            raise BadInput(f"--{name.replace('_', '-')} is {number}, expected at least 1")
     kept = None if options.keep is None else options.keep.schedule.setup
     devices = options.devices or (profile.machine.devices if kept is None else kept.devices)
     layers = len(profile.expanded_layers())
@@ -73,10 +77,6 @@ def settled(profile: Profile, options: Options) -> Options:
     for name, choices in (("placement", get_args(Placement)), ("objective", get_args(Objective))):
         if getattr(options, name) not in choices:
             raise BadInput(f"--{name} is {getattr(options, name)!r}, expected one of {', '.join(choices)}")
-    for name in ("microbatches", "stages_per_device"):
-        number = getattr(options, name)
-        if number is not None and number < 1:
-            raise BadInput(f"--{name.replace('_', '-')} is {number}, expected at least 1")
     if options.noise is not None and not 0 <= options.noise <= 1:
         raise BadInput(f"--noise is {options.noise:g}, expected a share from 0 to 1")
     limit = options.time_limit_s

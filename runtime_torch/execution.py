@@ -351,9 +351,10 @@ class StageExecution:
         if not any(part.requires_grad for part in tensors_in(x)):
             return x
         if run.part is not None and self._carried[run.part.microbatch].has_kept(run.part.index, range(index + 1)):
+            which = "is the model's first" if index == 0 else "no layer before it has a trained parameter"
             raise BadInput(
-                f"layer {index} has weights below its attention and is the model's first: run in slices, it must be "
-                "two layers, of which the first has no attention"
+                f"layer {index} has weights below its attention and {which}: run in slices, it must be two layers, of "
+                "which the first has no attention" + (f", or train layer {index - 1}" if index else "")
             )
         carrier, x = _through_one(x)
         run.entry, run.entry_layer = get_gradient_edge(carrier), index

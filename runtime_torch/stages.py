@@ -116,7 +116,7 @@ def stages_between(
     tied.separate()
     built = {index: layer.to(device) for index, layer in built.items()}
     if prepare is not None:
-        built = {index: prepare(layer) for index, layer in built.items()}
+        built = {index: _prepared(prepare, layer, index) for index, layer in built.items()}
     stages = Stages(nn.ModuleDict({str(index): layer for index, layer in built.items()}), bundles, tied, prepare)
     tied.unite(lambda layer: bool(replicated(layer)), dict(stages.module.items()))
     stages.update(executions(schedule, built, rank, device, bundles, (Meter(), Meter())))
@@ -178,6 +178,18 @@ def wrap_stages(
         nothing = [nn.Identity() for _ in range(stage.layers[1] - stage.layers[0] - 1)]
         stages[stage.stage] = _execution(schedule, stage, [*nothing, modules[stage.stage]], device, meters)
     return stages
+
+
+def _prepared(prepare: Callable[[nn.Module], nn.Module], layer: nn.Module, index: int) -> nn.Module:
+    try:
+        return prepare(layer)
+    except RuntimeError as error:
+        if "DistributedDataParallel is not needed" not in str(error):
+            raise
+        raise BadInput(
+            f"layer {index} has no trained parameter, which DistributedDataParallel refuses: expected a `prepare` that "
+            "returns such a layer as it is"
+        ) from error
 
 
 def refuse_parts(schedule: ir.Schedule, rank: int) -> None:

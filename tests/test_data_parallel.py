@@ -111,3 +111,11 @@ def test_a_communication_hook_is_refused_since_nothing_would_call_it(alone):
 
     with pytest.raises(BadInput, match="DistributedDataParallel with a communication hook, static_graph or mixed"):
         runtime_torch.build_stages(plan((0, 0)), builders(), 0, "cpu", prepare=wrapped, **microbatch())
+
+
+def test_a_layer_without_a_trained_parameter_is_refused_in_ddp_in_one_sentence(alone):
+    def wrapped(layer: nn.Module) -> nn.Module:
+        return DistributedDataParallel(layer.requires_grad_(False))
+
+    with pytest.raises(BadInput, match="layer 0 has no trained parameter, which DistributedDataParallel refuses"):
+        runtime_torch.build_stages(plan((0, 0)), builders(), 0, "cpu", prepare=wrapped, **microbatch())

@@ -295,3 +295,12 @@ def test_a_first_layer_with_attention_over_its_own_weights_is_refused():
 
     with pytest.raises(BadInput, match="layer 0 has weights below its attention and is the model's first"):
         run_sliced([Both(), layers.Head(GPT)], CUTS[0], "split", cut=1)
+
+
+def test_a_block_behind_a_frozen_embedding_is_not_called_the_first_layer():
+    embedding = layers.Embedding(GPT).requires_grad_(False)
+    sentence = (
+        "layer 1 has weights below its attention and no layer before it has a trained parameter: .* train layer 0"
+    )
+    with pytest.raises(BadInput, match=sentence):
+        run_sliced([embedding, layers.Block(GPT, TOKENS), layers.Head(GPT)], CUTS[0], "split", cut=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
@@ -69,8 +70,8 @@ RENAMED = {
 }
 """Options that functions take under other names."""
 KINDS: dict[str, tuple[tuple[type, ...], str]] = {
-    "int": ((int,), "a whole number"),
-    "float": ((int, float), "a number"),
+    "int": ((Integral,), "a whole number"),
+    "float": ((Integral, float), "a number"),
     "bool": ((bool,), "True or False"),
     "str": ((str,), "a text"),
     "path": ((str, Path), "a path"),
@@ -80,35 +81,36 @@ KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 def known(options: CompileKeywords | UniformKeywords, record: type) -> dict[str, Any]:
     """Return the options; type checkers see names and values that the record does not take, others get a sentence."""
     fields: Mapping[str, Any] = record.__dataclass_fields__  # type: ignore[attr-defined]
+    found = {}
     for name, value in options.items():
         if name in RENAMED and name in fields:
             raise BadInput(f"got {name!r}, expected {RENAMED[name]!r}")
         if name not in fields:
             raise BadInput(f"got {name!r}, expected some of {', '.join(fields)}")
-        _check_type(name, value, fields[name].type)
-    return {**options}
+        found[name] = _checked_by(name, value, fields[name].type)
+    return found
 
 
-def _check_type(name: str, value: object, annotation: str) -> None:
-    """Raise BadInput for a value that a field with this annotation does not take."""
+def _checked_by(name: str, value: object, annotation: str) -> object:
+    """Return the value; raise BadInput for one that a field with this annotation does not take."""
     kinds = [kind.strip() for kind in annotation.split("|")]
     if any(kind.startswith("Literal") for kind in kinds) and isinstance(value, str):
-        return  # which texts there are is said where they are chosen from
+        return value  # which texts there are is said where they are chosen from
     if kinds[0].startswith("tuple") or kinds[0] == "Triple":
         kind, length = "int" if "int" in kinds[0] else "float", 3 if kinds[0] == "Triple" else 0
-        checked_all(name, value, kind, is_optional="None" in kinds, length=length)
-    elif kinds[0] in KINDS:
-        checked(name, value, kinds[0], is_optional="None" in kinds)
-    elif kinds[0].startswith("Literal"):
-        checked(name, value, "str")
+        return checked_all(name, value, kind, is_optional="None" in kinds, length=length)
+    if kinds[0] in KINDS:
+        return checked(name, value, kinds[0], is_optional="None" in kinds)
+    return checked(name, value, "str") if kinds[0].startswith("Literal") else value
 
 
-def checked(name: str, value: T, kind: str, *, is_optional: bool = False) -> T:
-    """Return the value of an argument; raise BadInput where it is not of its kind, a key of KINDS."""
+def checked(name: str, value: Any, kind: str, *, is_optional: bool = False) -> Any:
+    """Return the value of an argument, numpy's integers as Python's; raise BadInput where it is not of its kind, a key
+    of KINDS."""
     types, said = KINDS[kind]
     is_bool = isinstance(value, bool) and bool not in types
     if (value is None and is_optional) or (isinstance(value, types) and not is_bool):
-        return value
+        return int(value) if type(value).__module__ == "numpy" and isinstance(value, Integral) else value
     raise BadInput(f"{name} is {reprlib.repr(value)}, expected {said}{' or None' if is_optional else ''}")
 
 

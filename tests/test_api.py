@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -275,6 +276,13 @@ def test_mistakes_are_one_sentence(mistake, error, sentence):
     with pytest.raises(error, match=sentence.replace("?", r"\?")) as said:
         mistake()
     assert isinstance(said.value, optpipe.OptPipeError)
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers():
+    def planned(count, seed):
+        return optpipe.compile(COSTS, mem=GB, microbatches=count, seed=seed, time_limit=0.5, reproducible=True)
+
+    assert planned(np.int64(4), np.int32(1)).schedule == planned(4, 1).schedule
 
 
 def test_a_schedule_that_does_not_hold_is_refused_and_one_without_costs_cannot_be_explained(plan, tmp_path):

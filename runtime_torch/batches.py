@@ -99,6 +99,8 @@ class Batches:
     ) -> Batch:
         """Agree with the other ranks, and cut this rank's part; a step has as many microbatches as the schedule."""
         given = self._checked(inputs, target)
+        if not forward_only:
+            _refuse_gradients(given, target if self._gets_target else None)
         (samples,) = self._told(self._ends[0], [len(given[0])] if given else [0])
         self._sizes = self._sized(int(samples), forward_only=forward_only)
         microbatches = cut(self._sizes, self._weights(weights), keywords)
@@ -252,6 +254,24 @@ class Batches:
                 f"batch's {samples} samples"
             )
         return torch.split(tensor, [rows * size for size in self._sizes])
+
+
+def _refuse_gradients(inputs: Sequence[Tensor], target: Tensor | None) -> None:
+    """Raise BadInput where gradients should leave a step through what it is given, and do not.
+
+    All microbatches would run backward through what made a batch, of which the first frees all; several inputs cross as
+    one tensor, which has their bits alone.
+    """
+    names = [f"input {index}" for index in range(len(inputs))]
+    for name, tensor in zip((*names, "the target"), (*inputs, target), strict=True):
+        if tensor is not None and tensor.grad_fn is not None:
+            raise BadInput(
+                f"{name} of step() is the result of other ops with gradients, expected it detached: what is trained "
+                "with the model is one of its layers"
+            )
+    for name, tensor in zip(names, inputs, strict=True):
+        if len(inputs) > 1 and tensor.requires_grad:
+            raise BadInput(f"{name} of step() needs a gradient, expected none where there are several inputs")
 
 
 def _rows_in(parts: Sequence[Boundary], samples: int) -> dict[str, int]:

@@ -610,6 +610,44 @@ def test_batches_that_cannot_be_cut_or_are_missing_are_refused(alone):
         runtime_torch.Runner(schedule, runtime_torch.build_stages(schedule, builders(), 0, "cpu"))
 
 
+class Squares(nn.Linear):
+    def forward(self, x, target):
+        return (super().forward(x) - target).square().mean()
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+def test_a_batch_that_other_ops_made_with_gradients_is_refused_and_a_leaf_gets_its_own(alone, fused):
+    torch.manual_seed(0)
+    layers = [*(nn.Linear(HIDDEN, HIDDEN) for _ in range(LAYERS - 1)), Squares(HIDDEN, HIDDEN)]
+    whole, encoder = copy.deepcopy(layers), nn.Linear(HIDDEN, HIDDEN)
+    x, target = torch.randn(2, 2 * MICROBATCHES, HIDDEN)
+    schedule = plan((0, 0), fused=fused)
+    stages = runtime_torch.build_stages(schedule, layers, 0, "cpu", inputs=[x[:2]], target=target[:2])
+    runner = runtime_torch.Runner(schedule, stages)
+    with pytest.raises(BadInput, match=r"input 0 of step.. is the result of other ops with gradients, expected it det"):
+        runner.step(encoder(x), target=target)
+    with pytest.raises(BadInput, match=r"the target of step.. is the result of other ops with gradients, expected it"):
+        runner.step(x, target=encoder(target))
+    assert runner.eval(encoder(x), target=target) is not None
+    given, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
+    runner.step(given, target=target)
+    whole[-1](nn.Sequential(*whole[:-1])(expected), target).backward()
+    torch.testing.assert_close(given.grad, expected.grad)
+
+
+def test_one_of_several_inputs_that_needs_a_gradient_is_refused(alone):
+    class Masked(nn.Linear):
+        def forward(self, x, mask):
+            return super().forward(x * mask)
+
+    x = torch.randn(2 * MICROBATCHES, HIDDEN)
+    layers = [Masked(HIDDEN, HIDDEN), *(nn.Linear(HIDDEN, HIDDEN) for _ in range(LAYERS - 2)), Squares(HIDDEN, HIDDEN)]
+    stages = runtime_torch.build_stages(plan((0, 0)), layers, 0, "cpu", inputs=[x[:2], x[:2]], target=x[:2])
+    runner = runtime_torch.Runner(plan((0, 0)), stages)
+    with pytest.raises(BadInput, match=r"input 1 of step.. needs a gradient, expected none where there are several in"):
+        runner.step(x, x.clone().requires_grad_(), target=x)
+
+
 class Fails(nn.Linear):
     fails = False
 

@@ -176,7 +176,8 @@ class SliceCarry(Carry):
         """See `Carry.attend`."""
         place = self._layer, self._count
         self._count += 1
-        found: Tensor = _Attend.apply(query, key, value, self._stage, self._index, place, scale)  # type: ignore[no-untyped-call]
+        inputs = _Together.apply(query, key, value)  # type: ignore[no-untyped-call]
+        found: Tensor = _Attend.apply(*inputs, self._stage, self._index, place, scale)  # type: ignore[no-untyped-call]
         return found
 
     def whole(self, target: Tensor) -> Tensor:
@@ -184,6 +185,20 @@ class SliceCarry(Carry):
         if self._target is None:
             raise BadInput(f"layer {self._layer} asks for the whole target, and this rank was given none")
         return self._target
+
+
+class _Together(torch.autograd.Function):
+    """Passes queries, keys and values on, as one node: where only some of them depend on the layer's input, a split
+    backward runs this node twice, and not that of the attention, which changes what slices have added up."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        return gradients
 
 
 class _Attend(torch.autograd.Function):

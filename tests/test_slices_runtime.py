@@ -137,6 +137,24 @@ def decoders(kind):
     return [layers.Embedding(GPT), *made, layers.Head(GPT)]
 
 
+class ByPosition(nn.Module):
+    """Attention of which the queries are learned by position, or the keys: the others alone depend on the input."""
+
+    def __init__(self, learned):
+        super().__init__()
+        self.learned = learned
+        self.mix, self.positions = nn.Linear(32, 96), nn.Parameter(torch.randn(TOKENS, 32))
+
+    def forward(self, x, *, carry=WHOLE):
+        def heads(one):
+            return one.unflatten(-1, (4, 8)).transpose(1, 2)
+
+        found = dict(zip(("query", "key", "value"), map(heads, self.mix(x).chunk(3, -1)), strict=True))
+        positions = carry.start + torch.arange(x.shape[1])
+        found[self.learned] = heads(self.positions[positions].expand(len(x), -1, -1))
+        return x + carry.attend(**found).transpose(1, 2).flatten(2)
+
+
 LLAMA_FIELDS = {name: getattr(LLAMA, name) for name in LLAMA.__dataclass_fields__}
 
 MODELS = {
@@ -146,6 +164,7 @@ MODELS = {
     "gpt-2": partial(llama, kind="gpt2", kv_heads=4, positions=64),
     "gpt": gpt,
     "ignored tokens": in_parts,
+    "learned": lambda: [layers.Embedding(GPT), ByPosition("query"), ByPosition("key"), layers.Head(GPT)],
     "transformers' Llama": partial(decoders, "llama"),
     "transformers' GPT-2": partial(decoders, "gpt2"),
 }

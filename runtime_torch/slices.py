@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch import attention
 from runtime_torch.microbatch import inner_layer, takes
+from runtime_torch.surroundings import autocast_now
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -173,7 +174,10 @@ class SliceCarry(Carry):
         self._count = 0
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None) -> Tensor:
-        """See `Carry.attend`."""
+        """See `Carry.attend`; under autocast all are in its dtype, as torch's attention has them."""
+        enabled, dtype, _ = autocast_now(query.device)
+        if enabled:
+            query, key, value = (one if one.dtype == torch.float64 else one.to(dtype) for one in (query, key, value))
         place = self._layer, self._count
         self._count += 1
         inputs = _Together.apply(query, key, value)  # type: ignore[no-untyped-call]

@@ -118,8 +118,13 @@ class _Tie:
         return list(dict.fromkeys(place.parameter for place in self.places))
 
     def between_steps(self) -> list[nn.Parameter]:
-        """This rank's copies, which FSDP2 must have sharded again after the last step."""
+        """This rank's copies, as many as there were, which FSDP2 must have sharded again after the last step."""
         copies = self.parameters()
+        if len(copies) != len(self.joined):
+            raise RunFailed(
+                f"{_show([self.names])}: the layers of this rank have {len(copies)} parameters, expected "
+                f"{len(self.joined)}: they are tied, and load_state_dict(assign=True) gives each layer one of its own"
+            )
         if [type(parameter.data) for parameter in copies] != self.joined:
             raise RunFailed(f"{_show([self.names])}: FSDP2 left tied parameters whole, expected shards between steps")
         return copies

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import runtime_torch
 from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import Model
-from optpipe_compiler.errors import BadInput
+from optpipe_compiler.errors import BadInput, RunFailed
 from optpipe_torch.launch.run import run
 from optpipe_torch.profiler.measure import MeasureOptions, measure
 from runtime_torch import ties
@@ -89,6 +90,19 @@ def test_layers_that_are_given_as_modules_are_seen_to_share(alone):  # noqa: F81
     assert len(list(stages.module.parameters())) == len(list(whole().parameters()))
     apart = runtime_torch.build_stages(schedule, case.builders(), 0, "cpu", **case.microbatch())
     assert apart.module["0"].tokens.weight is not apart.module["3"].logits.weight
+
+
+def test_a_state_dict_that_is_assigned_parts_what_is_tied_which_is_said(alone):  # noqa: F811
+    schedule, (inputs, target) = case.plan((0, 0)), draw(0)
+    stages = runtime_torch.build_stages(schedule, case.builders(), 0, "cpu", **case.microbatch(), ties=[TIE])
+    runner = runtime_torch.Runner(schedule, stages)
+    stages.module.load_state_dict(stages.module.state_dict())
+    runner.step(*inputs, target=target)
+    stages.module.load_state_dict(copy.deepcopy(stages.module.state_dict()), assign=True)
+    with pytest.raises(
+        RunFailed, match=r"3.logits.weight: the layers of this rank have 2 parameters, expected 1: they"
+    ):
+        runner.step(*inputs, target=target)
 
 
 RANK = """

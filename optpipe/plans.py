@@ -207,11 +207,11 @@ class Plan:
         checked("jobs", jobs, "int")
         return explained(self.checked, self.profile, time_limit, jobs, cached=cache)
 
-    def compare(self, *others: Plan | PathLike, methods: str = "all", jobs: int = 1) -> Comparison:
+    def compare(self, *others: Plan | PathLike, methods: str | Sequence[str] = "all", jobs: int = 1) -> Comparison:
         """Set this plan beside others and known schedules for the same instance, before the same judge.
 
-        `methods` names kinds (paper, stock, composition, own) or schedules, separated by commas; "" for none. Known
-        schedules need the plan's profile. `jobs` as in `explain`.
+        `methods` names kinds (paper, stock, composition, own) or schedules, in a list or separated by commas; "" for
+        none. Known schedules need the plan's profile. `jobs` as in `explain`.
         """
         from optpipe.answers import compared
 
@@ -220,7 +220,7 @@ class Plan:
         rows = [("this plan", self.checked)]
         for number, other in enumerate(others, start=2):
             rows.append((f"plan {number}" if isinstance(other, Plan) else str(other), as_plan(other).checked))
-        return compared(rows, self.profile, methods, jobs)
+        return compared(rows, self.profile, methods if isinstance(methods, str) else ",".join(methods), jobs)
 
     def __str__(self) -> str:
         from optpipe.shown import text

@@ -165,6 +165,10 @@ def test_a_plan_is_compared_with_others_and_with_known_schedules(plan, tmp_path)
     assert list(table.makespan_ns) == sorted(table.makespan_ns)
     assert found.best.makespan_ns == plan.makespan_ns
     assert found.absent["gpipe"].startswith("does not fit")
+    listed = plan.compare(methods=["gpipe", "gis-h-offload"])
+    assert {row.name for row in listed.rows} == {"this plan", "gis-h-offload"}
+    assert listed.absent == found.absent
+    assert str(plan.compare(methods=[])) == str(plan.compare(methods=""))
     assert "1F1B".lower() not in str(found)
 
 

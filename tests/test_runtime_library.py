@@ -85,8 +85,8 @@ def batch():
     return (tokens, torch.rand(2 * MICROBATCHES, LENGTH, generator=generator) < 0.7), target
 
 
-def plan(placement, *, fused=True, ranges=lambda stage, microbatch: [], saved=10**6):
-    """A legal schedule for four layers of any kind."""
+def plan(placement, *, fused=True, ranges=lambda stage, microbatch: [], saved=10**6, layers=LAYERS):
+    """A legal schedule for four layers of any kind, or another number of them."""
     layer = Layer(
         name="layer",
         forward_ns=10**6,
@@ -99,12 +99,12 @@ def plan(placement, *, fused=True, ranges=lambda stage, microbatch: [], saved=10
     machine = Machine(devices=1 + max(placement), p2p=[P2P(latency_ns=1000)], links=links)
     shape = Shape(
         placement,
-        layers_per_stage=LAYERS // len(placement),
+        layers_per_stage=layers // len(placement),
         microbatches=MICROBATCHES,
         fused=lambda *_: fused,
         ranges=ranges,
     )
-    return Builder(shape, Profile(name="hand", machine=machine, layers=[layer] * LAYERS), Random(0)).build()
+    return Builder(shape, Profile(name="hand", machine=machine, layers=[layer] * layers), Random(0)).build()
 
 
 @pytest.fixture
@@ -157,6 +157,17 @@ def test_the_loop_in_the_rooms_readme_trains(alone, tmp_path, monkeypatch):
     exec(code, {"layers": layers, "device": "cpu", "tokens": tokens, "batches": [(whole, whole)]})
     for layer, weight in zip(layers, before, strict=True):
         assert not torch.equal(layer.weight, weight)
+
+
+def test_the_head_in_parts_of_the_page_on_loops_trains(alone):
+    page = Path(runtime_torch.__file__).parent.parent / "docs" / "LOOP.md"
+    (code,) = re.findall(r"```python\n(from runtime_torch import vocabulary.*?)```", page.read_text(), re.S)
+    inputs = torch.randint(16, (2 * MICROBATCHES, LENGTH))
+    tensors = {"inputs": inputs, "targets": inputs, "tokens": inputs[:2], "target": inputs[:2]}
+    sizes = {"hidden": HIDDEN, "schedule": plan((0,), layers=20), "rank": 0, "device": "cpu"}
+    names = {"nn": nn, "partial": partial, "runtime_torch": runtime_torch, "Block": partial(nn.Linear, HIDDEN, HIDDEN)}
+    exec(code, found := {**names, **sizes, **tensors})
+    assert all(parameter.grad is not None for parameter in found["stages"].module.parameters())
 
 
 RANGES = {

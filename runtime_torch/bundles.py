@@ -255,7 +255,7 @@ def _on_meta(made: Made, parts: tuple[Tensor, ...], target: Tensor | None, is_la
     if isinstance(made, nn.Module):
         own = {name: t.to("meta") for name, t in (*made.named_parameters(), *made.named_buffers())}
         behind, named = _targets(made, target, "meta", is_last)
-        with _unchanged(made):
+        with unchanged(made):
             return torch.func.functional_call(made, own, parts + behind, named)
     with torch.device("meta"):
         layer = made().to("meta")
@@ -269,12 +269,12 @@ def _on_data(made: Made, parts: tuple[Tensor, ...], target: Tensor | None, is_la
     device = next((tensor.device for tensor in (*layer.parameters(), *layer.buffers())), parts[0].device)
     own = {name: buffer.clone() for name, buffer in layer.named_buffers()}
     behind, named = _targets(layer, target, device, is_last)
-    with _unchanged(layer):
+    with unchanged(layer):
         return torch.func.functional_call(layer, own, tuple(part.to(device) for part in parts) + behind, named)
 
 
 @contextmanager
-def _unchanged(layer: nn.Module) -> Iterator[None]:
+def unchanged(layer: nn.Module) -> Iterator[None]:
     """Within: what a layer remembers of its calls, such as a table of positions, it forgets again."""
     before = [(vars(module), dict(vars(module))) for module in layer.modules()]
     kept = [(one, copy(one)) for _, attributes in before for one in attributes.values() if isinstance(one, dict | list)]

@@ -7,7 +7,7 @@ returns the scalar mean loss. Any layer whose `forward` asks for the target by n
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,11 +17,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch import engine, random_state, split
-from runtime_torch.bundles import CHANGES_INPUT, bundle_of
+from runtime_torch.bundles import CHANGES_INPUT, bundle_of, unchanged
 from runtime_torch.carrier import DirectCarrier
 from runtime_torch.meter import Meter, rounded_up
 from runtime_torch.microbatch import keywords_for, takes
 from runtime_torch.regions import SelectiveStore
+from runtime_torch.replicas import replicated
 from runtime_torch.selective import find_cheap
 from runtime_torch.slices import StageCarry
 from runtime_torch.store import SavedTensorStore
@@ -167,19 +168,24 @@ class StageExecution:
     @contextmanager
     def trying(self) -> Iterator[None]:
         """Within: forwards on trial, which tell which buffers a forward changes. These are afterwards as before, and so
-        are random states."""
+        are random states and what layers remember of their calls, but for those in DDP or FSDP2, which remember their
+        own."""
         before = {index: buffers_now(layer.modules()) for index, layer in enumerate(self.layers, self.first_layer)}
-        try:
-            with random_state.untouched(self._random_in((self.first_layer, self.end_layer))):
+        with ExitStack() as stack:
+            stack.enter_context(random_state.untouched(self._random_in((self.first_layer, self.end_layer))))
+            for layer in self.layers:
+                if not replicated(layer):
+                    stack.enter_context(unchanged(layer))
+            try:
                 yield
-        finally:
-            self._changing = {}
-            for index, states in before.items():
-                changed = [state for state in states if state.has_changed()]
-                if changed:
-                    self._changing[index] = list(dict.fromkeys(state.module for state in changed))
-                put_buffers(changed)
-            self.begin()
+            finally:
+                self._changing = {}
+                for index, states in before.items():
+                    changed = [state for state in states if state.has_changed()]
+                    if changed:
+                        self._changing[index] = list(dict.fromkeys(state.module for state in changed))
+                    put_buffers(changed)
+                self.begin()
 
     # -- ops
 

@@ -236,6 +236,37 @@ def test_the_gradients_of_steps_without_an_optimizer_between_them_add_up(alone, 
         assert_equal_gradients(stages.module, step + 1)
 
 
+class Remembers(nn.Linear):
+    """A layer that counts its calls in Python."""
+
+    calls = 0
+
+    def __init__(self):
+        super().__init__(HIDDEN, HIDDEN)
+        self.seen = []
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen.append(self.calls)
+        return super().forward(x) / self.calls
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+def test_a_layer_remembers_nothing_of_the_trial_before_the_first_step(alone, fused):
+    torch.manual_seed(0)
+    layers = [nn.Embedding(16, HIDDEN), Remembers(), Remembers(), Scores(HIDDEN, 16)]
+    whole = copy.deepcopy(layers)
+    tokens = torch.randint(16, (2 * MICROBATCHES, LENGTH))
+    schedule = plan((0, 0), fused=fused)
+    stages = runtime_torch.build_stages(schedule, layers, 0, "cpu", inputs=[tokens[:2]], target=tokens[:2])
+    runtime_torch.Runner(schedule, stages).step(tokens, target=tokens)
+    assert layers[1].seen == layers[2].seen == [1, 2]
+    for part in tokens.split(2):
+        (whole[-1](nn.Sequential(*whole[:-1])(part), part) / MICROBATCHES).backward()
+    for found, expected in zip(stages.module.parameters(), nn.ModuleList(whole).parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+
+
 class Statistics(nn.Module):
     """A layer that reads a mean of all that has passed, and changes it first: in place, or by another tensor."""
 

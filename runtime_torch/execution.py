@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,16 @@ from runtime_torch.replicas import replicated
 from runtime_torch.selective import find_cheap
 from runtime_torch.slices import StageCarry
 from runtime_torch.store import SavedTensorStore
-from runtime_torch.surroundings import autocast_as, autocast_now, buffers_now, put_buffers, without_autocast
+from runtime_torch.surroundings import (
+    autocast_as,
+    autocast_now,
+    buffers_now,
+    counters_since,
+    counts_now,
+    put_buffers,
+    put_counts,
+    without_autocast,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -36,7 +45,7 @@ if TYPE_CHECKING:
     from runtime_torch.bundles import Flow
     from runtime_torch.microbatch import Slice
     from runtime_torch.streams import Carrier
-    from runtime_torch.surroundings import Autocast, BufferState
+    from runtime_torch.surroundings import Autocast, BufferState, Counter
 
 Layers = tuple[int, int]
 """Layers `[first, end)`, numbered over the whole model."""
@@ -53,6 +62,8 @@ class _Checkpoint:
     autocast: Autocast
     buffers: list[BufferState]
     """Those that the forward changes, as it found them."""
+    counts: list[tuple[Counter, Any]]
+    """What the forward counts in attributes, as it found it."""
     changes: list[int]
     """How often each tensor of `x` had been changed in place."""
 
@@ -133,6 +144,8 @@ class StageExecution:
         """The addresses of what the stage owns, without the buffers that a forward changes."""
         self._changing: dict[int, list[nn.Module]] = {}
         """By layer: the modules of which a forward changes buffers, such as running statistics."""
+        self._counters: dict[int, list[Counter]] = {}
+        """By layer: what a forward counts in attributes."""
         self._changed: frozenset[int] = frozenset()
         """The addresses of these buffers."""
         self._everywhere = random_state.everywhere(self.device)
@@ -171,14 +184,16 @@ class StageExecution:
         are random states and what layers remember of their calls, but for those in DDP or FSDP2, which remember their
         own."""
         before = {index: buffers_now(layer.modules()) for index, layer in enumerate(self.layers, self.first_layer)}
+        plain = {index: layer for index, layer in enumerate(self.layers, self.first_layer) if not replicated(layer)}
+        attributes = {index: [(one, dict(vars(one))) for one in layer.modules()] for index, layer in plain.items()}
         with ExitStack() as stack:
             stack.enter_context(random_state.untouched(self._random_in((self.first_layer, self.end_layer))))
-            for layer in self.layers:
-                if not replicated(layer):
-                    stack.enter_context(unchanged(layer))
+            for layer in plain.values():
+                stack.enter_context(unchanged(layer))
             try:
                 yield
             finally:
+                self._counters = {index: counters_since(had) for index, had in attributes.items()}
                 self._changing = {}
                 for index, states in before.items():
                     changed = [state for state in states if state.has_changed()]
@@ -251,8 +266,9 @@ class StageExecution:
         checkpoint.check(layers[0])
         needs = iter(checkpoint.needs_gradient)
         x = _each(checkpoint.x, lambda part: part.detach().requires_grad_(next(needs)))
-        now = buffers_now(self._changing_in(layers))
+        now, counts = buffers_now(self._changing_in(layers)), counts_now(self._counters_in(layers))
         put_buffers(checkpoint.buffers)
+        put_counts(checkpoint.counts)
         with (
             random_state.restored(checkpoint.random),
             torch.enable_grad(),
@@ -266,6 +282,7 @@ class StageExecution:
                 if index == run.entry_layer and index + 1 < layers[1]:
                     _, x = _through_one(x)
         put_buffers(now)
+        put_counts(counts)
         for storage in checkpoint.storages():
             self.meter.release(storage)
 
@@ -432,12 +449,17 @@ class StageExecution:
             random_state.now(self._random_in(layers)),
             autocast_now(self.device),
             buffers_now(self._changing_in(layers)),
+            counts_now(self._counters_in(layers)),
             [engine.changes(part) for part in tensors_in(kept)],
         )
         run.checkpoints[layers] = checkpoint
         for storage in checkpoint.storages():
             self.meter.hold(storage)
         return x
+
+    def _counters_in(self, layers: Layers) -> list[Counter]:
+        """Return what forwards of layers [first, end) count in attributes."""
+        return [counter for index in range(*layers) for counter in self._counters.get(index, ())]
 
     def _random_in(self, layers: Layers) -> list[random_state.Source]:
         """Return the sources of random numbers that layers [first, end) may draw from."""

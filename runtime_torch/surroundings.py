@@ -1,10 +1,11 @@
-"""What a forward depends on besides its input and random state: autocast and buffers, restored when it is repeated."""
+"""What a forward depends on besides its input and random state: autocast, buffers, and what layers count in attributes;
+restored when it is repeated."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -71,3 +72,32 @@ def put_buffers(states: Iterable[BufferState]) -> None:
     for state in states:
         setattr(state.module, state.name, state.tensor)
         state.tensor.copy_(state.value)
+
+
+Counter = tuple["nn.Module", str]
+"""A module and the name of an attribute with a plain value that forwards set, such as how often it was called."""
+_ABSENT = object()
+
+
+def counters_since(before: Iterable[tuple[nn.Module, dict[str, Any]]]) -> list[Counter]:
+    """Return the attributes with plain values that modules have now, and had not, or not so, before."""
+    return [
+        (module, name)
+        for module, had in before
+        for name, value in vars(module).items()
+        if isinstance(value, int | float | str | None) and had.get(name, _ABSENT) is not value
+    ]
+
+
+def counts_now(counters: Iterable[Counter]) -> list[tuple[Counter, Any]]:
+    """Return the present values of counters."""
+    return [((module, name), vars(module).get(name, _ABSENT)) for module, name in counters]
+
+
+def put_counts(counts: Iterable[tuple[Counter, Any]]) -> None:
+    """Let counters be as they were."""
+    for (module, name), value in counts:
+        if value is _ABSENT:
+            vars(module).pop(name, None)
+        else:
+            vars(module)[name] = value

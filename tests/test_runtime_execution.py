@@ -226,6 +226,37 @@ def test_a_recompute_draws_the_numbers_of_its_forward_from_generators_of_the_lay
         assert layer.in_python.getstate() == once.getstate()
 
 
+class Counting(nn.Module):
+    """Scales by how often it was called, and by whether it was before."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block, self.calls = block, 0
+
+    def forward(self, x):
+        self.calls += 1
+        scale = 1.0 if hasattr(self, "seen") else 0.5
+        self.seen = True
+        return x + self.block(x) * scale / self.calls
+
+
+def test_a_recompute_counts_as_its_forward_did():
+    first, *blocks, last = model()
+    x, target = batch()
+    layers = [first, *map(Counting, blocks), last]
+    _, gradients = plain(layers, x, target)
+    parts = stages(layers, (3,))
+    flow = x
+    for stage in parts:  # a trial says what forwards count
+        with stage.trying():
+            flow = stage.forward(0, flow, target)
+            stage.discard(0)
+    replay(parts, x, target, fused=False, recomputed=[(1, 3), (3, 4)])
+    for mine, theirs in zip([p.grad for layer in layers for p in layer.parameters()], gradients, strict=True):
+        assert torch.equal(mine, theirs)
+    assert [layer.calls for layer in layers[1:-1]] == [1] * len(blocks)  # as if nothing had been called again
+
+
 def test_a_trial_leaves_every_random_state_as_it_was():
     layers = [Owning(Dropping(nn.Linear(4, 4)))]
     stage = StageExecution(layers, 0, is_first=True, is_last=False, device="cpu")

@@ -630,7 +630,7 @@ def test_batches_that_cannot_be_cut_or_are_missing_are_refused(alone):
     runner = runtime_torch.Runner(schedule, stages)
     with pytest.raises(BadInput, match=r"the target has the shape \(4, 5\), expected 3 in its first dimension for the"):
         runner.step(*(part[:3] for part in inputs), target=target)
-    with pytest.raises(BadInput, match="has 1 samples, expected at least one for each of 2 microbatches"):
+    with pytest.raises(BadInput, match="has 1 sample, expected at least one for each of 2 microbatches"):
         runner.step(*(part[:1] for part in inputs), target=target[:1])
     with pytest.raises(BadInput, match="has 8 samples in 2 microbatches, expected at most 2 in each"):
         runner.step(*(torch.cat([part, part]) for part in inputs), target=torch.cat([target, target]))
@@ -638,7 +638,7 @@ def test_batches_that_cannot_be_cut_or_are_missing_are_refused(alone):
         runner.step(inputs[0], inputs[1].float(), target=target)
     with pytest.raises(BadInput, match="got 3 weights, expected one for each of 2 microbatches"):
         runner.step(*inputs, target=target, weights=[1.0, 0.0, 0.0])
-    with pytest.raises(BadInput, match="got keywords for 1 microbatches, expected 2"):
+    with pytest.raises(BadInput, match="got keywords for 1 microbatch, expected 2"):
         runner.step(*inputs, target=target, keywords=[{}])
     with pytest.raises(BadInput, match="the keyword argument scale is a tensor"):
         runner.step(*inputs, target=target, keywords=[{"scale": torch.ones(1)}, {}])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack
 
-from optpipe.keywords import checked, known
+from optpipe.keywords import checked, checked_all, known
 from optpipe.profiles import PathLike, as_profile
 from optpipe_compiler import cache as _cache
 from optpipe_compiler import compiler
@@ -215,12 +215,12 @@ class Plan:
         """
         from optpipe.answers import compared
 
-        checked("methods", methods, "str")
+        names = methods if isinstance(methods, str) else ",".join(checked_all("methods", methods, "str"))
         checked("jobs", jobs, "int")
         rows = [("this plan", self.checked)]
         for number, other in enumerate(others, start=2):
             rows.append((f"plan {number}" if isinstance(other, Plan) else str(other), as_plan(other).checked))
-        return compared(rows, self.profile, methods if isinstance(methods, str) else ",".join(methods), jobs)
+        return compared(rows, self.profile, names, jobs)
 
     def __str__(self) -> str:
         from optpipe.shown import text

@@ -22,7 +22,7 @@ from runtime_torch.carrier import DirectCarrier
 from runtime_torch.meter import Meter, rounded_up
 from runtime_torch.microbatch import keywords_for, takes
 from runtime_torch.regions import SelectiveStore
-from runtime_torch.replicas import replicated
+from runtime_torch.replicas import is_looked_after
 from runtime_torch.selective import find_cheap
 from runtime_torch.slices import StageCarry
 from runtime_torch.store import SavedTensorStore
@@ -184,7 +184,9 @@ class StageExecution:
         are random states and what layers remember of their calls, but for those in DDP or FSDP2, which remember their
         own."""
         before = {index: buffers_now(layer.modules()) for index, layer in enumerate(self.layers, self.first_layer)}
-        plain = {index: layer for index, layer in enumerate(self.layers, self.first_layer) if not replicated(layer)}
+        plain = {
+            index: layer for index, layer in enumerate(self.layers, self.first_layer) if not is_looked_after(layer)
+        }
         attributes = {index: [(one, dict(vars(one))) for one in layer.modules()] for index, layer in plain.items()}
         with ExitStack() as stack:
             stack.enter_context(random_state.untouched(self._random_in((self.first_layer, self.end_layer))))

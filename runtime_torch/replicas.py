@@ -30,6 +30,11 @@ def _is_fsdp(module: object) -> TypeIs[FSDPModule]:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
+def is_looked_after(layer: nn.Module) -> bool:
+    """Whether DDP or FSDP2 looks after the layer or a part of it."""
+    return any(isinstance(part, DistributedDataParallel) or _is_fsdp(part) for part in layer.modules())
+
+
 def replicated(layer: nn.Module) -> list[Shards | Replicas]:
     """The outermost parts of a layer that `fully_shard` or `replicate` was applied to, or that are wrapped in DDP."""
     if isinstance(layer, DistributedDataParallel):

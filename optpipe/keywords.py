@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Sequence
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from optpipe_compiler.errors import BadInput
 
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     Triple = tuple[float, float, float]
-
-T = TypeVar("T")
 
 
 class UniformKeywords(TypedDict, total=False):
@@ -114,7 +112,7 @@ def checked(name: str, value: Any, kind: str, *, is_optional: bool = False) -> A
     raise BadInput(f"{name} is {reprlib.repr(value)}, expected {said}{' or None' if is_optional else ''}")
 
 
-def checked_all(name: str, values: T, kind: str, *, is_optional: bool = False, length: int = 0) -> T:
+def checked_all(name: str, values: Any, kind: str, *, is_optional: bool = False, length: int = 0) -> Any:
     """Return the values of an argument; raise BadInput where it has none, others than `length`, or of another kind."""
     if values is None and is_optional:
         return values
@@ -122,6 +120,4 @@ def checked_all(name: str, values: T, kind: str, *, is_optional: bool = False, l
         raise BadInput(f"{name} is {reprlib.repr(values)}, expected a list, each of it {KINDS[kind][1]}")
     if len(values) != (length or len(values)):
         raise BadInput(f"{name} is {reprlib.repr(values)}, expected {length} numbers")
-    for number, value in enumerate(values):
-        checked(f"{name}[{number}]", value, kind)
-    return values
+    return tuple(checked(f"{name}[{number}]", value, kind) for number, value in enumerate(values))

@@ -234,9 +234,8 @@ class Plan:
         setup = self.schedule.setup
         return (
             f"<Plan by {self.method}: {show_ns(self.makespan_ns)} (bound {show_ns(self.lower_bound_ns)}, "
-            f"{self.outcome}), {counted(setup.devices, 'device')}, {counted(setup.microbatches, 'microbatch')}, at "
-            "most "
-            f"{short_bytes(self.peak_bytes)} of {short_bytes(setup.cap_bytes)}>"
+            f"{self.outcome}), {counted(setup.devices, 'device')}, {counted(setup.microbatches, 'microbatch')}, "
+            f"at most {short_bytes(self.peak_bytes)} of {short_bytes(setup.cap_bytes)}>"
         )
 
     def _repr_html_(self) -> str:
@@ -314,8 +313,8 @@ def bounds(
 ) -> list[BoundRow]:
     """Return what no schedule can beat under each cap, without solving."""
     costs, rows = as_profile(profile), []
-    checked("microbatches", microbatches, "int", is_optional=True)
-    checked("devices", devices, "int", is_optional=True)
+    microbatches = checked("microbatches", microbatches, "int", is_optional=True)
+    devices = checked("devices", devices, "int", is_optional=True)
     if not isinstance(mem, Size | Sequence):
         raise BadInput(f"mem is {mem!r}, expected bytes, a size such as '40GB', or a list of these")
     for one in [mem] if isinstance(mem, Size) else mem:

@@ -125,8 +125,8 @@ def sweep(
     costs = _sweep.SweptCosts.of(as_profile(profile))
     checked("time_limit", time_limit, "float")
     checked("jobs", jobs, "int")
-    checked_all("microbatches", microbatches, "int")
-    checked_all("devices", devices, "int")
+    microbatches = checked_all("microbatches", microbatches, "int")
+    devices = checked_all("devices", devices, "int")
     if not isinstance(mem, Sequence):
         raise BadInput(f"mem is {mem!r}, expected a list of caps, or a text such as '10GB:80GB:8'")
     caps = _sweep.parse_caps(mem, "mem") if isinstance(mem, str) else tuple(sorted({size(one, "mem") for one in mem}))

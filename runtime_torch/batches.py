@@ -229,8 +229,7 @@ class Batches:
         if sizes[0] > self._announced:
             raise BadInput(
                 f"a batch has {counted(samples, 'sample')} in {counted(count, 'microbatch')}, expected at most "
-                f"{self._announced} in each: "
-                "the promised memory is for these"
+                f"{self._announced} in each: the promised memory is for these"
             )
         return sizes
 

@@ -27,13 +27,13 @@ from runtime_torch.selective import find_cheap
 from runtime_torch.slices import StageCarry
 from runtime_torch.store import SavedTensorStore
 from runtime_torch.surroundings import (
+    attributes_now,
+    attributes_set_since,
     autocast_as,
     autocast_now,
     buffers_now,
-    counters_since,
-    counts_now,
+    put_attributes,
     put_buffers,
-    put_counts,
     without_autocast,
 )
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from runtime_torch.bundles import Flow
     from runtime_torch.microbatch import Slice
     from runtime_torch.streams import Carrier
-    from runtime_torch.surroundings import Autocast, BufferState, Counter
+    from runtime_torch.surroundings import Autocast, BufferState, PlainAttribute
 
 Layers = tuple[int, int]
 """Layers `[first, end)`, numbered over the whole model."""
@@ -62,8 +62,8 @@ class _Checkpoint:
     autocast: Autocast
     buffers: list[BufferState]
     """Those that the forward changes, as it found them."""
-    counts: list[tuple[Counter, Any]]
-    """What the forward counts in attributes, as it found it."""
+    attributes: list[tuple[PlainAttribute, Any]]
+    """Those that the forward sets, as it found them."""
     changes: list[int]
     """How often each tensor of `x` had been changed in place."""
 
@@ -144,13 +144,13 @@ class StageExecution:
         """The addresses of what the stage owns, without the buffers that a forward changes."""
         self._changing: dict[int, list[nn.Module]] = {}
         """By layer: the modules of which a forward changes buffers, such as running statistics."""
-        self._counters: dict[int, list[Counter]] = {}
-        """By layer: what a forward counts in attributes."""
+        self._setting: dict[int, list[PlainAttribute]] = {}
+        """By layer: the attributes with plain values that a forward sets."""
         self._changed: frozenset[int] = frozenset()
         """The addresses of these buffers."""
         self._everywhere = random_state.everywhere(self.device)
         self._owned: dict[int, list[random_state.Source]] = {}
-        """By layer: the generators that it has itself."""
+        """By layer that was asked for in this step: the generators that it has itself."""
         self._passes: dict[int, _Pass] = {}
         self._carried: dict[int, StageCarry] = {}
         """By microbatch that is cut into slices."""
@@ -173,8 +173,7 @@ class StageExecution:
             buffer for modules in self._changing.values() for one in modules for buffer in one.buffers(recurse=False)
         ]
         self._changed = frozenset(tensor.untyped_storage().data_ptr() for tensor in changing)
-        for index, layer in enumerate(self.layers, self.first_layer):
-            self._owned[index] = random_state.owned(layer.modules())
+        self._owned = {}
         owned = [tensor for layer in self.layers for tensor in (*layer.parameters(), *layer.buffers())]
         self._constants = frozenset(tensor.untyped_storage().data_ptr() for tensor in owned) - self._changed
 
@@ -195,7 +194,7 @@ class StageExecution:
             try:
                 yield
             finally:
-                self._counters = {index: counters_since(had) for index, had in attributes.items()}
+                self._setting = {index: attributes_set_since(had) for index, had in attributes.items()}
                 self._changing = {}
                 for index, states in before.items():
                     changed = [state for state in states if state.has_changed()]
@@ -268,9 +267,9 @@ class StageExecution:
         checkpoint.check(layers[0])
         needs = iter(checkpoint.needs_gradient)
         x = _each(checkpoint.x, lambda part: part.detach().requires_grad_(next(needs)))
-        now, counts = buffers_now(self._changing_in(layers)), counts_now(self._counters_in(layers))
+        now, attributes = buffers_now(self._changing_in(layers)), attributes_now(self._set_in(layers))
         put_buffers(checkpoint.buffers)
-        put_counts(checkpoint.counts)
+        put_attributes(checkpoint.attributes)
         with (
             random_state.restored(checkpoint.random),
             torch.enable_grad(),
@@ -284,7 +283,7 @@ class StageExecution:
                 if index == run.entry_layer and index + 1 < layers[1]:
                     _, x = _through_one(x)
         put_buffers(now)
-        put_counts(counts)
+        put_attributes(attributes)
         for storage in checkpoint.storages():
             self.meter.release(storage)
 
@@ -451,7 +450,7 @@ class StageExecution:
             random_state.now(self._random_in(layers)),
             autocast_now(self.device),
             buffers_now(self._changing_in(layers)),
-            counts_now(self._counters_in(layers)),
+            attributes_now(self._set_in(layers)),
             [engine.changes(part) for part in tensors_in(kept)],
         )
         run.checkpoints[layers] = checkpoint
@@ -459,13 +458,18 @@ class StageExecution:
             self.meter.hold(storage)
         return x
 
-    def _counters_in(self, layers: Layers) -> list[Counter]:
-        """Return what forwards of layers [first, end) count in attributes."""
-        return [counter for index in range(*layers) for counter in self._counters.get(index, ())]
+    def _set_in(self, layers: Layers) -> list[PlainAttribute]:
+        """Return the attributes with plain values that forwards of layers [first, end) set."""
+        return [attribute for index in range(*layers) for attribute in self._setting.get(index, ())]
 
     def _random_in(self, layers: Layers) -> list[random_state.Source]:
         """Return the sources of random numbers that layers [first, end) may draw from."""
-        return self._everywhere + [source for index in range(*layers) for source in self._owned.get(index, ())]
+        found = list(self._everywhere)
+        for index in range(*layers):
+            if index not in self._owned:
+                self._owned[index] = random_state.owned(self.layers[index - self.first_layer].modules())
+            found += self._owned[index]
+        return found
 
     def _changing_in(self, layers: Layers) -> list[nn.Module]:
         """Return the modules in layers [first, end) of which a forward changes buffers."""

@@ -222,8 +222,7 @@ def _refuse_unsliceable(schedule: ir.Schedule, stage: ir.Stage, layers: Sequence
             raise BadInput(
                 f"layer {index} ({type(inner_layer(layer)).__name__}) does not say that it can be sliced, and the "
                 f"schedule has {counted(schedule.setup.slices, 'slice')}: expected `forward(..., *, carry)`, or, "
-                "where it looks "
-                "at each token by itself, `sliceable = True`"
+                "where it looks at each token by itself, `sliceable = True`"
             )
 
 

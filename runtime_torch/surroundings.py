@@ -1,5 +1,5 @@
-"""What a forward depends on besides its input and random state: autocast, buffers, and what layers count in attributes;
-restored when it is repeated."""
+"""What a forward depends on besides its input and random state: autocast, buffers, and numbers in attributes; restored
+when it is repeated."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def put_buffers(states: Iterable[BufferState]) -> None:
         state.tensor.copy_(state.value)
 
 
-Counter = tuple["nn.Module", str]
+PlainAttribute = tuple["nn.Module", str]
 """A module and the name of an attribute with a plain value that forwards set, such as how often it was called."""
 _ABSENT = object()
 
 
-def counters_since(before: Iterable[tuple[nn.Module, dict[str, Any]]]) -> list[Counter]:
+def attributes_set_since(before: Iterable[tuple[nn.Module, dict[str, Any]]]) -> list[PlainAttribute]:
     """Return the attributes with plain values that modules have now, and had not, or not so, before."""
     return [
         (module, name)
@@ -89,14 +89,14 @@ def counters_since(before: Iterable[tuple[nn.Module, dict[str, Any]]]) -> list[C
     ]
 
 
-def counts_now(counters: Iterable[Counter]) -> list[tuple[Counter, Any]]:
-    """Return the present values of counters."""
-    return [((module, name), vars(module).get(name, _ABSENT)) for module, name in counters]
+def attributes_now(attributes: Iterable[PlainAttribute]) -> list[tuple[PlainAttribute, Any]]:
+    """Return the present values of attributes."""
+    return [((module, name), vars(module).get(name, _ABSENT)) for module, name in attributes]
 
 
-def put_counts(counts: Iterable[tuple[Counter, Any]]) -> None:
-    """Let counters be as they were."""
-    for (module, name), value in counts:
+def put_attributes(values: Iterable[tuple[PlainAttribute, Any]]) -> None:
+    """Let attributes be as they were."""
+    for (module, name), value in values:
         if value is _ABSENT:
             vars(module).pop(name, None)
         else:

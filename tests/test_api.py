@@ -282,11 +282,13 @@ def test_mistakes_are_one_sentence(mistake, error, sentence):
     assert isinstance(said.value, optpipe.OptPipeError)
 
 
-def test_whole_numbers_of_numpy_are_whole_numbers():
+def test_whole_numbers_of_numpy_are_whole_numbers(tmp_path):
     def planned(count, seed):
         return optpipe.compile(COSTS, mem=GB, microbatches=count, seed=seed, time_limit=0.5, reproducible=True)
 
     assert planned(np.int64(4), np.int32(1)).schedule == planned(4, 1).schedule
+    swept = optpipe.sweep(COSTS, ["8GB"], microbatches=[np.int64(4)], path=tmp_path / "s.json", time_limit=0.5)
+    assert [point.microbatches for point in swept.points] == [4]
 
 
 def test_a_schedule_that_does_not_hold_is_refused_and_one_without_costs_cannot_be_explained(plan, tmp_path):

@@ -218,8 +218,7 @@ def _show(advice: Advice, line: list[str], model: str, question: Question) -> No
     )
     out.print(
         f"{model} on {counted(question.gpus, 'GPU')}, {counted(question.batch, 'sequence')} of {question.sequence} "
-        "per step: "
-        f"{counted(advice.considered, 'way')}, {advice.too_large} too large, {advice.planned} planned"
+        f"per step: {counted(advice.considered, 'way')}, {advice.too_large} too large, {advice.planned} planned"
         + (f", {advice.infeasible} of which fit nothing" if advice.infeasible else "")
         + (f"; the others take at least {advice.next_bound_ns / 1e9:.3f} s" if advice.next_bound_ns else "")
     )

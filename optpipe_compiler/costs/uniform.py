@@ -257,8 +257,7 @@ def _check(options: UniformOptions) -> None:
     if layers > MOST_LAYERS:
         raise BadInput(
             f"--layers-per-device is {options.layers_per_device} on {counted(options.devices, 'device')}, with "
-            "embedding and head "
-            f"{counted(layers, 'layer')}, expected at most {MOST_LAYERS}"
+            f"embedding and head {counted(layers, 'layer')}, expected at most {MOST_LAYERS}"
         )
     _check_range("--forward-ms", options.forward_ms, options.layers_per_device / NS_PER_MS, 1e9)
     for option, value in _times(options):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from optpipe_compiler.documents.ops import unit_name
-from optpipe_compiler.documents.units import printable, short_bytes, show_ns
+from optpipe_compiler.documents.units import counted, printable, short_bytes, show_ns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -119,7 +119,7 @@ def _first(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _retimed(row: Retimed) -> str:
-    return f"device {row.device} {row.lane}: {row.ops} {'op' if row.ops == 1 else 'ops'} at other times"
+    return f"device {row.device} {row.lane}: {counted(row.ops, 'op')} at other times"
 
 
 def _changes(changes: Sequence[Change]) -> Iterator[str]:

@@ -61,8 +61,7 @@ def work(job: Job, place: Place, on_event: Tell, on_failure: Failed) -> RunRepor
     if place.world != schedule.setup.devices:
         raise RunFailed(
             f"rank {place.rank}: the schedule is for {counted(schedule.setup.devices, 'device')}, but "
-            f"{counted(place.world, 'rank')} were "
-            "started"
+            f"{counted(place.world, 'rank')} were started"
         )
     device = _device(place, training=schedule.model is not None)
     if device.type == "cpu":

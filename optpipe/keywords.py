@@ -69,6 +69,7 @@ RENAMED = {
 """Options that functions take under other names."""
 KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "int": ((Integral,), "a whole number"),
+    "count": ((Integral,), "a whole number of at least 1"),
     "float": ((Integral, float), "a number"),
     "bool": ((bool,), "True or False"),
     "str": ((str,), "a text"),
@@ -107,7 +108,8 @@ def checked(name: str, value: Any, kind: str, *, is_optional: bool = False) -> A
     of KINDS."""
     types, said = KINDS[kind]
     is_bool = isinstance(value, bool) and bool not in types
-    if (value is None and is_optional) or (isinstance(value, types) and not is_bool):
+    is_small = kind == "count" and isinstance(value, Integral) and value < 1
+    if (value is None and is_optional) or (isinstance(value, types) and not is_bool and not is_small):
         return int(value) if type(value).__module__ == "numpy" and isinstance(value, Integral) else value
     raise BadInput(f"{name} is {reprlib.repr(value)}, expected {said}{' or None' if is_optional else ''}")
 

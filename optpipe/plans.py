@@ -204,7 +204,7 @@ class Plan:
         from optpipe.answers import explained
 
         checked("time_limit", time_limit, "float")
-        checked("jobs", jobs, "int")
+        checked("jobs", jobs, "count")
         return explained(self.checked, self.profile, time_limit, jobs, cached=cache)
 
     def compare(self, *others: Plan | PathLike, methods: str | Sequence[str] = "all", jobs: int = 1) -> Comparison:
@@ -216,7 +216,7 @@ class Plan:
         from optpipe.answers import compared
 
         names = methods if isinstance(methods, str) else ",".join(checked_all("methods", methods, "str"))
-        checked("jobs", jobs, "int")
+        checked("jobs", jobs, "count")
         rows = [("this plan", self.checked)]
         for number, other in enumerate(others, start=2):
             rows.append((f"plan {number}" if isinstance(other, Plan) else str(other), as_plan(other).checked))

@@ -124,12 +124,14 @@ def sweep(
     """
     costs = _sweep.SweptCosts.of(as_profile(profile))
     checked("time_limit", time_limit, "float")
-    checked("jobs", jobs, "int")
-    microbatches = checked_all("microbatches", microbatches, "int")
-    devices = checked_all("devices", devices, "int")
+    checked("jobs", jobs, "count")
+    microbatches = checked_all("microbatches", microbatches, "count")
+    devices = checked_all("devices", devices, "count")
     if not isinstance(mem, Sequence):
         raise BadInput(f"mem is {mem!r}, expected a list of caps, or a text such as '10GB:80GB:8'")
     caps = _sweep.parse_caps(mem, "mem") if isinstance(mem, str) else tuple(sorted({size(one, "mem") for one in mem}))
+    if not caps:
+        raise BadInput(f"mem is {mem!r}, expected at least one cap")
     common = compiler.Options(
         mem_bytes=0,
         host_mem_bytes=None if host_mem is None else size(host_mem, "host_mem"),

@@ -270,6 +270,22 @@ def test_a_sweep_is_rows_sentences_and_a_picture(tmp_path):
             optpipe.BadInput,
             "microbatches is 4, expected a list, each of it a whole number",
         ),
+        (lambda: optpipe.sweep(COSTS, []), optpipe.BadInput, "mem is .., expected at least one cap"),
+        (
+            lambda: optpipe.sweep(COSTS, "1GB", jobs=0),
+            optpipe.BadInput,
+            "jobs is 0, expected a whole number of at least 1",
+        ),
+        (
+            lambda: optpipe.sweep(COSTS, "1GB", devices=[2, 0]),
+            optpipe.BadInput,
+            "devices.1. is 0, expected a whole number of at least 1",
+        ),
+        (
+            lambda: optpipe.compile(COSTS, mem=GB, workers=-3),
+            optpipe.BadInput,
+            "workers is -3, expected at least 0, which stands for all cores",
+        ),
         (lambda: optpipe.uniform_profile(devices="2"), optpipe.BadInput, "devices is '2', expected a whole number"),
         (lambda: optpipe.uniform_profile(head_ms=(1, 2)), optpipe.BadInput, "head_ms is .1, 2., expected 3 numbers"),
         (lambda: optpipe.verify(5), optpipe.BadInput, "schedule is 5, expected a path"),

@@ -195,7 +195,7 @@ def test_a_wrong_value_in_a_profile_is_named_by_path_value_and_expectation(run):
     Path("profile.json").write_text(
         Path("profile.json").read_text().replace('"saved_bytes": 1000000000', '"saved_bytes": -1')
     )
-    sentence = "profile.json: $.layers[0].saved_bytes is -1: expected `int` >= 0"
+    sentence = "profile.json: $.layers[0].saved_bytes is -1: expected an integer >= 0"
     assert refused(run("compile", "--mem", "2GB"), 2) == sentence
 
 

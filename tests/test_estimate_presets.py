@@ -61,9 +61,9 @@ def test_a_users_gpu_is_a_file_of_the_same_form(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"memory_bytes": 0}, "$.gpus[0].memory_bytes is 0: expected `int` >= 1"),
-        ({"memory_bytes": "80GB"}, '$.gpus[0].memory_bytes is "80GB": expected `int`'),
-        ({"source": []}, "$.gpus[0].source is []: expected `array` of length >= 1"),
+        ({"memory_bytes": 0}, "$.gpus[0].memory_bytes is 0: expected an integer >= 1"),
+        ({"memory_bytes": "80GB"}, '$.gpus[0].memory_bytes is "80GB": expected an integer'),
+        ({"source": []}, "$.gpus[0].source is []: expected a list of length >= 1"),
         ({"colour": "green"}, "$.gpus[0].colour: is not a known field"),
     ],
 )
@@ -155,7 +155,7 @@ def test_a_wrong_configuration_is_named_with_path_and_value(config, changes, sai
     assert str(caught.value).startswith(f"{path}: {said}")
 
 
-@pytest.mark.parametrize(("text", "said"), [("{", "is not complete JSON"), ("[1]", "$ is list, expected an object")])
+@pytest.mark.parametrize(("text", "said"), [("{", "is not complete JSON"), ("[1]", "$ is [1], expected an object")])
 def test_a_file_that_is_no_configuration_is_refused(tmp_path, text, said):
     path = tmp_path / "config.json"
     path.write_text(text)

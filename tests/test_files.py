@@ -52,12 +52,12 @@ def refusal(text: str) -> str:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("layers.1.forward_ns", -3, "$.layers[1].forward_ns is -3: expected `int` >= 0"),
-        ("layers.1.forward_ns", 1.5, "$.layers[1].forward_ns is 1.5: expected `int | object`, got `float`"),
-        ("layers.0.saved_bytes", "big", '$.layers[0].saved_bytes is "big": expected `int | object`, got `str`'),
-        ("layers.0.count", 0, "$.layers[0].count is 0: expected `int` >= 1"),
-        ("machine.devices", None, "$.machine.devices is null: expected `int`, got `null`"),
-        ("layers", [], "$.layers is []: expected `array` of length >= 1"),
+        ("layers.1.forward_ns", -3, "$.layers[1].forward_ns is -3: expected an integer >= 0"),
+        ("layers.1.forward_ns", 1.5, "$.layers[1].forward_ns is 1.5: expected an integer or an object, got a number"),
+        ("layers.0.saved_bytes", "b", '$.layers[0].saved_bytes is "b": expected an integer or an object, got a string'),
+        ("layers.0.count", 0, "$.layers[0].count is 0: expected an integer >= 1"),
+        ("machine.devices", None, "$.machine.devices is null: expected an integer, got null"),
+        ("layers", [], "$.layers is []: expected a list of length >= 1"),
         ("name", ..., "object missing required field `name`"),
         ("format", "optpipe-schedule", '$.format is "optpipe-schedule", expected "optpipe-profile"'),
         ("format", ..., '$.format is null, expected "optpipe-profile"'),
@@ -72,6 +72,18 @@ def test_a_wrong_value_is_named_by_file_path_value_and_expectation(path, value, 
     refused = refusal(with_value(path, value))
     assert refused.startswith("small.json: $")
     assert message in refused
+
+
+def test_a_choice_that_does_not_exist_is_answered_with_those_that_do():
+    text = with_value("layers.0.forward_ns", {"value": 1, "source": "guessed"})
+    expected = ", expected one of estimated, manual, measured"
+    assert refusal(text) == 'small.json: $.layers[0].forward_ns.source is "guessed"' + expected
+
+
+@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
+def test_numbers_that_json_does_not_have_are_named_by_their_path(constant):
+    text = with_value("layers.1.forward_ns", 123456).replace("123456", constant)
+    assert refusal(text) == f"small.json: $.layers[1].forward_ns is {constant}, expected a finite number"
 
 
 def test_a_long_value_is_shortened_in_the_message():

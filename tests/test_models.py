@@ -280,7 +280,7 @@ def test_a_model_in_parts_is_the_whole_model(name):
         ({"vocab": 100}, r"\$.model.config.vocab is 100, expected at least 256"),
         ({"head_parts": 0}, r"\$.model.config.head_parts is 0, expected 1 to the vocabulary \(256\)"),
         ({"positions": 8}, r"\$.model.sequence_length is 16, expected at most the positions of the model \(8\)"),
-        ({"hidden": "wide"}, r"\$.model.config: Expected `int`, got `str`"),
+        ({"hidden": "wide"}, r"\$.model.config: Expected an integer, got a string"),
     ],
 )
 def test_a_bad_architecture_is_refused_by_path(change, message):

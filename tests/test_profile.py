@@ -155,7 +155,7 @@ def test_links_that_contradict_each_other_are_refused(links, message):
     [
         ([{"devices": [0, 2], "memory_bytes": 1}], "[0].devices names 2, expected 0 to 1"),
         ([{"devices": [1], "memory_bytes": 1}] * 2, "[1].devices names 1, which hosts[0] has already"),
-        ([{"devices": [], "memory_bytes": 1}], "[0].devices is []: expected `array` of length >= 1"),
+        ([{"devices": [], "memory_bytes": 1}], "[0].devices is []: expected a list of length >= 1"),
     ],
 )
 def test_hosts_that_contradict_each_other_are_refused(hosts, message):
@@ -170,7 +170,7 @@ def test_hosts_that_contradict_each_other_are_refused(hosts, message):
         ([{"bytes_per_s": 0}], "[0].bytes_per_s is 0, expected at least 1"),
         ([{"devices": [0, 2]}], "[0].devices is [0, 2], expected two devices of 0 to 1"),
         ([{"devices": [1, 1]}], "[0].devices is [1, 1], expected two devices of 0 to 1"),
-        ([{"devices": [-1, 0]}], "[0].devices[0] is -1: expected `int` >= 0"),
+        ([{"devices": [-1, 0]}], "[0].devices[0] is -1: expected an integer >= 0"),
         ([{"devices": [0, 1]}, {"devices": [1, 0]}], "[1] is about the pair [1, 0], which p2p[0] is about already"),
         ([{}, {"latency_ns": 3}], "[1] is about every other pair, which p2p[0] is about already"),
     ],

@@ -316,9 +316,9 @@ def test_traces_of_several_ranks_share_a_clock_and_kernels_count_rather_than_lau
     ("content", "sentence"),
     [
         ("{", "t.json: is no Chrome trace: "),
-        ("[]", "t.json: is no Chrome trace: Expected `object`, got `array`"),
-        ('{"traceEvents": [{"ph": "X", "ts": "now"}]}', "t.json: is no Chrome trace: Expected `float`, got `str`"),
-        ('{"traceEvents": [{"ph": "X", "dur": -1}]}', "t.json: is no Chrome trace: Expected `float` >= 0.0"),
+        ("[]", "t.json: is no Chrome trace: Expected an object, got a list"),
+        ('{"traceEvents": [{"ph": "X", "ts": "now"}]}', "t.json: is no Chrome trace: Expected a number, got a string"),
+        ('{"traceEvents": [{"ph": "X", "dur": -1}]}', "t.json: is no Chrome trace: Expected a number >= 0.0"),
         ('{"traceEvents": []}', "t.json: has no range of an op of this schedule, expected names such as PP:0F0"),
         ('{"traceEvents": [{"ph": "X", "name": "PP:99F0"}]}', "t.json: has no range of an op of this schedule"),
     ],

@@ -18,7 +18,7 @@ import numpy as np
 
 from optpipe_compiler.costs.fit import Sample, fitted, quartiles
 from optpipe_compiler.documents import traces
-from optpipe_compiler.documents.files import check_digest
+from optpipe_compiler.documents.files import check_digest, said_by
 from optpipe_compiler.documents.profile import Layer, Link, Profile, Quantity, Sliceable, value_of
 from optpipe_compiler.errors import BadInput
 
@@ -92,7 +92,7 @@ def read_run(path: Path) -> Run:
     try:
         ops = [_op(event, about.units) for event in events]
     except (msgspec.ValidationError, LookupError, TypeError) as error:
-        raise BadInput(f"{path}: has an op that is none of its schedule: {error}") from error
+        raise BadInput(f"{path}: has an op that is none of its schedule: {said_by(error)}") from error
     ops = [op for op in ops if op.step >= about.first_step]
     if about.units is None and any("slice" in event.args for event in events):
         raise BadInput(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from optpipe_compiler.documents.files import parse_json, read_text
+from optpipe_compiler.documents.files import parse_json, read_text, short_json
 from optpipe_compiler.errors import BadInput
 
 PRESETS = Path(__file__).parent / "models"
@@ -75,7 +75,7 @@ def load(name: str) -> Architecture:
         raise BadInput(f"--model is {name!r}, expected one of {', '.join(presets())}, or a config.json")
     config = parse_json(read_text(path), str(path))
     if not isinstance(config, dict):
-        raise BadInput(f"{path}: $ is {type(config).__name__}, expected an object")
+        raise BadInput(f"{path}: $ is {short_json(config)}, expected an object")
     return _Reader(config, str(path)).architecture()
 
 

@@ -6,6 +6,7 @@ import errno
 import gc
 import json
 import os
+import re
 import secrets
 import stat
 from collections import Counter
@@ -82,13 +83,14 @@ def parse_json(text: str, name: str) -> Any:
         if _depth(raw) > MOST_NESTED:
             raise RecursionError
     except msgspec.DecodeError as error:
+        _refuse_constants(text, name)
         raise BadInput(f"{name}: is not complete JSON: {error}") from error
     except RecursionError as error:
         raise BadInput(f"{name}: is nested too deeply, expected at most {MOST_NESTED} levels") from error
     try:
         json.loads(text, object_pairs_hook=_refuse_repeated)
     except _Repeated as repeated:
-        where = _find(json.loads(text, object_pairs_hook=_mark_repeated), "$")
+        where = _find(_REPEATED, json.loads(text, object_pairs_hook=_mark_repeated), "$")
         raise BadInput(f"{name}: {where}.{repeated} stands there twice, expected once") from repeated
     return raw
 
@@ -121,13 +123,31 @@ def _mark_repeated(pairs: list[tuple[str, Any]]) -> object:
     return found if len(found) == len(pairs) else _REPEATED
 
 
-def _find(value: Any, path: str) -> str | None:
-    """Return the path of the first `_REPEATED` in `value`."""
-    if value is _REPEATED:
+def _refuse_constants(text: str, name: str) -> None:
+    """Raise BadInput where a text is JSON but for NaN or Infinity, which other writers put there."""
+    found: list[str] = []
+
+    def seen(constant: str) -> object:
+        found.append(constant)
+        return _CONSTANT
+
+    with suppress(ValueError, RecursionError):
+        where = _find(_CONSTANT, json.loads(text, parse_constant=seen), "$")
+        if where is not None:
+            raise BadInput(f"{name}: {where} is {found[0]}, expected a finite number")
+
+
+_CONSTANT = object()
+"""Stands for NaN, Infinity or -Infinity."""
+
+
+def _find(wanted: object, value: Any, path: str) -> str | None:
+    """Return the path of the first place in `value` that is `wanted`."""
+    if value is wanted:
         return path
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     steps = ((item, f"{path}[{key}]" if isinstance(key, int) else f"{path}.{key}") for key, item in inside)
-    return next((found for item, step in steps if (found := _find(item, step)) is not None), None)
+    return next((found for item, step in steps if (found := _find(wanted, item, step)) is not None), None)
 
 
 @uncollected()
@@ -139,13 +159,13 @@ def decode(text: str, kind: type[T], name: str, *, format: str, version: int, re
     """
     raw = parse_json(text, name)
     if not isinstance(raw, dict):
-        raise BadInput(f"{name}: $ is {_short(raw)}, expected an object")
+        raise BadInput(f"{name}: $ is {short_json(raw)}, expected an object")
     if raw.get("format") != format:
-        raise BadInput(f"{name}: $.format is {_short(raw.get('format'))}, expected {_short(format)}")
+        raise BadInput(f"{name}: $.format is {short_json(raw.get('format'))}, expected {short_json(format)}")
     for field in ("version", "revision"):
         value = raw.get(field)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise BadInput(f"{name}: $.{field} is {_short(value)}, expected an integer of at least 0")
+            raise BadInput(f"{name}: $.{field} is {short_json(value)}, expected an integer of at least 0")
     if not 1 <= raw["version"] <= version:
         raise BadInput(
             f"{name}: $.version is {raw['version']}, expected 1 to {version}; "
@@ -154,7 +174,7 @@ def decode(text: str, kind: type[T], name: str, *, format: str, version: int, re
     try:
         record = msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
-        raise BadInput(_explain(name, raw, str(error))) from error
+        raise BadInput(_explain(name, raw, kind, said_by(error))) from error
     if raw["revision"] <= revision:
         _refuse_unknown(name, raw, record)
     return record
@@ -166,25 +186,77 @@ def check_digest(found: str, expected: str, said: str) -> None:
         raise BadInput(f"{said}: its digest is {found[:19]}, expected {expected[:19]}")
 
 
-def _explain(name: str, raw: object, message: str) -> str:
+JSON_TYPES = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
+"""Words for msgspec's names of types."""
+
+
+def said_by(error: Exception) -> str:
+    """Return what an error says; msgspec's sentences with words for the types that it names."""
+
+    def in_words(match: re.Match[str]) -> str:
+        return f"{match[1]} {' or '.join(JSON_TYPES.get(name, name) for name in match[2].split(' | '))}"
+
+    return re.sub(r"\b([Ee]xpected|got) `([^`]+)`", in_words, str(error))
+
+
+def _explain(name: str, raw: object, kind: type[Record], message: str) -> str:
     """Turn msgspec's "Expected X, got Y - at `$.a[0].b`" into a sentence that shows the value found there."""
     what, _, where = message.partition(" - at `")
     path = where.rstrip("`") or "$"
     value, found = _at(raw, path)
-    shown = f" is {_short(value)}" if found else ""
+    shown = f" is {short_json(value)}" if found else ""
+    if what.startswith("Invalid enum value") and (choices := _choices_at(msgspec.json.schema(kind), path)):
+        return f"{name}: {path}{shown}, expected one of {', '.join(choices)}"
     return f"{name}: {path}{shown}: {what[0].lower()}{what[1:]}"
+
+
+def _steps(path: str) -> list[str]:
+    """Return the steps of a path such as $.a[0].b: a, [0], b."""
+    return path.replace("[", ".[").split(".")[1:]
+
+
+def _choices_at(schema: dict[str, Any], path: str) -> list[str]:
+    """Return which values a schema knows at a path, if it counts them up."""
+    defs = schema.get("$defs", {})
+
+    def branches(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        if "$ref" in node:
+            node = defs[node["$ref"].rsplit("/", 1)[1]]
+        yield node
+        for branch in node.get("anyOf", ()):
+            yield from branches(branch)
+
+    nodes = [schema]
+    for step in _steps(path):
+        inside = []
+        for node in (branch for one in nodes for branch in branches(one)):
+            if step.startswith("["):
+                inside += [node[key] for key in ("items", "additionalProperties") if isinstance(node.get(key), dict)]
+            else:
+                found = node.get("properties", {}).get(step, node.get("additionalProperties"))
+                inside += [found] if isinstance(found, dict) else []
+        nodes = inside
+    return list(dict.fromkeys(str(value) for one in nodes for node in branches(one) for value in node.get("enum", ())))
 
 
 def _at(raw: Any, path: str) -> tuple[Any, bool]:
     try:
-        for step in path.replace("[", ".[").split(".")[1:]:
+        for step in _steps(path):
             raw = raw[int(step[1:-1])] if step.startswith("[") else raw[step]
     except (KeyError, IndexError, TypeError, ValueError):
         return None, False
     return raw, True
 
 
-def _short(value: object) -> str:
+def short_json(value: object) -> str:
+    """Return a value as JSON, cut to 60 characters."""
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import msgspec
 
 from optpipe_compiler.documents import ir  # noqa: TC001  (msgspec reads the types of About)
-from optpipe_compiler.documents.files import LARGEST_TRACE, read_text
+from optpipe_compiler.documents.files import LARGEST_TRACE, read_text, said_by
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def read(path: Path) -> Trace:
     try:
         return msgspec.json.decode(read_text(path, LARGEST_TRACE), type=Trace)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise BadInput(f"{path}: is no Chrome trace: {error}") from error
+        raise BadInput(f"{path}: is no Chrome trace: {said_by(error)}") from error
 
 
 def said(path: Path, what: object, kind: type[T], expected: str) -> T:
@@ -87,7 +87,7 @@ def said(path: Path, what: object, kind: type[T], expected: str) -> T:
     try:
         return msgspec.convert(what, kind)
     except msgspec.ValidationError as error:
-        raise BadInput(f"{path}: is no {expected}: {error}") from error
+        raise BadInput(f"{path}: is no {expected}: {said_by(error)}") from error
 
 
 def about_run(path: Path, trace: Trace) -> About:

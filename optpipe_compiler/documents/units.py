@@ -18,10 +18,12 @@ FACTORS = {
     "mb": 10**6,
     "gb": 10**9,
     "tb": 10**12,
+    "pb": 10**15,
     "kib": 2**10,
     "mib": 2**20,
     "gib": 2**30,
     "tib": 2**40,
+    "pib": 2**50,
 }
 SMALLEST_CAP = 10**6
 """Bytes below which a cap without a unit was meant to have one."""

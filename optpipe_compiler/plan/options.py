@@ -77,6 +77,8 @@ def settled(profile: Profile, options: Options) -> Options:
     for name, choices in (("placement", get_args(Placement)), ("objective", get_args(Objective))):
         if getattr(options, name) not in choices:
             raise BadInput(f"--{name} is {getattr(options, name)!r}, expected one of {', '.join(choices)}")
+    if options.workers < 0:
+        raise BadInput(f"workers is {options.workers}, expected at least 0, which stands for all cores")
     if options.noise is not None and not 0 <= options.noise <= 1:
         raise BadInput(f"--noise is {options.noise:g}, expected a share from 0 to 1")
     limit = options.time_limit_s

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from optpipe_compiler import cache, compiler
+from optpipe_compiler.documents.files import said_by
 from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.documents.units import short_bytes
 from optpipe_compiler.errors import BadInput, Infeasible, NotFound
@@ -118,7 +119,7 @@ def options_of(schedule: ir.Schedule, name: str) -> compiler.Options:
     try:
         return msgspec.convert(options, compiler.Options)
     except msgspec.ValidationError as error:
-        raise BadInput(f"{name}: $.provenance.options are none of `compile`: {error}") from error
+        raise BadInput(f"{name}: $.provenance.options are none of `compile`: {said_by(error)}") from error
 
 
 class _Halfway:

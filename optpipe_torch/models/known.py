@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from optpipe_compiler.costs.models import Architecture
+from optpipe_compiler.documents.files import said_by
 from optpipe_compiler.errors import BadInput
 from optpipe_torch.models import layers, user_model
 from optpipe_torch.models.user_functions import OWN
@@ -204,7 +205,7 @@ def _architecture(model: Model) -> Architecture:
     try:
         architecture = _gpt(model) if model.builder == "gpt" else msgspec.convert(model.config, Architecture)
     except msgspec.ValidationError as error:
-        raise BadInput(f"$.model.config: {error}") from error
+        raise BadInput(f"$.model.config: {said_by(error)}") from error
     if architecture.vocab < BYTE_VALUES:
         raise BadInput(
             f"$.model.config.vocab is {architecture.vocab}, expected at least {BYTE_VALUES}, one per byte value"

@@ -16,7 +16,7 @@ import platform
 import subprocess
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,12 +24,15 @@ import optpipe_compiler
 from bench.published import REFERENCE
 from optpipe_compiler.compiler import SEVERAL, Options, Progress, compile_schedule
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
+from optpipe_compiler.errors import BadInput, Infeasible
 from optpipe_compiler.machine.orders import peaks
 from optpipe_compiler.model.placement import Layout, stage_devices
 from optpipe_compiler.model.problem import Caps, Freedom, build
 from optpipe_compiler.published import METHODS, PLACEMENTS, NotDefined, published
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from optpipe_compiler.documents.profile import Profile
 
 REFERENCE_NAMES = {"unit": "unit", "6.2B": "gpt"}
@@ -64,6 +67,8 @@ SIZES = {
 }
 CAPS = (2.0, 1.0, 0.5, 0.375, 0.25, 0.125)
 """In whole-device activations, as multiples of the number of devices."""
+MOST_ALONE = 10_000
+"""Devices x microbatches up to which each published schedule is compiled by itself where a search has timed none."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +118,8 @@ def measure(case: Case, time_limit_s: float | None, *, by_clock: bool) -> dict[s
     fitting = {n: b.makespan_ns for n, b in forecast.baselines.items() if b.fits and b.makespan_ns is not None}
     best = min(fitting, key=lambda name: fitting[name], default=None)
     others = {name: time for name, time in fitting.items() if METHODS[name].kind != "composition"}
+    if not others and case.devices * case.microbatches <= MOST_ALONE:
+        others = dict(each_alone(profile, options))
     other = min(others, key=lambda name: others[name], default=None)
     slower = best is None and any("slower" in (b.reason or "") for b in forecast.baselines.values())
     work = sum(c.forward_ns + min(c.backward_ns, c.backward_input_ns + c.backward_weight_ns) for c in forecast.stages)
@@ -149,6 +156,18 @@ def commit() -> str:
 
     changed = git("status", "--porcelain", "optpipe_compiler")
     return git("rev-parse", "--short=8", "HEAD") + ("+" if changed else "")
+
+
+def each_alone(profile: Profile, options: Options) -> Iterator[tuple[str, int]]:
+    """Yield the makespan in ns of each schedule of a paper or a framework that fits, compiled by itself.
+
+    Beside the search of a long step those are given up that are slower by their first microbatches.
+    """
+    for name, method in METHODS.items():
+        if method.kind in ("paper", "stock") and not method.sliced:
+            with suppress(Infeasible, BadInput):
+                alone = compile_schedule(profile, replace(options, method=name))
+                yield name, alone.schedule.forecast.makespan_ns
 
 
 def on_equal_cuts(case: Case, profile: Profile) -> float | None:

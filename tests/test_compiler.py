@@ -96,6 +96,16 @@ def test_looking_at_the_first_microbatches_loses_no_published_schedule_that_woul
             assert baseline.makespan_ns > results[0].makespan_ns
 
 
+def test_of_a_large_instance_a_schedule_is_judged_that_is_not_defined_for_as_few_microbatches_as_devices(monkeypatch):
+    found = []
+    for screened in (0, 10**9):
+        monkeypatch.setattr(candidates, "SCREENED", screened)
+        chosen = {"microbatches": 12, "time_limit_s": 0.0, "placement": "v", "stages_per_device": 2}
+        found.append(anew(uniform(3, 2), 6 * GB, **chosen).schedule.forecast.baselines["dualpipev"])
+    assert found[0].fits
+    assert found[0] == found[1]
+
+
 def test_however_short_the_time_every_published_schedule_is_judged():
     profile = uniform(3, 4)
     chosen = {"microbatches": 12, "time_limit_s": 0.0, "reproducible": False, "search": False}

@@ -18,7 +18,7 @@ from optpipe_compiler.published import METHODS, NotDefined, earliest, is_for, pu
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from optpipe_compiler.model.problem import Stage
+    from optpipe_compiler.model.problem import Problem, Stage
     from optpipe_compiler.plan.incumbents import Attempt, Incumbents, Need
 
 SCREENED = 20_000
@@ -154,9 +154,9 @@ class Candidates:
             if not self._is_large(attempt):
                 return self._whole(attempt, name)
             problem = attempt.problem
-            few, more = problem.devices * problem.slices, 2 * problem.devices * problem.slices
-            short = replace(problem, microbatches=few)
-            first = published(short, name, transfers=False)
+            first = _first(problem, name)
+            short, few = first.problem, first.problem.microbatches
+            more = few + problem.devices * problem.slices
             work = max(sum(problem.stages[s].work for s in problem.stages_of(d)) for d in range(problem.devices))
             away = {s for s, _ in recipe(short, name).offloaded}
             promise = _Promise(self._extended(first, attempt, work), attempt, name)
@@ -212,6 +212,15 @@ def _repeats(attempt: Attempt) -> bool:
     problem = attempt.problem
     is_uniform = problem.slicing is None or len(problem.slicing.cuts) == 1
     return is_uniform and problem.whole > 2 * problem.devices
+
+
+def _first(problem: Problem, name: str) -> Schedule:
+    """Return a published schedule of as many microbatches as there are devices, or of twice as many where it is not
+    defined for so few; an instance that `_repeats` has more than these."""
+    few = problem.devices * problem.slices
+    with suppress(NotDefined):
+        return published(replace(problem, microbatches=few), name, transfers=False)
+    return published(replace(problem, microbatches=2 * few), name, transfers=False)
 
 
 def _least_peaks(timed: Schedule, away: set[int]) -> list[int]:

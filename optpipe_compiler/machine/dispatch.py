@@ -56,7 +56,8 @@ if TYPE_CHECKING:
 DONE, LATE, STUCK = range(3)
 """How a run ends: all ops have completed; a device can no longer be done by the cutoff; some ops never start."""
 AHEAD = 1
-"""Activations that a device may have reloaded ahead of their backwards while it has forwards to run."""
+"""Activations that a device may have reloaded ahead of their backwards while it has forwards to run. With 2 plans are
+0.4 % longer where memory binds (docs/ABLATION.md)."""
 
 
 @compiled

@@ -44,7 +44,8 @@ RECOMPUTED_BEFORE, RELOADED_BEFORE = 1, 4
 SORTS = 4
 """Units in a row, at least, that a policy may treat each in its own way (docs/ABLATION.md)."""
 TRIES = 4
-"""Runs of one policy, each with more room for messages than the one before, until its peaks fit."""
+"""Runs of one policy, each with more room for messages than the one before, until its peaks fit. One is as good in
+cases whose messages hold no memory (docs/ABLATION.md)."""
 
 
 class Policy(NamedTuple):

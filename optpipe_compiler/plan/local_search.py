@@ -39,12 +39,14 @@ if TYPE_CHECKING:
     from optpipe_compiler.published import Placed
 
 CLIMBERS = 8
-"""Pairs of instance and wish that climb in the first round, at least two for each thread."""
+"""Pairs of instance and wish that climb in the first round, at least two for each thread. With 4 or 16 plans are as
+long in the mean; with 16 1 % shorter where links are slow and 1 % longer without links (docs/ABLATION.md)."""
 OTHERS = 8
 """Instances that are not among these whose best pairs climb in the first round, too. Without them plans of a measured
 profile, with 28 instances, are 1.3 to 3.6 % longer where memory is short, and as long elsewhere (docs/ABLATION.md)."""
 ROUNDS = 10
-"""Rounds until a restart, or the end."""
+"""Rounds until a restart, or the end. With 5 plans are 0.7 % longer where links are slow, with 20 0.1 % in the mean
+(docs/ABLATION.md)."""
 RESTART_AFTER = 2
 """How long they are, in the time that the last climbers need to stand still once. In a minute restarts are worth 0.7 %
 in one case with room for one activation, in 22 s hardly anything (docs/ABLATION.md)."""
@@ -61,10 +63,12 @@ the best baseline's 1615 ms (9452f236); with 4 it is 1610 (b7b14c0f)."""
 LEAST = 64
 """Microbatches, or slices, at least: fewer may be over before a link that cannot keep up shows (docs/ABLATION.md)."""
 FEWER_SHARE = 0.33
-"""Share of the time for the search on fewer devices, where there are many."""
+"""Share of the time for the search on fewer devices, where there are many. With half of it plans of 64 devices are
+0.2 % shorter, with a half of the time 0.1 %: of one seed each, too little to change it (docs/ABLATION.md)."""
 WISHES = 3
 """So many wishes of each instance, the best there, are run on all devices. Instances are not compared there: where
-layers differ, every fourth device is not the same model."""
+layers differ, every fourth device is not the same model. With one a plan of 64 devices is 0.1 % shorter, of one seed
+(docs/ABLATION.md)."""
 LOOK_S = 0.05
 """Seconds between two looks at whether that is over."""
 JOIN_S = 1.0
@@ -73,9 +77,11 @@ STILL_RUNS = 800
 """Runs of a policy for each stage that bring nothing before it may become worse: the more stages, the more there is to
 change. What thresholds earn is in docs/ABLATION.md."""
 COOLING_RUNS = 800
-"""Runs for each stage in which it may."""
+"""Runs for each stage in which it may. With half or twice as many plans differ by 0.04 % in the mean
+(docs/ABLATION.md)."""
 THRESHOLD = 0.01
-"""By how much one change may make it worse at first, in parts of the best value."""
+"""By how much one change may make it worse at first, in parts of the best value. Without thresholds plans of a measured
+profile are up to 0.5 % longer, with half or twice of this 0.04 % (docs/ABLATION.md)."""
 LOOK = 8
 """Calls of `climb` after which is looked again at what executions take of a policy that promises less than the best.
 With slow links plans are 0.3 % longer without, or after 32 calls (docs/ABLATION.md)."""

@@ -80,13 +80,13 @@ def test_impossible_options_are_refused_by_name_value_and_expectation(options, m
 # -- published schedules of large instances -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share", [0.3, 0.6, 2.0])
-def test_looking_at_the_first_microbatches_loses_no_published_schedule_that_would_win(monkeypatch, share):
+@pytest.mark.parametrize(("share", "microbatches"), [(0.3, 12), (0.6, 12), (2.0, 12), (2.0, 48)])
+def test_looking_at_the_first_microbatches_loses_no_published_schedule_that_would_win(monkeypatch, share, microbatches):
     profile = uniform(3, 4, residue_fraction=0.5, d2h_ms=1.5, h2d_ms=1.5)
     results = {}
     for screened in (0, 10**9):
         monkeypatch.setattr(candidates, "SCREENED", screened)
-        chosen = {"microbatches": 12, "time_limit_s": 0.0}
+        chosen = {"microbatches": microbatches, "time_limit_s": 0.0}
         results[screened] = anew(profile, int(share * 3 * GB), **chosen).schedule.forecast
     assert results[0].makespan_ns == results[10**9].makespan_ns
     reasons = [baseline.reason or "" for baseline in results[0].baselines.values()]

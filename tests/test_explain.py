@@ -71,6 +71,9 @@ def test_the_changes_are_what_they_say():
     assert found["6 microbatches"].instance.options.microbatches == 6
 
 
+EVEN = {"offloads": False, "uneven": False}
+
+
 def test_a_heavy_head_is_asked_about_in_parts_that_sum_up_to_it():
     whole = uniform(4, 2, head_ms=(2, 2.4, 2.8), head_parts=1)
     head = structs.replace(whole.layers[-1], static_bytes=8 * GB, forward_transient_bytes=400)
@@ -84,6 +87,27 @@ def test_a_heavy_head_is_asked_about_in_parts_that_sum_up_to_it():
     for light in (COSTS, uniform(4, 2, head_ms=(0.1, 0.1, 0.1)), uniform(4, 2, head_ms=(2, 2, 2), head_parts=4)):
         texts = {change.text for change in variations(instance(light), offloads=False, uneven=False)}
         assert not any("head" in text for text in texts)
+
+
+def test_a_part_of_the_head_saves_its_share_of_the_logits_beside_its_input():
+    whole = uniform(4, 2, head_ms=(2, 2, 2))
+    kept = {"saved_bytes": 7 + 2 * 400, "residue_bytes": 7 + 400, "captured_bytes": 400, "checkpoint_bytes": 7}
+    layers = [structs.replace(whole.layers[0], output_bytes=7), structs.replace(whole.layers[-1], **kept)]
+    found = {one.text: one for one in variations(instance(structs.replace(whole, layers=layers)), **EVEN)}
+    for part in found["head in 4 parts"].instance.profile.expanded_layers()[-4:]:
+        assert part.saved_bytes == part.residue_bytes == 7 + 100
+        assert part.captured_bytes == 100
+        assert part.shared_bytes == part.checkpoint_bytes == 7
+
+
+def test_a_head_of_less_than_a_block_is_asked_about_in_parts_and_one_in_parts_is_not():
+    light = uniform(4, 2, head_ms=(0.3, 0.3, 0.3))  # 0.6 of a block
+    assert "head in 4 parts" in {one.text for one in variations(instance(light), **EVEN)}
+    heavy = uniform(4, 2, head_ms=(4, 4, 4))
+    for names in (("head.0", "head.1"), ("HeadPart", "HeadPart-2")):
+        parts = [structs.replace(heavy.layers[-1], name=name) for name in names]
+        cut = structs.replace(heavy, layers=[*heavy.layers[:-1], *parts])
+        assert not any("head" in one.text for one in variations(instance(cut), **EVEN))
 
 
 def test_a_head_in_parts_saves_what_it_costs_to_wait_for_it(here):

@@ -190,6 +190,7 @@ def test_only_the_solver_imports_ortools_only_the_machine_numba_and_not_the_comp
 
 
 PRIVATE = {
+    "_assert_async",  # asked for with getattr: without it nothing is refused
     "_cdata",  # the address of a storage's record, as a key
     "_comm_hooks",  # asked for with getattr: without it nothing is refused
     "_raw_saved_",  # as the documentation of saved tensors writes them

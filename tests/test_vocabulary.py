@@ -62,6 +62,20 @@ def test_loss_and_gradients_are_those_of_torchs_cross_entropy(size, parts, said)
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("wrong", [-100, -1, 50])
+def test_targets_and_tokens_that_no_part_has_are_refused(wrong):
+    h, target = draw(50)
+    target[1, 2] = wrong
+    head, embedding = (chain(make(HIDDEN, 50, 3)) for make in (vocabulary.head_parts, vocabulary.embedding_parts))
+    with pytest.raises(RuntimeError, match="a token is outside of the vocabulary of 50"):
+        call(embedding, target)
+    ignoring = chain(vocabulary.head_parts(HIDDEN, 50, 3, ignore_index=wrong))
+    assert call(ignoring, h, target=target).isfinite()
+    if wrong != head[-1].ignore_index:
+        with pytest.raises(RuntimeError, match="a target that is not ignore_index is outside of the vocabulary of 50"):
+            call(head, h, target=target)
+
+
 def test_where_all_targets_are_ignored_loss_and_gradients_are_torchs():
     h, target = draw(50)
     target.fill_(-100)

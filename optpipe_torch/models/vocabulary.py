@@ -107,6 +107,7 @@ class EmbeddingPart(_Part):
         """Add the rows of those tokens that are in this part."""
         if tokens is None:
             tokens = x
+            _refuse_outside(tokens, self.vocabulary, "a token")
             x = self.begin(self.look_up(tokens), tokens, carry)
         else:
             x = x + self.look_up(tokens)
@@ -177,8 +178,17 @@ class HeadPart(_Part):
         """Return the loss, of fp32, when all parts are in the state; of a slice, what it adds to the microbatch's."""
         logarithm, weighed = state.unbind(-1)
         counts = target != self.ignore_index
+        _refuse_outside(target.where(counts, 0), self.vocabulary, "a target that is not ignore_index")
         total = torch.where(counts, logarithm - weighed, 0).sum()
         return total if self.reduction == "sum" else total / (carry.whole(target) != self.ignore_index).sum()
+
+
+def _refuse_outside(rows: Tensor, vocabulary: int, what: str) -> None:
+    """Raise RuntimeError for rows that no part has, as whole layers refuse them; a GPU's stream does it later."""
+    refuse_unless = getattr(torch, "_assert_async", None)
+    if refuse_unless is not None and not rows.is_meta:
+        inside = ((rows >= 0) & (rows < vocabulary)).all()
+        refuse_unless(inside, f"{what} is outside of the vocabulary of {vocabulary}")
 
 
 def _nothing_yet(h: Tensor, target: Tensor) -> Tensor:

@@ -187,7 +187,8 @@ class Plan:
         """Write the HTML page that `optpipe report` writes."""
         from optpipe_compiler.view.report import render
 
-        write_atomically(Path(checked("path", path, "path")), render(self.schedule))
+        names = [layer.name for layer in self.profile.expanded_layers()] if self.profile else ()
+        write_atomically(Path(checked("path", path, "path")), render(self.schedule, names=names))
 
     def svg(self) -> str:
         """Return the chart as an SVG picture."""

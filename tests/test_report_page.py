@@ -102,6 +102,19 @@ def look(opened):
     return open_page
 
 
+def test_an_op_has_the_names_of_its_layers_where_they_are_known(schedule, look):
+    names = ["embedding", *(f"block.<{index}>" for index in range(schedule.setup.layers - 2)), "head.0"]
+    script = """
+        const op = { chart: charts[0], lane: laneOf(0, 1, "compute"), index: 0 };
+        seen.said = [describe(op)[1].textContent, namesOf(0, 2), namesOf(data.names.length - 1, data.names.length)];
+    """
+    assert look(render(schedule, names=names), script)["said"] == [
+        "1F0: forward; device 1, compute; layer 1 (block.<0>)",
+        " (embedding to block.<0>)",
+        " (head.0)",
+    ]
+
+
 def test_pointing_at_an_op_says_what_it_is_and_why_it_is_not_earlier_and_a_click_pins_it(schedule, look):
     seen = look(
         render(schedule),

@@ -261,6 +261,16 @@ def test_an_estimate_has_a_part_for_each_device(optpipe):  # noqa: F811
     assert parts_of("") == ["embedding", *["block"] * 32, *(f"head.{part}" for part in range(4))]
 
 
+def test_a_report_names_parts_and_halves(optpipe):  # noqa: F811
+    model = ("profile", "--model", "llama.json", "--gpu", "a100-80gb", "--devices", 2, "--head-parts", "2")
+    optpipe(*model, "--granularity", "half")
+    optpipe("compile", "--method", "1f1b", "--microbatches", 4, "--mem", "40GB")
+    optpipe("report", "schedule.json", "--profile", "profile.json")
+    page = Path("report.html").read_text()
+    assert '"names":["embedding","block.0.attention","block.0.mlp"' in page
+    assert '"head.0","head.1"]' in page
+
+
 def test_torchtitan_has_no_parts(optpipe, run):  # noqa: F811
     optpipe("profile", "--model", "llama.json", "--gpu", "a100-80gb", "--devices", 2, "--head-parts", "2")
     optpipe("compile", "--method", "1f1b", "--microbatches", 4, "--mem", "40GB")

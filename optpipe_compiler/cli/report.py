@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from optpipe_compiler.documents.ir import BaselineKind, Schedule
+    from optpipe_compiler.documents.profile import Profile
 
 BASELINE_KINDS: tuple[BaselineKind, ...] = ("paper", "stock", "composition")
 
@@ -24,7 +25,7 @@ BASELINE_KINDS: tuple[BaselineKind, ...] = ("paper", "stock", "composition")
     "--profile",
     "profile_path",
     type=click.Path(path_type=Path),
-    help="The profile it was compiled from, to draw baselines below it.",
+    help="The profile it was compiled from, to name layers and draw baselines below it.",
 )
 @click.option(
     "--baseline",
@@ -66,9 +67,11 @@ def report(
         raise BadInput("--baseline needs the costs to time it with, expected --profile profile.json")
     with StatusLine(console(stderr=True)) as steps:
         ran = measured(traces, schedule) if traces else None
-        below = list(_baselines(schedule, schedule_path, profile_path, wanted, steps.say)) if profile_path else []
+        costs = _costs(schedule, schedule_path, profile_path) if profile_path else None
+        below = list(_baselines(schedule, schedule_path, costs, wanted, steps.say)) if costs else []
         steps.say(f"drawing {len(below) + 1} schedules" if below else "drawing the schedule")
-        page = render(schedule, below, ran, swaps(traces))
+        names = [layer.name for layer in costs.expanded_layers()] if costs else ()
+        page = render(schedule, below, ran, swaps(traces), names)
         write_atomically(output, page)
     if as_json:
         say_json({"schedule": str(schedule_path), "report": str(output)})
@@ -76,18 +79,24 @@ def report(
         say(f"wrote {output}", err=is_stdout(output))
 
 
-def _baselines(
-    schedule: Schedule, schedule_path: Path, profile_path: Path, wanted: tuple[str, ...], tell: Callable[[str], None]
-) -> Iterator[Schedule]:
-    """Yield baselines for the same instance, the best first; the schedule itself is none."""
-    from optpipe_compiler import compiler
+def _costs(schedule: Schedule, schedule_path: Path, profile_path: Path) -> Profile:
+    """Return the profile; raise BadInput where it is another than the schedule's."""
     from optpipe_compiler.documents import profile as profiles
     from optpipe_compiler.documents.files import check_digest
-    from optpipe_compiler.study.comparison import options_for
 
     costs = profiles.load(profile_path)
     compiled = f"{profile_path}: is not the profile that {schedule_path} was compiled from"
     check_digest(costs.digest(), schedule.provenance.profile_digest, compiled)
+    return costs
+
+
+def _baselines(
+    schedule: Schedule, schedule_path: Path, costs: Profile, wanted: tuple[str, ...], tell: Callable[[str], None]
+) -> Iterator[Schedule]:
+    """Yield baselines for the same instance, the best first; the schedule itself is none."""
+    from optpipe_compiler import compiler
+    from optpipe_compiler.study.comparison import options_for
+
     names = _chosen(schedule, wanted)
     for number, name in enumerate(names, start=1):
         tell(f"timing baseline {number} of {len(names)}, {name}")

@@ -28,10 +28,12 @@ def render(
     baselines: Sequence[Schedule] = (),
     measured: Measured | None = None,
     swaps: Sequence[TraceSwap] = (),
+    names: Sequence[str] = (),
 ) -> str:
     """Return the page: the schedule first, `measured` in it, and below it one of `baselines`.
 
-    The reader chooses which; the first is shown at the beginning. `swaps` of the run get a table.
+    The reader chooses which; the first is shown at the beginning. `swaps` of the run get a table. `names` are those of
+    the layers, where they are known: what an op runs may be a half of a block or a part of the head.
     """
     found = analyse(schedule)
     ran = None if measured is None else measured.ran
@@ -48,6 +50,7 @@ def render(
         "causes": {cause.value: {"says": look.words, "colour": look.colour} for cause, look in IDLE.items()},
         "holders": {name: {"says": look.words, "colour": look.colour} for name, look in HELD.items()},
         "microbatches": schedule.setup.microbatches,
+        "names": list(map(printable, names)),
     }
     setup = schedule.setup
     drawn = [other.forecast.method for other in baselines]

@@ -28,12 +28,18 @@ function button(name, act) {
 // The name of an op that leads to it; in the tip, which cannot be clicked, the name alone.
 const link = (op, dead) => (dead ? element("b", nameOf(op)) : button(nameOf(op), () => go(op)));
 
+// What the profile calls layers from first to before end: block.3.mlp, head.0.
+function namesOf(first, end) {
+  const names = [...new Set([data.names[first], data.names[end - 1]])].filter(Boolean);
+  return names.length ? ` (${names.join(" to ")})` : "";
+}
+
 function describe(op, dead = false) {
   const { lane, index, chart } = op, kind = kindOf(op), letter = lane.kind[index];
   const badge = element("b", letter), { fill, ink } = styleOf(letter, chart.nth[lane.stage[index]]);
   Object.assign(badge.style, { background: fill, color: ink });
   const [first, end] = chart.layers[numberOf(op)] ?? chart.stages[lane.stage[index]];
-  const layers = end === first + 1 ? `layer ${first}` : `layers ${first} to ${end - 1}`;
+  const layers = (end === first + 1 ? `layer ${first}` : `layers ${first} to ${end - 1}`) + namesOf(first, end);
   const facts = [
     ["begin", showTime(beginOf(op), 6)],
     ["end", `${showTime(endOf(op), 6)} (${showTime(endOf(op) - beginOf(op))})`],

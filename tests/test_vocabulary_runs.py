@@ -271,6 +271,16 @@ def test_a_report_names_parts_and_halves(optpipe):  # noqa: F811
     assert '"head.0","head.1"]' in page
 
 
+def test_a_csv_for_torch_says_that_parts_need_the_target(optpipe, run):  # noqa: F811
+    for parts, said in ((2, True), (1, False)):
+        model = ("profile", "--model", "llama.json", "--gpu", "a100-80gb", "--devices", 2, "--head-parts", parts)
+        optpipe(*model)
+        optpipe("compile", "--method", "1f1b", "--microbatches", 4, "--mem", "40GB")
+        outcome = run("export", "schedule.json", "--to", "torch-csv", "--profile", "profile.json")
+        assert outcome.code == 0
+        assert ("the head is in parts, each of which needs the target" in outcome.err) is said
+
+
 def test_torchtitan_has_no_parts(optpipe, run):  # noqa: F811
     optpipe("profile", "--model", "llama.json", "--gpu", "a100-80gb", "--devices", 2, "--head-parts", "2")
     optpipe("compile", "--method", "1f1b", "--microbatches", 4, "--mem", "40GB")

@@ -42,7 +42,7 @@ FILES = {"torch": "torch's CSV", "Primus": "Primus's table"}
 @click.option("--to", "kind", type=click.Choice(list(ENDINGS)), required=True)
 @click.option("-o", "--output", type=Output(), help="[default: the schedule's name with a new ending]")
 @click.option("--drop-memory-ops", is_flag=True, help="torch, Primus: leave out offloads, reloads and recomputes.")
-@click.option("--profile", "profile_path", type=click.Path(path_type=Path), help="torchtitan, Megatron: layer names.")
+@click.option("--profile", "profile_path", type=click.Path(path_type=Path), help="torch, Megatron: layer names.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def export(
     schedule_path: Path, kind: str, output: Path | None, drop_memory_ops: bool, profile_path: Path | None, as_json: bool
@@ -77,8 +77,11 @@ def export(
         files = {path: primus.render(checked)}
     elif kind == "torchtitan":
         files = _for_torchtitan(path, checked, profile_path)
+    elif kind == "torch-csv":
+        files = _for_torch(path, checked)
+        _say_who_gets_the_target(checked, profile_path)
     else:
-        files = _for_torch(path, checked) if kind == "torch-csv" else {path: _picture(checked, kind)}
+        files = {path: _picture(checked, kind)}
     for where, content in files.items():
         _write(where, content, silent=as_json)
     about: dict[str, Any] = {"schedule": str(schedule_path), "to": kind, "wrote": list(map(str, files))}
@@ -125,6 +128,18 @@ def _say_what_layers_are(checked: Checked, profile: Profile | None) -> None:
         note(
             f"optpipe: all {checked.schedule.setup.layers} layers are taken for decoder layers: with --profile, an "
             "embedding and a head are told by name"
+        )
+
+
+def _say_who_gets_the_target(checked: Checked, profile_path: Path | None) -> None:
+    """Say that torch's pipelines lack what parts of a head need."""
+    from optpipe_compiler.documents import profile as profiles
+    from optpipe_compiler.export.ends import head_is_in_parts
+
+    if head_is_in_parts(checked.schedule, profiles.load(profile_path) if profile_path else None):
+        note(
+            "optpipe: the head is in parts, each of which needs the target; torch gives it to the loss alone: stage "
+            "modules have to bring it along"
         )
 
 

@@ -53,6 +53,13 @@ def ends(schedule: Schedule, profile: Profile | None, tool: str) -> tuple[bool, 
     return known, known
 
 
+def head_is_in_parts(schedule: Schedule, profile: Profile | None) -> bool:
+    """Whether several layers need the target, by the profile's names or the model's config."""
+    if profile is not None:
+        return profile.expanded_layers()[-1].name.lower().startswith(tuple(p for p in PARTS if p.startswith("head")))
+    return schedule.model is not None and schedule.model.config.get("head_parts", 1) != 1
+
+
 def unlike_blocks(profile: Profile, *, embedding: bool, head: bool) -> list[str]:
     """Return a sentence on the first and on the last layer where it is taken for a block and is unlike its neighbour.
 

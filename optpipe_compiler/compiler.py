@@ -23,7 +23,16 @@ from optpipe_compiler.plan.candidates import Candidates
 from optpipe_compiler.plan.exact import exact, is_small
 from optpipe_compiler.plan.explore import LOCAL_SHARE, QUICK_SHARE, SMALL_SHARE, explore
 from optpipe_compiler.plan.incumbents import Attempt, Incumbents
-from optpipe_compiler.plan.instances import SEVERAL, Least, in_time, instances, layouts, link_share, lower_bound
+from optpipe_compiler.plan.instances import (
+    SEVERAL,
+    Least,
+    in_time,
+    instances,
+    layouts,
+    link_share,
+    lower_bound,
+    too_long,
+)
 from optpipe_compiler.plan.least_memory import LeastMemory
 from optpipe_compiler.plan.options import TIME_LIMITS, Options, recorded, settled
 from optpipe_compiler.plan.spare import spare
@@ -162,6 +171,8 @@ class _Compilation:
         self.on_progress = on_progress
         self.begin = begin
         self.caps = Caps(options.mem_bytes, options.host_mem_bytes)
+        every = instances(profile, options)
+        chosen = in_time(every, options)
         attempts = [
             Attempt(
                 one,
@@ -170,8 +181,9 @@ class _Compilation:
                 fixed=tuple(static_bytes(profile, one)),
                 lowered=partial(promised, profile=profile, layout=one),
             )
-            for one, problem in in_time(instances(profile, options), options)
+            for one, problem in chosen
         ]
+        attempts[0].notes += too_long(every, chosen, options)
         limits = Limits(options.objective, options.time_limit_s, options.seed, options.workers, options.reproducible)
         self.incumbents = Incumbents(attempts, options.objective, self._report)
         self.candidates = Candidates(self.incumbents)

@@ -19,6 +19,7 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import Host, Layer, Machine, Profile
 from optpipe_compiler.errors import BadInput, Infeasible
 from optpipe_compiler.plan import budget, candidates, exact
+from optpipe_compiler.plan.instances import instances, too_long
 from optpipe_compiler.published import METHODS
 from optpipe_compiler.solver import search
 from optpipe_compiler.solver.worker import SearchEvent
@@ -588,3 +589,13 @@ def test_devices_without_a_host_link_and_messages_that_cost_nothing_are_said():
     nowhere = msgspec.structs.replace(profile, machine=msgspec.structs.replace(machine, links=[], p2p=[]))
     for whole in (profile, nowhere):
         assert not any("$.machine" in note for note in quick(whole, 8 * GB).notes)
+
+
+def test_placements_that_a_time_limit_leaves_out_are_named():
+    options = settled(OPEN, Options(mem_bytes=GB, microbatches=8, time_limit_s=5.0))
+    found = instances(OPEN, options)
+    whole = [one for one in found if (one[0].name, one[0].stages) != ("loop", 2 * one[1].devices)]
+    assert len(whole) < len(found)
+    assert too_long(found, found, options) == []
+    (said,) = too_long(found, whole, options)
+    assert said.endswith(": loop of 2 stages per device")

@@ -181,6 +181,22 @@ def in_time(found: list[tuple[Layout, Problem]], options: Options) -> list[tuple
     return chosen
 
 
+def too_long(found: list[tuple[Layout, Problem]], chosen: list[tuple[Layout, Problem]], options: Options) -> list[str]:
+    """Return a sentence on the placements of which `in_time` chose none; none where there are none."""
+    assert options.time_limit_s is not None
+    seen = {(one.name, one.stages) for one, _ in chosen}
+    others = {(one.name, one.stages): problem for one, problem in found if (one.name, one.stages) not in seen}
+    if not others:
+        return []
+    said = ", ".join(
+        f"{name} of {counted(stages // problem.devices, 'stage')}" for (name, stages), problem in others.items()
+    )
+    return [
+        f"left out, since lowering and verifying their ops takes too much of {options.time_limit_s:g} s, or they are "
+        f"more than {MOST_TASKS}: {said} per device"
+    ]
+
+
 def link_share(problem: Problem) -> float:
     """Return which share of all activations the busiest link can offload and reload while its devices compute."""
     work = max(sum(problem.stages[s].work for s in problem.stages_of(d)) for d in range(problem.devices))

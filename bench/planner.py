@@ -33,6 +33,7 @@ from optpipe_compiler.published import METHODS, PLACEMENTS, NotDefined, publishe
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from optpipe_compiler.documents.ir import Forecast
     from optpipe_compiler.documents.profile import Profile
 
 REFERENCE_NAMES = {"unit": "unit", "6.2B": "gpt"}
@@ -68,7 +69,7 @@ SIZES = {
 CAPS = (2.0, 1.0, 0.5, 0.375, 0.25, 0.125)
 """In whole-device activations, as multiples of the number of devices."""
 MOST_ALONE = 10_000
-"""Devices x microbatches up to which each published schedule is compiled by itself where a search has timed none."""
+"""Devices x microbatches up to which published schedules are compiled by themselves where a search passed some over."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,9 @@ def measure(case: Case, time_limit_s: float | None, *, by_clock: bool) -> dict[s
     forecast = result.schedule.forecast
     fitting = {n: b.makespan_ns for n, b in forecast.baselines.items() if b.fits and b.makespan_ns is not None}
     best = min(fitting, key=lambda name: fitting[name], default=None)
-    others = {name: time for name, time in fitting.items() if METHODS[name].kind != "composition"}
-    if not others and case.devices * case.microbatches <= MOST_ALONE:
-        others = dict(each_alone(profile, options))
+    others = {name: fitting[name] for name in judged_as_published(forecast) if name in fitting}
+    if any("not run in full" in (forecast.baselines[name].reason or "") for name in judged_as_published(forecast)):
+        others = dict(each_alone(profile, options)) if case.devices * case.microbatches <= MOST_ALONE else {}
     other = min(others, key=lambda name: others[name], default=None)
     slower = best is None and any("slower" in (b.reason or "") for b in forecast.baselines.values())
     work = sum(c.forward_ns + min(c.backward_ns, c.backward_input_ns + c.backward_weight_ns) for c in forecast.stages)
@@ -158,10 +159,16 @@ def commit() -> str:
     return git("rev-parse", "--short=8", "HEAD") + ("+" if changed else "")
 
 
+def judged_as_published(forecast: Forecast) -> list[str]:
+    """Return the baselines that are no compositions of ours."""
+    return [name for name in forecast.baselines if METHODS[name].kind != "composition"]
+
+
 def each_alone(profile: Profile, options: Options) -> Iterator[tuple[str, int]]:
     """Yield the makespan in ns of each schedule of a paper or a framework that fits, compiled by itself.
 
-    Beside the search of a long step those are given up that are slower by their first microbatches.
+    Beside the search of a long step those are given up that are slower by their first microbatches, and what is left
+    of them says little of the best.
     """
     for name, method in METHODS.items():
         if method.kind in ("paper", "stock") and not method.sliced:

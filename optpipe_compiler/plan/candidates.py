@@ -167,7 +167,7 @@ class Candidates:
             if any(map(operator.gt, _least_peaks(first, away), short.budget)):
                 reason = f"needs more memory by its first {short.microbatches} microbatches, not run in full"
                 try:
-                    waiting = retime(published(short, name), short)
+                    waiting = retime(published(short, name) if away else first, short)
                 except Stuck:
                     return [Tried(reason=reason)]
                 promise = replace(promise, ticks=self._grown(waiting, attempt))

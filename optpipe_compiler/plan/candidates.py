@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 SCREENED = 20_000
 """Ops of an instance from which on a published schedule is tried on few microbatches first. By `python -m
-bench.constants` all of them then take 3.0 s for 4.8 on 8 devices with 128 microbatches, 20 for 23 on 32 with 128."""
+bench.constants` all of them then take 2.3 s for 4.0 on 8 devices with 128 microbatches, 14 for 25 on 32 with 128."""
 
 
 FILLED = 0.5

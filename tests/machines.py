@@ -19,6 +19,7 @@ from optpipe_compiler.machine.state import (
 from optpipe_compiler.model.schedule import Kind, Schedule, Stuck, Task
 from optpipe_compiler.plan.wishes import names, treatments, wish
 from optpipe_compiler.published import NotDefined
+from optpipe_compiler.published.common import rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -116,5 +117,6 @@ def simulate(problem: Problem, plan: LaneOrders, method: str) -> Schedule:
     x = machine(problem)
     x.devices["host_budget"] = plan.host_limit
     x.acts["backward"] = NONE
-    given = orders._arrays(problem, [*plan.compute, *plan.d2h, *plan.h2d], plan.allocations)
+    lanes = [*map(rows, (*plan.compute, *plan.d2h, *plan.h2d))]
+    given = orders._arrays(problem, lanes, [*map(rows, plan.allocations)])
     return orders._followed(problem, x, given, method)

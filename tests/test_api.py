@@ -343,8 +343,8 @@ def test_an_own_heuristic_may_offload_recompute_and_win(registry):
     @optpipe.schedule("mine", placement="loop", stages_per_device=2, source="this test")
     def mine(problem):
         gis = published.recipe(problem, "gis-h-offload")
-        lists = [[f"{t.stage}{t.kind.name}{t.microbatch}" for t in order] for order in gis.compute]
-        for stage, microbatch in gis.offloaded:
+        lists = [[f"{t.stage}{t.kind.name}{t.microbatch}" for t in order] for order in gis.tasks()]
+        for stage, microbatch in np.argwhere(gis.offloaded).tolist():
             lists[problem.stages[stage].device].append(f"{stage}D{microbatch}")
         return [" ".join(order) for order in lists]
 

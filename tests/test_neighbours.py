@@ -57,7 +57,7 @@ def test_a_lifted_order_takes_as_long_as_the_coarse_one_and_recomputes_each_laye
     coarse = build(profile, layout("linear", 2, 1, [1] * 4), 3, Caps(100 * GB, None), Freedom())
     for name in ("1f1b", "zb-h1", "gpipe"):
         assert published(fine(2, 2, 3), name).makespan == published(coarse, name).makespan
-    order = recipe(fine(2, 2, 3), "1f1b-recompute").compute[1]
+    order = recipe(fine(2, 2, 3), "1f1b-recompute").tasks()[1]
     assert [f"{task.kind.name}{task.stage}" for task in order[:8]] == ["F2", "F3", "R3", "B3", "R2", "B2", "F2", "F3"]
 
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 from math import gcd
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -92,7 +93,7 @@ def bubble(schedule: Schedule) -> int:
 
 def orders(problem: Problem, name: str) -> list[list[Task]]:
     found = METHODS[name].order(problem)
-    return found.compute if isinstance(found, Recipe) else found
+    return (found if isinstance(found, Recipe) else Recipe(found)).tasks()
 
 
 SIZES = [(1, 1), (1, 5), (2, 1), (2, 4), (3, 3), (3, 7), (4, 2), (4, 8), (4, 13), (5, 20), (7, 4), (8, 16), (8, 17)]
@@ -485,7 +486,9 @@ def test_a_reload_overlaps_the_backward_before_its_own_and_no_op_before_that():
 def test_a_streaming_recipe_offloads_what_it_names_and_nothing_else():
     problem = replace(instance(2, 4, "linear", 1), link_of=(0, 1))
     orders = METHODS["1f1b"].order(problem)
-    schedule = timed(problem, Recipe(orders, frozenset({(0, 1), (0, 2)}), streaming=True), "some")
+    some = np.zeros((2, 4), np.bool_)
+    some[0, 1:3] = True
+    schedule = timed(problem, Recipe(orders, some, streaming=True), "some")
     assert [(t.stage, t.microbatch) for t in schedule.starts if t.kind is Kind.D] == [(0, 1), (0, 2)]
     assert [(t.stage, t.microbatch) for t in schedule.starts if t.kind is Kind.H] == [(0, 1), (0, 2)]
 

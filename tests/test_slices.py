@@ -34,6 +34,7 @@ from optpipe_compiler.plan.instances import instances as searched
 from optpipe_compiler.plan.local_search import shortened
 from optpipe_compiler.plan.slices import cut
 from optpipe_compiler.published import METHODS, NotDefined, published
+from optpipe_compiler.published.common import rows
 from optpipe_compiler.verify import verify
 
 if TYPE_CHECKING:
@@ -151,7 +152,7 @@ def best(problem: Problem) -> int | None:
         lanes = [list(orders(problem, device, again)) for device in range(problem.devices)]
         for compute in product(*lanes):
             try:
-                free = released(problem, compute, method="any")
+                free = released(problem, list(map(rows, compute)), method="any")
                 found.append(retime(free, problem).makespan)
             except Stuck:
                 continue

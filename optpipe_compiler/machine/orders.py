@@ -7,8 +7,6 @@ plain Python.
 
 from __future__ import annotations
 
-from itertools import accumulate, chain
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -44,10 +42,10 @@ from optpipe_compiler.machine.state import (
     sort,
     unpacked,
 )
-from optpipe_compiler.model.schedule import Schedule, Stuck, Task
+from optpipe_compiler.model.schedule import Schedule, Stuck
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Sequence
 
     from optpipe_compiler.machine.state import DeviceRecord, Ints, MachineState
     from optpipe_compiler.model.problem import Problem
@@ -259,28 +257,24 @@ def retime(schedule: Schedule, problem: Problem, method: str | None = None) -> S
 
 def released(
     problem: Problem,
-    compute: Sequence[Sequence[Task]],
-    transfers: tuple[Sequence[Sequence[Task]], Sequence[Sequence[Task]]] = ((), ()),
-    gates: Mapping[Task, Task] = MappingProxyType({}),
-    releases: Mapping[Task, int] = MappingProxyType({}),
+    compute: Sequence[Ints],
+    transfers: tuple[Sequence[Ints], Sequence[Ints]] = ((), ()),
+    gates: Ints | None = None,
+    releases: Ints | None = None,
     *,
     method: str,
 ) -> Schedule:
-    """Return the earliest times of these orders without caps.
+    """Return the earliest times of these orders, whose rows are (kind, stage, microbatch), without caps.
 
-    `transfers`: offloads and reloads by link. A reload starts no earlier than its gate, an op of its device's compute
-    lane; a forward no earlier than its release, in ticks. Raises Stuck when the order waits for itself.
+    `transfers`: offloads and reloads by link. By [stage, microbatch], a reload starts no earlier than its gate, the
+    code of an op of its device's compute lane (NONE: none), and a forward no earlier than its release, in ticks. Raises
+    Stuck when the order waits for itself.
     """
     x = machine(problem)
     x.devices["host_budget"] = x.devices["budget"] = NEVER
-    x.acts["backward"] = NONE
-    x.acts["forward"] = 0
-    for task, gate in gates.items():
-        x.acts["backward"][task.stage, task.microbatch] = packed(*gate)
-    for task, tick in releases.items():
-        x.acts["forward"][task.stage, task.microbatch] = tick
-    o = _arrays(problem, [*compute, *transfers[0], *transfers[1]], [[]] * problem.devices)
-    return _followed(problem, x, o, method)
+    x.acts["backward"] = NONE if gates is None else gates
+    x.acts["forward"] = 0 if releases is None else releases
+    return _followed(problem, x, _arrays(problem, [*compute, *transfers[0], *transfers[1]]), method)
 
 
 def held(schedule: Schedule) -> Held:
@@ -342,10 +336,14 @@ def _links(problem: Problem) -> int:
     return 1 + max((link for link in problem.link_of if link is not None), default=-1)
 
 
-def _arrays(problem: Problem, lanes: Sequence[Sequence[Task]], allocations: Sequence[Sequence[Task]]) -> Orders:
-    lanes = [*lanes, *[()] * (problem.devices + 2 * _links(problem) - len(lanes))]
-    counts = [np.array([0, *accumulate(map(len, rows))], np.int64) for rows in (lanes, allocations)]
-    return _rows([_codes(lanes), _codes(allocations)], counts)
+def _arrays(problem: Problem, lanes: Sequence[Ints], allocations: Sequence[Ints] = ()) -> Orders:
+    """Return the orders of these rows (kind, stage, microbatch); without allocations memory is taken in any order."""
+    codes, firsts = [], []
+    for every, count in ((lanes, problem.devices + 2 * _links(problem)), (allocations, problem.devices)):
+        lengths = [*map(len, every), *[0] * (count - len(every))]
+        firsts.append(np.cumsum([0, *lengths]))
+        codes.append(packed(*np.concatenate([np.zeros((0, 3), np.int64), *every]).T))
+    return _rows(codes, firsts)
 
 
 def _rows(codes: list[Ints], firsts: list[Ints]) -> Orders:
@@ -353,10 +351,3 @@ def _rows(codes: list[Ints], firsts: list[Ints]) -> Orders:
     places = [firsts[0], firsts[1] + len(codes[0])]
     begin, end = (np.concatenate([one[cut] for one in places]) for cut in (slice(None, -1), slice(1, None)))
     return Orders(np.concatenate(codes), np.stack([begin, end, begin], axis=1))
-
-
-def _codes(lanes: Iterable[Sequence[Task]]) -> Ints:
-    kinds, stages, microbatches = (
-        np.fromiter(chain.from_iterable(chain.from_iterable(lanes)), np.int64).reshape(-1, 3).T
-    )
-    return packed(kinds, stages, microbatches)

@@ -163,7 +163,7 @@ class Candidates:
             promise = _Promise(self._grown(first, attempt), attempt, name)
             if worse := self._worse(promise):
                 return [Tried(reason=worse)]
-            short, away = first.problem, {s for s, _ in recipe(first.problem, name).offloaded}
+            short, away = first.problem, _offloaded(first.problem, name)
             if any(map(operator.gt, _least_peaks(first, away), short.budget)):
                 reason = f"needs more memory by its first {short.microbatches} microbatches, not run in full"
                 try:
@@ -255,6 +255,12 @@ def _least_peaks(timed: Schedule, away: set[int]) -> list[int]:
     problem = timed.problem
     less = replace(problem, stages=emptied(problem.stages), classes=tuple(map(emptied, problem.classes)))
     return peaks(Schedule(less, timed.method, timed.ticks))
+
+
+def _offloaded(problem: Problem, name: str) -> set[int]:
+    """Return the stages of which the published schedule offloads activations."""
+    offloaded = recipe(problem, name).offloaded
+    return set() if offloaded is None else set(np.flatnonzero(offloaded.any(axis=1)).tolist())
 
 
 def _waits(makespan_ns: int, peak_bytes: int) -> str:

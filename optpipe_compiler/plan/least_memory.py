@@ -14,6 +14,8 @@ from optpipe_compiler.errors import Infeasible
 from optpipe_compiler.model.schedule import Kind, Schedule, Stuck, Task
 from optpipe_compiler.plan.instances import least_bytes
 from optpipe_compiler.published import Recipe, earliest
+from optpipe_compiler.published.common import of_stages, rows
+from optpipe_compiler.published.recompute import again
 from optpipe_compiler.published.transfers import timed
 
 if TYPE_CHECKING:
@@ -147,18 +149,13 @@ def _one_after_the_other(problem: Problem) -> Iterator[Schedule]:
         for unit in reversed(units):
             for s in reversed(stages):
                 lanes[problem.stages[s].device].append(Task(Kind.B, s, unit))
-    again = {s for s in stages if problem.can_recompute(s)}
-    away = frozenset((s, u) for s in stages if problem.can_offload(s) for u in range(problem.microbatches))
-    recomputed = [[part for task in lane for part in _again(task, again)] for lane in lanes]
-    found = [(lanes, frozenset[tuple[int, int]]()), (recomputed, frozenset[tuple[int, int]]()), (lanes, away)]
-    for compute, offloaded in found:
+    orders = [rows(lane) for lane in lanes]
+    recomputed = of_stages(problem, filter(problem.can_recompute, stages))
+    away = of_stages(problem, filter(problem.can_offload, stages))
+    found = [Recipe(orders), Recipe([again(order, recomputed) for order in orders])]
+    for recipe in [*found, Recipe(orders, away, streaming=True)]:
         with suppress(Stuck):
-            recipe = Recipe(compute, offloaded, streaming=bool(offloaded))
             yield earliest(timed(problem, recipe, "one-at-a-time"))
-
-
-def _again(task: Task, stages: set[int]) -> list[Task]:
-    return [task._replace(kind=Kind.R), task] if task.kind is Kind.B and task.stage in stages else [task]
 
 
 def _refusal(needed: int, device: int, attempt: Attempt, caps: Caps) -> Infeasible:

@@ -20,7 +20,7 @@ from optpipe_compiler.errors import BadInput
 from optpipe_compiler.model.neighbours import is_linear, joined, runs
 from optpipe_compiler.model.schedule import Kind, Schedule, Stuck, Task
 from optpipe_compiler.published.bfs import bfs
-from optpipe_compiler.published.common import NotDefined, Order, Recipe
+from optpipe_compiler.published.common import NotDefined, Order, Recipe, rows
 from optpipe_compiler.published.dualpipev import dualpipev
 from optpipe_compiler.published.gis import gis, gis_h, gis_m
 from optpipe_compiler.published.gis_uniform import gis_h_uniform
@@ -261,7 +261,7 @@ def recipe(problem: Problem, name: str) -> Recipe:
 def _lifted(problem: Problem, coarse: Recipe, ranges: list[range]) -> Recipe:
     """Return a recipe of joined stages for the stages of each of them."""
     compute = []
-    for order in coarse.compute:
+    for order in coarse.tasks():
         fine: list[Task] = []
         again: set[tuple[int, int]] = set()
         for kind, joint, m in order:
@@ -272,9 +272,12 @@ def _lifted(problem: Problem, coarse: Recipe, ranges: list[range]) -> Recipe:
                 if kind in (Kind.I, Kind.B) and (joint, m) in again and problem.can_recompute(s):
                     fine.append(Task(Kind.R, s, m))
                 fine.append(Task(kind, s, m))
-        compute.append(fine)
-    offloaded = ((s, m) for joint, m in coarse.offloaded for s in ranges[joint] if problem.can_offload(s))
-    return Recipe(compute, frozenset(offloaded), streaming=coarse.streaming)
+        compute.append(rows(fine))
+    if coarse.offloaded is None:
+        return Recipe(compute)
+    offloaded = coarse.offloaded.repeat(list(map(len, ranges)), axis=0)
+    offloaded[[s for s in range(len(problem.stages)) if not problem.can_offload(s)]] = False
+    return Recipe(compute, offloaded, streaming=coarse.streaming)
 
 
 def is_for(name: str, placed: Placed, *, is_sliced: bool = False) -> bool:

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import wraps
+from itertools import chain
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from optpipe_compiler.model.placement import stage_devices
-from optpipe_compiler.model.schedule import Kind, Task
+from optpipe_compiler.model.schedule import Ints, Kind, Task
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from numpy.typing import NDArray
+
     from optpipe_compiler.model.problem import Problem
 
-Order = list[list[Task]]
-"""The compute order of every device."""
+    Bools = NDArray[np.bool_]
 
-
-MOST_REMEMBERED = 50_000
-"""Tasks of the largest order that is remembered."""
+Order = list[Ints]
+"""The compute order of every device: a row (kind, stage, microbatch) for each task."""
+Tasks = list[list[Task]]
+"""The same as tasks, in which orders are written down."""
 
 
 class NotDefined(Exception):
@@ -31,28 +36,49 @@ class Recipe:
     """A published schedule before it is timed: who computes what in which order, and what visits the host."""
 
     compute: Order
-    offloaded: frozenset[tuple[int, int]] = frozenset()
-    """(stage, microbatch) of the activations that may be offloaded and reloaded."""
+    offloaded: Bools | None = None
+    """[stage, microbatch] whether the activation may be offloaded and reloaded; None: none."""
     streaming: bool = False
     """Whether all of these are offloaded, as hooks do, and not only those that stay long enough."""
 
+    def tasks(self) -> Tasks:
+        """Return the compute orders as tasks."""
+        kinds = list(Kind)
+        return [[Task(kinds[kind], s, m) for kind, s, m in order.tolist()] for order in self.compute]
 
-def remembered(schedule: Callable[[Problem], Order]) -> Callable[[Problem], Order]:
-    """Return `schedule` with its last order remembered: compositions ask for one order many times in a row.
 
-    It saves a fifth of the time of trying them. Orders of large instances are not held.
+def rows(tasks: Iterable[Task]) -> Ints:
+    """Return tasks as rows of kind, stage, microbatch."""
+    return np.fromiter(chain.from_iterable(tasks), np.int64).reshape(-1, 3)
+
+
+def ordered(schedule: Callable[[Problem], Tasks]) -> Callable[[Problem], Order]:
+    """Return `schedule` with its tasks as rows, and its last order remembered.
+
+    Compositions ask for one order many times in a row, and tasks are slow to make.
     """
     last: list[tuple[Problem, Order]] = []
 
     @wraps(schedule)
     def order(problem: Problem) -> Order:
-        if last and last[0][0] == problem:
-            return last[0][1]
-        found = schedule(problem)
-        last[:] = [(problem, found)] if problem.tasks <= MOST_REMEMBERED else []
-        return found
+        if not last or last[0][0] != problem:
+            last[:] = [(problem, [rows(tasks) for tasks in schedule(problem)])]
+        return last[0][1]
 
     return order
+
+
+def of_stages(problem: Problem, stages: Iterable[int]) -> Bools:
+    """Return as [stage, microbatch] which activations are those of `stages`."""
+    found = np.zeros((len(problem.stages), problem.microbatches), np.bool_)
+    found[sorted(stages)] = True
+    return found
+
+
+def repeated_rows(order: Ints, which: Bools) -> tuple[Ints, Ints]:
+    """Return the order with the rows of `which` twice, and the places of the first of each two."""
+    counts = 1 + which
+    return np.repeat(order, counts, axis=0), (np.cumsum(counts) - counts)[which]
 
 
 def needs_linear(problem: Problem, name: str) -> None:
@@ -102,24 +128,26 @@ def needs_links(problem: Problem, name: str, stages: Iterable[int]) -> None:
         raise NotDefined(f"{name} offloads stage {unable[0]}, but device {device} has no host link or nothing to move")
 
 
-def handed_over_early(problem: Problem, orders: Order) -> Order:
-    """Return `orders` with every B as I and W in a row, where a split is allowed and costs nothing.
+def handed_over_early(schedule: Callable[[Problem], Order]) -> Callable[[Problem], Order]:
+    """Return `schedule` with every B as I and W in a row, where a split is allowed and costs nothing.
 
     Nothing else moves: the gradient merely leaves for the next device before the weight gradient is computed, as in the
     generators of the zero-bubble authors, and not after it, as in Megatron.
     """
-    free = all(s.backward_input + s.backward_weight <= s.backward for s in problem.stages)
-    return [split(order) for order in orders] if problem.freedom.split and free else orders
+
+    @wraps(schedule)
+    def order(problem: Problem) -> Order:
+        free = all(s.backward_input + s.backward_weight <= s.backward for s in problem.stages)
+        orders = schedule(problem)
+        return [_split(one) for one in orders] if problem.freedom.split and free else orders
+
+    return order
 
 
-def split(order: Iterable[Task]) -> list[Task]:
-    """Return `order` with every B as I and W in a row."""
-    return [part for task in order for part in _halves(task)]
-
-
-def _halves(task: Task) -> tuple[Task, ...]:
-    kind, stage, microbatch = task
-    return (Task(Kind.I, stage, microbatch), Task(Kind.W, stage, microbatch)) if kind is Kind.B else (task,)
+def _split(order: Ints) -> Ints:
+    found, inputs = repeated_rows(order, order[:, 0] == Kind.B)
+    found[inputs, 0], found[inputs + 1, 0] = Kind.I, Kind.W
+    return found
 
 
 def one_forward_one_backward(forwards: list[Task], backwards: list[Task], warmup: int) -> list[Task]:
@@ -139,7 +167,7 @@ def grouped(kind: Kind, stages: Iterable[int], microbatches: int, group: int) ->
     ]
 
 
-def in_units(problem: Problem, orders: Order) -> Order:
+def in_units(problem: Problem, orders: Tasks) -> Tasks:
     """Return orders whose tasks name positions with the units that are there: backwards of slices descend."""
     return [
         [task if task.kind is Kind.F else task._replace(microbatch=problem.back(task.microbatch)) for task in order]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents.units import counted
 from optpipe_compiler.model.schedule import Kind
-from optpipe_compiler.published.common import NotDefined, Order, needs_split, needs_v, numbered
+from optpipe_compiler.published.common import NotDefined, Tasks, needs_split, needs_v, numbered, ordered
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 F, I, W, B = Kind.F, Kind.I, Kind.W, Kind.B  # noqa: E741  (torch's letter)
 
 
-def dualpipev(problem: Problem) -> Order:
+@ordered
+def dualpipev(problem: Problem) -> Tasks:
     """Return the order in its eight phases; peak 2P + 1 stage activations; at least 2P microbatches."""
     needs_v(problem, "dualpipev")
     needs_split(problem, "dualpipev")

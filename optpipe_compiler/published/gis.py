@@ -10,32 +10,35 @@ from typing import TYPE_CHECKING
 
 from optpipe_compiler.model.schedule import Kind
 from optpipe_compiler.published.common import (
-    Order,
+    Tasks,
     grouped,
     handed_over_early,
     needs_loop,
     one_forward_one_backward,
-    remembered,
+    ordered,
 )
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
 
 
-@remembered
-def gis(problem: Problem) -> Order:
+@handed_over_early
+@ordered
+def gis(problem: Problem) -> Tasks:
     """Return the order for g = P: peak P(v - 1) + P stage activations on the first device."""
     return generalised(problem, "gis", problem.devices)
 
 
-@remembered
-def gis_h(problem: Problem) -> Order:
+@handed_over_early
+@ordered
+def gis_h(problem: Problem) -> Tasks:
     """Return the order for g = ceil(P / 2): peak g(v - 1) + P stage activations, (P - g)(v - 1) more bubble slots."""
     return generalised(problem, "gis-h", half_group(problem))
 
 
-@remembered
-def gis_m(problem: Problem) -> Order:
+@handed_over_early
+@ordered
+def gis_m(problem: Problem) -> Tasks:
     """Return the order half-way between the two, g = ceil(3P / 4); the paper allows every g from ceil(P / 2) to P."""
     return generalised(problem, "gis-m", (3 * problem.devices + 3) // 4)
 
@@ -45,7 +48,7 @@ def half_group(problem: Problem) -> int:
     return (problem.devices + 1) // 2
 
 
-def generalised(problem: Problem, name: str, group: int) -> Order:
+def generalised(problem: Problem, name: str, group: int) -> Tasks:
     """Return the order: device d runs g(v - 1) + P - d - 1 stage forwards, then F and B in turn.
 
     The last group may be smaller (the paper has none such): its missing microbatches are left out of the order.
@@ -60,4 +63,4 @@ def generalised(problem: Problem, name: str, group: int) -> Order:
         backwards = grouped(Kind.B, mine[::-1], padded, group)
         order = one_forward_one_backward(forwards, backwards, group * (per_device - 1) + devices - device - 1)
         orders.append([task for task in order if task.microbatch < count])
-    return handed_over_early(problem, orders)
+    return orders

@@ -11,16 +11,17 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.model.schedule import Kind, Task
-from optpipe_compiler.published.common import handed_over_early, needs_loop, remembered
+from optpipe_compiler.published.common import handed_over_early, needs_loop, ordered
 from optpipe_compiler.published.gis import half_group
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
-    from optpipe_compiler.published.common import Order
+    from optpipe_compiler.published.common import Tasks
 
 
-@remembered
-def gis_h_uniform(problem: Problem) -> Order:
+@handed_over_early
+@ordered
+def gis_h_uniform(problem: Problem) -> Tasks:
     """Return the order of the building block: one microbatch every 3v slots, g = ceil(P / 2) of them between stages.
 
     Peak g(v - 1) + P + gcd(g, v) - 1 stage activations, the last part because slots that collide are shifted.
@@ -29,8 +30,7 @@ def gis_h_uniform(problem: Problem) -> Order:
     group = half_group(problem)
     turns = per_device // gcd(per_device, group)
     offsets = [3 * (group * turn + turn // turns) for turn in range(per_device)]
-    orders = [_order(problem, device, offsets) for device in range(problem.devices)]
-    return handed_over_early(problem, orders)
+    return [_order(problem, device, offsets) for device in range(problem.devices)]
 
 
 def _order(problem: Problem, device: int, offsets: list[int]) -> list[Task]:

@@ -9,19 +9,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.model.schedule import Kind, Task
-from optpipe_compiler.published.common import Order, needs_linear
+from optpipe_compiler.published.common import Tasks, needs_linear, ordered
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
 
 
-def gpipe(problem: Problem) -> Order:
+@ordered
+def gpipe(problem: Problem) -> Tasks:
     """Return the order; peak M microbatches, bubble (P - 1)(F + B)."""
     needs_linear(problem, "gpipe")
     return all_forwards_first(problem)
 
 
-def all_forwards_first(problem: Problem) -> Order:
+def all_forwards_first(problem: Problem) -> Tasks:
     """Return per device its stages' forwards, stage by stage, then their backwards from the last stage to the first."""
     microbatches = range(problem.microbatches)
     orders = []

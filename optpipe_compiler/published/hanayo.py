@@ -12,7 +12,7 @@ import heapq
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.model.schedule import Kind, Task
-from optpipe_compiler.published.common import Order, needs_waves
+from optpipe_compiler.published.common import Tasks, needs_waves, ordered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
 
 
-def hanayo(problem: Problem) -> Order:
+@ordered
+def hanayo(problem: Problem) -> Tasks:
     """Return the order; peak P microbatches, and the more waves, the smaller the bubble."""
     needs_waves(problem, "hanayo")
     return _Waves(problem).run()
@@ -32,7 +33,7 @@ class _Waves:
     def __init__(self, problem: Problem) -> None:
         self.owner = [stage.device for stage in problem.stages]
         self.count = problem.microbatches
-        self.orders: Order = [[] for _ in range(problem.devices)]
+        self.orders: Tasks = [[] for _ in range(problem.devices)]
         self.per_device = len(problem.stages) // problem.devices
         self.ready: list[list[tuple[bool, int, int, Task]]] = [[] for _ in range(problem.devices)]
         self.entered = 0
@@ -41,7 +42,7 @@ class _Waves:
         for task in self._enter():
             self._offer(task)
 
-    def run(self) -> Order:
+    def run(self) -> Tasks:
         running: list[tuple[int, int, Task]] = []
         idle, now = set(range(len(self.orders))), 0
         while True:

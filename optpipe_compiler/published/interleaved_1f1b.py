@@ -5,21 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.model.schedule import Kind
-from optpipe_compiler.published.common import (
-    NotDefined,
-    Order,
-    grouped,
-    needs_loop,
-    one_forward_one_backward,
-    remembered,
-)
+from optpipe_compiler.published.common import NotDefined, Tasks, grouped, needs_loop, one_forward_one_backward, ordered
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
 
 
-@remembered
-def interleaved_1f1b(problem: Problem) -> Order:
+@ordered
+def interleaved_1f1b(problem: Problem) -> Tasks:
     """Return the order: device d runs (v - 1)P + 2(P - d - 1) stage forwards, then alternates.
 
     Peak (v - 1)P + 2(P - d) - 1 stage activations, bubble (P - 1)(F + B) / v. As in the paper, M is a multiple of P;

@@ -9,14 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.model.schedule import Kind
-from optpipe_compiler.published.common import NotDefined, Order, grouped, needs_loop, needs_split
+from optpipe_compiler.published.common import NotDefined, Tasks, grouped, needs_loop, needs_split, ordered
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
     from optpipe_compiler.model.schedule import Task
 
 
-def interleaved_zb(problem: Problem) -> Order:
+@ordered
+def interleaved_zb(problem: Problem) -> Tasks:
     """Return the order: device d runs (v - 1)g + P - d - 1 stage forwards, then F and I in turn; d W are put off.
 
     Peak vP stage activations where M is a multiple of P. A round has g = M / max(1, M // P) microbatches, which must be

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.model.schedule import Kind
-from optpipe_compiler.published.common import Order, grouped, needs_linear, one_forward_one_backward, remembered
+from optpipe_compiler.published.common import Tasks, grouped, needs_linear, one_forward_one_backward, ordered
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
 
 
-@remembered
-def one_f_one_b(problem: Problem) -> Order:
+@ordered
+def one_f_one_b(problem: Problem) -> Tasks:
     """Return the order: device d runs P - d - 1 forwards, then alternates; peak min(M, P - d) microbatches."""
     needs_linear(problem, "1f1b")
     orders = []

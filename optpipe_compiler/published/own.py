@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
+
 from optpipe_compiler.documents.ops import parse
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.model.schedule import KINDS, Kind, Task
-from optpipe_compiler.published.common import Recipe
+from optpipe_compiler.published.common import Recipe, rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from optpipe_compiler.model.problem import Problem
+    from optpipe_compiler.published.common import Tasks
 
 PLACEMENTS = ("linear", "loop", "v")
 
@@ -30,14 +33,16 @@ def recipe_of(name: str, problem: Problem, order: OwnOrder) -> Recipe:
     lists = [one.split() if isinstance(one, str) else list(one) for one in order(problem)]
     if len(lists) != problem.devices:
         raise BadInput(f"{name} returns {len(lists)} lists, expected one for each of {problem.devices} devices")
-    compute: list[list[Task]] = []
+    compute: Tasks = []
     offloaded: set[tuple[int, int]] = set()
     for device, texts in enumerate(lists):
         tasks = [_task(name, text, device, problem) for text in texts]
         offloaded |= {(task.stage, task.microbatch) for task in tasks if task.kind is Kind.D}
         compute.append([task for task in tasks if task.kind is not Kind.D])
     _check(name, problem, compute, offloaded)
-    return Recipe(compute, frozenset(offloaded))
+    away = np.zeros((len(problem.stages), problem.microbatches), np.bool_)
+    away[tuple(np.array([*offloaded], np.int64).reshape(-1, 2).T)] = True
+    return Recipe([rows(tasks) for tasks in compute], away)
 
 
 def _task(name: str, text: str, device: int, problem: Problem) -> Task:
@@ -57,7 +62,7 @@ def _task(name: str, text: str, device: int, problem: Problem) -> Task:
     return task
 
 
-def _check(name: str, problem: Problem, compute: list[list[Task]], offloaded: set[tuple[int, int]]) -> None:
+def _check(name: str, problem: Problem, compute: Tasks, offloaded: set[tuple[int, int]]) -> None:
     """Every stage and microbatch has one forward and one backward, whole or in halves, in the order of microbatches."""
     counts = Counter(task for order in compute for task in order)
     for s in range(len(problem.stages)):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.published.common import Recipe, needs_links
+from optpipe_compiler.published.common import Recipe, needs_links, of_stages
 from optpipe_compiler.published.gis_uniform import gis_h_uniform
 from optpipe_compiler.published.recompute import lowest_stages
 
@@ -43,6 +43,6 @@ def offloading(
         orders = schedule(problem)
         chosen = lowest_stages(problem, name, per_device)
         needs_links(problem, name, chosen)
-        return Recipe(orders, frozenset((s, m) for s in chosen for m in range(problem.microbatches)))
+        return Recipe(orders, of_stages(problem, chosen))
 
     return offloaded

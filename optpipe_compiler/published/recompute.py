@@ -16,14 +16,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.model.schedule import Kind, Task
-from optpipe_compiler.published.common import NotDefined
+import numpy as np
+
+from optpipe_compiler.model.schedule import Kind
+from optpipe_compiler.published.common import NotDefined, of_stages, repeated_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from optpipe_compiler.model.problem import Problem
-    from optpipe_compiler.published.common import Order
+    from optpipe_compiler.model.schedule import Ints
+    from optpipe_compiler.published.common import Bools, Order
 
 
 def recomputing(
@@ -39,7 +42,7 @@ def recomputing(
         unable = sorted(stage for stage in chosen if not problem.can_recompute(stage))
         if unable:
             raise NotDefined(f"{name} recomputes stage {unable[0]}, whose input is as large as all that it saves")
-        return [list(_again(order, chosen)) for order in orders]
+        return [again(order, of_stages(problem, chosen)) for order in orders]
 
     return recomputed
 
@@ -52,8 +55,9 @@ def lowest_stages(problem: Problem, name: str, per_device: int | None) -> set[in
     return {stage for device in range(problem.devices) for stage in problem.stages_of(device)[:per_device]}
 
 
-def _again(order: list[Task], stages: set[int]) -> Iterable[Task]:
-    for task in order:
-        if task.stage in stages and task.kind in (Kind.I, Kind.B):
-            yield Task(Kind.R, task.stage, task.microbatch)
-        yield task
+def again(order: Ints, which: Bools) -> Ints:
+    """Return the order with the activations of `which` [stage, microbatch] recomputed right before their backwards."""
+    kind, stage, microbatch = order.T
+    found, places = repeated_rows(order, np.isin(kind, (Kind.I, Kind.B)) & which[stage, microbatch])
+    found[places, 0] = Kind.R
+    return found

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from optpipe_compiler.model.schedule import Kind, Task
 from optpipe_compiler.published.common import (
     NotDefined,
-    Order,
+    Tasks,
     grouped,
     in_units,
     needs_linear,
     needs_loop,
     needs_split,
     one_forward_one_backward,
-    remembered,
+    ordered,
 )
 from optpipe_compiler.published.zb_h1 import handcrafted
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
 
 
-@remembered
-def seq1f1b(problem: Problem) -> Order:
+@ordered
+def seq1f1b(problem: Problem) -> Tasks:
     """Return the order: device d runs P - d + n - 2 forwards, then alternates; peak (P + n - 1) / n microbatches."""
     needs_linear(problem, "seq1f1b")
     count, orders = problem.microbatches, []
@@ -40,7 +40,8 @@ def seq1f1b(problem: Problem) -> Order:
     return in_units(problem, orders)
 
 
-def seq1f1b_zb(problem: Problem) -> Order:
+@ordered
+def seq1f1b_zb(problem: Problem) -> Tasks:
     """Return the order: ZB-H1 on slices, its warm-up longer by n - 1 of them; peak (P + n - 1) / n microbatches."""
     needs_linear(problem, "seq1f1b-zb")
     needs_split(problem, "seq1f1b-zb")
@@ -49,8 +50,8 @@ def seq1f1b_zb(problem: Problem) -> Order:
     return in_units(problem, [handcrafted(problem, d, warmups[d], d) for d in range(devices)])
 
 
-@remembered
-def seq1f1b_interleaved(problem: Problem) -> Order:
+@ordered
+def seq1f1b_interleaved(problem: Problem) -> Tasks:
     """Return the order: interleaved 1F1B in groups of P slices, the warm-up longer by n - 1 slices.
 
     Slices of a microbatch are of one group: n divides P, and P divides the number of slices.
@@ -59,7 +60,7 @@ def seq1f1b_interleaved(problem: Problem) -> Order:
     return interleaved(problem, "seq1f1b-interleaved", problem.devices)
 
 
-def interleaved(problem: Problem, name: str, group: int) -> Order:
+def interleaved(problem: Problem, name: str, group: int) -> Tasks:
     """Return interleaved 1F1B in groups of so many slices, which are whole microbatches.
 
     Device d runs (v - 1) g + n - 1 + 2 (P - d - 1) stage forwards, then alternates: the first backward is that of the
@@ -81,8 +82,8 @@ def interleaved(problem: Problem, name: str, group: int) -> Order:
     return in_units(problem, orders)
 
 
-@remembered
-def seq1f1b_interleaved_zb(problem: Problem) -> Order:
+@ordered
+def seq1f1b_interleaved_zb(problem: Problem) -> Tasks:
     """Return the order: the interleaved form with split backwards; device d puts its first d weight gradients off."""
     needs_loop(problem, "seq1f1b-interleaved-zb")
     needs_split(problem, "seq1f1b-interleaved-zb")

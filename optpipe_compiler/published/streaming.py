@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.published.common import Recipe, needs_links
+from optpipe_compiler.published.common import Recipe, needs_links, of_stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +28,6 @@ def streaming(name: str, schedule: Callable[[Problem], Order]) -> Callable[[Prob
         orders = schedule(problem)
         stages = range(len(problem.stages))
         needs_links(problem, name, stages)
-        return Recipe(orders, frozenset((s, m) for s in stages for m in range(problem.microbatches)), streaming=True)
+        return Recipe(orders, of_stages(problem, stages), streaming=True)
 
     return streamed

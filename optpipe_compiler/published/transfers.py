@@ -7,22 +7,24 @@ backward before their own.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.model.schedule import Kind, Task, duration
+import numpy as np
+
+from optpipe_compiler.model.schedule import NONE, Kind, classes, lengths
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from optpipe_compiler.model.problem import Problem, Stage
-    from optpipe_compiler.model.schedule import Schedule
-    from optpipe_compiler.published.common import Order, Recipe
+    from optpipe_compiler.model.schedule import Ints, Schedule
+    from optpipe_compiler.published.common import Bools, Order, Recipe
 
 BACKWARDS = (Kind.I, Kind.B)
 COMPUTE = ("forward", "backward_input", "backward_weight", "backward", "recompute")
+NOT_THERE = np.iinfo(np.int64).min
 ROUND_TRIPS = 3
 """An activation that stays no longer than so many transfers there and back is kept, as in the authors' generator."""
 
@@ -31,13 +33,15 @@ def timed(problem: Problem, recipe: Recipe, method: str) -> Schedule:
     """Return the schedule at its earliest without memory limits; raises Stuck when the order waits for itself."""
     from optpipe_compiler.machine.orders import released
 
+    if recipe.offloaded is None or not recipe.offloaded.any():
+        return released(problem, recipe.compute, method=method)
     if recipe.streaming:
-        return _streamed(problem, recipe, method)
+        return _streamed(problem, recipe.compute, recipe.offloaded, method)
     bare = released(problem, recipe.compute, method=method)
-    return Transfers(problem, recipe, bare.starts).run(method) if recipe.offloaded else bare
+    return _Transfers(problem, recipe.compute, bare.ticks).run(recipe.offloaded, method)
 
 
-def _streamed(problem: Problem, recipe: Recipe, method: str) -> Schedule:
+def _streamed(problem: Problem, compute: Order, offloaded: Bools, method: str) -> Schedule:
     """Return the schedule in which each reload may start with the backward before its own on the same device.
 
     That of a device's first backward may start with the op before it. Transfers of a link run in the order of the ops
@@ -45,117 +49,130 @@ def _streamed(problem: Problem, recipe: Recipe, method: str) -> Schedule:
     starts later than any that it waits for, and the lanes cannot wait for each other in a circle.
     """
     from optpipe_compiler.machine.orders import released
+    from optpipe_compiler.machine.state import packed
 
     paced = replace(problem, stages=_paced(problem.stages), classes=tuple(map(_paced, problem.classes)))
-    bare = released(paced, recipe.compute, method=method)
-    offloads: list[tuple[int, Task]] = []
-    reloads: list[tuple[int, Task]] = []
-    gates: dict[Task, Task] = {}
-    for order in recipe.compute:
-        away = [task for task in order if (task.stage, task.microbatch) in recipe.offloaded]
-        offloads += [(bare.end(task), task._replace(kind=Kind.D)) for task in away if task.kind is Kind.F]
-        reloads += [(bare.starts[task], task._replace(kind=Kind.H)) for task in away if task.kind in BACKWARDS]
-        backwards = [task for task in order if task.kind in BACKWARDS]
-        first = [order[order.index(task) - 1] for task in backwards[:1]]
-        gates |= {task._replace(kind=Kind.H): gate for gate, task in zip(first + backwards, backwards, strict=False)}
-    lanes = [_by_link(problem, [task for _, task in sorted(served)]) for served in (offloads, reloads)]
-    return released(problem, recipe.compute, (lanes[0], lanes[1]), gates, method=method)
+    ticks = released(paced, compute, method=method).ticks
+    gates = np.full(ticks.shape[1:], NONE)
+    for order in compute:
+        places = np.flatnonzero(np.isin(order[:, 0], BACKWARDS))
+        before = np.concatenate([places[:1] - 1, places[:-1]])
+        gates[order[places, 1], order[places, 2]] = packed(*order[before].T)
+    s, m = np.nonzero(offloaded)
+    kind = _backwards(compute, ticks.shape[1:])[s, m]
+    away = np.lexsort((m, s, ticks[Kind.F, s, m] + _taken(paced)[Kind.F, s, m]))
+    back = np.lexsort((m, s, ticks[kind, s, m]))
+    lanes = tuple(_by_link(problem, of, s[by], m[by]) for of, by in ((Kind.D, away), (Kind.H, back)))
+    return released(problem, compute, (lanes[0], lanes[1]), gates, method=method)
 
 
 def _paced(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
     return tuple(replace(one, **{name: max(1, getattr(one, name)) for name in COMPUTE}) for one in stages)
 
 
-def _by_link(problem: Problem, transfers: list[Task]) -> list[list[Task]]:
-    lanes: list[list[Task]] = [[] for _ in range(_links(problem))]
-    for task in transfers:
-        link = problem.link_of[problem.stages[task.stage].device]
-        assert link is not None
-        lanes[link].append(task)
-    return lanes
+def _taken(problem: Problem) -> Ints:
+    """Return how long tasks take, in ticks, as [kind, stage, microbatch]."""
+    return lengths(problem)[:, :, classes(problem)]
 
 
-def _links(problem: Problem) -> int:
-    return max((link for link in problem.link_of if link is not None), default=-1) + 1
+def _backwards(compute: Order, shape: tuple[int, ...]) -> Ints:
+    """Return as [stage, microbatch] of which kind the backward is that needs the activation."""
+    kinds = np.full(shape, int(Kind.B))
+    for order in compute:
+        halves = order[order[:, 0] == Kind.I]
+        kinds[halves[:, 1], halves[:, 2]] = Kind.I
+    return kinds
 
 
-class Transfers:
-    """Places the transfers of a recipe whose compute tasks would run at `starts` if nothing were offloaded."""
+def _by_link(problem: Problem, kind: Kind, stages: Ints, microbatches: Ints) -> Order:
+    """Return transfers of one kind, which are in order, for each link."""
+    links = np.array([NONE if link is None else link for link in problem.link_of])
+    owner = np.array([stage.device for stage in problem.stages])
+    link = links[owner[stages]]
+    transfers = np.stack([np.full_like(stages, kind), stages, microbatches], axis=1)
+    return [transfers[link == one] for one in range(1 + int(links.max(initial=NONE)))]
 
-    def __init__(self, problem: Problem, recipe: Recipe, starts: dict[Task, int]) -> None:
+
+class _Transfers:
+    """Places the transfers of orders that would run at `ticks` [kind, stage, microbatch] if nothing were offloaded."""
+
+    def __init__(self, problem: Problem, compute: Order, ticks: Ints) -> None:
         self.problem = problem
-        self.compute = recipe.compute
-        self.starts = postponed(problem, recipe.compute, starts)
-        self.backward = {(t.stage, t.microbatch): t for order in recipe.compute for t in order if t.kind in BACKWARDS}
-        self.offloaded = [key for key in sorted(recipe.offloaded) if self._worth_it(key)]
+        self.compute = compute
+        self.starts = postponed(problem, compute, ticks)
+        self.taken = _taken(problem)
+        self.backward = _backwards(compute, ticks.shape[1:])
 
-    def run(self, method: str) -> Schedule:
-        """Return the schedule with the delays that the transfers cause."""
+    def run(self, offloaded: Bools, method: str) -> Schedule:
+        """Return the schedule with the delays that the transfers of what is worth them cause."""
         from optpipe_compiler.machine.orders import released
 
-        offloads = self._by_link(Kind.D, lambda key: (self._done(Task(Kind.F, *key)), key[0], key[1]))
-        reloads = self._by_link(Kind.H, lambda key: (self.starts[self.backward[key]], -key[0], key[1]))
-        releases = {task: start for task, start in self.starts.items() if task.kind is Kind.F}
-        gates = self._gates(reloads)
-        return released(self.problem, self.compute, (offloads, reloads), gates, releases, method=method)
+        s, m = np.nonzero(offloaded)
+        done = self.starts[Kind.F, s, m] + self.taken[Kind.F, s, m]
+        due = self.starts[self.backward[s, m], s, m]
+        trip = self.taken[Kind.D, s, m] + self.taken[Kind.H, s, m]
+        worth_it = due - done - self.taken[self.backward[s, m], s, m] > ROUND_TRIPS * trip
+        s, m, done, due = (of[worth_it] for of in (s, m, done, due))
+        away, back = np.lexsort((m, s, done)), np.lexsort((m, -s, due))
+        offloads = _by_link(self.problem, Kind.D, s[away], m[away])
+        reloads = _by_link(self.problem, Kind.H, s[back], m[back])
+        lanes = offloads, reloads
+        return released(self.problem, self.compute, lanes, self._gates(reloads), self.starts[Kind.F], method=method)
 
-    def _done(self, task: Task) -> int:
-        return self.starts[task] + duration(self.problem, task)
-
-    def _worth_it(self, key: tuple[int, int]) -> bool:
-        """Whether the activation stays so long between forward and backward that it can visit the host."""
-        stage, backward = self.problem.at(*key), self.backward[key]
-        stay = self.starts[backward] - self._done(Task(Kind.F, *key))
-        return stay - duration(self.problem, backward) > ROUND_TRIPS * (stage.offload + stage.reload)
-
-    def _by_link(self, kind: Kind, rank: Callable[[tuple[int, int]], tuple[int, int, int]]) -> list[list[Task]]:
-        return _by_link(self.problem, [Task(kind, *key) for key in sorted(self.offloaded, key=rank)])
-
-    def _gates(self, reloads: list[list[Task]]) -> dict[Task, Task]:
+    def _gates(self, reloads: Order) -> Ints:
         """Return for each reload the compute task with which it may start: the last one that leaves enough time.
 
         Enough for it and for the later reloads of its link, each being there when its backward would have started.
         """
+        from optpipe_compiler.machine.state import packed
+
         latest = self._latest_starts(reloads)
-        position = {task: number for order in self.compute for number, task in enumerate(order)}
-        gates = {}
-        for task, time in latest.items():
-            order = self.compute[self.problem.stages[task.stage].device]
-            number = bisect_right(order, time, key=lambda t: self.starts[t])
-            number = min(number, position[self.backward[task.stage, task.microbatch]])
-            gates[task] = order[max(0, number - 1)]
+        gates = np.full(latest.shape, NONE)
+        for order in self.compute:
+            kind, s, m = order.T
+            backward = np.flatnonzero(kind == self.backward[s, m])
+            backward = backward[latest[s[backward], m[backward]] != NOT_THERE]
+            s_of, m_of = s[backward], m[backward]
+            number = np.searchsorted(self.starts[kind, s, m], latest[s_of, m_of], side="right")
+            gate = order[np.maximum(0, np.minimum(number, backward) - 1)]
+            gates[s_of, m_of] = packed(*gate.T)
         return gates
 
-    def _latest_starts(self, reloads: list[list[Task]]) -> dict[Task, int]:
-        latest: dict[Task, int] = {}
+    def _latest_starts(self, reloads: Order) -> Ints:
+        """Return by [stage, microbatch] when each reload must start, at the latest; NOT_THERE if there is none.
+
+        With transfers 1 to n of a link of length r, and d when their backwards start: the i-th starts no later than
+        min over j >= i of d_j - r_i - ... - r_j.
+        """
+        latest = np.full(self.starts.shape[1:], NOT_THERE)
         for lane in reloads:
-            end: int | None = None
-            for task in reversed(lane):
-                due = self.starts[self.backward[task.stage, task.microbatch]]
-                end = due if end is None else min(due, end)
-                end = latest[task] = end - duration(self.problem, task)
+            _, s, m = lane.T
+            taken = self.taken[Kind.H, s, m]
+            until = np.cumsum(taken)
+            due = self.starts[self.backward[s, m], s, m] - until
+            latest[s, m] = np.minimum.accumulate(due[::-1])[::-1] + until - taken
         return latest
 
 
-def postponed(problem: Problem, compute: Order, starts: dict[Task, int]) -> dict[Task, int]:
-    """Return `starts` with each device's forwards before its first backward as late as they delay nothing else.
+def postponed(problem: Problem, compute: Order, ticks: Ints) -> Ints:
+    """Return `ticks` with each device's forwards before its first backward as late as they delay nothing else.
 
     What is not needed yet need not take memory yet; the authors' generator does the same.
     """
-    latest = dict(starts)
-    for task, following in sorted(_warm_up(compute), key=lambda pair: starts[pair[0]], reverse=True):
+    latest, taken = ticks.copy(), _taken(problem)
+    warm_up = [pair for order in compute for pair in _warm_up(order)]
+    for task, following in sorted(warm_up, key=lambda pair: ticks[pair[0]], reverse=True):
+        _, stage, microbatch = task
         end = latest[following]
-        if task.stage + 1 < len(problem.stages):
-            after = latest[task._replace(stage=task.stage + 1)]
-            end = min(end, after - problem.stages[task.stage].send_activation)
-        latest[task] = max(starts[task], end - duration(problem, task))
+        if stage + 1 < len(problem.stages):
+            after = latest[Kind.F, stage + 1, microbatch]
+            end = min(end, after - problem.stages[stage].send_activation)
+        latest[task] = max(ticks[task], end - taken[task])
     return latest
 
 
-def _warm_up(compute: Order) -> Iterator[tuple[Task, Task]]:
-    """Yield each forward before the first other task of its device, with the task after it."""
-    for order in compute:
-        for task, following in pairwise(order):
-            if task.kind is not Kind.F:
-                break
-            yield task, following
+def _warm_up(order: Ints) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield each forward before the first other task of a device, with the task after it."""
+    others = np.flatnonzero(order[:, 0] != Kind.F)
+    first = order[: others[0] + 1 if others.size else None]
+    return pairwise(map(tuple, first.tolist()))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.published.common import Order, needs_split, needs_v
+from optpipe_compiler.published.common import Tasks, needs_split, needs_v, ordered
 from optpipe_compiler.published.v_pattern import BuildingBlock, repeated
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
 
 
-def v_half(problem: Problem) -> Order:
+@ordered
+def v_half(problem: Problem) -> Tasks:
     """Return the order with about half the memory of 1F1B: peak 2 ((P + 2) // 2) stage activations."""
     needs_v(problem, "v-half")
     needs_split(problem, "v-half")

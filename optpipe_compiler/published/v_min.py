@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.published.common import Order, needs_split, needs_v
+from optpipe_compiler.published.common import Tasks, needs_split, needs_v, ordered
 from optpipe_compiler.published.v_pattern import BuildingBlock, repeated
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
 
 
-def v_min(problem: Problem) -> Order:
+@ordered
+def v_min(problem: Problem) -> Tasks:
     """Return the order with about a third of the memory of 1F1B: peak 2 ((P + 4) // 3) stage activations."""
     needs_v(problem, "v-min")
     needs_split(problem, "v-min")

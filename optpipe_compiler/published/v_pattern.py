@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from optpipe_compiler.model.problem import Problem
-    from optpipe_compiler.published.common import Order
+    from optpipe_compiler.published.common import Tasks
 
 PERIOD = 6
 Slots = dict[Task, int]
@@ -32,7 +32,7 @@ class BuildingBlock(NamedTuple):
     input_down: int
 
 
-def repeated(problem: Problem, block: Callable[[int, int], BuildingBlock]) -> Order:
+def repeated(problem: Problem, block: Callable[[int, int], BuildingBlock]) -> Tasks:
     """Return the order that repeats `block(devices, device)` for all microbatches."""
     return _Pattern(problem, block).orders()
 
@@ -57,7 +57,7 @@ class _Pattern:
                 }
             )
 
-    def orders(self) -> Order:
+    def orders(self) -> Tasks:
         """Fill, compact, squeeze and tighten the pattern, then read off the order."""
         self.rows = [with_weights(row) for row in self.rows]
         peak = max(max(_levels(row)) for row in self.rows)
@@ -90,18 +90,22 @@ class _Pattern:
             before = Task(Kind.I, stage, microbatch)
         else:
             before = Task(kind, stage + 1, microbatch) if stage < self.last else Task(Kind.F, stage, microbatch)
-        return 1 + max(self._slot(before), self._slot(task._replace(microbatch=microbatch - 1)))
+        return 1 + max(self._slot(before), self._slot(Task(kind, stage, microbatch - 1)))
 
-    def _sequence(self) -> list[tuple[int, int, Task]]:
-        return sorted((slot, device, task) for device, row in enumerate(self.rows) for task, slot in row.items())
+    def _sequence(self, slots: range) -> list[tuple[int, int, Task]]:
+        return sorted(
+            (slot, device, task) for device, row in enumerate(self.rows) for task, slot in row.items() if slot in slots
+        )
+
+    def _end(self) -> int:
+        """The slot behind the last one."""
+        return 1 + max(max(row.values()) for row in self.rows)
 
     def _compact(self, border: int, peak: int, *, warmup: bool) -> None:
         """Move each pass of the warm-up (before slot `border`) or drain (after it) to the first slot it may have."""
         taken = [set(row.values()) for row in self.rows]
         levels = [_levels(row) for row in self.rows]
-        for slot, device, task in self._sequence():
-            if slot >= border if warmup else slot <= border:
-                continue
+        for slot, device, task in self._sequence(range(border) if warmup else range(border + 1, self._end())):
             level = levels[device]
             first = self._earliest(task)
             if task.kind is Kind.F:
@@ -117,7 +121,7 @@ class _Pattern:
     def _squeeze(self) -> None:
         """Let every pass run as soon as its device and its data are there, the order kept."""
         free = [0] * self.devices
-        for _, device, task in self._sequence():
+        for _, device, task in self._sequence(range(self._end())):
             start = max(free[device], self._earliest(task))
             self.rows[device][task] = start
             free[device] = start + 1
@@ -128,9 +132,7 @@ class _Pattern:
         held = [_Held.at(row, start) for row in self.rows]
         self.rows = [{task: slot for task, slot in row.items() if task.kind is not Kind.W} for row in self.rows]
         drains = [{task: slot for task, slot in row.items() if slot > start} for row in self.rows]
-        for slot, device, task in self._sequence():
-            if slot <= border:
-                continue
+        for slot, device, task in self._sequence(range(border + 1, self._end())):
             drain = drains[device]
             taken = set(drain.values())
             for to in range(max(self._earliest(task), start + 1), slot):

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.model.schedule import Kind, Task
-from optpipe_compiler.published.common import Order, needs_linear, needs_split
+from optpipe_compiler.published.common import Tasks, needs_linear, needs_split, ordered
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
 
 
-def zb_h1(problem: Problem) -> Order:
+@ordered
+def zb_h1(problem: Problem) -> Tasks:
     """Return the order: 1F1B with split backwards, weight gradients put off while at most P microbatches are open.
 
     Device d warms up with P - d forwards like 1F1B and puts off its first d weight gradients, so that every device

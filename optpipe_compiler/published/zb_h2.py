@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.published.common import Order, needs_linear, needs_split
+from optpipe_compiler.published.common import Tasks, needs_linear, needs_split, ordered
 from optpipe_compiler.published.zb_h1 import handcrafted
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
 
 
-def zb_h2(problem: Problem) -> Order:
+@ordered
+def zb_h2(problem: Problem) -> Tasks:
     """Return the order: like ZB-H1, but with enough forwards before the first backward to leave no bubble at all.
 
     Device d warms up with 2(P - d) - 1 forwards and puts off its first 2d weight gradients: at most 2P - 1 microbatches

@@ -13,25 +13,30 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.model.schedule import Kind, Task, duration
-from optpipe_compiler.published.common import NotDefined, Order, needs_linear, needs_split
+from optpipe_compiler.published.common import NotDefined, Tasks, needs_linear, needs_split, ordered
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem, Stage
 
 F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741  (torch's letter)
+PROMPT_INPUT, HOLD_BACK, FILL_PARTLY = range(3)
+"""The choices of a run, in order."""
 
 
-def zb_memory_limited(problem: Problem) -> Order:
+@ordered
+def zb_memory_limited(problem: Problem) -> Tasks:
     """Return the order for the caps of `problem`."""
     return _limited(problem, "zb-memory-limited", list(problem.budget))
 
 
-def zb_1p(problem: Problem) -> Order:
+@ordered
+def zb_1p(problem: Problem) -> Tasks:
     """Return the order for a limit of P microbatches per device, the memory of 1F1B."""
     return _limited(problem, "zb-1p", [_room(stage, problem.devices) for stage in problem.stages])
 
 
-def zb_2p(problem: Problem) -> Order:
+@ordered
+def zb_2p(problem: Problem) -> Tasks:
     """Return the order for a limit of 2P microbatches per device, enough for no bubble where F = I = W."""
     return _limited(problem, "zb-2p", [_room(stage, 2 * problem.devices) for stage in problem.stages])
 
@@ -42,19 +47,26 @@ def _room(stage: Stage, microbatches: int) -> int:
     return microbatches * stage.saved + max(stage.forward_extra, backward)
 
 
-def _limited(problem: Problem, name: str, limits: list[int]) -> Order:
+def _limited(problem: Problem, name: str, limits: list[int]) -> Tasks:
     needs_linear(problem, name)
     needs_split(problem, name)
-    best: tuple[int, Order] | None = None
+    best: tuple[int, Tasks] | None = None
+    done: set[tuple[bool, ...]] = set()
     for choices in product((True, False), repeat=3):
+        if choices in done:
+            continue
+        run = _Run(problem, limits, *choices)
         try:
-            run = _Run(problem, limits, *choices)
-            found = run.span(), run.orders
+            run.run()
         except NotDefined as error:
             reason = error
-            continue
-        if best is None or found[0] < best[0]:
-            best = found
+        else:
+            if best is None or run.span() < best[0]:
+                best = run.span(), run.orders
+        same = {choices}  # and other choices that lead to the same run
+        for number in {PROMPT_INPUT, HOLD_BACK, FILL_PARTLY} - run.mattered:
+            same |= {(*one[:number], not one[number], *one[number + 1 :]) for one in same}
+        done |= same
     if best is None:
         raise NotDefined(f"{name}: {reason}")
     return best[1]
@@ -76,11 +88,12 @@ class _Run:
         self.prompt_input, self.hold_back, self.fill_partly = prompt_input, hold_back, fill_partly
         self.count = problem.microbatches
         size = problem.devices
-        self.orders: Order = [[] for _ in range(size)]
+        self.orders: Tasks = [[] for _ in range(size)]
         self.clock, self.held, self.idle, self.first = [0] * size, [0] * size, [0] * size, [0] * size
         self.worst = 0
         self.done = {kind: [0] * size for kind in (F, I, W)}
-        self.ends: dict[Task, int] = {}
+        self.ends: dict[Kind, list[list[int]]] = {kind: [[] for _ in range(size)] for kind in (F, I, W)}
+        """When the tasks of each kind and device end."""
         self.time = {kind: [duration(problem, Task(kind, d, 0)) for d in range(size)] for kind in (F, I, W)}
         self.memory = {
             F: [(s.saved + s.forward_extra, s.forward_extra) for s in problem.stages],
@@ -90,17 +103,19 @@ class _Run:
             ],
             W: [(s.backward_weight_extra, s.backward_weight_extra + s.residue) for s in problem.stages],
         }
-        self._run()
+        self.mattered = set() if hold_back else {HOLD_BACK}
+        """The choices without which, as far as is known, this run would have been another one."""
 
     def span(self) -> int:
         """The longest time between first start and last end of a device."""
         return max(clock - first for clock, first in zip(self.clock, self.first, strict=True))
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Run to the end; raises NotDefined where a microbatch has no room."""
         devices = range(self.problem.devices)
         self._warm_up()
         for _ in range(1, self.count):
-            wanted = [self.done[F][d] < self.count and not (self.hold_back and self._far_ahead(d)) for d in devices]
+            wanted = [self.done[F][d] < self.count and not self._held_back(d) for d in devices]
             for device in reversed(devices[:-1]):
                 wanted[device] = wanted[device] and wanted[device + 1]
             for device in devices:
@@ -142,6 +157,8 @@ class _Run:
             (taken, given), time = self.memory[F][device], self.time[F][device]
             reserve = max(taken, taken - given + self.memory[I][device][0])
             while device + 1 < self.problem.devices and extra[device] + 1 < self.count and reserve <= room:
+                if (clock + time > due) != (clock >= due):
+                    self.mattered.add(PROMPT_INPUT)
                 if clock + time > due if self.prompt_input else clock >= due:
                     break
                 room -= taken - given
@@ -153,6 +170,12 @@ class _Run:
             before = extra[device - 1]
             extra[device] = max(0, min(extra[device], before if before + 1 == self.count else before - 1))
         return extra
+
+    def _held_back(self, device: int) -> bool:
+        if not self.hold_back or not self._far_ahead(device):
+            return False
+        self.mattered.add(HOLD_BACK)
+        return True
 
     def _far_ahead(self, device: int) -> bool:
         """Whether a forward now would only wait in front of the next device."""
@@ -181,8 +204,12 @@ class _Run:
         while self._open(device) and self.clock[device] + self.time[W][device] <= arrival:
             self._put(device, W)
         bubble = arrival - self.clock[device]
-        if self._open(device) and bubble > 0 and (self.fill_partly or bubble > self.worst - self.idle[device]):
-            self._put(device, W)
+        if self._open(device) and bubble > 0:
+            is_worst = bubble > self.worst - self.idle[device]
+            if not is_worst:
+                self.mattered.add(FILL_PARTLY)
+            if self.fill_partly or is_worst:
+                self._put(device, W)
 
     def _need_room(self, device: int, kind: Kind) -> None:
         while self.held[device] + self._taken(device, kind) > self.limits[device]:
@@ -200,11 +227,11 @@ class _Run:
     def _arrival(self, device: int, kind: Kind) -> int:
         """When the message that the next task of `kind` waits for is there."""
         source = device - 1 if kind is F else device + 1
-        end = self.ends.get(Task(kind, source, self.done[kind][device]))
-        if end is None:
+        if not 0 <= source < self.problem.devices or len(self.ends[kind][source]) <= self.done[kind][device]:
             return 0
         stage = self.problem.stages[source]
-        return end + (stage.send_activation if kind is F else stage.send_gradient)
+        lag = stage.send_activation if kind is F else stage.send_gradient
+        return self.ends[kind][source][self.done[kind][device]] + lag
 
     def _put(self, device: int, kind: Kind) -> None:
         number = self.done[kind][device]
@@ -215,9 +242,9 @@ class _Run:
             self.worst = max(self.worst, self.idle[device])
         else:
             self.first[device] = start
-        task = Task(kind, device, number)
         taken, given = self.memory[kind][device]
         self.held[device] += taken - given
-        self.clock[device] = self.ends[task] = start + self.time[kind][device]
+        self.clock[device] = start + self.time[kind][device]
+        self.ends[kind][device].append(self.clock[device])
         self.done[kind][device] = number + 1
-        self.orders[device].append(task)
+        self.orders[device].append(Task(kind, device, number))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.model.schedule import Kind
-from optpipe_compiler.published.common import Order, needs_split, needs_v, numbered
+from optpipe_compiler.published.common import Tasks, needs_split, needs_v, numbered, ordered
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741  (torch's letter)
 
 
-def zbv(problem: Problem) -> Order:
+@ordered
+def zbv(problem: Problem) -> Tasks:
     """Return the order drawn for F = I = W: peak 2P stage activations, no bubble on any device from M = 2P - 1 on.
 
     For fewer microbatches it is the order of 2P - 1 with the missing ones left out.

@@ -24,10 +24,12 @@ from optpipe_compiler.plan.exact import exact, is_small
 from optpipe_compiler.plan.explore import LOCAL_SHARE, QUICK_SHARE, SMALL_SHARE, explore
 from optpipe_compiler.plan.incumbents import Attempt, Incumbents
 from optpipe_compiler.plan.instances import (
+    MOST_TASKS,
     SEVERAL,
     Least,
     in_time,
     instances,
+    is_longer,
     layouts,
     link_share,
     lower_bound,
@@ -173,19 +175,23 @@ class _Compilation:
         self.caps = Caps(options.mem_bytes, options.host_mem_bytes)
         every = instances(profile, options)
         chosen = in_time(every, options)
-        attempts = [
-            Attempt(
-                one,
-                problem,
-                bounds.best(problem, options.objective),
-                fixed=tuple(static_bytes(profile, one)),
-                lowered=partial(promised, profile=profile, layout=one),
-            )
-            for one, problem in chosen
-        ]
+        longer = [each for each in every if each[1].tasks <= MOST_TASKS and is_longer(each[1], options)]
+        attempts, beside = (
+            [
+                Attempt(
+                    one,
+                    problem,
+                    bounds.best(problem, options.objective),
+                    fixed=tuple(static_bytes(profile, one)),
+                    lowered=partial(promised, profile=profile, layout=one),
+                )
+                for one, problem in several
+            ]
+            for several in (chosen, longer)
+        )
         attempts[0].notes += too_long(every, chosen, options)
         limits = Limits(options.objective, options.time_limit_s, options.seed, options.workers, options.reproducible)
-        self.incumbents = Incumbents(attempts, options.objective, self._report)
+        self.incumbents = Incumbents(attempts, options.objective, self._report, beside)
         self.candidates = Candidates(self.incumbents)
         self.budget = Budget(limits, max(attempt.problem.tasks for attempt in attempts), begin)
 
@@ -270,6 +276,7 @@ class _Compilation:
         least = LeastMemory(self.incumbents, self.caps, self.budget)
         if not least.is_hopeless():
             explore(self.incumbents, self.candidates, self.budget, least, share=share)
+        self.incumbents.adopt()
         if self.incumbents.winner() is None:
             least.find()
             least.refuse()

@@ -396,6 +396,43 @@ def test_under_a_short_limit_only_placements_of_few_enough_ops_are_planned():
         assert {len(one.stages) for _, one in compiler.in_time(compiler.instances(OPEN, options), options)} == stages
 
 
+@pytest.mark.parametrize("search", [False, True])
+def test_a_published_schedule_of_a_placement_that_is_not_searched_is_the_answer_where_it_beats_the_plan(
+    monkeypatch, search
+):
+    """Lowering is said to take so long that two stages per device are left out."""
+    options: dict[str, Any] = {"mem_bytes": 3_500_000_000, "time_limit_s": 5.0, "search": search, "reproducible": True}
+    fitting = {name: one for name, one in planned(**options).schedule.forecast.baselines.items() if one.fits}
+    monkeypatch.setattr(budget, "LOWER_S_PER_TASK", 2.0 / (4 * 3 * 6))
+    plan = planned(**options)
+    assert {name: one for name, one in plan.schedule.forecast.baselines.items() if one.fits} == fitting
+    assert plan.schedule.forecast.makespan_ns <= min(one.makespan_ns for one in fitting.values() if one.makespan_ns)
+    assert verify(plan.schedule, OPEN) == []
+    (said,) = [note for note in plan.notes if "beats all that was searched" in note]
+    assert f" on a {plan.placement} of 2 stages per device beats" in said
+
+
+def test_the_plan_stays_the_answer_where_no_published_schedule_of_a_longer_placement_beats_it(monkeypatch):
+    monkeypatch.setattr(budget, "LOWER_S_PER_TASK", 2.0 / (4 * 3 * 6))
+    plan = planned(mem_bytes=2 * GB, time_limit_s=5.0, reproducible=True)
+    assert len(plan.schedule.stages) == 3
+    assert not any("beats all that was searched" in note for note in plan.notes)
+
+
+def test_what_fits_only_placements_that_are_not_searched_is_found_and_the_least_memory_is_that_of_all(monkeypatch):
+    monkeypatch.setattr(budget, "LOWER_S_PER_TASK", 2.0 / (4 * 3 * 6))
+    with pytest.raises(Infeasible, match=r"the smallest --mem that would do is 500000000 .*6 stages"):
+        planned(mem_bytes=GB // 4, time_limit_s=5.0, reproducible=True)
+    plan = planned(mem_bytes=GB * 6 // 10, time_limit_s=5.0, reproducible=True)
+    assert len(plan.schedule.stages) == 6
+    assert verify(plan.schedule, OPEN) == []
+
+
+def test_a_named_schedule_of_a_placement_that_is_not_searched_is_written(monkeypatch):
+    monkeypatch.setattr(budget, "LOWER_S_PER_TASK", 2.0 / (4 * 3 * 6))
+    assert len(planned(method="gis-h-uniform", mem_bytes=3_500_000_000, time_limit_s=5.0).schedule.stages) == 6
+
+
 def test_without_search_no_process_is_started(monkeypatch):
     def refuse(*args: object, **options: object) -> None:
         raise AssertionError("a process was started")
@@ -598,4 +635,7 @@ def test_placements_that_a_time_limit_leaves_out_are_named():
     assert len(whole) < len(found)
     assert too_long(found, found, options) == []
     (said,) = too_long(found, whole, options)
-    assert said.endswith(": loop of 2 stages per device")
+    assert said.startswith(
+        "not searched, published schedules alone are tried there, since lowering and verifying their ops"
+    )
+    assert said.endswith(" takes too much of 5 s: loop of 2 stages per device")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,11 +23,8 @@ if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem, Stage
     from optpipe_compiler.plan.incumbents import Attempt, Incumbents, Need
 
-SCREENED = 20_000
-"""Ops of an instance from which on a published schedule is tried on few microbatches first. By `python -m
-bench.constants` all of them then take 2.3 s for 4.0 on 8 devices with 128 microbatches, 14 for 25 on 32 with 128."""
-
-
+SCREENED = 100_000
+"""Ops of an instance from which on a published schedule is tried on few microbatches first. PLACEHOLDER"""
 FILLED = 0.5
 """Part of the time beside work, in as many microbatches as there are devices, that more of them may fill."""
 
@@ -58,7 +56,7 @@ class Candidates:
 
     def __init__(self, incumbents: Incumbents) -> None:
         self.incumbents = incumbents
-        self._all_selective = max((one.layout.selective for one in incumbents.attempts), key=len)
+        self._all_selective = max((one.layout.selective for one in incumbents.all), key=len)
         self.tried: dict[str, list[Tried]] = {}
         """For each name, one entry per placement, and one more where it fits that only by waiting for memory.
 
@@ -72,10 +70,10 @@ class Candidates:
         the most promising first.
         """
         promising: list[_Promise] = []
-        numbered = self.incumbents.numbered()
+        searched = sorted(self.incumbents.numbered(), key=lambda a: (a.placed != ("linear", 1), -a.layout.stages))
         pairs = [
             (attempt, name)
-            for attempt in sorted(numbered, key=lambda a: (a.placed != ("linear", 1), -a.layout.stages))
+            for attempt in [*searched, *(one for one in self.incumbents.longer if one.layout.order is None)]
             for name in (METHODS if names is None else names)
             if self._is_for(name, attempt) and not attempt.is_partial
         ]
@@ -101,6 +99,7 @@ class Candidates:
             raise BadInput(f"--method is {name!r}, expected one of {', '.join(METHODS)}")
         for _ in self.steps((name,)):
             self.incumbents.report("published")
+        self.incumbents.adopt()
         if self.incumbents.winner() is not None:
             return
         tried = self.tried.get(name, [])
@@ -112,7 +111,7 @@ class Candidates:
             )
         reasons = sorted({one.reason for one in tried if one.reason is not None})
         is_cut = METHODS[name].sliced
-        if not any((attempt.problem.slices > 1) == is_cut for attempt in self.incumbents.attempts):
+        if not any((attempt.problem.slices > 1) == is_cut for attempt in self.incumbents.all):
             reasons = [f"is for microbatches {'' if is_cut else 'not '}cut into slices, expected another --slices"]
         raise BadInput(f"--method {name}: {'; '.join(reasons) or METHODS[name].not_searched}")
 
@@ -121,7 +120,7 @@ class Candidates:
 
         Those of slices are there where slices are searched, those of whole microbatches where these are.
         """
-        kinds = {attempt.problem.slices > 1 for attempt in self.incumbents.attempts}
+        kinds = {attempt.problem.slices > 1 for attempt in self.incumbents.all}
         return {name: self._baseline(name) for name, method in METHODS.items() if method.sliced in kinds}
 
     def _baseline(self, name: str) -> ir.Baseline:
@@ -195,8 +194,8 @@ class Candidates:
 
     def _worse(self, one: _Promise) -> str:
         """Say that a schedule cannot beat what there is; "" if it can."""
-        winner = self.incumbents.winner()
-        if winner is None or winner.best is None or one.ticks <= self.incumbents.value(winner.best):
+        done = [self.incumbents.reached(other) for other in self.incumbents.all if other.best is not None]
+        if one.ticks <= min(done, default=math.inf):
             return ""
         return "slower by its first microbatches, not run in full"
 

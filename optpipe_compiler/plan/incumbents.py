@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from optpipe_compiler.documents.units import counted
 from optpipe_compiler.model.schedule import value
 
 if TYPE_CHECKING:
@@ -101,10 +102,38 @@ class Need:
 class Incumbents:
     """All attempts; `report` is told the phase whenever one may have become better."""
 
-    def __init__(self, attempts: list[Attempt], objective: str, report: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        attempts: list[Attempt],
+        objective: str,
+        report: Callable[[str], None],
+        longer: list[Attempt] | None = None,
+    ) -> None:
         self.attempts = attempts
         self.objective = objective
         self.report = report
+        self.longer = longer or []
+        """Placements that are not searched, since it takes too long to lower and verify their schedules: what is known
+        without a search is tried there."""
+
+    @property
+    def all(self) -> list[Attempt]:
+        """The attempts, and the placements that are not searched."""
+        return [*self.attempts, *self.longer]
+
+    def adopt(self) -> None:
+        """Make the best of the longer placements an attempt if what is known there beats all that was found."""
+        winner, done = self.winner(), [one for one in self.longer if one.best is not None]
+        best = min(done, key=self.reached, default=None)
+        if best is None or best.best is None or (winner is not None and self.reached(best) >= self.reached(winner)):
+            return
+        name, per_device = best.placed
+        best.notes.append(
+            f"{best.best.method} on a {name} of {counted(per_device, 'stage')} per device beats all that was searched; "
+            "to lower and verify it took longer than the time limit has for that"
+        )
+        self.longer.remove(best)
+        self.attempts.append(best)
 
     def numbered(self) -> list[Attempt]:
         """Return the attempts in which the pipeline passes the devices by their numbers, as published schedules do, and

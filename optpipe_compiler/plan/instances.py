@@ -170,8 +170,7 @@ def in_time(found: list[tuple[Layout, Problem]], options: Options) -> list[tuple
     what = f"{counted(options.microbatches, 'microbatch')} on {counted(options.devices, 'device')}"
     if least > MOST_TASKS:
         raise BadInput(f"{what} are some {least} ops, expected at most {MOST_TASKS}: plan with fewer --microbatches")
-    most_s = most_lowering_s(options.time_limit_s)
-    chosen = [one for one in found if one[1].tasks <= MOST_TASKS and lowering_s(one[1].tasks) <= most_s]
+    chosen = [one for one in found if one[1].tasks <= MOST_TASKS and not is_longer(one[1], options)]
     if not chosen:
         needed_s = math.ceil(lowering_s(least) / LOWERING_SHARE)
         raise BadInput(
@@ -181,20 +180,27 @@ def in_time(found: list[tuple[Layout, Problem]], options: Options) -> list[tuple
     return chosen
 
 
+def is_longer(problem: Problem, options: Options) -> bool:
+    """Whether its schedules are not to be searched, since lowering and verifying one takes most of the time limit."""
+    assert options.time_limit_s is not None
+    return lowering_s(problem.tasks) > most_lowering_s(options.time_limit_s)
+
+
 def too_long(found: list[tuple[Layout, Problem]], chosen: list[tuple[Layout, Problem]], options: Options) -> list[str]:
     """Return a sentence on the placements of which `in_time` chose none; none where there are none."""
     assert options.time_limit_s is not None
     seen = {(one.name, one.stages) for one, _ in chosen}
     others = {(one.name, one.stages): problem for one, problem in found if (one.name, one.stages) not in seen}
-    if not others:
-        return []
-    said = ", ".join(
-        f"{name} of {counted(stages // problem.devices, 'stage')}" for (name, stages), problem in others.items()
-    )
-    return [
-        f"left out, since lowering and verifying their ops takes too much of {options.time_limit_s:g} s, or they are "
-        f"more than {MOST_TASKS}: {said} per device"
-    ]
+    said: dict[str, list[str]] = {}
+    for (name, stages), problem in others.items():
+        why = (
+            f"left out, since they are more than {MOST_TASKS} ops"
+            if problem.tasks > MOST_TASKS
+            else "not searched, published schedules alone are tried there, since lowering and verifying their ops "
+            f"takes too much of {options.time_limit_s:g} s"
+        )
+        said.setdefault(why, []).append(f"{name} of {counted(stages // problem.devices, 'stage')}")
+    return [f"{why}: {', '.join(names)} per device" for why, names in said.items()]
 
 
 def link_share(problem: Problem) -> float:

@@ -33,14 +33,14 @@ class LeastMemory:
         self.incumbents = incumbents
         self.caps = caps
         self.budget = budget
-        self.is_proof = all(attempt.problem.slicing is None for attempt in incumbents.attempts)
+        self.is_proof = all(attempt.problem.slicing is None for attempt in incumbents.all)
         """Whether no schedule fits at all where none of these does."""
         self._refusal: Infeasible | None = None
         self._is_found = False
 
     def is_hopeless(self) -> bool:
         """Whether on every placement some device has no room for one activation beside what it always holds."""
-        return all(_at_least(attempt) > self.caps.device_bytes for attempt in self.incumbents.attempts)
+        return all(_at_least(attempt) > self.caps.device_bytes for attempt in self.incumbents.all)
 
     def find_quick(self) -> None:
         """Keep on each placement what takes the least time for one microbatch, repeated, if it is the best so far.
@@ -82,7 +82,7 @@ class LeastMemory:
         incumbents, cap = self.incumbents, self.caps.device_bytes
         self.find_quick()
         # whole offloads need no more memory than those of a part
-        every = [(n, attempt) for n, attempt in enumerate(incumbents.attempts) if not attempt.is_partial]
+        every = [(n, attempt) for n, attempt in enumerate(incumbents.all) if not attempt.is_partial]
         cut = [attempt for _, attempt in every if attempt.problem.slicing is not None]
         least = _tried(incumbents, cut, cap)
         if least is not None:
@@ -109,6 +109,7 @@ class LeastMemory:
         if best is not None and (least is None or best[0] <= least):
             needed, _, device, attempt = best
             self._refusal = _refusal(needed, device, attempt, self.caps)
+        incumbents.adopt()
         self._is_found = True
 
     def refuse(self) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 
 import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
 from small_schedules import Shape, profile_for, random_cuts
 
 from optpipe_compiler import compiler
@@ -21,6 +24,7 @@ from optpipe_compiler.solver.worker import Request, SearchEvent, solve
 from optpipe_compiler.verify import verify
 from tests import plans, test_slices
 from tests.machines import dispatched
+from tests.strategies import problems
 
 UNIFORM = UniformOptions(
     devices=2,
@@ -111,6 +115,26 @@ def test_windows_of_slices_keep_what_is_outside_and_every_law():
         again = retime(found[-1], one)
         assert again.makespan <= begin.makespan
         assert all(peak <= budget for peak, budget in zip(peaks(again), one.budget, strict=True))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(one=problems(devices=3, stages=3), part=st.sampled_from([(0, 2), (1, 2), (1, 1)]))
+def test_windows_for_the_span_promise_no_less_than_they_reach_and_never_lengthen_it(one, part):
+    """What the model calls the span is that of the schedule which it leads to."""
+    begin = max(dispatched(one), key=lambda timed: timed.span, default=None)
+    assume(begin is not None)
+    first, last = part
+    window = Window(first * begin.makespan // 3, begin.makespan * last // 2 + 1)
+    events: list[SearchEvent] = []
+    solve(Request(one, begin, "span", 1.0, 0, 1, reproducible=True, window=window), events.append)
+    found = [Schedule(one, "windows", event.starts) for event in events if event.starts is not None]
+    spans = [begin.span, *(timed.span for timed in found)]
+    assert found
+    assert all(later <= before for before, later in pairwise(spans))
+    for timed in found:
+        assert all(peak <= budget for peak, budget in zip(peaks(timed), one.budget, strict=True))
+    if events[-1].text == "OPTIMAL" and (first, last) == (0, 2):
+        assert spans[-1] == events[-1].bound
 
 
 @pytest.mark.parametrize(("mem_bytes", "earns"), [(10**9, "bound"), (13 * 10**8, "method")])

@@ -53,9 +53,7 @@ def exact(incumbents: Incumbents, budget: Budget) -> None:
             if not incumbents.is_met(attempt) and budget.left() > until + 0.5:
                 search.full_model(attempt, (budget.left() - until) / (len(small) - number))
         winner = incumbents.winner()
-        if winner is None or winner.best is None or budget.left() <= 1:
-            return
-        if budget.limits.objective == "makespan":
+        if winner is not None and winner.best is not None and budget.left() > 1:
             search.polish(winner, winner.best)
 
 
@@ -149,15 +147,16 @@ class _Exact:
         """Return the schedule with the window improved, or as it was."""
         from optpipe_compiler.machine.orders import retime
 
-        best = current
+        best, is_span = current, self.budget.limits.objective == "span"
 
         def on_event(event: SearchEvent) -> None:
             nonlocal best
             if event.starts is not None:
                 found = Schedule(current.problem, "windows", event.starts)
-                with suppress(Stuck):
-                    found = min(found, retime(found, current.problem), key=self.incumbents.value)
-                if found.makespan < best.makespan:
+                with suppress(Stuck):  # ops start as soon as they may, however short a later start would make the span
+                    early = retime(found, current.problem)
+                    found = early if is_span else min(found, early, key=self.incumbents.value)
+                if self.incumbents.value(found) < self.incumbents.value(best):
                     best = found
                     self._improve(attempt, found, "window")
             self.incumbents.report(f"windows {attempt.layout.name}")

@@ -1,8 +1,10 @@
 """Improve a stretch of a schedule while the rest keeps its shape.
 
 Ops that run in the window [begin, end) are free. Ops before it stay. Ops after it all move earlier by the same amount,
-and that amount is maximised; in a window that reaches the end of the schedule the makespan is minimised instead. The
-model has only the microbatches that have an op in the window, so its size does not grow with their number.
+and that amount is maximised; in a window that reaches the end of the schedule the makespan is minimised instead. Where
+the objective is the span, that is minimised in every window: for each device, its last end, less that amount where it
+is after the window, minus its first start. The model has only the microbatches that have an op in the window, so its
+size does not grow with their number.
 
 Why the rest stays feasible: every free op completes at the latest where the window ended, or where it completed before
 if that was later, less the amount. So at any time after the window the state of every lane and of the memory is that
@@ -37,7 +39,7 @@ class Window:
 class WindowModel:
     """The window's model; `variables` covers the microbatches that it touches."""
 
-    def __init__(self, model: cp_model.CpModel, schedule: Schedule, window: Window) -> None:
+    def __init__(self, model: cp_model.CpModel, schedule: Schedule, window: Window, objective: str) -> None:
         self.model = model
         self.schedule = schedule
         self.window = window
@@ -51,8 +53,12 @@ class WindowModel:
         activations = {(s, m): self._activation(s, m) for s in stages for m in self.microbatches}
         self.variables = Variables(self.last, activations, model.new_int_var(0, self.last, "makespan"))
         constraints.add_all(model, schedule.problem, self.variables)
-        self._minimise()
-        hint.add_hint(model, self.variables, schedule, "makespan", extra={self.gain.index: 0})
+        if objective == "span":
+            self._bound_spans()
+        else:
+            self._bound_makespan()
+        model.minimize(self.variables.makespan)
+        hint.add_hint(model, self.variables, schedule, objective, extra={self.gain.index: 0})
 
     def _runs(self, task: Task) -> bool:
         """Whether a task, or what its copies take from compute, runs in the window."""
@@ -141,14 +147,32 @@ class WindowModel:
                 least = min(self.window.begin, self.schedule.starts[task] - self._busy(task)[0])
                 self.model.add(made.backward - busy * made.offload >= least)
 
-    def _minimise(self) -> None:
+    def _bound_makespan(self) -> None:
         v = self.variables
         if self.closing:
             for a in v.activations.values():
                 self.model.add(v.makespan >= a.release)
         else:
             self.model.add(v.makespan == self.last - self.gain)
-        self.model.minimize(v.makespan)
+
+    def _bound_spans(self) -> None:
+        """From the first start to the last end on the compute lane of each device."""
+        v, schedule = self.variables, self.schedule
+        for lane in filter(None, schedule.lane_orders.compute):
+            first = lane[0]
+            begin: cp_model.LinearExpr | int = self._moved(first)
+            if first.microbatch in self.microbatches:
+                begin = v.activations[first.stage, first.microbatch].forward
+            outside = [task for task in lane if task.microbatch not in self.microbatches]
+            for task in outside[-1:]:
+                self.model.add(v.makespan + begin >= self._moved(task) + duration(schedule.problem, task))
+            for s, m in {(task.stage, task.microbatch) for task in lane} & v.activations.keys():
+                self.model.add(v.makespan + begin >= v.activations[s, m].release)
+
+    def _moved(self, task: Task) -> cp_model.LinearExpr | int:
+        """Return when a task that does not run in the window starts."""
+        start = self.schedule.starts[task]
+        return start - self.gain if start >= self.window.end else start
 
     def starts(self, read: Callable[[cp_model.LinearExprT], int]) -> dict[Task, int]:
         """Return the whole schedule's starts with the window's solution in it."""

@@ -62,7 +62,7 @@ def build(request: Request) -> tuple[cp_model.CpModel, Callable[[Callable[..., i
     model = cp_model.CpModel()
     assert request.hint is not None
     if request.window is not None:
-        part = window.WindowModel(model, request.hint, request.window)
+        part = window.WindowModel(model, request.hint, request.window, request.objective)
         return model, part.starts
     horizon = max(map(request.hint.end, request.hint.starts))
     if request.objective == "span":  # a shorter span may need a longer makespan

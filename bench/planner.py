@@ -19,21 +19,20 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 import optpipe_compiler
 from bench.published import REFERENCE
-from optpipe_compiler.compiler import SEVERAL, Options, Progress, compile_schedule
+from optpipe_compiler import compiler
+from optpipe_compiler.compiler import SEVERAL, Options, Progress, compile_schedule, settled
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
-from optpipe_compiler.errors import BadInput, Infeasible
 from optpipe_compiler.machine.orders import peaks
 from optpipe_compiler.model.placement import Layout, stage_devices
 from optpipe_compiler.model.problem import Caps, Freedom, build
+from optpipe_compiler.plan import candidates
 from optpipe_compiler.published import METHODS, PLACEMENTS, NotDefined, published
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from optpipe_compiler.documents.ir import Forecast
     from optpipe_compiler.documents.profile import Profile
 
 REFERENCE_NAMES = {"unit": "unit", "6.2B": "gpt"}
@@ -58,6 +57,8 @@ COSTS["6.2B-head-parts"] = COSTS["6.2B-head"] | {"head_parts": 8}
 COSTS["unit-slow-links"] = COSTS["unit"] | {"d2h_ms": 3.0, "h2d_ms": 3.0}
 COSTS["unit-no-links"] = COSTS["unit"]
 """Run without offloads."""
+ROOMY_S = 1000.0
+"""A time limit that leaves no placement out."""
 SIZES = {
     "unit": ((4, 16), (8, 32), (8, 64)),
     "6.2B": ((4, 16), (8, 16), (8, 32), (8, 64)),
@@ -68,8 +69,6 @@ SIZES = {
 }
 CAPS = (2.0, 1.0, 0.5, 0.375, 0.25, 0.125)
 """In whole-device activations, as multiples of the number of devices."""
-MOST_ALONE = 10_000
-"""Devices x microbatches up to which published schedules are compiled by themselves where a search passed some over."""
 
 
 @dataclass(frozen=True)
@@ -97,15 +96,21 @@ def cases() -> list[Case]:
     )
 
 
-def measure(case: Case, time_limit_s: float | None, *, by_clock: bool) -> dict[str, object]:
-    profile = uniform_profile(UniformOptions(devices=case.devices, **COSTS[case.costs]))  # type: ignore[arg-type]
-    options = Options(
+def profile_of(case: Case) -> Profile:
+    return uniform_profile(UniformOptions(devices=case.devices, **COSTS[case.costs]))  # type: ignore[arg-type]
+
+
+def options_of(case: Case) -> Options:
+    return Options(
         mem_bytes=int(case.cap * case.devices * GB),
         microbatches=case.microbatches,
-        time_limit_s=time_limit_s,
         offload=case.costs != "unit-no-links",
-        reproducible=not by_clock,
     )
+
+
+def measure(case: Case, time_limit_s: float | None, *, by_clock: bool) -> dict[str, object]:
+    profile = profile_of(case)
+    options = replace(options_of(case), time_limit_s=time_limit_s, reproducible=not by_clock)
     improved: list[tuple[float, int]] = []
 
     def note(progress: Progress) -> None:
@@ -116,13 +121,6 @@ def measure(case: Case, time_limit_s: float | None, *, by_clock: bool) -> dict[s
     result = compile_schedule(profile, options, note)
     wall = time.monotonic() - begin
     forecast = result.schedule.forecast
-    fitting = {n: b.makespan_ns for n, b in forecast.baselines.items() if b.fits and b.makespan_ns is not None}
-    best = min(fitting, key=lambda name: fitting[name], default=None)
-    others = {name: fitting[name] for name in judged_as_published(forecast) if name in fitting}
-    if any("not run in full" in (forecast.baselines[name].reason or "") for name in judged_as_published(forecast)):
-        others = dict(each_alone(profile, options)) if case.devices * case.microbatches <= MOST_ALONE else {}
-    other = min(others, key=lambda name: others[name], default=None)
-    slower = best is None and any("slower" in (b.reason or "") for b in forecast.baselines.values())
     work = sum(c.forward_ns + min(c.backward_ns, c.backward_input_ns + c.backward_weight_ns) for c in forecast.stages)
     ideal = work * case.microbatches / case.devices
     final = forecast.makespan_ns
@@ -132,13 +130,6 @@ def measure(case: Case, time_limit_s: float | None, *, by_clock: bool) -> dict[s
         "bound_ms": forecast.lower_bound_ns / 1e6,
         "gap": 1 - forecast.lower_bound_ns / final,
         "method": forecast.method,
-        # of all baselines, compositions too; the names are those of results.json
-        "best_published": "slower by their first microbatches" if slower else best,
-        "best_published_ms": None if best is None else fitting[best] / 1e6,
-        "best_published_idle": None if best is None else 1 - ideal / fitting[best],
-        "best_of_papers_and_stock": other,
-        "best_of_papers_and_stock_ms": None if other is None else others[other] / 1e6,
-        "best_of_papers_and_stock_idle": None if other is None else 1 - ideal / others[other],
         "first_s": improved[0][0],
         "within_1_percent_s": next(at for at, value in improved if value <= 1.01 * final),
         "wall_s": wall,
@@ -146,6 +137,7 @@ def measure(case: Case, time_limit_s: float | None, *, by_clock: bool) -> dict[s
         "by_clock": by_clock,
         "commit": commit(),
         "on_equal_cuts_ms": on_equal_cuts(case, profile) if case.costs.endswith("head") else None,
+        **baselines(case, ideal),
     }
 
 
@@ -159,22 +151,31 @@ def commit() -> str:
     return git("rev-parse", "--short=8", "HEAD") + ("+" if changed else "")
 
 
-def judged_as_published(forecast: Forecast) -> list[str]:
-    """Return the baselines that are no compositions of ours."""
-    return [name for name in forecast.baselines if METHODS[name].kind != "composition"]
+def baselines(case: Case, ideal_ms: float) -> dict[str, object]:
+    """Return the best baseline that fits, and the best that is no composition of ours; all are run in full.
 
-
-def each_alone(profile: Profile, options: Options) -> Iterator[tuple[str, int]]:
-    """Yield the makespan in ns of each schedule of a paper or a framework that fits, compiled by itself.
-
-    Beside the search of a long step those are given up that are slower by their first microbatches, and what is left
-    of them says little of the best.
+    The names are those of results.json.
     """
-    for name, method in METHODS.items():
-        if method.kind in ("paper", "stock") and not method.sliced:
-            with suppress(Infeasible, BadInput):
-                alone = compile_schedule(profile, replace(options, method=name))
-                yield name, alone.schedule.forecast.makespan_ns
+    asked = settled(profile_of(case), replace(options_of(case), time_limit_s=ROOMY_S))
+    with patch.object(candidates, "SCREENED", 1 << 62):
+        one = compiler._Compilation(profile_of(case), asked, lambda _: None, time.monotonic())
+        for _ in one.candidates.steps():
+            pass
+    fitting = {name: b for name, b in one.candidates.baselines().items() if b.fits and b.makespan_ns is not None}
+    found: dict[str, object] = {"baselines_commit": commit()}
+    for which, names in (
+        ("best_published", [*fitting]),
+        ("best_of_papers_and_stock", [name for name in fitting if METHODS[name].kind != "composition"]),
+    ):
+        best = min(names, key=lambda name: fitting[name].makespan_ns or 0, default=None)
+        taken_ms = None if best is None else (fitting[best].makespan_ns or 0) / 1e6
+        found |= {
+            which: best,
+            f"{which}_ms": taken_ms,
+            f"{which}_idle": None if taken_ms is None else 1 - ideal_ms / taken_ms,
+            f"{which}_waits": best is not None and bool(fitting[best].reason),
+        }
+    return found
 
 
 def on_equal_cuts(case: Case, profile: Profile) -> float | None:
@@ -206,13 +207,15 @@ def report(results: dict[str, dict[str, object]]) -> str:
         f"Written by `python -m bench.planner --report`; optpipe {optpipe_compiler.__version__}, "
         f"{os.cpu_count()} cores, Python {platform.python_version()}.",
         "Caps are in whole-device activations. `idle` is 1 - work of all devices / (P x makespan). `best of all` is",
-        "the best baseline under the same cap in this run; (c): a composition, a paper's order with offloads or",
-        "recomputations of ours. `papers, stock` is the best that a paper defines or a framework runs; older runs did",
-        "not keep it. Baselines take the devices by their numbers; a plan may pass them in another order where links",
-        "are shared. `independent` is the best of an independent simulator (see bench/published.py). Each case says",
-        "its commit and its time limit, counted in operations on one core unless `(clock)` stands there; times until",
-        "the first plan, until within 1 % of the last and in all are the clock's, of runs by the clock alone. One core",
-        "that counts searches less than two by the clock: rows of the two kinds are not to be compared.",
+        "the best baseline under the same cap; (c): a composition, a paper's order with offloads or recomputations of",
+        "ours; (w): the order waits for memory, since as it is defined it needs more than the cap. `papers, stock` is",
+        "the best that a paper defines or a framework runs. Baselines are judged in full, without a search, at the",
+        "commit that is named below the table. They take the devices by their numbers; a plan may pass them in another",
+        "order where links are shared. `independent` is the best of an independent simulator (see bench/published.py).",
+        "Each case says its commit and its time limit, counted in operations on one core unless `(clock)` stands",
+        "there; times until the first plan, until within 1 % of the last and in all are the clock's, of runs by the",
+        "clock alone. One core that counts searches less than two by the clock: rows of the two kinds are not to be",
+        "compared.",
         "How far estimated profiles are from published measurements is in [ESTIMATES.md](ESTIMATES.md).",
         "",
         "| case | makespan ms | idle | bound ms | gap | method | best of all ms (idle) | "
@@ -224,7 +227,7 @@ def report(results: dict[str, dict[str, object]]) -> str:
         if row is None:
             continue
         independent = f"{reference(case):g}" if reference(case) is not None else ""
-        reached = shown(row, "best_published") or row["best_published"] or "none fits"
+        reached = shown(row, "best_published") or "none fits"
         others = shown(row, "best_of_papers_and_stock")
         lines.append(
             f"| {case.name} | {row['makespan_ms']:.5g} | {row['idle']:.1%} | "
@@ -240,6 +243,7 @@ def shown(row: dict[str, object], which: str) -> str:
     if not row.get(f"{which}_ms"):
         return ""
     mark = " (c)" if METHODS[str(row[which])].kind == "composition" else ""
+    mark += " (w)" if row.get(f"{which}_waits") else ""
     return f"{row[which]}{mark} {row[f'{which}_ms']:.4g} ({row[f'{which}_idle']:.1%})"
 
 
@@ -298,6 +302,8 @@ def summary(results: dict[str, dict[str, object]]) -> list[str]:
         for case, row in done
         if row["makespan_ms"] > 1.0005 * min(filter(None, (reference(case), row["best_published_ms"])), default=1e99)
     ]
+    judged = sorted({str(row.get("baselines_commit", "a commit before they were kept")) for _, row in done})
+    lines += ["", f"Baselines were judged at {', '.join(judged)}."]
     return [*lines, "", f"A baseline is better in: {', '.join(worse) or 'no cell'}."]
 
 
@@ -330,6 +336,7 @@ def main() -> None:
     parser.add_argument("--time-limit", type=float)
     parser.add_argument("--clock", action="store_true", help="count seconds by the clock, and search on all cores")
     parser.add_argument("--again", action="store_true", help="measure cases that are in the file again")
+    parser.add_argument("--baselines", action="store_true", help="judge the baselines of cases in the file again")
     parser.add_argument("-o", "--output", type=Path, default=Path("bench/results.json"))
     parser.add_argument("--report", type=Path, help="write the table of all results here and stop")
     arguments = parser.parse_args()
@@ -338,10 +345,16 @@ def main() -> None:
         arguments.report.write_text(report(results))
         return
     for case in cases():
-        if fnmatch.fnmatch(case.name, arguments.cases) and (arguments.again or case.name not in results):
+        is_known = case.name in results
+        if not fnmatch.fnmatch(case.name, arguments.cases):
+            continue
+        if arguments.baselines and is_known:
+            results[case.name] |= baselines(case, ideal(results[case.name]))
+            print(case.name, shown(results[case.name], "best_published"), flush=True)
+        elif not arguments.baselines and (arguments.again or not is_known):
             results[case.name] = measure(case, arguments.time_limit, by_clock=arguments.clock)
             print(case.name, json.dumps(results[case.name]), flush=True)
-            arguments.output.write_text(json.dumps(results, indent=1) + "\n")
+        arguments.output.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

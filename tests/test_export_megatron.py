@@ -18,6 +18,7 @@ from small_schedules import Shape, build
 import optpipe
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import canonical
+from optpipe_compiler.documents.profile import Model
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.export import megatron, primus
 from optpipe_compiler.export.ends import ends, unlike_blocks
@@ -153,8 +154,17 @@ def test_the_command_says_which_end_is_taken_for_a_block(run, tmp_path, kind):  
 
 def test_a_profile_with_parts_of_the_head_is_refused():
     costs = uniform(2, 2, **ENDS, head_parts=2)
-    with pytest.raises(BadInput, match="Megatron has the embedding and the head whole"):
-        megatron.render(check(quick(costs, 10**11).schedule), costs)
+    plan = check(quick(costs, 10**11, placement="linear", method="1f1b").schedule)
+    for render, tool in ((megatron.render, "Megatron"), (primus.render, "Primus")):
+        with pytest.raises(BadInput, match=f"{tool} has the embedding and the head whole"):
+            render(plan, costs)
+
+
+def test_primus_has_blocks_whole():
+    halves = Model(builder="gpt", config={"granularity": "half"}, microbatch_size=1, sequence_length=1)
+    plan = msgspec.structs.replace(build(Shape((0, 1), microbatches=2)), model=halves)
+    with pytest.raises(BadInput, match="Primus has blocks whole"):
+        primus.render(check(ir.seal(plan)))
 
 
 # -- Primus

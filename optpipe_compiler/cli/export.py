@@ -72,9 +72,10 @@ def export(
     if kind == "megatron-layout":
         files = {path: _layout(checked, profile_path, silent=as_json)}
     elif kind == "primus":
+        from optpipe_compiler.documents import profile as profiles
         from optpipe_compiler.export import primus
 
-        files = {path: primus.render(checked)}
+        files = {path: primus.render(checked, profiles.load(profile_path) if profile_path else None)}
     elif kind == "torchtitan":
         files = _for_torchtitan(path, checked, profile_path)
     elif kind == "torch-csv":

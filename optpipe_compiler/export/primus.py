@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING
 from optpipe_compiler.documents.ops import OpName
 from optpipe_compiler.documents.units import printable
 from optpipe_compiler.errors import BadInput
+from optpipe_compiler.export.ends import ends
 from optpipe_compiler.export.whole import refuse_units
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from optpipe_compiler.documents.ir import Checked, Op, Schedule
+    from optpipe_compiler.documents.profile import Profile
 
 KINDS = {
     "forward": "F",
@@ -109,10 +111,14 @@ schedule_table_factory.pp_algorithm_map["{algorithm}"] = PlannedSchedule
 '''
 
 
-def render(checked: Checked) -> str:
-    """Return the module; raise BadInput for what `refuse_units` refuses, and where no algorithm has the placement."""
+def render(checked: Checked, profile: Profile | None = None) -> str:
+    """Return the module; raise BadInput for what `refuse_units` refuses, and where no algorithm has the placement.
+
+    Primus cuts Megatron's model into chunks: parts of an embedding or a head and halves of blocks are refused.
+    """
     schedule = checked.schedule
     refuse_units(schedule, "the schedule", "Primus's table")
+    ends(schedule, profile, "Primus")
     algorithm = _algorithm(schedule)
     lines = table(schedule)
     return TEMPLATE.format(

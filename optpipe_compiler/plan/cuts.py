@@ -18,11 +18,6 @@ if TYPE_CHECKING:
 
     Numbers = list[int]
 
-GAIN = 0.05
-"""Part of the busiest device's work that the solver must be able to save. Of 65 cuts of Llamas (7 and 70 billion
-parameters, 8 to 32 devices, blocks and halves, heads whole and in parts) it made one lighter, and none within 11 %."""
-EFFORT = 0.25
-"""Deterministic time for it, about as many seconds; it took 0.07 where it found something."""
 MOST_STAGES = 48
 """Stages up to which cuts are moved step by step; the time for it grows with the cube."""
 
@@ -80,15 +75,9 @@ def most_bytes(profile: Profile, one: Layout) -> int:
 
 
 def _lightest(even: Layout, costs: _Costs) -> Layout:
-    """Return the cut with the lightest heaviest device: pass by pass, then solved for where much is left to gain."""
+    """Return the cut with the lightest heaviest device that is found."""
     work = [after - before for before, after in pairwise(costs.work)]
     found = replace(even, cuts=passes.lightest(work, even.device_of, even.cuts))
-    if costs.compute(found)[0] > (1 + GAIN) * passes.least(work, even.device_of):
-        with suppress(ImportError):  # compile says that it is missing
-            from optpipe_compiler.solver.cuts import lightest
-
-            solved = replace(even, cuts=lightest(work, even.device_of, found.cuts, effort=EFFORT))
-            found = min(found, solved, key=costs.compute)
     found = min(even, found, key=costs.compute)
     return recut(found, costs.compute) if even.stages <= MOST_STAGES else found
 

@@ -270,7 +270,7 @@ def test_a_sweep_plans_with_halves(optpipe):  # noqa: F811
         (
             ("--model", "tests.user_layers:layers", "--granularity", "half"),
             "--granularity is half, which tests.user_layers:layers itself says; expected none "
-            "(runtime_torch.vocabulary has parts)",
+            "(for parts see runtime_torch.vocabulary)",
         ),
     ],
 )

@@ -238,7 +238,7 @@ def test_a_plan_counts_what_parts_of_one_stage_pass_on_once(optpipe, run):  # no
         (
             ("--model", "tests.user_layers:layers", "--embedding-parts", "2"),
             "--embedding-parts is 2, which tests.user_layers:layers itself says; expected none "
-            "(runtime_torch.vocabulary has parts)",
+            "(for parts see runtime_torch.vocabulary)",
         ),
         (
             ("--model", "llama.json", "--gpu", "a100-80gb", "--tp", "2", "--head-parts", "200"),

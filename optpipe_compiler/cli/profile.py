@@ -232,7 +232,9 @@ def _built(given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if ":" in name and not Path(name).exists():
         if "layers" in given:
             raise BadInput(f"--layers is {given['layers']}, expected no --layers: {name} says how many there are")
-        refuse(given, set(given) - set(CUTS), f"{name} itself says; expected none (runtime_torch.vocabulary has parts)")
+        refuse(
+            given, set(given) - set(CUTS), f"{name} itself says; expected none (for parts see runtime_torch.vocabulary)"
+        )
         return name, {}
     architecture = models.load(name)
     whole = replace(architecture, layers=given.get("layers", architecture.layers))

@@ -21,7 +21,8 @@ import statistics
 import subprocess
 import sys
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -31,18 +32,33 @@ from msgspec import structs
 
 from bench.planner import COSTS, Case
 from optpipe_compiler import compiler
-from optpipe_compiler.compiler import Options, compile_schedule, in_time, settled
+from optpipe_compiler.compiler import Options, compile_schedule, in_time, settled, spreads_of
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.documents import profile as profiles
+from optpipe_compiler.forecast import choice
+from optpipe_compiler.forecast.executions import quantiles
 from optpipe_compiler.machine import policy
 from optpipe_compiler.machine.policy import copied
 from optpipe_compiler.model import bounds
-from optpipe_compiler.plan import candidates, exact, fewer, instances, local_search, wishes
+from optpipe_compiler.plan import (
+    candidates,
+    carried,
+    exact,
+    explore,
+    fewer,
+    incumbents,
+    instances,
+    least_memory,
+    local_search,
+    seeds,
+    wishes,
+)
 from optpipe_compiler.plan.local_search import Effort, LocalSearch, Realiser, SearchedProblem
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
+    from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.profile import Profile
     from optpipe_compiler.plan.local_search import Found, _Climber
 
@@ -52,6 +68,15 @@ GB = 10**9
 PLACED_S = 20.0
 """The limit that says which placements the local search has, where it is measured alone."""
 ROOM = Path(compiler.__file__).parent
+UNSEEN = 3
+"""A seed of executions that choose no plan."""
+SLICEABLE = {"sliceable": True, "kv_fraction": 0.05, "boundary_fraction": 0.05, "layers_per_device": 4}
+COSTS_HERE = {
+    "6.2B-tied": COSTS["6.2B"] | {"head_ms": (12.66, 9.38, 13.38), "embedding_ms": (0.5, 0.0, 0.5)},
+    "unit-sliced": COSTS["unit"] | SLICEABLE,
+    "unit-sliced-slow": COSTS["unit-slow-links"] | SLICEABLE,
+}
+"""Costs of cases that are measured here alone."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +88,11 @@ class Group:
     cases: tuple[Case, ...]
     is_alone: bool = True
     """Whether the local search is measured alone."""
+    asked: dict[str, object] = field(default_factory=dict)
+    """What else whole plans are asked for, by its name in `Options`; with noise, what is measured is the 95th
+    percentile of a step in executions whose noise chose no plan."""
+    earlier: Callable[[Case], Case] | None = None
+    """The case of the plan that is there already."""
 
 
 BINDING = Group(
@@ -145,6 +175,67 @@ SHARED_LINKS = Group(
     ),
     is_alone=False,
 )
+SELECTED = Group(
+    "Whole plans of the measured profile",
+    3.0,
+    (Case("measured", 2, 8, 0.112), *MEASURED.cases),
+    is_alone=False,
+    asked={"noise": 0.0},
+)
+TIGHT = Group(
+    "Less room than for the layers of a device",
+    3.0,
+    (
+        Case("6.2B", 8, 16, 0.0625),
+        Case("unit", 8, 16, 0.0625),
+        Case("6.2B", 8, 16, 0.04),
+        Case("6.2B-x8", 4, 8, 0.0625),
+        Case("6.2B", 8, 16, 0.03125),
+    ),
+    is_alone=False,
+)
+TIED = Group(
+    "Embedding and head share weights",
+    3.0,
+    (Case("6.2B-tied", 4, 16, 0.5), Case("6.2B-tied", 4, 16, 0.35), Case("6.2B-tied", 4, 16, 0.25)),
+    is_alone=False,
+)
+SLICED = Group(
+    "Layers that run slice by slice",
+    3.0,
+    (Case("unit-sliced", 8, 32, 0.25), Case("unit-sliced", 8, 8, 0.125), Case("unit-sliced-slow", 8, 8, 0.0625)),
+    is_alone=False,
+    asked={"slices": "auto"},
+)
+SEEDED = Group(
+    "Beside the plan of half the memory",
+    3.0,
+    tuple(replace(case, cap=0.25) for case in BINDING.cases[1:4]),
+    is_alone=False,
+    earlier=lambda case: replace(case, cap=case.cap / 2),
+)
+GROWN = Group(
+    "Beside the plan of half the microbatches",
+    3.0,
+    (Case("6.2B", 8, 32, 0.25), Case("unit", 8, 32, 0.125), Case("unit-slow-links", 8, 32, 0.25)),
+    is_alone=False,
+    earlier=lambda case: replace(case, microbatches=case.microbatches // 2),
+)
+LONG_PLANS = Group("Whole plans of many microbatches", 4.0, LONG.cases, is_alone=False)
+QUICK = Group("Plans of the heuristics alone", 60.0, WHOLE_PLANS.cases[1:4], is_alone=False, asked={"search": False})
+NOISY = Group(
+    "The 95th percentile of a step whose ops vary by 0.1",
+    3.0,
+    (Case("6.2B", 4, 16, 0.25), Case("6.2B", 8, 32, 0.25), Case("unit-slow-links", 8, 32, 0.25)),
+    is_alone=False,
+    asked={"noise": 0.1},
+)
+LAYERS = Group(
+    "16 layers a device",
+    6.5,
+    (Case("6.2B-x16", 4, 16, 0.25), Case("6.2B-x16", 4, 16, 0.125)),
+    is_alone=False,
+)
 GROUPS = (
     BINDING,
     LITTLE,
@@ -160,6 +251,16 @@ GROUPS = (
     SMALL,
     MEASURED,
     PLENTY,
+    SELECTED,
+    TIGHT,
+    TIED,
+    SLICED,
+    SEEDED,
+    GROWN,
+    LONG_PLANS,
+    QUICK,
+    NOISY,
+    LAYERS,
 )
 WHOLE = "nothing"
 """The part of a plan with everything."""
@@ -200,6 +301,16 @@ def constant(room: object, name: str, value: object, group: Group) -> Part:
 
 def policies(before: str, after: str) -> Part:
     return Part(edits=(("machine/policy.py", before, after),), groups=(BINDING, LITTLE, FEW, HEAD))
+
+
+def back_at_first(**stages: int) -> Part:
+    patches = tuple(patch.object(policy, name, before) for name, before in stages.items())
+    return Part(patches, groups=(BINDING, LITTLE))
+
+
+def farthest(stages: int) -> Part:
+    edit = ("machine/state.py", "\nFARTHEST = 8\n", f"\nFARTHEST = {stages}\n")
+    return Part(edits=(edit,), groups=(BINDING, LITTLE))
 
 
 def wishes_edited(before: str, after: str) -> Part:
@@ -326,6 +437,32 @@ PARTS = {
     "windows and the full model, their time to the local search": Part(
         (NO_WINDOWS, NO_MODEL, *shares(1.0)), groups=(SMALL,)
     ),
+    "selective recompute": constant(instances, "selectively", lambda *_: iter(()), SELECTED),
+    "layers as stages beside each other": constant(instances, "_is_tight", lambda *_: False, TIGHT),
+    "what takes the least time for one microbatch, repeated": Part(
+        (patch.object(least_memory.LeastMemory, "find_quick", nothing),), groups=(TIGHT, SELECTED)
+    ),
+    "cuts with ties on one device": constant(instances, "with_ties", nothing, TIED),
+    "slices": constant(instances, "slicings", lambda *_: [None], SLICED),
+    "earlier plans to start from": Part((patch.object(seeds, "plant", nothing),), groups=(SEEDED, GROWN)),
+    "the comparison under noise": constant(choice.Choice, "best", lambda _: 0, NOISY),
+    "0.005 worse than promised for 0.01": constant(explore, "MISS", 0.005, LONG_PLANS),
+    "0.02 worse than promised for 0.01": constant(explore, "MISS", 0.02, LONG_PLANS),
+    "0.025 of the time for heuristics alone for 0.05": constant(compiler, "QUICK_SHARE", 0.025, QUICK),
+    "0.1 of the time for heuristics alone for 0.05": constant(compiler, "QUICK_SHARE", 0.1, QUICK),
+    "recomputes at any time at first for 1 stage before": back_at_first(RECOMPUTED_BEFORE=0),
+    "recomputes 2 stages before at first for 1": back_at_first(RECOMPUTED_BEFORE=2),
+    "reloads 2 stages before at first for 4": back_at_first(RELOADED_BEFORE=2),
+    "reloads 8 stages before at first for 4": back_at_first(RELOADED_BEFORE=8),
+    "back at most 4 stages before for 8": farthest(4),
+    "back at most 16 stages before for 8": farthest(16),
+    "4 neighbouring or smallest stages for 8": constant(instances, "MOST_NEIGHBOURS", 4, LAYERS),
+    "16 neighbouring or smallest stages for 8": constant(instances, "MOST_NEIGHBOURS", 16, LAYERS),
+    "0.06 of the time to lower the smallest stages for 0.12": constant(instances, "FINEST_SHARE", 0.06, LAYERS),
+    "microbatches added by one period, of three": constant(carried, "LONGER", (1.0,), GROWN),
+    "microbatches added by 1, 1.5 and 3 periods for 1, 1.25 and 2": constant(carried, "LONGER", (1.0, 1.5, 3.0), GROWN),
+    "4 near plans for 8": constant(incumbents, "MOST_NEAR", 4, WHOLE_PLANS),
+    "16 near plans for 8": constant(incumbents, "MOST_NEAR", 16, WHOLE_PLANS),
 }
 """What is left out, and how."""
 
@@ -338,29 +475,56 @@ def profile_of(case: Case) -> Profile:
     if case.costs == "measured":
         return profiles.load(Path(__file__).with_name("measured.json"))
     name, _, layers = case.costs.partition("-x")
-    costs = COSTS[name.removesuffix("-fused")] | ({"layers_per_device": int(layers)} if layers else {})
+    costs = COSTS_HERE.get(name) or COSTS[name.removesuffix("-fused")]
+    costs = costs | ({"layers_per_device": int(layers)} if layers else {})
+    if name.endswith("-tied"):
+        costs = costs | {"embedding_parts": case.devices, "head_parts": case.devices}
     found = uniform_profile(UniformOptions(devices=case.devices, **costs))  # type: ignore[arg-type]
+    if name.endswith("-tied"):
+        return tied(found, case.devices)
     if not name.endswith("-fused"):
         return found
     quicker = [structs.replace(layer, backward_ns=round(0.93 * layer.fused_ns)) for layer in found.layers]
     return structs.replace(found, layers=quicker)
 
 
-def options(case: Case, seconds: float, seed: int = 0) -> Options:
-    return Options(
+def tied(profile: Profile, parts: int) -> Profile:
+    """Return the profile with parts of the embedding and of the head that share their weights, 1 GB in all."""
+    layers = [structs.replace(layer, count=1) for layer in profile.expanded_layers()]
+    for part in range(parts):
+        for place in (part, part - parts):
+            shared = {"tie": f"part {part}", "static_bytes": GB // parts, "tied_bytes": GB // parts}
+            layers[place] = structs.replace(layers[place], **shared)
+    return structs.replace(profile, layers=layers)
+
+
+def options(case: Case, seconds: float, seed: int = 0, **asked: object) -> Options:
+    return Options(  # type: ignore[arg-type]
         mem_bytes=int(case.cap * case.devices * GB),
         microbatches=case.microbatches,
         offload=not case.costs.startswith("unit-no-links"),
         time_limit_s=seconds,
         seed=seed,
         reproducible=True,
+        **asked,
     )
 
 
-def planned_ms(case: Case, seconds: float, seed: int) -> tuple[float, float]:
-    """Return a plan's makespan, and its bound."""
-    forecast = compile_schedule(profile_of(case), options(case, seconds, seed)).schedule.forecast
-    return forecast.makespan_ns / 1e6, forecast.lower_bound_ns / 1e6
+@cache
+def planned_before(case: Case, seconds: float) -> ir.Checked:
+    """Return the plan of a case, with everything."""
+    return compile_schedule(profile_of(case), options(case, seconds)).checked
+
+
+def planned_ms(case: Case, group: Group, seconds: float, seed: int) -> tuple[float, float]:
+    """Return a plan's makespan, or under noise the 95th percentile, and its bound."""
+    known = () if group.earlier is None else (planned_before(group.earlier(case), seconds),)
+    profile = profile_of(case)
+    schedule = compile_schedule(profile, options(case, seconds, seed, seeds=known, **group.asked)).schedule
+    forecast, late = schedule.forecast, None
+    if group.asked.get("noise"):
+        late = quantiles(schedule, spreads_of(schedule, profile, group.asked["noise"]), seed=UNSEEN)  # type: ignore
+    return (forecast.makespan_ns if late is None else late.p95_ns) / 1e6, forecast.lower_bound_ns / 1e6
 
 
 class Alone:
@@ -462,13 +626,15 @@ def measured(known: list[Run], empty: list[Run], seeds: int) -> Iterator[Run]:
     for run in begun:
         group = next(group for group in GROUPS if group.title == run.group)
         case = next(case for case in group.cases if case.name == run.case)
+        if group.earlier is not None and len(run.ms) < seeds:
+            planned_before(group.earlier(case), run.seconds)
         with ExitStack() as stack:
             for one in part.patches:
                 stack.enter_context(one)  # type: ignore[arg-type]
             missing = range(len(run.ms), seeds)
             alone = Alone(case, run.seconds) if group.is_alone and missing else None
             for seed in missing:
-                ms, bound_ms = planned_ms(case, run.seconds, seed) if alone is None else alone.ms(seed)
+                ms, bound_ms = planned_ms(case, group, run.seconds, seed) if alone is None else alone.ms(seed)
                 run = replace(run, ms=(*run.ms, ms), bound_ms=(*run.bound_ms, bound_ms))
                 yield run
 

@@ -236,6 +236,20 @@ LAYERS = Group(
     (Case("6.2B-x16", 4, 16, 0.25), Case("6.2B-x16", 4, 16, 0.125)),
     is_alone=False,
 )
+V_GIVEN = Group(
+    "A V of four layers in a stage",
+    3.0,
+    (Case("unit-slow-links-x8", 8, 32, 0.25), Case("unit-slow-links-x8", 8, 32, 0.125)),
+    is_alone=False,
+    asked={"placement": "v", "stages_per_device": 2},
+)
+LOOP_GIVEN = Group(
+    "A loop of three stages, a head in parts",
+    3.0,
+    HEAD.cases,
+    is_alone=False,
+    asked={"placement": "loop", "stages_per_device": 3},
+)
 GROUPS = (
     BINDING,
     LITTLE,
@@ -261,6 +275,8 @@ GROUPS = (
     QUICK,
     NOISY,
     LAYERS,
+    V_GIVEN,
+    LOOP_GIVEN,
 )
 WHOLE = "nothing"
 """The part of a plan with everything."""
@@ -339,9 +355,13 @@ PARTS = {
     "first offloads of the lowest stages": wishes_edited("count in range(1, turns)]", "count in ()]"),
     "first recomputes of the lowest stages": wishes_edited("count in range(1, turns + 1)]", "count in ()]"),
     "first offloads and recomputes mixed": Part((patch.object(wishes, "MIXED", 1),), groups=(BINDING, FEW)),
-    "offloads of a part of a stage": Part((patch.object(instances, "link_share", lambda _: 1.0),)),
+    "offloads of a part of a stage": Part(
+        (patch.object(instances, "link_share", lambda _: 1.0),), groups=(BINDING, HEAD, V_GIVEN)
+    ),
     "loops of the smallest stages": Part((patch.object(instances, "_finest", lambda *_: []),)),
-    "other cuts of a placement": Part((patch.object(instances, "others", lambda *_: iter(())),)),
+    "other cuts of a placement": Part(
+        (patch.object(instances, "others", lambda *_: iter(())),), groups=(BINDING, HEAD, LOOP_GIVEN)
+    ),
     "orders of the devices but by number": constant(instances, "other_order", lambda *_: None, SHARED_LINKS),
     "sparing": Part((patch.object(compiler, "spare", nothing),), groups=(WHOLE_PLANS,)),
     "local search": Part(shares(0.0), groups=(WHOLE_PLANS,)),

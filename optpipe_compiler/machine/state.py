@@ -30,7 +30,8 @@ ACTIVATION, GRADIENT, WAKE = 7, 8, 9
 """Events beside the completions of ops: arrivals of messages; a moment at which a given order may go on."""
 KEEP, OFFLOAD, RECOMPUTE = range(3)
 FARTHEST = 8
-"""Stages, at most, that may lie between an activation that comes back and the backward that calls for it."""
+"""Stages, at most, that may lie between an activation that comes back and the backward that calls for it.
+With 4 or 16 a plan with room for one activation is 0.2 % shorter or 0.1 % longer (docs/ABLATION.md)."""
 COMPUTED, OFFLOADING, AWAY, RELOADING, BACK, RECOMPUTING, RESTORED, HALF_DONE = range(1, 9)
 """Where an activation is, from the end of its forward to that of its input gradient."""
 

@@ -28,7 +28,8 @@ _TURNS = (
 )
 """Kinds that take turns together, and which way slices go in them."""
 LONGER = (1.0, 1.25, 2.0)
-"""Multiples of the period at which microbatches are added: the longer, the fewer of them are in flight."""
+"""Multiples of the period at which microbatches are added: the longer, the fewer of them are in flight. With 1,
+1.5 and 3 plans of one case are 1.3 % longer (docs/ABLATION.md)."""
 
 
 def to_microbatches(starts: Ints, count: int, blocks: tuple[int, ...], slices: int = 1) -> Iterator[Ints]:

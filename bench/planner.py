@@ -137,7 +137,7 @@ def measure(case: Case, time_limit_s: float | None, *, by_clock: bool) -> dict[s
         "by_clock": by_clock,
         "commit": commit(),
         "on_equal_cuts_ms": on_equal_cuts(case, profile) if case.costs.endswith("head") else None,
-        **baselines(case, ideal),
+        **baselines(case, ideal / 1e6),
     }
 
 

@@ -236,6 +236,18 @@ LAYERS = Group(
     (Case("6.2B-x16", 4, 16, 0.25), Case("6.2B-x16", 4, 16, 0.125)),
     is_alone=False,
 )
+STAGES = Group(
+    "Several layers in a stage",
+    3.0,
+    (
+        Case("unit-slow-links-x8", 8, 32, 0.25),
+        Case("unit-slow-links-x8", 8, 32, 0.125),
+        Case("6.2B-x8", 8, 32, 0.125),
+        Case("unit-slow-links-x16", 4, 16, 0.25),
+        Case("6.2B-x16", 2, 8, 0.25),
+    ),
+    is_alone=False,
+)
 V_GIVEN = Group(
     "A V of four layers in a stage",
     3.0,
@@ -275,6 +287,7 @@ GROUPS = (
     QUICK,
     NOISY,
     LAYERS,
+    STAGES,
     V_GIVEN,
     LOOP_GIVEN,
 )
@@ -356,7 +369,7 @@ PARTS = {
     "first recomputes of the lowest stages": wishes_edited("count in range(1, turns + 1)]", "count in ()]"),
     "first offloads and recomputes mixed": Part((patch.object(wishes, "MIXED", 1),), groups=(BINDING, FEW)),
     "offloads of a part of a stage": Part(
-        (patch.object(instances, "link_share", lambda _: 1.0),), groups=(BINDING, HEAD, V_GIVEN)
+        (patch.object(instances, "link_share", lambda _: 1.0),), groups=(BINDING, HEAD, STAGES, V_GIVEN)
     ),
     "loops of the smallest stages": Part((patch.object(instances, "_finest", lambda *_: []),)),
     "other cuts of a placement": Part(

@@ -40,11 +40,10 @@ MOVES = {"shift": 45, "treat": 48, "split": 2, "yields": 3, "before": 3}
 halves, plans without steps of splits are 0.8 % longer; where memory binds, without steps of yields 0.5 % and without
 those of before 0.3 (docs/ABLATION.md)."""
 RECOMPUTED_BEFORE = 1
-"""How many stages before its backward an activation is recomputed at first. With 2 plans of two cases are 0.5 and 0.9 %
-shorter, of two seeds (docs/ABLATION.md)."""
+"""How many stages before its backward an activation is recomputed at first. With 2 plans with room for one activation
+are 0.1 % shorter in the mean (docs/ABLATION.md)."""
 RELOADED_BEFORE = 4
-"""How many stages before it one is reloaded at first. With 8 plans of two cases are 0.5 and 0.7 % shorter, of two
-seeds, with 2 2.0 % longer and 0.5 shorter (docs/ABLATION.md)."""
+"""How many stages before it one is reloaded at first. With 8 these plans are as long in the mean (docs/ABLATION.md)."""
 SORTS = 4
 """Units in a row, at least, that a policy may treat each in its own way (docs/ABLATION.md)."""
 TRIES = 4

@@ -46,7 +46,11 @@ if TYPE_CHECKING:
 @click.option("--no-recompute", is_flag=True)
 @click.option("--no-split", is_flag=True, help="Only fused backwards.")
 @click.option(
-    "--time-limit", type=float, metavar="SECONDS", help="[default: 60 up to 8 devices, 180 up to 32, 270 above]"
+    "--time-limit",
+    type=float,
+    metavar="SECONDS",
+    help="To search and to write. A published schedule that beats the plan may take longer to write.  "
+    "[default: 60 up to 8 devices, 180 up to 32, 270 above]",
 )
 @units_options
 @click.option(

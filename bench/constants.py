@@ -10,25 +10,22 @@ table says how long all of them take either way, in seconds of the processor, an
 
 from __future__ import annotations
 
-import math
-import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
 from bench.ablation import options, profile_of
-from bench.planner import Case
+from bench.planner import Case, judged
 from optpipe_compiler import compiler
-from optpipe_compiler.compiler import settled, spreads_of
+from optpipe_compiler.compiler import spreads_of
 from optpipe_compiler.forecast.choice import Choice
 from optpipe_compiler.forecast.executions import quantiles
-from optpipe_compiler.plan import candidates, incumbents
+from optpipe_compiler.plan import incumbents
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from optpipe_compiler.compiler import Options
     from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.profile import Profile
 
@@ -78,43 +75,19 @@ def near() -> Iterator[str]:
             yield f"| {case.name} | {noise:.0%} | {len(plans)} | {' | '.join(cells)} |"
 
 
-def instance(case: Case) -> tuple[Profile, Options]:
-    """Return the costs of a case and how it is planned, without a limit that leaves placements out."""
-    profile = profile_of(case)
-    return profile, settled(profile, options(case, 1000.0))
-
-
-@dataclass(frozen=True)
-class Judged:
-    """How long all published schedules take, how many of them are run in full, and the best that fits."""
-
-    seconds: float
-    run: int
-    best_ms: float
-
-    def __str__(self) -> str:
-        return f"{self.seconds:.1f} s, {self.run} in full, best {self.best_ms:g} ms"
-
-
-def judged(case: Case, screened: int) -> Judged:
-    with patch.object(candidates, "SCREENED", screened):
-        one = compiler._Compilation(*instance(case), lambda _: None, time.monotonic())
-        begin = time.process_time()
-        for _ in one.candidates.steps():
-            pass
-        spent = time.process_time() - begin
-    run = sum(each.makespan is not None for tries in one.candidates.tried.values() for each in tries)
-    winner = one.incumbents.winner()
-    return Judged(spent, run, math.inf if winner is None else one.incumbents.reached(winner) / 1e6)
-
-
 def screened() -> Iterator[str]:
-    """Yield a table of the time until all published schedules are judged."""
+    """Yield a table of the time until all published schedules are judged, how many are run in full, and the best."""
     yield "| case | ops, up to | all in full | first microbatches first |"
     yield "|---|---|---|---|"
     for case in LARGE:
-        ops = max(problem.tasks for _, problem in compiler.instances(*instance(case)))
-        cells = [str(judged(case, least)) for least in (1 << 62, 0)]
+        cells = []
+        for least in (1 << 62, 0):
+            tried, seconds = judged(profile_of(case), options(case, PLANNED_S), least)
+            known, winner = tried.incumbents, tried.incumbents.winner()
+            run = sum(each.makespan is not None for tries in tried.tried.values() for each in tries)
+            best = "none fits" if winner is None else f"best {known.reached(winner) / 1e6:g} ms"
+            cells.append(f"{seconds:.1f} s, {run} in full, {best}")
+        ops = max(attempt.problem.tasks for attempt in known.attempts)
         yield f"| {case.name} | {ops} | {' | '.join(cells)} |"
 
 

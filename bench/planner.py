@@ -151,17 +151,27 @@ def commit() -> str:
     return git("rev-parse", "--short=8", "HEAD") + ("+" if changed else "")
 
 
+def judged(profile: Profile, options: Options, screened: int) -> tuple[candidates.Candidates, float]:
+    """Try all published schedules on all placements, looking at first microbatches from so many ops on.
+
+    Return also the seconds of the processor that it takes.
+    """
+    asked = settled(profile, replace(options, time_limit_s=ROOMY_S))
+    one = compiler._Compilation(profile, asked, lambda _: None, time.monotonic())
+    begin = time.process_time()
+    with patch.object(candidates, "SCREENED", screened):
+        for _ in one.candidates.steps():
+            pass
+    return one.candidates, time.process_time() - begin
+
+
 def baselines(case: Case, ideal_ms: float) -> dict[str, object]:
     """Return the best baseline that fits, and the best that is no composition of ours; all are run in full.
 
     The names are those of results.json.
     """
-    asked = settled(profile_of(case), replace(options_of(case), time_limit_s=ROOMY_S))
-    with patch.object(candidates, "SCREENED", 1 << 62):
-        one = compiler._Compilation(profile_of(case), asked, lambda _: None, time.monotonic())
-        for _ in one.candidates.steps():
-            pass
-    fitting = {name: b for name, b in one.candidates.baselines().items() if b.fits and b.makespan_ns is not None}
+    tried, _ = judged(profile_of(case), options_of(case), 1 << 62)
+    fitting = {name: b for name, b in tried.baselines().items() if b.fits and b.makespan_ns is not None}
     found: dict[str, object] = {"baselines_commit": commit()}
     for which, names in (
         ("best_published", [*fitting]),

@@ -1,8 +1,9 @@
 """Measure what fits at all: `python -m bench.tight [--instances N]`.
 
-Random layers on one to three devices behind a slow link, with the least memory that does or little more. Prints how
-much longer plans are without what takes the least time for one microbatch, repeated (`LeastMemory.find_quick`,
-plan/least_memory.py): what the local search begins with holds too much there, and it may end with much longer ones.
+Prints the least memory that does with and without placements that are for little memory (plan/instances.py). Then, for
+random layers on one to three devices behind a slow link, with that memory or little more, how much longer plans are
+without what takes the least time for one microbatch, repeated (`LeastMemory.find_quick`, plan/least_memory.py): what
+the local search begins with holds too much there, and it may end with much longer ones.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ from itertools import islice
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
+from bench.ablation import options as options_of
+from bench.ablation import profile_of
+from bench.planner import Case
 from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.documents.profile import Layer, Link, Machine, Profile
 from optpipe_compiler.errors import Infeasible
+from optpipe_compiler.plan import instances
 from optpipe_compiler.plan.least_memory import LeastMemory
 
 if TYPE_CHECKING:
@@ -26,6 +31,20 @@ if TYPE_CHECKING:
 MB = 10**6
 LIMIT_S = 0.5
 """Of each plan, counted in ops."""
+FOR_LITTLE = (
+    ("selective recompute", "selectively", lambda *_: iter(()), Case("measured", 2, 8, 0.0005)),
+    ("layers as stages beside each other", "_is_tight", lambda *_: False, Case("6.2B-x8", 8, 8, 0.0005)),
+)
+"""Placements, what makes them and what stands for it where it is left out, and a case that never fits."""
+
+
+def least_mb(case: Case) -> float:
+    """Return the least memory that a refusal names."""
+    try:
+        compile_schedule(profile_of(case), options_of(case, LIMIT_S))
+    except Infeasible as error:
+        return (error.least_mem_bytes or 0) / MB
+    raise AssertionError(f"{case.name} fits")
 
 
 def drawn(draw: random.Random) -> tuple[Profile, int]:
@@ -72,10 +91,15 @@ def compared() -> Iterator[tuple[int, int]]:
 
 
 def main() -> None:
-    """Print one line."""
+    """Print a line for each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--instances", type=int, default=60)
-    ratios = [without / found for found, without in islice(compared(), parser.parse_args().instances)]
+    count = parser.parse_args().instances
+    for title, name, instead, case in FOR_LITTLE:
+        found = least_mb(case)
+        with patch.object(instances, name, instead):
+            print(f"{case.costs}: {found:.1f} MB with {title}, {least_mb(case):.1f} without")
+    ratios = [without / found for found, without in islice(compared(), count)]
     longer = [ratio for ratio in ratios if ratio > 1.001]
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     print(

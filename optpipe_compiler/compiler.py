@@ -24,12 +24,11 @@ from optpipe_compiler.plan.exact import exact, is_small
 from optpipe_compiler.plan.explore import LOCAL_SHARE, QUICK_SHARE, SMALL_SHARE, explore
 from optpipe_compiler.plan.incumbents import Attempt, Incumbents
 from optpipe_compiler.plan.instances import (
-    MOST_TASKS,
     SEVERAL,
     Least,
+    beside,
     in_time,
     instances,
-    is_longer,
     layouts,
     link_share,
     lower_bound,
@@ -45,6 +44,8 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.documents.profile import Profile
     from optpipe_compiler.forecast.executions import Quantiles, Spreads
+    from optpipe_compiler.model.placement import Layout
+    from optpipe_compiler.model.problem import Problem
     from optpipe_compiler.model.schedule import Schedule
 
 __all__ = [
@@ -175,25 +176,21 @@ class _Compilation:
         self.caps = Caps(options.mem_bytes, options.host_mem_bytes)
         every = instances(profile, options)
         chosen = in_time(every, options)
-        longer = [each for each in every if each[1].tasks <= MOST_TASKS and is_longer(each[1], options)]
-        attempts, beside = (
-            [
-                Attempt(
-                    one,
-                    problem,
-                    bounds.best(problem, options.objective),
-                    fixed=tuple(static_bytes(profile, one)),
-                    lowered=partial(promised, profile=profile, layout=one),
-                )
-                for one, problem in several
-            ]
-            for several in (chosen, longer)
-        )
+        attempts, longer = ([self._attempt(*each) for each in several] for several in (chosen, beside(every, options)))
         attempts[0].notes += too_long(every, chosen, options)
         limits = Limits(options.objective, options.time_limit_s, options.seed, options.workers, options.reproducible)
-        self.incumbents = Incumbents(attempts, options.objective, self._report, beside)
+        self.incumbents = Incumbents(attempts, options.objective, self._report, longer)
         self.candidates = Candidates(self.incumbents)
         self.budget = Budget(limits, max(attempt.problem.tasks for attempt in attempts), begin)
+
+    def _attempt(self, one: Layout, problem: Problem) -> Attempt:
+        return Attempt(
+            one,
+            problem,
+            bounds.best(problem, self.options.objective),
+            fixed=tuple(static_bytes(self.profile, one)),
+            lowered=partial(promised, profile=self.profile, layout=one),
+        )
 
     def run(self) -> Result:
         """Plan until the time is spent; then certify and verify the best schedule.

@@ -172,7 +172,7 @@ def in_time(found: list[tuple[Layout, Problem]], options: Options) -> list[tuple
     what = f"{counted(options.microbatches, 'microbatch')} on {counted(options.devices, 'device')}"
     if least > MOST_TASKS:
         raise BadInput(f"{what} are some {least} ops, expected at most {MOST_TASKS}: plan with fewer --microbatches")
-    chosen = [one for one in found if one[1].tasks <= MOST_TASKS and not is_longer(one[1], options)]
+    chosen = [one for one in found if one[1].tasks <= MOST_TASKS and not _is_longer(one[1], options)]
     if not chosen:
         needed_s = math.ceil(lowering_s(least) / LOWERING_SHARE)
         raise BadInput(
@@ -182,8 +182,15 @@ def in_time(found: list[tuple[Layout, Problem]], options: Options) -> list[tuple
     return chosen
 
 
-def is_longer(problem: Problem, options: Options) -> bool:
-    """Whether its schedules are not to be searched, since lowering and verifying one takes most of the time limit."""
+def beside(found: list[tuple[Layout, Problem]], options: Options) -> list[tuple[Layout, Problem]]:
+    """Return what `in_time` leaves out only for the time that its schedules take, and published schedules are for:
+    their offloads are whole."""
+    long = [one for one in found if one[1].tasks <= MOST_TASKS and _is_longer(one[1], options)]
+    return [(one, problem) for one, problem in long if not any(stage.staying_layers for stage in problem.stages)]
+
+
+def _is_longer(problem: Problem, options: Options) -> bool:
+    """Whether lowering and verifying one of its schedules takes most of the time limit."""
     assert options.time_limit_s is not None
     return lowering_s(problem.tasks) > most_lowering_s(options.time_limit_s)
 

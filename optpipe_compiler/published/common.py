@@ -48,8 +48,10 @@ class Recipe:
 
 
 def rows(tasks: Iterable[Task]) -> Ints:
-    """Return tasks as rows of kind, stage, microbatch."""
-    return np.fromiter(chain.from_iterable(tasks), np.int64).reshape(-1, 3)
+    """Return tasks as rows of kind, stage, microbatch, not to be written to."""
+    found = np.fromiter(chain.from_iterable(tasks), np.int64).reshape(-1, 3)
+    found.flags.writeable = False
+    return found
 
 
 def ordered(schedule: Callable[[Problem], Tasks]) -> Callable[[Problem], Order]:

@@ -101,7 +101,7 @@ ROOMS = {
     "published": "documents errors machine model",
     "solver": "errors model processes",
     "plan": "documents errors machine model published solver",
-    "lower": "documents model optpipe_compiler",
+    "lower": "documents machine model optpipe_compiler",
     "verify": "documents errors",
     "compiler": "costs documents errors forecast lower machine model plan verify",
     "cache": "compiler documents errors forecast published verify",

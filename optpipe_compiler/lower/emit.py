@@ -69,7 +69,6 @@ def lower(schedule: Schedule, profile: Profile, layout: Layout, caps: Caps, cert
     order = graph.order()
     peaks = planned_peaks(graph, order)
     waits = Waits(graph, order, peaks)
-    waits.add()
     static = static_bytes(profile, layout)
     ops = _Ops(waits, stages, layout)
     devices = [ops.device(d, static[d] + peaks[d][0], peaks[d][1]) for d in layout.devices_by_number]

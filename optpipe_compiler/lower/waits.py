@@ -1,8 +1,7 @@
 """Waits: each op gets those it needs and no more.
 
 It needs them for its data, and, when it takes memory, for enough frees of other lanes that no execution can pass the
-planned peak. What is already certain when an op starts is known from vector clocks: how far each chain of events (a
-device's lanes, a pair's messages) must have come.
+planned peak. The machine finds them (machine/waits.py) in one sweep over the planned order.
 
 Why it is safe: let S be any reachable state and x the last of its allocations in planned order. All allocations of S
 are planned no later than x, and x waited for frees until they all fit. So no execution exceeds the planned peak.
@@ -10,21 +9,15 @@ are planned no later than x, and x waited for frees until they all fit. So no ex
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from optpipe_compiler.lower.graph import COMPUTE, D2H, H2D, LANES, PAIR, Chain, Graph
+from optpipe_compiler.lower.graph import COMPUTE, H2D, LANES, PAIR, Chain, Graph
 from optpipe_compiler.model.schedule import NONE, Ints
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from numpy.typing import NDArray
-
-    Clock = NDArray[np.int32]
-    """By chain, how many of its events have completed."""
+    from optpipe_compiler.machine.waits import Waiting
 
 
 def completions(graph: Graph, order: Ints) -> Ints:
@@ -56,66 +49,24 @@ def planned_peaks(graph: Graph, order: Ints) -> list[tuple[int, int]]:
 
 
 class Waits:
-    """The sweep that adds waits, device by device but in one planned order (clocks cross devices)."""
+    """The waits of all nodes, added device by device but in one planned order (clocks cross devices)."""
 
     def __init__(self, graph: Graph, order: Ints, peaks: list[tuple[int, int]]) -> None:
+        from optpipe_compiler.machine.waits import find_waits
+
         self.graph = graph
-        self.order = order
-        self.of: dict[int, list[int]] = {}
-        """The waits of those nodes that have any."""
-        self.clocks = np.zeros((len(order), len(graph.chains)), np.int32)
+        found = _waiting(graph, order, peaks)
+        find_waits(found)
+        self.clocks = found.clocks
         """[node, chain] how many events of the chain have completed whenever the node has."""
-        self._chain: list[int] = graph.chain.tolist()
-        self._position: list[int] = graph.position.tolist()
-        self._data: list[int] = graph.data.tolist()
-        self._device: list[int] = graph.nodes.device.tolist()
-        self._taken: list[int] = graph.nodes.taken.tolist()
-        self._host_taken: list[int] = graph.nodes.host_taken.tolist()
-        self._devices = [_Memory(graph, d, *peak) for d, peak in enumerate(peaks)]
-        self._frees: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
-        """By device and chain the nodes that free memory of the device, in order, and their positions."""
-        gives = graph.nodes.given + graph.nodes.host_given > 0
-        for number, chain in enumerate(graph.chains):
-            along = graph.along[number][gives[graph.along[number]]]
-            for d in chain.devices:
-                mine = along[graph.nodes.device[along] == d]
-                self._frees[d, number] = mine.tolist(), graph.position[mine].tolist()
-
-    def add(self) -> None:
-        """Give every node its waits and its clock."""
-        graph, clocks = self.graph, self.clocks
-        before, is_lane = graph.before.tolist(), [chain.what != PAIR for chain in graph.chains]
-        turns, frees = self._completions()
-        completed = 0
-        for turn, node in enumerate(self.order.tolist()):
-            while turns[completed] <= turn:
-                free = frees[completed]
-                latest, number = self._devices[self._device[free]].latest, self._chain[free]
-                latest[number] = max(latest.get(number, free), free, key=self._position.__getitem__)
-                completed += 1
-            clock, chain = clocks[node], self._chain[node]
-            for one in before[node]:
-                if one != NONE:
-                    np.maximum(clock, clocks[one], out=clock)
-            if is_lane[chain]:
-                for wait in self._choose(node, clock):
-                    np.maximum(clock, clocks[wait], out=clock)
-                memory = self._devices[self._device[node]]
-                memory.start(chain, self._taken[node], self._host_taken[node], clock)
-            clock[chain] = self._position[node] + 1
-
-    def _completions(self) -> tuple[list[int], list[int]]:
-        """Return the turns at which nodes that free memory have completed, ascending, and the nodes.
-
-        The last of them is none, and never completes.
-        """
-        nodes, turns = self.graph.nodes, completions(self.graph, self.order)
-        frees = np.flatnonzero((nodes.given + nodes.host_given)[self.order] > 0)
-        frees = frees[np.argsort(turns[frees], kind="stable")]
-        return [*turns[frees].tolist(), len(self.order)], [*self.order[frees].tolist(), NONE]
+        waits = found.waits.tolist()
+        having = np.flatnonzero(found.spans[:, 1] > found.spans[:, 0])
+        spans = zip(having.tolist(), *found.spans[having].T.tolist(), strict=True)
+        self.of: dict[int, list[int]] = {node: waits[begin:end] for node, begin, end in spans}
+        """The waits of those nodes that have any."""
 
     def deliveries(self, device: int) -> list[tuple[int, list[int]]]:
-        """After `add`: by op of the device, its sends that are delivered when the op starts, each once per lane."""
+        """By op of the device, its sends that are delivered when the op starts, each once per lane."""
         graph = self.graph
         found: dict[int, list[int]] = {}
         for lane in LANES:
@@ -132,170 +83,88 @@ class Waits:
                 found.setdefault(int(nodes[first]), []).append(delivery - graph.messages * 2)
         return list(found.items())
 
-    def _choose(self, node: int, clock: Clock) -> list[int]:
-        """Return the fewest waits that keep data and memory right, where a node would start with a clock."""
-        data = self._data[node]
-        takes = self._taken[node] > 0 or self._host_taken[node] > 0
-        if data == NONE and not takes:
-            return []
-        memory = self._devices[self._device[node]]
-        base = clock[memory.columns]
-        waits = needed = [] if data == NONE else [data]
-        certain = self._merge(memory, base, needed)
-        is_short = takes and not self._enough(node, certain)
-        if is_short:
-            waits = list(dict.fromkeys([*needed, *self._memory_waits(node, certain)]))
-        for candidate in list(waits):
-            rest = [other for other in waits if other != candidate]
-            if is_short and rest == needed:
-                continue
-            merged = self._merge(memory, base, rest)
-            if (data == NONE or self._implies(memory, merged, data)) and self._enough(node, merged):
-                waits = rest
-        if waits:
-            waits.sort(key=lambda one: (self._chain[one], self._position[one]))
-            self.of[node] = waits
-        return waits
 
-    def _memory_waits(self, node: int, base: Clock) -> list[int]:
-        """Wait for the earliest frees of each other lane that suffice, the cheapest lanes to wait for being last.
+def _waiting(graph: Graph, order: Ints, peaks: list[tuple[int, int]]) -> Waiting:
+    """Return what the machine goes through, before the first node."""
+    from optpipe_compiler.machine.waits import SCRATCH, Waiting
 
-        `base` alone is not enough.
-        """
-        memory = self._devices[self._device[node]]
-        chosen = full = [
-            last
-            for chain, last in memory.latest.items()
-            if chain != self._chain[node] and not self._implies(memory, base, last)
-        ]
-        for candidate in full:
-            rest = [other for other in chosen if other != candidate]
-            merged = self._merge(memory, base, rest)
-            chosen = rest if rest and self._enough(node, merged) else [*rest, self._earliest(node, candidate, merged)]
-        return chosen
+    nodes, devices, chains = graph.nodes, graph.problem.devices, range(len(graph.chains))
+    local = [[c for c in chains if d in graph.chains[c].devices] for d in range(devices)]
+    widths = np.array(list(map(len, local)), np.int64)
+    places = np.full((devices, len(chains)), NONE, np.int64)
+    given, freers = [], []
+    """Of each chain of each device, in turn."""
+    for d, numbers in enumerate(local):
+        places[d, numbers] = np.arange(len(numbers))
+        for number in numbers:
+            along = graph.along[number]
+            along_given = np.where(nodes.device[along] == d, nodes.given[along], 0)
+            given.append(_sums(along_given))
+            freers.append(along[(along_given > 0) | ((nodes.device[along] == d) & (nodes.host_given[along] > 0))])
 
-    def _earliest(self, node: int, last: int, base: Clock) -> int:
-        """Bisect for the earliest event of a chain, from what `base` implies up to `last`, that is enough."""
-        memory = self._devices[self._device[node]]
-        frees, positions = self._frees[self._device[last], self._chain[last]]
-        low = bisect_left(positions, int(base[memory.index[self._chain[last]]]))
-        high = bisect_left(positions, self._position[last])
-        while low < high:
-            middle = (low + high) // 2
-            if self._enough(node, self._merge(memory, base, frees[middle : middle + 1])):
-                high = middle
-            else:
-                low = middle + 1
-        return frees[low]
+    lanes = [[_place(graph, numbers, what, d) for what in (COMPUTE, H2D)] for d, numbers in enumerate(local)]
+    takers = [_sums((nodes.taken[graph.lane(what, d)] > 0) * 1) for d in range(devices) for what in (COMPUTE, H2D)]
+    totals = [one[-1] + 1 for one in takers]
+    rows = [total * width for total, width in zip(totals, np.repeat(widths, 2), strict=True)]
+    takings = np.stack([_begins(list(map(len, takers))), _begins(totals), _begins(rows)], axis=1)
+    returned = [_sums(nodes.host_given[graph.lane(H2D, d)]) for d in range(devices)]
 
-    def _merge(self, memory: _Memory, base: Clock, nodes: Iterable[int]) -> Clock:
-        """Return what is certain where `base` is and the nodes have completed, both on the device's chains."""
-        merged = base
-        for node in nodes:
-            merged = np.maximum(merged, self.clocks[node, memory.columns])
-        return merged
-
-    def _implies(self, memory: _Memory, clock: Clock, node: int) -> bool:
-        """Whether a clock on the device's chains says that the node has completed."""
-        return bool(clock[memory.index[self._chain[node]]] > self._position[node])
-
-    def _enough(self, node: int, clock: Clock) -> bool:
-        """Whether no state in which `node` is the last start in planned order exceeds the planned peaks."""
-        memory = self._devices[self._device[node]]
-        if self._host_taken[node]:
-            return memory.fits_host(self._host_taken[node], clock)
-        return not self._taken[node] or memory.fits(self._chain[node], self._taken[node], clock)
+    turns = completions(graph, order)
+    frees = np.flatnonzero((nodes.given + nodes.host_given)[order] > 0)
+    frees = frees[np.argsort(turns[frees], kind="stable")]
+    taken = np.stack([nodes.taken, nodes.host_taken], axis=1)
+    waiting = (graph.data != NONE) | (taken > 0).any(axis=1)
+    return Waiting(
+        order=order,
+        before=graph.before,
+        data=graph.data,
+        chain=graph.chain,
+        position=graph.position,
+        device=nodes.device,
+        taken=taken,
+        is_lane=np.array([chain.what != PAIR for chain in graph.chains], np.int64),
+        turns=np.append(turns[frees], len(order)),
+        frees=np.append(order[frees], NONE),
+        clocks=np.zeros((len(order), len(chains)), np.int32),
+        firsts=_sums(widths),
+        chains=np.array([c for numbers in local for c in numbers], np.int64),
+        places=places,
+        givens=_begins(list(map(len, given))),
+        given=_joined(given),
+        freeing=_sums(np.array(list(map(len, freers)), np.int64)),
+        freers=_joined(freers),
+        latest=np.full(sum(widths), NONE, np.int64),
+        seen=np.full(sum(widths), NONE, np.int64),
+        seen_count=np.zeros(devices, np.int64),
+        peaks=np.array(peaks, np.int64),
+        held=np.zeros(devices, np.int64),
+        returned=_joined(returned),
+        returns=_begins(list(map(len, returned))),
+        lanes=np.array(lanes, np.int64),
+        counts=np.zeros((devices, 2), np.int64),
+        takers=_joined(takers),
+        totals=np.zeros(sum(totals), np.int64),
+        given_then=np.zeros(sum(rows), np.int64),
+        takings=takings.reshape(devices, 2, 3),
+        waits=np.full(int(widths[nodes.device[waiting]].sum()), NONE, np.int64),
+        spans=np.zeros((len(order), 2), np.int64),
+        scratch=np.zeros((SCRATCH, int(widths.max(initial=0)) + 1), np.int64),
+    )
 
 
-class _Memory:
-    """One device's memory: what its chains give back to it, and what has started on the lanes that take it."""
-
-    def __init__(self, graph: Graph, device: int, peak: int, host_peak: int) -> None:
-        nodes, self.peak, self.host_peak = graph.nodes, peak, host_peak
-        local = [number for number, chain in enumerate(graph.chains) if device in chain.devices]
-        self.columns = np.array(local, np.int64)
-        """The numbers of its chains; clocks below are on these alone."""
-        self.index = {number: index for index, number in enumerate(local)}
-        self.latest: dict[int, int] = {}
-        """By chain the last node in its order that has freed memory of the device, those first that did so first.
-
-        A small message may be planned to arrive before a large one that was sent earlier.
-        """
-        mine = np.where(nodes.device == device, nodes.given, 0)
-        sums = [_sums(mine[graph.along[number]]) for number in local]
-        self._given = np.concatenate([*sums, np.empty(0, np.int64)])
-        """Chain after chain, the bytes that its first 0, 1, ... events give back."""
-        lengths = np.array(list(map(len, sums)), np.int64)
-        self._offsets = np.cumsum(lengths) - lengths
-        lanes = [self._lane(graph, what, device) for what in (COMPUTE, H2D)]
-        self._started = {
-            number: _Started(nodes.taken[graph.along[number]], len(local)) for number in lanes if number != NONE
-        }
-        self._other = {one: other for one, other in (lanes, lanes[::-1]) if other != NONE}
-        """By lane that takes memory the other one, where there is one."""
-        self._d2h, self._h2d = self._lane(graph, D2H, device), lanes[1]
-        self._host_taken = 0
-        self._returned = _sums(nodes.host_given[graph.lane(H2D, device)])
-        """Host bytes that the first 0, 1, ... reloads give back."""
-
-    @staticmethod
-    def _lane(graph: Graph, what: int, device: int) -> int:
-        """Return the number of a lane, NONE where nothing is on it."""
-        lane = Chain(what, device, 0)
-        return graph.chains.index(lane) if lane in graph.chains else NONE
-
-    def start(self, chain: int, taken: int, host_taken: int, clock: Clock) -> None:
-        """Let a node start on a lane, `clock` being that of all chains."""
-        self._host_taken += host_taken
-        if taken:
-            freed = self._freed(clock[self.columns]) if chain in self._other else None
-            self._started[chain].append(taken, freed)
-
-    def fits_host(self, host_taken: int, clock: Clock) -> bool:
-        """Whether the host has room for an offload that starts with a clock."""
-        back = 0 if self._h2d == NONE else clock[self.index[self._h2d]]
-        return bool(self._host_taken + host_taken - self._returned[back] <= self.host_peak)
-
-    def fits(self, chain: int, taken: int, clock: Clock) -> bool:
-        """Whether there is room for a node that starts with a clock, whatever has started on the other lane.
-
-        That is what the clock implies, or that and some of the later starts, each with its own clock.
-        """
-        freed, room = self._freed(clock), self.peak - taken - self._started[chain].total
-        if chain not in self._other:
-            return bool(room >= -np.add.reduce(freed))
-        lane = self._other[chain]
-        other = self._started[lane]
-        implied = other.takers[clock[self.index[lane]]]
-        if other.taken[implied] - np.add.reduce(freed) > room:
-            return False
-        later = slice(implied + 1, other.count + 1)
-        held = other.taken[later] - np.add.reduce(np.maximum(other.freed[later], freed), axis=1)
-        return bool(np.maximum.reduce(held, initial=room) <= room)
-
-    def _freed(self, clock: Clock) -> Ints:
-        """Return the bytes that each chain has given back."""
-        freed: Ints = self._given[self._offsets + clock]
-        return freed
+def _place(graph: Graph, local: list[int], what: int, device: int) -> int:
+    """Return the place of a lane among the chains of its device, NONE where nothing is on it."""
+    lane = Chain(what, device, 0)
+    return local.index(graph.chains.index(lane)) if lane in graph.chains else NONE
 
 
-class _Started:
-    """What takes memory on one lane and has started: bytes taken by the first 0, 1, ..., freed by each chain then."""
+def _joined(arrays: list[Ints]) -> Ints:
+    return np.concatenate([*arrays, np.empty(0, np.int64)])
 
-    def __init__(self, taken: Ints, chains: int) -> None:
-        self.takers: list[int] = _sums((taken > 0).astype(np.int64)).tolist()
-        """How many of the lane's first 0, 1, ... nodes take memory."""
-        self.count = self.total = 0
-        self.taken = np.zeros(self.takers[-1] + 1, np.int64)
-        self.freed = np.zeros((self.takers[-1] + 1, chains), np.int64)
 
-    def append(self, taken: int, freed: Ints | None) -> None:
-        """Add the next node; what is freed is not asked for where no other lane takes memory."""
-        self.count += 1
-        self.total += taken
-        self.taken[self.count] = self.total
-        if freed is not None:
-            self.freed[self.count] = freed
+def _begins(lengths: list[int]) -> Ints:
+    """Return where each of some arrays begins where one follows the other."""
+    return _sums(np.array(lengths, np.int64))[:-1]
 
 
 def _sums(numbers: Ints) -> Ints:

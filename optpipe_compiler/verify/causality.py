@@ -8,6 +8,7 @@ on every chain, and the least such set that holds an event is a row of positions
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -99,27 +100,51 @@ class Causality:
         if len(order) * len(events.chains) > MOST_CLOCKS:
             product = f"{len(order)} events on {len(events.chains)} lanes and channels"
             raise BadInput(f"the schedule has {product}, expected a product of at most {MOST_CLOCKS}")
-        self._joins, self._row = self._joined(order)
-        self._width = max(1, BLOCK // (1 + len(self._joins)))
+        self._join(order)
+        self._width = max(1, BLOCK // len(self._previous))
         self._kept: tuple[int, Clocks] | None = None
 
-    def _joined(self, order: list[int]) -> tuple[list[tuple[int, list[int]]], npt.NDArray[np.int64]]:
-        """Return the joins in order, each with the events of other chains that come directly before it, and by event
-        the number of its row: that of a join from 1 on, 0 before the first of its chain."""
+    def _join(self, order: list[int]) -> None:
+        """Find the joins and number their rows from 1 on, so that rows are made of those before them; 0 is that of
+        what no join comes before on its chain.
+
+        Joins are made level by level: of one level none comes before another.
+        """
         chain_of, position = self.chain_of.tolist(), self.position.tolist()
-        joins: list[tuple[int, list[int]]] = []
-        is_join = np.zeros(len(order), np.int64)
+        level, latest = [0] * len(order), [0] * len(self.number)
+        joins: list[int] = []
+        before_joins: list[list[int]] = []
+        """By join the events of other chains that come directly before it."""
         for event in order:
-            before = self.events.before[event]
-            if len(before) == (position[event] > 1):  # none but the one on its chain
-                continue
-            if others := [one for one in before if chain_of[one] != chain_of[event]]:
-                joins.append((event, others))
-                is_join[event] = len(joins)
-        row = np.zeros(len(order), np.int64)
-        for chain in self.events.chains.values():
-            row[chain] = np.maximum.accumulate(is_join[chain])
-        return joins, row
+            before, chain = self.events.before[event], chain_of[event]
+            if len(before) != (position[event] > 1):  # more than the one on its chain
+                others = [one for one in before if chain_of[one] != chain]
+                if others:
+                    latest[chain] = 1 + max(latest[chain], *[level[one] for one in others])
+                    joins.append(event)
+                    before_joins.append(others)
+            level[event] = latest[chain]
+
+        levels = np.array([level[event] for event in joins], np.int64)
+        by_level = np.argsort(levels, kind="stable")
+        self._events = np.array([-1, *joins], np.int64)[np.concatenate([[0], by_level + 1])]
+        """By row the join that it is of; the first is of none."""
+        self._levels = np.searchsorted(levels[by_level], np.arange(1, levels.max(initial=0) + 2)) + 1
+        """Where the rows of each level begin, and where the last ones end."""
+        self._row = np.zeros(len(order), np.int64)
+        """By event the row that its clock is of."""
+        self._row[self._events[1:]] = np.arange(1, len(self._events))
+        self._previous = np.zeros(len(self._events), np.int64)
+        """By row the one before it on its chain."""
+        for events in self.events.chains.values():
+            rows = self._row[events] = np.maximum.accumulate(self._row[events])
+            self._previous[rows[1:][rows[1:] > rows[:-1]]] = rows[:-1][rows[1:] > rows[:-1]]
+        self._others: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
+        """Rows with a first event of another chain, a second one, ..., ascending, and these events."""
+        for place in range(max(map(len, before_joins), default=0)):
+            having = [number for number in by_level.tolist() if len(before_joins[number]) > place]
+            others_there = np.array([before_joins[number][place] for number in having])
+            self._others.append((self._row[np.array(joins)[having]], others_there))
 
     def clocks(self, wanted: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Clocks]:
         """Return, for each (events, chains), the clocks of these events on these chains, a row per event."""
@@ -164,23 +189,29 @@ class Causality:
             yield self._kept
 
     def _block(self, first: int) -> Clocks:
+        """Return all rows on some chains, and a column for all others."""
         width = min(self._width, len(self.events.chains) - first)
-        rows = np.zeros((1 + len(self._joins), width), np.int32)
-        chain_of, position, row_of = self.chain_of.tolist(), self.position.tolist(), self._row.tolist()
-        latest = [0] * len(self.events.chains)
-        """By chain the row of its last join so far."""
-        for number, (event, others) in enumerate(self._joins, start=1):
-            row, chain = rows[number], chain_of[event]
-            row[:] = rows[latest[chain]]
-            for other in others:
-                np.maximum(row, rows[row_of[other]], out=row)
-                column = chain_of[other] - first
-                if 0 <= column < width and row[column] < position[other]:
-                    row[column] = position[other]
-            if first <= chain < first + width:
-                row[chain - first] = position[event]
-            latest[chain] = number
-        return rows
+        rows = np.zeros((len(self._events), width + 1), np.int32)
+
+        def column_of(events: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+            columns = self.chain_of[events] - first
+            return np.where((columns >= 0) & (columns < width), columns, width)
+
+        own, positions = column_of(self._events), self.position[self._events]
+        others = [
+            (numbers, numbers.searchsorted(self._levels), self._row[events], column_of(events), self.position[events])
+            for numbers, events in self._others
+        ]
+        for level, (begin, end) in enumerate(pairwise(self._levels.tolist())):
+            rows[begin:end] = rows[self._previous[begin:end]]
+            for numbers, bounds, sources, columns, reached in others:
+                now = slice(bounds[level], bounds[level + 1])
+                these = numbers[now]
+                rows[these] = np.maximum(rows[these], rows[sources[now]])
+                rows[these, columns[now]] = np.maximum(rows[these, columns[now]], reached[now])
+            every = np.arange(begin, end)
+            rows[every, own[begin:end]] = positions[begin:end]
+        return rows[:, :width]
 
 
 def execution_order(placed: PlacedOps, events: Events) -> list[int] | Violation:

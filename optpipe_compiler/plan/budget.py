@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from optpipe_compiler.solver.worker import DETERMINISTIC_PER_S
 
 LOWER_S_PER_TASK = 1e-4
-"""Seconds that lowering and verifying the result take per task; `python -m bench.lowering` measures 0.3 to 1e-4."""
+"""Seconds that lowering and verifying the result take per task; `python -m bench.lowering` measures 0.5 to 1e-4."""
 GRACE_S = 2.0
 """Seconds beyond the time limit that lowering and verifying a schedule may take."""
 LOWERING_SHARE = 0.5
 """Share of the time limit that lowering and verifying a schedule may take; instances of more ops are left out."""
 AFTER_S_PER_TASK = 6e-5
-"""Seconds that a command takes per task to write and to show the result; `python -m bench.lowering` measures 6e-5."""
+"""Seconds that a command takes per task to write and to show the result; `python -m bench.lowering` measures 5 to 10e-5."""
 SPARE_S_PER_TASK = 2e-5
 """Seconds that it takes per task to see what can stay: at most four rounds of 5 us."""
 

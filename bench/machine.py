@@ -77,7 +77,7 @@ messages, duplex links. Its plan is equal, tick for tick, to that of its definit
 FIRST = """
 A new process that searches, follows an order, counts memory and finds waits, each once, takes {anew_s:.1f} s of the
 clock where the machine has to be compiled, and {again_s:.1f} s where it is in the cache. The compilation takes
-{compiled_s:.1f} s of one core (aim: 5): {llvm_s:.1f} in LLVM, and {own_s:.1f} in numba's own analysis, which is Python. From
+{compiled_s:.1f} s of one core (aim: 5): {llvm_s:.1f} in LLVM, and {own_s:.1f} in numba's own analysis, in Python. From
 the cache all of that takes {loaded_s:.2f} s, numba's import included (aim: 0.5). Without what `inlined.py` and
 `views.py` of `optpipe_compiler/machine` change of numba's way the compilation takes {plain_s:.1f} s. What follows
 orders is compiled first, and published schedules are tried while the search is: a first answer does not wait for that,

@@ -15,7 +15,7 @@ GRACE_S = 2.0
 LOWERING_SHARE = 0.5
 """Share of the time limit that lowering and verifying a schedule may take; instances of more ops are left out."""
 AFTER_S_PER_TASK = 6e-5
-"""Seconds that a command takes per task to write and to show the result; `python -m bench.lowering` measures 5 to 10e-5."""
+"""Seconds that a command takes per task to write and to show the result; `bench.lowering` measures 5 to 10e-5."""
 SPARE_S_PER_TASK = 2e-5
 """Seconds that it takes per task to see what can stay: at most four rounds of 5 us."""
 

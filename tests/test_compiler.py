@@ -428,6 +428,18 @@ def test_what_fits_only_placements_that_are_not_searched_is_found_and_the_least_
     assert verify(plan.schedule, OPEN) == []
 
 
+def test_an_earlier_plan_of_a_placement_that_is_not_searched_stays_the_answer_where_it_is_better(monkeypatch):
+    options: dict[str, Any] = {"mem_bytes": 3_500_000_000, "time_limit_s": 5.0, "reproducible": True}
+    searched = planned(**options)
+    assert len(searched.schedule.stages) == 6
+    monkeypatch.setattr(budget, "LOWER_S_PER_TASK", 2.0 / (4 * 3 * 6))
+    assert planned(**options).schedule.forecast.makespan_ns > searched.schedule.forecast.makespan_ns
+    plan = planned(**options, seeds=(searched.checked,))
+    assert plan.schedule.forecast.makespan_ns <= searched.schedule.forecast.makespan_ns
+    assert any("beats all that was searched" in note for note in plan.notes)
+    assert not any("is not taken over" in note for note in plan.notes)
+
+
 def test_a_named_schedule_of_a_placement_that_is_not_searched_is_written(monkeypatch):
     monkeypatch.setattr(budget, "LOWER_S_PER_TASK", 2.0 / (4 * 3 * 6))
     assert len(planned(method="gis-h-uniform", mem_bytes=3_500_000_000, time_limit_s=5.0).schedule.stages) == 6

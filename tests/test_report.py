@@ -20,7 +20,7 @@ from optpipe_compiler.documents.profile import Layer, Machine, Profile
 from optpipe_compiler.documents.units import show_ns
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.forecast import Cause, Reason, analyse
-from optpipe_compiler.view.baselines import OTHERS, best, faster, whose
+from optpipe_compiler.view.baselines import OTHERS, best, faster, missing, whose
 from optpipe_compiler.view.report import render
 from optpipe_compiler.view.report.payload import REASONS
 from optpipe_compiler.view.report.trace import Measured, measured
@@ -195,6 +195,15 @@ def test_names_from_files_cannot_end_the_script_or_become_markup(schedule):
     assert page.count("</script>") == render(schedule).count("</script>")
     assert payload(page)["charts"][0]["title"].startswith(f"this schedule ({name})")
     assert "{{data}}" in page
+
+
+def test_baselines_without_a_makespan_are_counted_by_why(schedule):
+    none = ir.Baseline(makespan_ns=None, peak_bytes=None, fits=False)
+    reasons = ["slower by its first microbatches, not run in full", "not tried", "not tried", "is for other placements"]
+    made = {f"one-{n}": msgspec.structs.replace(none, reason=reason) for n, reason in enumerate(reasons)}
+    forecast = msgspec.structs.replace(schedule.forecast, baselines=made)
+    said = ["1 worse by their first microbatches", "1 undefined here", "2 not tried"]
+    assert missing(msgspec.structs.replace(schedule, forecast=forecast)) == said
 
 
 def test_where_the_best_baselines_end_are_lines_and_the_page_says_how_to_see_all_of_it(schedule):

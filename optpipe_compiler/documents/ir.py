@@ -415,6 +415,11 @@ class OpForecast(NamedTuple):
     end_ns: int
 
 
+NOT_TRIED = "not tried"
+NOT_IN_FULL = "not run in full"
+"""In the `reason` of a baseline without a makespan; where neither stands there it is not defined for the instance."""
+
+
 class Baseline(Record, frozen=True, kw_only=True, omit_defaults=False):
     """A schedule to compare with on the same costs; null where it is not defined for this instance, with the reason.
 

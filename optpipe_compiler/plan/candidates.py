@@ -131,7 +131,7 @@ class Candidates:
         kind = UNSET if whose == "own" else whose  # older tools know three kinds
         could = any(self._is_for(name, attempt) for attempt in self.incumbents.attempts)
         reasons = [one.reason for one in tried if one.reason is not None]
-        reason = next(iter(reasons), "not tried" if could else METHODS[name].not_searched)
+        reason = next(iter(reasons), ir.NOT_TRIED if could else METHODS[name].not_searched)
         known = [(one, one.need) for one in tried if one.makespan is not None and one.need is not None]
         if not known:
             return ir.Baseline(makespan_ns=None, peak_bytes=None, fits=False, reason=reason, kind=kind)
@@ -167,7 +167,7 @@ class Candidates:
                 return [Tried(reason=worse)]
             short, away = first.problem, _offloaded(first.problem, name)
             if any(map(operator.gt, _least_peaks(first, away), short.budget)):
-                reason = f"needs more memory by its first {short.microbatches} microbatches, not run in full"
+                reason = f"needs more memory by its first {short.microbatches} microbatches, {ir.NOT_IN_FULL}"
                 try:
                     waiting = retime(published(short, name) if away else first, short)
                 except Stuck:
@@ -200,7 +200,7 @@ class Candidates:
         done = [self.incumbents.reached(other) for other in self.incumbents.all if other.best is not None]
         if one.ticks <= min(done, default=math.inf):
             return ""
-        return "slower by its first microbatches, not run in full"
+        return f"slower by its first microbatches, {ir.NOT_IN_FULL}"
 
     def _whole(self, attempt: Attempt, name: str) -> list[Tried]:
         """Time a schedule, and where it does not fit also the same orders under the caps; keep what is better."""

@@ -183,10 +183,12 @@ def in_time(found: list[tuple[Layout, Problem]], options: Options) -> list[tuple
 
 
 def beside(found: list[tuple[Layout, Problem]], options: Options) -> list[tuple[Layout, Problem]]:
-    """Return what `in_time` leaves out only for the time that its schedules take, and published schedules are for:
-    their offloads are whole."""
+    """Return what `in_time` leaves out only for the time that its schedules take, and known schedules may be of.
+
+    The offloads of published ones are whole; those of seeds need not be.
+    """
     long = [one for one in found if one[1].tasks <= MOST_TASKS and _is_longer(one[1], options)]
-    return [(one, problem) for one, problem in long if not any(stage.staying_layers for stage in problem.stages)]
+    return [one for one in long if options.seeds or not any(stage.staying_layers for stage in one[1].stages)]
 
 
 def _is_longer(problem: Problem, options: Options) -> bool:

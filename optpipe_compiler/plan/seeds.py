@@ -60,11 +60,12 @@ def plant(incumbents: Incumbents, seeds: Iterable[ir.Checked]) -> None:
     """Make each seed the best of its placement if it fits and is better; note those that none can take over."""
     for number, seed in enumerate(seeds):
         taken = False
-        for attempt in incumbents.attempts:
+        for attempt in incumbents.all:
             for timed in _timed(seed.schedule, attempt.problem, attempt.layout):
                 taken = True
                 if incumbents.is_better(attempt, timed):
                     incumbents.keep(attempt, timed, "seed")
+        for attempt in incumbents.attempts:
             if (start := _elsewhere(seed.schedule, attempt)) is not None:
                 attempt.starts.append(start)
                 taken = True

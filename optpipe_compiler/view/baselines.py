@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
+
+from optpipe_compiler.documents.ir import NOT_IN_FULL, NOT_TRIED
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents.ir import Baseline, BaselineKind, Schedule
@@ -25,6 +28,17 @@ def ranked(schedule: Schedule) -> list[tuple[int, str, Baseline]]:
     itself = schedule.forecast.method
     known = [(b.makespan_ns, name, b) for name, b in schedule.forecast.baselines.items() if b.makespan_ns is not None]
     return sorted(known, key=lambda row: (not row[2].fits, row[0], row[1] != itself, row[2].kind not in OTHERS, row[1]))
+
+
+def missing(schedule: Schedule) -> list[str]:
+    """Return in words how many have no makespan, and why."""
+    found: Counter[str] = Counter()
+    for baseline in schedule.forecast.baselines.values():
+        if baseline.makespan_ns is None:
+            ends = [words for words in (NOT_TRIED, NOT_IN_FULL) if words in baseline.reason]
+            found[ends[0] if ends else "undefined here"] += 1
+    known = {NOT_IN_FULL: "worse by their first microbatches", "undefined here": "undefined here", NOT_TRIED: NOT_TRIED}
+    return [f"{found[reason]} {words}" for reason, words in known.items() if found[reason]]
 
 
 def best(schedule: Schedule, kinds: tuple[BaselineKind, ...] | None = None) -> str | None:

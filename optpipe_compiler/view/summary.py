@@ -20,7 +20,7 @@ from optpipe_compiler.documents.units import (
 )
 from optpipe_compiler.forecast import Cause, analyse
 from optpipe_compiler.forecast.links import link_loads
-from optpipe_compiler.view.baselines import OTHERS, best, faster, kind, ranked, whose
+from optpipe_compiler.view.baselines import OTHERS, best, faster, kind, missing, ranked, whose
 from optpipe_compiler.view.look import BAR_COLOUR
 
 if TYPE_CHECKING:
@@ -207,8 +207,8 @@ def _comparison(schedule: Schedule) -> RenderableType:
         cells = (printable(name), kind(baseline), show_ns(makespan), peak)
         table.add_row(*cells, "yes" if baseline.fits else "no", f"{ratio:+.1%} time")
     count = len(schedule.forecast.baselines)
-    note = f"{fitting} of {count} fit, {len(known) - fitting} do not, "
-    return Group(table, Text(note + f"{count - len(known)} undefined here or not tried", style="dim"))
+    note = ", ".join([f"{fitting} of {count} fit", f"{len(known) - fitting} do not", *missing(schedule)])
+    return Group(table, Text(note, style="dim"))
 
 
 def _devices(analysis: Analysis) -> Table:

@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents.units import counted, printable, short_bytes, show_layers, show_ns
-from optpipe_compiler.view.baselines import OTHERS, best, kind, ranked, whose
+from optpipe_compiler.view.baselines import OTHERS, best, kind, missing, ranked, whose
 from optpipe_compiler.view.look import IDLE
 from optpipe_compiler.view.summary import count, selective_layers
 
@@ -155,13 +155,12 @@ def _baselines(schedule: Schedule, drawn: Sequence[str]) -> str:
         if name in drawn:
             cells[0] = f'<button type="button" data-chart="{drawn.index(name) + 1}">{cells[0]}</button>'
         rows.append((look, cells))
-    missing = len(schedule.forecast.baselines) - len(known)
     notes = [
         _how_to_draw(schedule, drawn),
         "Bold: the best of all, and of papers and stock. Grey: does not fit the cap.",
     ]
-    if missing:
-        notes.append(f"{missing} more are not defined for this instance or were not tried.")
+    if others := missing(schedule):
+        notes.append(f"Not in the table: {', '.join(others)}.")
     columns = ["schedule", "kind", "makespan", "to this", "peak"]
     return _block("Baselines, same costs", columns, rows, plain(" ".join(notes)), opened=True)
 

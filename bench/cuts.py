@@ -3,7 +3,8 @@
 For placements of several passes: how much heavier than an equal share the busiest device is with even stages, with the
 cut that compile takes (plan/passes.py), and at least (its bound); then what CP-SAT finds from that cut in `EFFORT`
 deterministic seconds; and seconds of the processor. For Llamas by name; for random layers by kind: blocks, halves of
-blocks, halves as measured, and layers like nothing real.
+blocks, halves as measured, and layers like nothing real; and for the same on unequal devices: one of them slow, two
+kinds, and as equal ones are measured.
 """
 
 from __future__ import annotations
@@ -74,21 +75,34 @@ class Row:
     solved_s: float
 
 
-def row(work: Sequence[int], devices: int, name: str, number: int) -> Row:
+def unequal(devices: int, draw: random.Random) -> list[int]:
+    """Return the thousandths of the time that each device takes for the same work."""
+    kinds = [
+        [1200, *[1000] * (devices - 1)],
+        [1000] * (devices // 2) + [1500] * (devices - devices // 2),
+        [draw.randint(1000, 1060) for _ in range(devices)],
+    ]
+    found = draw.choice(kinds)
+    draw.shuffle(found)
+    return found
+
+
+def row(work: Sequence[int], devices: int, name: str, number: int, permille: Sequence[int] | None = None) -> Row:
     """Cut these layers in each way."""
     even = layout(name, devices, number, work)
+    slow = permille or [1000] * devices
 
     def busiest(cut: Sequence[int]) -> int:
         loads = [0] * devices
         for device, (begin, end) in zip(even.device_of, pairwise(cut), strict=True):
             loads[device] += sum(work[begin:end])
-        return max(loads)
+        return max(load * one // 1000 for load, one in zip(loads, slow, strict=True))
 
-    found, found_s = timed(passes.lightest, work, even.device_of, even.cuts)
-    known, share = busiest(found), passes.share(work, even.device_of)
-    least, solved, solved_s = passes.loads(work, even.device_of, known).least, found, 0.0
+    found, found_s = timed(passes.lightest, work, even.device_of, even.cuts, permille)
+    known, share = busiest(found), passes.share(work, even.device_of, permille)
+    least, solved, solved_s = passes.loads(work, even.device_of, known, permille).least, found, 0.0
     if known > least:
-        solved, solved_s = timed(cuts.lightest, work, even.device_of, found, (), EFFORT)
+        solved, solved_s = timed(cuts.lightest, work, even.device_of, found, (), EFFORT, permille)
     values = (busiest(even.cuts), known, least, min(known, busiest(solved)))
     of_even, of_found, of_least, of_solved = (value / share - 1 for value in values)
     return Row(of_even, of_found, of_least, of_solved, found_s, solved_s)
@@ -119,13 +133,16 @@ def main() -> None:
                 found, solved = f"{one.found:.1%} ({one.found_s:.2f})", f"{one.solved:.1%} ({one.solved_s:.2f})"
                 cells = f"{one.even:.1%} | {found} | {one.least:.1%} | {solved}"
                 print(f"| {name} | {placement} {number} | {cells} |", flush=True)
-    rows = defaultdict[tuple[str, int], list[Row]](list)
-    for kind, work, devices, placement, number in islice(drawn(), RANDOM):
-        rows[kind, number].append(row(work, devices, placement, number))
-    print("\n| random layers | passes | cuts | proved by the bound | solved lighter | by at most | s: mean, longest |")
-    print("|---|---|---|---|---|---|---|")
-    for (kind, number), several in sorted(rows.items()):
-        print(summary(kind, number, several))
+    draw = random.Random(2)
+    for title, is_equal in (("random layers", True), ("random layers, unequal devices", False)):
+        rows = defaultdict[tuple[str, int], list[Row]](list)
+        for kind, work, devices, placement, number in islice(drawn(), RANDOM):
+            permille = None if is_equal else unequal(devices, draw)
+            rows[kind, number].append(row(work, devices, placement, number, permille))
+        print(f"\n| {title} | passes | cuts | proved by the bound | solved lighter | by at most | s: mean, longest |")
+        print("|---|---|---|---|---|---|---|")
+        for (kind, number), several in sorted(rows.items()):
+            print(summary(kind, number, several))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
@@ -134,6 +134,34 @@ def test_the_cut_that_is_solved_for_has_the_lightest_busiest_device_of_all_cuts(
     by_passes = passes.lightest(work, even.device_of, even.cuts)
     assert by_passes in every
     assert busiest(by_passes) <= busiest(even.cuts)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    work=st.lists(st.integers(0, 30), min_size=6, max_size=9),
+    permille=st.lists(st.sampled_from([700, 1000, 1001, 1500]), min_size=2, max_size=4),
+    placed=st.sampled_from([("linear", 1), ("loop", 2), ("v", 2), ("loop", 3), ("v", 3)]),
+)
+def test_the_bound_on_unequal_devices_holds_for_every_cut_and_what_is_found_is_nearly_the_best(work, permille, placed):
+    name, number = placed
+    assume(len(permille) * number <= len(work))
+    even = layout(name, len(permille), number, work)
+
+    def busiest(cuts: tuple[int, ...]) -> int:
+        load = [0] * len(permille)
+        for device, (begin, end) in zip(even.device_of, pairwise(cuts), strict=True):
+            load[device] += sum(work[begin:end])
+        return max(each * slow // 1000 for each, slow in zip(load, permille, strict=True))
+
+    every = [(0, *inner, len(work)) for inner in combinations(range(1, len(work)), even.stages - 1)]
+    least = min(map(busiest, every))
+    found = passes.lightest(work, even.device_of, even.cuts, permille)
+    assert found in every
+    assert passes.loads(work, even.device_of, busiest(found), permille).least <= least <= busiest(found)
+    assert busiest(found) <= busiest(even.cuts)
+    if number == 1:
+        assert busiest(found) == least
+    assert busiest(lightest(work, even.device_of, even.cuts, permille=permille)) <= least + 1  # which rounds up
 
 
 PASSES = [(name, devices, number) for name in ("loop", "v") for devices, number in ((2, 2), (2, 3), (3, 2), (2, 4))]

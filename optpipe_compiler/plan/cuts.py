@@ -30,11 +30,8 @@ def others(profile: Profile, even: Layout, cap_bytes: int) -> Iterator[Layout]:
     costs = _Costs(profile)
     devices = max(even.device_of) + 1
     quick = even
-    if costs.differ and even.stages <= MOST_STAGES:
-        quick = recut(even, costs.compute)
-        if quick != even:
-            yield quick
-    elif even.stages > devices and costs.compute(even)[0] > -(-costs.work[-1] // devices):
+    lowest = passes.share(costs.layers, even.device_of, costs.permille)
+    if (costs.differ or even.stages > devices) and costs.compute(even)[0] > lowest:
         quick = _lightest(even, costs)
         if costs.compute(quick)[0] < costs.compute(even)[0]:
             yield quick
@@ -42,6 +39,11 @@ def others(profile: Profile, even: Layout, cap_bytes: int) -> Iterator[Layout]:
         lean = recut(even, costs.memory)
         if costs.memory(lean)[0] < costs.memory(even)[0] and lean != quick:
             yield lean
+
+
+def lighter(several: list[Layout], profile: Profile) -> Layout:
+    """Return the one whose busiest device is lightest."""
+    return min(several, key=_Costs(profile).compute)
 
 
 def with_ties(profile: Profile, one: Layout) -> Layout | None:
@@ -58,8 +60,8 @@ def with_ties(profile: Profile, one: Layout) -> Layout | None:
     with suppress(ImportError):
         from optpipe_compiler.solver.cuts import lightest
 
-        work = [value_of(layer.forward_ns) + layer.fused_ns for layer in layers]
-        found = replace(one, cuts=lightest(work, one.device_of, one.cuts, pairs))
+        costs = _Costs(profile)
+        found = replace(one, cuts=lightest(costs.layers, one.device_of, one.cuts, pairs, permille=costs.permille))
         return found if all(_are_together(found, pairs)) else None
     return None
 
@@ -76,8 +78,7 @@ def most_bytes(profile: Profile, one: Layout) -> int:
 
 def _lightest(even: Layout, costs: _Costs) -> Layout:
     """Return the cut with the lightest heaviest device that is found."""
-    work = [after - before for before, after in pairwise(costs.work)]
-    found = replace(even, cuts=passes.lightest(work, even.device_of, even.cuts))
+    found = replace(even, cuts=passes.lightest(costs.layers, even.device_of, even.cuts, costs.permille))
     found = min(even, found, key=costs.compute)
     return recut(found, costs.compute) if even.stages <= MOST_STAGES else found
 
@@ -120,7 +121,9 @@ class _Costs:
         self.differ = len(set(self.permille or ())) > 1
         """Whether the same work takes some devices longer than others."""
         self.reserve = value_of(profile.machine.reserve_bytes)
-        self.work = sums(lambda layer: value_of(layer.forward_ns) + layer.fused_ns)
+        self.layers = [value_of(layer.forward_ns) + layer.fused_ns for layer in layers]
+        """What each takes, forward and backward."""
+        self.work = list(accumulate(self.layers, initial=0))
         self.static = sums(lambda layer: value_of(layer.static_bytes))
         self.saved = sums(lambda layer: value_of(layer.saved_bytes))
         self.all = sums(_all_bytes)

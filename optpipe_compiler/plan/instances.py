@@ -14,7 +14,7 @@ from optpipe_compiler.model.placement import Layout, in_runs, layout
 from optpipe_compiler.model.problem import Caps, Freedom, build, static_bytes
 from optpipe_compiler.plan import seeds
 from optpipe_compiler.plan.budget import LOWERING_SHARE, lowering_s, most_lowering_s
-from optpipe_compiler.plan.cuts import most_bytes, others, with_ties
+from optpipe_compiler.plan.cuts import lighter, most_bytes, others, with_ties
 from optpipe_compiler.plan.device_order import other_order
 from optpipe_compiler.plan.options import settled
 from optpipe_compiler.plan.selective import selectively
@@ -68,7 +68,8 @@ def layouts(profile: Profile, options: Options) -> list[Layout]:
     found = even + [other for one in even for other in others(profile, one, options.mem_bytes)]
     if wanted is None and options.placement in ("auto", "linear"):
         saved = [value_of(layer.saved_bytes) for layer in profile.expanded_layers()]
-        tight = (one for one in found[:1] if _is_tight(profile, one, options.mem_bytes))
+        first = lighter([one for one in found if one.device_of == found[0].device_of], profile)
+        tight = (one for one in [first] if _is_tight(profile, one, options.mem_bytes))
         found += [in_runs(one, saved, MOST_NEIGHBOURS) for one in tight]
     found += [tied for one in even if (tied := with_ties(profile, one)) is not None]
     if options.method is None and options.recompute:

@@ -1,21 +1,23 @@
-"""Cuts of the layers for placements that pass all devices several times: the busiest device as light as possible.
+"""Cuts of the layers for placements that pass all devices: the busiest device as light as possible.
 
 With prefix sums p over the layers' work, stage s holding layers [c_s, c_s+1), minimise over the cuts the largest sum of
-p[c_s+1] - p[c_s] over the stages of a device. Two neighbouring passes are cut anew while the others stay: device by
-device in the order of the first pass, as far as each can come within a given load, for each place that the first pass
-can have reached. Pairs take turns until none gets lighter. What then is above the bound is moved, all passes at once,
-within windows (windows.py).
+p[c_s+1] - p[c_s] over the stages of a device, times what the device takes for the same work. One pass is cut exactly.
+Of several, two neighbouring passes are cut anew while the others stay: device by device in the order of the first pass, as
+far as each can come within a given load, for each place that the first pass can have reached. Pairs take turns until
+none gets lighter. What then is above the bound is moved, all passes at once, within windows (windows.py).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from optpipe_compiler.plan.windows import CutWindow
+from optpipe_compiler.plan.windows import CutWindow, most_work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
     Ints = NDArray[np.int64]
     Cuts = tuple[int, ...]
+    Permille = Sequence[int]
 
 FINE = 10_000
 """Loads that differ by less than such a part count as equal."""
@@ -31,40 +34,51 @@ MOST_STATES = 300_000
 """Pairs of positions, times devices, of one trial; in longer models not every border of two passes is tried."""
 PHASES = 4
 """Devices at which windows begin, for loops. Of 100 random cuts of `python -m bench.cuts` CP-SAT makes one lighter in 2
-deterministic seconds, by 0.09%, and none of Llamas."""
+deterministic seconds, by 0.09%, and none of Llamas; of 100 on unequal devices two, by 0.04 and 0.64%."""
 MOST_SUMS = 300_000
 """Pairs of sums that are looked at for the bound. Layers that are alike have few; those of others lie so close to each
 other that they say little."""
 NOWHERE = -1
 
 
-def lightest(work: Sequence[int], device_of: Sequence[int], known: Cuts) -> Cuts:
+def lightest(work: Sequence[int], device_of: Sequence[int], known: Cuts, permille: Permille | None = None) -> Cuts:
     """Return cuts with the lightest busiest device that was found, none heavier than `known`.
 
     `work` has an entry per layer, `device_of` one per stage; every pass is through all devices, up or down. Of other
-    placements, such as neighbouring stages on one device, `known` is returned.
+    placements, such as neighbouring stages on one device, `known` is returned. By `permille` devices take so many
+    thousandths of the time for the same work; None: they are equal.
     """
     devices = max(device_of) + 1
-    cuts, prefix = list(known), _prefix(work)
     passes = [tuple(device_of[begin : begin + devices]) for begin in range(0, len(device_of), devices)]
-    if len(passes) == 1 or any(sorted(one) != list(range(devices)) for one in passes):
+    if any(sorted(one) != list(range(devices)) for one in passes):
         return known
-    lowest, possible = share(work, device_of), loads(work, device_of, _heaviest(prefix, device_of, cuts))
+    cuts, by = list(known), _Placed(_prefix(work), tuple(device_of), slowness(devices, permille))
+    lowest, possible = share(work, device_of, permille), loads(work, device_of, by.heaviest(cuts), permille)
+    if len(passes) == 1:
+        return _one_pass(by, known, lowest)
     seeking, left = True, dict[int, list[int]]()
-    while seeking and _heaviest(prefix, device_of, cuts) > max(possible.least, lowest + lowest // FINE):
+    while seeking and by.heaviest(cuts) > max(possible.least, lowest + lowest // FINE):
         before = list(cuts)
         for number in range(len(passes) - 1):
             if left.get(number) != cuts:
-                _improve(prefix, device_of, passes, cuts, number, lowest, possible)
+                _improve(by, passes, cuts, number, lowest, possible)
                 left[number] = list(cuts)
-        seeking = _heaviest(prefix, device_of, cuts) < _heaviest(prefix, device_of, before)
-    _move(prefix, device_of, passes, cuts, possible)
+        seeking = by.heaviest(cuts) < by.heaviest(before)
+    _move(by, passes, cuts, possible)
     return tuple(cuts)
 
 
-def share(work: Sequence[int], device_of: Sequence[int]) -> int:
+def slowness(devices: int, permille: Permille | None) -> tuple[int, ...]:
+    """Return the thousandths of the time that each device takes for the same work."""
+    return (1000,) * devices if permille is None else tuple(permille[:devices])
+
+
+def share(work: Sequence[int], device_of: Sequence[int], permille: Permille | None = None) -> int:
     """Return what the busiest device plainly cannot be below: an equal share of all work, and the heaviest layer."""
-    return max(-(-sum(work) // (max(device_of) + 1)), *work)
+    slow, total = slowness(max(device_of) + 1, permille), sum(work)
+    if set(slow) == {1000}:
+        return max(-(-total // len(slow)), *work)
+    return max(math.floor(total / sum(Fraction(1000, one) for one in slow)), max(work) * min(slow) // 1000)
 
 
 @dataclass(frozen=True)
@@ -81,15 +95,19 @@ class Loads:
         return bool(np.searchsorted(self.sums, max(low, self.least)) < np.searchsorted(self.sums, high, side="right"))
 
 
-def loads(work: Sequence[int], device_of: Sequence[int], known: int) -> Loads:
+def loads(work: Sequence[int], device_of: Sequence[int], known: int, permille: Permille | None = None) -> Loads:
     """Return what the busiest device can have, up to `known`, which some cut has, where each device has K stages.
 
+    Where devices are equal:
     It is a sum r of K runs of layers, no less than `share`, nor than the heaviest layer and the K - 1 lightest; and the
     other devices have such sums, too: there are D of them with r_d <= r, and sum of r - r_d = D r - all work.
     """
     devices, prefix = max(device_of) + 1, _prefix(work)
     stages, total = len(device_of) // devices, sum(work)
-    lowest = max(share(work, device_of), max(work) + sum(sorted(work)[: stages - 1]))
+    slow, lowest = slowness(devices, permille), max(work) + sum(sorted(work)[: stages - 1])
+    lowest = max(share(work, device_of, permille), lowest * min(slow) // 1000)
+    if set(slow) != {1000}:
+        return Loads(lowest, None)
     begins, ends = np.triu_indices(len(prefix), 1)
     runs = np.unique(prefix[ends] - prefix[begins])
     runs = runs[runs <= known]
@@ -123,41 +141,78 @@ def _prefix(work: Sequence[int]) -> Ints:
     return np.array(list(accumulate(work, initial=0)), np.int64)
 
 
-def _loads(prefix: Ints, device_of: Sequence[int], cuts: Sequence[int]) -> list[int]:
-    found = [0] * (max(device_of) + 1)
-    for device, (begin, end) in zip(device_of, pairwise(cuts), strict=True):
-        found[device] += int(prefix[end] - prefix[begin])
-    return found
+@dataclass(frozen=True)
+class _Placed:
+    """The layers' work, the owner of every stage, and what each device takes for the same work."""
+
+    prefix: Ints
+    device_of: tuple[int, ...]
+    slow: tuple[int, ...]
+
+    def work(self, cuts: Sequence[int], first: int = 0) -> list[int]:
+        """Return the work of each device in the stages from `first` on that `cuts` make."""
+        found = [0] * len(self.slow)
+        for device, (begin, end) in zip(self.device_of[first:], pairwise(cuts), strict=False):
+            found[device] += int(self.prefix[end] - self.prefix[begin])
+        return found
+
+    def heaviest(self, cuts: Sequence[int]) -> int:
+        """Return the load of the busiest device."""
+        return max(work * permille // 1000 for work, permille in zip(self.work(cuts), self.slow, strict=True))
 
 
-def _heaviest(prefix: Ints, device_of: Sequence[int], cuts: Sequence[int]) -> int:
-    return max(_loads(prefix, device_of, cuts))
+def _one_pass(by: _Placed, known: Cuts, lowest: int) -> Cuts:
+    """Return the cut of one pass with the lightest busiest device; `known` where none is lighter."""
+    best, low, high = known, lowest, by.heaviest(known)
+    while low < high:
+        target = (low + high) // 2
+        found = _one_pass_within(by, target)
+        if found is None:
+            low = target + 1
+        else:
+            best, high = found, by.heaviest(found)
+    return best
+
+
+def _one_pass_within(by: _Placed, target: int) -> Cuts | None:
+    """Return a cut of one pass in which no device has more than that; None where there is none.
+
+    Stage by stage, a layer can be the last one if with those from the last place where the stage can begin it fits.
+    """
+    ends = np.arange(len(by.prefix))
+    can, begins = ends == 0, []
+    """Where the stage can begin; and for each stage, by where it ends, the last such place."""
+    for device in by.device_of:
+        last = np.maximum.accumulate(np.where(can, ends, NOWHERE))
+        begin = np.concatenate([[NOWHERE], last[:-1]])
+        can = (begin != NOWHERE) & (by.prefix - by.prefix[begin] <= most_work(target, by.slow[device]))
+        begins.append(begin)
+    if not can[-1]:
+        return None
+    cuts = [len(by.prefix) - 1]
+    for begin in reversed(begins):
+        cuts.append(int(begin[cuts[-1]]))
+    return tuple(reversed(cuts))
 
 
 def _improve(
-    prefix: Ints,
-    device_of: Sequence[int],
-    passes: Sequence[tuple[int, ...]],
-    cuts: list[int],
-    number: int,
-    lowest: int,
-    possible: Loads,
+    by: _Placed, passes: Sequence[tuple[int, ...]], cuts: list[int], number: int, lowest: int, possible: Loads
 ) -> None:
     """Cut pass `number` and the next one anew where that makes the busiest device lighter."""
     devices = len(passes[0])
     first, end = number * devices, (number + 2) * devices
-    whole = _loads(prefix, device_of, cuts)
-    mine = _loads(prefix, device_of[first:end], cuts[first : end + 1])
+    whole, mine = by.work(cuts), by.work(cuts[first : end + 1], first)
     order = passes[number]
     pair = _Pair(
-        prefix=prefix,
+        prefix=by.prefix,
         begin=cuts[first],
         border=cuts[first + devices],
         end=cuts[end],
         others=tuple(whole[device] - mine[device] for device in order),
+        slow=tuple(by.slow[device] for device in order),
         turns=passes[number + 1] != order,
     )
-    low, high = lowest, max(whole)  # high is reached, and nothing below lowest can be
+    low, high = lowest, by.heaviest(cuts)  # high is reached, and nothing below lowest can be
     while high - low > low // FINE:
         target = (low + high) // 2
         found = pair.within(target) if possible.is_any(low, target) else None
@@ -165,20 +220,19 @@ def _improve(
             low = target + 1
         else:
             cuts[first : end + 1] = found
-            high = _heaviest(prefix, device_of, cuts)
+            high = by.heaviest(cuts)
 
 
-def _move(
-    prefix: Ints, device_of: Sequence[int], passes: Sequence[tuple[int, ...]], cuts: list[int], possible: Loads
-) -> None:
+def _move(by: _Placed, passes: Sequence[tuple[int, ...]], cuts: list[int], possible: Loads) -> None:
     """Move the cuts of all passes within windows until in none, from any phase, the busiest device gets lighter."""
     devices = len(passes[0])
     directions = tuple(1 if one == passes[0] else -1 for one in passes)
     phases = sorted({n * devices // PHASES for n in range(PHASES)}) if min(directions) > 0 else [0]
-    high = _heaviest(prefix, device_of, cuts)
+    slow = tuple(by.slow[device] for device in passes[0])
+    high = by.heaviest(cuts)
     number = tried = 0
     while tried < len(phases) and high > possible.least + possible.least // FINE:
-        window = CutWindow(prefix, directions, tuple(cuts), phases[number % len(phases)])
+        window = CutWindow(by.prefix, directions, tuple(cuts), phases[number % len(phases)], slow)
         number, tried = number + 1, tried + 1
         low, target = possible.least, high - 1
         while high - low > low // FINE:
@@ -189,40 +243,42 @@ def _move(
                 low = target + 1
             else:
                 cuts[:], tried = found, 0
-                high = _heaviest(prefix, device_of, cuts)
+                high = by.heaviest(cuts)
             target = (low + high) // 2
 
 
 @dataclass(frozen=True)
 class _Pair:
-    """Two passes over layers [begin, end); `others` is what each device computes besides, in the first pass's order."""
+    """Two passes over layers [begin, end); `others` is the work of each device besides, in the first pass's order."""
 
     prefix: Ints
     begin: int
     border: int
     end: int
     others: tuple[int, ...]
+    slow: tuple[int, ...]
     turns: bool
     """Whether the second pass goes through the devices in the other direction."""
 
     def within(self, target: int) -> list[int] | None:
         """Return cuts in which no device has more than that; None where there are none."""
-        return self._turning(target) if self.turns else self._going_round(target)
+        rooms = [most_work(target, one) - other for one, other in zip(self.slow, self.others, strict=True)]
+        return self._turning(rooms) if self.turns else self._going_round(rooms)
 
-    def _going_round(self, target: int) -> list[int] | None:
+    def _going_round(self, rooms: list[int]) -> list[int] | None:
         """After each device and for each border of the passes: how far the second pass can be, by where the first is.
 
-        far'[c + n] = max over n of the last e with p[e] - p[far[c]] <= target - others - (p[c + n] - p[c]).
+        far'[c + n] = max over n of the last e with p[e] - p[far[c]] <= room - (p[c + n] - p[c]).
         """
         devices, p = len(self.others), self.prefix
         borders = self._borders()
         far = np.full((len(borders), self.end + 1), NOWHERE, np.int64)
         far[:, self.begin] = borders
         steps = []
-        for index, other in enumerate(self.others):
+        for index, room in enumerate(rooms):
             left = devices - 1 - index
             best, by = np.full_like(far, NOWHERE), np.zeros_like(far)
-            for count, starts, rest in self._runs(target - other):
+            for count, starts, rest in self._runs(room):
                 known = far[:, starts]
                 reach = np.searchsorted(p, p[known] + rest, side="right") - 1
                 reach = np.minimum(reach, self.end - left)
@@ -245,23 +301,23 @@ class _Pair:
             second.append(int(before[row, at]))
         return [*reversed(first), *reversed(second[:-1])]
 
-    def _turning(self, target: int) -> list[int] | None:
+    def _turning(self, rooms: list[int]) -> list[int] | None:
         """After each device: where the second pass can begin at the earliest, by where the first pass is.
 
-        near'[c + n] = min over n of the first s with p[near[c]] - p[s] <= target - others - (p[c + n] - p[c]).
+        near'[c + n] = min over n of the first s with p[near[c]] - p[s] <= room - (p[c + n] - p[c]).
         """
         devices, p = len(self.others), self.prefix
         never = self.end + 1
         near = np.full(self.end + 1, never, np.int64)
         near[self.begin] = self.end
         steps = []
-        for index, other in enumerate(self.others):
-            room = 2 * (devices - 1 - index)
+        for index, room in enumerate(rooms):
+            after = 2 * (devices - 1 - index)
             best, by = np.full_like(near, never), np.zeros_like(near)
-            for count, starts, rest in self._runs(target - other):
+            for count, starts, rest in self._runs(room):
                 known = near[starts]
                 reach = np.searchsorted(p, p[np.minimum(known, self.end)] - rest, side="left")
-                reach = np.maximum(reach, starts + count + room)
+                reach = np.maximum(reach, starts + count + after)
                 reach = np.where((known != never) & (reach < known), reach, never)
                 here = best[starts + count]
                 by[starts + count] = np.where(reach < here, count, by[starts + count])

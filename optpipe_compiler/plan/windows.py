@@ -2,7 +2,7 @@
 
 Walk the devices in the order of the first pass. Between two of them each pass k stands at some cut c_k; with prefix
 sums p over the layers' work and signs g_k, 1 for passes in the first one's direction and -1 for others, let
-A = sum over k of g_k p[c_k]. What the next device computes is the A after it less the A before it, so positions of all
+A = sum over k of g_k p[c_k]. The work of the next device is the A after it less the A before it, so positions of all
 passes at once are the states of a dynamic program, in which a device's load is a difference of two numbers. As every
 cut stays near where it was, there are few states; those that no sequence of loads within the limit passes are left out.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -43,10 +44,13 @@ class CutWindow:
     directions: tuple[int, ...]
     cuts: tuple[int, ...]
     phase: int = 0
+    slow: tuple[int, ...] | None = None
+    """Thousandths of the time that the devices take for the same work, in the order of the first pass; None: equal."""
 
     def within(self, target: int) -> list[int] | None:
         """Return cuts in which no device has more than that; None where there are none near."""
-        live = self._live(target)
+        most = self._most_work(target)
+        live = self._live(most)
         if live is None:
             return None
         positions, reached = live
@@ -62,24 +66,30 @@ class CutWindow:
             for cut, position in zip(self._rows[step], positions[step][at].tolist(), strict=True):
                 found[cut] = position
             if step:
-                can = self._can_follow(positions[step - 1], positions[step][at : at + 1], step - 1, target)[:, 0]
+                can = self._can_follow(positions[step - 1], positions[step][at : at + 1], step - 1, most)[:, 0]
                 at = int(np.flatnonzero(can & ((reached[step - 1] & bit) != 0))[0])
         return found
 
-    def _live(self, target: int) -> tuple[list[Ints], list[Bits]] | None:
+    def _most_work(self, target: int) -> list[int]:
+        """Return the work that each device may have, in the order of the walk."""
+        slow = self.slow or (1000,) * self._devices
+        begin = self.phase % self._devices
+        return [most_work(target, permille) for permille in (*slow[begin:], *slow[:begin])]
+
+    def _live(self, most: list[int]) -> tuple[list[Ints], list[Bits]] | None:
         """Return the positions that are reached between devices, and for each the origins it is reached from."""
-        steps = len(self._rows) - 1
+        before = [0, *accumulate(most)]
         first, last = (self._sums(self._near[step]) for step in (0, -1))
         positions: list[Ints] = []
         reached: list[Bits] = []
         for step, near in enumerate(self._near):
             sums = self._sums(near)
-            fits = (sums <= first.max() + step * target) & (sums >= last.min() - (steps - step) * target)
+            fits = (sums <= first.max() + before[step]) & (sums >= last.min() - (before[-1] - before[step]))
             here = near[fits][: self._most]
             if step == 0:
                 bits = self._bits(here, 0)
             else:
-                can = self._can_follow(positions[-1], here, step - 1, target)
+                can = self._can_follow(positions[-1], here, step - 1, most)
                 bits = np.bitwise_or.reduce(np.where(can, reached[-1][:, None], np.uint64(0)), axis=0)
             live = bits != 0
             if not live.any():
@@ -88,9 +98,9 @@ class CutWindow:
             reached.append(bits[live])
         return positions, reached
 
-    def _can_follow(self, before: Ints, after: Ints, step: int, target: int) -> NDArray[np.bool_]:
-        """Whether the device between has at most `target`, and a layer in each pass, [before, after]."""
-        can = self._sums(after) <= (self._sums(before) + target)[:, None]
+    def _can_follow(self, before: Ints, after: Ints, step: int, most: list[int]) -> NDArray[np.bool_]:
+        """Whether the device between has no more than it may, and a layer in each pass, [before, after]."""
+        can = self._sums(after) <= (self._sums(before) + most[step])[:, None]
         # most of a window's time goes here: comparing small numbers takes a quarter of it
         small_before, small_after = (np.asfortranarray(one * self._signs, np.int32) for one in (before, after))
         for row in range(len(self._signs)):
@@ -173,6 +183,11 @@ class CutWindow:
             return np.zeros((1, 0), np.int64)
         away = np.abs(grid - np.array([self.cuts[n] for n in numbers])).sum(axis=1)
         return grid[np.argsort(away, kind="stable")]
+
+
+def most_work(load: int, permille: int) -> int:
+    """Return the most work of a device for a load of no more than that, where it takes so many thousandths for it."""
+    return (1000 * load + 999) // permille
 
 
 def _width(dimensions: int, most: int) -> int:

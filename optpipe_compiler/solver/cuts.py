@@ -24,13 +24,15 @@ def lightest(
     known: Cuts,
     together: Sequence[tuple[int, int]] = (),
     effort: float = EFFORT,
+    permille: Sequence[int] | None = None,
 ) -> Cuts:
     """Return cuts that minimise the work of the busiest device, or `known` where nothing lighter was found.
 
     With stage s holding layers [c_s, c_s+1) and prefix sums p over the layers' work, minimise z subject to
-    z >= sum of p[c_s+1] - p[c_s] over the stages of each device, and c_s < c_s+1. Layers that are `together` are on one
-    device: with a in stage s of device d and b in stage t, c_s <= a < c_s+1, c_t <= b < c_t+1, and t is of device d.
-    `effort` is deterministic time.
+    1000 z >= q_d times the sum of p[c_s+1] - p[c_s] over the stages of device d, and c_s < c_s+1; `permille` has the
+    q_d, the thousandths of the time that a device takes for the same work, 1000 if not said otherwise. Layers that are
+    `together` are on one device: with a in stage s of device d and b in stage t, c_s <= a < c_s+1, c_t <= b < c_t+1,
+    and t is of device d. `effort` is deterministic time.
     """
     from ortools.sat.python import cp_model
 
@@ -40,7 +42,8 @@ def lightest(
     model = cp_model.CpModel()
     cuts = [model.new_int_var(s, layers - (stages - s), f"c{s}") for s in range(stages + 1)]
     before = [model.new_int_var(0, prefix[-1], f"p{s}") for s in range(stages + 1)]
-    busiest = model.new_int_var(0, prefix[-1], "z")
+    slowness = permille or [1000] * (max(device_of) + 1)
+    busiest = model.new_int_var(0, prefix[-1] * max(slowness) // 1000 + 1, "z")
     model.add(cuts[0] == 0)
     model.add(cuts[stages] == layers)
     for s in range(stages + 1):
@@ -50,7 +53,7 @@ def lightest(
         model.add(cuts[s] < cuts[s + 1])
     for device in set(device_of):
         mine = [s for s in range(stages) if device_of[s] == device]
-        model.add(sum(before[s + 1] - before[s] for s in mine) <= busiest)
+        model.add(sum(before[s + 1] - before[s] for s in mine) * slowness[device] <= 1000 * busiest)
     for pair in together:
         owners = []
         for layer in pair:

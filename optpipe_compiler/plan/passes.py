@@ -2,8 +2,8 @@
 
 With prefix sums p over the layers' work, stage s holding layers [c_s, c_s+1), minimise over the cuts the largest sum of
 p[c_s+1] - p[c_s] over the stages of a device, times what the device takes for the same work. One pass is cut exactly.
-Of several, two neighbouring passes are cut anew while the others stay: device by device in the order of the first pass, as
-far as each can come within a given load, for each place that the first pass can have reached. Pairs take turns until
+Of several, two neighbouring passes are cut anew while the others stay: device by device in the order of the first pass,
+as far as each can come within a given load, for each place that the first pass can have reached. Pairs take turns until
 none gets lighter. What then is above the bound is moved, all passes at once, within windows (windows.py).
 """
 

@@ -300,6 +300,7 @@ class _Compilation:
         )
 
     def _certified(self, winner: Attempt, timed: Schedule) -> ir.Checked:
+        self._report("lowering and verifying")
         bound, reached = self._bound(), self.incumbents.value(timed)
         certificate = Certificate(
             objective=self.options.objective,

@@ -37,8 +37,10 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
     A backward inside of the region would cast those again that a layer computes in fp32.
     """
-    enabled, dtype, cached = autocast_now(device)
-    return autocast_as((False, dtype, cached), device) if enabled else nullcontext()
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    _, dtype, cached = autocast_now(device)
+    return autocast_as((False, dtype, cached), device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -81,10 +81,7 @@ def _load(instance: SearchedProblem, incumbents: Incumbents, steps: Iterator[Non
 
     def get_ready() -> None:
         with suppress(Exception):  # which the search then meets, too, and says so
-            from optpipe_compiler.machine import waits
-
             compiled.append(load(instance))
-            compiled.append(waits.load())
 
     budget.stop()
     try:

@@ -220,17 +220,19 @@ def shortened(problem: Problem) -> Problem:
 
 
 def load(instance: SearchedProblem) -> bool:
-    """Get ready what the search runs on; return whether it had to be compiled."""
+    """Get ready what the search and the lowering of its plan run on; return whether it had to be compiled."""
+    from optpipe_compiler.machine import waits
     from optpipe_compiler.machine.policy import load, policy, setting
     from optpipe_compiler.machine.state import machine
 
+    is_compiled = waits.load()
     problem = shortened(instance.problem)
     for name in instance.names(problem):
         with suppress(NotDefined, Stuck):
             wished = instance.wish(problem, name)
             given = setting(problem, wished, problem.microbatches, is_span=False)
-            return load(machine(problem), policy(problem, next(treatments(problem, wished))), given)
-    return False
+            return load(machine(problem), policy(problem, next(treatments(problem, wished))), given) or is_compiled
+    return is_compiled
 
 
 class LocalSearch:

@@ -114,11 +114,13 @@ class Causality:
         level, latest = [0] * len(order), [0] * len(self.number)
         joins: list[int] = []
         before_joins: list[list[int]] = []
-        """By join the events of other chains that come directly before it."""
+        """By join the events of other chains that come directly before it, of each chain the last one."""
         for event in order:
             before, chain = self.events.before[event], chain_of[event]
             if len(before) != (position[event] > 1):  # more than the one on its chain
                 others = [one for one in before if chain_of[one] != chain]
+                if len(others) > 1:
+                    others = list({chain_of[one]: one for one in sorted(others, key=position.__getitem__)}.values())
                 if others:
                     latest[chain] = 1 + max(latest[chain], *[level[one] for one in others])
                     joins.append(event)
@@ -141,10 +143,12 @@ class Causality:
             self._previous[rows[1:][rows[1:] > rows[:-1]]] = rows[:-1][rows[1:] > rows[:-1]]
         self._others: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
         """Rows with a first event of another chain, a second one, ..., ascending, and these events."""
-        for place in range(max(map(len, before_joins), default=0)):
-            having = [number for number in by_level.tolist() if len(before_joins[number]) > place]
+        having = by_level.tolist()
+        while having:
+            place = len(self._others)
             others_there = np.array([before_joins[number][place] for number in having])
             self._others.append((self._row[np.array(joins)[having]], others_there))
+            having = [number for number in having if len(before_joins[number]) > place + 1]
 
     def clocks(self, wanted: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Clocks]:
         """Return, for each (events, chains), the clocks of these events on these chains, a row per event."""
@@ -206,6 +210,8 @@ class Causality:
             rows[begin:end] = rows[self._previous[begin:end]]
             for numbers, bounds, sources, columns, reached in others:
                 now = slice(bounds[level], bounds[level + 1])
+                if now.start == now.stop:
+                    break  # what has no second event has no third one
                 these = numbers[now]
                 rows[these] = np.maximum(rows[these], rows[sources[now]])
                 rows[these, columns[now]] = np.maximum(rows[these, columns[now]], reached[now])

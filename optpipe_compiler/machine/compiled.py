@@ -67,6 +67,12 @@ def entry(function: Function) -> Function:
             settings.CACHE_DIR = before
 
 
+def misses(function: Any) -> int:
+    """Return how often what Python calls was compiled, as it was not in the cache; 0 where numba is told not to."""
+    stats = getattr(function, "stats", None)
+    return 0 if stats is None else int(stats.cache_misses.total())
+
+
 def _folder() -> Path | None:
     """Return the folder for compiled code, None where there is no place for it."""
     room = Path(__file__).parent

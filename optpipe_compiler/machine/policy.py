@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from optpipe_compiler.machine.compiled import compiled, entry, views
+from optpipe_compiler.machine.compiled import compiled, entry, misses, views
 from optpipe_compiler.machine.dispatch import DONE, play, work
 from optpipe_compiler.machine.state import (
     FARTHEST,
@@ -137,10 +137,9 @@ def value(x: MachineState, by: Policy, given: Setting, cutoff: int) -> int:
 
 def load(x: MachineState, by: Policy, given: Setting) -> bool:
     """Run a policy once; return whether what runs it had to be compiled, as it was not in the cache."""
-    stats = getattr(_search, "stats", None)  # absent where numba is told not to compile
-    known = 0 if stats is None else stats.cache_misses.total()
+    known = misses(_search)
     value(x, copied(by), given, NEVER // 2)
-    return stats is not None and _search.stats.cache_misses.total() > known  # type: ignore[attr-defined]
+    return misses(_search) > known
 
 
 def climb(

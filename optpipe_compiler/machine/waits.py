@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from optpipe_compiler.machine.compiled import compiled, entry, views
+from optpipe_compiler.machine.compiled import compiled, entry, misses, views
 from optpipe_compiler.machine.state import NONE
 
 if TYPE_CHECKING:
@@ -101,11 +101,10 @@ _DIMENSIONS = {"takings": 3} | dict.fromkeys(
 
 def load() -> bool:
     """Get `find_waits` ready; return whether it had to be compiled, as it was not in the cache."""
-    stats = getattr(find_waits, "stats", None)  # absent where numba is told not to compile
-    known = 0 if stats is None else stats.cache_misses.total()
+    known = misses(find_waits)
     nothing: Any = {name: np.zeros((0,) * _DIMENSIONS.get(name, 1), np.int64) for name in Waiting._fields}
     find_waits(Waiting(**nothing | {"clocks": np.zeros((0, 0), np.int32)}))
-    return stats is not None and find_waits.stats.cache_misses.total() > known  # type: ignore[attr-defined]
+    return misses(find_waits) > known
 
 
 @entry
@@ -157,6 +156,12 @@ def _free(x: Waiting, node: int) -> None:
 
 
 @compiled
+def _lane(x: Waiting, d: int, node: int) -> int:
+    """Return on which lane a node takes memory of its device."""
+    return COMPUTE_LANE if x.places[d, x.chain[node]] == x.lanes[d, COMPUTE_LANE] else RELOAD_LANE
+
+
+@compiled
 def _start(x: Waiting, node: int) -> None:
     """A node starts on a lane, with its clock."""
     d = x.device[node]
@@ -164,7 +169,7 @@ def _start(x: Waiting, node: int) -> None:
     if x.taken[node, ON_DEVICE] == 0:
         return
     first, width = x.firsts[d], x.firsts[d + 1] - x.firsts[d]
-    lane = COMPUTE_LANE if x.places[d, x.chain[node]] == x.lanes[d, COMPUTE_LANE] else RELOAD_LANE
+    lane = _lane(x, d, node)
     totals = x.takings[d, lane, 1] + x.counts[d, lane]
     x.totals[totals + 1] = x.totals[totals] + x.taken[node, ON_DEVICE]
     x.counts[d, lane] += 1
@@ -327,7 +332,7 @@ def _fits(x: Waiting, d: int, node: int, clock: Ints) -> bool:
     for k in range(width):
         freed[k] = x.given[x.givens[first + k] + clock[k]]
         total += freed[k]
-    lane = COMPUTE_LANE if x.places[d, x.chain[node]] == x.lanes[d, COMPUTE_LANE] else RELOAD_LANE
+    lane = _lane(x, d, node)
     other = COMPUTE_LANE + RELOAD_LANE - lane
     started = x.totals[x.takings[d, lane, 1] + x.counts[d, lane]]
     room: int = x.peaks[d, ON_DEVICE] - x.taken[node, ON_DEVICE] - started

@@ -53,9 +53,10 @@ def lightest(work: Sequence[int], device_of: Sequence[int], known: Cuts, permill
     if any(sorted(one) != list(range(devices)) for one in passes):
         return known
     cuts, by = list(known), _Placed(_prefix(work), tuple(device_of), slowness(devices, permille))
-    lowest, possible = share(work, device_of, permille), loads(work, device_of, by.heaviest(cuts), permille)
+    lowest = share(work, device_of, permille)
     if len(passes) == 1:
         return _one_pass(by, known, lowest)
+    possible = loads(work, device_of, by.heaviest(cuts), permille)
     seeking, left = True, dict[int, list[int]]()
     while seeking and by.heaviest(cuts) > max(possible.least, lowest + lowest // FINE):
         before = list(cuts)

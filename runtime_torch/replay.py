@@ -116,6 +116,8 @@ class _Due:
     id: str
     run: Callable[[_Due, int, int], None]
     unit: int
+    sends: str
+    """Of a forward or backward whose result another device needs: the id of the message."""
 
 
 class Replay:
@@ -177,7 +179,9 @@ class Replay:
             "recv_activation": self._recv,
             "recv_gradient": self._recv,
         }
-        self._order = [_Due(op, op.id, ways[op.name], self._unit(op)) for op in self.plan.compute]
+        self._order = [
+            _Due(op, op.id, ways[op.name], self._unit(op), self._sending(op)) for op in self.plan.compute
+        ]
         self._inputs: Sequence[Tensor] | None = None
         self._targets: Sequence[Tensor] | None = None
         self._units: Sequence[Microbatch] = [Microbatch(1 / self._microbatches)] * self._microbatches * self._slices
@@ -227,6 +231,10 @@ class Replay:
 
     def _unit(self, op: ir.Op) -> int:
         return op.microbatch * self._slices + (op.slice_or_none or 0)
+
+    def _sending(self, op: ir.Op) -> str:
+        kind = "send_activation" if isinstance(op, ir.Forward) else "send_gradient"
+        return op_id(kind, op.stage, op.microbatch, None, op.slice_or_none)
 
     def close(self) -> None:
         """Let the host memory of offloads go: another replay may need as much. There are no more steps."""
@@ -323,7 +331,7 @@ class Replay:
         if stage + 1 in self.stages:
             self._activations[stage + 1, unit] = out
         elif stage != self.last_stage:
-            self._outbox[self._sending("send_activation", due)] = out
+            self._outbox[due.sends] = out
         self._end(due, start)
 
     def _backward(self, due: _Due, stage: int, unit: int) -> None:
@@ -343,7 +351,7 @@ class Replay:
         if found is not None and stage - 1 in self.stages:
             self._gradients[stage - 1, unit] = found
         elif found is not None:
-            self._outbox[self._sending("send_gradient", due)] = found
+            self._outbox[due.sends] = found
         self._end(due, start)
 
     def _backward_weight(self, due: _Due, stage: int, unit: int) -> None:
@@ -405,9 +413,6 @@ class Replay:
     def _end(self, due: _Due, start: Mark) -> None:
         self._timeline.add(due.id, "compute", start, self._timeline.now())
         self._lanes.complete(due.id)
-
-    def _sending(self, kind: str, due: _Due) -> str:
-        return op_id(kind, due.op.stage, due.op.microbatch, None, due.op.slice_or_none)
 
     def _keep(self, tensor: Tensor, border: int, unit: int) -> Tensor:
         """Take over what crosses to another stage: contiguous, on a storage of its own size, and counted."""

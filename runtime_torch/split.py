@@ -256,6 +256,9 @@ class _Walk:
             self._add(node, [self.leads_to[child] for child in children[node]])
 
     def _add(self, node: Node, under: list[list[Node] | None]) -> None:
+        if len(under) == 1:
+            self.leads_to[node] = under[0]
+            return
         found = list(dict.fromkeys(leaf for leaves in under if leaves is not None for leaf in leaves))
         if not under and hasattr(node, "variable"):
             self.leads_to[node] = [node]
@@ -298,6 +301,8 @@ class _Walk:
 
     def _meet_again(self, cuts: list[Node]) -> bool:
         """Whether one of the cuts is on another one's way to the target."""
+        if len(cuts) == 1:
+            return False
         leading: set[Node] = set()
         missing = set(cuts)
         for node, leaves in self.leads_to.items():  # children first

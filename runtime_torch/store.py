@@ -52,8 +52,8 @@ class SavedTensorStore:
     """In the order of saving."""
     holdings: list[Holding] = field(default_factory=list)
     _by_address: dict[int, Holding] = field(default_factory=dict)
-    _gone: list[tuple[weakref.finalize[..., Holding], list[weakref.ref[Slot]]]] = field(default_factory=list)
-    """What a whole backward frees as it reads it: how its memory is given back, and its slots."""
+    _gone: dict[weakref.ref[Holding], tuple[UntypedStorage, list[weakref.ref[Slot]]]] = field(default_factory=dict)
+    """What a whole backward frees as it reads it, and has not yet freed: its storage and its slots."""
     _pack_again: Callable[[Tensor], Slot | Tensor] | None = None
     """In a recompute: what gives dropped holdings back."""
 
@@ -221,12 +221,17 @@ class SavedTensorStore:
         for holding in mine:
             assert holding.storage is not None
             self._by_address.pop(holding.storage.data_ptr(), None)
-            end = weakref.finalize(holding, self.meter.release, holding.storage)
-            self._gone.append((end, [weakref.ref(slot) for slot in holding.slots]))
+            slots = [weakref.ref(slot) for slot in holding.slots]
+            self._gone[weakref.ref(holding, self._give_back)] = holding.storage, slots
             holding.slots.clear()
         gone = set(mine)
         self.holdings = [holding for holding in self.holdings if holding not in gone]
         self.slots = [slot for slot in self.slots if slot.holding not in gone]
+
+    def _give_back(self, reference: weakref.ref[Holding]) -> None:
+        """Nothing refers any more to a holding that a whole backward has read."""
+        if (gone := self._gone.pop(reference, None)) is not None:
+            self.meter.release(gone[0])
 
     def keep_results(self) -> None:
         """A backward in two halves begins."""
@@ -241,14 +246,13 @@ class SavedTensorStore:
     def clear(self) -> None:
         """Free everything, on the device and on the host, whatever graph still refers to it: a hook may close over its
         own tensor, or a layer keep a result that is no part of the loss."""
-        for end, slots in self._gone:
-            alive = end.peek()
-            if alive is not None:
-                alive[0].storage = None
-                for slot in filter(None, (reference() for reference in slots)):
-                    slot.tensor = None
-                end()
-        self._gone.clear()
+        while self._gone:
+            reference, (storage, slots) = self._gone.popitem()
+            if (holding := reference()) is not None:
+                holding.storage = None
+            for slot in filter(None, (one() for one in slots)):
+                slot.tensor = None
+            self.meter.release(storage)
         for slot in self.slots:
             slot.tensor = None
         for holding in self.holdings:

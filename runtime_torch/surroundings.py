@@ -20,6 +20,9 @@ Autocast = tuple[bool, torch.dtype, bool]
 """Whether it is on, its dtype, and whether it keeps its copies of the weights."""
 
 
+_NOTHING = nullcontext()
+
+
 def autocast_now(device: torch.device) -> Autocast:
     """Return how autocast is set for a kind of device."""
     kind = device.type
@@ -38,7 +41,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     A backward inside of the region would cast those again that a layer computes in fp32.
     """
     if not torch.is_autocast_enabled(device.type):
-        return nullcontext()
+        return _NOTHING
     _, dtype, cached = autocast_now(device)
     return autocast_as((False, dtype, cached), device)
 

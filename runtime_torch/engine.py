@@ -141,7 +141,10 @@ def base_of(tensor: Tensor) -> Tensor:
 
 def changes(tensor: Tensor) -> int:
     """Return how often a tensor was changed in place; 0 where torch does not say, as of one of `inference_mode`."""
-    return 0 if tensor.is_inference() else int(getattr(tensor, "_version", 0))
+    try:
+        return tensor._version
+    except (AttributeError, RuntimeError):
+        return 0
 
 
 def copy_all(there: Sequence[Tensor], here: Sequence[Tensor]) -> None:

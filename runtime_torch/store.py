@@ -130,7 +130,11 @@ class SavedTensorStore:
     def is_constant(self, tensor: Tensor) -> bool:
         """Whether a tensor is never stored."""
         storage = tensor.untyped_storage()
-        if storage.data_ptr() in self._constants or storage.nbytes() == 0 or tensor.device != self.device:
+        return storage.data_ptr() in self._constants or self._is_elsewhere(tensor, storage)
+
+    def _is_elsewhere(self, tensor: Tensor, storage: UntypedStorage) -> bool:
+        """Whether its memory is that of another device, of autocast, or none."""
+        if storage.nbytes() == 0 or tensor.device != self.device:
             return True
         return self.autocast and self._is_weight_copy(tensor)
 
@@ -142,18 +146,18 @@ class SavedTensorStore:
         return source is not None and source.untyped_storage().data_ptr() in self._constants
 
     def _lasting(self, tensor: Tensor) -> Tensor:
-        is_lasting = not self._changed or tensor.untyped_storage().data_ptr() not in self._changed
-        return tensor if is_lasting else tensor.detach().clone()
+        return tensor.detach().clone() if tensor.untyped_storage().data_ptr() in self._changed else tensor
 
     def _pack(self, tensor: Tensor) -> Slot | Tensor:
-        tensor = self._lasting(tensor)
+        if self._changed:
+            tensor = self._lasting(tensor)
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if address in self._constants:
             return tensor
         holding = self._by_address.get(address)
         if holding is None:
-            if self.is_constant(tensor):
+            if self._is_elsewhere(tensor, storage):
                 return tensor.detach()
             holding = Holding(self.layer, storage.nbytes(), storage, address in self._stays)
             self._by_address[address] = holding

@@ -310,14 +310,27 @@ def canonical(record: Record) -> str:
     return _render(msgspec.to_builtins(record), 0, top=True) + "\n"
 
 
+_LINE = json.JSONEncoder(separators=(", ", ": "), ensure_ascii=False)
+
+
 def _render(value: Any, depth: int, *, top: bool = False) -> str:
     pad, inner = " " * depth, " " * (depth + 1)
-    if isinstance(value, dict) and (top or _is_table(value) or any(_spreads(item) for item in value.values())):
+    if isinstance(value, dict) and (top or _is_table(value) or any(map(_spreads, value.values()))):
         rows = [f"{inner}{json.dumps(key)}: {_render(item, depth + 1)}" for key, item in value.items()]
         return "{\n" + ",\n".join(rows) + f"\n{pad}}}"
     if isinstance(value, list) and value and isinstance(value[0], dict | list):
-        return "[\n" + ",\n".join(inner + _render(item, depth + 1) for item in value) + f"\n{pad}]"
-    return json.dumps(value, separators=(", ", ": "), ensure_ascii=False)
+        # most of a large file are ops, which are flat
+        rows = [_LINE.encode(item) if _is_flat(item) else _render(item, depth + 1) for item in value]
+        return f"[\n{inner}" + f",\n{inner}".join(rows) + f"\n{pad}]"
+    return _LINE.encode(value)
+
+
+_SCALARS = frozenset({int, float, str, bool, type(None)})
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether an object has scalars alone."""
+    return isinstance(value, dict) and _SCALARS.issuperset(map(type, value.values()))
 
 
 def _is_table(value: dict[str, Any]) -> bool:

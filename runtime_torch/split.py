@@ -239,26 +239,28 @@ class _Walk:
             self.cuts[root] = found
 
     def _walk(self, root: Node) -> None:
+        leads_to = self.leads_to
         children: dict[Node, list[Node]] = {}
         stack = [root]
         while stack:
             node = stack[-1]
-            if node in self.leads_to:
+            if node in leads_to:
                 stack.pop()
                 continue
             if node not in children:
                 children[node] = _children(node)
-                missing = [child for child in children[node] if child not in self.leads_to]
+                missing = [child for child in children[node] if child not in leads_to]
                 if missing:
                     stack += missing
                     continue
             stack.pop()
-            self._add(node, [self.leads_to[child] for child in children[node]])
+            under = children[node]
+            if len(under) == 1:  # as with most
+                leads_to[node] = leads_to[under[0]]
+            else:
+                self._add(node, [leads_to[child] for child in under])
 
     def _add(self, node: Node, under: list[list[Node] | None]) -> None:
-        if len(under) == 1:
-            self.leads_to[node] = under[0]
-            return
         found = list(dict.fromkeys(leaf for leaves in under if leaves is not None for leaf in leaves))
         if not under and hasattr(node, "variable"):
             self.leads_to[node] = [node]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from optpipe_compiler.errors import BadInput, first_line
+from runtime_torch import random_state
 from runtime_torch.engine import changes
 from runtime_torch.microbatch import Wrapping, current, targets_for
 
@@ -36,6 +37,8 @@ Flow = Tensor | tuple[Tensor, ...]
 
 _ALIGNMENT = 16
 """Bytes; every part starts at a multiple, so that it can be viewed as any dtype."""
+_ABSENT = list(b"optpipe: absent!")
+"""The first bytes of a part that has no gradient: zeros would be one, and no gradient begins so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +117,26 @@ class Bundle:
         return (carrier,) if self.is_single else _Unpack.apply(self, carrier)  # type: ignore[no-untyped-call]
 
     def join(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """Copy the bits of the parts (zeros for a missing one) into a new carrier."""
+        """Copy the bits of the parts into a new carrier, where there is one; `is_absent` tells where not."""
         device = next(tensor.device for tensor in tensors if tensor is not None)
         shape, dtype = self.boundary
         carrier = torch.zeros(shape, dtype=dtype, device=device)
         bits = carrier.view(torch.uint8)
         for tensor, (end, nbytes) in zip(tensors, self._extents(), strict=True):
+            start = end - _aligned(nbytes)
             if tensor is not None:
-                start = end - _aligned(nbytes)
                 bits[start : start + nbytes].copy_(_bits(tensor))
+            elif nbytes:
+                bits[start : start + _ALIGNMENT].copy_(torch.tensor(_ABSENT, dtype=torch.uint8))
         return carrier
+
+    def is_absent(self, carrier: Tensor) -> list[bool]:
+        """Return for each part whether it was missing when the carrier was joined; waits for a GPU."""
+        bits = _bits(carrier)
+        starts = [end - _aligned(nbytes) if nbytes else None for end, nbytes in self._extents()]
+        marks = torch.stack([bits[at : at + _ALIGNMENT] for at in starts if at is not None]).tolist()
+        found = iter(marks)
+        return [at is not None and next(found) == _ABSENT for at in starts]
 
     def cut(self, carrier: Tensor) -> tuple[Tensor, ...]:
         """Return the parts as views of the carrier."""
@@ -235,7 +248,10 @@ def _trace(
     for index, made in enumerate(layers):
         last = index == len(layers) - 1
         try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            sources = random_state.everywhere(torch.device("cpu"))
+            if isinstance(made, nn.Module):
+                sources += random_state.owned(made.modules())
+            with torch.no_grad(), random_state.untouched(sources):
                 found = call(made, parts, target, last)
         except (RuntimeError, TypeError, NotImplementedError) as error:
             given = f"what layer {index - 1} returns" if index else "the input"
@@ -326,8 +342,12 @@ class _Pack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        parts = ctx.bundle.cut(gradient.contiguous())
-        return None, *(part if _has_gradient(part.dtype) else None for part in parts)
+        gradient = gradient.contiguous()
+        parts = [part if _has_gradient(part.dtype) else None for part in ctx.bundle.cut(gradient)]
+        if sum(part is not None for part in parts) > 1:  # of a single one there is a gradient, or none is sent
+            absent = ctx.bundle.is_absent(gradient)
+            parts = [None if is_absent else part for part, is_absent in zip(parts, absent, strict=True)]
+        return None, *parts
 
 
 class _Unpack(torch.autograd.Function):

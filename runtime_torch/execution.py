@@ -23,7 +23,7 @@ from runtime_torch.meter import Meter, rounded_up
 from runtime_torch.microbatch import keywords_for, takes
 from runtime_torch.regions import SelectiveStore
 from runtime_torch.replicas import is_looked_after
-from runtime_torch.selective import find_cheap
+from runtime_torch.selective import find_cheap, leave
 from runtime_torch.slices import StageCarry
 from runtime_torch.store import SavedTensorStore
 from runtime_torch.surroundings import (
@@ -66,6 +66,8 @@ class _Checkpoint:
     """Those that the forward sets, as it found them."""
     changes: list[int]
     """How often each tensor of `x` had been changed in place."""
+    constants: list[tuple[Tensor, int]]
+    """The other buffers, and how often each had been changed."""
 
     def storages(self) -> list[UntypedStorage]:
         """Of all tensors."""
@@ -77,6 +79,19 @@ class _Checkpoint:
             raise RunFailed(
                 f"layer {first}: its input was changed in place, and the schedule computes the layer once more from "
                 "it, expected a new tensor"
+            )
+
+    def check_constants(self, first: int, now: Sequence[tuple[Tensor, int]]) -> None:
+        """Raise RunFailed where buffers changed since that no forward seemed to change."""
+        same = len(now) == len(self.constants) and all(
+            one is other and changes == earlier
+            for (one, changes), (other, earlier) in zip(now, self.constants, strict=True)
+        )
+        if not same:
+            raise RunFailed(
+                f"layer {first}: a buffer has changed since the forward, which had not in the trial before the first "
+                "step, and the schedule computes the layer once more from what is there now: expected a buffer that "
+                "each forward changes or none does, or a schedule without recomputes of this layer"
             )
 
 
@@ -151,6 +166,8 @@ class StageExecution:
         self._everywhere = random_state.everywhere(self.device)
         self._owned: dict[int, list[random_state.Source]] = {}
         """By layer that was asked for in this step: the generators that it has itself."""
+        self._buffered: dict[int, list[nn.Module]] = {}
+        """By layer that was asked for in this step: the modules whose buffers no forward changes."""
         self._passes: dict[int, _Pass] = {}
         self._carried: dict[int, StageCarry] = {}
         """By microbatch that is cut into slices."""
@@ -173,9 +190,16 @@ class StageExecution:
             buffer for modules in self._changing.values() for one in modules for buffer in one.buffers(recurse=False)
         ]
         self._changed = frozenset(tensor.untyped_storage().data_ptr() for tensor in changing)
-        self._owned = {}
+        self._owned, self._buffered = {}, {}
         owned = [tensor for layer in self.layers for tensor in (*layer.parameters(), *layer.buffers())]
         self._constants = frozenset(tensor.untyped_storage().data_ptr() for tensor in owned) - self._changed
+
+    def forget(self) -> None:
+        """A step was left in the middle, and none goes on with it: let go what it held."""
+        while self._passes:
+            self._release(self._passes.popitem()[1])
+        while self._carried:
+            self._carried.popitem()[1].clear()
 
     @contextmanager
     def trying(self) -> Iterator[None]:
@@ -187,6 +211,15 @@ class StageExecution:
             index: layer for index, layer in enumerate(self.layers, self.first_layer) if not is_looked_after(layer)
         }
         attributes = {index: [(one, dict(vars(one))) for one in layer.modules()] for index, layer in plain.items()}
+        frozen = [
+            (index, name, one, engine.changes(one))
+            for index, layer in plain.items()
+            for name, one in layer.named_parameters()
+            if not one.requires_grad
+        ]
+        gradients = [(one, one.grad) for layer in plain.values() for one in layer.parameters()]
+        for one, _ in gradients:
+            one.grad = None
         with ExitStack() as stack:
             stack.enter_context(random_state.untouched(self._random_in((self.first_layer, self.end_layer))))
             for layer in plain.values():
@@ -194,6 +227,8 @@ class StageExecution:
             try:
                 yield
             finally:
+                for one, gradient in gradients:
+                    one.grad = gradient
                 self._setting = {index: attributes_set_since(had) for index, had in attributes.items()}
                 self._changing = {}
                 for index, states in before.items():
@@ -202,6 +237,14 @@ class StageExecution:
                         self._changing[index] = list(dict.fromkeys(state.module for state in changed))
                     put_buffers(changed)
                 self.begin()
+        for module, _ in (one for index in self.selective for one in self._setting.get(index, ())):
+            leave(module)
+        for index, name, one, changes in frozen:
+            if engine.changes(one) != changes:
+                raise BadInput(
+                    f"layer {index} changes its frozen parameter {name} in its forward, expected a buffer, which is "
+                    "put back where a forward is repeated"
+                )
 
     # -- ops
 
@@ -265,6 +308,7 @@ class StageExecution:
         run = self._passes[microbatch]
         checkpoint = run.checkpoints.pop(layers)
         checkpoint.check(layers[0])
+        checkpoint.check_constants(layers[0], self._constants_in(layers))
         needs = iter(checkpoint.needs_gradient)
         x = _each(checkpoint.x, lambda part: part.detach().requires_grad_(next(needs)))
         now, attributes = buffers_now(self._changing_in(layers)), attributes_now(self._set_in(layers))
@@ -348,9 +392,10 @@ class StageExecution:
                     "ends with it, expected floats, through which gradients pass back: let it be one layer with the "
                     "next"
                 )
-            x = run.leaf = x.detach().requires_grad_()
-            if run.store.autocast:  # which keeps its copies of leaves, but of no views, to the end of the step
-                x = x.view_as(x)
+            run.leaf = x.detach().requires_grad_()
+            # layers get a view: the leaf loses its data at the end, what a hook or function kept of its input does not;
+            # and autocast keeps its copies of leaves, but of no views, to the end of the step
+            x = run.leaf.view_as(run.leaf)
         ends = {end: (first, end) for first, end in recomputed}
         starts = {first: (first, end) for first, end in recomputed}
         flow: Flow = x
@@ -452,6 +497,7 @@ class StageExecution:
             buffers_now(self._changing_in(layers)),
             attributes_now(self._set_in(layers)),
             [engine.changes(part) for part in tensors_in(kept)],
+            self._constants_in(layers),
         )
         run.checkpoints[layers] = checkpoint
         for storage in checkpoint.storages():
@@ -469,6 +515,18 @@ class StageExecution:
             if index not in self._owned:
                 self._owned[index] = random_state.owned(self.layers[index - self.first_layer].modules())
             found += self._owned[index]
+        return found
+
+    def _constants_in(self, layers: Layers) -> list[tuple[Tensor, int]]:
+        """Return the buffers in layers [first, end) that no forward changes, with how often each was changed."""
+        found: list[tuple[Tensor, int]] = []
+        for index in range(*layers):
+            if index not in self._buffered:
+                changing = set(self._changing.get(index, ()))
+                modules = self.layers[index - self.first_layer].modules()
+                self._buffered[index] = [one for one in modules if one not in changing]
+            for module in self._buffered[index]:
+                found += [(buffer, engine.changes(buffer)) for buffer in module.buffers(recurse=False)]
         return found
 
     def _changing_in(self, layers: Layers) -> list[nn.Module]:

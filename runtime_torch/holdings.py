@@ -34,6 +34,24 @@ class Holding:
     """The cheap piece that makes it again (regions.py)."""
 
 
+@dataclass(slots=True, eq=False)
+class Constant:
+    """A saved weight, or a buffer that no forward changes: it stays where it is."""
+
+    layer: int
+    tensor: Tensor
+    changes: int
+    """How often it had been changed in place when it was saved."""
+
+    def check(self) -> None:
+        """Raise RunFailed where it has been changed since, as torch does without hooks."""
+        if changes(self.tensor) != self.changes:
+            raise RunFailed(
+                f"layer {self.layer}: a weight or buffer that its backward reads was changed in place after the "
+                "forward, as by an optimizer that steps in a hook, expected changes between steps alone"
+            )
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Slot:
     """One saved tensor: a geometry on a holding's storage."""

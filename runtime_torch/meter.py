@@ -49,6 +49,12 @@ class Meter:
         """Return how many hold `storage`."""
         return self._holders[storage.data_ptr()][0]
 
+    def forget(self) -> None:
+        """Nobody holds anything any more."""
+        with self._lock:
+            self._holders.clear()
+            self.current_bytes = 0
+
     def count(self, nbytes: int) -> None:
         """Add bytes that no storage stands for (rehearsal); negative to take them away."""
         with self._lock:

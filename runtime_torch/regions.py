@@ -13,7 +13,7 @@ from optpipe_compiler.errors import BadInput
 from runtime_torch import engine, random_state
 from runtime_torch.holdings import Holding, Region, Slot
 from runtime_torch.selective import told_to
-from runtime_torch.store import SavedTensorStore
+from runtime_torch.store import Handle, SavedTensorStore
 from runtime_torch.surroundings import autocast_as, autocast_now
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class SelectiveStore(SavedTensorStore):
                         slot.tensor = None  # the holding frees its storage without asking this one
         super().finish(finished)
 
-    def read(self, handle: Slot | Tensor) -> Tensor:
+    def read(self, handle: Handle) -> Tensor:
         """Make it again where a cheap piece dropped it, and drop a holding once more when all of it was read."""
         region = handle.holding.region if isinstance(handle, Slot) else None
         if not isinstance(handle, Slot) or region is None:
@@ -136,7 +136,7 @@ class SelectiveStore(SavedTensorStore):
 
     def _fill(self, region: Region) -> None:
         """Make again what a piece saved, and its result."""
-        given = [self.read(one) if isinstance(one, Tensor | Slot) else one for one in region.inputs]
+        given = [self.read(one) if isinstance(one, Handle) else one for one in region.inputs]
         fresh = [
             one.detach().requires_grad_(needs) if isinstance(one, Tensor) else one
             for one, needs in zip(given, region.needs, strict=True)

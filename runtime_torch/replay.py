@@ -179,9 +179,7 @@ class Replay:
             "recv_activation": self._recv,
             "recv_gradient": self._recv,
         }
-        self._order = [
-            _Due(op, op.id, ways[op.name], self._unit(op), self._sending(op)) for op in self.plan.compute
-        ]
+        self._order = [_Due(op, op.id, ways[op.name], self._unit(op), self._sending(op)) for op in self.plan.compute]
         self._inputs: Sequence[Tensor] | None = None
         self._targets: Sequence[Tensor] | None = None
         self._units: Sequence[Microbatch] = [Microbatch(1 / self._microbatches)] * self._microbatches * self._slices
@@ -337,6 +335,7 @@ class Replay:
     def _backward(self, due: _Due, stage: int, unit: int) -> None:
         gradient = self._gradients.pop((stage, unit))
         start = self._start(due)
+        enter(self._units[unit])
         execution = self.stages[stage]
         fused = isinstance(due.op, ir.Backward)
         with told_to_profiler(due.op):
@@ -356,6 +355,7 @@ class Replay:
 
     def _backward_weight(self, due: _Due, stage: int, unit: int) -> None:
         start = self._start(due)
+        enter(self._units[unit])
         with told_to_profiler(due.op):
             self.stages[stage].backward_weight(unit)
         if self._on_weights is not None:

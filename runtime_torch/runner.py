@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,10 +71,12 @@ class Runner:
         self._on_failure = on_failure
         self._has_failed = False
         """Whether a step was left in the middle."""
+        self._has_warned = False
         self._ready: list[bool] | None = None
         """Which modules and parameters trained when the stages were held against the profile; None: they were not yet.
         """
         agree(schedule, group)
+        _forget(stages)
         self._channels: Channels | GpuChannels | None = None
         self._replay = self._replayed(schedule, stages)
         stages.ties.join(group)
@@ -117,10 +120,24 @@ class Runner:
         self._has_failed = True
         result = self._replay.step(batch.inputs, batch.targets, batch.units, losses)
         self._has_failed = False
+        self._hold_against_promise(result)
         for part in self._parts():
             part.reduce()
         self._stages.ties.finish(self._group)
         return result
+
+    def _hold_against_promise(self, result: StepResult) -> None:
+        """Warn, once, where layers save more for these data than they did in the trial before the first step."""
+        promised, took = self.promised_activation_bytes, result.peak_activation_bytes
+        if self._has_warned or self._tolerance is None or took <= promised * (1 + self._tolerance):
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"rank {dist.get_rank(self._group)}: a step held {took} bytes of activations, and the schedule promises "
+            f"{promised}: what layers save depends on the data, expected a profile of the largest",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
     @torch.no_grad()
     def eval(
@@ -219,6 +236,15 @@ class Runner:
     def _collect(self, stage: int) -> None:
         for part in self._replicated[stage]:
             part.collect()
+
+
+def _forget(stages: Stages) -> None:
+    """Let go what a step that was left in the middle held of these stages."""
+    for stage in stages.values():
+        stage.forget()
+    for stage in stages.values():  # what waited in messages
+        stage.meter.forget()
+        stage.host_meter.forget()
 
 
 def _replicated(stages: Stages) -> dict[int, list[Shards | Replicas]]:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from runtime_torch import random_state
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -48,7 +50,8 @@ def told_to(keeper: Keeper | None) -> Iterator[None]:
 def find_cheap(layer: nn.Module) -> None:
     """Mark the norms, activations and gated products in a layer of torch's or transformers' modules.
 
-    What only has their name, and modules of its own inside, such as a dropout, is none of them.
+    What only has their name, and modules of its own inside, such as a dropout, is none of them; nor is one with buffers
+    or a generator of its own, which a second forward would find changed.
     """
     for module in layer.modules():
         if isinstance(getattr(module, "forward", None), partial):
@@ -57,6 +60,12 @@ def find_cheap(layer: nn.Module) -> None:
             module.forward = partial(_gated, module)
         elif _is_cheap(module):
             module.forward = update_wrapper(partial(_cheaply, module.forward), module.forward)
+
+
+def leave(module: nn.Module) -> None:
+    """Do not take a module for cheap any more: its forward does more than compute."""
+    if getattr(vars(module).get("forward"), "func", None) is _cheaply:
+        del module.forward
 
 
 def _cheaply(forward: Callable[..., Tensor], *inputs: Any, **named: Any) -> Tensor:
@@ -73,7 +82,8 @@ def _is_cheap(module: nn.Module) -> bool:
     name = type(module).__name__
     known = isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GELU | nn.SiLU) and not getattr(module, "inplace", False)
     named = name.endswith(("RMSNorm", "LayerNorm", "Activation")) and not any(True for _ in module.children())
-    return (known or named) and all(parameter.dim() < 2 for parameter in module.parameters())
+    is_repeatable = next(module.buffers(), None) is None and not random_state.owned([module])
+    return (known or named) and is_repeatable and all(parameter.dim() < 2 for parameter in module.parameters())
 
 
 def _is_gated(module: nn.Module) -> bool:

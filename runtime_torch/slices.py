@@ -123,6 +123,11 @@ class StageCarry:
             self.addresses -= {one.untyped_storage().data_ptr() for one in kept.block}
         self._kept[index].clear()
 
+    def clear(self) -> None:
+        """No backward will come."""
+        for index in range(len(self.starts)):
+            self.drop(index)
+
     # -- for the attention
 
     def keep(self, index: int, place: tuple[int, int], block: attention.KeysValues, needs_gradient: bool) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput
@@ -81,6 +82,8 @@ def build_stages(
     `ties` name the parameters that layers share, on all ranks alike: `[("0.tokens.weight", "9.logits.weight")]`. They
     are found where all layers are given as modules; what functions make on other ranks nobody can see.
     """
+    if isinstance(layers, nn.ModuleList | nn.Sequential):
+        layers = list(layers)
     if isinstance(layers, Sequence) and len(layers) != schedule.setup.layers:
         raise BadInput(f"the model has {counted(len(layers), 'layer')}, the schedule is for {schedule.setup.layers}")
     bundles = None
@@ -113,7 +116,8 @@ def stages_between(
     own = {str(index): layer for index, layer in built.items()}
     owner = {str(index): stage.device for stage in schedule.stages for index in range(*stage.layers)}
     tied = Ties([*ties, *shared(known | own)], owner, own, rank)
-    tied.separate()
+    if prepare is not None:
+        tied.separate()
     built = {index: layer.to(device) for index, layer in built.items()}
     if prepare is not None:
         built = {index: _prepared(prepare, layer, index) for index, layer in built.items()}
@@ -230,6 +234,10 @@ def _built(made: Made, index: int) -> nn.Module:
     layer = made if isinstance(made, nn.Module) else made()
     if not isinstance(layer, nn.Module):
         raise BadInput(f"layer {index} is a {type(layer).__name__}, expected a torch.nn.Module")
+    if any(map(is_lazy, (*layer.parameters(), *layer.buffers()))):
+        raise BadInput(
+            f"layer {index} has parameters without a shape (such as nn.LazyLinear's), expected one that was called"
+        )
     return layer
 
 

@@ -14,20 +14,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from optpipe_compiler.errors import RunFailed
 from runtime_torch import engine
-from runtime_torch.holdings import Holding, Slot, geometry, laid_on
+from runtime_torch.holdings import Constant, Holding, Slot, geometry, laid_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     import torch
-    from torch import Tensor, UntypedStorage
+    from torch import UntypedStorage
 
     from runtime_torch.meter import Meter
     from runtime_torch.streams import Carrier
+
+
+Handle = Slot | Constant | Tensor
+"""What stands for a saved tensor in the graph; a tensor for itself, as for one of another device."""
 
 
 @dataclass(eq=False)
@@ -54,7 +59,7 @@ class SavedTensorStore:
     _by_address: dict[int, Holding] = field(default_factory=dict)
     _gone: dict[weakref.ref[Holding], tuple[UntypedStorage, list[weakref.ref[Slot]]]] = field(default_factory=dict)
     """What a whole backward frees as it reads it, and has not yet freed: its storage and its slots."""
-    _pack_again: Callable[[Tensor], Slot | Tensor] | None = None
+    _pack_again: Callable[[Tensor], Handle] | None = None
     """In a recompute: what gives dropped holdings back."""
 
     # -- saving and reading
@@ -77,7 +82,7 @@ class SavedTensorStore:
     @contextmanager
     def refilled(
         self, slots: Iterable[Slot], holdings: Collection[Holding], what: str
-    ) -> Iterator[Callable[[Tensor], Slot | Tensor]]:
+    ) -> Iterator[Callable[[Tensor], Handle]]:
         """Within: what autograd saves, which is what the slots are for in their order, gives the `holdings` among
         theirs their storages back; raise RunFailed where `what` saves something else.
 
@@ -85,7 +90,7 @@ class SavedTensorStore:
         """
         left = iter(slots)
 
-        def pack(tensor: Tensor) -> Slot | Tensor:
+        def pack(tensor: Tensor) -> Handle:
             tensor = self._lasting(tensor)
             if not self.is_constant(tensor):
                 slot = next(left, None)
@@ -107,12 +112,15 @@ class SavedTensorStore:
         """Whether layers are recomputed now."""
         return self._pack_again is not None
 
-    def save(self, tensor: Tensor) -> Slot | Tensor:
+    def save(self, tensor: Tensor) -> Handle:
         """Save a tensor beside those that autograd saves."""
         return self._pack(tensor) if self._pack_again is None else self._pack_again(tensor)
 
-    def read(self, handle: Slot | Tensor) -> Tensor:
+    def read(self, handle: Handle) -> Tensor:
         """Return what was saved."""
+        if isinstance(handle, Constant):
+            handle.check()
+            return handle.tensor
         if not isinstance(handle, Slot):
             return handle
         holding = handle.holding
@@ -148,13 +156,13 @@ class SavedTensorStore:
     def _lasting(self, tensor: Tensor) -> Tensor:
         return tensor.detach().clone() if tensor.untyped_storage().data_ptr() in self._changed else tensor
 
-    def _pack(self, tensor: Tensor) -> Slot | Tensor:
+    def _pack(self, tensor: Tensor) -> Handle:
         if self._changed:
             tensor = self._lasting(tensor)
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if address in self._constants:
-            return tensor
+            return Constant(self.layer, tensor, engine.changes(tensor))
         holding = self._by_address.get(address)
         if holding is None:
             if self._is_elsewhere(tensor, storage):

@@ -76,6 +76,8 @@ def put_buffers(states: Iterable[BufferState]) -> None:
     """Let buffers be as they were."""
     for state in states:
         setattr(state.module, state.name, state.tensor)
+        if state.tensor.shape != state.value.shape:  # as observers of quantization make theirs larger
+            state.tensor.resize_(state.value.shape)
         state.tensor.copy_(state.value)
 
 

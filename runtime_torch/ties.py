@@ -158,7 +158,8 @@ class Ties:
     def separate(self) -> None:
         """Give each layer a parameter of its own, before FSDP2 or DDP may look after them."""
         for tie in self._ties:
-            for place in tie.places[1:]:
+            first = tie.places[0].spots
+            for place in (one for one in tie.places[1:] if not any(spot in first for spot in one.spots)):
                 place.put(nn.Parameter(tie.places[0].parameter.detach().clone(), place.parameter.requires_grad))
 
     def unite(self, is_replicated: Callable[[nn.Module], bool], layers: Mapping[str, nn.Module]) -> None:
@@ -220,7 +221,12 @@ class Ties:
         """A step is over: add up what it added to all copies, and give the sum to each."""
         for tie in self._shared_out():
             copies = tie.between_steps()
-            own = [_local(parameter.grad) for parameter in copies if parameter.grad is not None]
+            own = [_dense(_local(parameter.grad)) for parameter in copies if parameter.grad is not None]
+            if not own and len(tie.owners) == 1:
+                for parameter, before in tie.before.items():
+                    parameter.grad = before
+                tie.before.clear()
+                continue
             total = reduce(torch.add, own) if own else torch.zeros_like(_local(copies[0]))
             if len(tie.owners) > 1:
                 total = reduce(torch.add, self._exchanged(tie, total.contiguous(), group))
@@ -250,11 +256,16 @@ class Ties:
 def _add(parameter: nn.Parameter, before: Tensor | None, total: Tensor) -> None:
     """Make the parameter's gradient that of the earlier steps and `total`, which stays as it is."""
     now = parameter.grad
-    if now is None:
+    if now is None or now.is_sparse:
         now = parameter.grad = torch.zeros_like(parameter)
     _local(now).copy_(total)
     if before is not None:
-        parameter.grad = before.add_(now)
+        parameter.grad = now.add_(before) if before.is_sparse else before.add_(now)
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    """An embedding's may be sparse, a head's is not."""
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -1,0 +1,405 @@
+"""Layers that do more than compute from their input: as in a loop of plain torch, or refused in a sentence."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+from msgspec import structs
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402, N812
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+import runtime_torch  # noqa: E402
+from optpipe_compiler.errors import BadInput, RunFailed  # noqa: E402
+from tests.runtime_cases import promise_exactly  # noqa: E402
+from tests.test_runtime_library import MICROBATCHES, Fails, alone, plan  # noqa: E402, F401
+
+WIDTH, ROWS, STEPS = 6, 2, 2
+
+
+def RECOMPUTED(stage, microbatch):
+    """All layers, where stages have two."""
+    return [("recompute", 2 * stage, 2 * stage + 2)]
+
+
+both = pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+
+
+class Scores(nn.Linear):
+    """The last layer."""
+
+    def __init__(self):
+        super().__init__(WIDTH, 3)
+
+    def forward(self, x, target):
+        return F.cross_entropy(super().forward(x), target)
+
+
+def batch(seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(ROWS * MICROBATCHES, WIDTH, generator=generator)
+    return x, torch.randint(3, (len(x),), generator=generator)
+
+
+def model(*middle):
+    """A linear layer, the two given, and a loss."""
+    torch.manual_seed(0)
+    return [nn.Linear(WIDTH, WIDTH), *(make() for make in middle), Scores()]
+
+
+def pipelined(layers, schedule):
+    x, target = batch(0)
+    stages = runtime_torch.build_stages(schedule, layers, 0, "cpu", inputs=[x[:ROWS]], target=target[:ROWS])
+    return stages, runtime_torch.Runner(schedule, stages)
+
+
+def in_a_loop(layers, x, target):
+    """Add the gradients of the mean over microbatches, one after the other."""
+    for part, its_target in zip(x.tensor_split(MICROBATCHES), target.tensor_split(MICROBATCHES), strict=True):
+        flow = (part,)
+        for layer in layers[:-1]:
+            found = layer(*flow)
+            flow = found if isinstance(found, tuple) else (found,)
+        (layers[-1](*flow, its_target) / MICROBATCHES).backward()
+
+
+def assert_trains_as_in_a_loop(layers, *, fused=True, placement=(0, 0), ranges=lambda stage, microbatch: []):
+    """Gradients, None among them, and parameters of a few steps of AdamW, with weight decay."""
+    plain = nn.ModuleDict({str(index): layer for index, layer in enumerate(copy.deepcopy(layers))})
+    stages, runner = pipelined(layers, plan(placement, fused=fused, ranges=ranges))
+    ours, theirs = (torch.optim.AdamW(one.parameters(), lr=0.1) for one in (stages.module, plain))
+    for step in range(STEPS):
+        x, target = batch(step)
+        in_a_loop(list(plain.values()), x, target)
+        runner.step(x, target=target)
+        wanted = {name: parameter.grad for name, parameter in plain.named_parameters()}
+        for name, parameter in stages.module.named_parameters():
+            assert (parameter.grad is None) == (wanted[name] is None), name
+            if parameter.grad is not None:
+                torch.testing.assert_close(parameter.grad, wanted[name], msg=name)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(stages.module.state_dict(), plain.state_dict())
+
+
+class ByName(nn.Linear):
+    """Checkpoints itself, its input given by name."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return checkpoint(
+            lambda *, given: F.linear(F.layer_norm(given, (WIDTH,)), self.weight), given=x, use_reentrant=False
+        )
+
+
+class _Attribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.x = x
+        ctx.save_for_backward(weight)
+        return x.detach() @ weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient @ ctx.saved_tensors[0].T, ctx.x.detach().T @ gradient
+
+
+class InAttribute(nn.Linear):
+    """Its function keeps the input in an attribute."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return _Attribute.apply(x, self.weight)
+
+
+@pytest.mark.parametrize("make", [ByName, InAttribute])
+@both
+def test_what_reads_the_input_of_a_stage_in_its_backward_finds_it(alone, make, fused):  # noqa: F811
+    assert_trains_as_in_a_loop(model(make, make), fused=fused, placement=(0, 0, 0, 0))
+
+
+class Entropy(nn.Linear):
+    """Also returns what nobody reads, of which a gradient of zeros would be no number."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.logged = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return super().forward(x), torch.special.entr(torch.relu(self.logged(x)))
+
+
+class Ignores(nn.Linear):
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x, _):
+        return super().forward(x)
+
+
+class Detaches(nn.Linear):
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x, also):
+        return super().forward(x) + also.detach()
+
+
+@pytest.mark.parametrize("reader", [Ignores, Detaches])
+@pytest.mark.parametrize("placement", [(0, 0), (0, 0, 0, 0)])
+@both
+def test_one_of_several_tensors_that_has_no_gradient_has_none_behind_a_border(alone, reader, placement, fused):  # noqa: F811
+    assert_trains_as_in_a_loop(model(Entropy, reader), fused=fused, placement=placement)
+    assert_trains_as_in_a_loop(
+        [Entropy(), reader(), nn.Linear(WIDTH, WIDTH), Scores()], fused=fused, placement=placement
+    )
+
+
+@both
+def test_a_weight_that_a_hook_changes_before_a_backward_reads_it_is_refused(alone, fused):  # noqa: F811
+    def steps(parameter):
+        with torch.no_grad():
+            parameter.sub_(parameter.grad)
+
+    stages, runner = pipelined(model(*[lambda: nn.Linear(WIDTH, WIDTH)] * 2), plan((0, 0), fused=fused))
+    for parameter in stages.module.parameters():
+        parameter.register_post_accumulate_grad_hook(steps)
+    x, target = batch(0)
+    with pytest.raises(RunFailed, match="a weight or buffer that its backward reads was changed in place"):
+        runner.step(x, target=target)
+
+
+class Visited(nn.Linear):
+    """Keeps the mean of what it has seen, unless that was nothing, as an expert does; later stages are tried on
+    zeros."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        if x.any():
+            self.mean.lerp_(x.detach().mean(0), 0.5)
+        return super().forward(x - self.mean)
+
+
+def test_a_recompute_is_refused_where_a_buffer_changed_that_the_trial_did_not_see(alone):  # noqa: F811
+    _, runner = pipelined(model(lambda: nn.Linear(WIDTH, WIDTH), Visited), plan((0, 0), ranges=RECOMPUTED))
+    x, target = batch(0)
+    with pytest.raises(RunFailed, match="layer 2: a buffer has changed since the forward"):
+        runner.step(x, target=target)
+
+
+class Teacher(nn.Linear):
+    """Follows itself, in a frozen parameter."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.slow = nn.Parameter(self.weight.detach().clone(), requires_grad=False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.slow.lerp_(self.weight, 0.5)
+        return super().forward(x) + F.linear(x, self.slow)
+
+
+def test_a_frozen_parameter_that_a_forward_changes_is_refused_by_its_name(alone):  # noqa: F811
+    _, runner = pipelined(model(Teacher, Teacher), plan((0, 0)))
+    x, target = batch(0)
+    with pytest.raises(BadInput, match="layer 1 changes its frozen parameter slow in its forward, expected a buffer"):
+        runner.step(x, target=target)
+
+
+class Local(nn.Linear):
+    """Trains a part of its own in its forward."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.probe = nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            self.probe(x.detach()).square().mean().backward()
+        return super().forward(x)
+
+
+def test_the_trial_leaves_gradients_as_they_were(alone):  # noqa: F811
+    assert_trains_as_in_a_loop(model(Local, Local))
+
+
+class Balanced(nn.Linear):
+    """Adds a loss within a checkpoint whose forward runs in the backward."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x):
+        def inner(y):
+            return runtime_torch.add_loss(super(Balanced, self).forward(y), y.square().mean())
+
+        return checkpoint(inner, x, use_reentrant=True)
+
+
+def test_a_loss_that_is_added_in_a_backward_has_the_weight_of_its_microbatch(alone):  # noqa: F811
+    """All forwards come before all backwards; weights are unequal."""
+    layers = model(Balanced, Balanced)
+    weights = [0.1 * (1 + number) for number in range(MICROBATCHES)]
+    plain = nn.ModuleDict({str(index): layer for index, layer in enumerate(copy.deepcopy(layers))})
+    x, target = batch(0)
+    parts = zip(weights, x.tensor_split(MICROBATCHES), target.tensor_split(MICROBATCHES), strict=True)
+    for weight, part, its_target in parts:
+        flow = plain["0"](part)
+        added = 0
+        for name in ("1", "2"):
+            added = added + flow.square().mean()
+            flow = F.linear(flow, plain[name].weight, plain[name].bias)
+        (weight * (plain["3"](flow, its_target) + added)).backward()
+    stages, runner = pipelined(layers, plan((0, 0)))
+    runner.step(x, target=target, weights=weights)
+    for name, parameter in stages.module.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, msg=name)
+
+
+class CountingActivation(nn.Module):
+    """Has the name of a cheap module, and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return torch.tanh(x) * self.calls
+
+
+class NoisyActivation(nn.Module):
+    """Has the name of one, and a generator."""
+
+    def __init__(self):
+        super().__init__()
+        self.draw = random.Random(0)
+
+    def forward(self, x):
+        return torch.tanh(x) * self.draw.random()
+
+
+@pytest.mark.parametrize("make", [CountingActivation, NoisyActivation])
+def test_activations_with_a_state_of_their_own_are_not_made_again(alone, make):  # noqa: F811
+    layers = model(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), make()), lambda: nn.Linear(WIDTH, WIDTH))
+    plain = nn.ModuleDict({str(index): layer for index, layer in enumerate(copy.deepcopy(layers))})
+    x, target = batch(0)
+    in_a_loop(list(plain.values()), x, target)
+    schedule = plan((0, 0))
+    schedule = structs.replace(
+        schedule, stages=[structs.replace(one, selective=[1]) for one in schedule.stages[:1]] + schedule.stages[1:]
+    )
+    stages, runner = pipelined(layers, schedule)
+    assert stages[0].selective == {1}
+    runner.step(x, target=target)
+    for name, parameter in stages.module.named_parameters():
+        torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, msg=name)
+
+
+def test_layers_that_share_a_module_keep_its_parameter_and_what_hangs_on_it(alone):  # noqa: F811
+    inner = nn.Linear(WIDTH, WIDTH)
+    weight = inner.weight
+    weight.mine = True
+    weight.register_hook(torch.zeros_like)
+    stages, runner = pipelined([inner, nn.Sequential(inner), inner, Scores()], plan((0, 0)))
+    x, target = batch(0)
+    runner.step(x, target=target)
+    assert stages.module["0"].weight is weight
+    assert stages.module["2"].weight is weight
+    assert not weight.grad.any()
+
+
+def test_finding_shapes_draws_from_no_generator(alone):  # noqa: F811
+    class Draws(nn.Linear):
+        def __init__(self):
+            super().__init__(WIDTH, WIDTH)
+            self.draw = random.Random(0)
+
+        def forward(self, x):
+            return super().forward(x) * (1 + self.draw.random() + random.random())
+
+    layers = model(Draws, Draws)
+    before = [random.getstate(), *(layer.draw.getstate() for layer in layers[1:3])]
+    pipelined(layers, plan((0, 0)))
+    assert [random.getstate(), *(layer.draw.getstate() for layer in layers[1:3])] == before
+
+
+def test_a_new_runner_forgets_what_a_failed_step_held(alone):  # noqa: F811
+    x = torch.randn(2 * MICROBATCHES, WIDTH)
+    layers = [*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), Fails(WIDTH, 1)]
+    stages, runner = pipelined_on(x, layers)
+    before = runner.step(x, target=x).peak_activation_bytes
+    stages.module["3"].fails = True
+    with pytest.raises(ValueError, match="no more"):
+        runner.step(x, target=x)
+    stages.module["3"].fails = False
+    again = runtime_torch.Runner(plan((0, 0)), stages)
+    assert stages[0].meter.current_bytes == 0
+    assert [again.step(x, target=x).peak_activation_bytes for _ in range(2)] == [before, before]
+
+
+def pipelined_on(x, layers):
+    stages = runtime_torch.build_stages(plan((0, 0)), layers, 0, "cpu", inputs=[x[:2]], target=x[:2])
+    return stages, runtime_torch.Runner(plan((0, 0)), stages)
+
+
+class Routed(nn.Linear):
+    """Saves much where its input says so; the trial of a later stage is made on zeros."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x):
+        if x.abs().max() > 0.01:
+            x = F.linear(x.repeat(400, 1), self.weight).sigmoid()[: len(x)]
+        return super().forward(x)
+
+
+def test_data_that_make_layers_save_more_than_was_promised_are_told_once(alone):  # noqa: F811
+    schedule = promise_exactly(plan((0, 0, 0, 0), saved=2000))
+    _, runner = pipelined(model(Routed, Routed), schedule)
+    x, target = batch(0)
+    with pytest.warns(RuntimeWarning, match="bytes of activations, and the schedule promises"):
+        runner.step(x, target=target)
+    runner.step(x, target=target)
+
+
+def test_layers_may_come_in_a_list_of_modules_and_lazy_ones_are_refused(alone):  # noqa: F811
+    linear = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    for kind in (nn.ModuleList, lambda layers: nn.Sequential(*layers)):
+        assert list(pipelined(kind([*linear, Scores()]), plan((0, 0)))[0].module) == ["0", "1", "2", "3"]
+    with pytest.raises(BadInput, match="layer 2 has parameters without a shape"):
+        runtime_torch.build_stages(plan((0, 0)), [*linear[:2], nn.LazyLinear(WIDTH), Scores()], 0, "cpu")
+
+
+class Observes(nn.Linear):
+    """Its observer is as large as what it has seen."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.empty(0))
+
+    def forward(self, x):
+        with torch.no_grad():
+            if self.seen.numel() == 0:
+                self.seen.resize_(WIDTH).zero_()
+            self.seen.copy_(torch.maximum(self.seen, x.abs().amax(0)))
+        return super().forward(x) / (1 + self.seen)
+
+
+@pytest.mark.parametrize("ranges", [lambda *_: [], RECOMPUTED], ids=["kept", "recomputed"])
+def test_a_buffer_that_grows_is_put_back_as_it_was(alone, ranges):  # noqa: F811
+    assert_trains_as_in_a_loop(model(Observes, Observes), ranges=ranges)

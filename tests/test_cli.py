@@ -146,6 +146,55 @@ def test_no_file_is_named_as_other_tools_name_their_output(run, option, command)
 
 
 @pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("compile", "--mem", "2GB", "-o", "profile.json"), "-o names profile.json, which is the profile that is read"),
+        (("compile", "--mem", "2GB", "-o", "link.json"), "-o names link.json, which is the profile that is read"),
+        (("compile", "--mem", "2GB", "--lengths", "t", "-o", "t"), "-o names t, which --lengths names, too"),
+        (("sweep", "--mem", "2GB", "--svg", "profile.json"), "--svg names profile.json, which is the profile that is"),
+        (("sweep", "--mem", "2GB", "-o", "s.json", "--svg", "./s.json"), "s.json is named for several files"),
+        (("sweep", "--mem", "2GB", "--model", "llama.json", "--gpu", "a100-80gb,g.json", "-o", "g.json"), "-o names g"),
+        (("profile", "--model", "llama.json", "--gpu", "a100-80gb", "-o", "llama.json"), "-o names llama.json, which"),
+        (("profile", "--from-run", "run.json", "-o", "run.json"), "-o names run.json, which --from-run names, too"),
+        (("profile", "--from-run", "run.json", "-o", "profile.json"), "-o names profile.json, which is the profile"),
+        (("show", "--svg", "schedule.json"), "--svg names schedule.json, which is the schedule that is read"),
+        (("report", "-o", "schedule.json"), "-o names schedule.json, which is the schedule that is read"),
+        (("report", "--trace", "t.json", "--trace", "u.json", "-o", "u.json"), "-o names u.json, which --trace names"),
+        (("export", "--to", "svg", "-o", "schedule.json"), "-o names schedule.json, which is the schedule that is"),
+        (("export", "schedule.svg", "--to", "svg"), "-o names schedule.svg, which is the schedule that is read"),
+        (("run", "--trace", "schedule.json"), "--trace names schedule.json, which is the schedule that is read"),
+        (("run", "--replan", "--save", "profile.json"), "--save names profile.json, which --profile names, too"),
+    ],
+)
+def test_no_file_that_is_read_is_written_over(run, arguments, sentence):
+    text = ir.to_text(quick(uniform(2, 1), 2 * GB).schedule)
+    for name in ("schedule.json", "schedule.svg"):
+        Path(name).write_text(text)
+    Path("llama.json").write_text(json.dumps(TINY["llama"]))
+    Path("link.json").symlink_to("profile.json")
+    before = {path: path.read_bytes() for path in Path().iterdir()}
+    said = refused(run(*arguments), 2)
+    assert said.startswith(sentence)
+    assert said.endswith((", expected another file", ", expected it for one"))
+    assert {path: path.read_bytes() for path in Path().iterdir()} == before
+
+
+def test_a_schedule_may_replace_the_one_that_it_starts_from(run):
+    schedule = Path("schedule.json")
+    assert run("compile", "--mem", "2GB", *FAST).code == 0
+    first = schedule.read_bytes()
+    for option in ("--from", "--keep-placement"):
+        assert run("compile", "--mem", "3GB", *FAST, option, "schedule.json").code == 0
+        assert schedule.read_bytes() != first
+
+
+def test_torchtitans_table_is_not_written_over_the_schedule(run):
+    Path("plan.csv").write_text(ir.to_text(quick(uniform(2, 1), 2 * GB, offload=False, recompute=False).schedule))
+    said = refused(run("export", "plan.csv", "--to", "torchtitan"), 2)
+    assert said == "-o names plan.csv, which is the schedule that is read, expected another file"
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ("compile", "--mem", "2GB", "--time-limit", "0"),

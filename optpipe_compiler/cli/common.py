@@ -14,7 +14,7 @@ from optpipe_compiler.documents.units import parse_cap, printable
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.segment import Segment
@@ -69,10 +69,14 @@ class Size(click.ParamType[int]):
 
 
 class Output(click.Path):
-    """A file to be written; `-`, which other tools take for the standard output, is refused rather than made a file."""
+    """A file to be written; `-`, which other tools take for the standard output, is refused rather than made a file.
 
-    def __init__(self) -> None:
+    `replaces` names parameters of the same command whose file it may replace, because it is of the same kind.
+    """
+
+    def __init__(self, replaces: Iterable[str] = ()) -> None:
         super().__init__(path_type=Path)
+        self.replaces = frozenset(replaces)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the path."""
@@ -89,8 +93,11 @@ def is_stdout(path: Path | None) -> bool:
     return str(path) in STDOUT
 
 
-def check_outputs(*paths: Path | None, as_json: bool) -> None:
-    """Raise BadInput where a file cannot be written, or is printed where `--json` or another file is."""
+def check_outputs(*paths: Path | None, as_json: bool, reads: Path | None = None) -> None:
+    """Raise BadInput where a file cannot be written, is also read, or is printed where `--json` or another file is.
+
+    What is read stands on the command line; `reads` is a profile that does not.
+    """
     from optpipe_compiler.documents.files import check_writable
 
     printed = [path for path in paths if is_stdout(path)]
@@ -100,6 +107,43 @@ def check_outputs(*paths: Path | None, as_json: bool) -> None:
         raise BadInput(f"{printed[0]} is named for several files, expected it for one")
     for path in filter(None, paths):
         check_writable(path)
+    _refuse_same([path for path in paths if path is not None], reads)
+
+
+def _refuse_same(outputs: Sequence[Path], reads: Path | None) -> None:
+    """Raise BadInput where two files to be written are one, or one is a file that the command reads."""
+    from optpipe_compiler.documents.files import is_same
+
+    for number, path in enumerate(outputs):
+        if any(is_same(path, other) for other in outputs[:number]):
+            raise BadInput(f"{path} is named for several files, expected it for one")
+    context = click.get_current_context(silent=True)
+    given = [] if context is None else [(one, context.params.get(one.name or "")) for one in context.command.params]
+    for path in outputs:
+        option = next((one for one, value in given if isinstance(one.type, Output) and value == path), None)
+        replaces = option.type.replaces if option is not None and isinstance(option.type, Output) else frozenset()
+        written = f"{option.opts[0] if option is not None else '-o'} names {path}"
+        if reads is not None and is_same(path, reads):
+            raise BadInput(f"{written}, which is the profile that is read, expected another file")
+        for one, value in given:
+            if one.name not in replaces and any(is_same(path, file) for file in _files(one, value)):
+                what = f"{one.opts[0]} names, too"
+                if isinstance(one, click.Argument):
+                    what = f"is the {(one.metavar or 'file').strip('[].').lower()} that is read"
+                raise BadInput(f"{written}, which {what}, expected another file")
+
+
+FILE_OR_NAME = ("model", "gpu")
+"""Options that take a name that is known, or a file; or several, with commas between them."""
+
+
+def _files(parameter: click.Parameter, value: Any) -> list[Path]:
+    """Return what a parameter names that is read, if it names files."""
+    if value is None or isinstance(parameter.type, Output):
+        return []
+    if isinstance(parameter.type, click.Path):
+        return list(value) if isinstance(value, tuple) else [value]
+    return [Path(name.strip()) for name in value.split(",")] if parameter.name in FILE_OR_NAME else []
 
 
 class Positive(click.FloatRange):

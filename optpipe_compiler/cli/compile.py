@@ -83,7 +83,7 @@ if TYPE_CHECKING:
 @cache_option
 @click.option("--list-methods", is_flag=True, help="Tell what the known schedules are, and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("-o", "--output", type=Output(), default=SCHEDULE, show_default=True)
+@click.option("-o", "--output", type=Output(replaces=["seeds", "keep"]), default=SCHEDULE, show_default=True)
 def compile_command(
     profile_path: Path,
     output: Path,

@@ -77,7 +77,7 @@ def export(
 
         files = {path: primus.render(checked, profiles.load(profile_path) if profile_path else None)}
     elif kind == "torchtitan":
-        files = _for_torchtitan(path, checked, profile_path)
+        files = _for_torchtitan(path, checked, profile_path, as_json=as_json)
     elif kind == "torch-csv":
         files = _for_torch(path, checked)
         _say_who_gets_the_target(checked, profile_path)
@@ -144,13 +144,14 @@ def _say_who_gets_the_target(checked: Checked, profile_path: Path | None) -> Non
         )
 
 
-def _for_torchtitan(path: Path, checked: Checked, profile_path: Path | None) -> dict[Path, str]:
+def _for_torchtitan(path: Path, checked: Checked, profile_path: Path | None, *, as_json: bool) -> dict[Path, str]:
     from optpipe_compiler.documents import profile as profiles
     from optpipe_compiler.export import torchtitan
 
     if path.suffix != ".py":
         raise BadInput(f"-o is {str(path)!r}, expected a Python file; the CSV is written beside it")
     table = path.with_name(path.stem.removesuffix("_torchtitan") + ENDINGS["torch-csv"])
+    check_outputs(path, table, as_json=as_json)
     profile = profiles.load(profile_path) if profile_path else None
     settings = torchtitan.render(checked, profile, table.name, path.stem)
     _say_what_layers_are(checked, profile)

@@ -190,9 +190,7 @@ def _from_run(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
 
     refuse(given, {"from_run", "profile"}, "--from-run takes from the run; expected only --profile and -o")
     base_path = given.get("profile", PROFILE)
-    if output.resolve() == base_path.resolve():
-        raise BadInput(f"-o {output} is the profile of the run itself, expected another file")
-    check_outputs(output, as_json=as_json)
+    check_outputs(output, as_json=as_json, reads=base_path)
     base = profiles.load(base_path)
     found = profile_from_run(base, str(base_path), read_run(given["from_run"]))
     for said in found.notes:

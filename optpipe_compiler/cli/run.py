@@ -69,11 +69,16 @@ from optpipe_compiler.errors import BadInput, MissingDependency, Rejected
     metavar="SECONDS",
     help="With --replan: the time limit of a search; those that find nothing double it.",
 )
-@click.option("--save", "save_path", type=Output(), help="With --replan: where the last schedule goes.")
+@click.option(
+    "--save",
+    "save_path",
+    type=Output(replaces=["schedule_path"]),
+    help="With --replan: where the last schedule goes.",
+)
 @click.option(
     "--save-profile",
     "save_costs_path",
-    type=Output(),
+    type=Output(replaces=["profile_path"]),
     help="With --replan: where the profile of that schedule goes; the next run with --replan needs both.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -117,7 +117,7 @@ def sweep(
         study.parse_counts(options["devices"], "--devices") or ((ESTIMATED["devices"],) if given else ()),
     )
     refuse_png(svg)
-    check_outputs(output, svg, as_json=as_json)
+    check_outputs(output, svg, as_json=as_json, reads=None if given else profile_path or PROFILE)
     costs = _costs(profile_path, given)
     common = compiler.Options(
         mem_bytes=0,

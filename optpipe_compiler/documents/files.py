@@ -350,6 +350,16 @@ def is_special(path: Path) -> bool:
     return str(path).startswith(("/dev/", "/proc/")) or (path.exists() and not path.is_file() and not path.is_dir())
 
 
+def is_same(path: Path, other: Path) -> bool:
+    """Whether two paths lead to one file, which is there or not; what is special, such as /dev/null, is none."""
+    if is_special(path) or is_special(other):
+        return False
+    try:
+        return os.path.realpath(path) == os.path.realpath(other) or path.samefile(other)
+    except (OSError, ValueError):
+        return False
+
+
 def _target(path: Path) -> Path:
     """Return what a path leads to, links followed."""
     target = Path(os.path.realpath(path))

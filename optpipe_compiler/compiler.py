@@ -110,6 +110,12 @@ class Result:
         """The schedule itself."""
         return self.checked.schedule
 
+    def uninterrupted(self) -> Result:
+        """Return this; raise KeyboardInterrupt where Ctrl-C has ended the search: for those that plan several times."""
+        if self.interrupted:
+            raise KeyboardInterrupt
+        return self
+
 
 def compile_schedule(
     profile: Profile,

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 
 import optpipe
-from optpipe_compiler import published
+from optpipe_compiler import compiler, published
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import canonical
 from tests.test_cli import run  # noqa: F401  (a fixture)
@@ -154,6 +154,15 @@ def test_a_plan_explains_itself(plan):
     table = pd.DataFrame(found.what_ifs)
     assert (table.found <= table.at_most + 1e-9).all()
     assert set(table.family) >= {"memory", "link", "microbatches"}
+
+
+def test_ctrl_c_ends_a_comparison(plan, monkeypatch):
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compiler, "under_noise", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        plan.compare(methods="gpipe,1f1b")
 
 
 def test_a_plan_is_compared_with_others_and_with_known_schedules(plan, tmp_path):

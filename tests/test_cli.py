@@ -572,6 +572,17 @@ def test_an_interruption_before_there_is_anything_to_return_ends_with_exit_code_
     assert refused(run("compile", "--mem", "2GB"), 130) == "interrupted"
 
 
+def test_an_interruption_while_a_report_times_a_baseline_ends_with_exit_code_130(run, monkeypatch):
+    Path("schedule.json").write_text(ir.to_text(quick(uniform(2, 1), 2 * GB).schedule))
+
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compiler, "under_noise", interrupt)
+    assert refused(run("report", "--profile", "profile.json"), 130) == "interrupted"
+    assert not Path("report.html").exists()
+
+
 def test_an_interruption_before_the_first_schedule_ends_with_exit_code_130(run, monkeypatch):
     def interrupt(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt

@@ -100,7 +100,8 @@ def _baselines(
     names = _chosen(schedule, wanted)
     for number, name in enumerate(names, start=1):
         tell(f"timing baseline {number} of {len(names)}, {name}")
-        yield compiler.compile_schedule(costs, options_for(schedule, name, str(schedule_path))).schedule
+        options = options_for(schedule, name, str(schedule_path))
+        yield compiler.compile_schedule(costs, options).uninterrupted().schedule
 
 
 def _chosen(schedule: Schedule, wanted: tuple[str, ...]) -> list[str]:

@@ -128,13 +128,13 @@ def answer(question: Question) -> Answer:
 def _searched(profile: Profile, options: compiler.Options) -> compiler.Result:
     """Search for the time limit, and again from what was found while the search had too little of a processor."""
     begin, used = time.monotonic(), _processor_s()
-    result = compiler.compile_schedule(profile, options)
+    result = compiler.compile_schedule(profile, options).uninterrupted()
     limit = options.time_limit_s or 0.0
     while result.schedule.forecast.outcome != "optimal" and result.wall_s >= ENDED_EARLY * limit:
         if _processor_s() - used >= STARVED * limit or time.monotonic() - begin >= LONGER * limit:
             break
         options = replace(options, seeds=(*options.seeds[:1], result.checked), seed=options.seed + 1)
-        result = compiler.compile_schedule(profile, options)
+        result = compiler.compile_schedule(profile, options).uninterrupted()
     return result
 
 

@@ -158,7 +158,7 @@ def published_rows(
 def published_row(wanted: Wanted) -> Facts | Absent:
     """Write the published schedule down in its best placement, and judge it."""
     try:
-        checked = compiler.compile_schedule(wanted.profile, wanted.options).checked
+        checked = compiler.compile_schedule(wanted.profile, wanted.options).uninterrupted().checked
     except Infeasible:
         return Absent(wanted.name, _too_large(wanted, wanted.options))
     except (NotFound, BadInput) as error:
@@ -170,7 +170,7 @@ def published_row(wanted: Wanted) -> Facts | Absent:
 def _too_large(wanted: Wanted, options: compiler.Options) -> str:
     """Say what the schedule would need and take if there were no caps."""
     uncapped = replace(options, mem_bytes=LARGEST, host_mem_bytes=LARGEST)
-    free = facts(compiler.compile_schedule(wanted.profile, uncapped).checked, wanted.name)
+    free = facts(compiler.compile_schedule(wanted.profile, uncapped).uninterrupted().checked, wanted.name)
     if free.peak_bytes > options.mem_bytes:
         return f"does not fit: needs {short_bytes(free.peak_bytes)} and would take {show_ns(free.makespan_ns)}"
     return f"does not fit the host's memory; with enough it would take {show_ns(free.makespan_ns)}"

@@ -84,9 +84,7 @@ def _searched(instance: Instance, bound: int) -> Planned:
     """Return what one search finds."""
     halfway = _Halfway((instance.options.time_limit_s or 0.0) / 2)
     kept = cache.users() if instance.cached else None
-    result = cache.compile_schedule(instance.profile, instance.options, halfway.see, kept)
-    if result.interrupted:
-        raise KeyboardInterrupt
+    result = cache.compile_schedule(instance.profile, instance.options, halfway.see, kept).uninterrupted()
     schedule, forecast = result.schedule, result.schedule.forecast
     return Planned(
         outcome=forecast.outcome,

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 
 from optpipe_compiler.cli import cli
 from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.view.replay import SLOW, note
 from optpipe_torch.launch.report import KindTime, RankReport, RunReport, StepRecord
 from tests.instances import quick, uniform
@@ -41,10 +42,10 @@ def test_slow_ops_are_said_in_one_line_with_what_to_do():
     said = note(report({"forward": (40, 30)}), Path("s.json"), None)
     assert said == (
         "compute ops took 1.33 x what the profile says; for costs as in this run: "
-        "optpipe run s.json --trace run.json, then optpipe profile --from-run run.json"
+        "optpipe run s.json --trace run.json, then optpipe profile --from-run run.json --profile PROFILE"
     )
-    traced = note(report({"forward": (40, 30)}), Path("s.json"), Path("t.json"))
-    assert traced.endswith("for costs as in this run: optpipe profile --from-run t.json")
+    traced = note(report({"forward": (40, 30)}), Path("s.json"), Path("t.json"), "my costs.json")
+    assert traced.endswith("for costs as in this run: optpipe profile --from-run t.json --profile 'my costs.json'")
 
 
 @pytest.mark.parametrize(
@@ -61,14 +62,33 @@ def test_nothing_is_said_of_runs_that_are_as_forecast_or_tell_nothing(quiet):
     assert note(quiet, Path("s.json"), None) is None
 
 
-@pytest.mark.parametrize("as_json", [False, True])
-def test_the_command_says_it_on_stderr(tmp_path, monkeypatch, as_json):
+@pytest.fixture
+def replay(tmp_path, monkeypatch):
+    """Run `optpipe run` where ops are slow, in a folder with a schedule; return what it says on stderr."""
     pytest.importorskip("torch")
-    path = tmp_path / "schedule.json"
-    path.write_text(ir.to_text(quick(uniform(2, 2), 10**12).schedule))
+    monkeypatch.chdir(tmp_path)
+    Path("schedule.json").write_text(ir.to_text(quick(uniform(2, 2), 10**12).schedule))
     monkeypatch.setattr("optpipe_torch.launch.run.run", lambda schedule, **options: report({"forward": (40, 30)}))
-    done = CliRunner().invoke(cli, ["run", str(path), *["--json"] * as_json], catch_exceptions=False)
-    assert done.exit_code == 0
-    assert f"optpipe: compute ops took 1.33 x what the profile says; for costs as in this run: optpipe run {path}" in (
-        done.stderr
-    )
+
+    def command(*arguments: str) -> str:
+        done = CliRunner().invoke(cli, ["run", *arguments], catch_exceptions=False)
+        assert done.exit_code == 0
+        return done.stderr
+
+    return command
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_the_command_says_it_on_stderr_unless_it_shall_be_quiet(replay, options):
+    said = "optpipe: compute ops took 1.33 x what the profile says; for costs as in this run: optpipe run schedule.json"
+    assert said in replay(*options)
+    assert replay("-q", *options) == ""
+
+
+@pytest.mark.parametrize(
+    ("costs", "option"), [(None, " --profile PROFILE"), (uniform(3, 1), " --profile PROFILE"), (uniform(2, 2), "")]
+)
+def test_the_hint_names_the_profile_unless_it_is_the_one_that_is_taken_by_default(replay, costs, option):
+    if costs is not None:
+        Path("profile.json").write_text(canonical(costs))
+    assert replay().endswith(f"optpipe profile --from-run run.json{option}\n")

@@ -9,7 +9,17 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from optpipe_compiler.cli.common import PROFILE, SCHEDULE, Output, Positive, check_outputs, console, is_stdout, say_json
+from optpipe_compiler.cli.common import (
+    PROFILE,
+    SCHEDULE,
+    Output,
+    Positive,
+    check_outputs,
+    console,
+    is_stdout,
+    note,
+    say_json,
+)
 from optpipe_compiler.errors import BadInput, MissingDependency, Rejected
 
 
@@ -106,7 +116,8 @@ def run(
         raise MissingDependency("run needs torch: pip install 'optpipe[runtime]'")
     from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.files import write_atomically
-    from optpipe_compiler.view.replay import ReplayBar, note, render
+    from optpipe_compiler.view.replay import ReplayBar, render
+    from optpipe_compiler.view.replay import note as hint
     from optpipe_torch.launch.run import run as replay
     from optpipe_torch.models.text import default_path
 
@@ -123,6 +134,7 @@ def run(
         raise BadInput("--save and --save-profile write what --replan ends with, expected --replan")
     _only_with_replan(options["replan"])
     check_outputs(trace_path, *saved.values(), as_json=as_json)
+    planned_with = _planned_with(schedule, options["profile_path"])
     replanning = _replanning(schedule, schedule_path, emulated, **{name: options.pop(name) for name in REPLANNING})
     with ReplayBar(console(stderr=True), schedule, options["steps"]) as bar:
 
@@ -148,8 +160,8 @@ def run(
     else:
         is_printed = any(map(is_stdout, (trace_path, *saved.values())))
         console(stderr=is_printed).print(render(report))
-    if (slow := note(report, schedule_path, trace_path)) is not None:
-        click.echo(f"optpipe: {slow}", err=True)
+    if (slow := hint(report, schedule_path, trace_path, planned_with)) is not None:
+        note(f"optpipe: {slow}")
     if report.check is not None and not report.check.ok:
         raise Rejected("run --check: loss or gradients differ from the unpipelined model")
 
@@ -165,6 +177,17 @@ def _only_with_replan(replan: bool) -> None:
         if not replan and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             option = f"--{name.removesuffix('_path').replace('_', '-')}"
             raise BadInput(f"{option} says how --replan plans, expected --replan")
+
+
+def _planned_with(schedule: Any, profile_path: Path) -> str | None:
+    """Return what `optpipe profile --profile` shall name: None for its default, PROFILE where it is not known here."""
+    from optpipe_compiler.documents import profile as profiles
+
+    try:
+        is_it = profiles.load(profile_path).digest() == schedule.provenance.profile_digest
+    except BadInput:
+        is_it = False
+    return "PROFILE" if not is_it else None if profile_path == PROFILE else str(profile_path)
 
 
 def _replanning(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
@@ -70,15 +71,19 @@ SLOW = 1.15
 after their profile stay below it where nothing is offloaded (docs/FORECAST.md)."""
 
 
-def note(report: Any, schedule: Path, trace: Path | None) -> str | None:
-    """Say that the profile does not hold, where compute ops are slower than it says, and how to get one that does."""
+def note(report: Any, schedule: Path, trace: Path | None, profile: str | None = "PROFILE") -> str | None:
+    """Say that the profile does not hold, where compute ops are slower than it says, and how to get one that does.
+
+    `profile` is the one that the schedule was planned with; None where `optpipe profile` takes it by default.
+    """
     ratio = report.compute_ratio
     if ratio is None or ratio <= SLOW:
         return None
-    again = f"optpipe run {schedule} --trace run.json, then " if trace is None else ""
+    again = f"optpipe run {quote(str(schedule))} --trace run.json, then " if trace is None else ""
+    base = "" if profile is None else f" --profile {quote(profile)}"
     return (
         f"compute ops took {ratio:.2f} x what the profile says; for costs as in this run: "
-        f"{again}optpipe profile --from-run {trace or 'run.json'}"
+        f"{again}optpipe profile --from-run {quote(str(trace or 'run.json'))}{base}"
     )
 
 

@@ -456,6 +456,20 @@ def test_the_exit_code_says_whether_a_run_differs_if_asked(run, files, name, cod
     assert outcome.out.startswith(f"old.json -> {name}.json: ")
 
 
+@pytest.mark.parametrize(
+    ("paths", "said"), [(("/dev/null", "old.json"), "new schedule"), (("old.json", "/dev/null"), "removed")]
+)
+def test_a_schedule_that_is_new_or_removed_is_a_difference_told_in_two_lines(run, files, paths, said):
+    outcome = run("diff", *paths)
+    first, second = outcome.out.splitlines()
+    assert (outcome.code, outcome.err, first) == (0, "", f"{paths[0]} -> {paths[1]}: {said}")
+    assert " per step by " in second
+    assert run("diff", *paths, "--exit-code").code == 1
+    report = json.loads(run("diff", *paths, "--json").out)
+    assert (report["verdict"], report["same_contract"]) == (said, False)
+    assert report["makespan_ns"] == ir.load("old.json").forecast.makespan_ns
+
+
 def test_json_is_one_object_with_all_parts(run, files):
     outcome = run("diff", "old.json", "other.json", "--json")
     assert len(outcome.out.splitlines()) == 1

@@ -192,6 +192,10 @@ def test_git_diff_speaks_in_words_as_the_text_says(committed):
     done = committed("git --no-pager diff")
     assert done.returncode == 0, done.stderr
     assert ": changes setup" in done.stdout
+    assert committed("mv schedule.json schedule-2.json && git add -N schedule-2.json").returncode == 0
+    done = committed("git --no-pager diff --no-renames")
+    assert done.stderr == ""
+    assert [line.rpartition(": ")[2] for line in done.stdout.splitlines()[::2]] == ["new schedule", "removed"]
 
 
 # -- completion ---------------------------------------------------------------------------------------------------

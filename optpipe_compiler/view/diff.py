@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from optpipe_compiler.diff.records import Change, Difference, DifferentWaits, Moved, Regrouped, Retimed, Unit, Value
+    from optpipe_compiler.documents.ir import Schedule
 
 NAMES = {
     "cap_bytes": "memory cap per device",
@@ -63,6 +64,18 @@ def render(difference: Difference, old: str, new: str) -> Text:
     if not difference.comparable:
         text.append("\nThe stages or their devices are others, so ops are not compared one by one.\n", style="dim")
     return text
+
+
+def render_alone(schedule: Schedule, old: str, new: str, verdict: str) -> Text:
+    """Return what a schedule is in two lines, where there is none before it, or after it."""
+    forecast, setup = schedule.forecast, schedule.setup
+    text = Text(printable(f"{old} -> {new}: "))
+    text.append(f"{verdict}\n", style="bold")
+    size = f"{counted(setup.devices, 'device')}, {counted(setup.microbatches, 'microbatch')}"
+    peak = max(device.peak_bytes for device in schedule.devices)
+    memory = f"at most {short_bytes(peak)} of {short_bytes(setup.cap_bytes)}"
+    line = f"  {show_ns(forecast.makespan_ns)} per step by {forecast.method}, {size}, {memory}"
+    return text.append(printable(line)).append("\n")
 
 
 def verdict(difference: Difference) -> str:

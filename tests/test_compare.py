@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -187,6 +188,24 @@ def test_the_table_is_no_wider_than_the_terminal_and_loses_no_number(offloading)
     wide = shown(compare(rows), width=200)
     assert rows[0].name in wide
     assert "of cap" in wide
+
+
+def test_a_narrow_table_leaves_out_the_kind_before_it_cuts_names_of_known_schedules(offloading):
+    row = judged(offloading, "schedule.json")
+    names = [f"interleaved-1f1b-recompute-{n}" for n in (1, 2, 3)]
+    known = [replace(row, name=name, kind="composition") for name in names]
+    lines = shown(compare([row, *known])).splitlines()
+    assert set(names) <= {word for line in lines for word in line.split()}
+    assert "composition" not in " ".join(lines)
+    assert "composition" in shown(compare([row, *known]), width=100)
+
+
+def test_names_of_which_a_number_is_left_stand_whole_below_the_table(offloading):
+    rows = [judged(offloading, f"{'x' * 20}{n}{'y' * 20}") for n in (1, 2)]
+    text = shown(compare(rows), width=66)
+    for number, row in enumerate(rows, start=1):
+        assert re.search(rf"^[* ] #{number} …", text, re.MULTILINE)
+        assert re.search(rf"^#{number}: {row.name}", text, re.MULTILINE)
 
 
 # -- published schedules ------------------------------------------------------------------------------------------

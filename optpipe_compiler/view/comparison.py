@@ -25,8 +25,8 @@ LEGEND = (
     "compute time"
 )
 
-IMPLIED = ("mb", "of cap")
-"""Left out first: the sentences above the table name microbatches and caps."""
+IMPLIED = ("mb", "of cap", "kind")
+"""Left out first: the sentences above the table name microbatches and caps, and a known schedule's name its kind."""
 NAME = 14
 """Least room for the name of a schedule."""
 
@@ -46,8 +46,13 @@ class MethodsBar(Bar):
 def render(comparison: Comparison, width: int) -> RenderableType:
     """Return warnings, table, remarks and what is missing, `width` columns wide."""
     parts: list[RenderableType] = [_warning(comparison) if comparison.differences else _headline(comparison)]
-    parts.append(_table(comparison, width))
+    columns = _that_fit(comparison, width)
+    names = short_names([row.name for row in comparison.rows], max(NAME, _room(columns, width)))
+    parts.append(_table(comparison, columns, names))
     parts.append(Text(LEGEND, style="dim"))
+    for number, (row, shown) in enumerate(zip(comparison.rows, names, strict=True), start=1):
+        is_numbered = shown != row.name and shown.startswith(f"#{number} ")
+        parts += [Text(printable(f"#{number}: {row.name}"), style="dim")] if is_numbered else []
     for row in comparison.rows:
         parts += [Text(printable(f"{row.name}: {row.remark}"), style="dim")] if row.remark else []
         parts += [] if row.safe else [Text(printable(f"{row.name}: verify finds {_violations(row)}"), style="bold red")]
@@ -75,18 +80,23 @@ def _headline(comparison: Comparison) -> Text:
     )
 
 
-def _table(comparison: Comparison, width: int) -> Table:
-    """Only names are shortened where the terminal is narrow, and columns left out that others imply."""
+def _that_fit(comparison: Comparison, width: int) -> dict[str, list[str]]:
+    """Return the columns, without some that others imply where these would cut names of known schedules."""
     columns = _columns(comparison)
+    wanted = max([NAME, *(len(row.name) for row in comparison.rows if row.kind)])
     for title in IMPLIED:
-        if _room(columns, width) < NAME and title in columns:
-            del columns[title]
+        if _room(columns, width) < wanted:
+            columns.pop(title, None)
+    return columns
+
+
+def _table(comparison: Comparison, columns: dict[str, list[str]], names: list[str]) -> Table:
+    """Return the table; only names are shortened where the terminal is narrow."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("")
     table.add_column("schedule", no_wrap=True)
     for title in columns:
         table.add_column(title, justify="left" if title in ("kind", "memory") else "right", no_wrap=True)
-    names = short_names([row.name for row in comparison.rows], max(NAME, _room(columns, width)))
     for number, row in enumerate(comparison.rows):
         best = row is comparison.best
         cells = [Text(column[number]) for column in columns.values()]

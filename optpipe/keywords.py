@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
+from inspect import Parameter, signature
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     Triple = tuple[float, float, float]
 
@@ -39,6 +40,12 @@ class UniformKeywords(TypedDict, total=False):
     head_ms: Triple | None
     embedding_parts: int
     head_parts: int
+    device_times: tuple[float, ...] | None
+    sliceable: bool
+    sequence_length: int
+    attention_share: float
+    kv_fraction: float
+    slice_overhead_ms: float
 
 
 class CompileKeywords(TypedDict, total=False):
@@ -77,15 +84,23 @@ KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 }
 
 
-def known(options: CompileKeywords | UniformKeywords, record: type) -> dict[str, Any]:
-    """Return the options; type checkers see names and values that the record does not take, others get a sentence."""
+def known(
+    options: CompileKeywords | UniformKeywords, record: type, keywords: type, function: Callable[..., Any] | None = None
+) -> dict[str, Any]:
+    """Return the options; type checkers see names and values that are not taken, others get a sentence.
+
+    Taken are those of `keywords`, which are fields of `record`; a function takes its own arguments beside them.
+    """
     fields: Mapping[str, Any] = record.__dataclass_fields__  # type: ignore[attr-defined]
+    arguments = {} if function is None else signature(function).parameters
+    own = [name for name, one in arguments.items() if one.kind is not Parameter.VAR_KEYWORD]
+    names = [*own, *keywords.__annotations__]
     found = {}
     for name, value in options.items():
-        if name in RENAMED and name in fields:
+        if name in RENAMED and RENAMED[name] in names:
             raise BadInput(f"got {name!r}, expected {RENAMED[name]!r}")
-        if name not in fields:
-            raise BadInput(f"got {name!r}, expected some of {', '.join(fields)}")
+        if name not in keywords.__annotations__:
+            raise BadInput(f"got {name!r}, expected some of {', '.join(names)}")
         found[name] = _checked_by(name, value, fields[name].type)
     return found
 

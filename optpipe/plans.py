@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack
 
-from optpipe.keywords import checked, checked_all, known
+from optpipe.keywords import CompileKeywords, checked, checked_all, known
 from optpipe.profiles import PathLike, as_profile
 from optpipe_compiler import cache as _cache
 from optpipe_compiler import compiler
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from optpipe.answers import Comparison, Explanation
-    from optpipe.keywords import CompileKeywords
 
 Size = int | str
 """Bytes, or a text such as `40GB` or `37.25GiB`."""
@@ -268,7 +267,7 @@ def compile(
     Raises Infeasible with the smallest `mem` that would do, NotFound when the time is over before there is any plan,
     and BadInput. Ctrl-C returns the best plan so far.
     """
-    more = known(options, compiler.Options)
+    more = known(options, compiler.Options, CompileKeywords, compile)
     costs = as_profile(profile)
     starts = [start] if isinstance(start, Plan | str | Path) else start
     if not isinstance(starts, Iterable):
@@ -313,6 +312,7 @@ def bounds(
     **options: Unpack[CompileKeywords],
 ) -> list[BoundRow]:
     """Return what no schedule can beat under each cap, without solving."""
+    more = known(options, compiler.Options, CompileKeywords, bounds)
     costs, rows = as_profile(profile), []
     microbatches = checked("microbatches", microbatches, "int", is_optional=True)
     devices = checked("devices", devices, "int", is_optional=True)
@@ -320,9 +320,7 @@ def bounds(
         raise BadInput(f"mem is {mem!r}, expected bytes, a size such as '40GB', or a list of these")
     for one in [mem] if isinstance(mem, Size) else mem:
         cap = size(one, "mem")
-        given = compiler.Options(
-            mem_bytes=cap, microbatches=microbatches, devices=devices, **known(options, compiler.Options)
-        )
+        given = compiler.Options(mem_bytes=cap, microbatches=microbatches, devices=devices, **more)
         rows.append(BoundRow(cap, *compiler.lower_bound(costs, given)))
     return rows
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import Any, Literal, Unpack
 
-from optpipe.keywords import checked, known
+from optpipe.keywords import UniformKeywords, checked, known
 from optpipe_compiler.costs.uniform import UniformOptions
 from optpipe_compiler.costs.uniform import uniform_profile as _uniform_profile
 from optpipe_compiler.documents import profile as _profiles
 from optpipe_compiler.documents.files import canonical, write_atomically
 from optpipe_compiler.documents.profile import Profile
-
-if TYPE_CHECKING:
-    from optpipe.keywords import UniformKeywords
 
 PathLike = str | Path
 
@@ -35,7 +32,7 @@ def uniform_profile(**options: Unpack[UniformKeywords]) -> Profile:
     costs of the zero-bubble papers (forward, input and weight gradient 1 ms each). Raises BadInput for a value that
     cannot be meant.
     """
-    return _uniform_profile(UniformOptions(**known(options, UniformOptions)))
+    return _uniform_profile(UniformOptions(**known(options, UniformOptions, UniformKeywords)))
 
 
 def estimate_profile(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from optpipe import shown
-from optpipe.keywords import checked, checked_all, known
+from optpipe.keywords import CompileKeywords, checked, checked_all, known
 from optpipe.plans import Size, size
 from optpipe.profiles import PathLike, as_profile
 from optpipe_compiler import compiler
@@ -20,7 +20,6 @@ from optpipe_compiler.study.pool import pool_for
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from optpipe.keywords import CompileKeywords
     from optpipe_compiler.documents.profile import Profile
 
 
@@ -136,7 +135,7 @@ def sweep(
         mem_bytes=0,
         host_mem_bytes=None if host_mem is None else size(host_mem, "host_mem"),
         time_limit_s=time_limit,
-        **known(options, compiler.Options),
+        **known(options, compiler.Options, CompileKeywords, sweep),
     )
     where = None if path is None else Path(checked("path", path, "path"))
     found = _sweep.begin(where, costs, common)

@@ -202,7 +202,11 @@ def test_a_sweep_is_rows_sentences_and_a_picture(tmp_path):
         (lambda: optpipe.compile(COSTS, mem=40), optpipe.BadInput, "mem is 40, which is 40 bytes; did you mean 40GB?"),
         (lambda: optpipe.compile(COSTS), optpipe.BadInput, "mem is missing and the profile does not know"),
         (lambda: optpipe.compile(COSTS, mem=4.0), optpipe.BadInput, "mem is 4.0, expected bytes or a size such as"),
-        (lambda: optpipe.compile(COSTS, mem=GB, limit=3), optpipe.BadInput, "got 'limit', expected some of mem_bytes"),
+        (
+            lambda: optpipe.compile(COSTS, mem=GB, limit=3),
+            optpipe.BadInput,
+            "got 'limit', expected some of profile, mem",
+        ),
         (
             lambda: optpipe.compile(COSTS, mem=GB, objective="time"),
             optpipe.BadInput,
@@ -225,6 +229,7 @@ def test_a_sweep_is_rows_sentences_and_a_picture(tmp_path):
         ),
         (lambda: optpipe.compile(COSTS, mem="1MB", **QUICK), optpipe.Infeasible, "the smallest --mem that would do"),
         (lambda: optpipe.uniform_profile(device=2), optpipe.BadInput, "got 'device', expected some of"),
+        (lambda: optpipe.bounds(COSTS, GB, host_mem_bytes=3), optpipe.BadInput, "got 'host_mem_bytes', expected some"),
         (lambda: optpipe.compile(COSTS, mem_bytes="40GB"), optpipe.BadInput, "got 'mem_bytes', expected 'mem'"),
         (
             lambda: optpipe.compile(COSTS, mem=GB, microbatches=2.5),
@@ -305,6 +310,24 @@ def test_mistakes_are_one_sentence(mistake, error, sentence):
     with pytest.raises(error, match=sentence.replace("?", r"\?")) as said:
         mistake()
     assert isinstance(said.value, optpipe.OptPipeError)
+
+
+@pytest.mark.parametrize(
+    ("ask", "own"),
+    [
+        (lambda **one: optpipe.compile(COSTS, **one), {"mem", "host_mem", "time_limit", "start", "keep_placement"}),
+        (lambda **one: optpipe.bounds(COSTS, GB, **one), {"mem", "microbatches", "devices"}),
+        (lambda **one: optpipe.sweep(COSTS, [GB], **one), {"mem", "host_mem", "time_limit", "path", "jobs"}),
+    ],
+)
+def test_a_name_that_is_not_taken_gets_the_list_of_those_that_are(ask, own):
+    with pytest.raises(optpipe.BadInput, match="got 'no_offload', expected some of ") as said:
+        ask(no_offload=True)
+    names = set(str(said.value).split("some of ")[1].split(", "))
+    assert own | {"offload", "slices", "noise", "workers"} <= names
+    for name in {*compiler.Options.__dataclass_fields__} - names:  # inner names
+        with pytest.raises(optpipe.BadInput, match=f"got '{name}'"):
+            ask(**{name: 1})
 
 
 def test_whole_numbers_of_numpy_are_whole_numbers(tmp_path):

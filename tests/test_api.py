@@ -389,7 +389,11 @@ def test_an_own_heuristic_may_offload_recompute_and_win(registry):
 @pytest.mark.parametrize(
     ("lists", "sentence"),
     [
-        (["0F0"], "bad returns 1 lists, expected one for each of 2 devices"),
+        (["0F0"], "bad returns 1 list, expected one for each of 2 devices"),
+        (None, "bad returns None, expected a list of ops for each device"),
+        ("0F0 0B0", "bad returns '0F0 0B0', expected a list of ops for each device"),
+        ([["0F0"], None], "bad returns None for device 1, expected a list of ops"),
+        ([[0, 1], [2, 3]], "bad has 0 on device 0, expected an op such as '2F0'"),
         (["0F0 0X0", ""], "bad has '0X0' on device 0, expected an op such as '2F0'"),
         (["0F0 0B0", "0F1"], "bad has '0F1' on device 1, expected stages 1 and microbatches 0 to 1"),
         (["0F0 0B0 0F1 0B1", "1F0 1B0 1F1"], "bad has 1F1 of stage 1 and microbatch 1, expected F once, and B once"),

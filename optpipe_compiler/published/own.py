@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from optpipe_compiler.documents.ops import parse
+from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.model.schedule import KINDS, Kind, Task
 from optpipe_compiler.published.common import Recipe, rows
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from optpipe_compiler.model.problem import Problem
     from optpipe_compiler.published.common import Tasks
@@ -30,9 +33,12 @@ class OwnOrder(Protocol):
 
 def recipe_of(name: str, problem: Problem, order: OwnOrder) -> Recipe:
     """Return the order of `problem` as a recipe; raise BadInput for what is no complete order."""
-    lists = [one.split() if isinstance(one, str) else list(one) for one in order(problem)]
+    lists = _lists(name, order(problem))
     if len(lists) != problem.devices:
-        raise BadInput(f"{name} returns {len(lists)} lists, expected one for each of {problem.devices} devices")
+        raise BadInput(
+            f"{name} returns {counted(len(lists), 'list')}, expected one for each of "
+            f"{counted(problem.devices, 'device')}"
+        )
     compute: Tasks = []
     offloaded: set[tuple[int, int]] = set()
     for device, texts in enumerate(lists):
@@ -43,6 +49,22 @@ def recipe_of(name: str, problem: Problem, order: OwnOrder) -> Recipe:
     away = np.zeros((len(problem.stages), problem.microbatches), np.bool_)
     away[tuple(np.array([*offloaded], np.int64).reshape(-1, 2).T)] = True
     return Recipe([rows(tasks) for tasks in compute], away)
+
+
+def _lists(name: str, found: object) -> list[list[str]]:
+    """Return the texts of each device; raise BadInput for what a function returned and is no list of texts."""
+    if isinstance(found, str) or not isinstance(found, Iterable):
+        raise BadInput(f"{name} returns {reprlib.repr(found)}, expected a list of ops for each device")
+    lists = []
+    for device, one in enumerate(found):
+        if not isinstance(one, Iterable):
+            raise BadInput(f"{name} returns {reprlib.repr(one)} for device {device}, expected a list of ops")
+        texts = one.split() if isinstance(one, str) else list(one)
+        for text in texts:
+            if not isinstance(text, str):
+                raise BadInput(f"{name} has {reprlib.repr(text)} on device {device}, expected an op such as '2F0'")
+        lists.append(texts)
+    return lists
 
 
 def _task(name: str, text: str, device: int, problem: Problem) -> Task:

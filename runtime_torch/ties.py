@@ -52,6 +52,24 @@ def _in_model_order(name: str) -> tuple[int, str]:
     return int("".join(filter(str.isdigit, prefix)) or 0), rest
 
 
+def layer_of(name: str, layers: Iterable[str]) -> str:
+    """Return the layer of a parameter that a tie names; BadInput where it is none of `layers`."""
+    prefix = name.partition(".")[0]
+    if prefix not in (known := list(layers)):
+        raise BadInput(f"a tie names {name!r}, expected a layer among {', '.join(known)}")
+    return prefix
+
+
+def named(name: str, layers: Mapping[str, nn.Module]) -> nn.Parameter:
+    """Return the parameter that a tie names as the state dict has it; BadInput where there is none."""
+    prefix, _, path = name.partition(".")
+    known = dict(layers[prefix].named_parameters(remove_duplicate=False)) if prefix in layers else {}
+    if path not in known:
+        instead = ", ".join(f"{prefix}.{one}" for one in known) if prefix in layers else f"a layer of {[*layers]}"
+        raise BadInput(f"a tie names {name!r}, which is no parameter, expected {instead or 'none of this layer'}")
+    return known[path]
+
+
 def share(ties: Iterable[Sequence[str]], layers: Mapping[str, nn.Module]) -> None:
     """Let layers of one process share their tied parameters: all get that of the first."""
     for tie in merged(ties):
@@ -71,16 +89,12 @@ class _Place:
     @classmethod
     def of(cls, name: str, layers: Mapping[str, nn.Module]) -> _Place:
         """Find it by its name in the state dict; BadInput where there is none."""
-        prefix, _, path = name.partition(".")
-        known = dict(layers[prefix].named_parameters(remove_duplicate=False)) if prefix in layers else {}
-        if path not in known:
-            instead = ", ".join(f"{prefix}.{one}" for one in known) if prefix in layers else f"a layer of {[*layers]}"
-            raise BadInput(f"a tie names {name!r}, which is no parameter, expected {instead or 'none of this layer'}")
+        wanted, prefix = named(name, layers), name.partition(".")[0]
         own = [
             (module, attribute)
             for module in layers[prefix].modules()
             for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
-            if parameter is known[path]
+            if parameter is wanted
         ]
         return cls(prefix, own)
 
@@ -148,10 +162,7 @@ class Ties:
         self._rank = rank
         self._ties: list[_Tie] = []
         for names in merged(declared):
-            for name in names:
-                if name.partition(".")[0] not in owner:
-                    raise BadInput(f"a tie names {name!r}, expected a layer among {', '.join(owner)}")
-            ranks = [owner[name.partition(".")[0]] for name in names]
+            ranks = [owner[layer_of(name, owner)] for name in names]
             mine = [_Place.of(name, layers) for name, one in zip(names, ranks, strict=True) if one == rank]
             self._ties.append(_Tie(names, sorted(set(ranks)), ranks[0], mine))
 

@@ -257,6 +257,24 @@ def test_a_tie_of_something_else_is_refused(name, sentence):
         runtime_torch.build_stages(case.plan((0, 1)), case.builders(), 0, "cpu", ties=[(name, TIE[1])])
 
 
+@pytest.mark.runtime
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("0.nope", "a tie names '0.nope', which is no parameter, expected 0.weight"),
+        ("9.weight", "a tie names '9.weight', expected a layer among 0, 1, 2, 3, 4, 5"),
+        ("head.weight", "a tie names 'head.weight', expected a layer among 0, 1, 2, 3, 4, 5"),
+    ],
+)
+def test_a_tie_of_something_else_is_refused_before_anything_is_measured(name, sentence):
+    builder = "tests.user_layers:tied_functions"
+    model = Model(builder=builder, config={"tied": name}, microbatch_size=2, sequence_length=16)
+    said: list[str] = []
+    with pytest.raises(BadInput, match=f"^{sentence}$"):
+        measure(MeasureOptions(devices=2, samples=2, of=model), lambda what, _: said.append(what))
+    assert said == []
+
+
 def test_ties_with_a_name_in_common_are_one():
     assert ties.merged([("9.a", "0.a"), ("4.b", "10.b"), ("2.a", "9.a")]) == [("0.a", "2.a", "9.a"), ("4.b", "10.b")]
 

@@ -86,10 +86,12 @@ def tied_modules(width: int = 16) -> list[nn.Module]:
     return layers
 
 
-def tied_functions(width: int = 16) -> tuple[list[Callable[[], nn.Module]], None, list[tuple[str, str]]]:
+def tied_functions(
+    width: int = 16, tied: str = "0.weight"
+) -> tuple[list[Callable[[], nn.Module]], None, list[tuple[str, str]]]:
     """Return what makes such layers, no data of their own, and the tie."""
     makers = [partial(Words256, width), *[partial(Mixer, width, 2 * width)] * 4, partial(Scorer, width)]
-    return makers, None, [("0.weight", "5.out.weight")]
+    return makers, None, [(tied, "5.out.weight")]
 
 
 def tied_parts(width: int = 16) -> tuple[list[Callable[[], nn.Module]], None, list[tuple[str, str]]]:

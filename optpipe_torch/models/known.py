@@ -16,6 +16,7 @@ from optpipe_torch.models import layers, user_model
 from optpipe_torch.models.user_functions import OWN
 from runtime_torch.bundles import Bundle
 from runtime_torch.stages import stages_between
+from runtime_torch.ties import layer_of, named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -75,16 +76,18 @@ def ties(model: Model) -> list[Names]:
 def tied_layers(model: Model) -> list[tuple[str, int] | None]:
     """Return, for each layer, the first name of its tie and the bytes of the tied parameter; None: of no tie.
 
-    A layer with several ties has that of its largest parameter.
+    A layer with several ties has that of its largest parameter. Raises BadInput for a name of no parameter.
     """
     found: list[tuple[str, int] | None] = [None] * layer_count(model)
     own = [] if model.builder in OWN else _user(model).layers
     dtype = _dtype(model)
     for tie in ties(model):
-        for index, path in ((int(prefix), path) for prefix, _, path in (name.partition(".") for name in tie)):
+        for name in tie:
+            prefix = layer_of(name, map(str, range(len(own))))
+            index = int(prefix)
             with torch.random.fork_rng(devices=[]):
-                parameters = dict(user_model.sketched(model, index, own[index]).named_parameters())
-            nbytes = parameters[path].numel() * dtype.itemsize if path in parameters else 0
+                layer = user_model.sketched(model, index, own[index])
+            nbytes = named(name, {prefix: layer}).numel() * dtype.itemsize
             known = found[index]
             if known is None or known[1] < nbytes:
                 found[index] = tie[0], nbytes

@@ -109,6 +109,7 @@ def _timer(gpu: int | None) -> Timer:
 
 def _find(timer: Timer, place: Place, model: Model, samples: int, say: Callable[[str, float], None]) -> Findings:
     names = models.layer_names(model)
+    ties = models.tied_layers(model)
     room = timer.room_bytes(place.world)
     _refuse_too_large(model, room)
     benches = Benches(model, text.default_text(), timer.device)
@@ -161,7 +162,7 @@ def _find(timer: Timer, place: Place, model: Model, samples: int, say: Callable[
         host_link=timer.host_link,
         host_memory_bytes=available_memory(),
         sliced=sliced_times,
-        ties=models.tied_layers(model),
+        ties=ties,
     )
 
 

@@ -60,7 +60,7 @@ def estimate_profile(
     from dataclasses import replace
 
     from optpipe_compiler.costs import gpus, models
-    from optpipe_torch.estimates.estimate import EstimateOptions, estimate
+    from optpipe_torch.estimates.estimate import EstimateOptions, check_devices, estimate
 
     checked("model", model, "path")
     checked("gpu", gpu, "str")
@@ -78,20 +78,20 @@ def estimate_profile(
     cut: dict[str, Any] = {"granularity": granularity, "embedding_parts": embedding_parts, "head_parts": head_parts}
     architecture = replace(found, attention=attention or found.attention, **cut)
     stem = Path(model).stem
-    return estimate(
-        EstimateOptions(
-            model=architecture,
-            gpu=gpus.load(gpu),
-            name=stem if stem != "config" else architecture.kind,
-            devices=devices,
-            sequence_length=sequence_length or architecture.positions or 4096,
-            microbatch_size=microbatch_size,
-            tensor_parallel=tensor_parallel,
-            shared_links=links,
-            dtype=dtype,
-            accumulation=accumulation,
-        )
+    options = EstimateOptions(
+        model=architecture,
+        gpu=gpus.load(gpu),
+        name=stem if stem != "config" else architecture.kind,
+        devices=devices,
+        sequence_length=sequence_length or architecture.positions or 4096,
+        microbatch_size=microbatch_size,
+        tensor_parallel=tensor_parallel,
+        shared_links=links,
+        dtype=dtype,
+        accumulation=accumulation,
     )
+    check_devices(options)
+    return estimate(options)
 
 
 def profile_from_run(trace: PathLike, profile: Profile | PathLike) -> Profile:

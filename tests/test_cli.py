@@ -111,6 +111,14 @@ def refused(outcome: Outcome, code: int) -> str:
         (("compile", "--mem", "2GB", "--microbatches", "0"), "--microbatches is 0, expected at least 1"),
         (("compile", "--mem", "2GB", "--devices", "3"), "--devices is 3, expected at most the profile's 2 layers"),
         (
+            ("profile", "--model", "llama-7b", "--gpu", "h100-sxm", "--devices", "35"),
+            "--devices is 35, expected at most the model's 34 layers",
+        ),
+        (
+            ("profile", "--model", "gpt2", "--gpu", "h100-sxm", "--granularity", "half", "--devices", "27"),
+            "--devices is 27, expected at most the model's 26 layers",
+        ),
+        (
             ("compile", "--mem", "2GB", "--placement", "v", "--stages-per-device", "2"),
             "2 layers cannot fill 2 devices x 2 stages per device: expected at most 2 stages",
         ),

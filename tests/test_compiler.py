@@ -64,6 +64,13 @@ def test_what_is_chosen_is_kept():
     assert settled(OPEN, chosen) == chosen
 
 
+def test_a_profile_for_more_devices_than_layers_is_refused_by_its_own_field():
+    wide = msgspec.structs.replace(OPEN, machine=msgspec.structs.replace(OPEN.machine, devices=7))
+    with pytest.raises(BadInput, match=r"^\$\.machine\.devices is 7, expected at most the profile's 6 layers$"):
+        quick(wide, GB)
+    assert settled(wide, Options(mem_bytes=GB, devices=6)).devices == 6
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -340,6 +340,14 @@ def test_no_devices_is_refused():
 
 
 @pytest.mark.runtime
+def test_more_devices_than_layers_are_refused_before_anything_is_measured():
+    said: list[str] = []
+    with pytest.raises(BadInput, match=r"^--devices is 5, expected at most the model's 4 layers$"):
+        measure(replace(TINY, devices=5), lambda what, part: said.append(what))
+    assert said == []
+
+
+@pytest.mark.runtime
 def test_measuring_gives_a_profile_that_reads_back():
     said: list[tuple[str, float]] = []
     profile = measure(TINY, lambda what, part: said.append((what, part)))

@@ -168,7 +168,7 @@ def _list(*, gpus: bool, models: bool, as_json: bool) -> None:
 def _estimate(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
     from optpipe_compiler.costs import gpus, models
     from optpipe_compiler.view.estimated import render
-    from optpipe_torch.estimates.estimate import assumptions, estimate
+    from optpipe_torch.estimates.estimate import assumptions, check_devices, estimate
 
     refuse(
         given,
@@ -178,6 +178,7 @@ def _estimate(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
     if given.get("dtype") == "fp32":
         raise BadInput("--dtype is fp32, expected bf16 or fp16 where there is --gpu: data sheets are read for these")
     options = chosen(given, models.load(given["model"]), gpus.load(given.get("gpu", "")))
+    check_devices(options)
     check_outputs(output, as_json=as_json)
     record = estimate(options)
     _finish(record, output, lambda: render(record, str(output), assumptions(options)), as_json=as_json)

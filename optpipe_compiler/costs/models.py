@@ -57,6 +57,12 @@ class Architecture:
         return self.embedding_parts > 1 or self.head_parts > 1
 
     @property
+    def chain(self) -> int:
+        """How many layers it is cut into."""
+        blocks = self.layers * (2 if self.granularity == "half" else 1)
+        return self.embedding_parts + blocks + self.head_parts
+
+    @property
     def gated(self) -> bool:
         """Whether it is of Llama's family: RMSNorm, rotary positions, SwiGLU; else of GPT-2's."""
         return self.kind != "gpt2"

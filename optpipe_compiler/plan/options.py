@@ -67,13 +67,14 @@ def settled(profile: Profile, options: Options) -> Options:
             raise BadInput(f"--{name.replace('_', '-')} is {number}, expected at least 1")
     kept = None if options.keep is None else options.keep.schedule.setup
     devices = options.devices or (profile.machine.devices if kept is None else kept.devices)
+    named = f"--devices is {devices}" if options.devices or kept else f"$.machine.devices is {devices}"
     layers = len(profile.expanded_layers())
     if kept is not None:
         _check_kept(kept, options, devices, layers)
     if (known := profile.machine.time_permille) is not None and devices > len(known):
-        raise BadInput(f"--devices is {devices}, expected at most the {len(known)} whose times the profile has")
+        raise BadInput(f"{named}, expected at most the {len(known)} whose times the profile has")
     if devices > layers:
-        raise BadInput(f"--devices is {devices}, expected at most the profile's {counted(layers, 'layer')}")
+        raise BadInput(f"{named}, expected at most the profile's {counted(layers, 'layer')}")
     for name, choices in (("placement", get_args(Placement)), ("objective", get_args(Objective))):
         if getattr(options, name) not in choices:
             raise BadInput(f"--{name} is {getattr(options, name)!r}, expected one of {', '.join(choices)}")

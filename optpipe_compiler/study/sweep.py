@@ -177,7 +177,8 @@ def missing(sweep: Sweep, costs: SweptCosts, common: Options, grid: Grid, *, cac
             usual = 4 * devices if common.lengths is None else len(common.lengths)
             for microbatches, cap in product(grid.microbatches or (usual,), grid.mem_bytes):
                 if (gpu, devices, microbatches, cap) not in done:
-                    options = replace(common, devices=devices, microbatches=microbatches, mem_bytes=cap, workers=1)
+                    asked = devices if grid.devices else None
+                    options = replace(common, devices=asked, microbatches=microbatches, mem_bytes=cap, workers=1)
                     instances.append(Instance(profile, compiler.settled(profile, options), gpu, cached))
     return instances
 

@@ -131,6 +131,12 @@ def check(options: EstimateOptions) -> None:
         )
 
 
+def check_devices(options: EstimateOptions) -> None:
+    """Refuse more devices than the model has layers, for which nothing can be planned."""
+    if options.devices > options.model.chain:
+        raise BadInput(f"--devices is {options.devices}, expected at most the model's {options.model.chain} layers")
+
+
 def count_layers(options: EstimateOptions) -> dict[str, tuple[int, Counted]]:
     """Return, per name of layers in model order, how many there are and what one of them does and keeps.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from optpipe_compiler.documents.units import show_bytes
+from optpipe_compiler.documents.units import counted, show_bytes
 from optpipe_compiler.errors import BadInput
 from optpipe_torch.launch.worker import settle_on_cpu
 from optpipe_torch.models import known as models
@@ -51,8 +52,29 @@ SMALL_MESSAGE = 1024
 """Bytes of the message that shows the latency."""
 
 
+@dataclass(frozen=True)
+class Asked:
+    """For how many devices a profile is measured."""
+
+    devices: int
+    said: str
+    """Who asked for them, in words that begin a sentence."""
+
+    def check(self, layers: int) -> None:
+        """Refuse more devices than layers, for which nothing can be planned."""
+        if self.devices > layers:
+            raise BadInput(f"{self.said}, expected at most the model's {counted(layers, 'layer')}")
+
+
 def find(
-    place: Place, model: Model, samples: int, say: Callable[[str, float], None], *, cores: Sequence[int], on_gpu: bool
+    place: Place,
+    asked: Asked,
+    model: Model,
+    samples: int,
+    say: Callable[[str, float], None],
+    *,
+    cores: Sequence[int],
+    on_gpu: bool,
 ) -> Findings:
     """Measure everything on this process, while the others do the same; `say` what and how far.
 
@@ -62,7 +84,7 @@ def find(
     if cores:
         os.sched_setaffinity(0, cores)
     with _joined(place, on_gpu=on_gpu) as timer:
-        return _find(timer, place, model, samples, say)
+        return _find(timer, place, asked, model, samples, say)
 
 
 def find_in_group(
@@ -70,7 +92,8 @@ def find_in_group(
 ) -> list[Findings] | None:
     """Measure as one rank of a group that torchrun started, messages between all neighbours; all findings on rank 0."""
     with _joined(place, on_gpu=on_gpu) as timer:
-        mine = _find(timer, place, model, samples, say)
+        asked = Asked(place.world, f"torchrun started {counted(place.world, 'rank')}")
+        mine = _find(timer, place, asked, model, samples, say)
         for first in (0, 1):  # 0-1, 2-3, ..., then 1-2, 3-4, ...
             peer = ((place.rank + first) ^ 1) - first
             dist.barrier()
@@ -107,8 +130,11 @@ def _timer(gpu: int | None) -> Timer:
     return CudaTimer(gpu)
 
 
-def _find(timer: Timer, place: Place, model: Model, samples: int, say: Callable[[str, float], None]) -> Findings:
+def _find(
+    timer: Timer, place: Place, asked: Asked, model: Model, samples: int, say: Callable[[str, float], None]
+) -> Findings:
     names = models.layer_names(model)
+    asked.check(len(names))
     ties = models.tied_layers(model)
     room = timer.room_bytes(place.world)
     _refuse_too_large(model, room)

@@ -177,7 +177,7 @@ def _measure(line: Connection, rank: int, layout: Arrangement, options: MeasureO
     """Measure in a process of its own: send (what, part that is done) meanwhile, then the findings or an error."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces each start and stop
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    from optpipe_torch.profiler.child import find
+    from optpipe_torch.profiler.child import Asked, find
 
     def say(what: str, part: float) -> None:
         if rank == 0:
@@ -185,8 +185,11 @@ def _measure(line: Connection, rank: int, layout: Arrangement, options: MeasureO
 
     allow(options.model().builder)
     place = Place(rank, layout.processes, f"file://{store}", rank)
+    by_default = " by default" if options.devices is None else ""
+    asked = Asked(layout.devices, f"--devices is {layout.devices}{by_default}")
+    cores, on_gpu = layout.cores[rank], layout.on_gpus
     try:
-        found = find(place, options.model(), options.samples, say, cores=layout.cores[rank], on_gpu=layout.on_gpus)
+        found = find(place, asked, options.model(), options.samples, say, cores=cores, on_gpu=on_gpu)
         line.send(found)
     except OptPipeError as error:
         line.send(error)

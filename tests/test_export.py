@@ -112,6 +112,12 @@ def test_memory_ops_are_not_lost_unless_asked_for(export, kind, what):
     assert written() == set()
 
 
+def test_one_memory_op_that_would_be_lost_is_counted_in_the_singular(export, monkeypatch):
+    monkeypatch.setattr("optpipe_compiler.export.whole.memory_ops", lambda _: {"recompute": 1, "offload": 2})
+    sentence = refused(export("tight.json", "--to", "torch-csv"), 2)
+    assert sentence.startswith("tight.json: has 2 offloads and 1 recompute, which torch's CSV cannot carry")
+
+
 UNITS = "cut.json: $.setup.units has "
 
 

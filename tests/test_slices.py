@@ -326,6 +326,7 @@ def test_what_cannot_be_cut_is_refused_in_one_sentence() -> None:
 def test_profiles_say_what_can_be_sliced_and_nothing_else() -> None:
     for options, said in (
         ({"attention_share": 0.5}, "--attention-share is 0.5 without --sliceable"),
+        ({"sequence_length": 1234567}, "--sequence-length is 1234567 without --sliceable"),
         ({"sliceable": True, "kv_fraction": 1.5}, "--kv-fraction is 1.5, expected 0 to 1"),
         ({"sliceable": True, "kv_fraction": 0.8, "boundary_fraction": 0.4}, "expected at most 1 together"),
     ):

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from optpipe_compiler.documents.units import FACTORS, parse_bytes, parse_ns, short_bytes, show_bytes, show_ns
+from optpipe_compiler.documents.units import (
+    FACTORS,
+    parse_bytes,
+    parse_ns,
+    short_bytes,
+    show_bytes,
+    show_hosts,
+    show_ns,
+)
 from optpipe_compiler.errors import BadInput
 
 
@@ -106,3 +114,17 @@ def test_times_are_read_in_the_units_that_they_are_shown_in(text, ns):
 def test_a_time_without_a_unit_or_below_zero_is_refused(text):
     with pytest.raises(BadInput, match=r"--to is .* expected a time such as"):
         parse_ns(text, "--to")
+
+
+@pytest.mark.parametrize(
+    ("total", "hosts", "text"),
+    [
+        (None, [], "taken as unlimited"),
+        (5, [], "5 B"),
+        (None, [5], "5 B on 1 host"),
+        (9, [5, 5], "5 B on each of 2 hosts, 9 B on all together"),
+        (None, [5, 6], "5 B, 6 B on 2 hosts"),
+    ],
+)
+def test_what_hosts_hold_is_said_for_one_and_for_several(total, hosts, text):
+    assert show_hosts(total, hosts) == text

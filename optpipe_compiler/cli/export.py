@@ -182,7 +182,7 @@ def _checked(schedule: Schedule, path: Path) -> Checked:
 
 
 def _refuse_loss(schedule: Schedule, path: Path, drop_memory_ops: bool, what: str) -> None:
-    from optpipe_compiler.documents.units import show_layers
+    from optpipe_compiler.documents.units import counted, show_layers
     from optpipe_compiler.export.whole import memory_ops, refuse_units
 
     refuse_units(schedule, str(path), what)
@@ -193,7 +193,7 @@ def _refuse_loss(schedule: Schedule, path: Path, drop_memory_ops: bool, what: st
         )
     lost = memory_ops(schedule)
     if lost and not drop_memory_ops:
-        shown = " and ".join(f"{count} {kind}s" for kind, count in sorted(lost.items()))
+        shown = " and ".join(counted(count, kind) for kind, count in sorted(lost.items()))
         raise BadInput(
             f"{path}: has {shown}, which {what} cannot carry; expected a schedule compiled with --no-offload "
             "--no-recompute, or --drop-memory-ops to export it without them"

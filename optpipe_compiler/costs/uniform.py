@@ -276,14 +276,10 @@ def _check(options: UniformOptions) -> None:
 
 
 def _check_slices(options: UniformOptions) -> None:
-    given = {
-        "--attention-share": options.attention_share,
-        "--kv-fraction": options.kv_fraction,
-        "--slice-overhead-ms": options.slice_overhead_ms,
-    }
-    for option, value in given.items():
-        if value and not options.sliceable:
-            raise BadInput(f"{option} is {value:g} without --sliceable, expected both")
+    for name in ("sequence_length", "attention_share", "kv_fraction", "slice_overhead_ms"):
+        value = getattr(options, name)
+        if value != getattr(UniformOptions, name) and not options.sliceable:
+            raise BadInput(f"--{name.replace('_', '-')} is {value:.15g} without --sliceable, expected both")
     _check_range("--attention-share", options.attention_share, 0, 1)
     _check_range("--kv-fraction", options.kv_fraction, 0, 1)
     _check_range("--slice-overhead-ms", options.slice_overhead_ms, 0, 1e9)

@@ -93,7 +93,7 @@ def show_hosts(total: int | None, hosts: Sequence[int]) -> str:
     if not hosts:
         return "taken as unlimited" if total is None else show_bytes(total)
     if len(set(hosts)) == 1:
-        each = f"{show_bytes(hosts[0])} on each of {len(hosts)} hosts"
+        each = f"{show_bytes(hosts[0])} on {'1 host' if len(hosts) == 1 else f'each of {len(hosts)} hosts'}"
     else:
         each = f"{', '.join(map(short_bytes, hosts))} on {len(hosts)} hosts"
     return each if total is None else f"{each}, {show_bytes(total)} on all together"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 import sys
 from functools import cache
@@ -304,3 +305,19 @@ def test_show_writes_a_picture(show):
     code, out, _ = show("--svg", "a.svg")
     assert (code, out) == (0, "wrote a.svg\n")
     assert Path("a.svg").read_text().startswith("<svg")
+
+
+def test_show_says_on_top_why_verify_rejects_the_file(show, monkeypatch):
+    assert show("--width", "200")[1].lstrip().startswith("dev 0")
+    assert json.loads(show("--json")[1])["rejected"] is None
+    record = json.loads(Path("schedule.json").read_text())
+    record["forecast"]["makespan_ns"] = 9
+    Path("schedule.json").write_text(json.dumps(record))
+    sentence = "verify rejects this file: lower_bound_ns is "
+    code, out, _ = show("--width", "200")
+    assert code == 0
+    assert out.startswith(sentence)
+    assert json.loads(show("--json")[1])["rejected"].startswith(sentence)
+    assert sentence in show("--svg", "a.svg")[2]
+    monkeypatch.setattr("optpipe_compiler.verify.QUICK_OPS", 0)  # too many ops to be quick
+    assert sentence not in show()[1]

@@ -13,12 +13,13 @@ from optpipe_compiler.cli.common import (
     check_outputs,
     console,
     is_stdout,
+    note,
     plan_json,
     refuse_png,
     say,
     say_json,
 )
-from optpipe_compiler.documents.units import parse_ns, show_ns
+from optpipe_compiler.documents.units import parse_ns, printable, show_ns
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
@@ -46,9 +47,12 @@ def show(
 
     Example: optpipe show schedule.json --device 0 --device 1 --from 2ms --to 12.5ms
     """
+    from rich.text import Text
+
     from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.files import write_atomically
     from optpipe_compiler.forecast import analyse
+    from optpipe_compiler.verify import rejects
     from optpipe_compiler.view import svg as picture
     from optpipe_compiler.view.gantt import render
     from optpipe_compiler.view.summary import summary
@@ -59,37 +63,45 @@ def show(
     for device in devices:
         if device not in range(len(schedule.devices)):
             raise BadInput(f"--device is {device}, {schedule_path} has the devices 0 to {len(schedule.devices) - 1}")
+    rejected = rejects(schedule)
     if svg is not None:
         if devices or begin or end or width:
             raise BadInput("--svg draws the whole schedule, expected it without --device, --from, --to and --width")
         write_atomically(svg, picture.render(schedule))
         if as_json:
-            say_json({"schedule": str(schedule_path), "svg": str(svg)})
+            say_json({"schedule": str(schedule_path), "svg": str(svg), "rejected": rejected})
         else:
+            if rejected:
+                note(f"optpipe: {printable(rejected)}")
             say(f"wrote {svg}", err=is_stdout(svg))
         return
     analysis = analyse(schedule)
     if as_json:
         if devices or begin or end or width:
             raise BadInput("--json has the whole schedule, expected it without --device, --from, --to and --width")
-        say_json(_report(analysis, schedule_path))
+        say_json(_report(analysis, schedule_path, rejected))
         return
     out = console()
     if width is not None:
         out.width = width
     window = _window(begin, end, analysis.begin_ns, analysis.end_ns)
-    height = out.height - 1 if out.is_terminal and not devices else None  # one screen, with the line of the command
+    warning = Text(printable(rejected), style="bold") if rejected else None
+    taken = 1 if warning is None else 1 + len(warning.wrap(out, out.width))
+    height = out.height - taken if out.is_terminal and not devices else None  # one screen, with the command's line
     colour = out.is_terminal and not out.no_color
+    if warning is not None:
+        out.print(warning)
     out.print(render(analysis, out.width, devices or None, window, height=height, colour=colour), end="")
     out.print()
     out.print(summary(analysis))
 
 
-def _report(analysis: Analysis, path: Path) -> dict[str, Any]:
+def _report(analysis: Analysis, path: Path, rejected: str | None) -> dict[str, Any]:
     """Return what `show --json` prints: what the summary says; the ops are in the file itself."""
     schedule, whole = analysis.schedule, max(1, analysis.end_ns - analysis.begin_ns)
     return {
         "schedule": str(path),
+        "rejected": rejected,
         **plan_json(schedule),
         "idle": [{"cause": c.value, "resource": r, "share": share} for (c, r), share in analysis.shares().items()],
         "devices": [

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.documents.profile import Profile
 
-__all__ = ["Violated", "Violation", "check", "not_proved", "verify"]
+__all__ = ["Violated", "Violation", "check", "not_proved", "rejects", "verify"]
 
 CLAIMED = {
     "$.forecast.lower_bound_ns": "the bound",
@@ -41,6 +41,10 @@ CLAIMED_WITHOUT_PROFILE = {
 """What is compared with the profile, and is but the file's word without it."""
 
 
+QUICK_OPS = 10_000
+"""So many ops are verified in less than half of the time that `show` takes for them."""
+
+
 def not_proved(profile: Profile | None = None) -> dict[str, str]:
     """Return what `verify` takes from the file without proving it: JSON paths, and the words for people.
 
@@ -54,6 +58,16 @@ def check(schedule: ir.Schedule, profile: Profile | None = None) -> ir.Checked:
     if violations := verify(schedule, profile):
         raise Violated(violations)
     return ir.Checked(schedule)
+
+
+def rejects(schedule: ir.Schedule) -> str | None:
+    """Return in words what is wrong first with a schedule that is shown all the same; None: nothing that was found.
+
+    A schedule with very many ops, which takes long to verify, is not looked at.
+    """
+    ops = sum(len(lane) for device in schedule.devices for lane in (device.compute, device.d2h, device.h2d))
+    found = verify(schedule) if ops <= QUICK_OPS else []
+    return f"verify rejects this file: {found[0].message}" if found else None
 
 
 @uncollected()

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.forecast.links import link_loads
@@ -42,7 +43,7 @@ def test_offload_is_not_called_free_where_copies_take_compute():
 
 def test_where_there_are_no_links_there_is_no_k():
     costs = uniform(2, 2)
-    bare = ir.msgspec.structs.replace(costs, machine=ir.msgspec.structs.replace(costs.machine, links=[]))
+    bare = ir.structs.replace(costs, machine=ir.structs.replace(costs.machine, links=[]))
     assert list(link_loads(quick(bare, 3 * GB, time_limit_s=0.0).schedule)) == []
 
 
@@ -55,8 +56,8 @@ def test_links_are_not_spoken_of_where_nothing_may_be_offloaded(options):
 
 def test_links_that_are_not_alike_are_told_apart_by_their_devices():
     costs = uniform(3, 2, d2h_ms=0.5, h2d_ms=0.5)
-    links = [ir.msgspec.structs.replace(costs.machine.links[0], devices=devices) for devices in ([0, 2], [1])]
-    shared = ir.msgspec.structs.replace(costs, machine=ir.msgspec.structs.replace(costs.machine, links=links))
+    links = [ir.structs.replace(costs.machine.links[0], devices=devices) for devices in ([0, 2], [1])]
+    shared = ir.structs.replace(costs, machine=ir.structs.replace(costs.machine, links=links))
     said = [first for first, _ in link_sentences(quick(shared, 3 * GB, time_limit_s=0.0).schedule)]
     assert [sentence.partition(":")[0] for sentence in said] == ["1 of 2 devices (0, 2)", "1 of 1 device (1)"]
 
@@ -73,7 +74,25 @@ def test_the_summary_and_json_say_k_and_what_is_taken_for_granted(run):  # noqa:
     assert held > 0
     assert f"taken as unlimited, all devices together; this schedule may hold {held / 1e9:.2f} GB there" in out
     assert [one["k"] for one in json.loads(run("show", "--json").out)["host_links"]] == [pytest.approx(1 / 3)] * 2
+    assert "messages between devices" not in out
     weighty = quick(uniform(2, 2, static_gb=1), 4 * GB, host_mem_bytes=5 * GB, time_limit_s=0.0).schedule
     said = " ".join(assumptions(weighty))
     assert "static bytes" not in said
     assert "host memory for offloads: 5.00 GB (4.66 GiB), all devices together" in said
+
+
+def test_the_summary_says_between_which_devices_messages_take_no_time():
+    plain = uniform(3, 2)
+    machine = plain.machine
+    some = [structs.replace(machine.p2p[0], devices=(n, n + 1)) for n in range(2)]  # 0 and 2 have none
+    for p2p, said in (
+        (machine.p2p, ""),
+        (some, "the profile has no cost of messages between devices 0 and 2: they take no time"),
+        ([], "the profile has no cost of messages between devices: they take no time"),
+    ):
+        profile = structs.replace(plain, machine=structs.replace(machine, p2p=p2p))
+        made = quick(profile, 8 * GB, method="interleaved-1f1b", placement="loop", stages_per_device=2).schedule
+        assert [line for line in assumptions(made) if "messages between" in line] == ([said] if said else [])
+    linear = structs.replace(plain, machine=structs.replace(machine, p2p=some))
+    made = quick(linear, 8 * GB, method="1f1b").schedule  # sends nothing between 0 and 2
+    assert not any("messages between" in line for line in assumptions(made))

@@ -252,6 +252,7 @@ def assumptions(schedule: Schedule) -> list[str]:
     return [
         *(passed if order != sorted(order) else []),
         *(weightless if not any(stage.static_bytes for stage in schedule.stages) else []),
+        *_free_messages(schedule),
         f"cap per device {show_bytes(setup.cap_bytes)}: covers weights, gradients and optimizer state, a reserve of "
         f"{show_bytes(setup.reserve_bytes)}, activations, messages and what ops need while they run",
         f"host memory for offloads: {host}{together}; this schedule may hold {short_bytes(held)} there"
@@ -262,6 +263,22 @@ def assumptions(schedule: Schedule) -> list[str]:
         "microbatches run in order per stage and kind; a stage's activation is kept, recomputed, or offloaded, whole "
         "or its first layers, as many as fit the link; the bound is over such schedules and the placements searched",
     ]
+
+
+def _free_messages(schedule: Schedule) -> list[str]:
+    """Say between which devices that send messages to each other these take no time."""
+    owners = {stage.stage: stage.device for stage in schedule.stages}
+    longest: dict[tuple[int, int], int] = {}
+    for cost in schedule.forecast.stages:
+        mine = owners.get(cost.stage)
+        for stage, ns in ((cost.stage + 1, cost.send_activation_ns), (cost.stage - 1, cost.send_gradient_ns)):
+            peer = owners.get(stage)
+            if mine is not None and peer is not None and mine != peer:
+                pair = min(mine, peer), max(mine, peer)
+                longest[pair] = max(longest.get(pair, 0), ns)
+    free = sorted(pair for pair, ns in longest.items() if not ns)
+    which = "" if len(free) == len(longest) else " " + ", ".join(f"{first} and {second}" for first, second in free)
+    return [f"the profile has no cost of messages between devices{which}: they take no time"] if free else []
 
 
 def _assumptions(schedule: Schedule) -> Table:

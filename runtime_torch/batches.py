@@ -12,7 +12,7 @@ from torch import Tensor
 
 from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput
-from runtime_torch.bundles import in_words, with_samples, with_tokens
+from runtime_torch.bundles import Bundle, in_words, with_samples, with_tokens
 from runtime_torch.microbatch import Slice, cut, takes
 
 if TYPE_CHECKING:
@@ -79,14 +79,18 @@ class Batches:
 
     def boundary(self, layer: int, unit: int) -> Boundary:
         """Return shape and dtype of what leaves a layer."""
+        return self.bundle(layer, unit).boundary
+
+    def bundle(self, layer: int, unit: int) -> Bundle:
+        """Return what leaves a layer."""
         microbatch, tokens = self._units[unit]
         size = self._sizes[microbatch]
         if self._given is None:
             assert self._bundles is not None
-            return self._bundles[layer + 1].of(size, tokens).boundary
+            return self._bundles[layer + 1].of(size, tokens)
         shape, dtype = self._given(layer)
         shape = shape if self._announced is None else with_samples(shape, self._announced, size)
-        return (shape if tokens is None else with_tokens(shape, self._tokens(), tokens)), dtype
+        return Bundle(((shape if tokens is None else with_tokens(shape, self._tokens(), tokens), dtype),))
 
     def divide(
         self,

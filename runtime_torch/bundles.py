@@ -97,6 +97,11 @@ class Bundle:
         only = tensors[0] if self.is_single else None
         return self.join(tensors) if only is None else only
 
+    def example(self, device: torch.device) -> Tensor:
+        """Return what may cross: floats between 0 and 1, always the same, and ones of what else has numbers."""
+        generator = torch.Generator(device).manual_seed(0)
+        return self.carry([_example(shape, dtype, generator) for shape, dtype in self.parts])
+
     def carry_batch(self, tensors: Sequence[Sequence[Tensor]], tokens: Sequence[int | None]) -> Sequence[Tensor]:
         """Return the units (of so many `tokens`; None: of all) of several tensors as one tensor for each of them."""
         if self.is_single:
@@ -319,6 +324,12 @@ def _bits(tensor: Tensor) -> Tensor:
     """Return all bytes, as a view where they are contiguous; of one element, whatever its stride is said to be."""
     plain = tensor.resolve_conj().resolve_neg().contiguous()
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
+
+
+def _example(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    if dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1):
+        return torch.rand(shape, dtype=dtype, generator=generator, device=generator.device)
+    return (torch.zeros if dtype == torch.bool else torch.ones)(shape, device=generator.device).to(dtype)
 
 
 def _has_gradient(dtype: torch.dtype) -> bool:

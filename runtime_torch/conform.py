@@ -6,7 +6,6 @@ import socket
 from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 import torch.distributed as dist
 
 from optpipe_compiler.documents import ir
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from runtime_torch.batches import Batch
-    from runtime_torch.bundles import Boundary
+    from runtime_torch.bundles import Boundary, Bundle
 
 BYTES_TOLERANCE = 0.05
 """A stage may save this share more than its profile says; with more the promise of the peak would be void."""
@@ -42,14 +41,15 @@ def agree(schedule: ir.Schedule, group: dist.ProcessGroup | None) -> bool:
 def prepare(
     schedule: ir.Schedule,
     stages: Mapping[int, StageExecution],
-    boundary: Callable[[int, int], Boundary],
+    bundle: Callable[[int, int], Bundle],
     batch: Batch,
     bytes_tolerance: float | None,
 ) -> None:
     """Hold the stages against their profile: run each forward once, on a throw-away microbatch, slice by slice.
 
-    The first microbatch of the batch has as many samples as any. Random state and buffers stay as they were, no
-    gradient is made. Raises BadInput where a stage does not match.
+    `bundle` tells what leaves a layer; a stage that is not the first gets an example of it. The first microbatch of the
+    batch has as many samples as any. Random states, buffers and gradients stay as they were. Raises BadInput where a
+    stage does not match.
     """
     for index, stage in sorted(stages.items()):
         trial = _trial(stage)
@@ -58,12 +58,15 @@ def prepare(
                 if stage.is_first and batch.inputs is not None:
                     x = batch.inputs[number]
                 else:
-                    shape, dtype = boundary(stage.first_layer - 1, number)
-                    x = torch.zeros(shape, dtype=dtype, device=stage.device)
+                    x = bundle(stage.first_layer - 1, number).example(stage.device)
                 target = None if batch.targets is None else batch.targets[number]
-                with entered(unit):
-                    out = trial.forward(number, x, target, part=unit.slice)
-                expected = None if stage.is_last else boundary(stage.end_layer - 1, number)
+                try:
+                    with entered(unit):
+                        out = trial.forward(number, x, target, part=unit.slice)
+                except Exception as error:
+                    error.add_note("optpipe: in the trial before the first step, on made-up numbers behind stage 0")
+                    raise
+                expected = None if stage.is_last else bundle(stage.end_layer - 1, number).boundary
                 _conform(schedule, schedule.stages[index], trial, number, out, expected, bytes_tolerance)
                 trial.discard(number)
 

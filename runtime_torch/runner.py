@@ -115,7 +115,7 @@ class Runner:
         modes = [module.training for module in self._stages.module.modules()]
         modes += [parameter.requires_grad for parameter in self._stages.module.parameters()]
         if self._ready != modes:  # they change other buffers than in evaluation, and save more than frozen
-            prepare(self.schedule, self._stages, self._batches.boundary, batch, self._tolerance)
+            prepare(self.schedule, self._stages, self._batches.bundle, batch, self._tolerance)
             self._ready = modes
         self._has_failed = True
         result = self._replay.step(batch.inputs, batch.targets, batch.units, losses)

@@ -130,7 +130,7 @@ class Alone:
         inputs, target = models.batches(model, data)(torch.Generator().manual_seed(seed), microbatches)
         batches = Batches(schedule, self._stages, None, None)
         self._batch = batches.cut_all([one.to(device) for one in inputs], target.to(device))
-        prepare(schedule, self._stages, batches.boundary, self._batch, BYTES_TOLERANCE)
+        prepare(schedule, self._stages, batches.bundle, self._batch, BYTES_TOLERANCE)
         carriers = [bundle.boundary for bundle in models.bundles(model)[1:] if not bundle.is_single]
         self._peers = Peers(schedule, rank, time_scale, next(iter(self._stages.values())).meter, zeros=carriers)
         self._make_replay = partial(

@@ -79,7 +79,8 @@ def main() -> None:
     stages.module.eval()
     inputs, target = data.validation()
     say(mesh, "validation loss", runner.eval(inputs, target=target))
-    if options.save is not None:
+    is_saved = options.save_every and options.steps % options.save_every == 0
+    if options.save is not None and not is_saved:
         save(options.save, options.steps, stages.module, optimizer)
     dist.destroy_process_group()
 

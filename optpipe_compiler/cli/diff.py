@@ -20,7 +20,9 @@ from optpipe_compiler.cli.common import console, plan_json, say_json
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_context
 def diff(context: click.Context, old_path: Path, new_path: Path, exit_code: bool, as_json: bool) -> None:
-    """Say in words what changed from one schedule to another; /dev/null stands for none, as in git.
+    """Say in words what changed from one schedule to another.
+
+    /dev/null stands for none, as in git.
 
     Example: optpipe diff old.json schedule.json
     """

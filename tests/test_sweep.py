@@ -452,7 +452,7 @@ def test_another_profile_or_other_options_are_refused(run, here):  # noqa: F811
         (("--mem", "1GB", "-o", "no/s.json"), "no/s.json: cannot be written: No such file or directory"),
         (("--mem", "1GB", "--svg", "no/s.svg"), "no/s.svg: cannot be written: No such file or directory"),
         (("none.json", "--mem", "1GB"), "none.json: cannot be read: No such file or directory"),
-        (("--mem", "1GB", "-o", "profile.json"), 'profile.json: $.format is "optpipe-profile", expected "optpipe-s'),
+        (("--mem", "1GB", "-o", "profile.json"), "-o names profile.json, which is the profile that is read"),
     ],
 )
 def test_bad_input_of_sweep_is_one_sentence_before_any_work(run, here, arguments, sentence):  # noqa: F811

@@ -98,7 +98,7 @@ class Bundle:
         return self.join(tensors) if only is None else only
 
     def example(self, device: torch.device) -> Tensor:
-        """Return what may cross: floats between 0 and 1, always the same, and ones of what else has numbers."""
+        """Return what may cross: floats between 0 and 1, always the same, and zeros, which indices may always be."""
         generator = torch.Generator(device).manual_seed(0)
         return self.carry([_example(shape, dtype, generator) for shape, dtype in self.parts])
 
@@ -329,7 +329,7 @@ def _bits(tensor: Tensor) -> Tensor:
 def _example(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
     if dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1):
         return torch.rand(shape, dtype=dtype, generator=generator, device=generator.device)
-    return (torch.zeros if dtype == torch.bool else torch.ones)(shape, device=generator.device).to(dtype)
+    return torch.zeros(shape, device=generator.device).to(dtype)
 
 
 def _has_gradient(dtype: torch.dtype) -> bool:

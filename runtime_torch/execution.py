@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from runtime_torch.streams import Carrier
     from runtime_torch.surroundings import Autocast, BufferState, PlainAttribute
 
+Constants = dict[tuple["nn.Module", str], tuple[Tensor, int]]
+"""Buffers by module and name, and how often each was changed."""
 Layers = tuple[int, int]
 """Layers `[first, end)`, numbered over the whole model."""
 
@@ -66,8 +68,8 @@ class _Checkpoint:
     """Those that the forward sets, as it found them."""
     changes: list[int]
     """How often each tensor of `x` had been changed in place."""
-    constants: list[tuple[Tensor, int]]
-    """The other buffers, and how often each had been changed."""
+    constants: Constants
+    """The other buffers."""
 
     def storages(self) -> list[UntypedStorage]:
         """Of all tensors."""
@@ -81,18 +83,20 @@ class _Checkpoint:
                 "it, expected a new tensor"
             )
 
-    def check_constants(self, first: int, now: Sequence[tuple[Tensor, int]]) -> None:
-        """Raise RunFailed where buffers changed since that no forward seemed to change."""
-        same = len(now) == len(self.constants) and all(
-            one is other and changes == earlier
-            for (one, changes), (other, earlier) in zip(now, self.constants, strict=True)
-        )
-        if not same:
-            raise RunFailed(
-                f"layer {first}: a buffer has changed since the forward, which had not in the trial before the first "
-                "step, and the schedule computes the layer once more from what is there now: expected a buffer that "
-                "each forward changes or none does, or a schedule without recomputes of this layer"
-            )
+    def check_constants(self, first: int, now: Constants) -> None:
+        """Raise RunFailed where buffers changed since that no forward seemed to change.
+
+        A table that was made since, or is larger now, is a forward's own: it makes the same once more.
+        """
+        for (module, name), (buffer, changes) in now.items():
+            earlier, as_often = self.constants.get((module, name), (buffer, changes))
+            if earlier.shape == buffer.shape and (earlier is not buffer or changes != as_often):
+                raise RunFailed(
+                    f"layer {first}: its buffer {name} has changed since the forward, which it had not in the trial "
+                    "before the first step, and the schedule computes the layer once more from what is there now: "
+                    "expected a buffer that each forward changes or none does, or a schedule without recomputes of "
+                    "this layer"
+                )
 
 
 @dataclass(slots=True)
@@ -212,10 +216,12 @@ class StageExecution:
         }
         attributes = {index: [(one, dict(vars(one))) for one in layer.modules()] for index, layer in plain.items()}
         frozen = [
-            (index, name, one, engine.changes(one))
+            (index, name, one, _mark(one))
             for index, layer in plain.items()
-            for name, one in layer.named_parameters()
+            for inner in layer.modules()
+            for name, one in inner.named_parameters(recurse=False)
             if not one.requires_grad
+            and getattr(inner, "max_norm", None) is None  # which changes it as often as it likes
         ]
         gradients = [(one, one.grad) for layer in plain.values() for one in layer.parameters()]
         for one, _ in gradients:
@@ -239,8 +245,8 @@ class StageExecution:
                 self.begin()
         for module, _ in (one for index in self.selective for one in self._setting.get(index, ())):
             leave(module)
-        for index, name, one, changes in frozen:
-            if engine.changes(one) != changes:
+        for index, name, one, before_it in frozen:
+            if _mark(one) != before_it:
                 raise BadInput(
                     f"layer {index} changes its frozen parameter {name} in its forward, expected a buffer, which is "
                     "put back where a forward is repeated"
@@ -517,16 +523,17 @@ class StageExecution:
             found += self._owned[index]
         return found
 
-    def _constants_in(self, layers: Layers) -> list[tuple[Tensor, int]]:
-        """Return the buffers in layers [first, end) that no forward changes, with how often each was changed."""
-        found: list[tuple[Tensor, int]] = []
+    def _constants_in(self, layers: Layers) -> Constants:
+        """Return the buffers in layers [first, end) that no forward changes."""
+        found: Constants = {}
         for index in range(*layers):
             if index not in self._buffered:
                 changing = set(self._changing.get(index, ()))
                 modules = self.layers[index - self.first_layer].modules()
                 self._buffered[index] = [one for one in modules if one not in changing]
             for module in self._buffered[index]:
-                found += [(buffer, engine.changes(buffer)) for buffer in module.buffers(recurse=False)]
+                for name, buffer in module.named_buffers(recurse=False):
+                    found[module, name] = buffer, engine.changes(buffer)
         return found
 
     def _changing_in(self, layers: Layers) -> list[nn.Module]:
@@ -600,6 +607,16 @@ def _through_one(x: Flow) -> tuple[Tensor, Flow]:
 
 def _each(x: Flow, change: Callable[[Tensor], Tensor]) -> Flow:
     return tuple(map(change, x)) if isinstance(x, tuple) else change(x)
+
+
+def _mark(parameter: Tensor) -> tuple[int, str]:
+    """Return what tells whether a parameter was changed, by way of its `data`, too."""
+    value = parameter.detach()
+    try:
+        total = repr(value.sum(dtype=torch.complex128 if value.is_complex() else torch.float64).item())
+    except (RuntimeError, NotImplementedError):  # of a dtype that cannot be added up, such as a float8
+        total = ""
+    return engine.changes(parameter), total
 
 
 def _compact(tensor: Tensor) -> Tensor:

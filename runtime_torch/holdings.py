@@ -48,7 +48,8 @@ class Constant:
         if changes(self.tensor) != self.changes:
             raise RunFailed(
                 f"layer {self.layer}: a weight or buffer that its backward reads was changed in place after the "
-                "forward, as by an optimizer that steps in a hook, expected changes between steps alone"
+                "forward, by an optimizer that steps in a hook, or by a forward of a later microbatch or a recompute, "
+                "expected changes between steps alone"
             )
 
 

@@ -122,21 +122,23 @@ class Bundle:
         return (carrier,) if self.is_single else _Unpack.apply(self, carrier)  # type: ignore[no-untyped-call]
 
     def join(self, tensors: Sequence[Tensor | None]) -> Tensor:
-        """Copy the bits of the parts into a new carrier, where there is one; `is_absent` tells where not."""
+        """Copy the bits of the parts into a new carrier; `is_absent` tells which floats are missing."""
         device = next(tensor.device for tensor in tensors if tensor is not None)
         shape, dtype = self.boundary
         carrier = torch.zeros(shape, dtype=dtype, device=device)
         bits = carrier.view(torch.uint8)
-        for tensor, (end, nbytes) in zip(tensors, self._extents(), strict=True):
+        for tensor, (_, dtype), (end, nbytes) in zip(tensors, self.parts, self._extents(), strict=True):
             start = end - _aligned(nbytes)
             if tensor is not None:
                 bits[start : start + nbytes].copy_(_bits(tensor))
-            elif nbytes:
+            elif nbytes and _has_gradient(dtype):
                 bits[start : start + _ALIGNMENT].copy_(torch.tensor(_ABSENT, dtype=torch.uint8))
         return carrier
 
     def is_absent(self, carrier: Tensor) -> list[bool]:
         """Return for each part whether it was missing when the carrier was joined; waits for a GPU."""
+        if carrier.is_meta:
+            return [False] * len(self.parts)
         bits = _bits(carrier)
         starts = [end - _aligned(nbytes) if nbytes else None for end, nbytes in self._extents()]
         marks = torch.stack([bits[at : at + _ALIGNMENT] for at in starts if at is not None]).tolist()

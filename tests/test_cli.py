@@ -162,7 +162,10 @@ def test_no_file_is_named_as_other_tools_name_their_output(run, option, command)
         (("sweep", "--mem", "2GB", "--svg", "profile.json"), "--svg names profile.json, which is the profile that is"),
         (("sweep", "--mem", "2GB", "-o", "s.json", "--svg", "./s.json"), "s.json is named for several files"),
         (("sweep", "--mem", "2GB", "--model", "llama.json", "--gpu", "a100-80gb,g.json", "-o", "g.json"), "-o names g"),
-        (("profile", "--model", "llama.json", "--gpu", "a100-80gb", "-o", "llama.json"), "-o names llama.json, which"),
+        (
+            ("profile", "--model", "llama.json", "--gpu", "a100-80gb", "--devices", "2", "-o", "llama.json"),
+            "-o names llama.json, which",
+        ),
         (("profile", "--from-run", "run.json", "-o", "run.json"), "-o names run.json, which --from-run names, too"),
         (("profile", "--from-run", "run.json", "-o", "profile.json"), "-o names profile.json, which is the profile"),
         (("show", "--svg", "schedule.json"), "--svg names schedule.json, which is the schedule that is read"),

@@ -43,7 +43,7 @@ def test_offload_is_not_called_free_where_copies_take_compute():
 
 def test_where_there_are_no_links_there_is_no_k():
     costs = uniform(2, 2)
-    bare = ir.structs.replace(costs, machine=ir.structs.replace(costs.machine, links=[]))
+    bare = structs.replace(costs, machine=structs.replace(costs.machine, links=[]))
     assert list(link_loads(quick(bare, 3 * GB, time_limit_s=0.0).schedule)) == []
 
 
@@ -56,8 +56,8 @@ def test_links_are_not_spoken_of_where_nothing_may_be_offloaded(options):
 
 def test_links_that_are_not_alike_are_told_apart_by_their_devices():
     costs = uniform(3, 2, d2h_ms=0.5, h2d_ms=0.5)
-    links = [ir.structs.replace(costs.machine.links[0], devices=devices) for devices in ([0, 2], [1])]
-    shared = ir.structs.replace(costs, machine=ir.structs.replace(costs.machine, links=links))
+    links = [structs.replace(costs.machine.links[0], devices=devices) for devices in ([0, 2], [1])]
+    shared = structs.replace(costs, machine=structs.replace(costs.machine, links=links))
     said = [first for first, _ in link_sentences(quick(shared, 3 * GB, time_limit_s=0.0).schedule)]
     assert [sentence.partition(":")[0] for sentence in said] == ["1 of 2 devices (0, 2)", "1 of 1 device (1)"]
 
@@ -91,7 +91,7 @@ def test_the_summary_says_between_which_devices_messages_take_no_time():
         ([], "the profile has no cost of messages between devices: they take no time"),
     ):
         profile = structs.replace(plain, machine=structs.replace(machine, p2p=p2p))
-        made = quick(profile, 8 * GB, method="interleaved-1f1b", placement="loop", stages_per_device=2).schedule
+        made = quick(profile, 8 * GB, microbatches=3, method="interleaved-1f1b").schedule
         assert [line for line in assumptions(made) if "messages between" in line] == ([said] if said else [])
     linear = structs.replace(plain, machine=structs.replace(machine, p2p=some))
     made = quick(linear, 8 * GB, method="1f1b").schedule  # sends nothing between 0 and 2

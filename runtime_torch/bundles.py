@@ -1,8 +1,9 @@
 """Several tensors as one: what crosses from layer to layer where layers take and return tuples.
 
 Stages, stores and messages know one tensor per border. A bundle is a carrier tensor with the bits of all its parts, so
-any dtypes pass exactly (positions, masks, activations), and gradients pass back the same way. It costs a copy. Of several
-floats some may get no gradient: to tell them, the host of a GPU waits for the carrier's where their backward begins.
+any dtypes pass exactly (positions, masks, activations), and gradients pass back the same way. It costs a copy. Of
+several floats some may get no gradient: to tell them, the host of a GPU waits for the carrier's where their backward
+begins.
 """
 
 from __future__ import annotations

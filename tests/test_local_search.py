@@ -253,6 +253,7 @@ def test_a_search_that_has_met_its_bound_ends():
     with LocalSearch([SearchedProblem(one, ("linear", 1), bounds.best(one, "makespan").ticks)], effort) as search:
         while search.is_running:
             found += search.take(0.05)
+        found += search.take(0.0)
     assert found[-1].value == bounds.best(one, "makespan").ticks
 
 

@@ -129,11 +129,11 @@ class Bundle:
         shape, dtype = self.boundary
         carrier = torch.zeros(shape, dtype=dtype, device=device)
         bits = carrier.view(torch.uint8)
-        for tensor, (_, dtype), (end, nbytes) in zip(tensors, self.parts, self._extents(), strict=True):
+        for tensor, (_, own), (end, nbytes) in zip(tensors, self.parts, self._extents(), strict=True):
             start = end - _aligned(nbytes)
             if tensor is not None:
                 bits[start : start + nbytes].copy_(_bits(tensor))
-            elif nbytes and _has_gradient(dtype):
+            elif nbytes and _has_gradient(own):
                 bits[start : start + _ALIGNMENT].copy_(torch.tensor(_ABSENT, dtype=torch.uint8))
         return carrier
 

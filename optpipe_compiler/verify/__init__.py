@@ -42,7 +42,7 @@ CLAIMED_WITHOUT_PROFILE = {
 
 
 QUICK_OPS = 10_000
-"""So many ops are verified in less than half of the time that `show` takes for them."""
+"""With more ops than these `show` would take noticeably longer."""
 
 
 def not_proved(profile: Profile | None = None) -> dict[str, str]:

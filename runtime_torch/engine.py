@@ -68,13 +68,19 @@ def use_public_names() -> None:
 
 
 def accumulate(
-    edges: Sequence[GradientEdge], gradients: Sequence[Tensor], into: Sequence[Tensor | GradientEdge] = ()
+    edges: Sequence[GradientEdge],
+    gradients: Sequence[Tensor],
+    into: Sequence[Tensor | GradientEdge] = (),
+    *,
+    retain: bool = False,
 ) -> None:
-    """Run backward from `edges` and free their graph; add to `.grad` of the leaves, or of those in `into` alone."""
+    """Run backward from `edges` and free their graph, unless `retain`; add to `.grad` of the leaves, or of those in
+    `into` alone."""
+    edges, gradients, into = tuple(edges), tuple(gradients), tuple(into)
     if _run_backward is None:
-        torch.autograd.backward(tuple(edges), tuple(gradients), inputs=tuple(into) or None)  # type: ignore[arg-type]
+        torch.autograd.backward(edges, gradients, inputs=into or None, retain_graph=retain)  # type: ignore[arg-type]
     else:
-        _run_backward(tuple(edges), tuple(gradients), False, False, tuple(into), True, accumulate_grad=True)
+        _run_backward(edges, gradients, retain, False, into, True, accumulate_grad=True)
 
 
 def refuses_broadcast() -> bool:

@@ -185,8 +185,8 @@ class SliceCarry(Carry):
             query, key, value = (one if one.dtype == torch.float64 else one.to(dtype) for one in (query, key, value))
         place = self._layer, self._count
         self._count += 1
-        inputs = _Together.apply(query, key, value)  # type: ignore[no-untyped-call]
-        found: Tensor = _Attend.apply(*inputs, self._stage, self._index, place, scale)  # type: ignore[no-untyped-call]
+        about = self._stage, self._index, place, scale
+        found: Tensor = _Attend.apply(query, key, value, *about)  # type: ignore[no-untyped-call]
         return found
 
     def whole(self, target: Tensor) -> Tensor:
@@ -194,20 +194,6 @@ class SliceCarry(Carry):
         if self._target is None:
             raise BadInput(f"layer {self._layer} asks for the whole target, and this rank was given none")
         return self._target
-
-
-class _Together(torch.autograd.Function):
-    """Passes queries, keys and values on, as one node: where only some of them depend on the layer's input, a split
-    backward runs this node twice, and not that of the attention, which changes what slices have added up."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        return gradients
 
 
 class _Attend(torch.autograd.Function):

@@ -5,6 +5,8 @@ the way to the input with parameters beside it (for a linear layer, the node tha
 starts from the captured gradients. What has only vectors beside it (norms, scales) is not cut: its gradients are sums
 over what the first half has at hand anyway, and cost less to keep than the activation and the gradient that another
 look would need. So matrices keep their input and their output's gradient until the second half, and nothing else stays.
+A node whose backward somebody wrote (`torch.autograd.Function`, what torch.compile makes of a layer) runs once, in the
+first half, whatever it leads to: it cannot be told to compute a part, and may do more than return gradients.
 
 All of it is read off the graph of the one microbatch: a routed layer has another one for each.
 """
@@ -17,6 +19,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from optpipe_compiler.errors import RunFailed
@@ -41,6 +44,8 @@ class Group:
     """The accumulators of the parameters."""
     cuts: list[Node]
     captured: dict[Node, Captured] = field(default_factory=dict)
+    passed: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
+    """What cuts that run once have passed on towards the parameters, for the second half."""
     sides: dict[Node, list[int]] = field(default_factory=dict)
     """Where the way from a cut leads to these parameters, too (shared ones): the edges of each cut beside that way."""
     forms: dict[GradientEdge, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
@@ -48,7 +53,8 @@ class Group:
 
     def roots(self) -> tuple[list[GradientEdge], list[Tensor]]:
         """Where the second half starts, and with which gradients."""
-        pairs = list(self._beside()) if self.sides else [pair for node in self.cuts for pair in self._at(node)]
+        pairs = list(self._beside()) if self.sides else [pair for node in self.captured for pair in self._at(node)]
+        pairs += self.passed
         return [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
 
     def _at(self, node: Node) -> Iterator[tuple[GradientEdge, Tensor]]:
@@ -60,7 +66,7 @@ class Group:
     def _beside(self) -> Iterator[tuple[GradientEdge, Tensor]]:
         """Run the cuts alone: autograd's engine, started at one, would take the way once more."""
         for node, captured in self.captured.items():
-            found = node(*captured) if callable(node) else node.apply(*captured)  # type: ignore[attr-defined]
+            found = node(*captured)  # type: ignore[operator]
             gradients = found if isinstance(found, tuple) else (found,)
             for side in self.sides[node]:
                 edge, gradient = _edge(node, side), gradients[side]
@@ -123,7 +129,13 @@ def backward_input(output: GradientEdge, gradient: Tensor, start: GradientEdge) 
             vectors += _edges(group.leaves)
         else:
             rest.groups.append(group)
-    handles = [node.register_prehook(_capture(group, node)) for group in rest.groups for node in group.cuts]
+    handles = [
+        node.register_hook(_pass_on(group, node, walk.sides_of(node)))
+        if _runs_once(node)
+        else node.register_prehook(_capture(group, node))
+        for group in rest.groups
+        for node in group.cuts
+    ]
     try:
         found, *gradients = engine.capture([output], [gradient], [start, *vectors], retain=True)
     except RuntimeError as error:
@@ -137,6 +149,7 @@ def backward_input(output: GradientEdge, gradient: Tensor, start: GradientEdge) 
     finally:
         for handle in handles:
             handle.remove()
+    rest.groups = [group for group in rest.groups if group.captured or group.passed]
     for group in rest.groups:
         if group.sides and engine.refuses_broadcast():
             group.find_forms()
@@ -178,6 +191,26 @@ def _edges(leaves: Sequence[Node]) -> list[GradientEdge]:
 def _is_plain_vector(parameter: Tensor) -> bool:
     """Hooks of a parameter's own would see its gradient in both halves, so such a parameter waits for the second."""
     return parameter.dim() <= 1 and not engine.is_hooked(parameter)
+
+
+def _runs_once(node: Node) -> bool:
+    """Whether somebody wrote the backward of a node, in Python or in C++."""
+    return isinstance(node, BackwardCFunction) or type(node).__name__ == "CppFunction"
+
+
+def _pass_on(group: Group, node: Node, sides: Sequence[int]):  # type: ignore[no-untyped-def]
+    """A hook that accumulates what a node that runs once passes on towards the parameters; where other cuts lead to
+    them, too, it waits for these."""
+    waits = not all(_runs_once(cut) for cut in group.cuts)
+
+    def hook(passed: Captured, gradients: Captured) -> None:
+        pairs = [(_edge(node, side), gradient) for side in sides if (gradient := passed[side]) is not None]
+        if waits:
+            group.passed += pairs
+        elif pairs:
+            engine.accumulate(*zip(*pairs, strict=True), retain=True)
+
+    return hook
 
 
 def _capture(group: Group, node: Node):  # type: ignore[no-untyped-def]  # torch types the hook as untyped, too
@@ -280,20 +313,20 @@ class _Walk:
         groups = _merge(self.cuts)
         for group in groups:
             if not below.isdisjoint(group.leaves) or self._meet_again(group.cuts):
-                group.sides = {
-                    cut: [i for i, (child, _) in enumerate(cut.next_functions) if self._leads_aside(child)]
-                    for cut in group.cuts
-                }
+                group.sides = {cut: self.sides_of(cut) for cut in group.cuts if not _runs_once(cut)}
         return groups
 
-    def _leads_aside(self, node: Node | None) -> bool:
-        return node is not None and bool(self.leads_to[node])
+    def sides_of(self, cut: Node) -> list[int]:
+        """Return which edges of a cut lead to parameters alone."""
+        return [
+            side for side, (child, _) in enumerate(cut.next_functions) if child is not None and self.leads_to[child]
+        ]
 
     def nodes_of(self, group: Group) -> set[Node]:
-        """Return the nodes that W runs: the cuts of the group, and what is on a way from there to its parameters."""
+        """Return the nodes that W runs: where it starts, and what is on a way from there to the group's parameters."""
         leaves = set(group.leaves)
-        found = set(group.cuts)
-        stack = list(group.cuts)
+        found = {*group.captured, *(edge.node for edge, _ in group.passed)}
+        stack = list(found)
         while stack:
             for child in _children(stack.pop()):
                 if child not in found and not leaves.isdisjoint(self.leads_to[child] or ()):

@@ -1,0 +1,195 @@
+"""Layers with a `torch.autograd.Function` beside whose input there are parameters: its backward runs once, whether the
+schedule splits backwards or not, and gradients are those of a loop of plain torch."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402, N812
+
+from runtime_torch import engine  # noqa: E402
+from tests.test_runtime_library import MICROBATCHES, alone, plan  # noqa: E402, F401
+from tests.test_unusual_layers import (  # noqa: E402
+    WIDTH,
+    Scores,
+    assert_trains_as_in_a_loop,
+    batch,
+    both,
+    model,
+    pipelined,
+)
+
+
+class _Linear(torch.autograd.Function):
+    """Notes its backwards in `ran`; the gradient of the bias has a row per token, which autograd adds up."""
+
+    ran: ClassVar[list[int]] = []
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        _Linear.ran.append(len(gradient))
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.T @ x, gradient
+
+
+class _Scaled(torch.autograd.Function):
+    """Finds its gradients in the forward and scales them in place in the backward, as fused losses do."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(weight.detach().clone(), x.detach().clone(), x.new_ones(1))
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        weight, x, scale = ctx.saved_tensors
+        scale.mul_(2)
+        found = gradient @ weight * scale / 2, gradient.T @ x * scale / 2, gradient.sum(0) * scale / 2
+        weight.zero_()
+        x.zero_()
+        return found
+
+
+class _Fused(torch.autograd.Function):
+    """Adds to a buffer of gradients itself, as fused kernels do, and returns none."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        ctx.weight.main_grad += gradient.T @ x
+        return gradient @ ctx.weight.detach(), None, gradient.sum(0)
+
+
+class Written(nn.Linear):
+    function = _Linear
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.function.apply(x, self.weight, self.bias)
+
+
+class Scaled(Written):
+    function = _Scaled
+
+
+class Hooked(Written):
+    """Hooks look at its gradients, the second after the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight.register_hook(lambda gradient: gradient * 2)
+        self.bias.register_hook(torch.sin)
+
+    def __deepcopy__(self, memo):
+        other = type(self)()
+        other.load_state_dict(self.state_dict())
+        return other
+
+
+class Derived(Written):
+    """Its weight is computed, and used by two functions."""
+
+    def forward(self, x):
+        weight = torch.exp(self.weight) * self.weight
+        return self.function.apply(self.function.apply(x, weight, self.bias), weight.T, self.bias)
+
+
+class Mixed(Written):
+    """Its weight, computed or not, is read by a function that is written and one of torch's, on one way or on two."""
+
+    computed, on_one_way, begins = False, True, True
+
+    def forward(self, x):
+        weight = torch.exp(self.weight) if self.computed else self.weight
+        ways = [
+            lambda x: self.function.apply(x, weight, self.bias),
+            lambda x: F.linear(x, weight, self.bias),
+        ]
+        first, second = ways if self.begins else reversed(ways)
+        return second(torch.tanh(first(x))) if self.on_one_way else first(x) * second(x)
+
+
+KINDS = [
+    Written,
+    Scaled,
+    Hooked,
+    Derived,
+    *(
+        type(
+            f"Mixed{computed:d}{on_one_way:d}{begins:d}",
+            (Mixed,),
+            {"computed": computed, "on_one_way": on_one_way, "begins": begins},
+        )
+        for computed in (False, True)
+        for on_one_way in (False, True)
+        for begins in (False, True)
+    ),
+]
+
+
+@pytest.fixture(params=["private", "public"])
+def names(request, monkeypatch):
+    """With the private names of torch and without."""
+    if request.param == "public":
+        for name in ("_run_backward", "_profiler_enabled", "_use_count", "_hooks", "_base", "_copy_each"):
+            monkeypatch.setattr(engine, name, None)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("placement", [(0, 0), (0, 0, 0, 0)], ids=["two stages", "four"])
+@both
+def test_gradients_are_those_of_a_loop(alone, names, kind, placement, fused):  # noqa: F811
+    assert_trains_as_in_a_loop(model(kind, kind), fused=fused, placement=placement)
+
+
+@pytest.mark.parametrize("kind", [Written, Derived, KINDS[-1]], ids=lambda kind: kind.__name__)
+@both
+def test_gradients_are_those_of_a_loop_where_layers_recompute(alone, kind, fused):  # noqa: F811
+    assert_trains_as_in_a_loop(
+        model(kind, kind), fused=fused, ranges=lambda stage, microbatch: [("recompute", 2 * stage, 2 * stage + 2)]
+    )
+
+
+@both
+def test_a_written_backward_runs_once_for_each_microbatch(alone, fused):  # noqa: F811
+    _, runner = pipelined(model(Written, nn.Identity), plan((0, 0), fused=fused))
+    x, target = batch(0)
+    runner.step(x, target=target)
+    _Linear.ran.clear()
+    runner.step(x, target=target)
+    assert len(_Linear.ran) == MICROBATCHES
+
+
+@both
+def test_gradients_that_a_function_adds_up_itself_are_added_once(alone, fused):  # noqa: F811
+    layers = model(type("Fuses", (Written,), {"function": _Fused}), nn.Identity)
+    plain = [Written(), nn.Identity()]
+    plain[0].load_state_dict(layers[1].state_dict())
+    layers[1].weight.main_grad = torch.zeros(WIDTH, WIDTH)
+    stages, runner = pipelined(layers, plan((0, 0), fused=fused))
+    weight = next(parameter for name, parameter in stages.module.named_parameters() if name == "1.weight")
+    weight.main_grad.zero_()
+    x, target = batch(0)
+    runner.step(x, target=target)
+    for part, its_target in zip(x.tensor_split(MICROBATCHES), target.tensor_split(MICROBATCHES), strict=True):
+        (layers[3](plain[0](layers[0](part)), its_target) / MICROBATCHES).backward()
+    torch.testing.assert_close(weight.main_grad, plain[0].weight.grad)
+    assert weight.grad is None
+    assert isinstance(layers[3], Scores)

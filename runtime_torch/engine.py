@@ -6,8 +6,9 @@ the callers here know what they pass, edges with gradients of their shape and dt
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from torch.autograd.graph import GradientEdge
 
     RunBackward = Callable[..., tuple[Tensor | None, ...]]
+
+Hook = TypeVar("Hook", bound="Callable[..., Any]")
+"""A function that torch calls."""
 
 
 def _private(owner: Any, *path: str) -> Any:
@@ -56,6 +60,7 @@ _flash: dict[str, Any] = {
         ("cuda backward", "_backward"),
     )
 }
+_frames = _private(torch, "_C", "_dynamo", "eval_frame")
 _hooks: str | None = "_backward_hooks"
 _base: str | None = "_base"
 
@@ -108,6 +113,15 @@ def flash_kernels(kind: str) -> tuple[Callable[..., Any], Callable[..., Any]] | 
     """Return the flash kernel of a kind of device, which also says the logsumexp, and its backward, which takes it."""
     forward, backward = _flash.get(kind), _flash.get(f"{kind} backward")
     return None if forward is None or backward is None else (forward, backward)
+
+
+def never_compiled(function: Hook) -> Hook:
+    """Keep torch.compile from tracing a function, and what it calls: it would do so where a compiled layer runs a piece
+    eagerly, anew for each layer, and warn of that."""
+    with suppress(TypeError, AttributeError):
+        skip = _frames._FrameAction.SKIP
+        _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
+    return function
 
 
 def is_profiled() -> bool:

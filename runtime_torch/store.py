@@ -90,6 +90,7 @@ class SavedTensorStore:
         """
         left = iter(slots)
 
+        @engine.never_compiled
         def pack(tensor: Tensor) -> Handle:
             tensor = self._lasting(tensor)
             if not self.is_constant(tensor):
@@ -116,6 +117,7 @@ class SavedTensorStore:
         """Save a tensor beside those that autograd saves."""
         return self._pack(tensor) if self._pack_again is None else self._pack_again(tensor)
 
+    @engine.never_compiled
     def read(self, handle: Handle) -> Tensor:
         """Return what was saved."""
         if isinstance(handle, Constant):
@@ -156,6 +158,7 @@ class SavedTensorStore:
     def _lasting(self, tensor: Tensor) -> Tensor:
         return tensor.detach().clone() if tensor.untyped_storage().data_ptr() in self._changed else tensor
 
+    @engine.never_compiled
     def _pack(self, tensor: Tensor) -> Handle:
         if self._changed:
             tensor = self._lasting(tensor)

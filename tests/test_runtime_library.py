@@ -500,22 +500,45 @@ def test_a_layer_that_returns_a_tuple_of_one_tensor_is_refused():
         runtime_torch.build_stages(plan((0, 0)), layers, 0, "cpu", inputs=[tokens], target=tokens)
 
 
+class Normed(nn.Linear):
+    """What torch.compile takes for a layer's own code: that of torch's modules alone it runs eagerly."""
+
+    def __init__(self):
+        super().__init__(HIDDEN, HIDDEN)
+        self.norm = nn.LayerNorm(HIDDEN)
+
+    def forward(self, x):
+        return nn.functional.gelu(super().forward(self.norm(x)))
+
+
+def eager_pieces():
+    return nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.GELU())
+
+
+@pytest.mark.parametrize("make", [Normed, eager_pieces], ids=["compiled", "eager pieces"])
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
-def test_compiled_layers_have_the_gradients_of_others(alone, fused):
+def test_compiled_layers_have_the_gradients_of_others(alone, make, fused):
+    import torch._dynamo.config
     import torch._functorch.config
 
     torch.manual_seed(0)
-    inner = [nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.GELU()) for _ in range(2)]
+    inner = [make() for _ in range(2)]
     layers = [nn.Embedding(16, HIDDEN), *inner, Scores(HIDDEN, 16)]
     whole = nn.Sequential(*map(copy.deepcopy, layers[:-1]))
     head = copy.deepcopy(layers[-1])
     for layer in inner:
         layer.compile(backend="aot_eager")
+    compiled = inner[0](torch.ones(1, HIDDEN)).grad_fn
+    assert ("CompiledFunction" in compiled.name()) == (make is Normed)
     tokens = torch.randint(16, (2 * MICROBATCHES, LENGTH))
     schedule = plan((0, 0), fused=fused)
     stages = runtime_torch.build_stages(schedule, layers, 0, "cpu", inputs=[tokens[:2]], target=tokens[:2])
-    with torch._functorch.config.patch(donated_buffer=fused):
-        runtime_torch.Runner(schedule, stages).step(tokens, target=tokens)
+    runner = runtime_torch.Runner(schedule, stages)
+    with (
+        torch._functorch.config.patch(donated_buffer=fused),
+        torch._dynamo.config.patch(error_on_recompile=make is not Normed),
+    ):
+        runner.step(tokens, target=tokens)
     head(whole(tokens), tokens).backward()
     for found, expected in zip(stages.module.parameters(), [*whole.parameters(), *head.parameters()], strict=True):
         torch.testing.assert_close(found.grad, expected.grad)

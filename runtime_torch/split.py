@@ -114,6 +114,7 @@ class SecondHalf:
         for group in self.groups:
             for captured in group.captured.values():
                 yield from (gradient for gradient in captured if gradient is not None)
+            yield from (gradient for _, gradient in group.passed)
 
 
 def backward_input(output: GradientEdge, gradient: Tensor, start: GradientEdge) -> tuple[Tensor | None, SecondHalf]:

@@ -9,9 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
+from torch.autograd.graph import get_gradient_edge  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
 
-from runtime_torch import engine  # noqa: E402
+from runtime_torch import engine, split  # noqa: E402
 from tests.test_runtime_library import MICROBATCHES, alone, plan  # noqa: E402, F401
 from tests.test_unusual_layers import (  # noqa: E402
     WIDTH,
@@ -193,3 +194,11 @@ def test_gradients_that_a_function_adds_up_itself_are_added_once(alone, fused): 
     torch.testing.assert_close(weight.main_grad, plain[0].weight.grad)
     assert weight.grad is None
     assert isinstance(layers[3], Scores)
+
+
+def test_gradients_that_wait_for_the_second_half_are_told_of():
+    layer = type("Reads", (Mixed,), {"on_one_way": False})()
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    output = layer(x)
+    _, rest = split.backward_input(get_gradient_edge(output), torch.ones_like(output), get_gradient_edge(x))
+    assert sorted(tensor.numel() for tensor in rest.tensors()) == [WIDTH, 2 * WIDTH, WIDTH * WIDTH]

@@ -45,7 +45,7 @@ class Group:
     cuts: list[Node]
     captured: dict[Node, Captured] = field(default_factory=dict)
     passed: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
-    """What cuts that run once have passed on towards the parameters, for the second half."""
+    """What cuts that run once have passed on towards the parameters and nobody has accumulated."""
     sides: dict[Node, list[int]] = field(default_factory=dict)
     """Where the way from a cut leads to these parameters, too (shared ones): the edges of each cut beside that way."""
     forms: dict[GradientEdge, tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
@@ -56,6 +56,13 @@ class Group:
         pairs = list(self._beside()) if self.sides else [pair for node in self.captured for pair in self._at(node)]
         pairs += self.passed
         return [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
+
+    def accumulate_passed(self) -> None:
+        """After the first half: accumulate what was passed on, unless the second half leads there, too."""
+        if self.passed and all(_runs_once(cut) for cut in self.cuts):
+            edges, gradients = zip(*self.passed, strict=True)
+            engine.accumulate(edges, gradients, retain=True)
+            self.passed.clear()
 
     def _at(self, node: Node) -> Iterator[tuple[GradientEdge, Tensor]]:
         for index, gradient in enumerate(self.captured.get(node, ())):
@@ -138,18 +145,13 @@ def backward_input(output: GradientEdge, gradient: Tensor, start: GradientEdge) 
         for node in group.cuts
     ]
     try:
-        found, *gradients = engine.capture([output], [gradient], [start, *vectors], retain=True)
-    except RuntimeError as error:
-        if "donated" in str(error):
-            raise RunFailed(
-                "a layer is compiled so that its backward gives away what it has read, and the schedule runs backwards "
-                "in two halves: set torch._functorch.config.donated_buffer = False before the first step, or compile "
-                "the schedule with --no-split"
-            ) from error
-        raise
+        with _explained():
+            found, *gradients = engine.capture([output], [gradient], [start, *vectors], retain=True)
     finally:
         for handle in handles:
             handle.remove()
+    for group in rest.groups:
+        group.accumulate_passed()
     rest.groups = [group for group in rest.groups if group.captured or group.passed]
     for group in rest.groups:
         if group.sides and engine.refuses_broadcast():
@@ -161,6 +163,26 @@ def backward_input(output: GradientEdge, gradient: Tensor, start: GradientEdge) 
     later = {node for group in rest.groups for node in walk.nodes_of(group)}
     rest.finished = [node for node in walk.leads_to if node not in later and node is not start.node]
     return found, rest
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Within: what torch says of layers whose backward cannot run in two halves is said with what to do."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "donated" in str(error):
+            raise RunFailed(
+                "a layer is compiled so that its backward gives away what it has read, and the schedule runs backwards "
+                "in two halves: set torch._functorch.config.donated_buffer = False before the first step, or compile "
+                "the schedule with --no-split"
+            ) from error
+        if "use_reentrant" in str(error):
+            raise RunFailed(
+                "a layer has a torch.utils.checkpoint with use_reentrant=True, whose backward torch does not run in "
+                "two halves, as the schedule does: expected use_reentrant=False, or a schedule compiled with --no-split"
+            ) from error
+        raise
 
 
 def _saved_by(node: Node) -> Iterator[object]:
@@ -201,8 +223,8 @@ def _runs_once(node: Node) -> bool:
 
 def _pass_on(group: Group, node: Node, sides: Sequence[int]):  # type: ignore[no-untyped-def]
     """A hook that accumulates what a node that runs once passes on towards the parameters; where other cuts lead to
-    them, too, it waits for these."""
-    waits = not all(_runs_once(cut) for cut in group.cuts)
+    them, too, it waits for these: hooks of the parameters, and what lies between, see the sum of all."""
+    waits = len(group.cuts) > 1
 
     def hook(passed: Captured, gradients: Captured) -> None:
         pairs = [(_edge(node, side), gradient) for side in sides if (gradient := passed[side]) is not None]
@@ -229,7 +251,7 @@ def backward_weight(rest: SecondHalf) -> None:
         group = rest.groups.pop()
         edges, gradients = group.roots()
         if edges:
-            with _hooks_passed({} if group.sides else group.captured):
+            with _explained(), _hooks_passed({} if group.sides else group.captured):
                 engine.accumulate(edges, gradients, _edges(group.leaves))
 
 
@@ -238,7 +260,7 @@ def backward_whole(start: GradientEdge, gradient: Tensor) -> None:
     leaves = _Walk(start.node, None).parameters()
     if leaves:
         outputs = [None] * start.output_nr
-        with _hooks_passed({start.node: (*outputs, gradient)}):
+        with _explained(), _hooks_passed({start.node: (*outputs, gradient)}):
             engine.accumulate([start], [gradient], _edges(leaves))
 
 

@@ -11,7 +11,9 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.autograd.graph import get_gradient_edge  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
+from optpipe_compiler.errors import RunFailed  # noqa: E402
 from runtime_torch import engine, split  # noqa: E402
 from tests.test_runtime_library import MICROBATCHES, alone, plan  # noqa: E402, F401
 from tests.test_unusual_layers import (  # noqa: E402
@@ -104,6 +106,56 @@ class Hooked(Written):
         return other
 
 
+class HookedTwice(Hooked):
+    """Its function runs twice, one on the other's way or beside it; the hooks see the sum of both."""
+
+    on_one_way = True
+
+    def forward(self, x):
+        first = super().forward(x)
+        return super().forward(torch.tanh(first)) if self.on_one_way else first * super().forward(torch.sin(x))
+
+
+class HookedBeside(HookedTwice):
+    on_one_way = False
+
+
+class Accumulated(HookedTwice):
+    """A hook changes what has been accumulated for a microbatch."""
+
+    def __init__(self):
+        Written.__init__(self)
+        self.weight.register_post_accumulate_grad_hook(self.halve)
+
+    @staticmethod
+    def halve(weight):
+        weight.grad.mul_(0.5)
+
+
+class _Rounded(torch.autograd.Function):
+    """Passes the gradient on times a scale, which it then changes in place."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        ctx.save_for_backward(weight.new_ones(1))
+        return torch.round(weight * 8) / 8
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (scale,) = ctx.saved_tensors
+        found = gradient * scale
+        scale.mul_(2)
+        return found
+
+
+class Rounded(Written):
+    """Its weight is computed by a function that is written, for two others."""
+
+    def forward(self, x):
+        weight = _Rounded.apply(self.weight)
+        return self.function.apply(torch.tanh(self.function.apply(x, weight, self.bias)), weight, self.bias)
+
+
 class Derived(Written):
     """Its weight is computed, and used by two functions."""
 
@@ -131,6 +183,10 @@ KINDS = [
     Written,
     Scaled,
     Hooked,
+    HookedTwice,
+    HookedBeside,
+    Accumulated,
+    Rounded,
     Derived,
     *(
         type(
@@ -166,6 +222,21 @@ def test_gradients_are_those_of_a_loop_where_layers_recompute(alone, kind, fused
     assert_trains_as_in_a_loop(
         model(kind, kind), fused=fused, ranges=lambda stage, microbatch: [("recompute", 2 * stage, 2 * stage + 2)]
     )
+
+
+class Checkpointed(Written):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+@both
+def test_a_reentrant_checkpoint_trains_as_in_a_loop_or_is_refused(alone, fused):  # noqa: F811
+    layers = model(Checkpointed, Checkpointed)
+    if fused:
+        assert_trains_as_in_a_loop(layers)
+        return
+    with pytest.raises(RunFailed, match=r"with use_reentrant=True, .* expected use_reentrant=False, or a schedule"):
+        assert_trains_as_in_a_loop(layers, fused=False)
 
 
 @both

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -167,6 +168,7 @@ class Mover:
             packer.dump((inner, kept, wrapped))
         except (pickle.PicklingError, AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise BadInput(f"layer {number} cannot move: {first_line(error)}") from error
+        _refuse_special(number, inner, packer.tensors)
         kinds = [(tuple(t.shape), t.dtype, isinstance(t, nn.Parameter), t.requires_grad) for t in packer.tensors]
         return _Package(file.getvalue(), kinds), packer.tensors
 
@@ -229,6 +231,38 @@ class Mover:
                 optimizer.state.pop(parameter, None)
 
 
+def _refuse_special(number: int, layer: nn.Module, tensors: Sequence[Tensor]) -> None:
+    """Raise BadInput where a tensor of a layer is more than its numbers, which is all that moves."""
+    own = dict(layer.named_parameters()) | dict(layer.named_buffers())
+    names = {id(tensor): name for name, tensor in own.items()}
+    names |= {id(p.grad): f"the gradient of {name}" for name, p in layer.named_parameters() if p.grad is not None}
+    for one in tensors:
+        name, what = names.get(id(one), "a tensor that it or the optimizer keeps"), None
+        if type(one) not in (Tensor, nn.Parameter):
+            what = f"is of the class {type(one).__name__}"
+        elif one.layout is not torch.strided:
+            what = "is sparse"
+        elif one.is_quantized:
+            what = "is quantized"
+        if what is not None:
+            raise BadInput(f"layer {number} cannot move: {name} {what}, expected a plain tensor")
+    gradients = {id(parameter.grad) for parameter in layer.parameters()}
+    spans = sorted((*_span(one), names[id(one)]) for one in tensors if id(one) in names and id(one) not in gradients)
+    for (_, end, first), (begin, _, second) in pairwise(spans):
+        if begin < end:
+            raise BadInput(
+                f"layer {number} cannot move: {first} and {second} share memory, expected each to have its own"
+            )
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses between which a tensor's numbers are."""
+    if not tensor.numel():
+        return 0, 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
 def _kept(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[int, str | None, dict[str, Any]] | None:
     """Return the number of the parameter's group, its name there, and what the optimizer keeps for it."""
     for number, group in enumerate(optimizer.param_groups):
@@ -241,7 +275,7 @@ def _kept(optimizer: Optimizer, parameter: nn.Parameter) -> tuple[int, str | Non
 
 def _pass_on(tensors: Sequence[Tensor], way: Callable[..., Any], peer: int, group: dist.ProcessGroup | None) -> int:
     """Send or receive tensors as bytes, whatever their dtype; return how many."""
-    whole = [tensor.detach() for tensor in tensors if tensor.numel()]
+    whole = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors if tensor.numel()]
     parts = [tensor.contiguous() for tensor in whole]
     flat = [part.view(-1).view(torch.uint8) for part in parts]
     if flat:

@@ -160,6 +160,23 @@ head = stages.module["3"] if rank == 1 else torch.nn.Linear(1, 1)
 groups = [{"params": [p]} for p in stages.module.parameters()]
 adam = torch.optim.AdamW
 
+class Special(torch.nn.Parameter):
+    pass
+
+def subclass(head):
+    head.mine = Special(torch.ones(2))
+
+def sparse(head):
+    head.mine = torch.nn.Parameter(torch.ones(2))
+    head.mine.grad = torch.zeros(2).to_sparse()
+
+def quantized(head):
+    head.mine = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+
+def sharing(head):
+    head.register_buffer("all", torch.zeros(4))
+    head.register_buffer("some", head.all[1:])
+
 class Unwilling:
     def __reduce__(self):
         raise RuntimeError("only through state_dict()\\nsee elsewhere")
@@ -168,12 +185,21 @@ for broken, schedule, optimizer, word in (
     (None, plans[1], None, "expected replace(schedule, optimizer)"),
     (lambda: None, plans[1], (), "layer 3 cannot move"),
     (Unwilling(), plans[1], (), "layer 3 cannot move: only through state_dict()"),
+    (subclass, plans[1], (), "layer 3 cannot move: mine is of the class Special, expected a plain tensor"),
+    (sparse, plans[1], (), "layer 3 cannot move: the gradient of mine is sparse, expected a plain tensor"),
+    (quantized, plans[1], (), "layer 3 cannot move: a tensor that it or the optimizer keeps is quantized"),
+    (sharing, plans[1], (), "layer 3 cannot move: all and some share memory, expected each to have its own"),
     (None, case.plan((0, 1), fused=rank == 0), None, "rank 1 has another schedule than rank 0"),
     (None, plans[1], adam(groups[:rank + 1]), "other optimizers (groups) than rank 0: AdamW (2), not AdamW (1)"),
     (None, plans[1], adam(groups) if rank == 0 else (), "rank 1 has other optimizers (groups) than rank 0: none, not"),
     ("hook", plans[1], (), "layer 3 cannot move: its parameter logits.weight has a hook"),
 ):
     head.broken = broken
+    for name in ("mine", "all", "some"):
+        if hasattr(head, name):
+            delattr(head, name)
+    if broken in (subclass, sparse, quantized, sharing):
+        head.broken = broken(head)
     if broken == "hook" and rank == 1:
         head.logits.weight.register_hook(torch.neg)
     weights = [p.clone() for p in stages.module.parameters()]
@@ -191,11 +217,40 @@ dist.destroy_process_group()
 )
 
 
+VIEWS = (
+    TRAIN
+    + """
+class Conjugated(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(case.HIDDEN, case.HIDDEN)
+        self.register_buffer("turn", torch.full((case.HIDDEN,), 1 + 2j).conj())
+
+    def forward(self, x):
+        return super().forward(x) + (self.turn * 1j).real
+
+makers = [partial(case.seeded, i, make) for i, make in enumerate([
+    partial(torch.nn.Embedding, 16, case.HIDDEN), Conjugated, Conjugated, partial(case.Scores, case.HIDDEN, 16)
+])]
+(tokens, _), target = case.batch()
+plans = [case.plan(one) for one in ((0, 1), (1, 0))]
+stages = runtime_torch.build_stages(plans[0], makers, dist.get_rank(), "cpu", inputs=[tokens[:2]], target=target[:2])
+runner = runtime_torch.Runner(plans[0], stages)
+before = runner.step(tokens, target=target).loss
+assert runner.replace(plans[1], ()).moved_layers == 4
+after = runner.step(tokens, target=target).loss
+losses = [None] * 2
+dist.all_gather_object(losses, (before, after))
+assert losses[0][1] == losses[1][0], losses
+dist.destroy_process_group()
+"""
+)
+
+
 @pytest.mark.runtime
 @pytest.mark.parametrize(
     ("code", "world"),
-    [(ORDERS, 2), (PLACEMENTS, 2), (PLACEMENTS, 3), (REPLICAS, 4), (REFUSED, 2)],
-    ids=["orders", "placements", "placements of three", "replicas", "refused"],
+    [(VIEWS, 2), (ORDERS, 2), (PLACEMENTS, 2), (PLACEMENTS, 3), (REPLICAS, 4), (REFUSED, 2)],
+    ids=["views", "orders", "placements", "placements of three", "replicas", "refused"],
 )
 def test_training_goes_on_as_without_a_swap(code, world):
     for rank in start_ranks(code, world=world):

@@ -168,7 +168,7 @@ class Ties:
 
     def separate(self) -> None:
         """Give each layer a parameter of its own, before FSDP2 or DDP may look after them."""
-        for tie in self._ties:
+        for tie in (one for one in self._ties if one.places):
             first = tie.places[0].spots
             for place in (one for one in tie.places[1:] if not any(spot in first for spot in one.spots)):
                 place.put(nn.Parameter(tie.places[0].parameter.detach().clone(), place.parameter.requires_grad))

@@ -65,6 +65,8 @@ def main() -> None:
     runner = runtime_torch.Runner(schedule, stages, group=mesh.get_group("pipeline"), bytes_tolerance=tolerance)
     optimizer = torch.optim.AdamW(stages.module.parameters(), lr=options.lr)
     first = load(options.save, stages.module, optimizer) if options.resume else 0
+    if first > options.steps:
+        raise SystemExit(f"the checkpoint has seen {first} steps, expected --steps of as many or more")
 
     for step in range(first, options.steps):
         inputs, target = data.training(step)
@@ -98,8 +100,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints; 0: one at the end")
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --save, if any")
     options = parser.parse_args()
-    if options.resume and options.save is None:
-        parser.error("--resume needs --save FOLDER")
+    for name in ("resume", "save_every"):
+        if getattr(options, name) and options.save is None:
+            parser.error(f"--{name.replace('_', '-')} needs --save FOLDER")
+    if "LOCAL_RANK" not in os.environ:
+        parser.error("expected to be started by torchrun: torchrun --nproc-per-node 4 train_gpt.py schedule.json")
     return options
 
 

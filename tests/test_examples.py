@@ -67,13 +67,14 @@ def test_the_a100_example_plans_without_a_gpu(environment, tmp_path):
     assert "per step by" in run("a100_6b.sh", environment, tmp_path)
 
 
-def train(options: str, environment: dict[str, str], folder: Path) -> list[str]:
-    """Run train_gpt.py on 2 x 2 processes; return the lines with losses."""
+def train(options: str, environment: dict[str, str], folder: Path, refusal: str = "") -> list[str]:
+    """Run train_gpt.py on 2 x 2 processes; return the lines with losses. A `refusal` is what it ends with."""
     command = f"torchrun --nproc-per-node 4 {EXAMPLES / 'train_gpt.py'} schedule.json {options}"
     done = subprocess.run(
         command.split(), cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert refusal in done.stderr
+    assert (done.returncode == 0) == (not refusal), done.stdout + done.stderr
     return [line for line in done.stdout.splitlines() if "loss" in line]
 
 
@@ -95,6 +96,27 @@ def test_the_training_script_resumes_in_shards_to_the_losses_of_replicas(environ
     for line, wanted in zip(sharded, straight[1:], strict=True):
         found, expected = (float(text.split("loss ")[1].split()[0]) for text in (line, wanted))
         assert found == pytest.approx(expected, abs=1e-4)
+    train(
+        "--steps 1 --save checkpoints --resume", environment, tmp_path, "has seen 2 steps, expected --steps of as many"
+    )
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "2"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--resume", "--resume needs --save FOLDER"),
+        ("--save-every 5", "--save-every needs --save FOLDER"),
+        ("", "expected to be started by torchrun"),
+    ],
+)
+def test_the_training_script_refuses_in_a_sentence_what_it_cannot_do(environment, tmp_path, options, sentence):
+    pytest.importorskip("torch")
+    command = [python(), str(EXAMPLES / "train_gpt.py"), "schedule.json", *options.split()]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 # -- frameworks

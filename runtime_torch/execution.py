@@ -20,7 +20,7 @@ from runtime_torch import engine, random_state, split
 from runtime_torch.bundles import CHANGES_INPUT, bundle_of, unchanged
 from runtime_torch.carrier import DirectCarrier
 from runtime_torch.meter import Meter, rounded_up
-from runtime_torch.microbatch import keywords_for, takes
+from runtime_torch.microbatch import inner_layer, keywords_for, takes
 from runtime_torch.regions import SelectiveStore
 from runtime_torch.replicas import is_looked_after
 from runtime_torch.selective import find_cheap, leave
@@ -144,6 +144,8 @@ class StageExecution:
     ) -> None:
         """`block_bytes`: of what the allocator gives out multiples, where what it gives out is asked for."""
         self.layers = list(layers)
+        for index, layer in enumerate(self.layers, first_layer):
+            _refuse_sparse(index, layer)
         self.selective = frozenset(selective)
         """The layers, by number, whose cheap tensors are made again in their backward."""
         for index in self.selective:
@@ -456,6 +458,11 @@ class StageExecution:
             with run.store.selective(index):
                 return self._apply(index, x, run)
         except RuntimeError as error:
+            if "Cannot access storage of Sparse" in str(error):
+                raise BadInput(
+                    f"layer {index} saves a sparse tensor for its backward, whose bytes are not counted, expected "
+                    "dense ones"
+                ) from error
             if "used in an in-place operation" not in str(error) and "modified inplace" not in str(error):
                 raise
             raise BadInput(f"layer {index} {CHANGES_INPUT}") from error
@@ -589,6 +596,14 @@ class StageExecution:
         run.captured.clear()
         run.rest = None
         run.store.clear()
+
+
+def _refuse_sparse(index: int, layer: nn.Module) -> None:
+    """Raise BadInput where a layer owns a sparse tensor, which has no memory to tell it from activations."""
+    inner = inner_layer(layer)
+    for name, tensor in (*inner.named_parameters(), *inner.named_buffers()):
+        if tensor.layout is not torch.strided:
+            raise BadInput(f"layer {index}: {name} is sparse, expected a dense parameter or buffer")
 
 
 def tensors_in(x: Flow) -> tuple[Tensor, ...]:

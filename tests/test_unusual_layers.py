@@ -178,6 +178,39 @@ def test_a_weight_that_a_hook_changes_before_a_backward_reads_it_is_refused(alon
         runner.step(x, target=target)
 
 
+class Adjacent(nn.Linear):
+    """Has a sparse buffer."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("adjacent", torch.eye(WIDTH).to_sparse())
+
+    def forward(self, x):
+        return torch.sparse.mm(self.adjacent, super().forward(x).T).T
+
+
+class Sparsely(nn.Linear):
+    """Makes a sparse tensor, which its backward reads."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return torch.sparse.mm(torch.eye(WIDTH).to_sparse(), super().forward(x).T).T
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (Adjacent, "layer 1: adjacent is sparse, expected a dense parameter or buffer"),
+        (Sparsely, "layer 1 saves a sparse tensor for its backward, whose bytes are not counted, expected dense ones"),
+    ],
+)
+def test_sparse_tensors_are_refused_in_a_sentence(alone, make, sentence):  # noqa: F811
+    with pytest.raises(BadInput, match=sentence):
+        assert_trains_as_in_a_loop(model(make, make))
+
+
 class Visited(nn.Linear):
     """Keeps the mean of some of what it sees, as an expert does; the trial of a later stage has nothing of it."""
 

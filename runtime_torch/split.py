@@ -5,8 +5,8 @@ the way to the input with parameters beside it (for a linear layer, the node tha
 starts from the captured gradients. What has only vectors beside it (norms, scales) is not cut: its gradients are sums
 over what the first half has at hand anyway, and cost less to keep than the activation and the gradient that another
 look would need. So matrices keep their input and their output's gradient until the second half, and nothing else stays.
-A node whose backward somebody wrote (`torch.autograd.Function`, what torch.compile makes of a layer) runs once, in the
-first half, whatever it leads to: it cannot be told to compute a part, and may do more than return gradients.
+A node whose backward somebody wrote in Python (`torch.autograd.Function`, what torch.compile makes of a layer) runs
+once, in the first half, whatever it leads to: it cannot be told to compute a part, and may do more than return gradients.
 
 All of it is read off the graph of the one microbatch: a routed layer has another one for each.
 """
@@ -217,8 +217,8 @@ def _is_plain_vector(parameter: Tensor) -> bool:
 
 
 def _runs_once(node: Node) -> bool:
-    """Whether somebody wrote the backward of a node, in Python or in C++."""
-    return isinstance(node, BackwardCFunction) or type(node).__name__ == "CppFunction"
+    """Whether somebody wrote the backward of a node in Python; one in C++ may ask what is needed, and runs twice."""
+    return isinstance(node, BackwardCFunction)
 
 
 def _pass_on(group: Group, node: Node, sides: Sequence[int]):  # type: ignore[no-untyped-def]

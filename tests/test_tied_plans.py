@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from msgspec import structs
 
@@ -88,3 +91,20 @@ def test_a_measured_profile_names_the_ties_of_the_users_layers(tmp_path, monkeyp
     found = known.tied_layers(model)
     assert [one and one[0] for one in found] == ["0.weight", "1.weight", "0.weight", "1.weight"]
     assert all(one is not None and one[1] in (8 * 8 * 4, 9 * 8 * 4) for one in found)
+
+
+TIED_CUT_AGAIN_AND_AGAIN = """
+from optpipe_compiler.solver.cuts import lightest
+
+work = [24000037, 37000000, 46000000, 52000098, 5000000, 25000000, 32000115, 32000000]
+work += [29000031, 45000028, 18000064, 11000000, 30000000, 56000000, 14000000, 22000000]
+device_of = (0, 1, 2, 3, 4, 4, 3, 2, 1, 0)
+for _ in range(20):
+    print(lightest(work, device_of, (0, 1, 2, 3, 5, 7, 9, 10, 13, 14, 16), [(4, 6), (6, 9)]))
+"""
+
+
+def test_a_tie_of_three_layers_does_not_end_the_process():  # by a failed check in ortools, mostly within ten calls
+    done = subprocess.run([sys.executable, "-c", TIED_CUT_AGAIN_AND_AGAIN], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert set(done.stdout.splitlines()) == {"(0, 2, 3, 4, 7, 8, 9, 10, 13, 14, 16)"}

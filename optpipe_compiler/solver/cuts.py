@@ -54,18 +54,18 @@ def lightest(
     for device in set(device_of):
         mine = [s for s in range(stages) if device_of[s] == device]
         model.add(sum(before[s + 1] - before[s] for s in mine) * slowness[device] <= 1000 * busiest)
-    for pair in together:
-        owners = []
-        for layer in pair:
-            stage = model.new_int_var(0, stages - 1, f"s{layer}")
-            begin, end = (model.new_int_var(0, layers, f"{name}{layer}") for name in "be")
-            owners.append(model.new_int_var(0, max(device_of), f"d{layer}"))
-            model.add_element(stage, cuts[:-1], begin)
-            model.add_element(stage, cuts[1:], end)
-            model.add_element(stage, list(device_of), owners[-1])
-            model.add(begin <= layer)
-            model.add(end > layer)
-        model.add(owners[0] == owners[1])
+    owners = {}
+    for layer in sorted({layer for pair in together for layer in pair}):
+        stage = model.new_int_var(0, stages - 1, f"s{layer}")
+        begin, end = (model.new_int_var(0, layers, f"{name}{layer}") for name in "be")
+        owners[layer] = model.new_int_var(0, max(device_of), f"d{layer}")
+        model.add_element(stage, cuts[:-1], begin)
+        model.add_element(stage, cuts[1:], end)
+        model.add_element(stage, list(device_of), owners[layer])
+        model.add(begin <= layer)
+        model.add(end > layer)
+    for first, second in together:
+        model.add(owners[first] == owners[second])
     model.minimize(busiest)
     solver = solver_here(effort)
     if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):

@@ -222,6 +222,18 @@ def test_a_refusal_names_what_slices_need_where_whole_microbatches_need_more() -
     assert compile_schedule(profile, replace(asked, mem_bytes=least)).schedule.setup.slices > 1
 
 
+def test_what_a_refusal_of_slices_says_is_needed_is_enough_where_the_hosts_have_little_memory() -> None:
+    """It named what offloads need for which the hosts have no memory."""
+    profile = sliced(2, kv_fraction=0.1, d2h_ms=0.5, h2d_ms=0.5)
+    limits = {"slices": 2, "time_limit_s": 0.1, "reproducible": True, "recompute": False, "host_mem_bytes": 10**6}
+    asked = Options(1, 4, **limits)
+    with pytest.raises(Infeasible) as refused:
+        compile_schedule(profile, asked)
+    told = re.search(r"one microbatch at a time needs (\d+) bytes", str(refused.value))
+    assert told is not None, refused.value
+    assert compile_schedule(profile, replace(asked, mem_bytes=int(told[1]))).schedule.setup.slices > 1
+
+
 def test_where_weights_alone_do_not_fit_no_slices_are_tried() -> None:
     profile = sliced(2, static_gb=1.0)
     asked = settled(profile, Options(10**9, 4, slices="auto"))

@@ -125,7 +125,7 @@ def _at_least(attempt: Attempt) -> int:
 def _tried(incumbents: Incumbents, attempts: list[Attempt], cap_bytes: int) -> int | None:
     """Try one microbatch after the other on these placements, unless it neither fits nor needs less than on others.
 
-    Return the least bytes per device that it needs.
+    Return the least bytes per device that it needs within the memory of the hosts.
     """
     least: int | None = None
     for attempt in sorted(attempts, key=_at_least):
@@ -133,8 +133,9 @@ def _tried(incumbents: Incumbents, attempts: list[Attempt], cap_bytes: int) -> i
             break
         for found in _one_after_the_other(attempt.problem):
             incumbents.keep(attempt, found, "least memory")
-            needed = max(attempt.peaks(found)[0])
-            least = needed if least is None else min(least, needed)
+            peaks, host_peaks = attempt.peaks(found)
+            if attempt.problem.fits_hosts(host_peaks):
+                least = max(peaks) if least is None else min(least, max(peaks))
     return least
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from random import Random
@@ -232,6 +233,26 @@ def test_what_a_refusal_of_slices_says_is_needed_is_enough_where_the_hosts_have_
     told = re.search(r"one microbatch at a time needs (\d+) bytes", str(refused.value))
     assert told is not None, refused.value
     assert compile_schedule(profile, replace(asked, mem_bytes=int(told[1]))).schedule.setup.slices > 1
+
+
+def test_a_message_that_overtakes_another_counts_as_the_file_has_it() -> None:
+    """Slices shrink, and with them their messages: where ops are short, later ones arrived, and were freed, before
+    earlier ones. The file has messages arrive in order, so that it promised more than the cap."""
+    slices = {"forward_attention_ns": 6884111, "forward_overhead_ns": 1400000, "carry_bytes": 1648981}
+    sizes = {"saved_bytes": 6881346, "residue_bytes": 11000000, "captured_bytes": 5322354, "checkpoint_bytes": 2750000}
+    times = {"forward_ns": 15000000, "backward_input_ns": 23250000, "backward_weight_ns": 11000000}
+    transient = dict.fromkeys(("forward_transient_bytes", "backward_input_transient_bytes"), 2000000)
+    block = {"name": "block", "count": 2, "output_bytes": 3000000, **times, **sizes, **transient, "slices": slices}
+    head = {"name": "head", "output_bytes": 3000000, "saved_bytes": 17000000, "checkpoint_bytes": 17000000, **times}
+    p2p = [{"latency_ns": 90000, "bytes_per_s": 1000000000}]
+    machine = {"devices": 2, "reserve_bytes": 2000000, "time_permille": [1, 1000], "p2p": p2p}
+    named = {"format": "optpipe-profile", "version": 1, "revision": 0, "name": "short ops", "sequence_length": 64}
+    layers = [block, {**head, "slices": {"forward_attention_ns": 3355803}}]
+    profile = profiles.parse(json.dumps({**named, "machine": machine, "layers": layers}), "profile.json")
+    for cap in range(18, 24):
+        asked = Options(cap * 10**6 + 1052, 2, slices=3, time_limit_s=0.1, reproducible=True)
+        with suppress(Infeasible):
+            assert not [note for note in compile_schedule(profile, asked).notes if "verify rejects" in note]
 
 
 def test_where_weights_alone_do_not_fit_no_slices_are_tried() -> None:

@@ -187,7 +187,7 @@ class _Exploration:
             return True
         timed = self.realiser(found.instance).schedule(found)
         if timed is not None:
-            need = None if attempt.has_instants else Need(0, None)
+            need = Need(0, None) if attempt.is_as_lowered(timed) else None
             self.incumbents.keep(attempt, timed, "local search", need)
         self.realise_s = time.monotonic() - begin
         return timed is not None and self.incumbents.value(timed) <= (1 + MISS) * found.value

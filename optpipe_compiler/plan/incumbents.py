@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from optpipe_compiler.documents.units import counted
-from optpipe_compiler.model.schedule import value
+from optpipe_compiler.model.schedule import Kind, classes, value
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,11 +74,31 @@ class Attempt:
                 return True
         return False
 
+    @cached_property
+    def may_overtake(self) -> bool:
+        """Whether messages between two devices differ in the time that they take."""
+        stages, every = self.problem.stages, self.problem.classes or (self.problem.stages,)
+        lags: dict[frozenset[int], set[int]] = {}
+        for one in every:
+            for before, after in pairwise(range(len(stages))):
+                if stages[before].device != stages[after].device:
+                    pair = frozenset((stages[before].device, stages[after].device))
+                    lags.setdefault(pair, set()).update((one[before].send_activation, one[after].send_gradient))
+        return any(len(different) > 1 for different in lags.values())
+
+    def is_as_lowered(self, timed: Schedule) -> bool:
+        """Whether a schedule holds at its own times what its file would promise.
+
+        Not where a message arrives before another of the same two devices that was produced earlier: the file has
+        them arrive in the order in which they are produced.
+        """
+        return not self.has_instants and not (self.may_overtake and overtakes(timed))
+
     def peaks(self, timed: Schedule) -> tuple[list[int], list[int]]:
         """Return the bytes that the file of a schedule would promise: by device, and of its offloads on the host."""
         from optpipe_compiler.machine.orders import held
 
-        if self.has_instants:
+        if not self.is_as_lowered(timed):
             return self.lowered(timed)
         found = held(timed)
         return list(map(int.__add__, self.fixed, found.peaks)), found.host_peaks
@@ -88,6 +111,23 @@ class Attempt:
         over = [max(0, peak - cap) for peak, cap in zip(peaks, caps, strict=True)]
         fits = not any(over) and problem.fits_hosts(host_peaks)
         return Need(max(peaks), None if fits else over)
+
+
+def overtakes(timed: Schedule) -> bool:
+    """Whether a message arrives before another of the same two devices that was produced no later."""
+    problem, ops = timed.problem, timed.columns
+    every = problem.classes or (problem.stages,)
+    owner = np.array([stage.device for stage in problem.stages])
+    lags = np.array([[(stage.send_activation, stage.send_gradient) for stage in stages] for stages in every])
+    is_gradient = (ops.kind == Kind.I) | (ops.kind == Kind.B)
+    target = ops.stage + np.where(is_gradient, -1, 1)
+    sends = (is_gradient | (ops.kind == Kind.F)) & (target >= 0) & (target < len(owner))
+    stage, target, way = ops.stage[sends], target[sends], is_gradient[sends].astype(np.int64)
+    arrival = ops.end[sends] + lags[classes(problem)[ops.microbatch[sends]], stage, way]
+    first, second = np.sort([owner[stage], owner[target]], axis=0)
+    by = np.lexsort((-arrival, ops.end[sends], second, first))
+    is_pair = (first != second)[by][1:] & (np.diff(first[by]) == 0) & (np.diff(second[by]) == 0)
+    return bool((is_pair & (np.diff(arrival[by]) < 0)).any())
 
 
 @dataclass(frozen=True)

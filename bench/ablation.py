@@ -23,6 +23,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -33,6 +34,7 @@ from msgspec import structs
 from bench.planner import COSTS, Case
 from optpipe_compiler import compiler
 from optpipe_compiler.compiler import Options, compile_schedule, in_time, settled, spreads_of
+from optpipe_compiler.costs import gpus, models
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.documents import profile as profiles
 from optpipe_compiler.forecast import choice
@@ -43,6 +45,7 @@ from optpipe_compiler.model import bounds
 from optpipe_compiler.plan import (
     candidates,
     carried,
+    cuts,
     exact,
     explore,
     fewer,
@@ -54,12 +57,14 @@ from optpipe_compiler.plan import (
     wishes,
 )
 from optpipe_compiler.plan.local_search import Effort, LocalSearch, Realiser, SearchedProblem
+from optpipe_torch.estimates.estimate import EstimateOptions, estimate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.profile import Profile
+    from optpipe_compiler.model.placement import Layout
     from optpipe_compiler.plan.local_search import Found, _Climber
 
     Makespans = dict[str, float]
@@ -262,6 +267,16 @@ LOOP_GIVEN = Group(
     is_alone=False,
     asked={"placement": "loop", "stages_per_device": 3},
 )
+MODELS = Group(
+    "Whole plans of models on H100s",
+    4.0,
+    tuple(
+        Case(name, 8, 16, mem_gb / 8)
+        for name, caps in (("gpt2-xl", (9, 12, 40)), ("qwen2-7b", (30, 75)), ("llama-3-8b", (30, 75)))
+        for mem_gb in caps
+    ),
+    is_alone=False,
+)
 GROUPS = (
     BINDING,
     LITTLE,
@@ -290,6 +305,7 @@ GROUPS = (
     STAGES,
     V_GIVEN,
     LOOP_GIVEN,
+    MODELS,
 )
 WHOLE = "nothing"
 """The part of a plan with everything."""
@@ -354,6 +370,11 @@ def shares(local: float) -> tuple[object, ...]:
     return tuple(patch.object(compiler, name, local) for name in ("LOCAL_SHARE", "SMALL_SHARE"))
 
 
+def quicker(profile: Profile, even: Layout) -> Iterator[Layout]:
+    """The first cut of `cuts.others`, where its busiest device is lighter: the one that is not for memory."""
+    return (one for one in islice(cuts.others(profile, even), 1) if cuts.lighter([even, one], profile) is one)
+
+
 NO_WINDOWS = patch.object(exact._Exact, "polish", nothing)
 NO_MODEL = patch.object(exact, "EXACT", 0)
 PARTS = {
@@ -375,6 +396,7 @@ PARTS = {
     "other cuts of a placement": Part(
         (patch.object(instances, "others", lambda *_: iter(())),), groups=(BINDING, HEAD, LOOP_GIVEN)
     ),
+    "cuts for memory": Part((patch.object(instances, "others", quicker),), groups=(MODELS, HEAD)),
     "orders of the devices but by number": constant(instances, "other_order", lambda *_: None, SHARED_LINKS),
     "sparing": Part((patch.object(compiler, "spare", nothing),), groups=(WHOLE_PLANS,)),
     "local search": Part(shares(0.0), groups=(WHOLE_PLANS,)),
@@ -507,6 +529,9 @@ def profile_of(case: Case) -> Profile:
     """
     if case.costs == "measured":
         return profiles.load(Path(__file__).with_name("measured.json"))
+    if case.costs in {one.costs for one in MODELS.cases}:
+        model, gpu = models.load(case.costs), gpus.load("h100-sxm")
+        return estimate(EstimateOptions(model=model, gpu=gpu, name=case.costs, devices=case.devices))
     name, _, layers = case.costs.partition("-x")
     costs = COSTS_HERE.get(name) or COSTS[name.removesuffix("-fused")]
     costs = costs | ({"layers_per_device": int(layers)} if layers else {})

@@ -6,7 +6,8 @@ starts from the captured gradients. What has only vectors beside it (norms, scal
 over what the first half has at hand anyway, and cost less to keep than the activation and the gradient that another
 look would need. So matrices keep their input and their output's gradient until the second half, and nothing else stays.
 A node whose backward somebody wrote in Python (`torch.autograd.Function`, what torch.compile makes of a layer) runs
-once, in the first half, whatever it leads to: it cannot be told to compute a part, and may do more than return gradients.
+once, in the first half, whatever it leads to: it cannot be told to compute a part, and may do more than return
+gradients.
 
 All of it is read off the graph of the one microbatch: a routed layer has another one for each.
 """

@@ -345,6 +345,9 @@ def test_all_published_schedules_are_listed_without_a_profile(run):
     assert outcome.code == 0
     heads = [line.split()[0] for line in outcome.out.splitlines() if line and line[0] != " "]
     assert [word for word in heads if word in METHODS] == list(METHODS)
+    found = json.loads(run("compile", "--list-methods", "--json").out)["methods"]
+    assert [method["name"] for method in found] == list(METHODS)
+    assert all(method["kind"] and method["stages_per_device"] and method["says"] for method in found)
 
 
 def test_bounds_of_several_caps_are_printed_without_solving(run):

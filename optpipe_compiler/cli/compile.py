@@ -107,7 +107,7 @@ def compile_command(
     from optpipe_compiler.view.summary import render
 
     if list_methods:
-        _list_methods()
+        _list_methods(as_json=as_json)
         return
     if seeds and options["method"] is not None:
         raise BadInput(f"--from is {seeds[0]}, expected none with --method: a known schedule starts from no other")
@@ -144,10 +144,13 @@ def compile_command(
     say(f"wrote {output} in {result.wall_s:.1f} s{before}", err=is_stdout(output))
 
 
-def _list_methods() -> None:
+def _list_methods(*, as_json: bool) -> None:
     """Print every schedule to compare with: what it is, whose, its bubble and memory."""
-    from optpipe_compiler.published.listing import as_text
+    from optpipe_compiler.published.listing import as_records, as_text
 
+    if as_json:
+        say_json({"methods": as_records()})
+        return
     click.echo(as_text(min(console().width, 100)))
 
 

@@ -41,6 +41,21 @@ def as_text(width: int) -> str:
     return "\n".join(lines)
 
 
+def as_records() -> list[dict[str, object]]:
+    """Return all methods for other programs."""
+    return [
+        {
+            "name": name,
+            "kind": method.kind,
+            "placement": method.placements[0][0],
+            "stages_per_device": [count for _, count in method.placements],
+            "source": method.source,
+        }
+        | ({} if (found := describe(name)) is None else found._asdict())
+        for name, method in METHODS.items()
+    ]
+
+
 def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
     return textwrap.wrap(
         text,

@@ -287,7 +287,7 @@ def test_a_policy_that_fits_few_microbatches_alone_gives_way_to_an_earlier_one()
     found = searched(many)
     ran: list[int] = []
     incumbents = SimpleNamespace(value=lambda timed: timed.makespan, keep=lambda _, timed, *__: ran.append(timed))
-    attempt = SimpleNamespace(has_instants=False)
+    attempt = SimpleNamespace(is_as_lowered=lambda timed: True)
     budget = SimpleNamespace(limits=SimpleNamespace(reproducible=True, objective="makespan"))
     search = SimpleNamespace(instances=[instance(many)])
     candidates = SimpleNamespace(steps=lambda: iter(()))

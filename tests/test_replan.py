@@ -23,7 +23,7 @@ import runtime_torch
 from optpipe_compiler.costs.from_run import read_run
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import canonical
-from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Model, Profile, Quantity
+from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Model, Profile, Quantity, value_of
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.study import beside
 from optpipe_compiler.view.replay import ReplayBar
@@ -56,9 +56,10 @@ def poor(profile: Profile, microbatches: int):
 
 
 def lopsided(profile: Profile) -> Profile:
-    """Costs for which the last layer is a stage of its own, which it is not worth."""
+    """Costs for which the last layer is a stage of its own, in time and in memory, which it is not worth."""
     layers = profile.expanded_layers()
-    layers[-1] = msgspec.structs.replace(layers[-1], forward_ns=2 * 10**7)
+    saved = sum(value_of(layer.saved_bytes) for layer in layers)
+    layers[-1] = msgspec.structs.replace(layers[-1], forward_ns=2 * 10**7, saved_bytes=saved)
     found = msgspec.structs.replace(profile, layers=[msgspec.structs.replace(layer, count=1) for layer in layers])
     last = len(layers) - 1
     assert [stage.layers for stage in poor(found, 2).stages] == [(0, last), (last, last + 1)]

@@ -531,7 +531,8 @@ def profile_of(case: Case) -> Profile:
         return profiles.load(Path(__file__).with_name("measured.json"))
     if case.costs in {one.costs for one in MODELS.cases}:
         model, gpu = models.load(case.costs), gpus.load("h100-sxm")
-        return estimate(EstimateOptions(model=model, gpu=gpu, name=case.costs, devices=case.devices))
+        asked = EstimateOptions(model=model, gpu=gpu, name=case.costs, devices=case.devices)
+        return estimate(replace(asked, sequence_length=min(4096, model.positions or 4096)))
     name, _, layers = case.costs.partition("-x")
     costs = COSTS_HERE.get(name) or COSTS[name.removesuffix("-fused")]
     costs = costs | ({"layers_per_device": int(layers)} if layers else {})

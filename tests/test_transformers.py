@@ -142,6 +142,13 @@ def test_targets_may_be_shifted_already():
     torch.testing.assert_close(loss, nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()))
 
 
+def test_a_forward_that_leaves_its_layer_out_is_no_forward_on_zeros():
+    layer = layers_of(make("opt"))[1].train()
+    layer.whole.model.decoder.layerdrop = 1.0
+    with pytest.raises(RuntimeError, match="did not call the part that this layer has"):
+        layer(torch.ones(2, 7, 32))
+
+
 def test_the_model_itself_works_as_before():
     model = make()
     before = model(input_ids=tokens(), labels=tokens()).loss
@@ -161,6 +168,7 @@ def test_the_frequencies_of_rotary_positions_keep_their_precision():
         (lambda: nn.Linear(2, 2), ["input_ids"], "got Linear, expected a causal language model of transformers"),
         (make, ["tokens"], r"inputs are \['tokens'\], expected 'input_ids' and any of attention_mask, position_ids"),
         (partial(make, "mixtral", output_router_logits=True), ["input_ids"], "output_router_logits"),
+        (partial(make, "opt", layerdrop=0.5), ["input_ids"], "OPTForCausalLM is configured with layerdrop 0.5"),
         (
             lambda: transformers.BertLMHeadModel(transformers.BertConfig(**SIZES, is_decoder=True)),
             ["input_ids"],
@@ -172,7 +180,7 @@ def test_the_frequencies_of_rotary_positions_keep_their_precision():
             "CTRLLMHeadModel cannot be cut into layers: ",
         ),
     ],
-    ids=["other", "inputs", "routers", "bert", "in-place"],
+    ids=["other", "inputs", "routers", "layerdrop", "bert", "in-place"],
 )
 def test_what_cannot_be_cut_is_refused_in_a_sentence(model, inputs, message):
     with pytest.raises(BadInput, match=message):

@@ -144,15 +144,23 @@ class _Border:
 
     def __init__(self) -> None:
         self.value: Tensor | None = None
+        self.is_taken = False
 
     @contextmanager
     def at(self, value: Tensor) -> Iterator[Tensor]:
-        """Within: that is what enters. Zeros stand for it before."""
-        self.value = value
+        """Within: that is what enters. Zeros stand for it before; the result is of them where nothing has taken it."""
+        self.value, self.is_taken = value, False
         try:
             yield self.zeros()
         finally:
             self.value = None
+        if not self.is_taken:
+            raise RuntimeError("the model's forward did not call the part that this layer has")
+
+    def take(self) -> Tensor | None:
+        """Return it, for the part that it enters."""
+        self.is_taken = True
+        return self.value
 
     def zeros(self) -> Tensor:
         """Return zeros of the shape of what enters, without memory of their own."""
@@ -164,8 +172,8 @@ class _Border:
         if self.value is None:
             return None
         if "hidden_states" in named:
-            return args, {**named, "hidden_states": self.value}
-        return (self.value, *args[1:]), named
+            return args, {**named, "hidden_states": self.take()}
+        return (self.take(), *args[1:]), named
 
 
 class _Absent(nn.Module):
@@ -192,7 +200,7 @@ class _Skipped(nn.Module):
     def forward(self, *args: Any, **named: Any) -> Any:
         """Return it as the layer does."""
         x = args[0] if args else named["hidden_states"]
-        x = x if self.border is None else self.border.value
+        x = x if self.border is None else self.border.take()
         return (x,) if self.as_tuple else x
 
 
@@ -493,6 +501,11 @@ def _decoder_layers(model: Any) -> tuple[str, nn.ModuleList]:
     decoder = model.get_submodule(path)
     if not {"input_ids", "inputs_embeds"} <= set(inspect.signature(decoder.forward).parameters):
         raise _refused(model, f"has its layers in {path}, which is not called with input_ids or inputs_embeds")
+    if getattr(decoder, "layerdrop", 0):
+        raise BadInput(
+            f"{type(model).__name__} is configured with layerdrop {decoder.layerdrop}, which leaves out layers that "
+            "the plan has: expected 0"
+        )
     return path, layers
 
 

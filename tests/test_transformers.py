@@ -190,8 +190,10 @@ def test_what_cannot_be_cut_is_refused_in_a_sentence(model, inputs, message):
 # -- for the commands
 
 
-def for_commands(kind: str = "gemma3_text", **changes: object) -> nn.Module:
+def for_commands(kind: str = "gemma3_text", folder: str | None = None, **changes: object) -> nn.Module:
     """What `--model tests.test_transformers:for_commands` calls."""
+    if folder is not None:
+        return transformers.AutoModelForCausalLM.from_pretrained(folder)
     return make(kind, **changes)
 
 
@@ -204,6 +206,13 @@ def test_a_function_for_the_commands_may_return_the_model():
     assert names == ["Embedding", *["DecoderLayer", "DecoderLayer-2"] * 2, "Head"]  # sliding and full attention
     assert known.bundles(model)[1].boundary == ((2, 7, 32), torch.float32)
     assert known.ties(model) == [("0.whole.model.embed_tokens.weight", "5.whole.lm_head.weight")]
+
+
+def test_a_function_for_the_commands_may_load_weights(tmp_path):
+    make().save_pretrained(tmp_path)
+    model = COMMAND(config={"folder": str(tmp_path)})
+    assert known.parameter_bytes(model) == known.parameter_bytes(COMMAND(config={"kind": "llama"}))
+    assert known.layer_names(model) == ["Embedding", *["DecoderLayer"] * 3, "Head"]
 
 
 def test_a_function_that_returns_another_model_is_refused():

@@ -125,15 +125,18 @@ def layer_chains(model: Model) -> list[str | None]:
 
 
 def parameter_bytes(model: Model) -> list[int]:
-    """Return the bytes of each layer's parameters, without making any; a user's function may make them all."""
+    """Return the bytes of each layer's parameters, without making any; a user's function may make them all.
+
+    It is called without a device of ours: `from_pretrained` loads weights, and refuses to on the meta device.
+    """
     dtype = _dtype(model)
-    with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        if model.builder in OWN:
-            makers = _makers(model)
+    if model.builder in OWN:
+        makers = _makers(model)
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
             made = {make: make() for make in dict.fromkeys(makers)}
-            found = [made[make] for make in makers]
-        else:
-            found = [user_model.sketched(model, index, one) for index, one in enumerate(_user(model).layers)]
+        found = [made[make] for make in makers]
+    else:
+        found = [user_model.sketched(model, index, one) for index, one in enumerate(_user(model).layers)]
     return [sum(p.numel() for p in layer.parameters()) * dtype.itemsize for layer in found]
 
 

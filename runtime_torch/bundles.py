@@ -229,20 +229,20 @@ def bundled(
 def trace_bundles(layers: Sequence[Made], inputs: Sequence[Tensor], target: Tensor | None) -> list[Bundle]:
     """Return what enters each layer, and what leaves the last, for one microbatch.
 
-    Layers run on torch's meta device, where nothing is allocated or computed. Where one of them needs data (control
-    flow that depends on values, as a router's), all run on `inputs` instead, one after another, each made for its turn
-    if it is a function.
+    Layers run on torch's meta device, where nothing is allocated or computed. Where one of them cannot (control flow
+    that depends on values, as a router's; a kernel that has other rules there, as grouped_mm), all run on `inputs`
+    instead, one after another, each made for its turn if it is a function.
     """
     try:
         return _trace(layers, [tensor.to("meta") for tensor in inputs], target, _on_meta)
     except BadInput as error:
-        if error.__cause__ is None or not needs_data(error.__cause__):
+        if error.__cause__ is None:
             raise
     return _trace(layers, inputs, target, _on_data)
 
 
 def needs_data(error: BaseException) -> bool:
-    """Whether what failed on the meta device may work on data."""
+    """Whether what cannot be made on the meta device may be made elsewhere."""
     return isinstance(error, NotImplementedError) or "meta" in str(error)
 
 

@@ -215,6 +215,13 @@ def test_a_function_for_the_commands_may_load_weights(tmp_path):
     assert known.layer_names(model) == ["Embedding", *["DecoderLayer"] * 3, "Head"]
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "gpt2"], ids=["kernels for bf16 alone", "a look for padding"])
+def test_models_that_the_meta_device_cannot_run_are_run_on_data(kind):
+    model = COMMAND(config={"kind": kind}, dtype="fp32")
+    assert known.layer_names(model) == ["Embedding", *["DecoderLayer"] * 3, "Head"]
+    assert len(known.parameter_bytes(model)) == 5
+
+
 def test_a_function_that_returns_another_model_is_refused():
     model = COMMAND(config={"kind": "mixtral", "output_router_logits": True})
     with pytest.raises(BadInput, match=r"builder .*:for_commands': returned a model that cannot be cut: Mixtral"):

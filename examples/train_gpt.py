@@ -199,7 +199,10 @@ def load(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> i
     """Read the last checkpoint, if there is one; return how many steps it has seen."""
     if not (folder / "latest").exists():
         return 0
-    step = int((folder / "latest").read_text())
+    said = (folder / "latest").read_text()
+    if not said.isdecimal() or not (folder / f"step{said}" / ".metadata").exists():
+        raise SystemExit(f"{folder / 'latest'} says {said!r}, expected N of a folder stepN beside it: write it there")
+    step = int(said)
     weights, states = get_state_dict(module, optimizer, options=FLAT)
     found = {"weights": weights, "optimizer": states}
     dcp.load(found, checkpoint_id=folder / f"step{step}")

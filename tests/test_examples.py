@@ -99,7 +99,10 @@ def test_the_training_script_resumes_in_shards_to_the_losses_of_replicas(environ
     train(
         "--steps 1 --save checkpoints --resume", environment, tmp_path, "has seen 2 steps, expected --steps of as many"
     )
-    assert (tmp_path / "checkpoints" / "latest").read_text() == "2"
+    latest = tmp_path / "checkpoints" / "latest"
+    assert latest.read_text() == "2"
+    latest.write_text("")
+    train("--steps 3 --save checkpoints --resume", environment, tmp_path, "latest says '', expected N of a folder")
 
 
 @pytest.mark.parametrize(

@@ -138,9 +138,10 @@ def sweep(
         **known(options, compiler.Options, CompileKeywords, sweep),
     )
     where = None if path is None else Path(checked("path", path, "path"))
-    found = _sweep.begin(where, costs, common)
     grid = _sweep.Grid(caps, tuple(microbatches), tuple(devices))
-    todo = _sweep.missing(found, costs, common, grid, cached=cache)
+    asked = _sweep.instances(costs, common, grid, cached=cache)
+    found = _sweep.begin(where, costs, common)
+    todo = _sweep.missing(found, asked)
     for point, now in _sweep.run(where, found, todo, jobs, pool_for(jobs)):
         found = now
         if on_point is not None:

@@ -270,7 +270,7 @@ def test_each_point_starts_from_the_best_plan_of_a_smaller_cap():
             yield question, function(question)
 
     begin = study.begin(Path("no.json"), costs, common)
-    points = [one for one, _ in study.run(None, begin, study.missing(begin, costs, common, grid), 1, pool)]
+    points = [one for one, _ in study.run(None, begin, study.instances(costs, common, grid), 1, pool)]
     assert started == [(), (GB,), (2 * GB,)]
     assert [one.throughput for one in points] == sorted(one.throughput for one in points)
 
@@ -459,6 +459,12 @@ def test_bad_input_of_sweep_is_one_sentence_before_any_work(run, here, arguments
     assert refused(run("sweep", *arguments), 2).startswith(sentence)
     assert here == []
     assert [path.name for path in Path().iterdir()] == ["profile.json"]
+
+
+def test_options_that_cannot_be_are_refused_before_they_are_compared_with_those_of_the_file(run, here):  # noqa: F811
+    assert run("sweep", "--mem", "2GB", "--microbatches", "3", "--time-limit", "0").code == 0
+    again = run("sweep", "--mem", "2GB", "--microbatches", "3", "--time-limit", "nan")
+    assert refused(again, 2).startswith("--time-limit is nan, expected seconds, at least 0")
 
 
 def test_more_devices_than_the_profile_has_are_a_point_like_any_other(run, here):  # noqa: F811

@@ -128,8 +128,9 @@ def sweep(
         split=not options["no_split"],
         **units_of(options["slices"], options["lengths"]),
     )
+    asked = study.instances(costs, common, grid, cached=cached)
     found = study.begin(_kept(output), costs, common)
-    todo = study.missing(found, costs, common, grid, cached=cached)
+    todo = study.missing(found, asked)
     found, left = _plan(output, found, todo, jobs)
     if _kept(output) is None:
         write(output, found)

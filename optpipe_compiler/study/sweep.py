@@ -168,19 +168,23 @@ def _digests(sweep: Sweep) -> dict[str, str]:
     return {f"gpu_profile_digests.{gpu}": digest for gpu, digest in sweep.gpu_profile_digests.items()}
 
 
-def missing(sweep: Sweep, costs: SweptCosts, common: Options, grid: Grid, *, cached: bool = False) -> list[Instance]:
-    """Return the grid's instances that the sweep has no point for; raise BadInput for impossible ones."""
-    done = {_place(point) for point in sweep.points}
-    instances = []
+def instances(costs: SweptCosts, common: Options, grid: Grid, *, cached: bool = False) -> list[Instance]:
+    """Return those of the grid; raise BadInput for impossible ones."""
+    found = []
     for gpu, profile in costs.profiles.items():
         for devices in grid.devices or (profile.machine.devices,):
             usual = 4 * devices if common.lengths is None else len(common.lengths)
             for microbatches, cap in product(grid.microbatches or (usual,), grid.mem_bytes):
-                if (gpu, devices, microbatches, cap) not in done:
-                    asked = devices if grid.devices else None
-                    options = replace(common, devices=asked, microbatches=microbatches, mem_bytes=cap, workers=1)
-                    instances.append(Instance(profile, compiler.settled(profile, options), gpu, cached))
-    return instances
+                asked = devices if grid.devices else None
+                options = replace(common, devices=asked, microbatches=microbatches, mem_bytes=cap, workers=1)
+                found.append(Instance(profile, compiler.settled(profile, options), gpu, cached))
+    return found
+
+
+def missing(sweep: Sweep, asked: list[Instance]) -> list[Instance]:
+    """Return the instances that the sweep has no point for."""
+    done = {_place(point) for point in sweep.points}
+    return [one for one in asked if (*_line(one), one.options.mem_bytes) not in done]
 
 
 def run(

@@ -235,6 +235,13 @@ def test_slots_are_at_most_the_optimum_also_where_nothing_can_leave(one, plain):
     assert slots(one).ticks <= found[0]
 
 
+def test_microbatches_are_not_counted_one_by_one():
+    many, one = 10**15, problem(2, 1, 100)
+    work = [sum(one.stages[s].work for s in one.stages_of(device)) for device in range(2)]
+    assert device_work(replace(one, microbatches=many)).ticks == many * max(work)
+    assert best_bound(replace(one, microbatches=many), "makespan").ticks >= many * max(work)
+
+
 def test_the_best_bound_is_named():
     assert best_bound(problem(1, 4, 100), "makespan").name == "device-work"
     assert best_bound(problem(3, 1, 100), "makespan").name == "round-trip"

@@ -181,6 +181,17 @@ def test_bounds_hold_for_units(seed: int) -> None:
 # -- what slices are good for
 
 
+@pytest.mark.parametrize("lengths", [None, (700, 1000, 700, 300)])
+@pytest.mark.parametrize("number", [1, 3])
+def test_the_work_of_a_device_is_that_of_all_its_units(number: int, lengths: tuple[int, ...] | None) -> None:
+    profile = sliced(2, sequence_length=1000, attention_share=0.4)
+    options = settled(profile, Options(mem_bytes=PLENTY, microbatches=4, slices=number, lengths=lengths))
+    for _, problem in searched(profile, options):
+        every = [[problem.at(s, unit) for unit in range(4 * number)] for s in range(len(problem.stages))]
+        work = [sum(one.work for s in problem.stages_of(d) for one in every[s]) for d in range(2)]
+        assert bounds.device_work(problem).ticks == max(work)
+
+
 def test_seq1f1b_idles_and_holds_what_its_paper_says() -> None:
     options = Options(PLENTY, 8, slices=4, method="seq1f1b")
     schedule = compile_schedule(sliced(4), options).schedule

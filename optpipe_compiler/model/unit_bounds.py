@@ -7,6 +7,7 @@ count equal activations.
 
 from __future__ import annotations
 
+from collections import Counter
 from fractions import Fraction
 from itertools import accumulate
 from math import ceil
@@ -58,10 +59,13 @@ def _works(problem: Problem) -> list[list[int]]:
 
 def _counts(problem: Problem) -> list[int]:
     """Return the number of units of each class."""
-    counts = [0] * max(1, len(problem.classes))
-    for unit in range(problem.microbatches):
-        counts[problem.class_of(unit)] += 1
-    return counts
+    slicing = problem.slicing
+    if slicing is None or not problem.classes:
+        return [problem.microbatches]
+    if len(slicing.cuts) == 1:
+        return [problem.whole] * problem.slices
+    of_shape = Counter(slicing.shape_of)
+    return [of_shape[number // problem.slices] for number in range(len(problem.classes))]
 
 
 def head_and_work(problem: Problem) -> int:

@@ -104,9 +104,9 @@ def cut(profile: Profile, options: Options, number: int) -> Iterator[Slicing | N
         return
     assert tokens is not None
     assert options.microbatches is not None
-    each = lengths or (tokens,) * options.microbatches
-    shapes = sorted(set(each))
-    shape_of = tuple(shapes.index(length) for length in each)
+    shapes = sorted(set(lengths or (tokens,)))
+    number_of = {length: shape for shape, length in enumerate(shapes)}
+    shape_of = tuple(map(number_of.__getitem__, lengths)) if lengths else (0,) * options.microbatches
     even = Slicing(tokens, tuple(_even(length, number) for length in shapes), shape_of)
     yield even
     linear, attention = _work(profile)

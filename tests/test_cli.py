@@ -271,6 +271,14 @@ def test_a_cap_that_cannot_fit_ends_with_exit_code_3_and_the_smallest_that_would
     assert f"is 1 bytes (1 B) short; the smallest --mem that would do is {smallest} " in again
 
 
+def test_the_smallest_cap_can_be_pasted_where_a_profile_counts_in_bytes(run):
+    Path("profile.json").write_text(re.sub(r"(_bytes\": \d+)000000\b", r"\1", Path("profile.json").read_text()))
+    sentence = refused(run("compile", "--mem", "500B", "--no-offload", *FAST), 3)
+    found = re.search(r"the smallest --mem that would do is (\S+) ", sentence)
+    assert found is not None
+    assert run("compile", "--mem", found[1], "--no-offload", *FAST).code == 0
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [

@@ -228,6 +228,7 @@ def test_a_refusal_names_what_slices_need_where_whole_microbatches_need_more() -
     told = re.search(r"one microbatch at a time needs (\d+) bytes", str(refused.value))
     assert told is not None, refused.value
     least = int(told[1])
+    assert str(refused.value).endswith(f"raise --mem to {least}")
     with pytest.raises(Infeasible, match="the smallest --mem that would do is") as whole:
         compile_schedule(profile, replace(asked, slices=1))
     assert least < int(re.findall(r"do is (\d+) ", str(whole.value))[0])

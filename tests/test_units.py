@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from optpipe_compiler.documents.units import (
     FACTORS,
+    exact_cap,
     parse_bytes,
+    parse_cap,
     parse_ns,
     short_bytes,
     show_bytes,
@@ -48,6 +50,11 @@ def test_a_size_is_read_with_its_unit(text, size):
 def test_a_decimal_size_is_exact_and_rounded_down(whole, digits, unit):
     text = f"{whole}.{digits}"
     assert parse_bytes(text + unit, "--mem") == int(Fraction(text) * FACTORS[unit])
+
+
+@given(st.integers(0, 2 * 10**6))
+def test_a_cap_that_a_refusal_names_can_be_pasted(size):
+    assert parse_cap(exact_cap(size), "--mem") == size
 
 
 @pytest.mark.parametrize(

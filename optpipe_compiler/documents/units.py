@@ -54,6 +54,11 @@ def parse_cap(text: str, option: str) -> int:
     return size
 
 
+def exact_cap(size: int) -> str:
+    """Return a memory cap to the byte, as `parse_cap` reads it: a small number has its unit."""
+    return f"{size}B" if 0 < size < SMALLEST_CAP else str(size)
+
+
 def parse_ns(text: str, option: str) -> int:
     """Return the nanoseconds that `text` (12.5ms, 2s, 300us, 0) says; raise BadInput naming the option."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.documents.units import counted, show_bytes
+from optpipe_compiler.documents.units import counted, exact_cap, show_bytes
 from optpipe_compiler.errors import Infeasible
 from optpipe_compiler.model.schedule import Kind, Schedule, Stuck, Task
 from optpipe_compiler.plan.instances import least_bytes
@@ -88,7 +88,7 @@ class LeastMemory:
         if least is not None:
             self._refusal = Infeasible(
                 f"no schedule of slices or unequal lengths was found that fits --mem {show_bytes(cap)}: one microbatch "
-                f"at a time needs {least} bytes ({show_bytes(least)}) per device; raise --mem",
+                f"at a time needs {least} bytes ({show_bytes(least)}) per device; raise --mem to {exact_cap(least)}",
                 least,
             )
         best: tuple[int, int, int, Attempt] | None = None
@@ -171,7 +171,7 @@ def _refusal(needed: int, device: int, attempt: Attempt, caps: Caps) -> Infeasib
         return Infeasible(f"no schedule fits{host}: offloading needs more host memory; raise --host-mem or --mem")
     return Infeasible(
         f"no schedule fits --mem {show_bytes(cap)}{host}: device {named} is {needed - cap} bytes "
-        f"({show_bytes(needed - cap)}) short; the smallest --mem that would do is {needed} "
+        f"({show_bytes(needed - cap)}) short; the smallest --mem that would do is {exact_cap(needed)} "
         f"({show_bytes(needed)}; {place})",
         needed,
     )

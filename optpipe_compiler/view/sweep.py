@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.table import Table
 from rich.text import Text
 
-from optpipe_compiler.documents.units import counted, printable, short_bytes, show_bytes, show_ns
+from optpipe_compiler.documents.units import counted, exact_cap, printable, short_bytes, show_bytes, show_ns
 from optpipe_compiler.view.bar import Bar, description_column
 
 if TYPE_CHECKING:
@@ -179,8 +179,8 @@ def least_sentences(found: Sequence[LeastCap]) -> Iterator[str]:
 
 
 def exactly(size: int) -> str:
-    """Return bytes that can be pasted, and in units."""
-    return f"{size} ({show_bytes(size)})"
+    """Return a cap that can be pasted, and in units."""
+    return f"{exact_cap(size)} ({show_bytes(size)})"
 
 
 def memory_sentences(found: Sequence[CheapestMemory], tolerance: float) -> Iterator[str]:

@@ -445,6 +445,8 @@ def test_another_profile_or_other_options_are_refused(run, here):  # noqa: F811
     [
         (("--mem", "1GB:2GB"), "--mem is '1GB:2GB', expected FROM:TO:COUNT"),
         (("--mem", "1GB", "--microbatches", "0"), "--microbatches is '0', expected numbers of at least 1"),
+        (("--mem", "1GB", "--microbatches", "9" * 5000), "--microbatches is '9999"),
+        (("--mem", "1GB:2GB:" + "9" * 5000), "--mem is '1GB:2GB:9999"),
         (("--mem", "1GB", "--devices", "3"), "--devices is 3, expected at most the profile's 2 layers"),
         (("--mem", "1GB", "--loss", "200%"), "--loss is '200%', expected a share such as 2% or 0.02"),
         (("--mem", "1GB", "--loss", "some"), "--loss is 'some', expected a share such as 2% or 0.02"),

@@ -25,6 +25,8 @@ FACTORS = {
     "tib": 2**40,
     "pib": 2**50,
 }
+NUMBER_AND_UNIT = re.compile(r"\s*([0-9]{1,100}(?:\.[0-9]{1,100})?)\s*([A-Za-z]*)\s*")
+"""With no more digits than Python reads in one number."""
 SMALLEST_CAP = 10**6
 """Bytes below which a cap without a unit was meant to have one."""
 SECONDS = {"ns": 1, "us": 10**3, "ms": 10**6, "s": 10**9}
@@ -34,7 +36,7 @@ LARGEST = (1 << 62) - 1
 
 def parse_bytes(text: str, option: str) -> int:
     """Return the bytes that `text` (40GB, 37.25GiB, 1000) says; raise BadInput naming the option."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    match = NUMBER_AND_UNIT.fullmatch(text)
     if match is None or match[2].lower() not in FACTORS:
         raise BadInput(f"{option} is {text!r}, expected a size such as 40GB, 37.25GiB or 512MB")
     size = int(Fraction(match[1]) * FACTORS[match[2].lower()])
@@ -61,7 +63,7 @@ def exact_cap(size: int) -> str:
 
 def parse_ns(text: str, option: str) -> int:
     """Return the nanoseconds that `text` (12.5ms, 2s, 300us, 0) says; raise BadInput naming the option."""
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    match = NUMBER_AND_UNIT.fullmatch(text)
     unit = match[2].lower() if match else ""
     if match is None or (unit not in SECONDS and not (unit == "" and not Fraction(match[1]))):
         raise BadInput(f"{option} is {text!r}, expected a time such as 12.5ms, 2s or 300us")

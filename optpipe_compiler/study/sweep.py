@@ -103,7 +103,7 @@ def parse_caps(text: str, option: str) -> tuple[int, ...]:
     if ":" not in text:
         return tuple(sorted({parse_cap(part, option) for part in text.split(",")}))
     parts = text.split(":")
-    count = int(parts[2]) if len(parts) == 3 and parts[2].strip().isdecimal() else 0
+    count = int(parts[2]) if len(parts) == 3 and parts[2].strip().isdecimal() and len(parts[2]) <= 9 else 0
     if not 2 <= count <= 1000:
         raise BadInput(f"{option} is {text!r}, expected FROM:TO:COUNT with a count of 2 to 1000, such as 10GB:80GB:8")
     low, high = parse_cap(parts[0], option), parse_cap(parts[1], option)
@@ -117,7 +117,7 @@ def parse_counts(text: str | None, option: str) -> tuple[int, ...]:
     if text is None:
         return ()
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) >= 1 for part in parts):
+    if not all(part.isdecimal() and len(part) <= 9 and int(part) >= 1 for part in parts):
         raise BadInput(f"{option} is {text!r}, expected numbers of at least 1, such as 4,8")
     return tuple(sorted(set(map(int, parts))))
 

@@ -32,6 +32,25 @@ class Holding:
     slots: list[Slot] = field(default_factory=list)
     region: Region | None = None
     """The cheap piece that makes it again (regions.py)."""
+    _bytes: Tensor | None = None
+    """All of a storage that came back: what lies on it are views of it, so that torch counts changes for all of them
+    together."""
+    _changes: int = 0
+    """How often `_bytes` had been changed in place when it came back."""
+
+    def lay(self, geometry: Geometry) -> tuple[Tensor, int]:
+        """Return a tensor that lies so on the storage (a copy, of a negative), and how often it was changed in place
+        but for changes since that came back, which a backward may have made by way of another tensor."""
+        if self._bytes is None:
+            assert self.storage is not None
+            self._bytes = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
+            self._changes = changes(self._bytes)
+        found = laid_on(self._bytes, geometry)
+        return found, changes(found) - (changes(self._bytes) - self._changes)
+
+    def let_go(self) -> None:
+        """The storage leaves the device."""
+        self.storage = self._bytes = None
 
 
 @dataclass(slots=True, eq=False)
@@ -69,13 +88,19 @@ class Slot:
         """Keep a tensor."""
         self.changes, self.tensor = changes(tensor), tensor
 
+    def come_back(self) -> None:
+        """Lie on the holding's storage again."""
+        assert self.geometry is not None
+        self.tensor, self.changes = self.holding.lay(self.geometry)
+
     def check(self) -> None:
         """Raise RunFailed where the tensor has been changed in place since, as torch does without hooks."""
         tensor = self.tensor
         if tensor is not None and changes(tensor) != self.changes:
             raise RunFailed(
                 f"layer {self.layer}: a tensor that its backward reads was changed in place after it had been saved, "
-                "expected a new tensor"
+                "expected a new tensor; where a backward of another layer changes it, as a function of your own may, "
+                "expected a schedule compiled with --no-split"
             )
 
     def take_away(self) -> None:
@@ -101,10 +126,11 @@ def geometry(tensor: Tensor) -> Geometry:
     return *lies, tensor.is_conj(), tensor.is_neg()
 
 
-def laid_on(storage: UntypedStorage, geometry: Geometry) -> Tensor:
-    """Return the tensor that lies so on a storage."""
+def laid_on(whole: Tensor, geometry: Geometry) -> Tensor:
+    """Return the view that lies so on all bytes of a storage."""
     dtype, offset, size, stride, is_conj, is_neg = geometry
-    found = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+    numbers = whole[: len(whole) // dtype.itemsize * dtype.itemsize].view(dtype)
+    found = numbers.as_strided(size, stride, offset)
     found = found.conj() if is_conj else found
     return found.neg() if is_neg else found
 

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from optpipe_compiler.errors import RunFailed
 from runtime_torch import engine
-from runtime_torch.holdings import Constant, Holding, Slot, geometry, laid_on
+from runtime_torch.holdings import Constant, Holding, Slot, geometry
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -127,13 +127,10 @@ class SavedTensorStore:
             return handle
         holding = handle.holding
         if handle.tensor is None:
-            storage = holding.storage
-            if storage is None:
+            if holding.storage is None:
                 raise RunFailed(f"layer {holding.layer}: a saved tensor was read while it was not on the device")
-            assert handle.geometry is not None
-            handle.give(laid_on(storage, handle.geometry))
-        else:
-            handle.check()
+            handle.come_back()
+        handle.check()
         assert handle.tensor is not None
         return handle.tensor
 
@@ -264,7 +261,7 @@ class SavedTensorStore:
         while self._gone:
             reference, (storage, slots) = self._gone.popitem()
             if (holding := reference()) is not None:
-                holding.storage = None
+                holding.let_go()
             for slot in filter(None, (one() for one in slots)):
                 slot.tensor = None
             self.meter.release(storage)
@@ -273,7 +270,7 @@ class SavedTensorStore:
         for holding in self.holdings:
             if holding.storage is not None:
                 self.meter.release(holding.storage)
-                holding.storage = None
+                holding.let_go()
             elif holding.host_copy is not None:
                 self._carrier.discard(holding.host_copy)
                 holding.host_copy = None
@@ -311,7 +308,7 @@ class SavedTensorStore:
                 slot.check()
                 slot.shape()
             slot.tensor = None
-        holding.storage = None
+        holding.let_go()
         return storage
 
 

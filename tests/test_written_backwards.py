@@ -224,6 +224,44 @@ def test_gradients_are_those_of_a_loop_where_layers_recompute(alone, kind, fused
     )
 
 
+class _Undone(torch.autograd.Function):
+    """Overwrites its result in the backward, as layers that compute their input from it do."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        found = torch.tanh(F.linear(x, weight, bias))
+        ctx.save_for_backward(x, weight, found)
+        return found
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight, found = ctx.saved_tensors
+        before = gradient * (1 - found * found)
+        found.zero_()
+        return before @ weight, before.T @ x, before.sum(0)
+
+
+@pytest.mark.parametrize("way", [None, "recompute", "offload"])
+@both
+def test_what_a_backward_overwrites_is_not_read_by_a_second_half(alone, way, fused):  # noqa: F811
+    """The next layer has saved it, too; in a whole backward nobody reads it any more."""
+    layers = model(type("Undone", (Written,), {"function": _Undone}), lambda: nn.Linear(WIDTH, WIDTH))
+
+    def trains():
+        assert_trains_as_in_a_loop(
+            layers,
+            fused=fused,
+            placement=(0,),
+            ranges=lambda stage, microbatch: [(way, 0, 4)] if way else [],
+        )
+
+    if fused:
+        trains()
+        return
+    with pytest.raises(RunFailed, match=r"layer \d: a tensor that its backward reads was changed .* with --no-split"):
+        trains()
+
+
 class Checkpointed(Written):
     def forward(self, x):
         return checkpoint(super().forward, x, use_reentrant=True)

@@ -238,7 +238,7 @@ def trace_bundles(layers: Sequence[Made], inputs: Sequence[Tensor], target: Tens
     except BadInput as error:
         if error.__cause__ is None:
             raise
-    return _trace(layers, inputs, target, _on_data)
+    return _trace(layers, [tensor.clone() for tensor in inputs], None if target is None else target.clone(), _on_data)
 
 
 def needs_data(error: BaseException) -> bool:

@@ -56,10 +56,10 @@ def prepare(
         with stage.trying():
             for number, unit in enumerate(batch.units[: schedule.setup.slices]):
                 if stage.is_first and batch.inputs is not None:
-                    x = batch.inputs[number]
+                    x = batch.inputs[number].clone()  # which layers may change
                 else:
                     x = bundle(stage.first_layer - 1, number).example(stage.device)
-                target = None if batch.targets is None else batch.targets[number]
+                target = None if batch.targets is None else batch.targets[number].clone()
                 try:
                     with entered(unit):
                         out = trial.forward(number, x, target, part=unit.slice)

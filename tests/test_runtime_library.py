@@ -85,7 +85,15 @@ def batch():
     return (tokens, torch.rand(2 * MICROBATCHES, LENGTH, generator=generator) < 0.7), target
 
 
-def plan(placement, *, fused=True, ranges=lambda stage, microbatch: [], saved=10**6, layers=LAYERS):
+def plan(
+    placement,
+    *,
+    fused=True,
+    ranges=lambda stage, microbatch: [],
+    saved=10**6,
+    layers=LAYERS,
+    microbatches=MICROBATCHES,
+):
     """A legal schedule for four layers of any kind, or another number of them."""
     layer = Layer(
         name="layer",
@@ -100,7 +108,7 @@ def plan(placement, *, fused=True, ranges=lambda stage, microbatch: [], saved=10
     shape = Shape(
         placement,
         layers_per_stage=layers // len(placement),
-        microbatches=MICROBATCHES,
+        microbatches=microbatches,
         fused=lambda *_: fused,
         ranges=ranges,
     )

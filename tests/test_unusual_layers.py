@@ -231,6 +231,40 @@ def test_a_recompute_is_refused_where_a_buffer_changed_that_the_trial_did_not_se
         runner.step(x, target=target)
 
 
+class Shifts(nn.Linear):
+    """Changes its input, and the target."""
+
+    def __init__(self, outputs=WIDTH, *, looks=False):
+        super().__init__(WIDTH, outputs)
+        self.looks = looks
+
+    def forward(self, x, target=None):
+        if target is not None:
+            return F.cross_entropy(super().forward(x), target.add_(1).remainder_(3))
+        if self.looks and (x > 1e9).any():  # not on the meta device
+            raise ValueError
+        return super().forward(x.add_(1))
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_the_trial_leaves_a_batch_of_one_microbatch_as_it_was(alone, looks):  # noqa: F811
+    torch.manual_seed(0)
+    layers = [Shifts(looks=looks), *(nn.Linear(WIDTH, WIDTH) for _ in range(2)), Shifts(3)]
+    plain = copy.deepcopy(layers)
+    x, target = batch(0)
+    example, its_target = x.clone(), target.clone()
+    schedule = plan((0, 0), microbatches=1)
+    stages = runtime_torch.build_stages(schedule, layers, 0, "cpu", inputs=[example], target=its_target)
+    assert torch.equal(example, x)
+    assert torch.equal(its_target, target)
+    runtime_torch.Runner(schedule, stages).step(example, target=its_target)
+    for layer in plain[:-1]:
+        x = layer(x)
+    plain[-1](x, target).backward()
+    for found, wanted in zip(stages.module.parameters(), nn.ModuleList(plain).parameters(), strict=True):
+        torch.testing.assert_close(found.grad, wanted.grad)
+
+
 class Teacher(nn.Linear):
     """Follows itself, in a frozen parameter."""
 

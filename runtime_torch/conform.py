@@ -52,23 +52,45 @@ def prepare(
     stage does not match.
     """
     for index, stage in sorted(stages.items()):
-        trial = _trial(stage)
-        with stage.trying():
-            for number, unit in enumerate(batch.units[: schedule.setup.slices]):
-                if stage.is_first and batch.inputs is not None:
-                    x = batch.inputs[number].clone()  # which layers may change
-                else:
-                    x = bundle(stage.first_layer - 1, number).example(stage.device)
-                target = None if batch.targets is None else batch.targets[number].clone()
-                try:
-                    with entered(unit):
-                        out = trial.forward(number, x, target, part=unit.slice)
-                except Exception as error:
-                    error.add_note("optpipe: in the trial before the first step, on made-up numbers behind stage 0")
-                    raise
-                expected = None if stage.is_last else bundle(stage.end_layer - 1, number).boundary
-                _conform(schedule, schedule.stages[index], trial, number, out, expected, bytes_tolerance)
-                trial.discard(number)
+        before = stage.marks()
+        _try(schedule, stage, index, bundle, batch, bytes_tolerance)
+        if (after := stage.marks()) == before:
+            continue
+        _try(schedule, stage, index, bundle, batch, bytes_tolerance)
+        for (layer, name), mark in stage.marks().items():
+            if mark != after[layer, name]:  # again: a limit, and numbers to begin with, are set once
+                raise BadInput(
+                    f"layer {layer} changes its parameter {name} in each forward, expected one that changes between "
+                    "steps alone, or a buffer, which is put back where a forward is repeated"
+                )
+
+
+def _try(
+    schedule: ir.Schedule,
+    stage: StageExecution,
+    index: int,
+    bundle: Callable[[int, int], Bundle],
+    batch: Batch,
+    bytes_tolerance: float | None,
+) -> None:
+    """Run the forward of a stage once."""
+    trial = _trial(stage)
+    with stage.trying():
+        for number, unit in enumerate(batch.units[: schedule.setup.slices]):
+            if stage.is_first and batch.inputs is not None:
+                x = batch.inputs[number].clone()  # which layers may change
+            else:
+                x = bundle(stage.first_layer - 1, number).example(stage.device)
+            target = None if batch.targets is None else batch.targets[number].clone()
+            try:
+                with entered(unit):
+                    out = trial.forward(number, x, target, part=unit.slice)
+            except Exception as error:
+                error.add_note("optpipe: in the trial before the first step, on made-up numbers behind stage 0")
+                raise
+            expected = None if stage.is_last else bundle(stage.end_layer - 1, number).boundary
+            _conform(schedule, schedule.stages[index], trial, number, out, expected, bytes_tolerance)
+            trial.discard(number)
 
 
 def _conform(

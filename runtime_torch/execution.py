@@ -222,8 +222,14 @@ class StageExecution:
             for index, layer in plain.items()
             for inner in layer.modules()
             for name, one in inner.named_parameters(recurse=False)
-            if not one.requires_grad
-            and getattr(inner, "max_norm", None) is None  # which changes it as often as it likes
+            if not one.requires_grad and getattr(inner, "max_norm", None) is None
+        ]
+        limited = [
+            (one, one.detach().clone())
+            for layer in plain.values()
+            for inner in layer.modules()
+            if getattr(inner, "max_norm", None) is not None  # a forward changes what it looks up
+            for one in inner.parameters(recurse=False)
         ]
         gradients = [(one, one.grad) for layer in plain.values() for one in layer.parameters()]
         for one, _ in gradients:
@@ -237,6 +243,8 @@ class StageExecution:
             finally:
                 for one, gradient in gradients:
                     one.grad = gradient
+                for one, value in limited:
+                    one.data.copy_(value)
                 self._setting = {index: attributes_set_since(had) for index, had in attributes.items()}
                 self._changing = {}
                 for index, states in before.items():
@@ -253,6 +261,16 @@ class StageExecution:
                     f"layer {index} changes its frozen parameter {name} in its forward, expected a buffer, which is "
                     "put back where a forward is repeated"
                 )
+
+    def marks(self) -> dict[tuple[int, str], str]:
+        """Return what tells whether a forward has changed trained parameters, by layer and name."""
+        return {
+            (index, name): _mark(one)[1]
+            for index, layer in enumerate(self.layers, self.first_layer)
+            if not is_looked_after(layer)
+            for name, one in inner_layer(layer).named_parameters()
+            if one.requires_grad
+        }
 
     # -- ops
 

@@ -284,6 +284,54 @@ def test_a_frozen_parameter_that_a_forward_changes_is_refused_by_its_name(alone)
         runner.step(x, target=target)
 
 
+class Decays(nn.Linear):
+    """Changes a trained parameter in each forward."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x):
+        self.bias.data.mul_(0.9)
+        return super().forward(x)
+
+
+def test_a_trained_parameter_that_each_forward_changes_is_refused_by_its_name(alone):  # noqa: F811
+    _, runner = pipelined(model(Decays, Decays), plan((0, 0)))
+    x, target = batch(0)
+    with pytest.raises(BadInput, match="layer 1 changes its parameter bias in each forward, expected one that changes"):
+        runner.step(x, target=target)
+
+
+class Limits(Decays):
+    """Limits its weight, which a second forward leaves as it is."""
+
+    def forward(self, x):
+        self.weight.data.clamp_(-0.2, 0.2)
+        return F.linear(x, self.weight, self.bias)
+
+
+class LooksUp(nn.Linear):
+    """Limits the rows of a table that it looks up."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.table = nn.Embedding(9, WIDTH, max_norm=0.5)
+
+    def forward(self, x):
+        return super().forward(x) + self.table((x[:, 0] > 0).long() + 7)
+
+
+@pytest.mark.parametrize("make", [Limits, LooksUp])
+@pytest.mark.parametrize("ranges", [lambda stage, microbatch: [], RECOMPUTED], ids=["kept", "recomputed"])
+@both
+def test_a_limit_may_be_set_in_each_forward(alone, make, ranges, fused):  # noqa: F811
+    layers = model(lambda: nn.Linear(WIDTH, WIDTH), make)
+    with torch.no_grad():
+        layers[1].weight.zero_()
+        layers[1].bias.fill_(-1)  # what the trial of the next stage looks up is another row
+    assert_trains_as_in_a_loop(layers, fused=fused, ranges=ranges)
+
+
 class Local(nn.Linear):
     """Trains a part of its own in its forward."""
 

@@ -109,7 +109,7 @@ class Runner:
         if not torch.is_grad_enabled():
             raise BadInput("step() was called where gradients are off (no_grad, inference_mode), expected eval() there")
         batch = self._batches.divide(inputs, target, weights, keywords)
-        self._stages.ties.begin()
+        self._stages.ties.begin(self._group, next(iter(self._stages.values())).device)
         for part in self._parts():
             part.gather()
         modes = [module.training for module in self._stages.module.modules()]

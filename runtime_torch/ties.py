@@ -160,6 +160,8 @@ class Ties:
         self, declared: Iterable[Sequence[str]], owner: Mapping[str, int], layers: Mapping[str, nn.Module], rank: int
     ) -> None:
         self._rank = rank
+        self._has_copies = False
+        """Whether a tied parameter is more than one on any rank, or on several."""
         self._ties: list[_Tie] = []
         for names in merged(declared):
             ranks = [owner[layer_of(name, owner)] for name in names]
@@ -187,8 +189,10 @@ class Ties:
         """
         across = [tie for tie in self._ties if len(tie.owners) > 1]
         mine = [(tie.names, [_kind(parameter) for parameter in tie.parameters()]) for tie in across]
-        found: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(found, mine, group=group)
+        gathered: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(gathered, (mine, any(not tie.is_whole for tie in self._ties)), group=group)
+        found = [ties for ties, _ in gathered]
+        self._has_copies = any(has_copies for _, has_copies in gathered)
         for rank, ties in enumerate(found):
             theirs, first = ([names for names, _ in one] for one in (ties, found[0]))
             if theirs != first:
@@ -220,12 +224,28 @@ class Ties:
         """This rank's copies of parameters that come first elsewhere, or in another layer of this rank."""
         return {one for tie in self._ties for one in tie.parameters()[tie.first == self._rank :]}
 
-    def begin(self) -> None:
-        """A step begins: put aside what earlier steps left."""
+    def begin(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        """A step begins: put aside what earlier steps left.
+
+        Raises BadInput on all ranks alike where some copies of a parameter are trained and others frozen.
+        """
+        if self._has_copies:
+            self._compare_trained(group, device)
         for tie in self._shared_out():
             tie.before = {parameter: parameter.grad for parameter in tie.between_steps()}
             for parameter in tie.before:
                 parameter.grad = None
+
+    def _compare_trained(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        copies = [[one.requires_grad for one in tie.parameters()] for tie in self._ties]
+        message = torch.tensor([[sum(trained), len(trained)] for trained in copies], device=device)
+        dist.all_reduce(message, group=group)
+        for tie, (trained, count) in zip(self._ties, message.tolist(), strict=True):
+            if 0 < trained < count:
+                raise BadInput(
+                    f"{_show([tie.names])}: tied, but trained in some layers and frozen in others, expected "
+                    "requires_grad set alike by each of its names, on all ranks"
+                )
 
     @torch.no_grad()
     def finish(self, group: dist.ProcessGroup | None) -> None:

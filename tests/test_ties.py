@@ -245,6 +245,51 @@ def test_ties_that_do_not_fit_are_refused_on_all_ranks(tmp_path, declared, sente
         assert f"BadInput: {sentence}" in errors
 
 
+FROZEN = """
+import sys
+sys.path[:0] = sys.argv[2:]
+import torch, torch.distributed as dist
+import runtime_torch, test_ties as case
+from optpipe_compiler.errors import BadInput
+from test_runtime_library import builders, microbatch
+
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+schedule = runtime_torch.load_schedule(sys.argv[1])
+stages = runtime_torch.build_stages(schedule, builders(), dist.get_rank(), "cpu", ties=[case.TIE], **microbatch())
+mine = {n: p for n, p in stages.module.named_parameters() if n in case.TIE}
+for parameter in mine.values():
+    parameter.requires_grad_(False)
+runner = runtime_torch.Runner(schedule, stages)
+inputs, target = case.draw(0)
+runner.step(*inputs, target=target)
+for name in case.TIE:
+    if name in mine:
+        mine[name].requires_grad_(True)
+    if name == case.TIE[0]:
+        try:
+            runner.step(*inputs, target=target)
+        except BadInput as error:
+            said = str(error)
+        assert said.startswith("0.tokens.weight = 3.logits.weight: tied, but trained in some layers and frozen"), said
+runner.step(*inputs, target=target)
+layers = case.whole()
+case.backward(layers, 0)
+case.assert_tied_gradients(stages.module, layers)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.runtime
+def test_a_tied_parameter_that_is_unfrozen_by_one_of_its_names_is_refused_on_all_ranks(tmp_path):
+    path = tmp_path / "schedule.json"
+    path.write_text(ir.to_text(case.plan((0, 1, 2, 2))))
+    for rank in start_ranks(FROZEN, str(path), world=3):
+        _, errors = rank.communicate(timeout=60)
+        assert rank.returncode == 0, errors
+
+
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [

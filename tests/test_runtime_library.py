@@ -608,8 +608,22 @@ def test_a_stage_with_another_output_than_said_is_refused(alone):
     stages = runtime_torch.wrap_stages(schedule, modules, 0, "cpu")
     runner = runtime_torch.Runner(schedule, stages, lambda layer: ((2, HIDDEN), torch.bfloat16))
     x, target = torch.randn(2, 2 * MICROBATCHES, HIDDEN)
-    with pytest.raises(BadInput, match=r"stage 0 .* returns float32 of shape \(2, 8\), expected bfloat16 of shape"):
+    with pytest.raises(
+        BadInput, match=r"stage 0 .* returns float32 of shape \(2, 8\), expected bfloat16 of shape .* or"
+    ):
         runner.step(x, target=target)
+
+
+def test_a_step_under_autocast_is_refused_where_nobody_said_what_passes_between_layers(alone):
+    layers, schedule = [*(nn.Linear(HIDDEN, HIDDEN) for _ in range(LAYERS - 1)), Scores(HIDDEN, 16)], plan((0, 0))
+    x, target = torch.randn(2 * MICROBATCHES, LENGTH, HIDDEN), torch.zeros(2 * MICROBATCHES, LENGTH, dtype=torch.long)
+    example = {"inputs": [x[:2]], "target": target[:2]}
+    runner = runtime_torch.Runner(schedule, runtime_torch.build_stages(schedule, layers, 0, "cpu", **example))
+    said = runtime_torch.build_stages(schedule, layers, 0, "cpu", float_dtype=torch.bfloat16, **example)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(BadInput, match=r"returns bfloat16 .*, or build_stages\(float_dtype=torch.bfloat16\), as"):
+            runner.step(x, target=target)
+        runtime_torch.Runner(schedule, said).step(x, target=target)
 
 
 class Counts(nn.Module):

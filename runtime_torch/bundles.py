@@ -303,6 +303,12 @@ def unchanged(layer: nn.Module) -> Iterator[None]:
     """Within: what a layer remembers of its calls, such as a table of positions, it forgets again."""
     before = [(vars(module), dict(vars(module))) for module in layer.modules()]
     kept = [(one, copy(one)) for _, attributes in before for one in attributes.values() if isinstance(one, dict | list)]
+    tensors = [
+        (one, one.detach().clone(), changes(one))
+        for _, attributes in before
+        for one in attributes.values()
+        if isinstance(one, Tensor)
+    ]
     try:
         yield
     finally:
@@ -315,6 +321,10 @@ def unchanged(layer: nn.Module) -> Iterator[None]:
                 one.update(was)
             else:
                 one.extend(was)
+        with torch.no_grad():
+            for tensor, value, as_often in tensors:
+                if changes(tensor) != as_often and tensor.shape == value.shape:
+                    tensor.copy_(value)
 
 
 def _targets(

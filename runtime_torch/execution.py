@@ -210,12 +210,11 @@ class StageExecution:
     @contextmanager
     def trying(self) -> Iterator[None]:
         """Within: forwards on trial, which tell which buffers a forward changes. These are afterwards as before, and so
-        are random states and what layers remember of their calls, but for those in DDP or FSDP2, which remember their
-        own."""
+        are random states and what layers remember of their calls, but for those with parts in FSDP2 or DDP, which
+        remember their own."""
         before = {index: buffers_now(layer.modules()) for index, layer in enumerate(self.layers, self.first_layer)}
-        plain = {
-            index: layer for index, layer in enumerate(self.layers, self.first_layer) if not is_looked_after(layer)
-        }
+        inner_layers = {index: inner_layer(layer) for index, layer in enumerate(self.layers, self.first_layer)}
+        plain = {index: layer for index, layer in inner_layers.items() if not is_looked_after(layer)}
         attributes = {index: [(one, dict(vars(one))) for one in layer.modules()] for index, layer in plain.items()}
         frozen = [
             (index, name, one, _mark(one))
@@ -266,9 +265,9 @@ class StageExecution:
         """Return what tells whether a forward has changed trained parameters, by layer and name."""
         return {
             (index, name): _mark(one)[1]
-            for index, layer in enumerate(self.layers, self.first_layer)
+            for index, layer in enumerate(map(inner_layer, self.layers), self.first_layer)
             if not is_looked_after(layer)
-            for name, one in inner_layer(layer).named_parameters()
+            for name, one in layer.named_parameters()
             if one.requires_grad
         }
 

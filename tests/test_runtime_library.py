@@ -252,21 +252,26 @@ class Remembers(nn.Linear):
     def __init__(self):
         super().__init__(HIDDEN, HIDDEN)
         self.seen = []
+        self.total = torch.zeros(1)
 
     def forward(self, x):
         self.calls += 1
+        self.total += 1  # on the meta device, too
         self.seen.append(self.calls)
-        return super().forward(x) / self.calls
+        return super().forward(x) / self.calls - self.total
 
 
+@pytest.mark.parametrize("prepare", [None, nn.parallel.DistributedDataParallel], ids=["plain", "ddp"])
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
-def test_a_layer_remembers_nothing_of_the_trial_before_the_first_step(alone, fused):
+def test_a_layer_remembers_nothing_of_the_trial_before_the_first_step(alone, fused, prepare):
     torch.manual_seed(0)
     layers = [nn.Embedding(16, HIDDEN), Remembers(), Remembers(), Scores(HIDDEN, 16)]
     whole = copy.deepcopy(layers)
     tokens = torch.randint(16, (2 * MICROBATCHES, LENGTH))
     schedule = plan((0, 0), fused=fused)
-    stages = runtime_torch.build_stages(schedule, layers, 0, "cpu", inputs=[tokens[:2]], target=tokens[:2])
+    stages = runtime_torch.build_stages(
+        schedule, layers, 0, "cpu", inputs=[tokens[:2]], target=tokens[:2], prepare=prepare
+    )
     runtime_torch.Runner(schedule, stages).step(tokens, target=tokens)
     assert layers[1].seen == layers[2].seen == [1, 2]
     for part in tokens.split(2):

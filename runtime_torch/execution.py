@@ -641,11 +641,21 @@ def _each(x: Flow, change: Callable[[Tensor], Tensor]) -> Flow:
     return tuple(map(change, x)) if isinstance(x, tuple) else change(x)
 
 
+_PIECE = 1 << 22
+"""Numbers of a parameter that are added up at once."""
+
+
 def _mark(parameter: Tensor) -> tuple[int, str]:
-    """Return what tells whether a parameter was changed, by way of its `data`, too."""
+    """Return what tells whether a parameter was changed, by way of its `data`, too.
+
+    It is added up piece by piece: a sum in double precision may copy what it adds up.
+    """
     value = parameter.detach()
+    value = value if value.dim() else value[None]
+    rows = max(1, _PIECE * len(value) // max(1, value.numel()))
     try:
-        total = repr(value.sum(dtype=torch.complex128 if value.is_complex() else torch.float64).item())
+        dtype = torch.complex128 if value.is_complex() else torch.float64
+        total = repr(sum(piece.sum(dtype=dtype).item() for piece in torch.split(value, rows)))
     except (RuntimeError, NotImplementedError):  # of a dtype that cannot be added up, such as a float8
         total = ""
     return engine.changes(parameter), total

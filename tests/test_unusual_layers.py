@@ -291,7 +291,7 @@ class Decays(nn.Linear):
         super().__init__(WIDTH, WIDTH)
 
     def forward(self, x):
-        self.bias.data.mul_(0.9)
+        self.bias.data.mul_(0.99999)
         return super().forward(x)
 
 

@@ -77,6 +77,7 @@ def test_a_profile_for_more_devices_than_layers_is_refused_by_its_own_field():
     [
         ({"devices": 7}, "--devices is 7, expected at most the profile's 6 layers"),
         ({"microbatches": 0}, "--microbatches is 0, expected at least 1"),
+        ({"microbatches": 10**400}, "--microbatches is far too large, expected at most 1000000000000"),
         ({"stages_per_device": -1}, "--stages-per-device is -1, expected at least 1"),
         ({"stages_per_device": 3}, "6 layers cannot fill 3 devices x 3 stages per device: expected at most 6 stages"),
     ],

@@ -420,17 +420,20 @@ def test_lengths_are_told_as_lengths_in_their_order():
 
 def test_another_baseline_alone_is_no_timing():
     old = planned()
-    names = list(old.forecast.baselines)
+    names = [name for name, baseline in old.forecast.baselines.items() if baseline.makespan_ns is not None]
 
     def other(plain):
         plain["forecast"]["baselines"][names[0]]["makespan_ns"] = 5
         del plain["forecast"]["baselines"][names[1]]
+        untried = {"makespan_ns": None, "peak_bytes": None, "fits": False, "reason": "not tried"}
+        plain["forecast"]["baselines"][names[2]] |= untried
 
     had = old.forecast.baselines[names[0]].makespan_ns
     difference = compare(old, changed(old, other))
     assert difference.baselines == [
         Change("makespan_ns", had, 5, names[0]),
         Change("is compared with", "yes", "no", names[1]),
+        Change("is compared with", "yes", "no: not tried", names[2]),
     ]
     assert verdict(difference).startswith("only the baselines changed")
 

@@ -94,6 +94,15 @@ def test_transfer_lanes_are_drawn_only_where_there_are_transfers():
     assert "▁" in lines["host"]
 
 
+def test_a_transfer_that_takes_little_of_its_column_is_drawn_thin():
+    profile = uniform(2, 4, d2h_ms=0.01, h2d_ms=0.01)
+    made = analyse(quick(profile, 100 * GB, microbatches=4, method="gis-offload").schedule)
+    lines = chart(made, NARROWEST)
+    for lane in ("d2h", "h2d"):
+        assert "─" in lines[f"0 {lane}"]
+        assert "━" not in lines[f"0 {lane}"]
+
+
 @pytest.mark.parametrize("method", ["1f1b", "interleaved-zb", "gis-offload"])
 def test_over_many_columns_each_kind_of_op_has_its_share(method):
     analysis = analyse(schedule(24, method=method))

@@ -205,14 +205,21 @@ def _baselines(old: ir.Schedule, new: ir.Schedule) -> list[Change]:
     found = []
     for name in names:
         had, has = before.get(name), after.get(name)
-        if had is None or has is None:
-            found += _changes([("is compared with", _there(had), _there(has))], name)
+        if had is None or has is None or (had.makespan_ns is None) != (has.makespan_ns is None):
+            found += _changes([("is compared with", _compared(had), _compared(has))], name)
             continue
         rows: list[tuple[str, Value, Value]] = []
         for field in ir.Baseline.__struct_fields__:
             rows.append((field, _plain(getattr(had, field)), _plain(getattr(has, field))))
         found += _changes(rows, name)
     return found
+
+
+def _compared(baseline: ir.Baseline | None) -> str:
+    """Say whether there is something to compare with, or why not."""
+    if baseline is None or baseline.makespan_ns is not None:
+        return _there(baseline)
+    return f"no: {baseline.reason}" if baseline.reason else "no"
 
 
 def _costs(old: ir.Schedule, new: ir.Schedule) -> list[Change]:

@@ -59,12 +59,18 @@ class Options:
     """The schedule whose cut and owners of stages are kept, so that no weight moves."""
 
 
+MOST = 10**12
+"""Devices, microbatches and stages at most: far more than can be planned, of which bounds can still be told."""
+
+
 def settled(profile: Profile, options: Options) -> Options:
     """Return the options with every default filled in from the profile; raises BadInput for impossible ones."""
     for name in ("devices", "microbatches", "stages_per_device"):
         number = getattr(options, name)
         if number is not None and number < 1:
             raise BadInput(f"--{name.replace('_', '-')} is {number}, expected at least 1")
+        if number is not None and number > MOST:
+            raise BadInput(f"--{name.replace('_', '-')} is far too large, expected at most {MOST}")
     kept = None if options.keep is None else options.keep.schedule.setup
     devices = options.devices or (profile.machine.devices if kept is None else kept.devices)
     named = f"--devices is {devices}" if options.devices or kept else f"$.machine.devices is {devices}"

@@ -169,13 +169,21 @@ def _lighter(colour: str) -> str:
 
 
 def _transfers(items: Sequence[Item], axis: Axis) -> Text:
+    """Return a thick line where transfers take most of the time, a thin one where there are any."""
     row = Text()
-    for item, run in groupby(_cells(items, axis)):
+    some: list[Item | None] = [None] * axis.columns
+    for item in items:
+        if item.begin_ns < item.end_ns and item.end_ns > axis.begin_ns and item.begin_ns < axis.end_ns:
+            for column in range(axis.column(item.begin_ns), axis.column(item.end_ns - 1) + 1):
+                some[column] = item
+    for (item, any_item), run in groupby(zip(_cells(items, axis), some, strict=True)):
         columns = len(list(run))
-        if item is None:
-            row.append(" " * columns)
-        else:
+        if item is not None:
             row.append(("╺" if columns > 1 else "") + "━" * (columns - (columns > 1)), style=LOOKS[item.op.name].colour)
+        elif any_item is not None:
+            row.append("─" * columns, style=LOOKS[any_item.op.name].colour)
+        else:
+            row.append(" " * columns)
     return row
 
 

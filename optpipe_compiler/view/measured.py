@@ -41,7 +41,7 @@ class MeasureBar(Bar):
 def render(profile: Profile, path: str) -> RenderableType:
     """Return the layers' costs and the machine's, with spread where it was measured."""
     table = Table(box=None, pad_edge=False)
-    for column in ("layer", "F", "I", "W", "B", "R", "saved", "between I and W", "static"):
+    for column in ("layer", "F", "I", "W", "B", "R", "saved", "residue", "static"):
         table.add_column(column, justify="left" if column == "layer" else "right")
     for _, layer in alike(profile.layers):
         name = layer.name if layer.count == 1 else f"{layer.name} x {layer.count}"

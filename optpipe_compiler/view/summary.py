@@ -213,8 +213,11 @@ def _comparison(schedule: Schedule) -> RenderableType:
 
 def _devices(analysis: Analysis) -> Table:
     schedule = analysis.schedule
-    table = Table(title="\ndevices", title_justify="left", box=None, pad_edge=False)
-    for column in ("device", "idle", "static", "peak", "of cap", "host", "R", "off", "re"):
+    note = "R, D: activations that are recomputed, offloaded"
+    table = Table(
+        title="\ndevices", title_justify="left", caption=note, caption_justify="left", box=None, pad_edge=False
+    )
+    for column in ("device", "idle", "static", "peak", "of cap", "host", "R", "D"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("layers")
     whole = max(1, analysis.end_ns - analysis.begin_ns)
@@ -230,7 +233,6 @@ def _devices(analysis: Analysis) -> Table:
             short_bytes(device.host_bytes),
             str(sum(op.name == "recompute" for op in device.compute)),
             str(len(device.d2h)),
-            str(len(device.h2d)),
             " ".join(_range(*stage.layers) for stage in mine),
         )
     return table

@@ -172,10 +172,10 @@ def _transfers(items: Sequence[Item], axis: Axis) -> Text:
     """Return a thick line where transfers take most of the time, a thin one where there are any."""
     row = Text()
     some: list[Item | None] = [None] * axis.columns
-    for item in items:
-        if item.begin_ns < item.end_ns and item.end_ns > axis.begin_ns and item.begin_ns < axis.end_ns:
-            for column in range(axis.column(item.begin_ns), axis.column(item.end_ns - 1) + 1):
-                some[column] = item
+    for one in items:
+        if one.begin_ns < one.end_ns and one.end_ns > axis.begin_ns and one.begin_ns < axis.end_ns:
+            for column in range(axis.column(one.begin_ns), axis.column(one.end_ns - 1) + 1):
+                some[column] = one
     for (item, any_item), run in groupby(zip(_cells(items, axis), some, strict=True)):
         columns = len(list(run))
         if item is not None:

@@ -32,25 +32,25 @@ class Holding:
     slots: list[Slot] = field(default_factory=list)
     region: Region | None = None
     """The cheap piece that makes it again (regions.py)."""
-    _bytes: Tensor | None = None
+    _whole: Tensor | None = None
     """All of a storage that came back: what lies on it are views of it, so that torch counts changes for all of them
     together."""
     _changes: int = 0
-    """How often `_bytes` had been changed in place when it came back."""
+    """How often `_whole` had been changed in place when it came back."""
 
     def lay(self, geometry: Geometry) -> tuple[Tensor, int]:
         """Return a tensor that lies so on the storage (a copy, of a negative), and how often it was changed in place
         but for changes since that came back, which a backward may have made by way of another tensor."""
-        if self._bytes is None:
+        if self._whole is None:
             assert self.storage is not None
-            self._bytes = torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
-            self._changes = changes(self._bytes)
-        found = laid_on(self._bytes, geometry)
-        return found, changes(found) - (changes(self._bytes) - self._changes)
+            self._whole = _all_of(self.storage, geometry[0])
+            self._changes = changes(self._whole)
+        found = laid_on(self._whole, geometry)
+        return found, changes(found) - (changes(self._whole) - self._changes)
 
     def let_go(self) -> None:
         """The storage leaves the device."""
-        self.storage = self._bytes = None
+        self.storage = self._whole = None
 
 
 @dataclass(slots=True, eq=False)
@@ -126,11 +126,21 @@ def geometry(tensor: Tensor) -> Geometry:
     return *lies, tensor.is_conj(), tensor.is_neg()
 
 
+def _all_of(storage: UntypedStorage, dtype: torch.dtype) -> Tensor:
+    """Return a flat tensor of all numbers of a storage: its bytes, where it does not divide into such numbers."""
+    count, rest = divmod(storage.nbytes(), dtype.itemsize)
+    if rest:
+        return _all_of(storage, torch.uint8)
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (count,), (1,))
+
+
 def laid_on(whole: Tensor, geometry: Geometry) -> Tensor:
-    """Return the view that lies so on all bytes of a storage."""
+    """Return the view that lies so on all of a storage."""
     dtype, offset, size, stride, is_conj, is_neg = geometry
-    numbers = whole[: len(whole) // dtype.itemsize * dtype.itemsize].view(dtype)
-    found = numbers.as_strided(size, stride, offset)
+    if whole.dtype != dtype:
+        numbers = whole.view(torch.uint8)
+        whole = numbers[: len(numbers) // dtype.itemsize * dtype.itemsize].view(dtype)
+    found = whole.as_strided(size, stride, offset)
     found = found.conj() if is_conj else found
     return found.neg() if is_neg else found
 

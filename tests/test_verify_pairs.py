@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from time import process_time
 
 import msgspec
 import numpy as np
@@ -57,6 +58,17 @@ def test_the_best_pair_is_that_of_all_pairs(monkeypatch, most, way):
             assert low[found.other] <= found.first < high[found.other]
             reached = np.maximum(clocks[found.first], others[found.other])
             assert sum(int(column[n]) for column, n in zip(sums, reached, strict=True)) == expected
+
+
+def test_very_many_pairs_on_many_chains_take_no_time():
+    chains, events, rows, others = 70, 200, 30_000, 5_000
+    rng = np.random.default_rng(5)
+    sums = [np.arange(events + 1) * (-1 if k else 1) for k in range(chains)]
+    clocks, other_clocks = (np.sort(rng.integers(0, events + 1, (n, chains)), axis=0) for n in (rows, others))
+    begin = process_time()
+    found = best_pair(sums, clocks, other_clocks, np.zeros(others, int), np.full(others, rows))
+    assert process_time() - begin < 8  # trying every pair anew takes longer than 20
+    assert found is not None
 
 
 def judged(schedule):

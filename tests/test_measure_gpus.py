@@ -7,6 +7,7 @@ import os
 import weakref
 from dataclasses import dataclass, field, replace
 from itertools import cycle
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -321,6 +322,15 @@ def test_what_is_shown_says_who_shares_a_link_and_what_is_estimated():
     assert "3 devices (Fake GPU)" in out.getvalue()
     assert "host copies 8.00 GB/s out, 8.00 GB/s in, one link of devices 0, 1" in lines
     assert "host copies 8.00 GB/s out, 8.00 GB/s in, device 2 (estimated)" in lines
+
+
+def test_the_table_of_layers_fits_80_columns_with_whole_names():
+    out = io.StringIO()
+    path = Path(__file__).parents[1] / "bench/h100.json"
+    Console(file=out, width=80).print(render(parse(path.read_text(), str(path)), "p.json"))
+    lines = out.getvalue().splitlines()
+    assert [line[:10].rstrip() for line in lines[1:7:2]] == ["embedding", "block x 8", "head"]
+    assert max(map(len, lines)) <= 80
 
 
 def test_copies_alone_are_missing_where_another_process_of_the_link_made_them():

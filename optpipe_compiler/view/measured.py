@@ -40,15 +40,16 @@ class MeasureBar(Bar):
 
 def render(profile: Profile, path: str) -> RenderableType:
     """Return the layers' costs and the machine's, with spread where it was measured."""
-    table = Table(box=None, pad_edge=False)
-    for column in ("layer", "F", "I", "W", "B", "R", "saved", "residue", "static"):
-        table.add_column(column, justify="left" if column == "layer" else "right")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("layer", overflow="fold")
+    for column in ("F", "I", "W", "B", "R", "saved", "residue", "static"):
+        table.add_column(column, justify="right", no_wrap=True)
     for _, layer in alike(profile.layers):
         name = layer.name if layer.count == 1 else f"{layer.name} x {layer.count}"
         table.add_row(
             printable(name),
             *(
-                _time(cost)
+                _time(cost, "\n")
                 for cost in (
                     layer.forward_ns,
                     layer.backward_input_ns,
@@ -78,15 +79,20 @@ def _shown(one: Noisy, value: int | None = None) -> str:
     return show_ns(value) if one.unit == "ns" else f"{value / 1e9:.3g} GB/s"
 
 
-def _time(cost: Cost | None) -> str:
+def _time(cost: Cost | None, between: str = " ") -> str:
+    """Return a time, and its spread in parts of it where it was measured."""
     if cost is None:
         return "-"
-    spread = f" ±{cost.spread / max(1, cost.value):.0%}" if isinstance(cost, Quantity) and cost.samples else ""
+    spread = f"{between}±{cost.spread / max(1, cost.value):.0%}" if isinstance(cost, Quantity) and cost.samples else ""
     return show_ns(value_of(cost)) + spread
 
 
 def _size(cost: Cost | None) -> str:
-    return "-" if cost is None else short_bytes(value_of(cost))
+    """Return a size with three digits, as there is room for."""
+    if cost is None:
+        return "-"
+    number, unit = short_bytes(value_of(cost)).split()
+    return f"{float(number):.0f} {unit}" if float(number) >= 100 else f"{float(number):.3g} {unit}"
 
 
 def _machine(profile: Profile) -> Text:

@@ -289,7 +289,7 @@ def smallest(profile: Profile, mem_bytes: int, **options: Any) -> int:
     with pytest.raises(Infeasible) as caught:
         quick(profile, mem_bytes, **options)
     found = re.search(
-        r"device (\d+) is (\d+) bytes .* short; the smallest --mem that would do is (\d+) ", str(caught.value)
+        r"device (\d+) is (\d+) bytes .* short; the smallest --mem that would do is (\d+)B? ", str(caught.value)
     )
     assert found is not None, caught.value
     assert int(found[2]) == int(found[3]) - mem_bytes

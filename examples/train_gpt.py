@@ -199,7 +199,7 @@ def load(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> i
     """Read the last checkpoint, if there is one; return how many steps it has seen."""
     if not (folder / "latest").exists():
         return 0
-    said = (folder / "latest").read_text()
+    said = (folder / "latest").read_text().strip()
     if not said.isdecimal() or not (folder / f"step{said}" / ".metadata").exists():
         raise SystemExit(f"{folder / 'latest'} says {said!r}, expected N of a folder stepN beside it: write it there")
     step = int(said)

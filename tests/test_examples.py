@@ -96,11 +96,13 @@ def test_the_training_script_resumes_in_shards_to_the_losses_of_replicas(environ
     for line, wanted in zip(sharded, straight[1:], strict=True):
         found, expected = (float(text.split("loss ")[1].split()[0]) for text in (line, wanted))
         assert found == pytest.approx(expected, abs=1e-4)
+    latest = tmp_path / "checkpoints" / "latest"
+    assert latest.read_text() == "2"
+    latest.write_text("2\n")  # by hand
     train(
         "--steps 1 --save checkpoints --resume", environment, tmp_path, "has seen 2 steps, expected --steps of as many"
     )
-    latest = tmp_path / "checkpoints" / "latest"
-    assert latest.read_text() == "2"
+    assert latest.read_text() == "2\n"
     latest.write_text("")
     train("--steps 3 --save checkpoints --resume", environment, tmp_path, "latest says '', expected N of a folder")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -55,13 +56,13 @@ def test_every_bound_is_at_most_the_optimum_and_that_at_most_the_best_heuristic(
             "makespan",
             [device_work, head_and_work, round_trip, memory_time, resources, fill_and_drain, slots, one_by_one],
         ),
-        ("span", [device_work, round_trip]),
+        ("span", [device_work, partial(head_and_work, objective="span"), round_trip]),
     ):
         found = best(one, kind=kind)
         assume(found is not None)
         assert found[0] == value(found[1], kind)
         for bound in bounds:
-            assert bound(one).ticks <= found[0], (bound.__name__, kind)
+            assert bound(one).ticks <= found[0], (bound(one).name, kind)
         assert best_bound(one, kind).ticks == max(bound(one).ticks for bound in bounds)
         for timed in dispatched(one):
             assert found[0] <= value(timed, kind)
@@ -71,9 +72,10 @@ def test_every_bound_is_at_most_the_optimum_and_that_at_most_the_best_heuristic(
 @given(one=problems(devices=2, stages=4, microbatches=2, ticks=3))
 def test_bounds_hold_with_several_stages_per_device(one):
     assume(len(one.stages) > one.devices)
-    found = best(one)
-    assume(found is not None)
-    assert best_bound(one, "makespan").ticks <= found[0]
+    for objective in ("makespan", "span"):
+        found = best(one, kind=objective)
+        assume(found is not None)
+        assert best_bound(one, objective).ticks <= found[0]
 
 
 def test_the_busiest_devices_work_bounds_the_span_and_is_reached_on_one_device():
@@ -94,6 +96,31 @@ def test_split_or_fused_whichever_is_cheaper_counts_as_work():
 )
 def test_what_comes_before_a_device_and_what_must_follow_it_adds_to_its_work(freedom, expected):
     assert head_and_work(uneven((10, 10, 50), freedom)).ticks == expected
+
+
+def with_a_heavy_stage(times: tuple[int, ...], cap: int, placement: str) -> Problem:
+    """Two stages per device, of which some have a light and a heavy one, as an embedding and a loss head are."""
+    devices = len(times) // 2
+    one = problem(devices, 3, cap, per_device=2, placement=placement, freedom=SPLIT, send_activation=0, send_gradient=0)
+    stages = tuple(
+        replace(stage, forward=ticks, backward_input=ticks, backward_weight=ticks, backward=2 * ticks)
+        for stage, ticks in zip(one.stages, times, strict=True)
+    )
+    return replace(one, stages=stages)
+
+
+@pytest.mark.parametrize("objective", ["makespan", "span"])
+def test_a_heavy_stage_starts_only_when_the_first_microbatch_has_come_to_it(objective):
+    one = with_a_heavy_stage((1, 10, 10, 40), 100, "v")
+    assert head_and_work(one, objective).ticks == (1 + 10 + 10) + 3 * 120
+    assert device_work(one).ticks < head_and_work(one, objective).ticks <= optimum(one, objective)
+
+
+def test_what_a_heavy_stage_loses_at_the_ends_counts_without_the_light_stage_of_its_device(monkeypatch):
+    one = with_a_heavy_stage((1, 20, 1, 20, 20, 1, 20, 1), 8, "loop")
+    assert fill_and_drain(one).ticks == 265 > head_and_work(one).ticks == 243
+    monkeypatch.setattr("optpipe_compiler.model.bounds._last_of", lambda *_: ())
+    assert fill_and_drain(one).ticks == 255, "of all stages of each device"
 
 
 def test_with_fused_backwards_head_work_and_tail_are_the_optimum_of_ample_memory():

@@ -32,9 +32,9 @@ class Bound:
 
 def best(problem: Problem, objective: str) -> Bound:
     """Return the largest of all bounds for the objective (`makespan` or `span`)."""
-    bounds = [device_work(problem), round_trip(problem)]
+    bounds = [device_work(problem), round_trip(problem), head_and_work(problem, objective)]
     if objective == "makespan":
-        bounds += [head_and_work(problem), memory_time(problem)]
+        bounds.append(memory_time(problem))
         if problem.slicing is None:
             bounds += [resources(problem), fill_and_drain(problem), slots(problem), one_by_one(problem)]
     return max(bounds, key=lambda bound: bound.ticks)
@@ -45,9 +45,10 @@ def device_work(problem: Problem) -> Bound:
     return Bound("device-work", unit_bounds.device_work(problem))
 
 
-def head_and_work(problem: Problem) -> Bound:
-    """Before a device's first op, a microbatch must come to it through all earlier stages; then it has all its work."""
-    return Bound("head-and-work", unit_bounds.head_and_work(problem))
+def head_and_work(problem: Problem, objective: str = "makespan") -> Bound:
+    """Before a stage's first op, a microbatch must come through all earlier ones; then its device has all work of this
+    stage and its later ones."""
+    return Bound("head-and-work", unit_bounds.head_and_work(problem, is_span=objective == "span"))
 
 
 def round_trip(problem: Problem) -> Bound:
@@ -194,29 +195,44 @@ def fill_and_drain(problem: Problem) -> Bound:
     ticks // x are over.
 
     Devices that share a link share what it can move, from the end of their first forward on: the mean over them is
-    bounded. makespan >= mean of work + losses.
+    bounded. makespan >= mean of work + losses. As in `head_and_work` it also holds of a device's last stages alone.
     """
-    result, ways = Fraction(0), _ways_back(problem)
+    result, ways, most = Fraction(0), _ways_back(problem), 2 * unit_bounds.round_trip(problem)
     for group in _groups(problem):
-        if all(problem.stages_of(device) and problem.budget[device] > 0 for device in group):
-            ends = [_Ends(problem, device, ways) for device in group]
-            work = problem.microbatches * sum(work_of(problem, problem.stages[s]) for end in ends for s in end.mine)
-            result = max(result, Fraction(work + _lost(problem, ends)) / len(group))
+        parts = [problem.stages_of(device) for device in group]
+        if all(parts) and all(problem.budget[device] > 0 for device in group):
+            alone = parts[0] if len(parts) == 1 else []
+            for several in [parts, *([mine] for mine in _last_of(problem, alone, most))]:
+                ends = [_Ends(problem, mine, ways) for mine in several]
+                work = problem.microbatches * sum(_work_of(problem, mine) for mine in several)
+                result = max(result, Fraction(work + _lost(problem, ends)) / len(several))
     return Bound("fill-and-drain", ceil(result))
+
+
+def _last_of(problem: Problem, mine: list[int], most: int) -> Iterator[list[int]]:
+    """Yield a device's stages without the first, the first two, ..., while these have less than `most` ticks of work:
+    by more the ends of the others are hardly longer."""
+    for k in range(1, len(mine)):
+        if problem.microbatches * _work_of(problem, mine[:k]) < most:
+            yield mine[k:]
+
+
+def _work_of(problem: Problem, several: Iterable[int]) -> int:
+    return sum(work_of(problem, problem.stages[s]) for s in several)
 
 
 class _Ends:
     """The two ends of one device: how long they last at least, and how much work memory and link allow in them.
 
-    `ways` are those of `_ways_back`.
+    `mine` are its stages, in their order, and `ways` are those of `_ways_back`.
     """
 
-    def __init__(self, problem: Problem, device: int, ways: Sequence[int]) -> None:
-        stages, self.mine = problem.stages, problem.stages_of(device)
-        own = [(s, stages[s]) for s in self.mine]
-        last = self.mine[-1]
-        self.head = head_of(problem, self.mine[0])
-        self.first = self.head + stages[self.mine[0]].forward
+    def __init__(self, problem: Problem, mine: list[int], ways: Sequence[int]) -> None:
+        stages, device = problem.stages, problem.stages[mine[0]].device
+        own = [(s, stages[s]) for s in mine]
+        last = mine[-1]
+        self.head = head_of(problem, mine[0])
+        self.first = self.head + stages[mine[0]].forward
         """When the first activation is there, which the link may take."""
         there = head_of(problem, last) + sum(t.forward + t.send_activation for t in stages[last:])
         after = there - head_of(problem, last) - stages[last].forward
@@ -225,14 +241,14 @@ class _Ends:
         """From the first forward that can come to the first backward that can come."""
         self.drain = after + sum(backward_of(problem, t) + t.send_gradient for t in stages)
         """From the end of the last forward to the end of all."""
-        way = stages[self.mine[0]].send_gradient + ways[self.mine[0] - 1] if self.mine[0] else 0
+        way = stages[mine[0]].send_gradient + ways[mine[0] - 1] if mine[0] else 0
         weights = [(stage.backward_weight, stage.residue) for _, stage in own] if problem.freedom.split else []
-        beside = max(0, problem.budget[device] - stages[self.mine[0]].saved)
+        beside = max(0, problem.budget[device] - stages[mine[0]].saved)
         least = min((residue for _, residue in weights), default=0)
         left = beside * _densest(weights)
         if least:
             left = min(left, Fraction(beside // least * max(ticks for ticks, _ in weights)))
-        behind = stages[self.mine[0]].backward_weight if problem.freedom.split else 0
+        behind = stages[mine[0]].backward_weight if problem.freedom.split else 0
         self.tail = max(Fraction(0), way - behind - left)
         """Lost behind the last input gradient."""
         self.forwards = problem.microbatches * sum(stage.forward for _, stage in own)

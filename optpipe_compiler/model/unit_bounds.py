@@ -42,18 +42,16 @@ def backward_of(problem: Problem, stage: Stage) -> int:
 
 def device_work(problem: Problem) -> int:
     """A device runs one op at a time: span >= sum of work over its stages and all units."""
-    return max(sum(total) for total in _works(problem))
+    return max(sum(work for _, work in _works(problem, device)) for device in range(problem.devices))
 
 
-def _works(problem: Problem) -> list[list[int]]:
-    """Return the work of each unit's stages, by device."""
+def _works(problem: Problem, device: int) -> list[tuple[int, int]]:
+    """Return the stages of a device, in their order, and the work of all units there."""
     counts = _counts(problem)
+    units = [problem.of_class(number) for number in range(len(counts))]
     return [
-        [
-            count * sum(work_of(problem, problem.of_class(number)[s]) for s in problem.stages_of(device))
-            for number, count in enumerate(counts)
-        ]
-        for device in range(problem.devices)
+        (s, sum(count * work_of(problem, stages[s]) for count, stages in zip(counts, units, strict=True)))
+        for s in problem.stages_of(device)
     ]
 
 
@@ -68,29 +66,36 @@ def _counts(problem: Problem) -> list[int]:
     return [of_shape[number // problem.slices] for number in range(len(problem.classes))]
 
 
-def head_and_work(problem: Problem) -> int:
-    """makespan >= (the first unit's way to the device) + its work + (what must follow its last op).
+def head_and_work(problem: Problem, *, is_span: bool = False) -> int:
+    """makespan >= (the first unit's way to stage s) + (work of the device's stages from s on) + (what must follow).
 
-    The last op of a device is a weight gradient, which nothing follows, or, with fused backwards, that of the last
-    microbatch's first slice, whose gradient still travels to the first stage.
+    It holds of every stage s: a device may begin with a light stage and end with a heavy one, such as an embedding and
+    a loss head. The last op of a device is a weight gradient, which nothing follows, or, with fused backwards, that of
+    the last microbatch's first slice, whose gradient still travels to the first stage. A span begins and ends at the
+    first stage of the device.
     """
-    result = 0
+    result, numbers = 0, range(len(problem.stages))
     last = problem.of_class(problem.class_of(problem.back(problem.microbatches - 1)))
-    for device, total in enumerate(_works(problem)):
-        mine = problem.stages_of(device)
-        if mine:
-            tail = 0 if problem.freedom.split else min(_way_home(last, s) for s in mine)
-            result = max(result, head_of(problem, mine[0]) + sum(total) + tail)
+    heads = [*accumulate((_way_on(stage) for stage in problem.of_class(problem.class_of(0))), initial=0)]
+    homes = [*accumulate((last[s].send_gradient + last[s - 1].backward for s in numbers[1:]), initial=0)]
+    if problem.freedom.split:
+        homes = [0 for _ in homes]
+    for device in range(problem.devices):
+        total, works = 0, _works(problem, device)
+        begin = works[0][0] if works and is_span else 0
+        for s, work in reversed(works):
+            total += work
+            result = max(result, heads[s] - heads[begin] + total + homes[s] - homes[begin])
     return result
 
 
-def _way_home(stages: tuple[Stage, ...], s: int) -> int:
-    return sum(stages[t].send_gradient + stages[t - 1].backward for t in range(s, 0, -1))
+def _way_on(stage: Stage) -> int:
+    return stage.forward + stage.send_activation
 
 
 def head_of(problem: Problem, s: int) -> int:
     """Return the earliest time at which a forward of stage s can start: that of the first unit."""
-    return sum(stage.forward + stage.send_activation for stage in problem.of_class(problem.class_of(0))[:s])
+    return sum(map(_way_on, problem.of_class(problem.class_of(0))[:s]))
 
 
 def round_trip(problem: Problem) -> int:

@@ -277,6 +277,16 @@ MODELS = Group(
     ),
     is_alone=False,
 )
+UNEVEN = Group(
+    "Whole plans of models whose blocks the devices do not divide",
+    8.0,
+    tuple(
+        Case(name, devices, {6: 24, 16: 32}[devices], mem_gb / devices)
+        for name, devices, caps in (("llama-3-8b", 16, (20, 30, 45)), ("mistral-7b", 6, (40, 60)))
+        for mem_gb in caps
+    ),
+    is_alone=False,
+)
 GROUPS = (
     BINDING,
     LITTLE,
@@ -306,6 +316,7 @@ GROUPS = (
     V_GIVEN,
     LOOP_GIVEN,
     MODELS,
+    UNEVEN,
 )
 WHOLE = "nothing"
 """The part of a plan with everything."""
@@ -370,9 +381,11 @@ def shares(local: float) -> tuple[object, ...]:
     return tuple(patch.object(compiler, name, local) for name in ("LOCAL_SHARE", "SMALL_SHARE"))
 
 
-def quicker(profile: Profile, even: Layout) -> Iterator[Layout]:
+def quicker(profile: Profile, even: Layout, microbatches: int) -> Iterator[Layout]:
     """The first cut of `cuts.others`, where its busiest device is lighter: the one that is not for memory."""
-    return (one for one in islice(cuts.others(profile, even), 1) if cuts.lighter([even, one], profile) is one)
+    return (
+        one for one in islice(cuts.others(profile, even, microbatches), 1) if cuts.lighter([even, one], profile) is one
+    )
 
 
 NO_WINDOWS = patch.object(exact._Exact, "polish", nothing)
@@ -397,6 +410,9 @@ PARTS = {
         (patch.object(instances, "others", lambda *_: iter(())),), groups=(BINDING, HEAD, LOOP_GIVEN)
     ),
     "cuts for memory": Part((patch.object(instances, "others", quicker),), groups=(MODELS, HEAD)),
+    "cuts with more layers where the first microbatch comes earlier": Part(
+        (patch.object(cuts._Costs, "to_the_end", lambda *_: 0),), groups=(MODELS, UNEVEN)
+    ),
     "orders of the devices but by number": constant(instances, "other_order", lambda *_: None, SHARED_LINKS),
     "sparing": Part((patch.object(compiler, "spare", nothing),), groups=(WHOLE_PLANS,)),
     "local search": Part(shares(0.0), groups=(WHOLE_PLANS,)),
@@ -529,7 +545,7 @@ def profile_of(case: Case) -> Profile:
     """
     if case.costs == "measured":
         return profiles.load(Path(__file__).with_name("measured.json"))
-    if case.costs in {one.costs for one in MODELS.cases}:
+    if case.costs in {one.costs for one in MODELS.cases + UNEVEN.cases}:
         model, gpu = models.load(case.costs), gpus.load("h100-sxm")
         asked = EstimateOptions(model=model, gpu=gpu, name=case.costs, devices=case.devices)
         return estimate(replace(asked, sequence_length=min(4096, model.positions or 4096)))

@@ -13,9 +13,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+import optpipe
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
+from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.model.placement import Layout, layout, stage_devices
+from optpipe_compiler.model.placement import Layout, balanced_cuts, layout, stage_devices
 from optpipe_compiler.plan import passes
 from optpipe_compiler.plan.cuts import others, recut
 from optpipe_compiler.plan.windows import CutWindow
@@ -42,6 +44,30 @@ def test_no_other_cut_has_a_lighter_heaviest_stage_or_is_more_even(work, data):
     chosen = layout("loop", stages, 1, work).cuts
     assert chosen in every
     assert rank(chosen, work) == min(rank(cuts, work) for cuts in every)
+
+
+@given(layers=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8), data=st.data())
+def test_no_other_cut_ends_earlier_after_the_first_microbatch_has_come_or_is_more_even(layers, data):
+    stages, times = data.draw(st.integers(1, len(layers))), data.draw(st.sampled_from([1, 2, 7, 10**12]))
+    work = [forward + backward for forward, backward in layers]
+    heads = [sum(forward for forward, _ in layers[:begin]) for begin in range(len(layers))]
+
+    def ends(cuts):
+        last = max(heads[begin] + times * sum(work[begin:end]) for begin, end in pairwise(cuts))
+        return last, rank(cuts, work)[1]
+
+    every = [(0, *inner, len(work)) for inner in combinations(range(1, len(work)), stages - 1)]
+    assert ends(balanced_cuts(work, stages, heads, times)) == min(map(ends, every))
+
+
+def test_devices_that_have_more_layers_stand_where_the_first_microbatch_comes_earlier():
+    """Llama 3 8B on 16 devices: 13 have two blocks, two have three, the last has the head."""
+    costs = optpipe.estimate_profile("llama-3-8b", "h100-sxm", devices=16)
+    work = [value_of(layer.forward_ns) + layer.fused_ns for layer in costs.expanded_layers()]
+    even = layout("linear", 16, 1, work)
+    early = [*others(costs, even, 32)][-1]
+    assert [end - begin for begin, end in pairwise(even.cuts)] == [3, *[2] * 12, 3, 3, 1]
+    assert [end - begin for begin, end in pairwise(early.cuts)] == [3, *[2] * 8, 3, 3, *[2] * 4, 1]
 
 
 def test_among_cuts_with_the_lightest_heaviest_stage_the_most_even_one_is_taken():
@@ -261,7 +287,7 @@ def test_blocks_and_parts_of_a_head_are_spread_evenly_over_a_loop():
     costs = uniform_profile(UniformOptions(devices=8, **times, head_ms=(12.66, 9.38, 13.38), head_parts=8))
     work = [layer.forward_ns + layer.fused_ns for layer in costs.expanded_layers()]
     even = layout("loop", 8, 2, work)
-    quick = next(others(costs, even))
+    quick = next(others(costs, even, 32))
     load = [0] * 8
     for device, (begin, end) in zip(quick.device_of, pairwise(quick.cuts), strict=True):
         load[device] += sum(work[begin:end])

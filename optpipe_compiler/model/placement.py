@@ -79,7 +79,7 @@ def layout(name: str, devices: int, per_device: int, work: Sequence[int]) -> Lay
             f"{counted(per_device, 'stage')} per device: "
             f"expected at most {counted(len(work), 'stage')}"
         )
-    return Layout(name, _balanced_cuts(work, stages), stage_devices(name, devices, per_device))
+    return Layout(name, balanced_cuts(work, stages), stage_devices(name, devices, per_device))
 
 
 def in_runs(one: Layout, sizes: Sequence[int], most: int) -> Layout:
@@ -90,30 +90,40 @@ def in_runs(one: Layout, sizes: Sequence[int], most: int) -> Layout:
     """
     cuts, owners = [0], list[int]()
     for device, (begin, end) in zip(one.device_of, pairwise(one.cuts), strict=True):
-        within = _balanced_cuts(sizes[begin:end], min(most, end - begin))
+        within = balanced_cuts(sizes[begin:end], min(most, end - begin))
         cuts += [begin + cut for cut in within[1:]]
         owners += [device] * (len(within) - 1)
     return replace(one, cuts=tuple(cuts), device_of=tuple(owners))
 
 
-def _balanced_cuts(work: Sequence[int], parts: int) -> tuple[int, ...]:
+def balanced_cuts(
+    work: Sequence[int], parts: int, heads: Sequence[int] | None = None, times: int = 1
+) -> tuple[int, ...]:
     """Cut `work` into `parts` non-empty runs that minimise the largest sum, then the sum of squares, then lexically.
 
     With prefix sums p, w the largest sum that is needed, and best(k, b) the least sum of squares of cutting the layers
     from b on into k runs of no more than that,
 
         best(k, b) = min over e > b with p[e] - p[b] <= w of (p[e] - p[b])^2 + best(k - 1, e).
+
+    With `heads`, of each layer what comes before it, w is the least such that no run [b, e) has more than
+    heads[b] + times (p[e] - p[b]).
     """
-    sums = list(accumulate(work, initial=0))
-    lightest = _lightest(sums, parts)
+    sums, count = list(accumulate(work, initial=0)), len(work)
+    before = [0] * count if heads is None else heads
+    least = _least(sums, parts, before, times)
+    room = [(least - head) // times for head in before]
+    """Of a run that begins with each layer."""
+    lightest = max(room)
     shift = max(0, lightest.bit_length() - (_BITS - parts.bit_length()) // 2)
-    count, prefix = len(work), np.array([*sums, _NEVER], np.int64)
-    longest = max(bisect_right(sums, sums[begin] + lightest) - 1 - begin for begin in range(count))
+    prefix = np.array([*sums, _NEVER], np.int64)
+    longest = max(1, *(bisect_right(sums, sums[begin] + room[begin]) - 1 - begin for begin in range(count)))
     begins = np.arange(count + 1)
     ends = np.minimum(begins[:, None] + np.arange(1, longest + 1), count + 1)
     """[begin, length - 1]; count + 1 where there are not so many layers."""
     sizes = prefix[ends] - prefix[begins, None]
-    costs = np.where(sizes <= lightest, (np.minimum(sizes, lightest) >> shift) ** 2, _NEVER)
+    fits = sizes <= np.array([*room, 0])[:, None]
+    costs = np.where(fits, (np.minimum(sizes, lightest) >> shift) ** 2, _NEVER)
     best = [np.where(np.arange(count + 2) == count, 0, _NEVER)]
     for _ in range(parts):
         totals = np.minimum(costs + best[-1][ends], _NEVER)
@@ -125,16 +135,19 @@ def _balanced_cuts(work: Sequence[int], parts: int) -> tuple[int, ...]:
     return tuple(cuts)
 
 
-def _lightest(sums: list[int], parts: int) -> int:
-    """Return the least weight of the heaviest of so many runs of layers with these prefix sums.
+def _least(sums: list[int], parts: int, before: Sequence[int], times: int) -> int:
+    """Return the least w for which so many runs of layers with these prefix sums have no more than that each.
 
-    Where runs that are as long as a weight lets them be are no more than `parts`, there are exactly so many, too: a run
-    of several layers can be cut.
+    Runs that are as long as w lets them be are no more than `parts` where that is possible: a run of fewer of the first
+    layers never lets the rest begin with less. There are exactly so many, too: a run of several layers can be cut.
     """
-    low, high = max(b - a for a, b in pairwise(sums)), sums[-1]
+    ends = list(pairwise(sums))
+    low = max(head + times * (b - a) for head, (a, b) in zip(before, ends, strict=True))
+    high = before[-1] + times * sums[-1]
     while low < high:
         middle, begin = (low + high) // 2, 0
         for _ in range(parts):
-            begin = bisect_right(sums, sums[begin] + middle) - 1
-        low, high = (low, middle) if begin == len(sums) - 1 else (middle + 1, high)
+            if begin < len(ends):
+                begin = bisect_right(sums, sums[begin] + (middle - before[begin]) // times) - 1
+        low, high = (low, middle) if begin == len(ends) else (middle + 1, high)
     return low

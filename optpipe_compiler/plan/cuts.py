@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents.profile import value_of
+from optpipe_compiler.model.placement import balanced_cuts
 from optpipe_compiler.plan import passes
 
 if TYPE_CHECKING:
@@ -22,15 +23,16 @@ MOST_STAGES = 48
 """Stages up to which cuts are moved step by step; the time for it grows with the cube."""
 
 
-def others(profile: Profile, even: Layout) -> Iterator[Layout]:
-    """Yield up to two other cuts of a placement: with a lighter heaviest device, and with a leaner fullest one.
+def others(profile: Profile, even: Layout, microbatches: int) -> Iterator[Layout]:
+    """Yield up to three other cuts of a placement: with a lighter heaviest device, with a leaner fullest one, and with
+    the heavier devices where the first microbatch comes earlier.
 
     The lean one comes at every cap: what fits under a small one must not be better than what is found under more.
     Of qwen2-7b and gpt2-xl on 8 devices it makes the better plans, also where memory is plentiful (docs/ABLATION.md).
     """
     costs = _Costs(profile)
     devices = max(even.device_of) + 1
-    quick = even
+    quick = lean = even
     lowest = passes.share(costs.layers, even.device_of, costs.permille)
     if (costs.differ or even.stages > devices) and costs.compute(even)[0] > lowest:
         quick = _lightest(even, costs)
@@ -40,6 +42,11 @@ def others(profile: Profile, even: Layout) -> Iterator[Layout]:
         lean = recut(even, costs.memory)
         if costs.memory(lean)[0] < costs.memory(even)[0] and lean != quick:
             yield lean
+    if even.stages == devices and not costs.differ:
+        heads = costs.forward[:-1]
+        early = replace(even, cuts=balanced_cuts(costs.layers, devices, heads, microbatches))
+        if costs.to_the_end(early, microbatches) < min(costs.to_the_end(one, microbatches) for one in (even, lean)):
+            yield early
 
 
 def lighter(several: list[Layout], profile: Profile) -> Layout:
@@ -125,6 +132,7 @@ class _Costs:
         self.layers = [value_of(layer.forward_ns) + layer.fused_ns for layer in layers]
         """What each takes, forward and backward."""
         self.work = list(accumulate(self.layers, initial=0))
+        self.forward = sums(lambda layer: value_of(layer.forward_ns))
         self.static = sums(lambda layer: value_of(layer.static_bytes))
         self.saved = sums(lambda layer: value_of(layer.saved_bytes))
         self.all = sums(_all_bytes)
@@ -135,6 +143,10 @@ class _Costs:
         if self.permille is not None:
             load = [ns * permille // 1000 for ns, permille in zip(load, self.permille, strict=False)]
         return max(load), sum(ns * ns for ns in load)
+
+    def to_the_end(self, one: Layout, microbatches: int) -> int:
+        """Return the ns that one stage per device takes at least: the first microbatch's way to one, then its work."""
+        return max(self.forward[a] + microbatches * (self.work[b] - self.work[a]) for a, b in pairwise(one.cuts))
 
     def memory(self, one: Layout) -> tuple[int, int, int]:
         """Return the most bytes of a device: always held and its largest activation; then `compute`."""

@@ -65,7 +65,8 @@ def layouts(profile: Profile, options: Options) -> list[Layout]:
         chosen += [("loop", n) for n in _finest(len(work), options)]
     fitting = [(name, n) for name, n in chosen if options.devices * n <= len(work)]
     even = [layout(name, options.devices, n, work) for name, n in fitting or chosen[:1]]
-    found = even + [other for one in even for other in others(profile, one)]
+    assert options.microbatches is not None
+    found = even + [other for one in even for other in others(profile, one, options.microbatches)]
     if wanted is None and options.placement in ("auto", "linear"):
         saved = [value_of(layer.saved_bytes) for layer in profile.expanded_layers()]
         first = lighter([one for one in found if one.device_of == found[0].device_of], profile)

@@ -71,7 +71,7 @@ class Graph:
 
     def __init__(self, schedule: Schedule) -> None:
         problem, ops = schedule.problem, schedule.columns
-        owner = np.array([stage.device for stage in problem.stages])
+        owner = np.array(problem.device_of)
         count, device = len(ops.kind), owner[ops.stage]
         sequence = _inverse(schedule.rows)
         by_end = np.lexsort((sequence, ops.end))
@@ -171,13 +171,12 @@ def _sorted(earlier: Ints, later: Ints, count: int) -> Ints:
 
 def _nodes(problem: Problem, schedule: Schedule, producers: Ints, targets: Ints, issued: Ints) -> Nodes:
     """Return all nodes; `producers` are the ops that make messages, in order, `targets` the stages that these go to."""
-    ops, every = schedule.columns, problem.classes or (problem.stages,)
-    owner = np.array([stage.device for stage in problem.stages])
+    ops, owner = schedule.columns, np.array(problem.device_of)
     number, none, no_op = classes(problem), np.zeros(len(producers), np.int64), np.full(len(ops.kind), NONE)
 
     def each(name: str) -> Ints:
         """Figures of the messages' stages."""
-        figures = np.array([[getattr(stage, name) for stage in stages] for stages in every])
+        figures = np.array([[getattr(stage, name) for stage in stages] for stages in problem.by_class])
         found: Ints = figures[number[ops.microbatch[producers]], stage]
         return found
 
@@ -207,10 +206,10 @@ def _nodes(problem: Problem, schedule: Schedule, producers: Ints, targets: Ints,
 
 def _memory(problem: Problem) -> Ints:
     """Return [whether recomputed, kind, stage, class of units, 2] what an op takes and gives back."""
-    every, stages = problem.classes or (problem.stages,), range(len(problem.stages))
+    stages = range(len(problem.stages))
     return np.array(
         [
-            [[[op_memory(one[s], kind, again) for one in every] for s in stages] for kind in Kind]
+            [[[op_memory(one[s], kind, again) for one in problem.by_class] for s in stages] for kind in Kind]
             for again in (False, True)
         ]
     )

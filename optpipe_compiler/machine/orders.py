@@ -42,7 +42,7 @@ from optpipe_compiler.machine.state import (
     sort,
     unpacked,
 )
-from optpipe_compiler.model.schedule import Schedule, Stuck
+from optpipe_compiler.model.schedule import Schedule, Stuck, stage_links
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -295,7 +295,7 @@ def peaks(schedule: Schedule) -> list[int]:
 
 
 def _followed(problem: Problem, x: MachineState, o: Orders, method: str) -> Schedule:
-    count = int((o.rows[: problem.devices + 2 * _links(problem), 1]).max(initial=0))
+    count = int((o.rows[: problem.devices + 2 * problem.links, 1]).max(initial=0))
     kind, stage, microbatch = unpacked(o.codes[:count])
     _set_modes(x, kind, stage, microbatch)
     x.devices["reserve"] = 0
@@ -320,10 +320,9 @@ def _orders_of(schedule: Schedule) -> Orders:
     """Return the order of every lane, read off the start times: see `Schedule.lane_orders`."""
     problem, columns, rows = schedule.problem, schedule.columns, schedule.rows
     codes, kind = packed(columns.kind, columns.stage, columns.microbatch)[rows], columns.kind[rows]
-    links = _links(problem)
-    owner = np.array([stage.device for stage in problem.stages])[columns.stage[rows]]
-    link = np.array([NONE if one is None else one for one in problem.link_of])[owner]
-    lane = np.where(kind < D, owner, problem.devices + link + np.where(kind == H, links, 0))
+    stage, links = columns.stage[rows], problem.links
+    owner = np.array(problem.device_of)[stage]
+    lane = np.where(kind < D, owner, problem.devices + stage_links(problem)[stage] + np.where(kind == H, links, 0))
     by_lane = np.argsort(lane, kind="stable")
     takes = kind != D
     by_owner = np.argsort(owner[takes], kind="stable")
@@ -332,14 +331,10 @@ def _orders_of(schedule: Schedule) -> Orders:
     return _rows([codes[by_lane], codes[takes][by_owner]], [lanes, allocations])
 
 
-def _links(problem: Problem) -> int:
-    return 1 + max((link for link in problem.link_of if link is not None), default=-1)
-
-
 def _arrays(problem: Problem, lanes: Sequence[Ints], allocations: Sequence[Ints] = ()) -> Orders:
     """Return the orders of these rows (kind, stage, microbatch); without allocations memory is taken in any order."""
     codes, firsts = [], []
-    for every, count in ((lanes, problem.devices + 2 * _links(problem)), (allocations, problem.devices)):
+    for every, count in ((lanes, problem.devices + 2 * problem.links), (allocations, problem.devices)):
         lengths = [*map(len, every), *[0] * (count - len(every))]
         firsts.append(np.cumsum([0, *lengths]))
         codes.append(packed(*np.concatenate([np.zeros((0, 3), np.int64), *every]).T))

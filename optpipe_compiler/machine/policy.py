@@ -92,15 +92,13 @@ a whole microbatch."""
 
 def setting(problem: Problem, wish: Ints, whole: int, *, is_span: bool) -> Setting:
     """Return the setting of `problem`, which may have fewer microbatches than the `whole` instance."""
-    turn = {s: n for d in range(problem.devices) for n, s in enumerate(problem.stages_of(d))}
     stages = range(len(problem.stages))
     able = [[True] * len(stages), [*map(problem.can_offload, stages)], [*map(problem.can_recompute, stages)]]
     scale = max(stage.forward + stage.backward for stage in problem.stages)
-    work = max(sum(problem.stages[s].work for s in problem.stages_of(d)) for d in range(problem.devices))
-    numbers = [scale, work, whole, is_span, problem.freedom.split, problem.slices]
+    numbers = [scale, problem.busiest, whole, is_span, problem.freedom.split, problem.slices]
     return Setting(
         np.ascontiguousarray(wish),
-        np.array([turn[s] for s in stages], dtype=np.int64),
+        np.array(problem.turn_of, dtype=np.int64),
         np.array(able),
         np.array(numbers, dtype=np.int64),
         np.cumsum(list(MOVES.values())),

@@ -280,14 +280,13 @@ def _records(fields: type, shape: int | tuple[int, ...]) -> Any:
 def _constants(problem: Problem) -> tuple[Any, Any, Any, Ints]:
     """Return `stages`, `devices` and `links` before anything runs, and `costs`, not to be written to."""
     owned = [problem.stages_of(device) for device in range(problem.devices)]
-    count = 1 + max((link for link in problem.link_of if link is not None), default=-1)
     after = {s: later for mine in owned for s, later in zip(mine, [*mine[1:], NONE], strict=True)}
     stages = _records(StageRecord, len(problem.stages))
     devices = _records(DeviceRecord, problem.devices)
-    links = _records(LinkRecord, count)
+    links = _records(LinkRecord, problem.links)
     for s, stage in enumerate(problem.stages):
         stages["device"][s], stages["next"][s] = stage.device, after[s]
-    every = problem.classes or (problem.stages,) * (1 if problem.slicing is None else 2)
+    every = problem.by_class if problem.classes or problem.slicing is None else (problem.stages,) * 2
     costs = np.zeros((len(every), len(problem.stages), COSTS), np.int64)
     for number, s in np.ndindex(costs.shape[:2]):
         stage, row = every[number][s], costs[number, s]
@@ -319,7 +318,7 @@ def _constants(problem: Problem) -> tuple[Any, Any, Any, Ints]:
         device["next_behind"] = next(
             (o for o in range(d + 1, problem.devices) if link is not None and problem.link_of[o] == link), NONE
         )
-    for link in range(count):
+    for link in range(problem.links):
         links["first_behind"][link] = next((d for d, one in enumerate(problem.link_of) if one == link), NONE)
     devices["budget"] = problem.budget
     devices["host_budget"] = _host_shares(problem, owned)

@@ -208,6 +208,31 @@ class Problem:
         return self.classes[number] if self.classes else self.stages
 
     @property
+    def by_class(self) -> tuple[tuple[Stage, ...], ...]:
+        """The figures of all stages by class of units; one class where all units are equal."""
+        return self.classes or (self.stages,)
+
+    @property
+    def device_of(self) -> tuple[int, ...]:
+        """The device of each stage."""
+        return tuple(stage.device for stage in self.stages)
+
+    @property
+    def links(self) -> int:
+        """Number of host links."""
+        return 1 + max((link for link in self.link_of if link is not None), default=-1)
+
+    @property
+    def busiest(self) -> int:
+        """Compute ticks that a microbatch costs the busiest device at least."""
+        return max(sum(self.stages[s].work for s in self.stages_of(d)) for d in range(self.devices))
+
+    @property
+    def turn_of(self) -> list[int]:
+        """How many stages the owner of each has before it."""
+        return [self.stages_of(stage.device).index(s) for s, stage in enumerate(self.stages)]
+
+    @property
     def tasks(self) -> int:
         """About how many ops a schedule has."""
         return 4 * len(self.stages) * self.microbatches
@@ -502,7 +527,7 @@ def coarsen(problem: Problem, reference: int = 0) -> Problem:
     rounding its starts down gives a schedule of the coarse problem, so (coarse optimum) x tick_ns / stretch is a
     lower bound in ns. Sizes are divided by their common divisor, budgets rounded down, which loses nothing.
     """
-    every = [stage for stages in problem.classes or (problem.stages,) for stage in stages]
+    every = [stage for stages in problem.by_class for stage in stages]
     times = [getattr(stage, name) for stage in every for name in DURATIONS]
     tick = _tick([time for time in times if time > 0], problem, reference)
     sizes = [getattr(stage, name) for stage in every for name in SIZES]

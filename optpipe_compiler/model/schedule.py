@@ -142,14 +142,14 @@ class Schedule:
     def span(self) -> int:
         """The longest time from first start to last end on one device's compute lane."""
         columns = self.columns
-        device = np.array([stage.device for stage in self.problem.stages])[columns.stage]
+        device = np.array(self.problem.device_of)[columns.stage]
         lanes = [(columns.kind < Kind.D) & (device == d) for d in range(self.problem.devices)]
         return max(int(columns.end[lane].max() - columns.start[lane].min()) for lane in lanes if lane.any())
 
     @cached_property
     def has_copied(self) -> bool:
         """Whether compute idles for what copies take from it, behind forwards and before backwards: see `Stage`."""
-        every = self.problem.classes or (self.problem.stages,)
+        every = self.problem.by_class
         busy = np.array([[(stage.offload_busy, stage.reload_busy) for stage in stages] for stages in every])
         if not busy.any():
             return True
@@ -160,7 +160,7 @@ class Schedule:
         taken = busy[classes(self.problem)[microbatch], stage] * is_offloaded[:, None]
         behind = columns.end[rows] + taken[:, 0] * (kind == Kind.F)
         before = columns.start[rows] - taken[:, 1] * ((kind == Kind.I) | (kind == Kind.B))
-        device = np.array([one.device for one in self.problem.stages])[stage]
+        device = np.array(self.problem.device_of)[stage]
         lanes = [device == d for d in range(self.problem.devices)]
         return all(bool((behind[lane][:-1] <= before[lane][1:]).all()) for lane in lanes)
 
@@ -195,8 +195,9 @@ class Schedule:
         problem = self.problem
         compute: list[list[Task]] = [[] for _ in range(problem.devices)]
         allocations: list[list[Task]] = [[] for _ in range(problem.devices)]
-        links = max((link for link in problem.link_of if link is not None), default=-1) + 1
-        transfers: dict[Kind, list[list[Task]]] = {kind: [[] for _ in range(links)] for kind in (Kind.D, Kind.H)}
+        transfers: dict[Kind, list[list[Task]]] = {
+            kind: [[] for _ in range(problem.links)] for kind in (Kind.D, Kind.H)
+        }
         for task in self.sequence:
             device = problem.stages[task.stage].device
             link = problem.link_of[device]
@@ -217,10 +218,8 @@ class Schedule:
     @cached_property
     def host_peaks(self) -> tuple[int, ...]:
         """Most host memory that each device's offloads hold at one time (units)."""
-        moved = np.array(
-            [[stage.moved for stage in stages] for stages in self.problem.classes or [self.problem.stages]]
-        )
-        device = np.array([stage.device for stage in self.problem.stages])
+        moved = np.array([[stage.moved for stage in stages] for stages in self.problem.by_class])
+        device = np.array(self.problem.device_of)
         kind, stage, microbatch, start, end = self.columns
         number = classes(self.problem)[microbatch]
         away, back = kind == Kind.D, kind == Kind.H
@@ -254,8 +253,7 @@ def _ends(problem: Problem, kind: Ints, stage: Ints, microbatch: Ints, start: In
     longest = start + lengths(problem)[kind, stage, number]
     end = start + _alone_lengths(problem)[kind, stage, number]
     rows = np.nonzero(end < longest)[0]
-    link_of = np.array([NONE if link is None else link for link in problem.link_of])
-    link = link_of[np.array([one.device for one in problem.stages])[stage]]
+    link = stage_links(problem)[stage]
     for one in np.unique(link[rows]):
         here = np.nonzero((kind >= Kind.D) & (link == one))[0]
         here = here[np.argsort(start[here], kind="stable")]
@@ -275,8 +273,8 @@ def _ends(problem: Problem, kind: Ints, stage: Ints, microbatch: Ints, start: In
 @lru_cache(maxsize=64)
 def lengths(problem: Problem) -> Ints:
     """Return the lengths of tasks in ticks as an array [kind, stage, class of units], not to be written to."""
-    every = problem.classes or (problem.stages,)
-    return np.array([[[_length(stages[s], kind) for stages in every] for s in range(len(every[0]))] for kind in Kind])
+    stages = range(len(problem.stages))
+    return np.array([[[_length(one[s], kind) for one in problem.by_class] for s in stages] for kind in Kind])
 
 
 @lru_cache(maxsize=64)
@@ -285,13 +283,17 @@ def classes(problem: Problem) -> Ints:
     return np.array([problem.class_of(unit) for unit in range(problem.microbatches)], dtype=np.int64)
 
 
+def stage_links(problem: Problem) -> Ints:
+    """Return the host link of each stage's device, NONE where it has none."""
+    return np.array([NONE if link is None else link for link in problem.link_of])[list(problem.device_of)]
+
+
 @lru_cache(maxsize=64)
 def _alone_lengths(problem: Problem) -> Ints:
     """Return the same for transfers while the other direction of their link is idle."""
     short = lengths(problem).copy()
-    every = problem.classes or (problem.stages,)
-    short[Kind.D] = np.array([[stage.offload_alone for stage in stages] for stages in every]).T
-    short[Kind.H] = np.array([[stage.reload_alone for stage in stages] for stages in every]).T
+    short[Kind.D] = np.array([[stage.offload_alone for stage in stages] for stages in problem.by_class]).T
+    short[Kind.H] = np.array([[stage.reload_alone for stage in stages] for stages in problem.by_class]).T
     return short
 
 

@@ -188,7 +188,7 @@ class Candidates:
             value(M) >= w M / m + (1 - FILLED) (value(m) - w).
         """
         columns, problem = timed.columns, timed.problem
-        device = np.array([one.device for one in problem.stages])[columns.stage]
+        device = np.array(problem.device_of)[columns.stage]
         is_compute = columns.kind < Kind.D
         took = np.where(is_compute, columns.end - columns.start, 0)
         busiest = float(np.bincount(device, took, problem.devices).max())

@@ -132,9 +132,8 @@ class _Exact:
             current = retime(timed, coarse)
         except Stuck:
             return
-        period = max(sum(coarse.stages[s].work for s in coarse.stages_of(d)) for d in range(coarse.devices))
         for periods in WINDOWS:
-            width = int(periods * period)
+            width = periods * coarse.busiest
             for window in _windows(current, width):
                 if self.budget.left() <= 1 or self.incumbents.is_met(attempt):
                     return

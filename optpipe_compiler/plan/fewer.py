@@ -33,7 +33,7 @@ def narrowed(problem: Problem) -> Problem | None:
     number of devices. The first and the last device are always left.
     """
     count, left = problem.devices, problem.devices // ONE_OF
-    if count < MANY or turns(_owners(problem)) is None:
+    if count < MANY or turns(problem.device_of) is None:
         return None
     chosen = np.rint(np.linspace(0, count - 1, left)).astype(int).tolist()
     number = {device: index for index, device in enumerate(chosen)}
@@ -94,7 +94,7 @@ def widened(one: Policy, narrow: Problem, wide: Problem) -> Iterator[Policy]:
     """
     from optpipe_compiler.machine.policy import policy
 
-    before, after = turns(_owners(narrow)), turns(_owners(wide))
+    before, after = turns(narrow.device_of), turns(wide.device_of)
     assert before is not None
     assert after is not None
     nearest = np.rint(np.linspace(0, narrow.devices - 1, wide.devices)).astype(int)
@@ -111,7 +111,3 @@ def widened(one: Policy, narrow: Problem, wide: Problem) -> Iterator[Policy]:
             yields=one.yields.copy(),
             before=one.before.copy(),
         )
-
-
-def _owners(problem: Problem) -> tuple[int, ...]:
-    return tuple(stage.device for stage in problem.stages)

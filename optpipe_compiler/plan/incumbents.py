@@ -65,8 +65,7 @@ class Attempt:
     def has_instants(self) -> bool:
         """Whether some op may take no time: what it holds depends on the order within a moment, as lowering has it."""
         problem = self.problem
-        every = problem.classes or (problem.stages,)
-        for s, stage in ((s, stage) for stages in every for s, stage in enumerate(stages)):
+        for s, stage in ((s, stage) for stages in problem.by_class for s, stage in enumerate(stages)):
             lengths = [stage.forward, stage.backward, stage.backward_input, stage.backward_weight]
             lengths += [stage.recompute] * problem.can_recompute(s)
             lengths += [stage.offload_alone, stage.reload_alone] * problem.can_offload(s)
@@ -77,13 +76,12 @@ class Attempt:
     @cached_property
     def may_overtake(self) -> bool:
         """Whether messages between two devices differ in the time that they take."""
-        stages, every = self.problem.stages, self.problem.classes or (self.problem.stages,)
         lags: dict[frozenset[int], set[int]] = {}
-        for one in every:
-            for before, after in pairwise(range(len(stages))):
-                if stages[before].device != stages[after].device:
-                    pair = frozenset((stages[before].device, stages[after].device))
-                    lags.setdefault(pair, set()).update((one[before].send_activation, one[after].send_gradient))
+        for stages in self.problem.by_class:
+            for before, after in pairwise(stages):
+                if before.device != after.device:
+                    pair = frozenset((before.device, after.device))
+                    lags.setdefault(pair, set()).update((before.send_activation, after.send_gradient))
         return any(len(different) > 1 for different in lags.values())
 
     def is_as_lowered(self, timed: Schedule) -> bool:
@@ -116,9 +114,8 @@ class Attempt:
 def overtakes(timed: Schedule) -> bool:
     """Whether a message arrives before another of the same two devices that was produced no later."""
     problem, ops = timed.problem, timed.columns
-    every = problem.classes or (problem.stages,)
-    owner = np.array([stage.device for stage in problem.stages])
-    lags = np.array([[(stage.send_activation, stage.send_gradient) for stage in stages] for stages in every])
+    owner = np.array(problem.device_of)
+    lags = np.array([[(stage.send_activation, stage.send_gradient) for stage in one] for one in problem.by_class])
     is_gradient = (ops.kind == Kind.I) | (ops.kind == Kind.B)
     target = ops.stage + np.where(is_gradient, -1, 1)
     sends = (is_gradient | (ops.kind == Kind.F)) & (target >= 0) & (target < len(owner))

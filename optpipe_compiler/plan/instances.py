@@ -218,13 +218,12 @@ def too_long(found: list[tuple[Layout, Problem]], chosen: list[tuple[Layout, Pro
 
 def link_share(problem: Problem) -> float:
     """Return which share of all activations the busiest link can offload and reload while its devices compute."""
-    work = max(sum(problem.stages[s].work for s in problem.stages_of(d)) for d in range(problem.devices))
     busy: dict[int, int] = {}
     for s, stage in enumerate(problem.stages):
         link = problem.link_of[stage.device]
         if link is not None and problem.can_offload(s):
             busy[link] = busy.get(link, 0) + max(stage.offload, stage.reload)
-    return min(1.0, work / max(1, *busy.values())) if busy else 1.0
+    return min(1.0, problem.busiest / max(1, *busy.values())) if busy else 1.0
 
 
 class Least(NamedTuple):
@@ -249,8 +248,7 @@ def lower_bound(profile: Profile, options: Options) -> Least:
 
 def least_bytes(problem: Problem, fixed: Sequence[int]) -> int:
     """Return bytes that some device needs whatever its order: for what it always holds (`fixed`) and one activation."""
-    every = problem.classes or (problem.stages,)
     return max(
-        fixed[d] + max(stages[s].saved for stages in every for s in problem.stages_of(d))
+        fixed[d] + max(stages[s].saved for stages in problem.by_class for s in problem.stages_of(d))
         for d in range(problem.devices)
     )

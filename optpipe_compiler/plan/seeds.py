@@ -183,8 +183,7 @@ def _elsewhere(seed: ir.Schedule, attempt: Attempt) -> Start | None:
 
 def _by_stage(problem: Problem) -> list[Stage]:
     """Return the figures of each stage and class of units, in the order of a file's costs."""
-    every = problem.classes or (problem.stages,)
-    return [stages[s] for s in range(len(problem.stages)) for stages in every]
+    return [stages[s] for s in range(len(problem.stages)) for stages in problem.by_class]
 
 
 def _read(seed: ir.Schedule, problem: Problem, layout: Layout) -> tuple[Ints, Ints] | None:

@@ -93,13 +93,13 @@ def _lifted(problem: Problem, ranges: list[range], coarse: Wish) -> Wish:
 def treatments(problem: Problem, wished: Wish) -> Iterator[NDArray[np.int64]]:
     """Yield what may become of the activations of each stage [s] at first, as Mode."""
     stages = range(len(problem.stages))
-    turn = {s: n for d in range(problem.devices) for n, s in enumerate(problem.stages_of(d))}
+    turn = problem.turn_of
     middle = problem.microbatches // 2
     stay = [int(wished[1, s, middle] - wished[0, s, middle]) - problem.stages[s].forward for s in stages]
     trip = [problem.stages[s].offload + problem.stages[s].reload for s in stages]
     movable = {s for s in stages if problem.can_offload(s)}
     again = {s for s in stages if problem.can_recompute(s)}
-    turns = 1 + max(turn.values())
+    turns = 1 + max(turn)
 
     def lowest(count: int, mode: Mode) -> dict[int, Mode]:
         return {s: mode for s in (movable if mode is Mode.OFFLOAD else again) if turn[s] < count}

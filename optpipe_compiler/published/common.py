@@ -109,8 +109,7 @@ def needs_waves(problem: Problem, name: str) -> int:
 
 def _needs(problem: Problem, name: str, placement: str, counted: bool, shape: str) -> None:
     per_device = len(problem.stages) // problem.devices
-    owners = tuple(stage.device for stage in problem.stages)
-    if not counted or owners != stage_devices(placement, problem.devices, per_device):
+    if not counted or problem.device_of != stage_devices(placement, problem.devices, per_device):
         raise NotDefined(f"{name} is defined for {shape}, which placement this is not")
 
 

@@ -31,7 +31,7 @@ class _Waves:
     """Runs the rule in time."""
 
     def __init__(self, problem: Problem) -> None:
-        self.owner = [stage.device for stage in problem.stages]
+        self.owner = problem.device_of
         self.count = problem.microbatches
         self.orders: Tasks = [[] for _ in range(problem.devices)]
         self.per_device = len(problem.stages) // problem.devices

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from optpipe_compiler.model.schedule import NONE, Kind, classes, lengths
+from optpipe_compiler.model.schedule import NONE, Kind, classes, lengths, stage_links
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,11 +86,9 @@ def _backwards(compute: Order, shape: tuple[int, ...]) -> Ints:
 
 def _by_link(problem: Problem, kind: Kind, stages: Ints, microbatches: Ints) -> Order:
     """Return transfers of one kind, which are in order, for each link."""
-    links = np.array([NONE if link is None else link for link in problem.link_of])
-    owner = np.array([stage.device for stage in problem.stages])
-    link = links[owner[stages]]
+    link = stage_links(problem)[stages]
     transfers = np.stack([np.full_like(stages, kind), stages, microbatches], axis=1)
-    return [transfers[link == one] for one in range(1 + int(links.max(initial=NONE)))]
+    return [transfers[link == one] for one in range(problem.links)]
 
 
 class _Transfers:

@@ -30,7 +30,7 @@ from optpipe_compiler.machine.orders import peaks
 from optpipe_compiler.model.placement import Layout, stage_devices
 from optpipe_compiler.model.problem import Caps, Freedom, build
 from optpipe_compiler.plan import candidates
-from optpipe_compiler.published import METHODS, PLACEMENTS, NotDefined, published
+from optpipe_compiler.published import METHODS, NotDefined, published
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents.profile import Profile
@@ -202,7 +202,7 @@ def on_equal_cuts(case: Case, profile: Profile) -> float | None:
             caps = Caps(int(case.cap * case.devices * GB), None)
             problem = build(profile, cut, case.microbatches, caps, Freedom())
             for name in METHODS:
-                if (placement, per_device) in PLACEMENTS[name]:
+                if (placement, per_device) in METHODS[name].placements:
                     with suppress(NotDefined):
                         timed = published(problem, name)
                         if all(peak <= budget for peak, budget in zip(peaks(timed), problem.budget, strict=True)):

@@ -22,7 +22,7 @@ from optpipe_compiler.machine.orders import peaks, retime
 from optpipe_compiler.model.placement import layout
 from optpipe_compiler.model.problem import Caps, Freedom, Problem, build
 from optpipe_compiler.model.schedule import Stuck
-from optpipe_compiler.published import PLACEMENTS, NotDefined, published
+from optpipe_compiler.published import METHODS, NotDefined, published
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.schedule import Schedule
@@ -84,7 +84,7 @@ def candidates(table: str, devices: int, microbatches: int, cap: float, names: l
     """Return the named schedules on all their placements, the fastest first."""
     found = []
     for name in names:
-        for placed in PLACEMENTS[name]:
+        for placed in METHODS[name].placements:
             problem = instance(table, devices, microbatches, placed, cap)
             try:
                 timed = published(problem, name)
@@ -136,7 +136,7 @@ def main() -> None:
 def report(table: str, devices: int, microbatches: int, reference: tuple[float, ...], *, every: bool) -> None:
     """Print one case."""
     begin = time.monotonic()
-    fixed = [name for name in PLACEMENTS if name != "zb-memory-limited"]
+    fixed = [name for name in METHODS if name != "zb-memory-limited"]
     found = candidates(table, devices, microbatches, 2 * devices, fixed)
     print(f"\n{table}: P = {devices}, M = {microbatches}")
     if every:

@@ -33,12 +33,10 @@ def plan() -> optpipe.Plan:
 @pytest.fixture
 def registry():
     """Own schedules of a test are gone after it."""
-    tables = (published.METHODS, published.PLACEMENTS)
-    before = [dict(table) for table in tables]
+    before = dict(published.METHODS)
     yield
-    for table, old in zip(tables, before, strict=True):
-        table.clear()
-        table.update(old)
+    published.METHODS.clear()
+    published.METHODS.update(before)
 
 
 def test_the_import_loads_nothing_that_takes_time():

@@ -18,7 +18,7 @@ from optpipe_compiler.machine.orders import retime
 from optpipe_compiler.model.placement import layout
 from optpipe_compiler.model.problem import Caps, Freedom, build, busy_ns
 from optpipe_compiler.model.schedule import Mode, Stuck
-from optpipe_compiler.published import METHODS, PLACEMENTS, NotDefined
+from optpipe_compiler.published import METHODS, NotDefined
 from optpipe_compiler.published import published as publish
 from tests.instances import profiles, quick, uniform
 from tests.plans import serial
@@ -151,7 +151,7 @@ CERTIFICATE = Certificate("makespan", "feasible", 0, "none", {}, {})
 
 def lowered(profile: Profile, method: str, microbatches: int, tightness: float) -> ir.Schedule:
     """A published order, each op waiting for memory under a cap of that share of what it takes without one."""
-    devices, (name, per_device) = profile.machine.devices, PLACEMENTS[method][0]
+    devices, (name, per_device) = profile.machine.devices, METHODS[method].placements[0]
     assume(devices * per_device <= len(profile.expanded_layers()))
     where = layout(name, devices, per_device, [1] * len(profile.expanded_layers()))
     try:

@@ -19,7 +19,7 @@ from optpipe_compiler.machine.orders import peaks, retime
 from optpipe_compiler.model.placement import layout, stage_devices
 from optpipe_compiler.model.problem import Caps, Freedom, Problem, Slicing, Stage, build
 from optpipe_compiler.model.schedule import Kind, LaneOrders, Schedule, Task
-from optpipe_compiler.published import METHODS, PLACEMENTS, NotDefined, Recipe, published
+from optpipe_compiler.published import METHODS, NotDefined, Recipe, published
 from optpipe_compiler.published.transfers import timed
 from optpipe_compiler.verify import verify
 from tests.machines import simulate
@@ -76,7 +76,7 @@ def instance(
 
 
 def on(name: str, devices: int, microbatches: int, per_device: int = 1, **options: int) -> Schedule:
-    placement = PLACEMENTS[name][0][0]
+    placement = METHODS[name].placements[0][0]
     return published(instance(devices, microbatches, placement, per_device, slices=cut(name, devices), **options), name)
 
 
@@ -102,7 +102,7 @@ SIZES = [(1, 1), (1, 5), (2, 1), (2, 4), (3, 3), (3, 7), (4, 2), (4, 8), (4, 13)
 @pytest.mark.parametrize("name", METHODS)
 def test_every_pass_is_there_once_in_microbatch_order_and_the_order_runs(name: str):
     ran = 0
-    for placement, per_device in PLACEMENTS[name]:
+    for placement, per_device in METHODS[name].placements:
         for devices, microbatches in SIZES:
             problem = instance(devices, microbatches, placement, per_device, slices=cut(name, devices))
             try:
@@ -130,7 +130,7 @@ def test_every_pass_is_there_once_in_microbatch_order_and_the_order_runs(name: s
 def uneven(draw: st.DrawFn) -> tuple[str, Problem]:
     """A published schedule and an instance with any costs, zeros included."""
     name = draw(st.sampled_from(sorted(METHODS)))
-    placement, per_device = draw(st.sampled_from(PLACEMENTS[name]))
+    placement, per_device = draw(st.sampled_from(METHODS[name].placements))
     devices = draw(st.integers(1, 6))
     problem = instance(devices, draw(st.integers(1, 13)), placement, per_device, slices=cut(name, devices))
     time = st.integers(0, 6)
@@ -304,7 +304,7 @@ def test_orders_agree_with_torch(name: str, generator: str, per_device: tuple[in
     compared = 0
     for count in per_device:
         for devices, microbatches in SIZES:
-            problem = instance(devices, microbatches, PLACEMENTS[name][0][0], count)
+            problem = instance(devices, microbatches, METHODS[name].placements[0][0], count)
             try:
                 ours = orders(problem, name)
             except NotDefined:
@@ -439,7 +439,7 @@ def streamed(devices: int, microbatches: int, **transfers: int) -> Schedule:
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b"])
 def test_checkpointing_everything_costs_one_more_forward_per_backward(name: str):
     """M v (F + R + B) + (P - 1)(F + B): in fill and drain a device recomputes while it waits for the gradient."""
-    per_device = PLACEMENTS[name][0][1]
+    per_device = METHODS[name].placements[0][1]
     schedule = on(f"{name}-recompute", 4, 16, per_device)
     assert schedule.makespan == 16 * 4 * per_device + 3 * 3
     assert schedule.count(Kind.R) == 16 * 4 * per_device
@@ -535,7 +535,7 @@ def test_every_schedule_lowers_to_a_file_that_verify_accepts(name: str):
         options = replace(options, sliceable=True, attention_share=0.5, kv_fraction=0.2, slice_overhead_ms=0.01)
         slicing = Slicing(32768, ((0, 10_000, 20_000, 27_000, 32_768),), (0,) * 8)
     profile = uniform_profile(options)
-    for placement, per_device in PLACEMENTS[name]:
+    for placement, per_device in METHODS[name].placements:
         where = layout(placement, 4, per_device, [1] * 16)
         timed = published(build(profile, where, 8, caps, Freedom(), slicing=slicing), name)
         file = lower(timed, profile, where, caps, Certificate("makespan", "feasible", 0, "none", {}, {}))

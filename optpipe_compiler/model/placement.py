@@ -15,6 +15,8 @@ from optpipe_compiler.errors import BadInput
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+PATTERNS = ("linear", "loop", "v")
+"""Names of placements that are searched."""
 _BITS = 61
 _NEVER = 1 << _BITS
 """More than any cost; two of them do not overflow."""

@@ -17,7 +17,7 @@ from msgspec import UnsetType
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import value_of
-from optpipe_compiler.model.placement import Layout, stage_devices
+from optpipe_compiler.model.placement import PATTERNS, Layout, stage_devices
 from optpipe_compiler.model.problem import Slicing
 from optpipe_compiler.model.schedule import KINDS, NONE, Ints, Kind, Schedule, Stuck
 from optpipe_compiler.plan.carried import Start, in_turn, to_microbatches
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from optpipe_compiler.documents.profile import Profile
     from optpipe_compiler.model.problem import Problem, Stage
     from optpipe_compiler.plan.incumbents import Attempt, Incumbents
-
-PLACEMENTS = ("linear", "loop", "v")
 
 
 def added(
@@ -93,7 +91,7 @@ def layout_of(schedule: ir.Schedule) -> Layout | None:
         return None
     device_of = tuple(map(order.index, owners))
     per_device, rest = divmod(len(owners), devices)
-    patterns = [] if rest else [name for name in PLACEMENTS if device_of == stage_devices(name, devices, per_device)]
+    patterns = [] if rest else [name for name in PATTERNS if device_of == stage_devices(name, devices, per_device)]
     if not patterns and list(device_of) == sorted(device_of):
         patterns = ["linear"]  # neighbouring stages, not the same number on every device
     if not patterns:

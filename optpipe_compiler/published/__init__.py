@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal
 
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.model.neighbours import is_linear, joined, runs
+from optpipe_compiler.model.placement import PATTERNS
 from optpipe_compiler.model.schedule import Kind, Schedule, Stuck, Task
 from optpipe_compiler.published.bfs import bfs
 from optpipe_compiler.published.common import NotDefined, Order, Recipe, rows
@@ -29,7 +30,6 @@ from optpipe_compiler.published.hanayo import hanayo
 from optpipe_compiler.published.interleaved_1f1b import interleaved_1f1b
 from optpipe_compiler.published.interleaved_zb import interleaved_zb
 from optpipe_compiler.published.one_f_one_b import one_f_one_b
-from optpipe_compiler.published.own import PLACEMENTS as NAMES
 from optpipe_compiler.published.own import OwnOrder, recipe_of
 from optpipe_compiler.published.pipeoffload import offloading, po_f, po_h
 from optpipe_compiler.published.recompute import recomputing
@@ -82,10 +82,14 @@ class Method:
         """Say which placements it is for."""
         if self.is_selective:
             return "is for layers that can make cheap tensors again, under a cap that does not hold all of them"
+        return f"is for a {self.placed} per device, which is not searched here"
+
+    @property
+    def placed(self) -> str:
+        """The placements that it is for: `loop of 2 or 4 stages`."""
         counts = [str(count) for _, count in self.placements]
         several = " or ".join([", ".join(counts[:-1]), counts[-1]] if len(counts) > 1 else counts)
-        stages = "1 stage" if several == "1" else f"{several} stages"
-        return f"is for a {self.placements[0][0]} of {stages} per device, which is not searched here"
+        return f"{self.placements[0][0]} of {several} {'stage' if several == '1' else 'stages'}"
 
 
 _1F1B = "arXiv:2006.09503"
@@ -201,7 +205,6 @@ METHODS: dict[str, Method] = {
     **_compositions(),
     **_sliced(),
 }
-PLACEMENTS: dict[str, tuple[Placed, ...]] = {name: method.placements for name, method in METHODS.items()}
 
 
 def register(name: str, order: OwnOrder, placements: tuple[Placed, ...], source: str) -> None:
@@ -210,12 +213,11 @@ def register(name: str, order: OwnOrder, placements: tuple[Placed, ...], source:
         raise BadInput(f"{name!r} is the name of a built-in schedule, expected another one")
     if not name or not name.isprintable() or "," in name or name in ("all", "paper", "stock", "composition", "own"):
         raise BadInput(f"{name!r} cannot name a schedule, expected printable text without commas")
-    if not placements or any(one not in NAMES or count < 1 for one, count in placements):
+    if not placements or any(one not in PATTERNS or count < 1 for one, count in placements):
         raise BadInput(
-            f"{name} is for {placements}, expected one of {', '.join(NAMES)} and at least 1 stage per device"
+            f"{name} is for {placements}, expected one of {', '.join(PATTERNS)} and at least 1 stage per device"
         )
     METHODS[name] = Method(lambda problem: recipe_of(name, problem, order), placements, "own", source)
-    PLACEMENTS[name] = placements
 
 
 def published(problem: Problem, name: str, *, transfers: bool = True) -> Schedule:
@@ -288,7 +290,6 @@ def is_for(name: str, placed: Placed, *, is_sliced: bool = False) -> bool:
 
 __all__ = [
     "METHODS",
-    "PLACEMENTS",
     "Method",
     "NotDefined",
     "Recipe",

@@ -100,11 +100,10 @@ def needs_v(problem: Problem, name: str) -> None:
     _needs(problem, name, "v", len(problem.stages) == 2 * problem.devices, "a V of two stages per device")
 
 
-def needs_waves(problem: Problem, name: str) -> int:
-    """Return the number of waves, each of two stages per device; refuse other placements."""
+def needs_waves(problem: Problem, name: str) -> None:
+    """Refuse placements other than waves, each of two stages per device."""
     count = len(problem.stages) // problem.devices
     _needs(problem, name, "v", count >= 2 and count % 2 == 0, "waves of two stages per device each")
-    return count // 2
 
 
 def _needs(problem: Problem, name: str, placement: str, counted: bool, shape: str) -> None:
@@ -151,19 +150,29 @@ def _split(order: Ints) -> Ints:
     return found
 
 
-def one_forward_one_backward(forwards: list[Task], backwards: list[Task], warmup: int) -> list[Task]:
-    """Return `warmup` forwards, then forward and backward in turn, then the backwards that are left."""
-    steady = [task for pair in zip(forwards[warmup:], backwards, strict=False) for task in pair]
-    return forwards[:warmup] + steady + backwards[len(forwards[warmup:]) :]
+def one_forward_one_backward(
+    problem: Problem, group: int, warmups: list[int], microbatches: int | None = None
+) -> Tasks:
+    """Return per device its warm-up of so many forwards, then forward and backward in turn, then the backwards left.
+
+    All are in groups of microbatches: see `grouped`. `microbatches` are as many as there are if not said otherwise.
+    """
+    orders, count = [], microbatches or problem.microbatches
+    for device, warmup in enumerate(warmups):
+        mine = problem.stages_of(device)
+        forwards = grouped(Kind.F, mine, count, group)
+        backwards = grouped(Kind.B, mine[::-1], count, group)
+        steady = [task for pair in zip(forwards[warmup:], backwards, strict=False) for task in pair]
+        orders.append(forwards[:warmup] + steady + backwards[len(forwards[warmup:]) :])
+    return orders
 
 
-def grouped(kind: Kind, stages: Iterable[int], microbatches: int, group: int) -> list[Task]:
+def grouped(kind: Kind, stages: list[int], microbatches: int, group: int) -> list[Task]:
     """Return the interleaved order: `group` microbatches through each of `stages` in turn, then the next `group`."""
-    mine = list(stages)
     return [
         Task(kind, stage, microbatch)
         for first in range(0, microbatches, group)
-        for stage in mine
+        for stage in stages
         for microbatch in range(first, min(first + group, microbatches))
     ]
 

@@ -8,15 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.model.schedule import Kind
-from optpipe_compiler.published.common import (
-    Tasks,
-    grouped,
-    handed_over_early,
-    needs_loop,
-    one_forward_one_backward,
-    ordered,
-)
+from optpipe_compiler.published.common import Tasks, handed_over_early, needs_loop, one_forward_one_backward, ordered
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
@@ -56,11 +48,6 @@ def generalised(problem: Problem, name: str, group: int) -> Tasks:
     per_device = needs_loop(problem, name)
     devices, count = problem.devices, problem.microbatches
     padded = -(-count // group) * group
-    orders = []
-    for device in range(devices):
-        mine = problem.stages_of(device)
-        forwards = grouped(Kind.F, mine, padded, group)
-        backwards = grouped(Kind.B, mine[::-1], padded, group)
-        order = one_forward_one_backward(forwards, backwards, group * (per_device - 1) + devices - device - 1)
-        orders.append([task for task in order if task.microbatch < count])
-    return orders
+    warmups = [group * (per_device - 1) + devices - device - 1 for device in range(devices)]
+    orders = one_forward_one_backward(problem, group, warmups, padded)
+    return [[task for task in order if task.microbatch < count] for order in orders]

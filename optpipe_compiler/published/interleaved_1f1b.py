@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.model.schedule import Kind
-from optpipe_compiler.published.common import NotDefined, Tasks, grouped, needs_loop, one_forward_one_backward, ordered
+from optpipe_compiler.published.common import NotDefined, Tasks, needs_loop, one_forward_one_backward, ordered
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
@@ -22,11 +21,5 @@ def interleaved_1f1b(problem: Problem) -> Tasks:
     devices, count = problem.devices, problem.microbatches
     if count % devices:
         raise NotDefined(f"interleaved-1f1b needs a number of microbatches divisible by {devices} devices, not {count}")
-    orders = []
-    for device in range(devices):
-        mine = problem.stages_of(device)
-        forwards = grouped(Kind.F, mine, count, devices)
-        backwards = grouped(Kind.B, mine[::-1], count, devices)
-        warmup = min(len(forwards), (per_device - 1) * devices + 2 * (devices - device - 1))
-        orders.append(one_forward_one_backward(forwards, backwards, warmup))
-    return orders
+    warmups = [(per_device - 1) * devices + 2 * (devices - device - 1) for device in range(devices)]
+    return one_forward_one_backward(problem, devices, warmups)

@@ -13,8 +13,6 @@ from optpipe_compiler.published.descriptions import CITATIONS, SYMBOLS, describe
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from optpipe_compiler.published import Method
-
 KINDS = {
     "paper": "a paper defines all of it; the parameters that it leaves open are set by us",
     "stock": "what training frameworks run",
@@ -33,7 +31,7 @@ def as_text(width: int) -> str:
         lines += _wrapped(f"{symbol}: {says}", width, "  ")
     for name, method in METHODS.items():
         found = describe(name)
-        lines += ["", *_wrapped(f"{name}  {method.kind}; {placed(method)}; {method.source}", width)]
+        lines += ["", *_wrapped(f"{name}  {method.kind}; {method.placed} a device; {method.source}", width)]
         if found is not None:
             lines += _wrapped(found.says, width, "  ")
             lines += _wrapped(f"bubble: {found.bubble}", width, "  ")
@@ -67,13 +65,6 @@ def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
     )
 
 
-def placed(method: Method) -> str:
-    """Return the placement that a method is for: `loop of 2 or 4 stages a device`."""
-    counts = [str(count) for _, count in method.placements]
-    several = " or ".join([", ".join(counts[:-1]), counts[-1]] if len(counts) > 1 else counts)
-    return f"{method.placements[0][0]} of {several} {'stage' if several == '1' else 'stages'} a device"
-
-
 def as_markdown() -> str:
     """Return docs/METHODS.md."""
     return "\n".join(_page()) + "\n"
@@ -96,8 +87,8 @@ def _page() -> Iterator[str]:
             if method.kind == kind:
                 found = describe(name)
                 assert found is not None
-                cells = (found.says, _code(found.bubble), _code(found.memory), placed(method), method.source)
-                yield f"| `{name}` | {' | '.join(cells)} |"
+                cells = (found.says, _code(found.bubble), _code(found.memory), f"{method.placed} a device")
+                yield f"| `{name}` | {' | '.join(cells)} | {method.source} |"
     yield "\n## Sources\n\n| source | |\n|---|---|"
     for source, citation in CITATIONS.items():
         yield f"| {source} | {citation} |"

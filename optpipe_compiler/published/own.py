@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
     from optpipe_compiler.published.common import Tasks
 
-PLACEMENTS = ("linear", "loop", "v")
-
 
 class OwnOrder(Protocol):
     """A function from an instance to the ops of every device, in order."""

@@ -13,7 +13,6 @@ from optpipe_compiler.model.schedule import Kind, Task
 from optpipe_compiler.published.common import (
     NotDefined,
     Tasks,
-    grouped,
     in_units,
     needs_linear,
     needs_loop,
@@ -31,13 +30,8 @@ if TYPE_CHECKING:
 def seq1f1b(problem: Problem) -> Tasks:
     """Return the order: device d runs P - d + n - 2 forwards, then alternates; peak (P + n - 1) / n microbatches."""
     needs_linear(problem, "seq1f1b")
-    count, orders = problem.microbatches, []
-    for device in range(problem.devices):
-        forwards = grouped(Kind.F, [device], count, count)
-        backwards = grouped(Kind.B, [device], count, count)
-        warmup = min(count, problem.devices - device - 1 + problem.slices - 1)
-        orders.append(one_forward_one_backward(forwards, backwards, warmup))
-    return in_units(problem, orders)
+    warmups = [problem.devices - device - 1 + problem.slices - 1 for device in range(problem.devices)]
+    return in_units(problem, one_forward_one_backward(problem, problem.microbatches, warmups))
 
 
 @ordered
@@ -72,14 +66,9 @@ def interleaved(problem: Problem, name: str, group: int) -> Tasks:
             f"{name} runs groups of {group} slices, which {slices} slices of each of {problem.whole} microbatches "
             "do not fill"
         )
-    orders = []
-    for device in range(devices):
-        mine = problem.stages_of(device)
-        forwards = grouped(Kind.F, mine, count, group)
-        backwards = grouped(Kind.B, mine[::-1], count, group)
-        warmup = min(len(forwards), (len(mine) - 1) * group + slices - 1 + 2 * (devices - device - 1))
-        orders.append(one_forward_one_backward(forwards, backwards, warmup))
-    return in_units(problem, orders)
+    per_device = len(problem.stages) // devices
+    warmups = [(per_device - 1) * group + slices - 1 + 2 * (devices - device - 1) for device in range(devices)]
+    return in_units(problem, one_forward_one_backward(problem, group, warmups))
 
 
 @ordered

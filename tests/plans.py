@@ -102,6 +102,17 @@ def optimum(problem: Problem, kind: str = "makespan", begin: Schedule | None = N
     return round(solver.objective_value)
 
 
+def log_of(request: Request) -> str:
+    """What CP-SAT says of itself while it searches."""
+    model, _ = build(request)
+    solver, lines = cp_model.CpSolver(), list[str]()
+    configure(solver, request)
+    solver.parameters.log_search_progress, solver.parameters.log_to_stdout = True, False
+    solver.log_callback = lines.append
+    solver.solve(model)
+    return "\n".join(lines)
+
+
 def best(
     problem: Problem, force: Force = lambda activations: [], kind: str = "makespan"
 ) -> tuple[int, Schedule] | None:

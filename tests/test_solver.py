@@ -22,7 +22,7 @@ from optpipe_compiler.solver.minimum import one_at_a_time, quickly_one_at_a_time
 from optpipe_compiler.solver.worker import Request, SearchEvent, solve
 from tests.instances import problem
 from tests.machines import dispatched, simulate
-from tests.plans import best, optimum, start
+from tests.plans import best, log_of, optimum, start
 from tests.strategies import problems
 
 if TYPE_CHECKING:
@@ -347,8 +347,7 @@ def test_cp_sat_says_that_every_hint_is_complete_and_feasible_with_its_value(one
         if fates in kinds:
             continue
         kinds.add(fates)
-        request = Request(one, timed, kind, 0.1, seed=0, workers=1, reproducible=True, log=True)
-        log = "\n".join(event.text for event in events_of(request) if event.kind == "log")
+        log = log_of(Request(one, timed, kind, 0.1, seed=0, workers=1, reproducible=True))
         value = timed.makespan if kind == "makespan" else timed.span
         assert f"The solution hint is complete and is feasible. Its objective value is {value}." in log
     assert kinds

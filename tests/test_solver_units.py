@@ -57,9 +57,7 @@ def test_every_hint_of_units_is_complete_and_feasible_with_its_value(cap, slices
         if fates in kinds:
             continue
         kinds.add(fates)
-        events: list[SearchEvent] = []
-        solve(Request(one, timed, kind, 0.1, seed=0, workers=1, reproducible=True, log=True), events.append)
-        log = "\n".join(event.text for event in events if event.kind == "log")
+        log = plans.log_of(Request(one, timed, kind, 0.1, seed=0, workers=1, reproducible=True))
         value = timed.makespan if kind == "makespan" else timed.span
         assert f"The solution hint is complete and is feasible. Its objective value is {value}." in log
     assert len(kinds) > 1

@@ -485,6 +485,8 @@ def _transfers(machine: Machine, device: int, devices: int, size: int) -> tuple[
     return (0, 0), (0, 0), (0, 0)
 
 
+BETWEEN = ("offload_busy", "reload_busy", "send_activation", "send_gradient")
+"""Durations of what is no op."""
 DURATIONS = (
     "forward",
     "backward_input",
@@ -495,10 +497,7 @@ DURATIONS = (
     "reload",
     "offload_alone",
     "reload_alone",
-    "offload_busy",
-    "reload_busy",
-    "send_activation",
-    "send_gradient",
+    *BETWEEN,
 )
 SIZES = (
     "saved",
@@ -536,8 +535,7 @@ def coarsen(problem: Problem, reference: int = 0) -> Problem:
 
     def duration(name: str, value: int) -> int:
         nonlocal stretch
-        is_down = name.startswith("send") or name.endswith("busy")
-        rounded = value // tick if is_down else (2 * value + tick) // (2 * tick)
+        rounded = value // tick if name in BETWEEN else (2 * value + tick) // (2 * tick)
         if rounded * tick > value > 0:
             stretch = max(stretch, rounded * tick / value)
         return rounded

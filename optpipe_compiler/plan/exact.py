@@ -16,7 +16,6 @@ from optpipe_compiler.solver.worker import Request, SearchEvent
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from optpipe_compiler.model.problem import Problem
     from optpipe_compiler.plan.budget import Budget
     from optpipe_compiler.plan.incumbents import Attempt, Incumbents
 
@@ -63,16 +62,16 @@ class _Exact:
         self.budget = budget
         self.searcher = searcher
 
-    def _request(self, problem: Problem, hint: Schedule | None, seconds: float, **more: object) -> Request:
+    def _request(self, hint: Schedule, seconds: float, window: Window | None = None) -> Request:
         return Request(
-            problem=problem,
+            problem=hint.problem,
             hint=hint,
             objective=self.budget.limits.objective,
             time_limit_s=max(0.5, min(seconds, self.budget.left())),
             seed=self.budget.limits.seed,
             workers=self.budget.limits.workers,
             reproducible=self.budget.limits.reproducible,
-            **more,  # type: ignore[arg-type]
+            window=window,
         )
 
     def _run(self, attempt: Attempt, request: Request, on_event: Callable[[SearchEvent], None]) -> str:
@@ -121,7 +120,7 @@ class _Exact:
                     attempt.bound = bounds.Bound("cp-sat", ns)
             self.incumbents.report(f"search {attempt.layout.name}")
 
-        self._run(attempt, self._request(coarse, hint, seconds), on_event)
+        self._run(attempt, self._request(hint, seconds), on_event)
 
     def polish(self, attempt: Attempt, timed: Schedule) -> None:
         """Improve stretch after stretch of a schedule, its ends first, with growing windows."""
@@ -160,7 +159,7 @@ class _Exact:
                     self._improve(attempt, found, "window")
             self.incumbents.report(f"windows {attempt.layout.name}")
 
-        self._run(attempt, self._request(current.problem, current, WINDOW_S, window=window), on_event)
+        self._run(attempt, self._request(current, WINDOW_S, window), on_event)
         return best
 
 

@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optpipe_compiler.errors import MissingDependency
-from optpipe_compiler.model.problem import SIZES, coarsen
+from optpipe_compiler.model.problem import BETWEEN, DURATIONS, SIZES, coarsen
 from optpipe_compiler.model.schedule import Kind, Schedule, Task, duration
 from optpipe_compiler.solver.here import solver_here
 
@@ -269,26 +269,9 @@ def _offloads_that_fit(single: Problem, fixed: tuple[int, ...]) -> set[int]:
 
 
 def _unit_times(problem: Problem) -> Problem:
-    stages = tuple(
-        replace(
-            stage,
-            forward=1,
-            backward_input=1,
-            backward_weight=1,
-            backward=1,
-            recompute=1,
-            offload=1,
-            reload=1,
-            offload_alone=1,
-            reload_alone=1,
-            offload_busy=0,
-            reload_busy=0,
-            send_activation=0,
-            send_gradient=0,
-        )
-        for stage in problem.stages
-    )
-    return replace(problem, stages=stages)
+    """Return the problem with ops of one tick, and messages and what copies take from compute of none."""
+    times = {name: 1 for name in DURATIONS} | {name: 0 for name in BETWEEN}
+    return replace(problem, stages=tuple(replace(stage, **times) for stage in problem.stages))
 
 
 def _serial(problem: Problem, starts: dict[Task, int]) -> Schedule:

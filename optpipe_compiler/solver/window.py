@@ -83,19 +83,10 @@ class WindowModel:
         whole = all(self._free(task) for task in present)
         made = create_activation(self.model, self.schedule.problem, s, m, self.last)
         values = hint.of_activation(self.schedule, s, m, {})
-        fields = {
-            "forward": (Kind.F,),
-            "backward": (Kind.I, Kind.B),
-            "weight": (Kind.W,),
-            "away": (Kind.D,),
-            "back": (Kind.H,),
-            "again": (Kind.R,),
-        }
-        for name, kinds in fields.items():
-            for kind in kinds:
-                task = Task(kind, s, m)
-                if task in self.schedule.starts:
-                    self._place(task, getattr(made, name))
+        fields = {Kind.F: "forward", Kind.I: "backward", Kind.B: "backward", Kind.W: "weight", Kind.R: "again"}
+        fields |= {Kind.D: "away", Kind.H: "back"}
+        for task in present:
+            self._place(task, getattr(made, fields[task.kind]))
         if not whole:
             for name in ("split", "keep", "offload", "recompute"):
                 self.model.add(getattr(made, name) == int(values[name]))

@@ -27,19 +27,18 @@ class Request:
     """
 
     problem: Problem
-    hint: Schedule | None
+    hint: Schedule
     objective: str
     time_limit_s: float
     seed: int
     workers: int
     reproducible: bool
-    log: bool = False
     window: Window | None = None
 
 
 @dataclass(frozen=True)
 class SearchEvent:
-    """What the search reports: better starts, a better bound (ticks), a log line, or its end with a status name."""
+    """What the search reports: better starts, a better bound (ticks), or its end with a status name."""
 
     kind: str
     starts: dict[Task, int] | None = None
@@ -60,7 +59,6 @@ def build(request: Request) -> tuple[cp_model.CpModel, Callable[[Callable[..., i
     from optpipe_compiler.solver import constraints, hint, objective, variables, window
 
     model = cp_model.CpModel()
-    assert request.hint is not None
     if request.window is not None:
         part = window.WindowModel(model, request.hint, request.window, request.objective)
         return model, part.starts
@@ -81,8 +79,6 @@ def configure(solver: cp_model.CpSolver, request: Request) -> None:
     p.num_workers = 1 if request.reproducible else request.workers
     p.ignore_subsolvers.append("variables_shaving")  # cannot be interrupted in 9.15
     p.catch_sigint_signal = False
-    p.log_search_progress = request.log
-    p.log_to_stdout = False
     if request.reproducible:
         p.max_deterministic_time = request.time_limit_s * DETERMINISTIC_PER_S
     else:
@@ -102,8 +98,6 @@ def solve(request: Request, send: Callable[[SearchEvent], None]) -> None:
             send(SearchEvent("solution", starts=read_starts(self.value)))
 
     solver.best_bound_callback = lambda bound: send(SearchEvent("bound", bound=round(bound)))
-    if request.log:
-        solver.log_callback = lambda line: send(SearchEvent("log", text=line))
     status = solver.solve(model, Improved())
     name = solver.status_name(status)
     bound = round(solver.best_objective_bound) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None

@@ -24,10 +24,12 @@ from optpipe_compiler.costs.models import Architecture
 from optpipe_compiler.costs.noise import noisy
 from optpipe_compiler.documents.profile import Model
 from optpipe_compiler.forecast.executions import durations
-from optpipe_compiler.lower import Certificate, lift, lower
+from optpipe_compiler.lower import Certificate, lower
 from optpipe_compiler.machine.orders import retime
 from optpipe_compiler.model.placement import Layout
 from optpipe_compiler.model.problem import Caps, Freedom, build, messages_overhead_ns
+from optpipe_compiler.model.schedule import Schedule
+from optpipe_compiler.plan.seeds import times_of
 from optpipe_compiler.view.measured import noise_lines
 from optpipe_torch.launch.run import run
 from optpipe_torch.models.text import default_path
@@ -96,7 +98,7 @@ def priced(schedule: ir.Schedule, profile: Profile) -> ir.Schedule:
     problem = build(profile, layout, microbatches, caps, Freedom())
     if any(op.layers != schedule.stages[op.stage].layers for device in schedule.devices for op in device.d2h):
         problem = build(profile, layout, microbatches, caps, Freedom(), link_share(problem))
-    timed = retime(lift(schedule, problem), problem)
+    timed = retime(Schedule(problem, schedule.forecast.method, times_of(schedule)[0]), problem)
     return lower(timed, profile, layout, caps, Certificate("makespan", "feasible", 0, "none", {}, {}))
 
 

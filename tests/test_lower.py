@@ -15,10 +15,11 @@ from optpipe_compiler.compiler import Options, instances, settled
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile, Sliceable
 from optpipe_compiler.errors import Infeasible
-from optpipe_compiler.lower import Certificate, lift, lower
+from optpipe_compiler.lower import Certificate, lower
 from optpipe_compiler.model.placement import Layout, layout
 from optpipe_compiler.model.problem import Caps, Freedom, Slicing, build
 from optpipe_compiler.model.schedule import Kind, Mode, Schedule, Task
+from optpipe_compiler.plan.seeds import times_of
 from optpipe_compiler.verify import verify
 from tests.instances import anew, profiles, quick, uniform
 from tests.list_scheduler import Guide
@@ -101,7 +102,7 @@ def test_a_lowered_schedule_lifts_to_the_starts_it_came_from(profile, microbatch
     cuts = (*(stage.layers[0] for stage in schedule.stages), schedule.setup.layers)
     layout = Layout("", cuts, tuple(stage.device for stage in schedule.stages))
     exact = build(profile, layout, microbatches, Caps(10**6, None), Freedom())
-    lifted = lift(schedule, exact)
+    lifted = Schedule(exact, "", times_of(schedule)[0])
     assert lifted.makespan == schedule.forecast.makespan_ns
     assert lifted.bubble_fraction == pytest.approx(schedule.forecast.bubble_fraction)
 
@@ -142,7 +143,7 @@ def test_an_offload_of_a_part_moves_its_first_layers_and_the_judge_accepts_it():
     schedule = lower(timed, costs, place, caps, certificate)
     assert verify(schedule, costs) == []
     assert {tuple(op.layers) for device in schedule.devices for op in (*device.d2h, *device.h2d)} == {(0, 2), (4, 6)}
-    assert lift(schedule, one).starts == timed.starts
+    assert (times_of(schedule)[0] == timed.ticks).all()
 
 
 def test_small_messages_that_arrive_before_large_ones_sent_earlier_leave_no_wait_out():

@@ -1,4 +1,4 @@
-"""The records of the schedule file from a lowered schedule, and a schedule from those records."""
+"""The records of the schedule file from a lowered schedule."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from optpipe_compiler.documents.profile import (
 from optpipe_compiler.lower.graph import LANES, SEND_ACTIVATION, Graph
 from optpipe_compiler.lower.waits import Waits, planned_peaks
 from optpipe_compiler.model.problem import hosts_of, static_bytes, statics
-from optpipe_compiler.model.schedule import KINDS, Kind, Schedule, Task
+from optpipe_compiler.model.schedule import Kind, Schedule
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents.profile import Layer, Machine, Profile
@@ -302,13 +302,3 @@ def _stage_cost(index: int, stage: Stage, layers: list[Layer]) -> ir.StageCost:
         send_activation_ns=stage.send_activation,
         send_gradient_ns=stage.send_gradient,
     )
-
-
-def lift(schedule: ir.Schedule, problem: Problem) -> Schedule:
-    """Return the planned schedule that the file's forecast describes, on the problem that it was lowered from."""
-    starts: dict[Task, int] = {}
-    for _, _, op, start, _ in schedule.timed():
-        if op.name in KINDS:
-            unit = op.microbatch * problem.slices + (op.slice_or_none or 0)
-            starts[Task(KINDS[op.name], op.stage, unit)] = start
-    return Schedule(problem, schedule.forecast.method, starts)

@@ -115,18 +115,14 @@ def round_trip(problem: Problem) -> int:
             for k in range(n):
                 came = ends[k] + (units[k][s - 1].send_activation if s else 0)
                 before = ends[k] = max(came, before) + units[k][s].forward
-        done = [end for end in ends]
-        previous: list[int] | None = None
+        ends = ends[-1:] * n
         for s in reversed(range(count)):
-            before = done[-1] if previous is None else 0
-            here = [0] * n
+            before = 0
             for k in reversed(range(n)):
-                came = 0 if previous is None else previous[k] + units[k][s + 1].send_gradient
-                before = here[k] = max(came, before) + backward_of(problem, units[k][s])
-            previous = here
-        assert previous is not None
+                came = ends[k] + (units[k][s + 1].send_gradient if s + 1 < count else 0)
+                before = ends[k] = max(came, before) + backward_of(problem, units[k][s])
         rest = work_of(problem, units[0][0]) - units[0][0].forward - backward_of(problem, units[0][0])
-        result = max(result, previous[0] + max(0, rest))
+        result = max(result, ends[0] + max(0, rest))
     return result
 
 

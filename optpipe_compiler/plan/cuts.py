@@ -49,6 +49,11 @@ def others(profile: Profile, even: Layout, microbatches: int) -> Iterator[Layout
             yield early
 
 
+def layers_ns(profile: Profile) -> Numbers:
+    """Return what each layer takes, forward and backward."""
+    return [value_of(layer.forward_ns) + layer.fused_ns for layer in profile.expanded_layers()]
+
+
 def lighter(several: list[Layout], profile: Profile) -> Layout:
     """Return the one whose busiest device is lightest."""
     return min(several, key=_Costs(profile).compute)
@@ -81,7 +86,8 @@ def _are_together(one: Layout, pairs: list[tuple[int, int]]) -> Iterator[bool]:
 
 def most_bytes(profile: Profile, one: Layout) -> int:
     """Return no less than any device needs to run one microbatch after the other."""
-    return _Costs(profile).most_bytes(one)
+    costs = _Costs(profile)
+    return costs.reserve + max(map(int.__add__, costs.per_device(one, costs.static), costs.per_device(one, costs.all)))
 
 
 def _lightest(even: Layout, costs: _Costs) -> Layout:
@@ -129,8 +135,7 @@ class _Costs:
         self.differ = len(set(self.permille or ())) > 1
         """Whether the same work takes some devices longer than others."""
         self.reserve = value_of(profile.machine.reserve_bytes)
-        self.layers = [value_of(layer.forward_ns) + layer.fused_ns for layer in layers]
-        """What each takes, forward and backward."""
+        self.layers = layers_ns(profile)
         self.work = list(accumulate(self.layers, initial=0))
         self.forward = sums(lambda layer: value_of(layer.forward_ns))
         self.static = sums(lambda layer: value_of(layer.static_bytes))
@@ -139,7 +144,7 @@ class _Costs:
 
     def compute(self, one: Layout) -> tuple[int, int]:
         """Return the busiest device's ns for one microbatch, then the sum over devices of its squares."""
-        load = self._per_device(one, self.work)
+        load = self.per_device(one, self.work)
         if self.permille is not None:
             load = [ns * permille // 1000 for ns, permille in zip(load, self.permille, strict=False)]
         return max(load), sum(ns * ns for ns in load)
@@ -153,15 +158,11 @@ class _Costs:
         largest = [0] * (max(one.device_of) + 1)
         for device, (begin, end) in zip(one.device_of, pairwise(one.cuts), strict=True):
             largest[device] = max(largest[device], self.saved[end] - self.saved[begin])
-        held = self._per_device(one, self.static)
+        held = self.per_device(one, self.static)
         return max(map(int.__add__, held, largest)), *self.compute(one)
 
-    def most_bytes(self, one: Layout) -> int:
-        """Return no less than any device needs to run one microbatch after the other."""
-        held = map(int.__add__, self._per_device(one, self.static), self._per_device(one, self.all))
-        return self.reserve + max(held)
-
-    def _per_device(self, one: Layout, sums: Numbers) -> Numbers:
+    def per_device(self, one: Layout, sums: Numbers) -> Numbers:
+        """Return what the layers of each device come to, from running sums over the layers."""
         total = [0] * (max(one.device_of) + 1)
         for device, (begin, end) in zip(one.device_of, pairwise(one.cuts), strict=True):
             total[device] += sums[end] - sums[begin]

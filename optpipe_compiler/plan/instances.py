@@ -14,7 +14,7 @@ from optpipe_compiler.model.placement import Layout, in_runs, layout
 from optpipe_compiler.model.problem import Caps, Freedom, build, static_bytes
 from optpipe_compiler.plan import seeds
 from optpipe_compiler.plan.budget import LOWERING_SHARE, lowering_s, most_lowering_s
-from optpipe_compiler.plan.cuts import lighter, most_bytes, others, with_ties
+from optpipe_compiler.plan.cuts import layers_ns, lighter, most_bytes, others, with_ties
 from optpipe_compiler.plan.device_order import other_order
 from optpipe_compiler.plan.options import settled
 from optpipe_compiler.plan.selective import selectively
@@ -51,7 +51,7 @@ def layouts(profile: Profile, options: Options) -> list[Layout]:
         kept = replace(seeds.layout_or_given(options.keep.schedule), selective=frozenset())
         again = selectively(profile, [kept], options.mem_bytes) if options.recompute and options.method is None else ()
         return [kept, *again]
-    work = [value_of(layer.forward_ns) + layer.fused_ns for layer in profile.expanded_layers()]
+    work = layers_ns(profile)
     wanted = options.stages_per_device
     if options.placement != "auto":
         chosen: list[tuple[str, int]] = [
@@ -129,7 +129,10 @@ def instances(profile: Profile, options: Options) -> list[tuple[Layout, Problem]
         every = ((one, problem), (other, made(other, 1.0, None)))
         return min(every, key=lambda pair: bounds.fill_and_drain(pair[1]).ticks)
 
-    simplest = placed[0] if placed[0].stages == options.devices else _linear(profile, options)
+    assert options.devices is not None
+    simplest = placed[0]
+    if simplest.stages != options.devices:
+        simplest = layout("linear", options.devices, 1, layers_ns(profile))
     loops = [one for one in placed if one.stages == 2 * len(set(simplest.device_of))]
     cuts = slicings(profile, options, lambda slicing: [made(one, 1.0, slicing) for one in (simplest, *loops[:1])])
     numbered = [(one, made(one, 1.0, slicing)) for slicing in cuts for one in placed]
@@ -153,13 +156,6 @@ def instances(profile: Profile, options: Options) -> list[tuple[Layout, Problem]
         return made(one, share, slicing)
 
     return found + list(seeds.added(options.seeds, profile, options.microbatches, found, like))
-
-
-def _linear(profile: Profile, options: Options) -> Layout:
-    """Return one stage per device."""
-    assert options.devices is not None
-    work = [value_of(layer.forward_ns) + layer.fused_ns for layer in profile.expanded_layers()]
-    return layout("linear", options.devices, 1, work)
 
 
 def in_time(found: list[tuple[Layout, Problem]], options: Options) -> list[tuple[Layout, Problem]]:

@@ -59,6 +59,11 @@ class Options:
     """The schedule whose cut and owners of stages are kept, so that no weight moves."""
 
 
+RECORDED = (
+    *("mem_bytes", "host_mem_bytes", "microbatches", "devices", "placement", "stages_per_device", "objective"),
+    *("offload", "recompute", "split", "time_limit_s", "seed", "reproducible", "method"),
+)
+"""Options that a file always tells."""
 MOST = 10**12
 """Devices, microbatches and stages at most: far more than can be planned, of which bounds can still be told."""
 
@@ -123,20 +128,7 @@ def _check_kept(kept: ir.Setup, options: Options, devices: int, layers: int) -> 
 def recorded(options: Options) -> dict[str, str | int | float | bool | None]:
     """Return the options that shaped the result, for the file's provenance."""
     return {
-        "mem_bytes": options.mem_bytes,
-        "host_mem_bytes": options.host_mem_bytes,
-        "microbatches": options.microbatches,
-        "devices": options.devices,
-        "placement": options.placement,
-        "stages_per_device": options.stages_per_device,
-        "objective": options.objective,
-        "offload": options.offload,
-        "recompute": options.recompute,
-        "split": options.split,
-        "time_limit_s": options.time_limit_s,
-        "seed": options.seed,
-        "reproducible": options.reproducible,
-        "method": options.method,
+        **{name: getattr(options, name) for name in RECORDED},
         **({} if options.noise is None else {"noise": options.noise}),
         **({} if options.keep is None else {"keep_placement": options.keep.schedule.digest}),
         **({} if options.slices == 1 else {"slices": options.slices}),

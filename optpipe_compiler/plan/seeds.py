@@ -85,7 +85,7 @@ def plant(incumbents: Incumbents, seeds: Iterable[ir.Checked]) -> None:
 def layout_of(schedule: ir.Schedule) -> Layout | None:
     """Return the placement that a file has; None where it is none of those that are searched."""
     devices = schedule.setup.devices
-    owners = [stage.device for stage in schedule.stages]
+    owners = _owners(schedule)
     order = tuple(dict.fromkeys(owners))
     if len(order) < devices:
         return None
@@ -102,13 +102,12 @@ def layout_of(schedule: ir.Schedule) -> Layout | None:
 
 def layout_or_given(schedule: ir.Schedule) -> Layout:
     """Return the placement that a file has, whether it would be searched or not."""
-    owners = tuple(stage.device for stage in schedule.stages)
-    return layout_of(schedule) or Layout("given", _cuts(schedule), owners, _selective(schedule))
+    return layout_of(schedule) or Layout("given", _cuts(schedule), _owners(schedule), _selective(schedule))
 
 
 def is_placed(one: Layout, schedule: ir.Schedule) -> bool:
     """Whether cut and owners are those of the schedule, so that no weight moves."""
-    return (one.cuts, one.owners) == (_cuts(schedule), tuple(stage.device for stage in schedule.stages))
+    return (one.cuts, one.owners) == (_cuts(schedule), _owners(schedule))
 
 
 def slicing_of(schedule: ir.Schedule, microbatches: int | None = None) -> Slicing | None:
@@ -134,6 +133,10 @@ def offloaded_share(schedule: ir.Schedule, profile: Profile) -> float:
 
 def _cuts(schedule: ir.Schedule) -> tuple[int, ...]:
     return 0, *(stage.layers[1] for stage in schedule.stages)
+
+
+def _owners(schedule: ir.Schedule) -> tuple[int, ...]:
+    return tuple(stage.device for stage in schedule.stages)
 
 
 def _selective(schedule: ir.Schedule) -> frozenset[int]:
@@ -173,7 +176,7 @@ def _elsewhere(seed: ir.Schedule, attempt: Attempt) -> Start | None:
         return None
     if slicing_of(seed) is not None or attempt.problem.slicing is not None:
         return None
-    starts, _ = _times(seed)
+    starts, _ = times_of(seed)
     halves = np.array([cost.backward_input_ns for cost in seed.forecast.stages])
     moved = Start.of(starts, halves).of_devices(found.device_of, attempt.layout.device_of)
     return None if moved is None else moved.of_microbatches(attempt.problem.microbatches)
@@ -186,19 +189,17 @@ def _by_stage(problem: Problem) -> list[Stage]:
 
 def _read(seed: ir.Schedule, problem: Problem, layout: Layout) -> tuple[Ints, Ints] | None:
     """Return starts and ends [kind, stage, unit] of the seed; None where the instance has not the same ops."""
-    if layout.cuts != _cuts(seed) or layout.owners != tuple(stage.device for stage in seed.stages):
-        return None
-    if layout.selective != _selective(seed):
+    if not is_placed(layout, seed) or layout.selective != _selective(seed):
         return None
     if seed.setup.devices != problem.devices or slicing_of(seed, problem.whole) != problem.slicing:
         return None
     lanes = (op for device in seed.devices for op in device.ops)
     if not all(_is_possible(op, problem, layout) for op in lanes if op.name in KINDS):
         return None
-    return _times(seed)
+    return times_of(seed)
 
 
-def _times(seed: ir.Schedule) -> tuple[Ints, Ints]:
+def times_of(seed: ir.Schedule) -> tuple[Ints, Ints]:
     """Return starts and ends [kind, stage, unit]; of several recomputes or copies of one stage the last."""
     shape = len(Kind), len(seed.stages), seed.setup.microbatches * seed.setup.slices
     starts, ends = np.full(shape, NONE, np.int64), np.full(shape, NONE, np.int64)

@@ -10,6 +10,7 @@ from optpipe_compiler.documents.profile import Sliceable, value_of
 from optpipe_compiler.model.problem import Slicing
 from optpipe_compiler.model.unit_bounds import device_work
 from optpipe_compiler.plan.budget import lowering_s, most_lowering_s
+from optpipe_compiler.plan.cuts import layers_ns
 from optpipe_compiler.plan.local_search import shortened
 from optpipe_compiler.plan.wishes import treatments, wish
 
@@ -134,7 +135,6 @@ def _timely(length: int, number: int, whole: int, linear: int, attention: int) -
 
 def _work(profile: Profile) -> tuple[int, int]:
     """Return the ns of forward and backward of all layers that grow with the tokens, and with their square."""
-    layers = profile.expanded_layers()
-    slices = [layer.slices or Sliceable() for layer in layers]
+    slices = [layer.slices or Sliceable() for layer in profile.expanded_layers()]
     attention = sum(value_of(one.forward_attention_ns) + value_of(one.backward_input_attention_ns) for one in slices)
-    return sum(value_of(layer.forward_ns) + layer.fused_ns for layer in layers) - attention, attention
+    return sum(layers_ns(profile)) - attention, attention

@@ -7,14 +7,44 @@ lowering promises. Also the memory curve of a timed schedule, by the same rules.
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from optpipe_compiler.model.schedule import Kind, LaneOrders, Schedule, Stuck, Task, duration
+from optpipe_compiler.model.schedule import Kind, Schedule, Stuck, Task, duration
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from optpipe_compiler.model.problem import Problem
+
+
+class LaneOrders(NamedTuple):
+    """The order of every lane: `compute` per device, `d2h` and `h2d` per host link.
+
+    `allocations` is the order, per device, in which tasks of compute and h2d take memory: where it is short, a later
+    one waits for an earlier one. `host_limit` is the host memory that each device's offloads may hold (units).
+    """
+
+    compute: tuple[tuple[Task, ...], ...]
+    d2h: tuple[tuple[Task, ...], ...]
+    h2d: tuple[tuple[Task, ...], ...]
+    allocations: tuple[tuple[Task, ...], ...]
+    host_limit: tuple[int, ...]
+
+
+def lane_orders(schedule: Schedule) -> LaneOrders:
+    """The order of every lane, read off the start times."""
+    problem = schedule.problem
+    transfers: dict[Kind, list[list[Task]]] = {kind: [[] for _ in range(problem.links)] for kind in (Kind.D, Kind.H)}
+    allocations: list[list[Task]] = [[] for _ in range(problem.devices)]
+    for task in schedule.sequence:
+        device = problem.stages[task.stage].device
+        link = problem.link_of[device]
+        if task.kind in transfers and link is not None:
+            transfers[task.kind][link].append(task)
+        if task.kind is not Kind.D:
+            allocations[device].append(task)
+    every = (schedule.compute_lanes, transfers[Kind.D], transfers[Kind.H], allocations)
+    return LaneOrders(*(tuple(map(tuple, lanes)) for lanes in every), schedule.host_peaks)
 
 
 def predecessors(problem: Problem, task: Task, present: set[Task] | dict[Task, int]) -> Iterator[tuple[Task, int]]:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.machine.policy import Policy
     from optpipe_compiler.model.problem import Problem, Stage
-    from optpipe_compiler.model.schedule import LaneOrders
+    from tests.given_order import LaneOrders
     from tests.list_scheduler import Guide
 
 

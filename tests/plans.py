@@ -13,7 +13,7 @@ from optpipe_compiler.model.problem import DURATIONS
 from optpipe_compiler.model.schedule import Kind, Mode, Schedule, Task, duration, value
 from optpipe_compiler.solver import constraints, hint, objective, variables
 from optpipe_compiler.solver.worker import Request, build, configure
-from tests.given_order import predecessors
+from tests.given_order import lane_orders, predecessors
 from tests.machines import dispatched
 
 if TYPE_CHECKING:
@@ -61,11 +61,11 @@ def serial(problem: Problem, *, split: bool, mode: Callable[[int, int], Mode] = 
 
 def check(timed: Schedule) -> None:
     """No two ops of a lane overlap, none starts before what it needs, and no device holds more than it may."""
-    for lane in (*timed.lane_orders.compute, *timed.lane_orders.d2h, *timed.lane_orders.h2d):
+    for lane in (*timed.compute_lanes, *lane_orders(timed).d2h, *lane_orders(timed).h2d):
         for before, after in pairwise(lane):
             assert timed.end(before) <= timed.starts[after]
     assert timed.has_copied
-    for lane in timed.lane_orders.compute:
+    for lane in timed.compute_lanes:
         for before, after in pairwise(lane):
             assert timed.end(before) + copied(timed, before)[1] + copied(timed, after)[0] <= timed.starts[after]
     for task, start in timed.starts.items():

@@ -260,8 +260,8 @@ def test_with_room_for_all_it_is_as_good_as_one_forward_one_backward():
 def test_what_ranks_lower_goes_first():
     one = problem(1, 4, 100)
     soon, late = run(one, guide(one, depth=0)), run(one, guide(one, depth=4))
-    assert [task.kind.name for task in soon.lane_orders.compute[0]] == ["F", "I", "W"] * 4
-    assert [task.kind.name for task in late.lane_orders.compute[0]][:4] == ["F"] * 4
+    assert [task.kind.name for task in soon.compute_lanes[0]] == ["F", "I", "W"] * 4
+    assert [task.kind.name for task in late.compute_lanes[0]][:4] == ["F"] * 4
 
 
 def test_every_guide_uses_only_what_is_free_to_use():

@@ -15,8 +15,9 @@ from optpipe_compiler.lower import promised
 from optpipe_compiler.machine.orders import held, retime
 from optpipe_compiler.model.placement import layout
 from optpipe_compiler.model.problem import Caps, Freedom, build, static_bytes
-from optpipe_compiler.model.schedule import Kind, LaneOrders, Stuck, Task
+from optpipe_compiler.model.schedule import Kind, Stuck, Task
 from tests import given_order
+from tests.given_order import LaneOrders, lane_orders
 from tests.instances import profiles
 from tests.machines import dispatched, simulate
 from tests.strategies import problems
@@ -48,7 +49,7 @@ def test_it_agrees_with_its_definition_tick_for_tick(one, seed, more):
     random = Random(seed)
     budget = tuple(max(0, size + more) for size in one.budget)
     for timed in dispatched(one):
-        plan = timed.lane_orders if random.random() < 0.3 else shuffled(timed.lane_orders, random)
+        plan = lane_orders(timed) if random.random() < 0.3 else shuffled(lane_orders(timed), random)
         given_problem = replace(one, budget=budget)
         try:
             expected = given_order.simulate(given_problem, plan, "").starts
@@ -87,7 +88,7 @@ def test_what_it_holds_is_what_the_file_promises(profile, microbatches, room, se
     for timed in dispatched(one):
         fixed = static_bytes(profile, place)
         roomy = replace(one, budget=(10**12,) * devices)
-        anywhere = timed.lane_orders._replace(host_limit=(10**12,) * devices)
+        anywhere = lane_orders(timed)._replace(host_limit=(10**12,) * devices)
         for other in (timed, given_order.simulate(roomy, anywhere, "")):
             peaks, host_peaks, _ = held(other)
             assert ([size + peak for size, peak in zip(fixed, peaks, strict=True)], host_peaks) == promised(

@@ -18,10 +18,11 @@ from optpipe_compiler.lower import Certificate, lower
 from optpipe_compiler.machine.orders import peaks, retime
 from optpipe_compiler.model.placement import layout, stage_devices
 from optpipe_compiler.model.problem import Caps, Freedom, Problem, Slicing, Stage, build
-from optpipe_compiler.model.schedule import Kind, LaneOrders, Schedule, Task
+from optpipe_compiler.model.schedule import Kind, Schedule, Task
 from optpipe_compiler.published import METHODS, NotDefined, Recipe, published
 from optpipe_compiler.published.transfers import timed
 from optpipe_compiler.verify import verify
+from tests.given_order import LaneOrders
 from tests.machines import simulate
 
 PLENTY = 1 << 40
@@ -363,7 +364,7 @@ def test_what_a_paper_does_not_define_is_refused_with_the_reason(name: str, prob
 
 def test_a_recomputation_runs_right_before_its_backward_and_only_for_the_lowest_stages():
     schedule = on("gis-h-recompute-2", 4, 8, 3)
-    for order in schedule.lane_orders.compute:
+    for order in schedule.compute_lanes:
         for before, task in pairwise(order):
             if before.kind is Kind.R:
                 assert task == before._replace(kind=Kind.I)
@@ -475,7 +476,7 @@ def test_streaming_holds_at_most_three_activations_however_many_devices():
 
 def test_a_reload_overlaps_the_backward_before_its_own_and_no_op_before_that():
     schedule = streamed(4, 12, offload=1, reload=2)
-    for order in schedule.lane_orders.compute:
+    for order in schedule.compute_lanes:
         backwards = [task for task in order if task.kind is Kind.B]
         for before, task in pairwise(backwards):
             reload = task._replace(kind=Kind.H)

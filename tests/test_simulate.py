@@ -9,8 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from optpipe_compiler.machine.orders import peaks, retime
-from optpipe_compiler.model.schedule import Kind, LaneOrders, Mode, Schedule, Stuck, Task
-from tests.given_order import memory_curve
+from optpipe_compiler.model.schedule import Kind, Mode, Schedule, Stuck, Task
+from tests.given_order import LaneOrders, memory_curve
 from tests.instances import problem
 from tests.machines import at_one_speed, dispatched, simulate
 from tests.plans import serial

@@ -20,6 +20,7 @@ from optpipe_compiler.model.schedule import Kind, Schedule, Task
 from optpipe_compiler.solver import minimum
 from optpipe_compiler.solver.minimum import one_at_a_time, quickly_one_at_a_time
 from optpipe_compiler.solver.worker import Request, SearchEvent, solve
+from tests.given_order import lane_orders
 from tests.instances import problem
 from tests.machines import dispatched, simulate
 from tests.plans import best, log_of, optimum, start
@@ -313,7 +314,7 @@ def test_what_the_model_finds_keeps_to_every_cap_when_it_is_replayed(one):
         assert not list(dispatched(one))
         return
     value, planned = found
-    again = simulate(one, planned.lane_orders, "again")
+    again = simulate(one, lane_orders(planned), "again")
     assert all(again.starts[task] <= begin for task, begin in planned.starts.items())
     assert again.makespan == value
     assert all(peak <= budget for peak, budget in zip(peaks(again), one.budget, strict=True))

@@ -317,7 +317,7 @@ def _set_modes(x: MachineState, kind: Ints, stage: Ints, microbatch: Ints) -> No
 
 
 def _orders_of(schedule: Schedule) -> Orders:
-    """Return the order of every lane, read off the start times: see `Schedule.lane_orders`."""
+    """Return the order of every lane, read off the start times."""
     problem, columns, rows = schedule.problem, schedule.columns, schedule.rows
     codes, kind = packed(columns.kind, columns.stage, columns.microbatch)[rows], columns.kind[rows]
     stage, links = columns.stage[rows], problem.links

@@ -73,20 +73,6 @@ class Columns(NamedTuple):
         return [Task(kinds[k], s, m) for k, s, m in rows]
 
 
-class LaneOrders(NamedTuple):
-    """The order of every lane: `compute` per device, `d2h` and `h2d` per host link.
-
-    `allocations` is the order, per device, in which tasks of compute and h2d take memory: where it is short, a later
-    one waits for an earlier one. `host_limit` is the host memory that each device's offloads may hold (units).
-    """
-
-    compute: tuple[tuple[Task, ...], ...]
-    d2h: tuple[tuple[Task, ...], ...]
-    h2d: tuple[tuple[Task, ...], ...]
-    allocations: tuple[tuple[Task, ...], ...]
-    host_limit: tuple[int, ...]
-
-
 class Schedule:
     """Orders with start times in ticks of `problem`; `method` names who made it.
 
@@ -190,30 +176,13 @@ class Schedule:
         return np.lexsort((stage, kind, depth, turn, _PHASE[kind], whole, end, start))
 
     @cached_property
-    def lane_orders(self) -> LaneOrders:
-        """The order of every lane, read off the start times."""
-        problem = self.problem
-        compute: list[list[Task]] = [[] for _ in range(problem.devices)]
-        allocations: list[list[Task]] = [[] for _ in range(problem.devices)]
-        transfers: dict[Kind, list[list[Task]]] = {
-            kind: [[] for _ in range(problem.links)] for kind in (Kind.D, Kind.H)
-        }
+    def compute_lanes(self) -> list[list[Task]]:
+        """The tasks of each device's compute lane, in order."""
+        lanes: list[list[Task]] = [[] for _ in range(self.problem.devices)]
         for task in self.sequence:
-            device = problem.stages[task.stage].device
-            link = problem.link_of[device]
-            if task.kind not in transfers:
-                compute[device].append(task)
-            elif link is not None:
-                transfers[task.kind][link].append(task)
-            if task.kind is not Kind.D:
-                allocations[device].append(task)
-        return LaneOrders(
-            tuple(map(tuple, compute)),
-            tuple(map(tuple, transfers[Kind.D])),
-            tuple(map(tuple, transfers[Kind.H])),
-            tuple(map(tuple, allocations)),
-            self.host_peaks,
-        )
+            if task.kind < Kind.D:
+                lanes[self.problem.stages[task.stage].device].append(task)
+        return lanes
 
     @cached_property
     def host_peaks(self) -> tuple[int, ...]:

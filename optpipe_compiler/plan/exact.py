@@ -165,7 +165,7 @@ class _Exact:
 
 def _is_loose(schedule: Schedule, window: Window) -> bool:
     """Whether every device idles or recomputes in the window, without which the rest cannot move earlier."""
-    for lane in schedule.lane_orders.compute:
+    for lane in schedule.compute_lanes:
         inside = ((max(schedule.starts[t], window.begin), min(schedule.end(t), window.end), t) for t in lane)
         busy = sum(max(0, end - begin) for begin, end, task in inside if task.kind is not Kind.R)
         if busy >= window.end - window.begin:

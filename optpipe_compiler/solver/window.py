@@ -149,7 +149,7 @@ class WindowModel:
     def _bound_spans(self) -> None:
         """From the first start to the last end on the compute lane of each device."""
         v, schedule = self.variables, self.schedule
-        for lane in filter(None, schedule.lane_orders.compute):
+        for lane in filter(None, schedule.compute_lanes):
             first = lane[0]
             begin: cp_model.LinearExpr | int = self._moved(first)
             if first.microbatch in self.microbatches:

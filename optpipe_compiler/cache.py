@@ -201,7 +201,7 @@ def compile_schedule(
                 return _again(found, chosen, entry.about, time.monotonic() - begin, on_progress)
     seeds = () if chosen.reproducible else tuple(question.starts(cache, known))
     halfway = _Halfway(chosen.time_limit_s or 0.0, on_progress)
-    result = compiler.compile_schedule(profile, replace(chosen, seeds=(*chosen.seeds, *seeds)), halfway.see, begin)
+    result = compiler.compile_schedule(profile, replace(chosen, kept=seeds), halfway.see, begin)
     if not result.interrupted:
         cache.write(question.name, question.about(result, halfway.value_ns, seeds), result.checked)
     return replace(result, options=chosen)

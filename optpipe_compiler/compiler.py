@@ -273,7 +273,7 @@ class _Compilation:
 
     def _search(self) -> None:
         """The phases in order, each of which makes incumbents better."""
-        seeds.plant(self.incumbents, self.options.seeds)
+        seeds.plant(self.incumbents, self.options.seeds, self.options.kept)
         any_small = any(map(is_small, self.incumbents.attempts))
         share = QUICK_SHARE if not self.options.search else SMALL_SHARE if any_small else LOCAL_SHARE
         least = LeastMemory(self.incumbents, self.caps, self.budget)

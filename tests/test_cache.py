@@ -110,11 +110,19 @@ def test_near_questions_start_from_the_nearest_plans(kept, searches):
     planned(replace(SOON, microbatches=6), kept)
     planned(SOON, kept, far)
     planned(replace(SOON, offload=False), kept)
-    digests = [[seed.schedule.digest for seed in one.seeds] for one in searches]
+    digests = [[seed.schedule.digest for seed in one.kept] for one in searches]
     assert digests[0] == digests[3] == digests[4] == []
     assert digests[1] == [first.schedule.digest]
     assert digests[2][0] == first.schedule.digest  # its costs are equal
     assert len(digests[2]) == 2
+
+
+def test_nothing_is_said_of_a_kept_plan_that_is_no_start(kept, searches):
+    sliced = replace(SOON, slices=2)
+    for tokens in (256, 512):
+        plan = planned(sliced, kept, uniform(2, 4, sliceable=True, sequence_length=tokens))
+        assert not plan.notes
+    assert [len(one.kept) for one in searches] == [0, 1]
 
 
 def test_more_memory_is_never_worse_than_less_in_whatever_order_it_is_asked(kept):
@@ -133,7 +141,7 @@ def test_a_better_plan_for_less_memory_takes_the_place_of_an_answer(kept, search
     kept.write(entry.path.stem, about, roomy.checked)
     again = planned(replace(SOON, mem_bytes=4 * GB), kept)
     assert not again.is_cached
-    assert searches[-1].seeds[0].schedule == tight.schedule
+    assert searches[-1].kept[0].schedule == tight.schedule
     assert value(again) <= value(tight)
 
 
@@ -141,7 +149,7 @@ def test_an_answer_with_a_longer_forecast_that_was_chosen_for_its_noise_stays_an
     tight = planned(replace(SOON, noise=0.2), kept)
     asked = replace(SOON, noise=0.2, mem_bytes=4 * GB)
     roomy = planned(asked, kept)
-    assert tight.schedule.digest in [seed.schedule.digest for seed in searches[-1].seeds]
+    assert tight.schedule.digest in [seed.schedule.digest for seed in searches[-1].kept]
     entry = next(one for one in kept.entries() if one.about.mem_bytes == 4 * GB)
     kept.write(entry.path.stem, structs.replace(entry.about, value_ns=value(tight) + 1), roomy.checked)
     again = planned(asked, kept)
@@ -154,7 +162,7 @@ def test_a_reproducible_answer_does_not_depend_on_what_is_kept(kept, searches, t
     alone = planned(options, cache.Cache(tmp_path / "empty"))
     planned(replace(SOON, mem_bytes=GB + 1, time_limit_s=1.0), kept)
     among = planned(options, kept)
-    assert searches[-1].seeds == ()
+    assert searches[-1].kept == ()
     assert ir.to_text(among.schedule) == ir.to_text(alone.schedule)
     assert planned(options, kept).is_cached
 

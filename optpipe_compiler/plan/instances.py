@@ -155,7 +155,7 @@ def instances(profile: Profile, options: Options) -> list[tuple[Layout, Problem]
             return None
         return made(one, share, slicing)
 
-    return found + list(seeds.added(options.seeds, profile, options.microbatches, found, like))
+    return found + list(seeds.added(options.seeds + options.kept, profile, options.microbatches, found, like))
 
 
 def in_time(found: list[tuple[Layout, Problem]], options: Options) -> list[tuple[Layout, Problem]]:
@@ -186,7 +186,9 @@ def beside(found: list[tuple[Layout, Problem]], options: Options) -> list[tuple[
     The offloads of published ones are whole; those of seeds need not be.
     """
     long = [one for one in found if one[1].tasks <= MOST_TASKS and _is_longer(one[1], options)]
-    return [one for one in long if options.seeds or not any(stage.staying_layers for stage in one[1].stages)]
+    if options.seeds or options.kept:
+        return long
+    return [one for one in long if not any(stage.staying_layers for stage in one[1].stages)]
 
 
 def _is_longer(problem: Problem, options: Options) -> bool:

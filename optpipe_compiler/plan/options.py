@@ -53,6 +53,8 @@ class Options:
     """Where an earlier schedule cuts microbatches, and how long they are; it stands for `slices` and `lengths`."""
     seeds: tuple[ir.Checked, ...] = ()
     """Earlier schedules; the result is no worse than one of them that still fits (plan/seeds.py)."""
+    kept: tuple[ir.Checked, ...] = ()
+    """More of them, that the user has not named: nothing is said of those that cannot be taken over."""
     noise: float | None = None
     """The standard deviation of an op's time as a share of it, for all ops; None: as the profile says."""
     keep: ir.Checked | None = None

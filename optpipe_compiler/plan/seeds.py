@@ -23,7 +23,7 @@ from optpipe_compiler.model.schedule import KINDS, NONE, Ints, Kind, Schedule, S
 from optpipe_compiler.plan.carried import Start, in_turn, to_microbatches
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from optpipe_compiler.documents.profile import Profile
     from optpipe_compiler.model.problem import Problem, Stage
@@ -54,9 +54,9 @@ def added(
             yield found[-1]
 
 
-def plant(incumbents: Incumbents, seeds: Iterable[ir.Checked]) -> None:
-    """Make each seed the best of its placement if it fits and is better; note those that none can take over."""
-    for number, seed in enumerate(seeds):
+def plant(incumbents: Incumbents, named: Sequence[ir.Checked], kept: Sequence[ir.Checked] = ()) -> None:
+    """Make each seed the best of its placement if it fits and is better; note named ones that none can take over."""
+    for number, seed in enumerate([*named, *kept]):
         taken = False
         for attempt in incumbents.all:
             for timed in _timed(seed.schedule, attempt.problem, attempt.layout):
@@ -67,7 +67,7 @@ def plant(incumbents: Incumbents, seeds: Iterable[ir.Checked]) -> None:
             if (start := _elsewhere(seed.schedule, attempt)) is not None:
                 attempt.starts.append(start)
                 taken = True
-        if not taken:
+        if not taken and number < len(named):
             incumbents.attempts[0].notes.append(
                 f"start {number + 1} ({seed.schedule.digest[:15]}) has a placement, ops, slices or lengths of "
                 "microbatches that are not searched here: it is not taken over"

@@ -276,7 +276,7 @@ class _Compilation:
         seeds.plant(self.incumbents, self.options.seeds, self.options.kept)
         any_small = any(map(is_small, self.incumbents.attempts))
         share = QUICK_SHARE if not self.options.search else SMALL_SHARE if any_small else LOCAL_SHARE
-        least = LeastMemory(self.incumbents, self.caps, self.budget)
+        least = LeastMemory(self.incumbents, self.caps, self.budget, may_slice=self.options.slices != 1)
         if not least.is_hopeless():
             explore(self.incumbents, self.candidates, self.budget, least, share=share)
         self.incumbents.adopt()

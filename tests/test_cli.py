@@ -279,6 +279,21 @@ def test_the_smallest_cap_can_be_pasted_where_a_profile_counts_in_bytes(run):
     assert run("compile", "--mem", found[1], "--no-offload", *FAST).code == 0
 
 
+def test_the_cap_that_a_published_schedule_needs_can_be_pasted(run):
+    Path("profile.json").write_text(re.sub(r"(_bytes\": \d+)000000\b", r"\1", Path("profile.json").read_text()))
+    asked = ("--method", "gpipe", "--microbatches", "4", *FAST)
+    found = re.search(r"raise --mem to (\S+)$", refused(run("compile", "--mem", "500B", *asked), 3))
+    assert found is not None
+    assert run("compile", "--mem", found[1], *asked).code == 0
+
+
+def test_a_published_schedule_that_lacks_host_memory_alone_is_not_said_to_lack_that_of_devices(run):
+    asked = ("--method", "1f1b-offload", "--microbatches", "4", *FAST)
+    assert run("compile", "--mem", "2GB", *asked).code == 0
+    sentence = refused(run("compile", "--mem", "2GB", "--host-mem", "1B", *asked), 3)
+    assert sentence == "1f1b-offload does not fit: its offloads need more host memory; raise --host-mem"
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [

@@ -235,6 +235,17 @@ def test_a_refusal_names_what_slices_need_where_whole_microbatches_need_more() -
     assert compile_schedule(profile, replace(asked, mem_bytes=least)).schedule.setup.slices > 1
 
 
+def test_a_cap_below_the_weights_names_no_smallest_cap_where_slices_were_not_tried() -> None:
+    """It named what whole microbatches need; slices fit below that."""
+    profile = sliced(2, kv_fraction=0.1, static_gb=1)
+    asked = Options(1, 4, slices="auto", time_limit_s=0.1, reproducible=True, offload=False)
+    with pytest.raises(Infeasible) as refused:
+        compile_schedule(profile, asked)
+    told = re.search(r"short; raise --mem to (\d+) ", str(refused.value))
+    assert told is not None, refused.value
+    assert compile_schedule(profile, replace(asked, mem_bytes=int(told[1]) - 1)).schedule.setup.slices > 1
+
+
 def test_what_a_refusal_of_slices_says_is_needed_is_enough_where_the_hosts_have_little_memory() -> None:
     """It named what offloads need for which the hosts have no memory."""
     profile = sliced(2, kv_fraction=0.1, d2h_ms=0.5, h2d_ms=0.5)

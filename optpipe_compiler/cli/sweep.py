@@ -222,7 +222,7 @@ def _plan(output: Path, found: Sweep, todo: list[Instance], jobs: int) -> tuple[
 def _refuse_nothing(found: Sweep) -> None:
     """Raise what `compile` would where no point has a plan."""
     from optpipe_compiler.study.frontier import least_memory
-    from optpipe_compiler.view.sweep import exactly
+    from optpipe_compiler.view.sweep import enough
 
     points = found.points
     if any(point.makespan_ns is not None for point in points):
@@ -232,7 +232,7 @@ def _refuse_nothing(found: Sweep) -> None:
         raise NotFound(f"no schedule was found within the time limit for {where}")
     least = min(least_memory(points), key=lambda one: one.mem_bytes, default=None)
     if least is not None:
-        raise Infeasible(f"nothing fits {where}; the smallest --mem that would do is {exactly(least.mem_bytes)}")
+        raise Infeasible(f"nothing fits {where}; {enough(least.mem_bytes, found)}")
     raise Infeasible(f"nothing fits {where}; of the last: {points[-1].reason}")
 
 

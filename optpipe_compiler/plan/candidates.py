@@ -12,7 +12,7 @@ import numpy as np
 from msgspec import UNSET
 
 from optpipe_compiler.documents import ir
-from optpipe_compiler.documents.units import short_bytes, show_bytes, show_ns
+from optpipe_compiler.documents.units import exact_cap, short_bytes, show_bytes, show_ns
 from optpipe_compiler.errors import BadInput, Infeasible
 from optpipe_compiler.model.schedule import Kind, Schedule, Stuck
 from optpipe_compiler.published import METHODS, NotDefined, earliest, is_for, published, recipe
@@ -106,12 +106,15 @@ class Candidates:
         if self.incumbents.winner() is not None:
             return
         tried = self.tried.get(name, [])
-        needed = [one.need.peak_bytes for one in tried if one.need is not None]
-        if needed:
+        needs = [one.need for one in tried if one.need is not None]
+        least = min((need.peak_bytes for need in needs if need.on_hosts), default=None)
+        if least is not None:
             raise Infeasible(
-                f"{name} does not fit --mem {show_bytes(cap_bytes)}: it needs {min(needed)} bytes "
-                f"({show_bytes(min(needed))}) on its fullest device"
+                f"{name} does not fit --mem {show_bytes(cap_bytes)}: it needs {least} bytes "
+                f"({show_bytes(least)}) on its fullest device; raise --mem to {exact_cap(least)}"
             )
+        if needs:
+            raise Infeasible(f"{name} does not fit: its offloads need more host memory; raise --host-mem")
         reasons = sorted({one.reason for one in tried if one.reason is not None})
         is_cut = METHODS[name].sliced
         if not any((attempt.problem.slices > 1) == is_cut for attempt in self.incumbents.all):

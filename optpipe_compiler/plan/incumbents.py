@@ -107,8 +107,8 @@ class Attempt:
         peaks, host_peaks = self.peaks(timed)
         caps = map(int.__add__, self.fixed, problem.budget)
         over = [max(0, peak - cap) for peak, cap in zip(peaks, caps, strict=True)]
-        fits = not any(over) and problem.fits_hosts(host_peaks)
-        return Need(max(peaks), None if fits else over)
+        on_hosts = problem.fits_hosts(host_peaks)
+        return Need(max(peaks), over if any(over) or not on_hosts else None, on_hosts)
 
 
 def overtakes(timed: Schedule) -> bool:
@@ -134,6 +134,8 @@ class Need:
     peak_bytes: int
     over: list[int] | None
     """None if it fits."""
+    on_hosts: bool = True
+    """Whether the hosts have room for its offloads."""
 
 
 class Incumbents:

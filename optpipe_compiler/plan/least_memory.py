@@ -29,12 +29,14 @@ if TYPE_CHECKING:
 class LeastMemory:
     """One microbatch after the other on each placement, found once."""
 
-    def __init__(self, incumbents: Incumbents, caps: Caps, budget: Budget) -> None:
+    def __init__(self, incumbents: Incumbents, caps: Caps, budget: Budget, *, may_slice: bool = False) -> None:
         self.incumbents = incumbents
         self.caps = caps
         self.budget = budget
         self.is_proof = all(attempt.problem.slicing is None for attempt in incumbents.all)
         """Whether no schedule fits at all where none of these does."""
+        self.is_smallest = self.is_proof and not may_slice
+        """Whether nothing less would do: slices may, which are not tried where the weights alone do not fit."""
         self._refusal: Infeasible | None = None
         self._is_found = False
 
@@ -108,7 +110,7 @@ class LeastMemory:
                 best = peaks[worst], number, worst, attempt
         if best is not None and (least is None or best[0] <= least):
             needed, _, device, attempt = best
-            self._refusal = _refusal(needed, device, attempt, self.caps)
+            self._refusal = _refusal(needed, device, attempt, self.caps, is_smallest=self.is_smallest)
         incumbents.adopt()
         self._is_found = True
 
@@ -160,18 +162,19 @@ def _one_after_the_other(problem: Problem) -> Iterator[Schedule]:
             yield earliest(timed(problem, recipe, "one-at-a-time"))
 
 
-def _refusal(needed: int, device: int, attempt: Attempt, caps: Caps) -> Infeasible:
+def _refusal(needed: int, device: int, attempt: Attempt, caps: Caps, *, is_smallest: bool) -> Infeasible:
     cap = caps.device_bytes
     place = f"placement {attempt.layout.name}, {counted(attempt.layout.stages, 'stage')}"
     host = "" if caps.host_bytes is None else f" and --host-mem {show_bytes(caps.host_bytes)}"
     if attempt.problem.hosts:
         host += " and the memory of the profile's hosts"
     named = attempt.layout.named(device)
+    enough = "the smallest --mem that would do is" if is_smallest else "raise --mem to"
     if needed <= cap:
         return Infeasible(f"no schedule fits{host}: offloading needs more host memory; raise --host-mem or --mem")
     return Infeasible(
         f"no schedule fits --mem {show_bytes(cap)}{host}: device {named} is {needed - cap} bytes "
-        f"({show_bytes(needed - cap)}) short; the smallest --mem that would do is {exact_cap(needed)} "
+        f"({show_bytes(needed - cap)}) short; {enough} {exact_cap(needed)} "
         f"({show_bytes(needed)}; {place})",
         needed,
     )

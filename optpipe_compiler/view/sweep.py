@@ -160,7 +160,7 @@ def sentences(sweep: Sweep, tolerance: float) -> Iterator[str]:
     from optpipe_compiler.study.frontier import answer
 
     answers = answer(sweep.points, tolerance)
-    yield from least_sentences(answers.least_memory)
+    yield from least_sentences(answers.least_memory, sweep)
     yield from memory_sentences(answers.cheapest_memory, tolerance)
     yield from microbatch_sentences(answers.enough_microbatches, tolerance)
     yield from device_sentences(answers.best_devices, sweep.tokens_per_microbatch)
@@ -168,19 +168,20 @@ def sentences(sweep: Sweep, tolerance: float) -> Iterator[str]:
     yield from notes(sweep)
 
 
-def least_sentences(found: Sequence[LeastCap]) -> Iterator[str]:
+def least_sentences(found: Sequence[LeastCap], sweep: Sweep) -> Iterator[str]:
     """Yield what memory would do where nothing fits, lines with the same answer in one sentence."""
     groups: dict[tuple[str, int], list[str]] = {}
     for one in found:
         groups.setdefault((_devices(one.devices, one.gpu), one.mem_bytes), []).append(str(one.microbatches))
     for (devices, needed), numbers in groups.items():
         count = f"{' or '.join(numbers)} {'microbatch' if numbers == ['1'] else 'microbatches'}"
-        yield f"With {devices} and {count} nothing fits; the smallest --mem that would do is {exactly(needed)}."
+        yield f"With {devices} and {count} nothing fits; {enough(needed, sweep)}."
 
 
-def exactly(size: int) -> str:
-    """Return a cap that can be pasted, and in units."""
-    return f"{exact_cap(size)} ({show_bytes(size)})"
+def enough(size: int, sweep: Sweep) -> str:
+    """Say which cap would do; that none below it would is known where nothing is cut into slices."""
+    said = "the smallest --mem that would do is" if sweep.slicing is None else "raise --mem to"
+    return f"{said} {exact_cap(size)} ({show_bytes(size)})"
 
 
 def memory_sentences(found: Sequence[CheapestMemory], tolerance: float) -> Iterator[str]:

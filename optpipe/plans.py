@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack
 
@@ -316,9 +317,9 @@ def bounds(
     costs, rows = as_profile(profile), []
     microbatches = checked("microbatches", microbatches, "int", is_optional=True)
     devices = checked("devices", devices, "int", is_optional=True)
-    if not isinstance(mem, Size | Sequence):
+    if not isinstance(mem, Integral | str | Sequence):
         raise BadInput(f"mem is {mem!r}, expected bytes, a size such as '40GB', or a list of these")
-    for one in [mem] if isinstance(mem, Size) else mem:
+    for one in [mem] if isinstance(mem, Integral | str) else mem:
         cap = size(one, "mem")
         given = compiler.Options(mem_bytes=cap, microbatches=microbatches, devices=devices, **more)
         rows.append(BoundRow(cap, *compiler.lower_bound(costs, given)))
@@ -334,7 +335,7 @@ def size(value: Size, name: str) -> int:
     """Return bytes; a text without a unit is refused where it can hardly be meant."""
     if isinstance(value, str):
         return parse_cap(value, name)
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise BadInput(f"{name} is {value!r}, expected bytes or a size such as '40GB'")
     return parse_cap(str(value), name)
 

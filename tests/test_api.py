@@ -365,6 +365,8 @@ def test_an_own_schedule_is_timed_judged_and_named_like_a_built_in_one(registry)
     searched = optpipe.compile(COSTS, mem="5GB", **QUICK)
     [row] = [row for row in searched.baselines if row.name == "my-gpipe"]
     assert (row.kind, row.makespan_ns, row.fits) == ("own", known.makespan_ns, True)
+    assert optpipe.compile(COSTS, mem=np.int64(GB), **QUICK).schedule.setup.cap_bytes == GB
+    assert optpipe.bounds(COSTS, np.int64(GB)) == optpipe.bounds(COSTS, [np.int64(GB)]) == optpipe.bounds(COSTS, GB)
     compared = {row.name: row.makespan_ns for row in searched.compare(methods="own,gpipe").rows}
     assert compared["my-gpipe"] == compared["gpipe"] == known.makespan_ns
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from inspect import Parameter, signature
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, get_type_hints
 
 from optpipe_compiler.errors import BadInput
 
@@ -138,3 +138,10 @@ def checked_all(name: str, values: Any, kind: str, *, is_optional: bool = False,
     if len(values) != (length or len(values)):
         raise BadInput(f"{name} is {reprlib.repr(values)}, expected {length} numbers")
     return tuple(checked(f"{name}[{number}]", value, kind) for number, value in enumerate(values))
+
+
+def chosen(function: Callable[..., Any], **values: Any) -> None:
+    """Raise BadInput for a value that the annotation of its argument, a Literal, does not have."""
+    for name, value in values.items():
+        if value not in (choices := get_args(get_type_hints(function)[name])):
+            raise BadInput(f"{name} is {reprlib.repr(value)}, expected one of {', '.join(map(str, choices))}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
-from optpipe.keywords import UniformKeywords, checked, known
+from optpipe.keywords import UniformKeywords, checked, chosen, known
 from optpipe_compiler.costs.uniform import UniformOptions
 from optpipe_compiler.costs.uniform import uniform_profile as _uniform_profile
 from optpipe_compiler.documents import profile as _profiles
@@ -45,7 +45,7 @@ def estimate_profile(
     tensor_parallel: int = 1,
     links: Literal["pairs", "none"] = "none",
     dtype: Literal["bf16", "fp16"] = "bf16",
-    attention: Literal["flash", "math"] | None = None,
+    attention: Literal["flash", "math", None] = None,
     accumulation: Literal["torch", "fused"] = "torch",
     granularity: Literal["block", "half"] = "block",
     embedding_parts: int = 1,
@@ -74,6 +74,8 @@ def estimate_profile(
     for name, number in numbers.items():
         checked(name, number, "int")
     checked("sequence_length", sequence_length, "int", is_optional=True)
+    named = {"links": links, "dtype": dtype, "attention": attention}
+    chosen(estimate_profile, **named, accumulation=accumulation, granularity=granularity)
     found = models.load(str(model))
     cut: dict[str, Any] = {"granularity": granularity, "embedding_parts": embedding_parts, "head_parts": head_parts}
     architecture = replace(found, attention=attention or found.attention, **cut)
@@ -83,7 +85,7 @@ def estimate_profile(
         gpu=gpus.load(gpu),
         name=stem if stem != "config" else architecture.kind,
         devices=devices,
-        sequence_length=sequence_length or architecture.positions or 4096,
+        sequence_length=architecture.positions or 4096 if sequence_length is None else sequence_length,
         microbatch_size=microbatch_size,
         tensor_parallel=tensor_parallel,
         shared_links=links,

@@ -121,6 +121,23 @@ def test_a_model_and_a_gpu_make_the_profile_that_the_command_makes(run):  # noqa
 
 
 def test_a_plan_starts_from_an_earlier_one(plan):
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"links": "pair"}, "links is 'pair', expected one of pairs, none"),
+        ({"dtype": "fp8"}, "dtype is 'fp8', expected one of bf16, fp16"),
+        ({"attention": "maths"}, "attention is 'maths', expected one of flash, math, None"),
+        ({"accumulation": "fuse"}, "accumulation is 'fuse', expected one of torch, fused"),
+        ({"granularity": "auto"}, "granularity is 'auto', expected one of block, half"),
+        ({"sequence_length": 0}, "--seq is 0, expected 1 to"),
+    ],
+)
+def test_an_estimate_refuses_what_it_does_not_know(options, sentence):
+    pytest.importorskip("torch")
+    with pytest.raises(optpipe.BadInput, match=sentence):
+        optpipe.estimate_profile("gpt2", "a100-80gb", devices=2, **options)
+
+
     more = optpipe.compile(COSTS, mem="1.1GB", microbatches=4, time_limit=0, start=plan)
     assert more.makespan_ns <= plan.makespan_ns
 

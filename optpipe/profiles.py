@@ -22,7 +22,7 @@ def read_profile(path: PathLike) -> Profile:
 
 def write_profile(profile: Profile, path: PathLike) -> None:
     """Write a profile as the canonical text of its file, at once or not at all."""
-    write_atomically(Path(checked("path", path, "path")), canonical(profile))
+    write_atomically(Path(checked("path", path, "path")), canonical(as_profile(profile)))
 
 
 def uniform_profile(**options: Unpack[UniformKeywords]) -> Profile:
@@ -109,5 +109,8 @@ def profile_from_run(trace: PathLike, profile: Profile | PathLike) -> Profile:
 
 
 def as_profile(profile: Profile | PathLike) -> Profile:
-    """Return the profile, read if it is given by its path."""
-    return profile if isinstance(profile, Profile) else read_profile(checked("profile", profile, "path"))
+    """Return the profile, read if it is given by its path, else cross-checked as a file is."""
+    if not isinstance(profile, Profile):
+        return read_profile(checked("profile", profile, "path"))
+    _profiles.parse(canonical(profile), "profile")
+    return profile

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
+import msgspec
 import numpy as np
 import pandas as pd
 import pytest
@@ -120,7 +121,6 @@ def test_a_model_and_a_gpu_make_the_profile_that_the_command_makes(run):  # noqa
     )
 
 
-def test_a_plan_starts_from_an_earlier_one(plan):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
@@ -138,6 +138,7 @@ def test_an_estimate_refuses_what_it_does_not_know(options, sentence):
         optpipe.estimate_profile("gpt2", "a100-80gb", devices=2, **options)
 
 
+def test_a_plan_starts_from_an_earlier_one(plan):
     more = optpipe.compile(COSTS, mem="1.1GB", microbatches=4, time_limit=0, start=plan)
     assert more.makespan_ns <= plan.makespan_ns
 
@@ -208,6 +209,14 @@ def test_a_sweep_is_rows_sentences_and_a_picture(tmp_path):
     assert len(json.loads((tmp_path / "sweep.json").read_text())["points"]) == 3
     again = optpipe.sweep(COSTS, ["1GB", "2GB"], microbatches=[4], time_limit=0, path=tmp_path / "sweep.json")
     assert again.points == found.points
+
+
+TORN = r"profile: \$.layers\[0\].residue_bytes is .*, expected captured_bytes"
+
+
+def torn():
+    """A profile changed in Python into one that no file may hold."""
+    return msgspec.structs.replace(COSTS, layers=[msgspec.structs.replace(COSTS.layers[0], saved_bytes=1)])
 
 
 @pytest.mark.parametrize(
@@ -319,6 +328,10 @@ def test_a_sweep_is_rows_sentences_and_a_picture(tmp_path):
         (lambda: optpipe.uniform_profile(head_ms=(1, 2)), optpipe.BadInput, "head_ms is .1, 2., expected 3 numbers"),
         (lambda: optpipe.verify(5), optpipe.BadInput, "schedule is 5, expected a path"),
         (lambda: optpipe.read_profile("no.json"), optpipe.BadInput, "no.json: cannot be read"),
+        (lambda: optpipe.write_profile(5, "no.json"), optpipe.BadInput, "profile is 5, expected a path"),
+        (lambda: optpipe.write_profile(torn(), "no.json"), optpipe.BadInput, TORN),
+        (lambda: optpipe.compile(torn(), mem=GB), optpipe.BadInput, TORN),
+        (lambda: optpipe.bounds(torn(), GB), optpipe.BadInput, TORN),
     ],
 )
 def test_mistakes_are_one_sentence(mistake, error, sentence):
@@ -352,6 +365,8 @@ def test_whole_numbers_of_numpy_are_whole_numbers(tmp_path):
     assert planned(np.int64(4), np.int32(1)).schedule == planned(4, 1).schedule
     swept = optpipe.sweep(COSTS, ["8GB"], microbatches=[np.int64(4)], path=tmp_path / "s.json", time_limit=0.5)
     assert [point.microbatches for point in swept.points] == [4]
+    assert optpipe.compile(COSTS, mem=np.int64(GB), **QUICK).schedule.setup.cap_bytes == GB
+    assert optpipe.bounds(COSTS, np.int64(GB)) == optpipe.bounds(COSTS, [np.int64(GB)]) == optpipe.bounds(COSTS, GB)
 
 
 def test_a_schedule_that_does_not_hold_is_refused_and_one_without_costs_cannot_be_explained(plan, tmp_path):
@@ -382,8 +397,6 @@ def test_an_own_schedule_is_timed_judged_and_named_like_a_built_in_one(registry)
     searched = optpipe.compile(COSTS, mem="5GB", **QUICK)
     [row] = [row for row in searched.baselines if row.name == "my-gpipe"]
     assert (row.kind, row.makespan_ns, row.fits) == ("own", known.makespan_ns, True)
-    assert optpipe.compile(COSTS, mem=np.int64(GB), **QUICK).schedule.setup.cap_bytes == GB
-    assert optpipe.bounds(COSTS, np.int64(GB)) == optpipe.bounds(COSTS, [np.int64(GB)]) == optpipe.bounds(COSTS, GB)
     compared = {row.name: row.makespan_ns for row in searched.compare(methods="own,gpipe").rows}
     assert compared["my-gpipe"] == compared["gpipe"] == known.makespan_ns
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from runtime_torch.microbatch import add_loss
     from runtime_torch.replay import StepResult
     from runtime_torch.runner import Runner
+    from runtime_torch.selective import cheap
     from runtime_torch.slices import WHOLE, Carry
     from runtime_torch.stages import build_stages, wrap_stages
 

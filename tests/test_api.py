@@ -54,6 +54,14 @@ def test_every_name_that_is_promised_is_there_and_documented():
         optpipe.compil  # noqa: B018
 
 
+def test_every_package_tells_type_checkers_its_types():
+    """Without the mark all that `optpipe` and `runtime_torch` take and return is Any to a user's mypy."""
+    root = Path(optpipe.__file__).parents[1]
+    packages = [home.parent.name for home in root.glob("*/__init__.py") if home.parent.name.startswith(("opt", "run"))]
+    assert [name for name in packages if not (root / name / "py.typed").exists()] == []
+    assert {"optpipe", "optpipe_compiler", "optpipe_torch", "runtime_torch"} <= {*packages}
+
+
 def test_a_plan_for_other_microbatches_keeps_the_placement_of_the_one_before(plan):
     again = optpipe.compile(COSTS, mem="2GB", start=plan, keep_placement=plan, microbatches=7, time_limit=0.0)
     where = [[(stage.device, stage.layers) for stage in one.schedule.stages] for one in (plan, again)]

@@ -102,7 +102,7 @@ class Batches:
         forward_only: bool = False,
     ) -> Batch:
         """Agree with the other ranks, and cut this rank's part; a step has as many microbatches as the schedule."""
-        given = self._checked(inputs, target)
+        given = self._checked(inputs, target, "eval()" if forward_only else "step()")
         if not forward_only:
             _refuse_gradients(given, target if self._gets_target else None)
         (samples,) = self._told(self._ends[0], [len(given[0])] if given else [0])
@@ -177,13 +177,15 @@ class Batches:
         assert not isinstance(self._setup.units, msgspec.UnsetType)
         return self._setup.units.tokens
 
-    def _checked(self, inputs: Sequence[Tensor | None], target: Tensor | None) -> list[Tensor]:
+    def _checked(self, inputs: Sequence[Tensor | None], target: Tensor | None, call: str) -> list[Tensor]:
         """Return the inputs; raise BadInput where this rank lacks something, or has another kind of tensor."""
         given = [tensor for tensor in inputs if tensor is not None]
         if self._gets_target and target is None:
             where = "the rank of the last stage" if self._has_last else "each rank with a layer that asks for it"
-            raise BadInput(f"step() needs a target on {where}")
+            raise BadInput(f"{call} needs a target on {where}")
         for tensor in (*given, *(() if target is None else (target,))):
+            if not isinstance(tensor, Tensor):
+                raise BadInput(f"{call} got {type(tensor).__name__}, expected tensors, the inputs one by one")
             if tensor.dim() == 0 or len(tensor) == 0:
                 raise BadInput(
                     f"a batch has the shape {tuple(tensor.shape)}, expected samples along its first dimension"
@@ -191,19 +193,19 @@ class Batches:
         if not self._has_first:
             return []
         if not given:
-            raise BadInput("step() needs inputs on the rank of the first stage")
+            raise BadInput(f"{call} needs inputs on the rank of the first stage")
         if self._inputs is not None or len(given) > 1:
-            self._hold_against(() if self._inputs is None else self._inputs.parts, given)
+            self._hold_against(() if self._inputs is None else self._inputs.parts, given, call)
         return given
 
-    def _hold_against(self, parts: Sequence[Boundary], given: Sequence[Tensor]) -> None:
+    def _hold_against(self, parts: Sequence[Boundary], given: Sequence[Tensor], call: str) -> None:
         count = max(1, len(parts))
         if len(given) != count:
-            raise BadInput(f"step() got {len(given)} inputs, expected {count} (as build_stages was given)")
+            raise BadInput(f"{call} got {len(given)} inputs, expected {count} (as build_stages was given)")
         for index, (tensor, (shape, dtype)) in enumerate(zip(given, parts, strict=True)):
             if tensor.dtype != dtype or tuple(tensor.shape[1:]) != shape[1:]:
                 raise BadInput(
-                    f"input {index} of step() is {in_words((tuple(tensor.shape), tensor.dtype))}, expected "
+                    f"input {index} of {call} is {in_words((tuple(tensor.shape), tensor.dtype))}, expected "
                     f"{in_words((shape, dtype))} for each microbatch, as build_stages was given"
                 )
 

@@ -698,6 +698,10 @@ def test_batches_that_cannot_be_cut_or_are_missing_are_refused(alone):
         runner.step(inputs[0], target=target)
     with pytest.raises(BadInput, match="needs a target"):
         runner.step(*inputs)
+    with pytest.raises(BadInput, match=r"eval.. needs a target"):
+        runner.eval(*inputs)
+    with pytest.raises(BadInput, match=r"step.. got .*, expected tensors, the inputs one by one"):
+        runner.step(list(inputs), target=target)
     with pytest.raises(BadInput, match="the shapes between layers are not known"):
         runtime_torch.Runner(schedule, runtime_torch.build_stages(schedule, builders(), 0, "cpu"))
 

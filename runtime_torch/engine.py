@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, UntypedStorage
     from torch.autograd.graph import GradientEdge
+    from torch.nn import Parameter
 
     RunBackward = Callable[..., tuple[Tensor | None, ...]]
 
@@ -151,6 +152,24 @@ def has_hooks(parameter: Tensor) -> bool:
     return _hooks is not None and any(
         getattr(parameter, name, None) for name in (_hooks, "_post_accumulate_grad_hooks")
     )
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype | None:
+    """Return the dtype that a parameter's gradient has, which may be another one than its own; None: any."""
+    found: torch.dtype | None = getattr(parameter, "grad_dtype", parameter.dtype)
+    return found
+
+
+def with_gradients_in(parameter: Parameter, dtype: torch.dtype | None) -> Parameter:
+    """Return the parameter, which has gradients of this dtype from now on."""
+    if dtype != parameter.dtype:
+        parameter.grad_dtype = dtype
+    return parameter
+
+
+def no_gradient(parameter: Tensor) -> Tensor:
+    """Return zeros as a gradient of the parameter."""
+    return torch.zeros_like(parameter, dtype=gradient_dtype(parameter) or parameter.dtype)
 
 
 def base_of(tensor: Tensor) -> Tensor:

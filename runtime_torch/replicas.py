@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from optpipe_compiler.errors import BadInput
+from runtime_torch import engine
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -140,7 +141,7 @@ class Replicas:
         """
         group = self._module.process_group
         trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+        gradients = [engine.no_gradient(p) if p.grad is None else p.grad for p in trained]
         if trained:
             used = gradients[0].new_tensor([parameter.grad is not None for parameter in trained])
             flat = torch.cat([*(gradient.flatten() for gradient in gradients), used])

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 Move = tuple[int, int, int]
 """A layer, the rank that has it, and the rank that gets it."""
-TensorKind = tuple[tuple[int, ...], torch.dtype, bool, bool]
-"""Shape, dtype, whether it is a parameter, whether it needs a gradient."""
+TensorKind = tuple[tuple[int, ...], torch.dtype, bool, bool, torch.dtype | None]
+"""Shape, dtype, whether it is a parameter, whether it needs a gradient, and the dtype of that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class Mover:
         except (pickle.PicklingError, AttributeError, TypeError, ValueError, RuntimeError) as error:
             raise BadInput(f"layer {number} cannot move: {first_line(error)}") from error
         _refuse_special(number, inner, packer.tensors)
-        kinds = [(tuple(t.shape), t.dtype, isinstance(t, nn.Parameter), t.requires_grad) for t in packer.tensors]
+        kinds = [_kind(tensor) for tensor in packer.tensors]
         return _Package(file.getvalue(), kinds), packer.tensors
 
     @torch.no_grad()
@@ -192,9 +192,11 @@ class Mover:
         return passed
 
     def _empty(self, kind: TensorKind) -> Tensor:
-        shape, dtype, is_parameter, needs_gradient = kind
+        shape, dtype, is_parameter, needs_gradient, gradient_dtype = kind
         found = torch.empty(shape, dtype=dtype, device=self._device)
-        return nn.Parameter(found, needs_gradient) if is_parameter else found.requires_grad_(needs_gradient)
+        if not is_parameter:
+            return found.requires_grad_(needs_gradient)
+        return engine.with_gradients_in(nn.Parameter(found, needs_gradient), gradient_dtype)
 
     def _unpacked(self, package: _Package, tensors: Sequence[Tensor]) -> nn.Module:
         inner, kept, wrapped = _Unpacker(io.BytesIO(package.text), tensors).load()
@@ -229,6 +231,12 @@ class Mover:
                         group[key] = [one for one, kept in zip(group[key], stays, strict=True) if kept]
             for parameter in layer.parameters():
                 optimizer.state.pop(parameter, None)
+
+
+def _kind(tensor: Tensor) -> TensorKind:
+    is_parameter = isinstance(tensor, nn.Parameter)
+    gradient_dtype = engine.gradient_dtype(tensor) if is_parameter else None
+    return tuple(tensor.shape), tensor.dtype, is_parameter, tensor.requires_grad, gradient_dtype
 
 
 def _refuse_special(number: int, layer: nn.Module, tensors: Sequence[Tensor]) -> None:

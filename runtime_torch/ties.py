@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from optpipe_compiler.errors import BadInput, RunFailed
+from runtime_torch import engine
 from runtime_torch.replicas import is_dtensor
 
 if TYPE_CHECKING:
@@ -173,7 +174,9 @@ class Ties:
         for tie in (one for one in self._ties if one.places):
             first = tie.places[0].spots
             for place in (one for one in tie.places[1:] if not any(spot in first for spot in one.spots)):
-                place.put(nn.Parameter(tie.places[0].parameter.detach().clone(), place.parameter.requires_grad))
+                like = tie.places[0].parameter
+                own = nn.Parameter(like.detach().clone(), place.parameter.requires_grad)
+                place.put(engine.with_gradients_in(own, engine.gradient_dtype(like)))
 
     def unite(self, is_replicated: Callable[[nn.Module], bool], layers: Mapping[str, nn.Module]) -> None:
         """Let layers share the parameter again where nothing else looks after them."""
@@ -258,7 +261,7 @@ class Ties:
                     parameter.grad = before
                 tie.before.clear()
                 continue
-            total = reduce(torch.add, own) if own else torch.zeros_like(_local(copies[0]))
+            total = reduce(torch.add, own) if own else _local(engine.no_gradient(copies[0]))
             if len(tie.owners) > 1:
                 total = reduce(torch.add, self._exchanged(tie, total.contiguous(), group))
             for parameter, before in zip(copies, tie.before.values(), strict=True):
@@ -288,7 +291,7 @@ def _add(parameter: nn.Parameter, before: Tensor | None, total: Tensor) -> None:
     """Make the parameter's gradient that of the earlier steps and `total`, which stays as it is."""
     now = parameter.grad
     if now is None or now.is_sparse:
-        now = parameter.grad = torch.zeros_like(parameter)
+        now = parameter.grad = engine.no_gradient(parameter)
     _local(now).copy_(total)
     if before is not None:
         parameter.grad = now.add_(before) if before.is_sparse else before.add_(now)
@@ -308,8 +311,10 @@ def _kind(parameter: nn.Parameter) -> str:
     """What copies have in common."""
     dtype = str(parameter.dtype).removeprefix("torch.")
     shard = f" in shards of {tuple(_local(parameter).shape)}" if is_dtensor(parameter) else ""
+    gradient = engine.gradient_dtype(parameter)
+    other = "" if gradient == parameter.dtype else f" with gradients in {str(gradient).removeprefix('torch.')}"
     frozen = "" if parameter.requires_grad else ", frozen"
-    return f"{dtype} of shape {tuple(parameter.shape)}{shard}{frozen}"
+    return f"{dtype} of shape {tuple(parameter.shape)}{shard}{other}{frozen}"
 
 
 def _show(ties: Iterable[Names]) -> str:

@@ -246,11 +246,42 @@ dist.destroy_process_group()
 )
 
 
+WIDE = (
+    TRAIN
+    + """
+def made(index):
+    layer = case.seeded(index, [partial(torch.nn.Embedding, 16, 8), *[partial(torch.nn.Linear, 8, 8)] * 2,
+                                partial(case.Scores, 8, 16)][index]).bfloat16()
+    for parameter in layer.parameters():
+        parameter.grad_dtype = torch.float32
+    return layer
+
+(tokens, _), target = case.batch()
+plans = [case.plan(one) for one in ((0, 1), (1, 0))]
+makers = [partial(made, index) for index in range(4)]
+stages = runtime_torch.build_stages(plans[0], makers, dist.get_rank(), "cpu", inputs=[tokens[:2]], target=target[:2])
+runner = runtime_torch.Runner(plans[0], stages)
+for step in range(2):
+    runner.step(tokens, target=target)
+    gradients = {name: p.grad.clone() for name, p in stages.module.named_parameters()}
+    assert all(one.dtype == torch.float32 for one in gradients.values())
+    found = [None] * 2
+    dist.all_gather_object(found, gradients)
+    assert step or not runner.replace(plans[1], ()).moved_layers < 4
+    was = before if step else found[0] | found[1]
+    before = found[0] | found[1]
+    for name, gradient in before.items():
+        assert torch.equal(gradient, was[name] * (1 + step)), name
+dist.destroy_process_group()
+"""
+)
+
+
 @pytest.mark.runtime
 @pytest.mark.parametrize(
     ("code", "world"),
-    [(VIEWS, 2), (ORDERS, 2), (PLACEMENTS, 2), (PLACEMENTS, 3), (REPLICAS, 4), (REFUSED, 2)],
-    ids=["views", "orders", "placements", "placements of three", "replicas", "refused"],
+    [(WIDE, 2), (VIEWS, 2), (ORDERS, 2), (PLACEMENTS, 2), (PLACEMENTS, 3), (REPLICAS, 4), (REFUSED, 2)],
+    ids=["wide", "views", "orders", "placements", "placements of three", "replicas", "refused"],
 )
 def test_training_goes_on_as_without_a_swap(code, world):
     for rank in start_ranks(code, world=world):

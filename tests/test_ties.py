@@ -155,6 +155,46 @@ def test_copies_on_two_devices_start_equal_and_stay_equal(tmp_path, placement, w
         assert rank.returncode == 0, errors
 
 
+WIDE = """
+import sys
+sys.path[:0] = sys.argv[1:]
+import torch, torch.distributed as dist
+import runtime_torch, test_runtime_library as case
+
+class Sometimes(torch.nn.Linear):
+    is_used = False
+    def forward(self, x):
+        return super().forward(x) if self.is_used else x * 1
+
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+rank = dist.get_rank()
+torch.manual_seed(0)
+layers = [torch.nn.Embedding(16, 8), torch.nn.Linear(8, 8), Sometimes(8, 8), case.Scores(8, 16)]
+layers[2].weight = layers[1].weight
+for parameter in torch.nn.ModuleList(layers).bfloat16().parameters():
+    parameter.grad_dtype = torch.float32
+(tokens, _), target = case.batch()
+schedule = case.plan((0, 1))
+stages = runtime_torch.build_stages(schedule, layers, rank, "cpu", inputs=[tokens[:2]], target=target[:2])
+runner = runtime_torch.Runner(schedule, stages)
+for is_used in (False, True):
+    layers[2].is_used = is_used
+    runner.step(tokens, target=target)
+    found = [None, None]
+    dist.all_gather_object(found, stages.module.get_parameter(f"{1 + rank}.weight").grad)
+    assert found[0].dtype == torch.float32 and torch.equal(*found) and found[0].any()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.runtime
+def test_gradients_of_another_dtype_are_summed_where_one_copy_has_none():
+    for rank in start_ranks(WIDE):
+        _, errors = rank.communicate(timeout=60)
+        assert rank.returncode == 0, errors
+
+
 REPLICAS = """
 import sys
 sys.path[:0] = sys.argv[2:]

@@ -124,7 +124,7 @@ def test_any_plan_starts_any_number_of_microbatches_that_fits(profile, before, a
 def test_other_devices_start_from_the_order_of_those_that_were_as_far_along():
     old, new = uniform(2, 4), uniform(4, 2)
     seed = quick(old, 2 * GB, placement="linear", stages_per_device=1, microbatches=8).schedule
-    starts, _ = seeds._times(seed)
+    starts, _ = seeds.times_of(seed)
     start = Start.of(starts, np.array([cost.backward_input_ns for cost in seed.forecast.stages]))
     moved = start.of_devices((0, 1), (0, 1, 2, 3))
     assert (moved.wish[:, 0] == start.wish[:, 0]).all()

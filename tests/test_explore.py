@@ -10,6 +10,7 @@ from machines import first_policies
 
 from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
+from optpipe_compiler.machine import compiled
 from optpipe_compiler.machine.policy import load
 from optpipe_compiler.machine.state import machine
 from optpipe_compiler.plan import explore
@@ -53,3 +54,13 @@ def test_what_has_been_compiled_is_not_compiled_again():
     kept, given = next(first_policies(one))
     load(machine(one), kept, given)
     assert not load(machine(one), kept, given)
+
+
+def test_progress_says_that_the_search_is_compiled_from_the_start(monkeypatch):
+    monkeypatch.setattr(compiled, "is_kept", lambda: False)
+    seen = []
+    options = Options(mem_bytes=10**10, microbatches=4, time_limit_s=LIMIT_S)
+    compile_schedule(uniform_profile(UniformOptions(devices=2)), options, seen.append)
+    assert seen[0].phase == "compiling the search, once on this machine"
+    assert seen[0].incumbent_ns is None
+    assert seen[-1].phase == "lowering and verifying"

@@ -73,6 +73,11 @@ def misses(function: Any) -> int:
     return 0 if stats is None else int(stats.cache_misses.total())
 
 
+def is_kept() -> bool:
+    """Whether the cache folder has compiled code: the first plan on a machine waits until there is some."""
+    return _FOLDER is not None and any(_FOLDER.rglob("*.nbi"))
+
+
 def _folder() -> Path | None:
     """Return the folder for compiled code, None where there is no place for it."""
     room = Path(__file__).parent

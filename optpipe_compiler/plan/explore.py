@@ -77,25 +77,29 @@ def _load(instance: SearchedProblem, incumbents: Incumbents, steps: Iterator[Non
 
     Where it has to be compiled, once on a machine, the time limit does not count that.
     """
+    from optpipe_compiler.machine.compiled import is_kept
+
     compiled: list[bool] = []
+    phase = "published" if is_kept() else "compiling the search, once on this machine"
 
     def get_ready() -> None:
         with suppress(Exception):  # which the search then meets, too, and says so
             compiled.append(load(instance))
 
     budget.stop()
+    incumbents.report(phase)
     try:
         is_more, soon = True, time.monotonic() + SOON_SHARE * budget.limits.time_limit_s
         while is_more and incumbents.winner() is None and time.monotonic() < soon:
             is_more = next(steps, steps) is None  # the first has the little that they run on compiled before the rest
-            incumbents.report("published")
+            incumbents.report(phase)
         loading = Thread(target=get_ready, daemon=True)
         loading.start()
         while loading.is_alive():
             is_more = is_more and next(steps, steps) is None
             if not is_more:
                 loading.join(LOOK_S)
-            incumbents.report("published")
+            incumbents.report(phase)
     finally:
         passed = budget.go_on(counted=not any(compiled))
     if any(compiled):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as replace_fields
 
 torch = pytest.importorskip("torch")
 
@@ -15,6 +16,8 @@ from optpipe_compiler.documents.files import canonical  # noqa: E402
 from optpipe_compiler.documents.profile import Quantity, parse, value_of  # noqa: E402
 from optpipe_compiler.errors import BadInput, MissingDependency  # noqa: E402
 from optpipe_compiler.verify import verify  # noqa: E402
+from optpipe_compiler.view.estimated import gpu_table, render  # noqa: E402
+from optpipe_compiler.view.text import as_text  # noqa: E402
 from optpipe_torch.estimates import estimate as estimating  # noqa: E402
 from optpipe_torch.estimates import time as estimate_time  # noqa: E402
 from optpipe_torch.estimates.count import count  # noqa: E402
@@ -353,6 +356,27 @@ def test_what_is_taken_for_granted_is_said():
     assert "16 bytes per parameter" in assumptions(options())[0]
     assert any("2 tensor-parallel GPUs" in line for line in assumptions(options(tensor_parallel=2)))
     assert any("4 experts" in line for line in assumptions(options(MIXTRAL)))
+    assert any(line.startswith("12 of the 16 bytes per parameter") for line in assumptions(options(data_parallel=2)))
+
+
+def test_in_eighty_columns_no_number_of_an_estimate_is_cut():
+    found = estimate(options(devices=1))
+    layer = replace_fields(
+        found.layers[1],
+        count=32,
+        **dict.fromkeys(("forward_ns", "backward_input_ns", "backward_weight_ns", "backward_ns"), 35_700_000),
+        **dict.fromkeys(("saved_bytes", "residue_bytes", "output_bytes", "static_bytes"), 11_113_100_000),
+    )
+    profile = replace_fields(found, layers=[layer])
+    text = as_text(render(profile, "profile.json", []), 80)
+    assert text.count("11113.1") == 4
+    assert "static\n" in text
+    assert "1 pipeline device (" in text
+
+
+def test_in_eighty_columns_the_gpus_are_told_in_full():
+    said = as_text(gpu_table({"mi300x": gpus.load("mi300x")}), 80)
+    assert all(word in said for word in gpus.load("mi300x").description.split())
 
 
 @pytest.mark.parametrize(

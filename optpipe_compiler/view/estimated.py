@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from optpipe_compiler.documents.profile import alike, value_of
-from optpipe_compiler.documents.units import printable, short_bytes, show_ns
+from optpipe_compiler.documents.units import counted, printable, short_bytes, show_ns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def render(profile: Profile, path: str, assumed: Iterable[str]) -> RenderableType:
     """Return the layers' costs, the machine's, and the assumptions."""
     table = Table(box=None, pad_edge=False)
-    table.add_column("layer", min_width=10)  # the one that wraps where the terminal is narrow
-    for column in ("F ms", "I ms", "W ms", "B ms", "saved MB", "I to W MB", "message MB", "static MB"):
+    table.add_column("\nlayer", min_width=10)  # the one that wraps where the terminal is narrow
+    for column in ("F\nms", "I\nms", "W\nms", "B\nms", "saved\nMB", "I to W\nMB", "message\nMB", "static\nMB"):
         table.add_column(column, justify="right", no_wrap=True)
     for _, layer in alike(profile.layers):
         times = (layer.forward_ns, layer.backward_input_ns, layer.backward_weight_ns, layer.backward_ns)
@@ -45,7 +45,7 @@ def render(profile: Profile, path: str, assumed: Iterable[str]) -> RenderableTyp
 def _machine(profile: Profile) -> str:
     machine = profile.machine
     memory = "" if machine.memory_bytes is None else f", {short_bytes(value_of(machine.memory_bytes))} each"
-    parts = [f"{machine.devices} pipeline devices ({machine.kind}){memory}"]
+    parts = [f"{counted(machine.devices, 'pipeline device')} ({machine.kind}){memory}"]
     kinds = dict.fromkeys((value_of(entry.latency_ns), value_of(entry.bytes_per_s or 0)) for entry in machine.p2p)
     where = (" between nodes", " within one") if len(kinds) > 1 else ("",)
     for (latency, speed), place in zip(kinds, where, strict=False):
@@ -63,7 +63,7 @@ def gpu_table(gpus: Mapping[str, Gpu]) -> RenderableType:
     table.add_column("name", no_wrap=True)
     for column in ("TFLOP/s", "reached", "memory", "TB/s", "peer", "network", "host"):
         table.add_column(column, justify="right", min_width=len(column))
-    table.add_column("what it is", no_wrap=True, overflow="ellipsis")
+    table.add_column("what it is")
     for gpu in gpus.values():
         rates = (gpu.peer_bytes_per_s, gpu.network_bytes_per_s, gpu.host_bytes_per_s)
         table.add_row(

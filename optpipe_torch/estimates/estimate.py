@@ -87,8 +87,8 @@ def assumptions(options: EstimateOptions) -> list[str]:
     ]
     if options.data_parallel > 1:
         said.append(
-            f"of these {SHARED_OUT} bytes are shared out over {options.data_parallel} replicas; their exchange of "
-            "gradients is not in the step"
+            f"{SHARED_OUT} of the {BYTES_PER_PARAMETER} bytes per parameter are shared out over "
+            f"{options.data_parallel} replicas; their exchange of gradients is not in the step"
         )
     if ranks > 1:
         said.append(

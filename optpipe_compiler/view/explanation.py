@@ -119,7 +119,8 @@ def _worst(one: Idle) -> str:
 
 
 def _and(parts: Sequence[str]) -> str:
-    return parts[0] if len(parts) < 2 else ", ".join(parts[:-1]) + " and " + parts[-1]
+    comma = "," if len(parts) > 2 or any("," in part for part in parts) else ""
+    return parts[0] if len(parts) < 2 else ", ".join(parts[:-1]) + f"{comma} and {parts[-1]}"
 
 
 def _binding(explanation: Explanation) -> str:

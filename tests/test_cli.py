@@ -124,6 +124,10 @@ def refused(outcome: Outcome, code: int) -> str:
         ),
         (("profile", "uniform", "--devices", "0"), "--devices is 0, expected 1 to 10000"),
         (("profile", "uniform", "--head-ms", "1,2"), "--head-ms is '1,2', expected three numbers F,I,W in ms, "),
+        (
+            ("compile", "-", "--mem", "2GB"),
+            "-: cannot be read: No such file or directory; /dev/stdin reads what",
+        ),
         (("profile", "uniform", "-o", "no/p.json"), "no/p.json: cannot be written: No such file or directory"),
     ],
 )

@@ -68,7 +68,8 @@ def read_text(path: Path, most_bytes: int = LARGEST_FILE) -> str:
             raise BadInput(f"{path}: is too large, expected at most {most_bytes // 10**6} MB")
         return content.decode("utf-8")
     except OSError as error:
-        raise BadInput(f"{path}: cannot be read: {error.strerror}") from error
+        stdin = "; /dev/stdin reads what is piped in" if str(path) == "-" else ""
+        raise BadInput(f"{path}: cannot be read: {error.strerror}{stdin}") from error
     except UnicodeDecodeError as error:
         raise BadInput(f"{path}: is not UTF-8 text (byte {error.start})") from error
 

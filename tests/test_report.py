@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from click.testing import CliRunner
+from small_schedules import Shape, build
 
 from optpipe_compiler.cli import cli
 from optpipe_compiler.documents import ir
@@ -166,6 +167,12 @@ def text(page: str) -> str:
     """What is to be read of a page without scripts."""
     body = re.sub(r"<(script|style)\b.*?</\1>", " ", page, flags=re.DOTALL)
     return " ".join(re.sub(r"<[^>]*>", " ", body).split())
+
+
+def test_the_page_says_how_microbatches_are_cut_and_that_memory_is_what_is_promised():
+    sliced = build(Shape((0, 1), microbatches=2, tokens=6, cuts=((0, 2, 6),)))
+    assert "2 devices, 2 microbatches of 6 tokens in 2 slices" in text(render(sliced))
+    assert re.search(r"host memory [0-9.]+ [GM]B promised ", text(render(published("gis-offload"))))
 
 
 def test_the_page_says_without_scripts_how_good_the_schedule_is(schedule):

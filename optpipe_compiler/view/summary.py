@@ -86,7 +86,7 @@ def _headline(schedule: Schedule) -> Table:
     argument = printable(forecast.bound)
     bound = f"{show_ns(forecast.lower_bound_ns)}, {BOUNDS.get(argument, argument)} ({argument})"
     counts = {"device": setup.devices, "stage": len(schedule.stages), "microbatch": setup.microbatches}
-    size = ", ".join(counted(number, name) for name, number in counts.items()) + _units(schedule)
+    size = ", ".join(counted(number, name) for name, number in counts.items()) + units(schedule)
     kinds = (("backward", "fused backward"), ("offload", "offload"), ("recompute", "recompute"))
     rest = (counted(count(schedule, name), word) for name, word in kinds)
     ops = ", ".join([f"{count(schedule, 'backward_weight')} split", *rest])
@@ -109,7 +109,7 @@ def _headline(schedule: Schedule) -> Table:
     return table
 
 
-def _units(schedule: Schedule) -> str:
+def units(schedule: Schedule) -> str:
     """Say into how many slices microbatches are cut, and how long they are."""
     units = schedule.setup.units
     if isinstance(units, UnsetType):

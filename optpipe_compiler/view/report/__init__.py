@@ -13,6 +13,7 @@ from optpipe_compiler.view.baselines import best as best_of
 from optpipe_compiler.view.look import HELD, IDLE, for_page
 from optpipe_compiler.view.report import tables
 from optpipe_compiler.view.report.payload import REASONS, chart, encode
+from optpipe_compiler.view.summary import units
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,7 +58,7 @@ def render(
     parts = {
         "title": tables.plain(
             f"{schedule.provenance.profile}: {counted(setup.devices, 'device')}, "
-            f"{counted(setup.microbatches, 'microbatch')}"
+            f"{counted(setup.microbatches, 'microbatch')}{units(schedule)}"
         ),
         "subtitle": tables.plain(f"{counted(len(schedule.stages), 'stage')}, planned by {schedule.forecast.method}"),
         "summary": tables.plain(tables.summary(schedule)),

@@ -39,11 +39,11 @@ def figures(found: Analysis) -> str:
         ),
         ("gap", f"{forecast.gap:.2%}", forecast.outcome),
         ("idle (bubble)", f"{forecast.bubble_fraction:.1%}", _most(found)),
-        ("highest peak", short_bytes(peak), f"of {short_bytes(setup.cap_bytes)}"),
+        ("highest peak", short_bytes(peak), f"promised, of {short_bytes(setup.cap_bytes)}"),
     ]
     if host:
-        cap = "" if setup.host_cap_bytes is None else f"of {short_bytes(setup.host_cap_bytes)}"
-        rows.append(("host memory", short_bytes(host), cap))
+        cap = "" if setup.host_cap_bytes is None else f", of {short_bytes(setup.host_cap_bytes)}"
+        rows.append(("host memory", short_bytes(host), f"promised{cap}"))
     for label, name in (("best of all", best(schedule)), ("best of papers and stock", best(schedule, OTHERS))):
         if name is not None:
             makespan = forecast.baselines[name].makespan_ns or 0

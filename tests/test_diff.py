@@ -128,6 +128,11 @@ def test_a_change_that_rounding_would_hide_is_shown_in_full():
     assert "memory cap per device  1000000000 B -> 1000000001 B (+0.0%)" in words(old, new)
 
 
+def test_the_number_of_forwards_is_told_where_it_changes():
+    old, new = build(Shape(LOOP, microbatches=2)), build(Shape(LOOP, microbatches=3))
+    assert Change("forward", 8, 12) in compare(old, new).counts
+
+
 def test_the_fewest_ops_that_moved_are_counted_and_the_first_difference_is_shown():
     old = build(Shape((0, 1), microbatches=4))
     names = [op.id for op in old.devices[1].compute if not isinstance(op, ir.MessageOp)]

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from optpipe_compiler.diff.records import Value
 
 
-KINDS = ("offload", "reload", "recompute", "backward_input", "backward_weight", "backward")
-"""Ops whose number may change while setup and stages stay."""
+KINDS = ("offload", "reload", "recompute", "forward", "backward_input", "backward_weight", "backward")
 
 
 def compare(old: ir.Schedule, new: ir.Schedule) -> Difference:

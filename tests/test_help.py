@@ -97,3 +97,10 @@ def test_options_of_an_example_are_options_of_its_command(name):
     known = {option for parameter in COMMANDS[name].params for option in parameter.opts}
     used = {word for text in examples(COMMANDS[name]) for word in shlex.split(text) if word.startswith("-")}
     assert used <= known
+
+
+def test_what_may_be_left_out_stands_in_brackets():
+    for name, command in commands(cli):
+        for one in command.params:
+            if isinstance(one, click.Argument):
+                assert one.make_metavar(click.Context(command)).startswith("[") != one.required, name

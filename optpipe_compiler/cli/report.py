@@ -20,7 +20,7 @@ BASELINE_KINDS: tuple[BaselineKind, ...] = ("paper", "stock", "composition")
 
 
 @click.command(short_help="Write one HTML page with the whole schedule to zoom into.")
-@click.argument("schedule_path", metavar="SCHEDULE", type=click.Path(path_type=Path), default=SCHEDULE)
+@click.argument("schedule_path", metavar="[SCHEDULE]", type=click.Path(path_type=Path), default=SCHEDULE)
 @click.option(
     "--profile",
     "profile_path",

@@ -24,7 +24,7 @@ from optpipe_compiler.errors import BadInput, MissingDependency, Rejected
 
 
 @click.command(short_help="Replay a schedule: real processes, messages and gradients.")
-@click.argument("schedule_path", metavar="SCHEDULE", type=click.Path(path_type=Path), default=SCHEDULE)
+@click.argument("schedule_path", metavar="[SCHEDULE]", type=click.Path(path_type=Path), default=SCHEDULE)
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="Training steps.")
 @click.option("--data", type=click.Path(path_type=Path), multiple=True, help="Text files to train on.")
 @click.option("--check", is_flag=True, help="Compare loss and gradients with the unpipelined model first.")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 @click.command(short_help="Show a schedule in the terminal: what runs when, and why it idles.")
-@click.argument("schedule_path", metavar="SCHEDULE", type=click.Path(path_type=Path), default=SCHEDULE)
+@click.argument("schedule_path", metavar="[SCHEDULE]", type=click.Path(path_type=Path), default=SCHEDULE)
 @click.option("--device", "devices", type=int, multiple=True, metavar="N", help="Only this device; may be repeated.")
 @click.option("--from", "begin", metavar="TIME", help="Zoom: start at a time such as 12.5ms.")
 @click.option("--to", "end", metavar="TIME", help="Zoom: end at a time such as 2s.")

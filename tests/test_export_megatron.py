@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import defaultdict
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
+from random import Random
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +16,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_schedules import Shape, build
+from small_schedules import Shape, build, random_shape
 
 import optpipe
 from optpipe_compiler.documents import ir
@@ -252,6 +255,40 @@ def test_primus_gets_the_order_with_a_partner_for_every_message(algorithms, algo
     assert sorted(ends["SB"]) == sorted(ends["RB"])
     with pytest.raises(ValueError, match="planned for"):
         algorithms[algorithm](4, 1, 4)
+
+
+def posted(rank: int, nodes: list[SchedulerNode]) -> dict[int, list[tuple[str, int, int]]]:
+    """By peer: kind, microbatch and chunk of the sender of a rank's messages, in the order in which
+    `communication_handler.py` posts them under `async_p2p`: neighbouring messages of a time step together, for an even
+    rank to the next, from the previous, to the previous, from the next, for an odd one from the previous first."""
+    found = defaultdict(list)
+    turns = ["SR", "RS", "SR", "RS"][rank % 2 :: 2]
+    for _, batch in groupby(nodes, key=lambda node: node.args and node.args.get("time_step", 0)):
+        messages = [node for node in batch if node.args and node.args["from_pp_rank"] != node.args["to_pp_rank"]]
+        upwards = [node for node in messages if node.args["from_pp_rank"] < node.args["to_pp_rank"]]
+        downwards = [node for node in messages if node not in upwards]
+        for going, turn in zip((upwards, downwards), turns, strict=True):
+            for node in sorted(going, key=lambda node: turn.index(node.func_type.name[0])):
+                source, target = node.args["from_pp_rank"], node.args["to_pp_rank"]
+                chunk = node.chunk if source == rank else node.args["recv_from_chunk"]
+                found[target if source == rank else source].append((node.func_type.name[1], node.mini_batch, chunk))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("algorithm", "placement"),
+    [("zero-bubble", (0, 1, 2)), ("1f1b-interleaved", (0, 1, 2, 0, 1, 2)), ("zbv-formatted", (0, 1, 2, 2, 1, 0))],
+)
+def test_both_ranks_of_a_pair_post_its_messages_in_one_order(algorithms, algorithm, placement, seed):
+    plan = build(random_shape(Random(seed), placements=[placement], microbatches=5), seed)
+    exec(primus.render(check(plan)), {})
+    table = algorithms[algorithm](3, len(placement) // 3, 5).generate_schedule_table()
+    orders = [posted(rank, nodes) for rank, nodes in enumerate(table)]
+    assert any(orders)
+    for rank, order in enumerate(orders):
+        for peer, messages in order.items():
+            assert orders[peer][rank] == messages
 
 
 ZERO_BUBBLE = """

@@ -41,7 +41,8 @@ _NODE = re.compile(r"\(([A-Z]+)\|(\d+)\|(\d+)\)")
 TEMPLATE = '''"""Schedule table for Primus. Written by {compiler} for the schedule
 {digest}; {devices} ranks, {chunks} chunks per rank, {microbatches} microbatches per step.
 
-Import this module before training starts and run with pp_algorithm: {algorithm}, whose place it takes.
+Import this module before training starts and run with pp_algorithm: {algorithm}, whose place it takes, and with
+communication_method: async_p2p, Primus's default; under batch_p2p the ranks can wait for each other for ever.
 """
 
 import re
@@ -92,7 +93,23 @@ class PlannedSchedule(PipelineScheduleAlgo):
         for rank, line in enumerate(TABLE.split()):
             nodes = re.findall(r"\\((\\w+)\\|(\\d+)\\|(\\d+)\\)", line)
             table.append([self.node(rank, FuncType[kind], int(m), int(chunk)) for kind, m, chunk in nodes])
+            self.keep_order(table[-1])
         return table
+
+    def keep_order(self, nodes):
+        """Both ranks of a pair post its messages in one order: Primus posts neighbours of one time step together, those
+        to higher ranks first, which is another order after one to a lower rank."""
+        step, lowered = 0, set()
+        for node in nodes:
+            if node.args is None:
+                lowered = set()
+                continue
+            source, target = node.args["from_pp_rank"], node.args["to_pp_rank"]
+            if (target, source) in lowered:
+                step, lowered = step + 1, set()
+            if source > target:
+                lowered.add((source, target))
+            node.args["time_step"] = step
 
     def node(self, rank, kind, microbatch, chunk):
         args = None

@@ -19,11 +19,15 @@ from tests.instances import quick, uniform
 ENDS = {"embedding_ms": (0.1, 0.0, 0.1), "head_ms": (0.1, 0.1, 0.1)}
 
 
-def loaded(text: str, path: Any) -> Any:
-    """The config after the module's function, and the module's names."""
+def loaded(text: str, path: Any, blocks: int | None = None) -> Any:
+    """The config after the module's function, and the module's names; `blocks`: the model's, if not as planned."""
     names: dict[str, Any] = {"__file__": str(path / "plan_torchtitan.py")}
     exec(compile(text, "plan_torchtitan.py", "exec"), names)
-    config = SimpleNamespace(training=SimpleNamespace(), parallelism=SimpleNamespace())
+    planned = sum(name.startswith("layers.") for part in names["MODULES"] for name in part)
+    model = SimpleNamespace(layers=[None] * (planned if blocks is None else blocks))
+    config = SimpleNamespace(
+        training=SimpleNamespace(), parallelism=SimpleNamespace(), model_spec=SimpleNamespace(model=model)
+    )
     assert names["with_schedule"](config) is config
     return config, names
 
@@ -34,7 +38,8 @@ def placed(*devices: int, microbatches: int = 3) -> ir.Schedule:
 
 def test_a_loop_sets_degree_microbatches_schedule_csv_and_modules(tmp_path):
     config, names = loaded(render(check(placed(0, 1, 0, 1)), None, "plan.csv", "plan_torchtitan"), tmp_path)
-    assert vars(config.training) == {"local_batch_size": 3}
+    assert vars(config.training) == {"local_batch_size": 3, "disable_cuda_graphs": True}
+    assert config.activation_checkpoint is None
     assert vars(config.parallelism) == {
         "pipeline_parallel_degree": 2,
         "pipeline_parallel_microbatch_size": 1,
@@ -49,6 +54,14 @@ def test_a_loop_sets_degree_microbatches_schedule_csv_and_modules(tmp_path):
     }
     assert "from plan_torchtitan import with_schedule" in names["__doc__"]
     assert "All layers are taken for blocks" in names["__doc__"]
+
+
+@pytest.mark.parametrize("blocks", [3, 5])
+def test_a_model_of_another_depth_is_refused_since_torchtitan_would_train_the_layers_that_are_named(tmp_path, blocks):
+    costs = uniform(2, 2, **ENDS)
+    text = render(check(quick(costs, 10**10, method="1f1b").schedule), costs, "plan.csv", "plan")
+    with pytest.raises(ValueError, match=f"the model has {blocks} layers, the schedule is for 4"):
+        loaded(text, tmp_path, blocks)
 
 
 def test_a_file_name_with_quotes_stays_one_string(tmp_path):

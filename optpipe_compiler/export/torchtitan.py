@@ -41,7 +41,11 @@ MODULES = [
 
 
 def with_schedule(config):
-    """Return the recipe's config with the planned stages and order."""
+    """Return the recipe's config with the planned stages and order, which are for activations that are kept."""
+    if (found := len(config.model_spec.model.layers)) != {blocks}:
+        raise ValueError(f"the model has {{found}} layers, the schedule is for {blocks}")
+    config.activation_checkpoint = None
+    config.training.disable_cuda_graphs = True  # torchtitan has none with pipelines
     config.training.local_batch_size = {microbatches} * MICROBATCH_SIZE
     config.parallelism.pipeline_parallel_degree = {devices}
     config.parallelism.pipeline_parallel_microbatch_size = MICROBATCH_SIZE
@@ -66,6 +70,7 @@ def render(checked: Checked, profile: Profile | None, csv: str, module: str) -> 
         module=_in_docstring(module),
         devices=schedule.setup.devices,
         stages=len(schedule.stages),
+        blocks=schedule.setup.layers - embedding - head,
         microbatches=schedule.setup.microbatches,
         size=model.microbatch_size if model else 1,
         origin="as measured" if model else "not in the schedule: put in the size that the profile's costs are for",

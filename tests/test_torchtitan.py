@@ -201,6 +201,15 @@ def test_layers_to_measure_keep_their_buffers_in_the_models_dtype():
 # -- refusals
 
 
+def test_a_recipe_of_the_release_0_3_is_refused():
+    config = titan.llama3_8b()
+    del config.parallelism.num_pp_microbatches
+    with pytest.raises(BadInput, match=r"release 0\.3\.0 is older"):
+        layers_of(config)
+    with pytest.raises(BadInput, match=r"release 0\.3\.0 is older"):
+        planned(config, plan((0, 1)))
+
+
 def built(schedule, *, dims=None, **changes):
     """Call the `pipelining_fn` as the trainer does, with other values of a recipe by section and name."""
     config = planned(titan.llama3_8b(), schedule)

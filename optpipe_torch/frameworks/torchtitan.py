@@ -48,6 +48,7 @@ def planned(config: Any, schedule: ir.Schedule | Path | str, **options: Any) -> 
     torchtitan's activation checkpointing, compilation of the model, CUDA graphs. `options` are those of `pipelining`.
     """
     plan = loaded(schedule)
+    _refuse_older(config)
     config.model_spec = replace(config.model_spec, pipelining_fn=pipelining(plan, **options))
     config.parallelism.pipeline_parallel_degree = plan.setup.devices
     config.parallelism.num_pp_microbatches = plan.setup.microbatches
@@ -307,6 +308,7 @@ def layers_of(config: Any) -> tuple[list[Callable[[], nn.Module]], Callable[[tor
     A sample is a token, since torchtitan's microbatches are flat: `--microbatch-size` is the recipe's
     `num_tokens_per_microbatch_per_dp_rank`. Layers are made one by one, with torchtitan's initial weights.
     """
+    _refuse_older(config)
     spec = config.model_spec
     spec.model.update_from_config(config=config)
     with torch.device("meta"):
@@ -411,6 +413,14 @@ def _check(
         raise _refused("compile.components has 'model', expected none: the replay splits the layers' backwards")
     if training.enable_cpu_offload:
         raise _refused("training.enable_cpu_offload is on, expected off: the replay keeps weights on the device")
+
+
+def _refuse_older(config: Any) -> None:
+    if not hasattr(config.parallelism, "num_pp_microbatches"):
+        raise _refused(
+            "the recipe has no parallelism.num_pp_microbatches, expected torchtitan at commit b5bcd76 (August 2026) or "
+            "later; release 0.3.0 is older, and optpipe export --to torchtitan is for it"
+        )
 
 
 def _refused(what: str) -> BadInput:

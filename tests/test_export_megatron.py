@@ -275,6 +275,38 @@ def posted(rank: int, nodes: list[SchedulerNode]) -> dict[int, list[tuple[str, i
     return found
 
 
+@pytest.mark.parametrize("algorithm", PLACEMENTS)
+def test_primus_is_told_what_to_run_the_table_with(algorithms, algorithm):
+    names: dict[str, Any] = {}
+    exec(primus.render(check(build(Shape(PLACEMENTS[algorithm])))), names)
+    stages = "Ett|tt|tt|ttL" if len(PLACEMENTS[algorithm]) == 4 else "Ett|ttL"
+    for line in (
+        "patch_primus_pipeline: true",
+        f"pp_algorithm: {algorithm} ",
+        f"num_layers: {2 * len(PLACEMENTS[algorithm])}  # all: export with --profile",
+        "pipeline_model_parallel_size: 2",
+        f'pipeline_model_parallel_layout: "{stages}"',
+    ):
+        assert f"\n    {line}" in names["__doc__"]
+
+
+def test_primus_hands_a_v_options_that_the_table_has_not(algorithms):
+    exec(primus.render(check(build(Shape((0, 1, 1, 0), microbatches=4)))), {})
+    v = algorithms["zbv-formatted"]
+    assert v(2, 2, 4, combined_forward_backward=False, offload=False).generate_schedule_table()
+    for option in ("combined_forward_backward", "offload"):
+        with pytest.raises(ValueError, match="neither offload nor overlap"):
+            v(2, 2, 4, **{option: True})
+
+
+def test_virtual_stages_take_a_pipeline():
+    plan = check(build(Shape((0, 0))))
+    with pytest.raises(BadInput, match="Megatron has no virtual stages on 1 device, the schedule has 2"):
+        megatron.render(plan, None)
+    with pytest.raises(BadInput, match="Primus has no virtual stages on 1 device, the schedule has 2"):
+        primus.render(plan)
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     ("algorithm", "placement"),

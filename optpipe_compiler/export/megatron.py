@@ -66,7 +66,17 @@ def _letters(letters: str) -> str:
     return found
 
 
+def refuse_chunks_of_one_device(schedule: Schedule, tool: str) -> None:
+    """Raise BadInput for virtual stages without a pipeline, which Megatron's arguments refuse."""
+    if schedule.setup.devices == 1 < len(schedule.stages):
+        raise BadInput(
+            f"{tool} has no virtual stages on 1 device, the schedule has {len(schedule.stages)} stages there; expected "
+            "one (optpipe compile --stages-per-device 1)"
+        )
+
+
 def _refuse(schedule: Schedule, layers: int) -> None:
+    refuse_chunks_of_one_device(schedule, "Megatron")
     devices, stages = schedule.setup.devices, len(schedule.stages)
     found = [stage.device for stage in schedule.stages]
     if layers < 1:

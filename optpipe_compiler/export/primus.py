@@ -16,6 +16,7 @@ from optpipe_compiler.documents.ops import OpName
 from optpipe_compiler.documents.units import printable
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.export.ends import ends
+from optpipe_compiler.export.megatron import layout, refuse_chunks_of_one_device
 from optpipe_compiler.export.whole import refuse_units
 
 if TYPE_CHECKING:
@@ -41,8 +42,14 @@ _NODE = re.compile(r"\(([A-Z]+)\|(\d+)\|(\d+)\)")
 TEMPLATE = '''"""Schedule table for Primus. Written by {compiler} for the schedule
 {digest}; {devices} ranks, {chunks} chunks per rank, {microbatches} microbatches per step.
 
-Import this module before training starts and run with pp_algorithm: {algorithm}, whose place it takes, and with
-communication_method: async_p2p, Primus's default; under batch_p2p the ranks can wait for each other for ever.
+Import this module before training starts and run with
+
+    patch_primus_pipeline: true
+    pp_algorithm: {algorithm}  # whose place the table takes
+    communication_method: async_p2p  # Primus's default; under batch_p2p ranks can wait for each other for ever
+    num_layers: {layers}{told}
+    pipeline_model_parallel_size: {devices}
+    pipeline_model_parallel_layout: "{layout}"
 """
 
 import re
@@ -60,8 +67,10 @@ PLANNED = ({devices}, {chunks}, {microbatches})
 class PlannedSchedule(PipelineScheduleAlgo):
     """The planned order, for the ranks, chunks and microbatches that it was planned for."""
 
-    def __init__(self, pp_size, vpp_size, micro_batches):
+    def __init__(self, pp_size, vpp_size, micro_batches, combined_forward_backward=False, offload=False):
         super().__init__(pp_size, vpp_size, micro_batches)
+        if combined_forward_backward or offload:
+            raise ValueError("the table has neither offload nor overlap_moe_expert_parallel_comm")
         if (pp_size, vpp_size, micro_batches) != PLANNED:
             raise ValueError(f"planned for {{PLANNED}} ranks, chunks and microbatches")
         self.stages = [[s for s, rank in enumerate(PLACEMENT) if rank == own] for own in range(pp_size)]
@@ -135,7 +144,8 @@ def render(checked: Checked, profile: Profile | None = None) -> str:
     """
     schedule = checked.schedule
     refuse_units(schedule, "the schedule", "Primus's table")
-    ends(schedule, profile, "Primus")
+    refuse_chunks_of_one_device(schedule, "Primus")
+    embedding, head = ends(schedule, profile, "Primus")
     algorithm = _algorithm(schedule)
     lines = table(schedule)
     return TEMPLATE.format(
@@ -145,6 +155,9 @@ def render(checked: Checked, profile: Profile | None = None) -> str:
         chunks=len(schedule.stages) // schedule.setup.devices,
         microbatches=schedule.setup.microbatches,
         algorithm=algorithm,
+        layers=schedule.setup.layers - embedding - head,
+        told="" if embedding or head else "  # all: export with --profile if the ends are an embedding and a head",
+        layout=layout(schedule, embedding=embedding, head=head),
         table="".join(line.partition(": ")[2] + "\n" for line in lines),
         placement=[stage.device for stage in schedule.stages],
     )

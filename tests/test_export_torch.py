@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 from small_schedules import Shape, build, random_shape
 
-from optpipe_compiler.export.torch_csv import as_torch_runs_it, render
+from optpipe_compiler.export.torch_csv import as_torch_runs_it, receive_buffers, render
 from optpipe_compiler.export.whole import memory_ops, without_memory_ops
 from optpipe_compiler.verify import check
 from optpipe_compiler.verify.peaks import peaks
@@ -117,6 +117,13 @@ def test_only_the_lanes_of_torch_fuse_the_backward_of_stage_0():
         assert not any(op.after for op in left.compute)
     (fused, _) = as_torch_runs_it(plan).devices
     assert {op.name for op in fused.compute} & {"backward", "backward_input", "backward_weight"} == {"backward"}
+
+
+def test_torch_keeps_a_receive_buffer_for_every_message_between_devices():
+    schedule = build(Shape((0, 1, 1, 0), microbatches=3))
+    s0, s1, s2, s3 = schedule.stages
+    assert receive_buffers(schedule) == [3 * (s0.output_bytes + s3.input_bytes), 3 * (s1.input_bytes + s2.output_bytes)]
+    assert min(receive_buffers(schedule)) > 0
 
 
 def test_1f1b_without_its_recomputes_holds_as_many_activations_as_stages_are_left_to_pass():

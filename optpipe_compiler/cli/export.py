@@ -222,6 +222,7 @@ def _say_peaks(checked: Checked, tool: str, found: list[int], *, stderr: bool) -
     from rich.table import Table
 
     from optpipe_compiler.documents.units import short_bytes
+    from optpipe_compiler.export.torch_csv import receive_buffers
 
     schedule = checked.schedule
     cap = schedule.setup.cap_bytes
@@ -234,6 +235,12 @@ def _say_peaks(checked: Checked, tool: str, found: list[int], *, stderr: bool) -
         row = (device.device, short_bytes(device.peak_bytes), short_bytes(peak), short_bytes(cap), verdict)
         table.add_row(*map(str, row))
     console(stderr=stderr).print(table)
+    if tool == "torch" and (most := max(receive_buffers(schedule))):
+        say(
+            f"beside them torch keeps a receive buffer per message for the whole run, up to {short_bytes(most)} on a "
+            "device; the peaks count a message from its arrival until its use",
+            err=stderr,
+        )
     if lengths := schedule.setup.lengths:
         note(f"optpipe: these are peaks of microbatches of {lengths[0]} tokens, which the file does not say")
     if max(found) > cap:

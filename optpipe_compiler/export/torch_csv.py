@@ -10,6 +10,9 @@ plan has that `I`: this may cost time and never memory.
 
 from __future__ import annotations
 
+from fractions import Fraction
+from itertools import pairwise
+from math import ceil
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -38,6 +41,21 @@ def as_torch_runs_it(checked: ir.Checked) -> ir.Schedule:
     left = without_memory_ops(checked)
     devices = [msgspec.structs.replace(device, compute=list(_fused(device.compute))) for device in left.devices]
     return msgspec.structs.replace(left, devices=devices)
+
+
+def receive_buffers(schedule: ir.Schedule) -> list[int]:
+    """Return the bytes of each device's receive buffers, of which torch keeps one per message for the whole run.
+
+    Peaks count a message from its arrival until it is used.
+    """
+    units, lengths = schedule.setup.units, schedule.setup.lengths
+    share = Fraction(lengths[0], units.tokens) if lengths and isinstance(units, ir.Units) else 1
+    found = [0] * len(schedule.devices)
+    for first, second in pairwise(schedule.stages):
+        if first.device != second.device:
+            found[second.device] += schedule.setup.microbatches * ceil(share * second.input_bytes)
+            found[first.device] += schedule.setup.microbatches * ceil(share * first.output_bytes)
+    return found
 
 
 def _fused(lane: Iterable[ir.ComputeOp]) -> Iterator[ir.ComputeOp]:

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_schedules import Shape, build, random_shape
+from small_schedules import Shape, build, changed, random_shape
 
 import optpipe
 from optpipe_compiler.documents import ir
@@ -161,6 +161,18 @@ def test_a_profile_with_parts_of_the_head_is_refused():
     for render, tool in ((megatron.render, "Megatron"), (primus.render, "Primus")):
         with pytest.raises(BadInput, match=f"{tool} has the embedding and the head whole"):
             render(plan, costs)
+
+
+def test_primus_reads_the_data_in_the_order_of_forwards():
+    plan = build(Shape((0, 1), microbatches=2))
+
+    def change(plain):
+        lane = plain["devices"][1]["compute"]
+        first, second = (place for place, op in enumerate(plan.devices[1].compute) if op.name == "forward")
+        lane[first], lane[second] = lane[second], lane[first]
+
+    with pytest.raises(BadInput, match="stage 1 runs the forward of microbatch 1 where that of 0 is expected: Primus"):
+        primus.render(ir.Checked(changed(plan, change)))
 
 
 def test_primus_has_blocks_whole():

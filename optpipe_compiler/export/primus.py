@@ -147,6 +147,7 @@ def render(checked: Checked, profile: Profile | None = None) -> str:
     refuse_chunks_of_one_device(schedule, "Primus")
     embedding, head = ends(schedule, profile, "Primus")
     algorithm = _algorithm(schedule)
+    _refuse_other_orders(schedule)
     lines = table(schedule)
     return TEMPLATE.format(
         compiler=_in_docstring(schedule.provenance.compiler),
@@ -244,6 +245,21 @@ def _algorithm(schedule: Schedule) -> str:
         f"Primus cannot place the {stages} stages on the devices {found}; expected one stage per device, a loop, or a "
         "V of two stages per device (optpipe compile --placement)"
     )
+
+
+def _refuse_other_orders(schedule: Schedule) -> None:
+    """Raise BadInput where a stage does not run its microbatches in order: each of Primus's chunks reads the data as
+    they come."""
+    for device in schedule.devices:
+        following = [0] * len(schedule.stages)
+        for op in device.compute:
+            if op.name == "forward":
+                if op.microbatch != following[op.stage]:
+                    raise BadInput(
+                        f"stage {op.stage} runs the forward of microbatch {op.microbatch} where that of "
+                        f"{following[op.stage]} is expected: Primus reads the data in the order of forwards"
+                    )
+                following[op.stage] += 1
 
 
 def _in_docstring(text: str) -> str:

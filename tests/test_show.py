@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import get_args
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -76,6 +77,16 @@ def test_the_lines_of_devices_from_100_on_begin_and_end_where_all_others_do():
     labels = [line[:LEFT] for line in lines]
     assert (labels[0], labels[2]) == ("dev 99 ", " d 100 ")
     assert len(lines[0]) == len(lines[2]) == 80 - RIGHT
+
+
+@pytest.mark.parametrize(("cap", "said"), [(8 * GB, "at most 50% of 8.00"), (10**4 * GB, "less than 1% of 10")])
+def test_the_summary_says_how_much_of_the_cap_is_used(cap, said):
+    made = schedule()
+    one = msgspec.structs.replace(made, setup=msgspec.structs.replace(made.setup, cap_bytes=cap))
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(summary(analyse(one)))
+    assert said in shown.get()
 
 
 def test_memory_is_drawn_against_the_cap():

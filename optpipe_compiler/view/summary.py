@@ -154,7 +154,9 @@ def _fullest(schedule: Schedule) -> str:
     cap = schedule.setup.cap_bytes
     if device is None or not cap:
         return "no cap"
-    return f"at most {device.peak_bytes / cap:.0%} of {short_bytes(cap)} on a device"
+    share = device.peak_bytes / cap
+    said = "less than 1%" if 0 < share < 0.005 else f"at most {share:.0%}"
+    return f"{said} of {short_bytes(cap)} on a device"
 
 
 def _bubble(analysis: Analysis) -> RenderableType:

@@ -43,8 +43,8 @@ With half of it one is left out, and that plan 1.7 % longer (docs/ABLATION.md)."
 def layouts(profile: Profile, options: Options) -> list[Layout]:
     """Return the placements that the options allow and the layers permit, the simplest first.
 
-    Layers are cut so that no stage is heavier than need be; where another cut has a lighter heaviest device or needs
-    less memory, that placement comes again (cuts.py).
+    Layers are cut so that no stage is heavier than need be; where another cut has a lighter heaviest device, needs
+    less memory, or has its heavier devices earlier, that placement comes again (cuts.py).
     """
     assert options.devices is not None
     if options.keep is not None:

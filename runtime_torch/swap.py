@@ -153,15 +153,15 @@ class Mover:
         for name, parameter in inner.named_parameters():
             if engine.has_hooks(parameter):
                 raise BadInput(f"layer {number} cannot move: its parameter {name} has a hook, which would stay behind")
-        kept = [
-            (
-                parameter,
-                parameter.grad,
-                vars(parameter),
-                [_kept(optimizer, parameter) for optimizer in self._optimizers],
-            )
-            for parameter in inner.parameters()
-        ]
+        kept = []
+        for name, parameter in inner.named_parameters():
+            groups = [_kept(optimizer, parameter) for optimizer in self._optimizers]
+            if parameter.requires_grad and (keeper := self._keeper_of_others()) and not any(groups):
+                raise BadInput(
+                    f"layer {number} cannot move: its parameter {name} is in no optimizer, and {keeper} has tensors of "
+                    "no layer, such as copies in fp32, which would stay behind"
+                )
+            kept.append((parameter, parameter.grad, vars(parameter), groups))
         file = io.BytesIO()
         packer = _Packer(file, self._device)
         try:
@@ -171,6 +171,14 @@ class Mover:
         _refuse_special(number, inner, packer.tensors)
         kinds = [_kind(tensor) for tensor in packer.tensors]
         return _Package(file.getvalue(), kinds), packer.tensors
+
+    def _keeper_of_others(self) -> str | None:
+        """An optimizer of what no layer of this rank has, by its kind."""
+        own = {id(parameter) for parameter in self._stages.module.parameters()}
+        for one in self._optimizers:
+            if any(id(parameter) not in own for group in one.param_groups for parameter in group["params"]):
+                return type(one).__name__
+        return None
 
     @torch.no_grad()
     def move(self, wanted: Sequence[Move], packages: Mapping[int, _Package], group: dist.ProcessGroup | None) -> int:

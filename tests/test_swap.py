@@ -158,6 +158,7 @@ inputs, target = case.batch()
 before = runner.step(*inputs, target=target).loss
 head = stages.module["3"] if rank == 1 else torch.nn.Linear(1, 1)
 groups = [{"params": [p]} for p in stages.module.parameters()]
+masters = [p.detach().double() for p in stages.module.parameters()]
 adam = torch.optim.AdamW
 
 class Special(torch.nn.Parameter):
@@ -192,6 +193,7 @@ for broken, schedule, optimizer, word in (
     (None, case.plan((0, 1), fused=rank == 0), None, "rank 1 has another schedule than rank 0"),
     (None, plans[1], adam(groups[:rank + 1]), "other optimizers (groups) than rank 0: AdamW (2), not AdamW (1)"),
     (None, plans[1], adam(groups) if rank == 0 else (), "rank 1 has other optimizers (groups) than rank 0: none, not"),
+    (None, plans[1], adam(masters), "is in no optimizer, and AdamW has tensors of no layer"),
     ("hook", plans[1], (), "layer 3 cannot move: its parameter logits.weight has a hook"),
 ):
     head.broken = broken

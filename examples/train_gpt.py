@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -53,8 +54,9 @@ def main() -> None:
         [partial(make_layer, schedule.model, index) for index in range(schedule.setup.layers)],
         mesh.get_local_rank("pipeline"),
         device,
-        inputs=[inputs[:size]],
+        inputs=[one[:size] for one in inputs],
         target=target[:size],
+        ties=models.ties(schedule.model),
         prepare=(
             partial(fully_shard, mesh=mesh["data"])
             if sharded
@@ -71,8 +73,8 @@ def main() -> None:
     for step in range(first, options.steps):
         inputs, target = data.training(step)
         with torch.autocast(device.type, torch.bfloat16, enabled=options.autocast):
-            result = runner.step(inputs, target=target)
-        norm = clip(stages.module, options.clip, mesh, sharded=sharded)
+            result = runner.step(*inputs, target=target)
+        norm = clip(stages, options.clip, mesh, sharded=sharded)
         optimizer.step()
         optimizer.zero_grad()
         say(mesh, f"step {step + 1}: loss", result.loss, f"gradient norm {norm:.4g}")
@@ -80,7 +82,7 @@ def main() -> None:
             save(options.save, step + 1, stages.module, optimizer)
     stages.module.eval()
     inputs, target = data.validation()
-    say(mesh, "validation loss", runner.eval(inputs, target=target))
+    say(mesh, "validation loss", runner.eval(*inputs, target=target))
     is_saved = options.save_every and options.steps % options.save_every == 0
     if options.save is not None and not is_saved:
         save(options.save, options.steps, stages.module, optimizer)
@@ -135,41 +137,52 @@ def make_layer(model: object, index: int) -> nn.Module:
     return models.build(model, range(index, index + 1))[0]
 
 
+Batch = tuple[Sequence[Tensor], Tensor]
+"""Inputs and target of a step."""
+
+
 class Data:
-    """Random windows of the text that ships with optpipe; what a step reads depends on its number alone."""
+    """Random windows of the text that ships with optpipe, or what a user's function draws; what a step reads depends on
+    its number alone."""
 
     def __init__(self, model: object, microbatches: int, mesh: DeviceMesh, device: torch.device) -> None:
         whole = text.default_text()
         cut = len(whole) * 9 // 10
-        self._train, self._held_out = whole[:cut], whole[cut:]
-        self._model, self._microbatches, self._device = model, microbatches, device
+        self._train, self._held_out = (models.batches(model, part) for part in (whole[:cut], whole[cut:]))
+        self._microbatches, self._device = microbatches, device
         self._replica = mesh.get_local_rank("data")
 
-    def training(self, step: int) -> tuple[Tensor, Tensor]:
+    def training(self, step: int) -> Batch:
         """Return the replica's inputs and targets of a step."""
         return self._draw(self._train, 1 + step * 10_007 + self._replica)
 
-    def validation(self) -> tuple[Tensor, Tensor]:
+    def validation(self) -> Batch:
         """Return text that is not trained on."""
         return self._draw(self._held_out, 0)
 
-    def _draw(self, data: bytes, seed: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        inputs, target = models.batch(self._model, data, generator, self._microbatches)
-        return inputs.to(self._device), target.to(self._device)
+    def _draw(self, draws: Callable[[torch.Generator, int], Batch], seed: int) -> Batch:
+        inputs, target = draws(torch.Generator().manual_seed(seed), self._microbatches)
+        return [one.to(self._device) for one in inputs], target.to(self._device)
 
 
-def clip(module: nn.Module, largest: float, mesh: DeviceMesh, *, sharded: bool) -> float:
+def clip(stages: runtime_torch.Stages, largest: float, mesh: DeviceMesh, *, sharded: bool) -> float:
     """Scale the gradients so that their norm over all layers, on all ranks, is at most `largest`; return the norm."""
-    gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in module.parameters()]
-    square = torch.stack([gradient.float().square().sum() for gradient in gradients]).sum()
+    square = torch.zeros((), device=mesh.device_type)
+    for gradient in local_gradients(stages.unique_parameters()):  # a tied parameter counts on one rank
+        square += gradient.float().square().sum()
     dist.all_reduce(square, group=mesh.get_group("pipeline"))
     if sharded:
         dist.all_reduce(square, group=mesh.get_group("data"))
     norm = float(square.sqrt())
-    for gradient in gradients:
+    for gradient in local_gradients(stages.module.parameters()):
         gradient.mul_(min(1.0, largest / (norm + 1e-6)))
     return norm
+
+
+def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Return this rank's shards of the gradients that there are."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [one.to_local() if isinstance(one, DTensor) else one for one in gradients]
 
 
 def say(mesh: DeviceMesh, what: str, loss: float | None, more: str = "") -> None:

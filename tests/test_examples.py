@@ -8,6 +8,7 @@ import re
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -105,6 +106,31 @@ def test_the_training_script_resumes_in_shards_to_the_losses_of_replicas(environ
     assert latest.read_text() == "2\n"
     latest.write_text("")
     train("--steps 3 --save checkpoints --resume", environment, tmp_path, "latest says '', expected N of a folder")
+
+
+@pytest.mark.runtime
+def test_the_training_script_keeps_tied_weights_equal(environment, tmp_path):
+    pytest.importorskip("torch")
+    import msgspec
+    import torch
+    from runtime_cases import tiny_profile
+    from small_schedules import Builder, Shape
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    from optpipe_compiler.documents import ir
+    from optpipe_compiler.documents.profile import Model
+
+    model = Model(builder="tests.user_layers:tied_functions", config={}, microbatch_size=2, sequence_length=8, seed=3)
+    shape = Shape((0, 1), layers_per_stage=3, microbatches=2)
+    built = Builder(shape, tiny_profile(model), Random(0)).build()
+    (tmp_path / "own.py").write_text("from tests import user_layers as u\ndef layers(): return u.tied_functions()\n")
+    plan = msgspec.structs.replace(built, model=msgspec.structs.replace(model, builder="own:layers"))
+    (tmp_path / "schedule.json").write_text(ir.to_text(ir.seal(plan)))
+    path = f"{tmp_path}{os.pathsep}{environment['PYTHONPATH']}"
+    train("--steps 2 --save checkpoints", environment | {"PYTHONPATH": path}, tmp_path)
+    dcp_to_torch_save(tmp_path / "checkpoints" / "step2", tmp_path / "step2.pt")
+    weights = torch.load(tmp_path / "step2.pt", weights_only=False)["weights"]
+    assert torch.equal(weights["0.weight"], weights["5.out.weight"])
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from inspect import Parameter, signature
 from numbers import Integral
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args, get_type_hi
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     Triple = tuple[float, float, float]
 
@@ -74,13 +74,14 @@ RENAMED = {
     "units": "slices",
 }
 """Options that functions take under other names."""
-KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+KINDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "int": ((Integral,), "a whole number"),
     "count": ((Integral,), "a whole number of at least 1"),
     "float": ((Integral, float), "a number"),
     "bool": ((bool,), "True or False"),
     "str": ((str,), "a text"),
     "path": ((str, Path), "a path"),
+    "function": ((Callable,), "a function"),
 }
 
 

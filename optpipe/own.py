@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
+from optpipe.keywords import checked, checked_all
 from optpipe_compiler import published
 from optpipe_compiler.published.common import NotDefined
 from optpipe_compiler.published.own import OwnOrder
@@ -50,9 +51,12 @@ def schedule(
     `compile(method=...)` and `compare(methods=...)`. A name may be registered again, but not one that is built in.
     """
 
-    counts = (stages_per_device,) if isinstance(stages_per_device, int) else stages_per_device
+    several = isinstance(stages_per_device, tuple | list)
+    counts = checked_all("stages_per_device", stages_per_device if several else [stages_per_device], "int")
+    checked("name", name, "str")
 
     def register(order: Function) -> Function:
+        checked("the schedule", order, "function")
         published.register(name, order, tuple((placement, count) for count in counts), source)
         return order
 

@@ -284,8 +284,9 @@ def compile(
         keep=None if keep_placement is None else as_plan(keep_placement).checked,
         **more,
     )
+    say = checked("on_progress", on_progress, "function", is_optional=True)
     kept = _cache.users() if cache else None
-    result = _cache.compile_schedule(costs, chosen, on_progress or (lambda progress: None), kept)
+    result = _cache.compile_schedule(costs, chosen, say or (lambda progress: None), kept)
     return Plan(result.checked, costs, interrupted=result.interrupted)
 
 

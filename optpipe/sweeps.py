@@ -124,6 +124,7 @@ def sweep(
     costs = _sweep.SweptCosts.of(as_profile(profile))
     checked("time_limit", time_limit, "float")
     checked("jobs", jobs, "count")
+    checked("on_point", on_point, "function", is_optional=True)
     microbatches = checked_all("microbatches", microbatches, "count")
     devices = checked_all("devices", devices, "count")
     if not isinstance(mem, Sequence):

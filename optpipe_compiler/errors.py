@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
+from typing import Any
+
 
 class OptPipeError(Exception):
     """Base of all expected failures: its text is one clear sentence for the user."""
@@ -48,6 +51,13 @@ class MissingDependency(OptPipeError):
     """The command needs a package that is not installed; the text says how to install it."""
 
     exit_code = 6
+
+
+def of_kind(name: str, value: Any, kinds: type | tuple[type, ...], said: str) -> Any:
+    """Return the value of an argument; raise BadInput where it is of none of these kinds, which are `said`."""
+    if not isinstance(value, kinds):
+        raise BadInput(f"{name} is {' '.join(reprlib.repr(value).split())}, expected {said}")
+    return value
 
 
 INTERRUPTED = 130

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from optpipe_compiler.documents.units import counted
-from optpipe_compiler.errors import BadInput
+from optpipe_compiler.errors import BadInput, of_kind
 from runtime_torch.bundles import Bundle, in_words, with_samples, with_tokens
 from runtime_torch.microbatch import Slice, cut, takes
 
@@ -242,7 +244,10 @@ class Batches:
     def _weights(self, weights: Sequence[float] | Tensor | None) -> Sequence[float]:
         """Return what the microbatches weigh, as the rank of the last stage says."""
         count, samples = len(self._sizes), sum(self._sizes)
-        own = [size / samples for size in self._sizes] if weights is None else [float(weight) for weight in weights]
+        own = [size / samples for size in self._sizes]
+        if weights is not None:
+            given = enumerate(of_kind("weights", weights, Iterable, "a list of numbers"))
+            own = [float(of_kind(f"weights[{number}]", one, (Real, Tensor), "a number")) for number, one in given]
         if len(own) != count:
             raise BadInput(
                 f"step() got {counted(len(own), 'weight')}, expected one for each of {counted(count, 'microbatch')}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from optpipe_compiler.documents.units import counted
-from optpipe_compiler.errors import BadInput
+from optpipe_compiler.errors import BadInput, of_kind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
 Keywords = Mapping[str, object]
 
@@ -78,6 +78,10 @@ def entered(microbatch: Microbatch) -> Iterator[None]:
 
 def cut(sizes: Sequence[int], weights: Sequence[float], keywords: Sequence[Keywords] | None) -> list[Microbatch]:
     """Return microbatches of these sizes, with these weights and keyword arguments."""
+    for number, one in enumerate(
+        of_kind("keywords", () if keywords is None else keywords, Sequence, "a list of mappings")
+    ):
+        of_kind(f"keywords[{number}]", one, Mapping, "a mapping")
     if keywords is not None and len(keywords) != len(sizes):
         raise BadInput(f"step() got keywords for {counted(len(keywords), 'microbatch')}, expected {len(sizes)}")
     for name, value in (item for one in keywords or () for item in one.items()):

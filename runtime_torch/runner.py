@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 import warnings
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.units import counted
-from optpipe_compiler.errors import BadInput, RunFailed
+from optpipe_compiler.errors import BadInput, RunFailed, of_kind
 from runtime_torch.batches import Batches
 from runtime_torch.conform import BYTES_TOLERANCE, agree, prepare
 from runtime_torch.evaluate import forward_only
@@ -20,7 +22,7 @@ from runtime_torch.messages import Mailbox
 from runtime_torch.replay import Replay, StepResult, weighted
 from runtime_torch.replicas import replicated
 from runtime_torch.shared import Channels, channels_of
-from runtime_torch.stages import refuse_parts
+from runtime_torch.stages import Stages, refuse_parts
 from runtime_torch.swap import Mover, Swap, agree_on, is_same_cut, moves, restaged
 
 if TYPE_CHECKING:
@@ -28,11 +30,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from optpipe_compiler.documents import ir
     from runtime_torch.bundles import Boundary
     from runtime_torch.microbatch import Keywords
     from runtime_torch.replicas import Replicas, Shards
-    from runtime_torch.stages import Stages
     from runtime_torch.swap import Move
 
 
@@ -56,6 +56,8 @@ class Runner:
         bytes_tolerance: float | None = BYTES_TOLERANCE,
         on_failure: Callable[[BaseException], None] | None = None,
     ) -> None:
+        of_kind("schedule", schedule, ir.Schedule, "a schedule, as load_schedule returns it")
+        of_kind("stages", stages, Stages, "those of build_stages or wrap_stages")
         world = dist.get_world_size(group)
         if world != schedule.setup.devices:
             raise RunFailed(
@@ -108,6 +110,7 @@ class Runner:
             raise RunFailed("an earlier step of this Runner ended in the middle of its ops: make a new one")
         if not torch.is_grad_enabled():
             raise BadInput("step() was called where gradients are off (no_grad, inference_mode), expected eval() there")
+        of_kind("losses", losses, (list, NoneType), "a list that is filled, or None")
         batch = self._batches.divide(inputs, target, weights, keywords)
         self._stages.ties.begin(self._group, next(iter(self._stages.values())).device)
         for part in self._parts():
@@ -152,6 +155,7 @@ class Runner:
 
         Whether layers are in training mode is the caller's business. `keywords` and `losses` are as in `step`.
         """
+        of_kind("losses", losses, (list, NoneType), "a list that is filled, or None")
         batch = self._batches.divide(inputs, target, None, keywords, forward_only=True)
         for part in self._parts():
             part.gather()
@@ -173,6 +177,7 @@ class Runner:
         step. After a move other ranks may have the first and the last stage, and need `inputs` and `target`.
         """
         begin = time.perf_counter_ns()
+        of_kind("schedule", schedule, ir.Schedule, "a schedule, as load_schedule returns it")
         rank, stages = dist.get_rank(self._group), self._stages
         several = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
         mover = Mover(stages, several, rank)

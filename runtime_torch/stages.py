@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.units import counted
-from optpipe_compiler.errors import BadInput
+from optpipe_compiler.errors import BadInput, of_kind
 from runtime_torch.bundles import Bundle, Made, bundled, trace_bundles
 from runtime_torch.execution import StageExecution
 from runtime_torch.meter import Meter
@@ -20,9 +20,6 @@ from runtime_torch.microbatch import inner_layer
 from runtime_torch.replicas import replicated
 from runtime_torch.slices import is_sliceable
 from runtime_torch.ties import Ties, shared
-
-if TYPE_CHECKING:
-    from optpipe_compiler.documents import ir
 
 
 class Stages(dict[int, StageExecution]):
@@ -82,8 +79,16 @@ def build_stages(
     `ties` name the parameters that layers share, on all ranks alike: `[("0.tokens.weight", "9.logits.weight")]`. They
     are found where all layers are given as modules; what functions make on other ranks nobody can see.
     """
+    of_kind("schedule", schedule, ir.Schedule, "a schedule, as load_schedule returns it")
     if isinstance(layers, nn.ModuleList | nn.Sequential):
         layers = list(layers)
+    of_kind("layers", layers, (Sequence, Mapping), "a list of layers")
+    for number, tensor in enumerate(of_kind("inputs", inputs, Sequence, "a list of tensors")):
+        of_kind(f"inputs[{number}]", tensor, Tensor, "a tensor")
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise BadInput(f"device is {device!r}, expected one of torch, such as 'cpu' or 'cuda:0'") from error
     if isinstance(layers, Sequence) and len(layers) != schedule.setup.layers:
         raise BadInput(f"the model has {counted(len(layers), 'layer')}, the schedule is for {schedule.setup.layers}")
     bundles = None

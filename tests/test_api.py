@@ -339,6 +339,23 @@ def torn():
         (lambda: optpipe.write_profile(5, "no.json"), optpipe.BadInput, "profile is 5, expected a path"),
         (lambda: optpipe.write_profile(torn(), "no.json"), optpipe.BadInput, TORN),
         (lambda: optpipe.compile(torn(), mem=GB), optpipe.BadInput, TORN),
+        (
+            lambda: optpipe.compile(COSTS, mem=GB, on_progress=3),
+            optpipe.BadInput,
+            "on_progress is 3, expected a function or None",
+        ),
+        (
+            lambda: optpipe.sweep(COSTS, [GB], on_point=4),
+            optpipe.BadInput,
+            "on_point is 4, expected a function or None",
+        ),
+        (
+            lambda: optpipe.schedule("x", stages_per_device="2")(list),
+            optpipe.BadInput,
+            r"stages_per_device.0. is '2', expected a whole number",
+        ),
+        (lambda: optpipe.schedule(5)(list), optpipe.BadInput, "name is 5, expected a text"),
+        (lambda: optpipe.schedule("x")(5), optpipe.BadInput, "the schedule is 5, expected a function"),
         (lambda: optpipe.bounds(torn(), GB), optpipe.BadInput, TORN),
     ],
 )

@@ -706,6 +706,36 @@ def test_batches_that_cannot_be_cut_or_are_missing_are_refused(alone):
         runtime_torch.Runner(schedule, runtime_torch.build_stages(schedule, builders(), 0, "cpu"))
 
 
+def test_arguments_of_another_kind_are_refused_and_leave_the_runner_usable(alone):
+    inputs, target = batch()
+    schedule = plan((0, 0))
+    stages = runtime_torch.build_stages(schedule, builders(), 0, "cpu", **microbatch())
+    runner = runtime_torch.Runner(schedule, stages)
+    build = partial(runtime_torch.build_stages, schedule, builders(), 0)
+    step = partial(runner.step, *inputs, target=target)
+    mistakes = {
+        "path is 5, expected a path": lambda: runtime_torch.load_schedule(5),
+        "schedule is 's.json', expected a schedule, as": lambda: runtime_torch.Runner("s.json", stages),
+        "stages is .*, expected those of build_stages": lambda: runtime_torch.Runner(schedule, []),
+        "schedule is 't.json', expected a schedule, as": lambda: runner.replace("t.json"),
+        "schedule is 'u.json', expected a schedule, as": lambda: runtime_torch.build_stages("u.json", [], 0, "cpu"),
+        "layers is .*, expected a list": lambda: runtime_torch.build_stages(schedule, iter(builders()), 0, "cpu"),
+        "inputs is tensor.*, expected a list of tensors": lambda: build("cpu", inputs=inputs[0]),
+        "device is 'gpu', expected one of torch": lambda: build("gpu"),
+        "weights is 0.5, expected a list": lambda: step(weights=0.5),
+        r"weights\[0\] is 'a', expected a number": lambda: step(weights=["a"] * 2),
+        "keywords is 3, expected a list of mappings": lambda: step(keywords=3),
+        r"keywords\[1\] is 4, expected a mapping": lambda: step(keywords=[{}, 4]),
+        r"losses is \(\), expected a list": lambda: step(losses=()),
+        "losses is 6, expected a list": lambda: runner.eval(*inputs, target=target, losses=6),
+    }
+    for sentence, mistake in mistakes.items():
+        with pytest.raises(BadInput, match=sentence) as said:
+            mistake()
+        assert "\n" not in str(said.value)
+    assert step().loss is not None
+
+
 class Squares(nn.Linear):
     def forward(self, x, target):
         return (super().forward(x) - target).square().mean()

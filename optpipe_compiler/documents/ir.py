@@ -16,7 +16,7 @@ from optpipe_compiler.documents.files import Record, canonical, decode, read_tex
 from optpipe_compiler.documents.ops import op_id
 from optpipe_compiler.documents.ops import parse as parse_op
 from optpipe_compiler.documents.profile import MOST_LAYERS, Count, Model, Positive
-from optpipe_compiler.errors import BadInput
+from optpipe_compiler.errors import BadInput, of_kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -554,7 +554,7 @@ def to_text(schedule: Schedule) -> str:
 
 def load(path: Path | str) -> Schedule:
     """Read a schedule file; raise BadInput when its form is wrong. Whether it is safe is `verify`'s question."""
-    return parse(read_text(Path(path)), str(path))
+    return parse(read_text(Path(of_kind("path", path, (str, Path), "a path"))), str(path))
 
 
 def parse(text: str, name: str) -> Schedule:

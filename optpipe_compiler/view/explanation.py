@@ -119,7 +119,7 @@ def _worst(one: Idle) -> str:
 
 
 def _and(parts: Sequence[str]) -> str:
-    comma = "," if len(parts) > 2 or any("," in part for part in parts) else ""
+    comma = "," if any("," in part for part in parts) else ""
     return parts[0] if len(parts) < 2 else ", ".join(parts[:-1]) + f"{comma} and {parts[-1]}"
 
 

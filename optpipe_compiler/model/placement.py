@@ -109,7 +109,7 @@ def balanced_cuts(
         best(k, b) = min over e > b with p[e] - p[b] <= w of (p[e] - p[b])^2 + best(k - 1, e).
 
     With `heads`, of each layer what comes before it, w is the least such that no run [b, e) has more than
-    heads[b] + times (p[e] - p[b]).
+    heads[b] + times (p[e] - p[b]). From a layer to the next heads may grow by `times` the layer's work at most.
     """
     sums, count = list(accumulate(work, initial=0)), len(work)
     before = [0] * count if heads is None else heads
@@ -140,8 +140,9 @@ def balanced_cuts(
 def _least(sums: list[int], parts: int, before: Sequence[int], times: int) -> int:
     """Return the least w for which so many runs of layers with these prefix sums have no more than that each.
 
-    Runs that are as long as w lets them be are no more than `parts` where that is possible: a run of fewer of the first
-    layers never lets the rest begin with less. There are exactly so many, too: a run of several layers can be cut.
+    Where runs that are as long as a w lets them be are no more than `parts`, there are exactly so many, too: a run of
+    several layers can be cut. No others get farther: a run that begins later ends no earlier, by what `balanced_cuts`
+    asks of heads.
     """
     ends = list(pairwise(sums))
     low = max(head + times * (b - a) for head, (a, b) in zip(before, ends, strict=True))

@@ -230,7 +230,11 @@ class Problem:
     @property
     def turn_of(self) -> list[int]:
         """How many stages the owner of each has before it."""
-        return [self.stages_of(stage.device).index(s) for s, stage in enumerate(self.stages)]
+        before, found = [0] * self.devices, []
+        for stage in self.stages:
+            found.append(before[stage.device])
+            before[stage.device] += 1
+        return found
 
     @property
     def tasks(self) -> int:

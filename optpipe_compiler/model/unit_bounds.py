@@ -42,17 +42,18 @@ def backward_of(problem: Problem, stage: Stage) -> int:
 
 def device_work(problem: Problem) -> int:
     """A device runs one op at a time: span >= sum of work over its stages and all units."""
-    return max(sum(work for _, work in _works(problem, device)) for device in range(problem.devices))
+    return max(sum(work for _, work in works) for works in _works(problem))
 
 
-def _works(problem: Problem, device: int) -> list[tuple[int, int]]:
-    """Return the stages of a device, in their order, and the work of all units there."""
+def _works(problem: Problem) -> list[list[tuple[int, int]]]:
+    """Return, by device, its stages in their order, each with the work of all units there."""
     counts = _counts(problem)
     units = [problem.of_class(number) for number in range(len(counts))]
-    return [
-        (s, sum(count * work_of(problem, stages[s]) for count, stages in zip(counts, units, strict=True)))
-        for s in problem.stages_of(device)
+    works = [
+        sum(count * work_of(problem, stages[s]) for count, stages in zip(counts, units, strict=True))
+        for s in range(len(problem.stages))
     ]
+    return [[(s, works[s]) for s in problem.stages_of(device)] for device in range(problem.devices)]
 
 
 def _counts(problem: Problem) -> list[int]:
@@ -80,9 +81,8 @@ def head_and_work(problem: Problem, *, is_span: bool = False) -> int:
     homes = [*accumulate((last[s].send_gradient + last[s - 1].backward for s in numbers[1:]), initial=0)]
     if problem.freedom.split:
         homes = [0 for _ in homes]
-    for device in range(problem.devices):
-        total, works = 0, _works(problem, device)
-        begin = works[0][0] if works and is_span else 0
+    for works in _works(problem):
+        total, begin = 0, works[0][0] if works and is_span else 0
         for s, work in reversed(works):
             total += work
             result = max(result, heads[s] - heads[begin] + total + homes[s] - homes[begin])

@@ -19,6 +19,7 @@ from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profil
 from optpipe_torch.profiler import child as measure_child  # noqa: E402
 from optpipe_torch.profiler import copies as measure_copies  # noqa: E402
 from optpipe_torch.profiler import spread as measure_spread  # noqa: E402
+from optpipe_torch.profiler.allocator import watch  # noqa: E402
 from optpipe_torch.profiler.layers import bookkeeping_bench  # noqa: E402
 from optpipe_torch.profiler.records import TIMED, Messages, assemble  # noqa: E402
 from optpipe_torch.profiler.spread import ENOUGH, MOST, relative_spread, steadiest  # noqa: E402
@@ -109,6 +110,11 @@ class Scripted(Timer):
     def timed(self, into):
         yield
         into.append(next(self._ns))
+
+    @contextmanager
+    def busy(self, into):
+        yield
+        into.append(7)
 
 
 @pytest.fixture
@@ -311,3 +317,14 @@ def test_the_command_is_silent_about_a_quiet_profile(monkeypatch, tmp_path):
     monkeypatch.setattr("optpipe_torch.profiler.measure.measure", lambda options, on_progress: quiet)
     shown = CliRunner().invoke(cli, ["profile", "-o", str(tmp_path / "profile.json")], catch_exceptions=False)
     assert "optpipe:" not in shown.stderr
+
+
+# -- the allocator of host memory
+
+
+def test_what_is_older_than_the_first_op_is_not_counted_when_it_is_given_back():
+    """Once, a block that the profiler had seen before hid as many bytes of what an op took."""
+    kept = []
+    assert watch({"take": lambda: kept.append(torch.ones(1000))}) == {"take": [4000]}
+    found = watch({"give": kept.clear, "both": lambda: kept.append(torch.ones(500)), "own": kept.clear})
+    assert found == {"give": [], "both": [2000], "own": [-2000]}

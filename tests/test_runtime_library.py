@@ -356,6 +356,7 @@ def public_only(monkeypatch):
     """torch without its private names."""
     for name in ("_run_backward", "_profiler_enabled", "_use_count", "_hooks", "_base", "_copy_each"):
         monkeypatch.setattr(engine, name, getattr(engine, name))
+    monkeypatch.setattr(engine, "_flash", dict(engine._flash))  # is emptied
     engine.use_public_names()
 
 

@@ -164,6 +164,25 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path, text, said):
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [({"tie_word_embeddings": True}, 1), ({"tie_word_embeddings": False}, 0), ({}, 0)],
+)
+def test_a_configuration_that_ties_its_weights_is_told_to_be_taken_without(config, changes, told):
+    said: list[str] = []
+    path = config(**changes)
+    models.load(str(path), said.append)
+    sentence = f"embedding and head of {path} share their weights (tie_word_embeddings); here each has its own"
+    assert said == [sentence] * told
+
+
+def test_gpt2_is_tied_unless_its_configuration_says_otherwise():
+    said: list[str] = []
+    models.load("gpt2", said.append)
+    models.load("llama-7b", said.append)
+    assert len(said) == 1
+
+
 # -- the command
 
 
@@ -181,6 +200,7 @@ def test_a_profile_is_written_from_names_alone(tmp_path):
     path = tmp_path / "profile.json"
     ended = run("--model", "gpt2", "--gpu", "h100-sxm", "--seq", "256", "--links", "pairs", "-o", str(path))
     assert ended.exit_code == 0, ended.output
+    assert "embedding and head of gpt2 share their weights" in ended.stderr
     profile = profiles.load(path)
     assert profile.name == "gpt2-h100-sxm"
     assert profile.machine.devices == 8

@@ -18,6 +18,7 @@ from optpipe_compiler.cli.common import (
     note,
     say_json,
 )
+from optpipe_compiler.cli.estimate import load_model
 from optpipe_compiler.documents.units import counted
 
 if TYPE_CHECKING:
@@ -76,7 +77,6 @@ def advise(
     Example: optpipe advise --model llama-3-8b --gpu h100-sxm --gpus 64 --global-batch 256 --seq 8192
     """
     from optpipe_compiler.costs import gpus as data_sheets
-    from optpipe_compiler.costs import models
     from optpipe_compiler.documents.units import show_bytes
     from optpipe_compiler.errors import BadInput
     from optpipe_compiler.study import advise as study
@@ -84,7 +84,7 @@ def advise(
     from optpipe_torch.estimates.estimate import EstimateOptions, check
     from optpipe_torch.estimates.spread import Spread
 
-    model, gpu = models.load(model_name), data_sheets.load(gpu_name)
+    model, gpu = load_model(model_name), data_sheets.load(gpu_name)
     if seq is None:
         seq = model.positions or 4096
     if mem is not None and mem > gpu.memory_bytes:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from optpipe_compiler.cli.common import note
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
@@ -90,6 +91,13 @@ def parts_options(command: Command) -> Command:
 def granularity_option(*values: str, help: str) -> Callable[[Command], Command]:
     """Add `--granularity`, of which not every command takes every value."""
     return click.option("--granularity", type=click.Choice(values), help=help)
+
+
+def load_model(name: str) -> Architecture:
+    """Return the known model, and say how it is taken otherwise than it is meant."""
+    from optpipe_compiler.costs import models
+
+    return models.load(name, lambda said: note(f"optpipe: {said}"))
 
 
 def cut(model: Architecture, given: dict[str, Any], devices: Callable[[], int]) -> Architecture:

@@ -28,6 +28,7 @@ from optpipe_compiler.cli.estimate import (
     dtype_option,
     estimate_options,
     granularity_option,
+    load_model,
     parts_options,
     refuse,
 )
@@ -166,7 +167,7 @@ def _list(*, gpus: bool, models: bool, as_json: bool) -> None:
 
 
 def _estimate(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
-    from optpipe_compiler.costs import gpus, models
+    from optpipe_compiler.costs import gpus
     from optpipe_compiler.view.estimated import render
     from optpipe_torch.estimates.estimate import assumptions, check_devices, estimate
 
@@ -177,7 +178,7 @@ def _estimate(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
     )
     if given.get("dtype") == "fp32":
         raise BadInput("--dtype is fp32, expected bf16 or fp16 where there is --gpu: data sheets are read for these")
-    options = chosen(given, models.load(given["model"]), gpus.load(given.get("gpu", "")))
+    options = chosen(given, load_model(given["model"]), gpus.load(given.get("gpu", "")))
     check_devices(options)
     check_outputs(output, as_json=as_json)
     record = estimate(options)
@@ -225,8 +226,6 @@ def _built(given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return what builds the model, and its configuration."""
     from dataclasses import asdict, replace
 
-    from optpipe_compiler.costs import models
-
     name = given["model"]
     if ":" in name and not Path(name).exists():
         if "layers" in given:
@@ -235,7 +234,7 @@ def _built(given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
             given, set(given) - set(CUTS), f"{name} itself says; expected none (for parts see runtime_torch.vocabulary)"
         )
         return name, {}
-    architecture = models.load(name)
+    architecture = load_model(name)
     whole = replace(architecture, layers=given.get("layers", architecture.layers))
     return "transformer", asdict(cut(whole, given, lambda: _devices(given)))
 

@@ -33,6 +33,7 @@ from optpipe_compiler.cli.estimate import (
     dtype_option,
     estimate_options,
     granularity_option,
+    load_model,
     refuse,
 )
 from optpipe_compiler.errors import BadInput, Infeasible, NotFound
@@ -170,11 +171,11 @@ def _estimated(given: dict[str, Any]) -> SweptCosts:
     """Estimate for as many devices as there are layers; fewer of them cost the same, so one profile does for all."""
     from dataclasses import asdict
 
-    from optpipe_compiler.costs import gpus, models
+    from optpipe_compiler.costs import gpus
     from optpipe_compiler.study.sweep import SweptCosts
     from optpipe_torch.estimates.estimate import estimate
 
-    model = models.load(given["model"])
+    model = load_model(given["model"])
     wanted = [gpus.load(name.strip()) for name in given.get("gpu", "").split(",")]
     if len({gpu.name for gpu in wanted}) < len(wanted):
         raise BadInput(f"--gpu is {given['gpu']!r}, expected different GPUs")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from optpipe_compiler.documents.files import parse_json, read_text, short_json
 from optpipe_compiler.errors import BadInput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PRESETS = Path(__file__).parent / "models"
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
@@ -73,8 +76,11 @@ def presets() -> list[str]:
     return sorted(path.stem for path in PRESETS.glob("*.json"))
 
 
-def load(name: str) -> Architecture:
-    """Return the model of a preset's name or of a config.json; raise BadInput with file, path, value, expectation."""
+def load(name: str, tell: Callable[[str], None] = lambda _: None) -> Architecture:
+    """Return the model of a preset's name or of a config.json; raise BadInput with file, path, value, expectation.
+
+    `tell` is called with a sentence where the model is taken otherwise than it is meant.
+    """
     preset = ALIASES.get(name, name)
     path = PRESETS / f"{preset}.json" if preset in presets() else Path(name)
     if path.suffix != ".json" and not path.is_file():
@@ -82,7 +88,10 @@ def load(name: str) -> Architecture:
     config = parse_json(read_text(path), str(path))
     if not isinstance(config, dict):
         raise BadInput(f"{path}: $ is {short_json(config)}, expected an object")
-    return _Reader(config, str(path)).architecture()
+    model = _Reader(config, str(path)).architecture()
+    if config.get("tie_word_embeddings", model.kind == "gpt2") is True:  # what transformers takes where it is left out
+        tell(f"embedding and head of {name} share their weights (tie_word_embeddings); here each has its own")
+    return model
 
 
 class _Reader:

@@ -372,6 +372,7 @@ def test_in_eighty_columns_no_number_of_an_estimate_is_cut():
     assert text.count("11113.1") == 4
     assert "static\n" in text
     assert "1 pipeline device (" in text
+    assert "\nF: forward; I, W, B: gradients of input, weights, both\n" in text
 
 
 def test_in_eighty_columns_the_gpus_are_told_in_full():

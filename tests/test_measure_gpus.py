@@ -330,6 +330,7 @@ def test_the_table_of_layers_fits_80_columns_with_whole_names():
     Console(file=out, width=80).print(render(parse(path.read_text(), str(path)), "p.json"))
     lines = out.getvalue().splitlines()
     assert [line[:10].rstrip() for line in lines[1:7:2]] == ["embedding", "block x 8", "head"]
+    assert lines[7] == "F: forward; I, W, B: gradients of input, weights, both; R: recomputation"
     assert max(map(len, lines)) <= 80
 
 

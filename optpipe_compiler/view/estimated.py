@@ -10,6 +10,7 @@ from rich.text import Text
 
 from optpipe_compiler.documents.profile import alike, value_of
 from optpipe_compiler.documents.units import counted, printable, short_bytes, show_ns
+from optpipe_compiler.view.look import COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -39,7 +40,7 @@ def render(profile: Profile, path: str, assumed: Iterable[str]) -> RenderableTyp
     for line in assumed:
         points.add_row("-", printable(line))
     end = Text(f"all numbers are estimated (docs/ESTIMATES.md)\nwrote {printable(path)}")
-    return Group(table, Text(""), Text(_machine(profile)), points, end)
+    return Group(table, Text(COLUMNS, "dim"), Text(""), Text(_machine(profile)), points, end)
 
 
 def _machine(profile: Profile) -> str:

@@ -26,6 +26,8 @@ LOOKS = {
     "reload": Look("reload from host", "#a7afba", hatch=True),
 }
 """In the order of legends. Colours of Okabe and Ito (2008), which the colour-blind can tell apart, and two greys."""
+COLUMNS = "F: forward; I, W, B: gradients of input, weights, both"
+"""The letters above the times of a profile."""
 IDLE = {
     Cause.FILL: Look("the pipeline has not come this far", "#7d8896"),
     Cause.DRAIN: Look("the pipeline is running out", "#8f8577"),

@@ -12,6 +12,7 @@ from rich.text import Text
 from optpipe_compiler.documents.profile import Quantity, alike, value_of
 from optpipe_compiler.documents.units import counted, printable, short_bytes, show_bytes, show_ns
 from optpipe_compiler.view.bar import Bar, description_column
+from optpipe_compiler.view.look import COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,9 +61,8 @@ def render(profile: Profile, path: str) -> RenderableType:
             ),
             *(_size(cost) for cost in (layer.saved_bytes, layer.residue_bytes, layer.static_bytes)),
         )
-    return Group(
-        table, _machine(profile), Text(f"wrote {printable(path)}; ± is the interquartile range of the samples")
-    )
+    end = f"wrote {printable(path)}; ± is the interquartile range of the samples"
+    return Group(table, Text(f"{COLUMNS}; R: recomputation", "dim"), _machine(profile), Text(end))
 
 
 def noise_lines(found: Sequence[Noisy]) -> list[str]:

@@ -460,7 +460,7 @@ def test_what_is_compiled_verifies_and_shows(run):
     assert run("compile", "--mem", "2GB", *FAST, "-o", "a.json").code == 0
     outcome = run("verify", "a.json", "--profile", "profile.json")
     assert (outcome.code, outcome.err) == (0, "")
-    assert outcome.out.startswith("a.json: holds. No execution exceeds ")
+    assert outcome.out.startswith("a.json: holds. No execution exceeds 2.00 GB (1.86 GiB) on any device.\n")
     assert outcome.out.splitlines()[-1] == (
         "Taken from the file, not proved: the bound, the outcome, the baselines' times, the provenance."
     )

@@ -53,13 +53,14 @@ def verify(schedule_paths: tuple[Path, ...], profile_path: Path | None, as_json:
 
 
 def _print(path: Path, schedule: Schedule, violations: list[Violation]) -> None:
+    from optpipe_compiler.documents.units import show_bytes
     from optpipe_compiler.view.violations import render
 
     if violations:
         console().print(render(violations, schedule))
     else:
         peak = max(device.peak_bytes for device in schedule.devices)
-        say(f"{path}: holds. No execution exceeds {peak} bytes on any device.")
+        say(f"{path}: holds. No execution exceeds {show_bytes(peak)} on any device.")
 
 
 def _count(path: Path, violations: list[Violation]) -> str:

@@ -60,11 +60,11 @@ def refusal(text: str) -> str:
         ("layers", [], "$.layers is []: expected a list of length >= 1"),
         ("name", ..., "object missing required field `name`"),
         ("format", "optpipe-schedule", '$.format is "optpipe-schedule", expected "optpipe-profile"'),
-        ("format", ..., '$.format is null, expected "optpipe-profile"'),
+        ("format", ..., '$.format is missing, expected "optpipe-profile"'),
         ("version", "1", '$.version is "1", expected an integer of at least 0'),
         ("version", True, "$.version is true, expected an integer of at least 0"),
         ("version", 0, "$.version is 0, expected 1 to 2; there was no such version"),
-        ("revision", ..., "$.revision is null, expected an integer of at least 0"),
+        ("revision", ..., "$.revision is missing, expected an integer of at least 0"),
         ("revision", -1, "$.revision is -1, expected an integer of at least 0"),
     ],
 )

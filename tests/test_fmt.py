@@ -79,10 +79,10 @@ def test_other_line_ends_are_not_canonical(run):
     ("text", "sentence"),
     [
         ("{", "bad.json: is not complete JSON: "),
-        ("null", 'bad.json: $.format is null, expected "optpipe-schedule" or "optpipe-profile"'),
+        ("null", 'bad.json: $.format is missing, expected "optpipe-schedule" or "optpipe-profile"'),
         ("[" * 200 + "]" * 200, "bad.json: is nested too deeply, expected at most 100 levels"),
         ('{"format": 1, "format": 1}', "bad.json: $.format stands there twice, expected once"),
-        ("[]", 'bad.json: $.format is null, expected "optpipe-schedule" or "optpipe-profile"'),
+        ("[]", 'bad.json: $.format is missing, expected "optpipe-schedule" or "optpipe-profile"'),
         ('{"format": "other"}', 'bad.json: $.format is "other", expected "optpipe-schedule" or "optpipe-profile"'),
         ('{"format": "optpipe-profile", "version": 9, "revision": 0}', "bad.json: $.version is 9, expected 1 to 2"),
         ('{"format": "optpipe-profile", "version": 1, "revision": 0}', "bad.json: $ is {"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,7 @@ def fmt(paths: tuple[Path, ...], check: bool, as_json: bool) -> None:
 def canonical_text(text: str, name: str) -> str:
     """Return the canonical text of a schedule or profile; raise BadInput for what is neither or not understood."""
     from optpipe_compiler.documents import ir, profile
-    from optpipe_compiler.documents.files import canonical, parse_json
+    from optpipe_compiler.documents.files import canonical, parse_json, shown_at
 
     raw = parse_json(text, name)
     kind = raw.get("format") if isinstance(raw, dict) else None
@@ -52,7 +51,7 @@ def canonical_text(text: str, name: str) -> str:
     elif kind == profile.FORMAT:
         record, revision = profile.parse(text, name), profile.REVISION
     else:
-        raise BadInput(f'{name}: $.format is {json.dumps(kind)}, expected "{ir.FORMAT}" or "{profile.FORMAT}"')
+        raise BadInput(f'{name}: $.format is {shown_at(raw, "format")}, expected "{ir.FORMAT}" or "{profile.FORMAT}"')
     if record.revision > revision:
         raise BadInput(
             f"{name}: $.revision is {record.revision}, expected at most {revision}; a newer optpipe wrote this file, "

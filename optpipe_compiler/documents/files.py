@@ -162,11 +162,11 @@ def decode(text: str, kind: type[T], name: str, *, format: str, version: int, re
     if not isinstance(raw, dict):
         raise BadInput(f"{name}: $ is {short_json(raw)}, expected an object")
     if raw.get("format") != format:
-        raise BadInput(f"{name}: $.format is {short_json(raw.get('format'))}, expected {short_json(format)}")
+        raise BadInput(f"{name}: $.format is {shown_at(raw, 'format')}, expected {short_json(format)}")
     for field in ("version", "revision"):
         value = raw.get(field)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise BadInput(f"{name}: $.{field} is {short_json(value)}, expected an integer of at least 0")
+            raise BadInput(f"{name}: $.{field} is {shown_at(raw, field)}, expected an integer of at least 0")
     if not 1 <= raw["version"] <= version:
         raise BadInput(
             f"{name}: $.version is {raw['version']}, expected 1 to {version}; "
@@ -179,6 +179,11 @@ def decode(text: str, kind: type[T], name: str, *, format: str, version: int, re
     if raw["revision"] <= revision:
         _refuse_unknown(name, raw, record)
     return record
+
+
+def shown_at(raw: object, field: str) -> str:
+    """Return in words what an object has for a field: its JSON, or `missing`."""
+    return short_json(raw[field]) if isinstance(raw, dict) and field in raw else "missing"
 
 
 def check_digest(found: str, expected: str, said: str) -> None:

@@ -84,7 +84,8 @@ def advise(
     from optpipe_torch.estimates.estimate import EstimateOptions, check
     from optpipe_torch.estimates.spread import Spread
 
-    model, gpu = load_model(model_name), data_sheets.load(gpu_name)
+    model, told = load_model(model_name)
+    gpu = data_sheets.load(gpu_name)
     if seq is None:
         seq = model.positions or 4096
     if mem is not None and mem > gpu.memory_bytes:
@@ -108,6 +109,8 @@ def advise(
     )
     check(options)
     advice = _asked(question, model, Spread(options, gpus))
+    for said in told:
+        note(f"optpipe: {said}")
     estimated: dict[str, str | int] = {
         "--model": model_name,
         "--gpu": gpu_name,

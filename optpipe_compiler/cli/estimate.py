@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from optpipe_compiler.cli.common import note
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
@@ -93,11 +92,12 @@ def granularity_option(*values: str, help: str) -> Callable[[Command], Command]:
     return click.option("--granularity", type=click.Choice(values), help=help)
 
 
-def load_model(name: str) -> Architecture:
-    """Return the known model, and say how it is taken otherwise than it is meant."""
+def load_model(name: str) -> tuple[Architecture, list[str]]:
+    """Return the known model, and what is to be said once nothing is refused: how it is taken otherwise than meant."""
     from optpipe_compiler.costs import models
 
-    return models.load(name, lambda said: note(f"optpipe: {said}"))
+    told: list[str] = []
+    return models.load(name, told.append), told
 
 
 def cut(model: Architecture, given: dict[str, Any], devices: Callable[[], int]) -> Architecture:

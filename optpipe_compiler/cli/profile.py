@@ -36,7 +36,7 @@ from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from rich.console import RenderableType
 
@@ -130,8 +130,11 @@ def profile(
         _measure(output, as_json=as_json, **{"device": None, "devices": None, **MEASURED, **given})
 
 
-def _finish(record: Profile, output: Path, shown: Callable[[], RenderableType], *, as_json: bool) -> None:
-    """Write the profile, unless compile would refuse it; say which of its numbers are noise, and what it holds."""
+def _finish(
+    record: Profile, output: Path, shown: Callable[[], RenderableType], told: Iterable[str], *, as_json: bool
+) -> None:
+    """Write the profile, unless compile would refuse it; say what is told of it, which of its numbers are noise, and
+    what it holds."""
     from optpipe_compiler.costs.noise import noisy
     from optpipe_compiler.documents.files import canonical
     from optpipe_compiler.documents.profile import parse
@@ -140,7 +143,7 @@ def _finish(record: Profile, output: Path, shown: Callable[[], RenderableType], 
     parse(canonical(record), f"{output} (not written)")
     write(output, record)
     found = noisy(record)
-    for line in noise_lines(found):
+    for line in (*told, *noise_lines(found)):
         note(f"optpipe: {line}")
     if as_json:
         about = {"profile": str(output), "name": record.name, "digest": record.digest(), "noisy": found}
@@ -178,11 +181,12 @@ def _estimate(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
     )
     if given.get("dtype") == "fp32":
         raise BadInput("--dtype is fp32, expected bf16 or fp16 where there is --gpu: data sheets are read for these")
-    options = chosen(given, load_model(given["model"]), gpus.load(given.get("gpu", "")))
+    model, told = load_model(given["model"])
+    options = chosen(given, model, gpus.load(given.get("gpu", "")))
     check_devices(options)
     check_outputs(output, as_json=as_json)
     record = estimate(options)
-    _finish(record, output, lambda: render(record, str(output), assumptions(options)), as_json=as_json)
+    _finish(record, output, lambda: render(record, str(output), assumptions(options)), told, as_json=as_json)
 
 
 def _from_run(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
@@ -195,9 +199,7 @@ def _from_run(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
     check_outputs(output, as_json=as_json, reads=base_path)
     base = profiles.load(base_path)
     found = profile_from_run(base, str(base_path), read_run(given["from_run"]))
-    for said in found.notes:
-        note(f"optpipe: {said}")
-    _finish(found.profile, output, lambda: render(found, str(output)), as_json=as_json)
+    _finish(found.profile, output, lambda: render(found, str(output)), found.notes, as_json=as_json)
 
 
 def _measure_model(output: Path, given: dict[str, Any], *, as_json: bool) -> None:
@@ -207,7 +209,7 @@ def _measure_model(output: Path, given: dict[str, Any], *, as_json: bool) -> Non
 
     refuse(given, set(given) - {"hidden", "heads"}, "the model itself says; expected no --model")
     refuse(given, {"model", "device", "devices", *(set(MEASURED) - {"hidden", "heads"}), "dtype", *CUTS}, "needs --gpu")
-    builder, config = _built(given)
+    builder, config, told = _built(given)
     model = Model(
         builder=builder,
         config=config,
@@ -219,11 +221,11 @@ def _measure_model(output: Path, given: dict[str, Any], *, as_json: bool) -> Non
         raise BadInput(f"--dtype is {model.dtype}, expected fp32 or bf16 where there is no --gpu")
     samples = given.get("samples", MEASURED["samples"])
     options = MeasureOptions(device=given.get("device"), devices=given.get("devices"), of=model, samples=samples)
-    _run_measure(output, options, as_json=as_json)
+    _run_measure(output, options, told, as_json=as_json)
 
 
-def _built(given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return what builds the model, and its configuration."""
+def _built(given: dict[str, Any]) -> tuple[str, dict[str, Any], list[str]]:
+    """Return what builds the model, its configuration, and what is to be told of it."""
     from dataclasses import asdict, replace
 
     name = given["model"]
@@ -233,10 +235,10 @@ def _built(given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         refuse(
             given, set(given) - set(CUTS), f"{name} itself says; expected none (for parts see runtime_torch.vocabulary)"
         )
-        return name, {}
-    architecture = load_model(name)
+        return name, {}, []
+    architecture, told = load_model(name)
     whole = replace(architecture, layers=given.get("layers", architecture.layers))
-    return "transformer", asdict(cut(whole, given, lambda: _devices(given)))
+    return "transformer", asdict(cut(whole, given, lambda: _devices(given))), told
 
 
 def _devices(given: dict[str, Any]) -> int:
@@ -282,7 +284,7 @@ def _measure(
     )
 
 
-def _run_measure(output: Path, options: MeasureOptions, *, as_json: bool) -> None:
+def _run_measure(output: Path, options: MeasureOptions, told: Iterable[str] = (), *, as_json: bool) -> None:
     from optpipe_compiler.view.measured import MeasureBar, render
     from optpipe_torch.launch.job import gpu_count, place_from_environment
     from optpipe_torch.profiler.measure import measure, measure_in_group
@@ -303,7 +305,7 @@ def _run_measure(output: Path, options: MeasureOptions, *, as_json: bool) -> Non
             f"{counted(record.machine.devices, 'device')}, and "
             "these are costs of the CPU: --device cuda measures a GPU"
         )
-    _finish(record, output, lambda: render(record, str(output)), as_json=as_json)
+    _finish(record, output, lambda: render(record, str(output)), told, as_json=as_json)
 
 
 def _uniform_option(name: str, default: Any, help: str) -> Callable[[Any], Any]:

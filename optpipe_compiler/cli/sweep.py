@@ -39,6 +39,7 @@ from optpipe_compiler.cli.estimate import (
 from optpipe_compiler.errors import BadInput, Infeasible, NotFound
 
 if TYPE_CHECKING:
+    from optpipe_compiler.costs.models import Architecture
     from optpipe_compiler.study.planned import Instance
     from optpipe_compiler.study.sweep import Sweep, SweptCosts
 
@@ -119,7 +120,7 @@ def sweep(
     )
     refuse_png(svg)
     check_outputs(output, svg, as_json=as_json, reads=None if given else profile_path or PROFILE)
-    costs = _costs(profile_path, given)
+    costs, told = _costs(profile_path, given)
     common = compiler.Options(
         mem_bytes=0,
         host_mem_bytes=options["host_mem"],
@@ -135,6 +136,8 @@ def sweep(
     found, left = _plan(output, found, todo, jobs)
     if _kept(output) is None:
         write(output, found)
+    for said in told:
+        note(f"optpipe: {said}")
     if svg is not None:
         write_atomically(svg, frontier_svg.render(found))
     if as_json:
@@ -151,8 +154,8 @@ def sweep(
         _refuse_nothing(found)
 
 
-def _costs(profile_path: Path | None, given: dict[str, Any]) -> SweptCosts:
-    """Return the costs of the profile, or of the model on each GPU."""
+def _costs(profile_path: Path | None, given: dict[str, Any]) -> tuple[SweptCosts, list[str]]:
+    """Return the costs of the profile, or of the model on each GPU, and what is to be told of the model."""
     from optpipe_compiler.documents import profile as profiles
     from optpipe_compiler.study.sweep import SweptCosts
 
@@ -161,13 +164,14 @@ def _costs(profile_path: Path | None, given: dict[str, Any]) -> SweptCosts:
         option = f"--{name.replace('_', '-')}"
         raise BadInput(f"PROFILE is {profile_path} and {option} is {value}, expected a profile or --model and --gpu")
     if not given:
-        return SweptCosts.of(profiles.load(profile_path or PROFILE))
+        return SweptCosts.of(profiles.load(profile_path or PROFILE)), []
     if "model" not in given:
         refuse(given, set(), "needs --model")
-    return _estimated(given)
+    model, told = load_model(given["model"])
+    return _estimated(model, given), told
 
 
-def _estimated(given: dict[str, Any]) -> SweptCosts:
+def _estimated(model: Architecture, given: dict[str, Any]) -> SweptCosts:
     """Estimate for as many devices as there are layers; fewer of them cost the same, so one profile does for all."""
     from dataclasses import asdict
 
@@ -175,7 +179,6 @@ def _estimated(given: dict[str, Any]) -> SweptCosts:
     from optpipe_compiler.study.sweep import SweptCosts
     from optpipe_torch.estimates.estimate import estimate
 
-    model = load_model(given["model"])
     wanted = [gpus.load(name.strip()) for name in given.get("gpu", "").split(",")]
     if len({gpu.name for gpu in wanted}) < len(wanted):
         raise BadInput(f"--gpu is {given['gpu']!r}, expected different GPUs")

@@ -51,6 +51,13 @@ def test_the_list_of_commands_fits_80_columns_and_cuts_no_summary(run):  # noqa:
     assert all(len(line) <= 80 and line.endswith(".") and not line.endswith("...") for line in listed), listed
 
 
+@pytest.mark.parametrize("name", ["show", "bounds", "compare"])
+def test_lines_that_go_into_a_file_end_where_their_text_does(there, name):
+    lines = there(name, *(("--mem", "1GB,2GB") if name == "bounds" else ())).out.splitlines()
+    assert len(lines) > 3
+    assert [line for line in lines if line != line.rstrip()] == []
+
+
 # -- --json -------------------------------------------------------------------------------------------------------
 
 
@@ -64,7 +71,10 @@ def test_the_list_of_commands_fits_80_columns_and_cuts_no_summary(run):  # noqa:
         (("verify",), {"schedule", "violations", "not_proved"}),
         (("compare",), {"best", "schedules", "absent", "differences"}),
         (("export", "--to", "svg"), {"schedule", "to", "wrote"}),
-        (("export", "--to", "torch-csv", "--drop-memory-ops"), {"schedule", "to", "wrote", "torch_peak_bytes"}),
+        (
+            ("export", "--to", "torch-csv", "--drop-memory-ops"),
+            {"schedule", "to", "wrote", "torch_peak_bytes", "torch_receive_buffer_bytes"},
+        ),
         (("export", "--to", "primus", "--drop-memory-ops"), {"schedule", "to", "wrote", "primus_peak_bytes"}),
         (("diff", "schedule.json", "schedule.json"), {"old", "new", "verdict"}),
         (("fmt", "schedule.json"), {"rewrote"}),

@@ -389,7 +389,7 @@ def test_explain_plans_in_processes_and_prints_sentences_and_a_table(run):  # no
     assert outcome.out.startswith("A step takes ")
     assert "The devices idle " in outcome.out
     assert re.search(
-        r"^memory \+100% +[\d.]+% +[\d.]+% +[\d.]+ ms +(not decided(, unfinished)?)?$", outcome.out, re.MULTILINE
+        r"^memory \+100% +[\d.]+% +[\d.]+% +[\d.]+ ms( +not decided(,\s+unfinished)?)?$", outcome.out, re.MULTILINE
     )
     assert "planned: memory +100%" in outcome.err.splitlines()
 

@@ -185,6 +185,13 @@ def test_a_schedule_without_memory_ops_fits(export, kind):
     assert outcome.err == ""
 
 
+def test_json_has_the_receive_buffers_that_the_text_names(export):
+    outcome = export("kept.json", "--to", "torch-csv", "--json")
+    buffers = json.loads(outcome.out)["torch_receive_buffer_bytes"]
+    assert buffers == torch_csv.receive_buffers(ir.load("kept.json"))
+    assert "torch_receive_buffer_bytes" not in json.loads(export("kept.json", "--to", "primus", "--json").out)
+
+
 def test_a_file_on_stdout_is_alone_there(export):
     done = subprocess.run(
         [sys.executable, "-m", "optpipe_compiler.cli", "export", "kept.json", "--to", "torch-csv", "-o", "/dev/stdout"],

@@ -41,6 +41,12 @@ def test_offload_is_not_called_free_where_copies_take_compute():
     assert [second for _, second in link_sentences(schedule)] == [said]
 
 
+def test_a_link_that_takes_many_times_the_compute_is_said_in_times():
+    schedule = quick(uniform(2, 1, d2h_ms=1e6, h2d_ms=1e6), 2 * GB, time_limit_s=0.0).schedule
+    said = "offload does not pay (all of them: 333,333 times the time of compute)"
+    assert [second for _, second in link_sentences(schedule)] == [said]
+
+
 def test_where_there_are_no_links_there_is_no_k():
     costs = uniform(2, 2)
     bare = structs.replace(costs, machine=structs.replace(costs.machine, links=[]))

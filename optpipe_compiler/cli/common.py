@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from math import isfinite
 from pathlib import Path
@@ -254,12 +255,20 @@ def console(*, stderr: bool = False) -> Console:
     """Return the terminal, or the pipe, that a command prints to; a closed pipe is left to `main`.
 
     Strings are text: no markup is read in them, and characters that could act on a terminal are shown as escapes.
+    Away from a terminal lines end where their text does.
     """
     from rich.console import Console
 
     class Output(Console):
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError
+
+        def print(self, *objects: Any, **options: Any) -> None:
+            if self.is_terminal:
+                return super().print(*objects, **options)
+            with self.capture() as captured:
+                super().print(*objects, **options)
+            super().print(re.sub(r" +\n", "\n", captured.get()), end="", soft_wrap=True)
 
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
             for part in super().render(renderable, options):

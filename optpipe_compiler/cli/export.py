@@ -61,6 +61,7 @@ def export(
     """
     from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.files import is_special
+    from optpipe_compiler.export.torch_csv import receive_buffers
 
     refuse_png(output)
     path = output or _default(schedule_path, kind)
@@ -89,6 +90,8 @@ def export(
     if tool is not None:
         peaks = _peaks(checked, tool)
         about[f"{tool.lower()}_peak_bytes"] = peaks
+        if tool == "torch":
+            about["torch_receive_buffer_bytes"] = receive_buffers(checked.schedule)
         if not as_json:
             _say_peaks(checked, tool, peaks, stderr=is_special(path))
     if as_json:

@@ -145,7 +145,8 @@ def _link(same: list[LinkLoad], *, is_one_of_several: bool) -> tuple[str, str]:
     }
     trip = f"round trip {show_ns(one.round_trip_ns)}, compute {show_ns(one.compute_ns)}"
     taken = f", copies take {one.share:.0%} of their time from compute" if one.share else ""
-    said = f"{words[one.verdict]} (all of them: busy {one.load:.0%} of the time{taken})"
+    busy = f"busy {one.load:.0%} of the time" if one.load < 10 else f"{one.load:,.0f} times the time of compute"
+    said = f"{words[one.verdict]} (all of them: {busy}{taken})"
     return f"{of}: k {one.k:.2f} ({trip})", said
 
 

@@ -28,7 +28,7 @@ from optpipe_compiler.lower import promised
 from optpipe_compiler.machine.orders import peaks, retime
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.placement import layout
-from optpipe_compiler.model.problem import Caps, Freedom, Problem, build, static_bytes
+from optpipe_compiler.model.problem import Caps, Freedom, Problem, Slicing, build, static_bytes
 from optpipe_compiler.model.schedule import NONE, Kind, Stuck, Task
 from optpipe_compiler.plan.carried import in_turn
 from optpipe_compiler.plan.instances import instances as searched
@@ -190,6 +190,28 @@ def test_the_work_of_a_device_is_that_of_all_its_units(number: int, lengths: tup
         every = [[problem.at(s, unit) for unit in range(4 * number)] for s in range(len(problem.stages))]
         work = [sum(one.work for s in problem.stages_of(d) for one in every[s]) for d in range(2)]
         assert bounds.device_work(problem).ticks == max(work)
+
+
+def test_shapes_of_microbatches_are_counted_once_and_not_once_per_slice() -> None:
+    class Counted(tuple[int, ...]):
+        scans = 0
+
+        def count(self, value: object) -> int:
+            Counted.scans += 1
+            return super().count(value)
+
+        def __iter__(self) -> Iterator[int]:
+            Counted.scans += 1
+            return super().__iter__()
+
+    alike = Slicing(8, ((0, 2, 4, 8),), Counted((0,) * 5))
+    mixed = Slicing(8, ((0, 2, 4, 8), (0, 1, 2, 3)), Counted((0, 1, 1)))
+    assert (alike.counts, Counted.scans) == ([5], 0)
+    profile = uniform_profile(UniformOptions(devices=2, sliceable=True, sequence_length=8))
+    one = layout("linear", 2, 1, [1] * len(profile.expanded_layers()))
+    problem = build(profile, one, 3, Caps(10**12, None), Freedom(), slicing=mixed)
+    assert bounds.head_and_work(problem).ticks > 0
+    assert (mixed.counts, Counted.scans) == ([1, 2], 1)
 
 
 def test_seq1f1b_idles_and_holds_what_its_paper_says() -> None:

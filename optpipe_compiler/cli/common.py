@@ -264,11 +264,11 @@ def console(*, stderr: bool = False) -> Console:
             raise BrokenPipeError
 
         def print(self, *objects: Any, **options: Any) -> None:
-            if self.is_terminal:
-                return super().print(*objects, **options)
-            with self.capture() as captured:
-                super().print(*objects, **options)
-            super().print(re.sub(r" +\n", "\n", captured.get()), end="", soft_wrap=True)
+            if not self.is_terminal:
+                with self.capture() as captured:
+                    super().print(*objects, **options)
+                objects, options = (re.sub(r" +\n", "\n", captured.get()),), {"end": "", "soft_wrap": True}
+            super().print(*objects, **options)
 
         def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
             for part in super().render(renderable, options):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -62,6 +63,14 @@ class Slicing:
     def slices(self) -> int:
         """Slices of a microbatch."""
         return len(self.cuts[0]) - 1
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Microbatches of each shape."""
+        if len(self.cuts) == 1:
+            return [len(self.shape_of)]  # may be 10^8
+        of_shape = Counter(self.shape_of)
+        return [of_shape[shape] for shape in range(len(self.cuts))]
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -308,7 +317,7 @@ def _mean(classes: tuple[tuple[Stage, ...], ...], slicing: Slicing | None) -> tu
     """Return the figures of the mean unit, each rounded down."""
     if slicing is None:
         return classes[0]
-    count = [slicing.shape_of.count(number // slicing.slices) for number in range(len(classes))]
+    count = [slicing.counts[number // slicing.slices] for number in range(len(classes))]
 
     def mean(index: int) -> Stage:
         ones = [stages[index] for stages in classes]

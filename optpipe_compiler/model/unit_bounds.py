@@ -7,7 +7,6 @@ count equal activations.
 
 from __future__ import annotations
 
-from collections import Counter
 from fractions import Fraction
 from itertools import accumulate
 from math import ceil
@@ -61,10 +60,7 @@ def _counts(problem: Problem) -> list[int]:
     slicing = problem.slicing
     if slicing is None or not problem.classes:
         return [problem.microbatches]
-    if len(slicing.cuts) == 1:
-        return [problem.whole] * problem.slices
-    of_shape = Counter(slicing.shape_of)
-    return [of_shape[number // problem.slices] for number in range(len(problem.classes))]
+    return [slicing.counts[number // problem.slices] for number in range(len(problem.classes))]
 
 
 def head_and_work(problem: Problem, *, is_span: bool = False) -> int:

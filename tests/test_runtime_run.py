@@ -18,16 +18,20 @@ import msgspec
 import pytest
 
 pytest.importorskip("torch")
+import torch
 from click.testing import CliRunner
 from runtime_cases import MODEL, TEXT, promise_exactly, schedule
 from small_schedules import Shape, random_shape
 
 from optpipe_compiler.cli import cli
 from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.profile import Model
 from optpipe_compiler.errors import BadInput, RunFailed
 from optpipe_torch.launch import run as launch
+from optpipe_torch.launch.check import TOLERANCE, compare, unpipelined
 from optpipe_torch.launch.job import Job
 from optpipe_torch.launch.run import run
+from optpipe_torch.models import known as models
 from tests.interpreter import python
 from tests.processes import started
 
@@ -97,6 +101,28 @@ def test_gradients_equal_the_unpipelined_model(placement, backward, ranges):
 def test_any_legal_order_with_any_waits_runs(seed):
     shape = random_shape(Random(seed), placements=[LINEAR_2, LOOP_2, V_2, LINEAR_4], microbatches=6)
     checked(schedule(shape, seed))
+
+
+ONE_EXPERT = {"layers": 2, "hidden": 16, "heads": 2, "kv_heads": 2, "head_dim": 8, "ffn": 32, "vocab": 256}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_gradients_that_are_zero_in_theory_are_no_difference_and_wrong_ones_are_found(dtype):
+    config = {"kind": "mixtral", **ONE_EXPERT, "experts": 4, "experts_per_token": 1}
+    model = Model(builder="transformer", config=config, microbatch_size=2, sequence_length=8, dtype=dtype)
+    other = msgspec.structs.replace(model, config={**config, "attention": "math"})  # rounds otherwise
+    inputs, target = models.batch(model, TEXT.read_bytes(), torch.Generator().manual_seed(0), 2)
+    tolerance = TOLERANCE.get(dtype, 0.05)
+    loss, reference = unpipelined(model, (inputs,), target, 2)
+    _, found = unpipelined(other, (inputs,), target, 2)
+    routers = [name for name in found if "router" in name]
+    assert len(routers) == 2
+    assert not any(torch.allclose(found[name], reference[name], rtol=0.1, atol=0.0) for name in routers)
+    assert compare(loss, found, loss, reference, tolerance).ok
+    for name in set(found) - set(routers):
+        wrong = compare(loss, {**found, name: found[name] * 1.2}, loss, reference, tolerance)
+        assert not wrong.ok
+        assert wrong.worst_parameter == name
 
 
 def test_training_lowers_the_loss_and_reports_plan_against_reality():
@@ -224,7 +250,9 @@ ORPHANED = """
 import os, signal, sys
 from pathlib import Path
 from optpipe_compiler.documents import ir
+from optpipe_compiler.documents.profile import Model
 from optpipe_torch.launch import run as launch
+from optpipe_torch.launch.check import TOLERANCE, compare, unpipelined
 def tell(event):
     if event["event"] == "step":
         sys.stdout.write(" ".join(str(ranks.processes.pid(rank)) for rank in range(2)))

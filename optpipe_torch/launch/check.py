@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 TOLERANCE = {"fp32": 1e-4}
 """Largest difference of a gradient, relative to its parameter's largest one; other dtypes: 0.05."""
+ROUNDING = torch.finfo(torch.float32).eps
+"""Differences below this share of the model's largest gradient are none: of gradients that are zero in theory, such as
+those of a router that chooses one expert and divides by its chance, there is rounding alone. Softmaxes, which leave it,
+compute in fp32 in any dtype. In small mixtures it is 1e-10 of the largest gradient, ordinary ones are 1e-3."""
 
 Gradients = dict[str, "Tensor | None"]
 
@@ -101,7 +105,9 @@ def compare(
     loss: float, found: Gradients, reference_loss: float, reference: Gradients, tolerance: float
 ) -> CheckReport:
     """Compare two losses and two sets of gradients by name."""
-    differences = {name: _difference(found.get(name), wanted) for name, wanted in reference.items()}
+    largest = max((_largest(wanted) for wanted in reference.values() if wanted is not None), default=0.0)
+    least = ROUNDING * largest / tolerance
+    differences = {name: _difference(found.get(name), wanted, least) for name, wanted in reference.items()}
     worst = max(differences, key=lambda name: differences[name])
     close = abs(loss - reference_loss) <= tolerance * max(1.0, abs(reference_loss))
     return CheckReport(
@@ -115,13 +121,17 @@ def compare(
     )
 
 
-def _difference(found: Tensor | None, wanted: Tensor | None) -> float:
-    """Largest difference relative to the largest wanted entry; infinite where only one of both is there."""
+def _difference(found: Tensor | None, wanted: Tensor | None, least: float) -> float:
+    """Largest difference relative to the largest wanted entry, to `least` at least; infinite where only one of both is
+    there."""
     if found is None or wanted is None:
         return 0.0 if found is wanted else float("inf")
-    largest = wanted.abs().max().float().item()
-    difference = (found - wanted).abs().max().float().item() / (largest or 1.0)
+    difference = _largest(found - wanted) / (max(_largest(wanted), least) or 1.0)
     return difference if difference == difference else float("inf")
+
+
+def _largest(gradient: Tensor) -> float:
+    return gradient.abs().max().float().item() if gradient.numel() else 0.0
 
 
 def _parameters(layers: dict[int, nn.Module]) -> dict[str, nn.Parameter]:

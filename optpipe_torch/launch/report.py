@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class CheckReport:
     """One pipelined step against the unpipelined model: differences are absolute for the loss, for a parameter's
-    gradient relative to the largest entry of its reference."""
+    gradient relative to the largest entry of its reference, where that is more than rounding (check.ROUNDING)."""
 
     ok: bool
     loss: float

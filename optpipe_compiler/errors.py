@@ -53,8 +53,9 @@ class MissingDependency(OptPipeError):
     exit_code = 6
 
 
-def of_kind(name: str, value: Any, kinds: type | tuple[type, ...], said: str) -> Any:
-    """Return the value of an argument; raise BadInput where it is of none of these kinds, which are `said`."""
+def of_kind(name: str, value: Any, kinds: Any, said: str) -> Any:
+    """Return the value of an argument; raise BadInput where it is of none of these kinds (as of `isinstance`),
+    which are `said`."""
     if not isinstance(value, kinds):
         raise BadInput(f"{name} is {' '.join(reprlib.repr(value).split())}, expected {said}")
     return value

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable
+from numbers import Real
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.optim import Optimizer
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.units import counted
@@ -23,12 +24,13 @@ from runtime_torch.replay import Replay, StepResult, weighted
 from runtime_torch.replicas import replicated
 from runtime_torch.shared import Channels, channels_of
 from runtime_torch.stages import Stages, refuse_parts
-from runtime_torch.swap import Mover, Swap, agree_on, is_same_cut, moves, restaged
+from runtime_torch.swap import Mover, Swap, agree_on, is_same_cut, moves, restaged, several
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
+    from torch.optim import Optimizer
 
     from runtime_torch.bundles import Boundary
     from runtime_torch.microbatch import Keywords
@@ -58,6 +60,9 @@ class Runner:
     ) -> None:
         of_kind("schedule", schedule, ir.Schedule, "a schedule, as load_schedule returns it")
         of_kind("stages", stages, Stages, "those of build_stages or wrap_stages")
+        of_kind("boundary", boundary, (Callable, NoneType), "a function of a layer's number, or None")
+        of_kind("bytes_tolerance", bytes_tolerance, (Real, NoneType), "a number, or None for any")
+        of_kind("on_failure", on_failure, (Callable, NoneType), "a function of an error, or None")
         world = dist.get_world_size(group)
         if world != schedule.setup.devices:
             raise RunFailed(
@@ -179,8 +184,7 @@ class Runner:
         begin = time.perf_counter_ns()
         of_kind("schedule", schedule, ir.Schedule, "a schedule, as load_schedule returns it")
         rank, stages = dist.get_rank(self._group), self._stages
-        several = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
-        mover = Mover(stages, several, rank)
+        mover = Mover(stages, several(optimizer), rank)
         problem: BadInput | None = None
         wanted: list[Move] = []
         packages: dict[int, Any] = {}

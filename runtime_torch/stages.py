@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import NoneType
 
 import msgspec
 import torch
@@ -85,6 +86,10 @@ def build_stages(
     of_kind("layers", layers, (Sequence, Mapping), "a list of layers")
     for number, tensor in enumerate(of_kind("inputs", inputs, Sequence, "a list of tensors")):
         of_kind(f"inputs[{number}]", tensor, Tensor, "a tensor")
+    of_kind("target", target, (Tensor, NoneType), "a tensor, or None")
+    of_kind("float_dtype", float_dtype, (torch.dtype, NoneType), "a dtype of torch, or None")
+    of_kind("prepare", prepare, (Callable, NoneType), "a function of a layer, or None")
+    of_kind("ties", ties, Iterable, "a list of lists of names")
     try:
         device = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -172,6 +177,9 @@ def wrap_stages(
     needs its `boundary`, which is asked for the last layer of each stage. `ties` name parameters as in
     `("stage0.tokens.weight", "stage3.logits.weight")`.
     """
+    of_kind("schedule", schedule, ir.Schedule, "a schedule, as load_schedule returns it")
+    for index, module in of_kind("modules", modules, Mapping, "modules by the number of their stage").items():
+        of_kind(f"modules[{index}]", module, nn.Module, "a torch.nn.Module")
     mine = schedule.stages_of(rank)
     if set(modules) != {stage.stage for stage in mine}:
         expected = [stage.stage for stage in mine]
@@ -191,7 +199,7 @@ def wrap_stages(
 
 def _prepared(prepare: Callable[[nn.Module], nn.Module], layer: nn.Module, index: int) -> nn.Module:
     try:
-        return prepare(layer)
+        prepared = prepare(layer)
     except RuntimeError as error:
         if "DistributedDataParallel is not needed" not in str(error):
             raise
@@ -199,6 +207,8 @@ def _prepared(prepare: Callable[[nn.Module], nn.Module], layer: nn.Module, index
             f"layer {index} has no trained parameter, which DistributedDataParallel refuses: expected a `prepare` that "
             "returns such a layer as it is"
         ) from error
+    of_kind(f"what prepare returns for layer {index}", prepared, nn.Module, "a torch.nn.Module")
+    return prepared
 
 
 def refuse_parts(schedule: ir.Schedule, rank: int) -> None:
@@ -236,6 +246,7 @@ def _refuse_unsliceable(schedule: ir.Schedule, stage: ir.Stage, layers: Sequence
 
 
 def _built(made: Made, index: int) -> nn.Module:
+    of_kind(f"layer {index}", made, (nn.Module, Callable), "a torch.nn.Module, or a function that makes it")
     layer = made if isinstance(made, nn.Module) else made()
     if not isinstance(layer, nn.Module):
         raise BadInput(f"layer {index} is a {type(layer).__name__}, expected a torch.nn.Module")

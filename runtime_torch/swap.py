@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from optpipe_compiler.errors import BadInput, RunFailed, first_line
+from optpipe_compiler.errors import BadInput, RunFailed, first_line, of_kind
 from runtime_torch import engine
 from runtime_torch.replicas import replicated
 from runtime_torch.stages import executions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch.optim import Optimizer
+    from collections.abc import Callable, Mapping
 
     from optpipe_compiler.documents import ir
     from runtime_torch.execution import StageExecution
@@ -103,6 +104,15 @@ def is_same_cut(before: ir.Schedule, after: ir.Schedule) -> bool:
     """Whether stages are the same layers on the same ranks, with the same selective recompute."""
     old, new = ([(s.device, s.layers, s.selective_layers) for s in one.stages] for one in (before, after))
     return old == new
+
+
+def several(optimizer: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
+    """Return what was given as the optimizer as a list; raise BadInput for another kind."""
+    of_kind("optimizer", optimizer, (Optimizer, Sequence, NoneType), "one of torch, a list of them, or () for none")
+    found = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    for number, one in enumerate(found):
+        of_kind(f"optimizer[{number}]", one, Optimizer, "one of torch")
+    return found
 
 
 def _owners(schedule: ir.Schedule) -> list[int]:

@@ -388,6 +388,25 @@ def test_a_search_that_fails_is_said_and_is_no_end(loop, monkeypatch):
     assert "BadInput" in next(event for event in said if event["event"] == "planner")["said"]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"profile": 5}, "profile is 5, expected a profile or its path"),
+        ({"runner": 5}, "runner is 5, expected a Runner"),
+        ({"optimizer": 5}, "optimizer is 5, expected one of torch, a list"),
+        ({"optimizer": iter(())}, "optimizer is <.*>, expected one of torch, a list"),
+        ({"on_event": 5}, "on_event is 5, expected a function"),
+        ({"threshold": "2%"}, "threshold is '2%', expected a share"),
+        ({"plan_s": None}, "plan_s is None, expected a number of seconds"),
+        ({"window": 0}, "window is 0, expected at least 1 step"),
+    ],
+)
+def test_arguments_of_another_kind_are_refused_by_the_replanner(loop, wrong, sentence):
+    runner, profile, _ = loop
+    with pytest.raises(BadInput, match=sentence):
+        Replanner(**{"runner": runner, "profile": profile, **wrong})
+
+
 def test_a_profile_of_another_schedule_is_refused(loop):
     runner, _, _ = loop
     with pytest.raises(BadInput, match="was planned with another profile"):

@@ -727,6 +727,22 @@ def test_arguments_of_another_kind_are_refused_and_leave_the_runner_usable(alone
         r"weights\[0\] is 'a', expected a number": lambda: step(weights=["a"] * 2),
         "keywords is 3, expected a list of mappings": lambda: step(keywords=3),
         r"keywords\[1\] is 4, expected a mapping": lambda: step(keywords=[{}, 4]),
+        "prepare is 7, expected a function of a layer": lambda: build("cpu", prepare=7),
+        "what prepare returns for layer 0 is None, expected a torch": lambda: build("cpu", prepare=lambda layer: None),
+        "target is 8, expected a tensor": lambda: build("cpu", target=8),
+        "float_dtype is 'bf16', expected a dtype": lambda: build("cpu", float_dtype="bf16"),
+        "ties is 9, expected a list": lambda: build("cpu", ties=9),
+        "layer 0 is 5, expected a torch.nn.Module, or a function": lambda: runtime_torch.build_stages(
+            schedule, [5] * 4, 0, "cpu"
+        ),
+        r"modules\[0\] is 5, expected a torch.nn.Module": lambda: runtime_torch.wrap_stages(schedule, {0: 5}, 0, "cpu"),
+        "boundary is 5, expected a function": lambda: runtime_torch.Runner(schedule, stages, 5),
+        "on_failure is 5, expected a function": lambda: runtime_torch.Runner(schedule, stages, on_failure=5),
+        "bytes_tolerance is 'a', expected a number": lambda: runtime_torch.Runner(
+            schedule, stages, bytes_tolerance="a"
+        ),
+        "optimizer is 5, expected one of torch, a list": lambda: runner.replace(schedule, 5),
+        r"optimizer\[0\] is 5, expected one of torch": lambda: runner.replace(schedule, [5]),
         r"losses is \(\), expected a list": lambda: step(losses=()),
         "losses is 6, expected a list": lambda: runner.eval(*inputs, target=target, losses=6),
     }

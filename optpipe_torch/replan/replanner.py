@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from numbers import Real
 from pathlib import Path
 from statistics import median
 from threading import Thread
@@ -20,22 +22,22 @@ import torch.distributed as dist
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents import profile as profiles
-from optpipe_compiler.errors import BadInput, OptPipeError
+from optpipe_compiler.documents.profile import Profile
+from optpipe_compiler.errors import BadInput, OptPipeError, of_kind
 from optpipe_torch.replan.measured import Learnt, gathered, profile_from_steps, taken_ns
 from optpipe_torch.replan.planner import Lost, Planner
 from optpipe_torch.replan.records import PlannerNote, SwapRecord
 from optpipe_torch.replan.trial import TRIAL, is_longer
-from runtime_torch.swap import is_same_cut
+from runtime_torch.runner import Runner
+from runtime_torch.swap import is_same_cut, several
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch.optim import Optimizer
 
-    from optpipe_compiler.documents.profile import Profile
     from optpipe_compiler.study.beside import Answer
     from runtime_torch.replay import StepResult
-    from runtime_torch.runner import Runner
     from runtime_torch.swap import Swap
 
 NOTHING, MEASURE, OFFER, SWAP, UNDO = range(5)
@@ -124,6 +126,13 @@ class Replanner:
         group: dist.ProcessGroup | None = None,
         on_event: Callable[[dict[str, Any]], None] = lambda event: None,
     ) -> None:
+        of_kind("runner", runner, Runner, "a Runner")
+        of_kind("threshold", threshold, Real, "a share of a step, such as 0.02")
+        of_kind("window", window, int, "a number of steps")
+        of_kind("plan_s", plan_s, Real, "a number of seconds")
+        of_kind("on_event", on_event, Callable, "a function of an event")
+        if window < 1:
+            raise BadInput(f"window is {window}, expected at least 1 step")
         self.swaps: list[SwapRecord] = []
         """On every rank."""
         self.notes: list[PlannerNote] = []
@@ -131,7 +140,7 @@ class Replanner:
         self.profile: Profile | None = None
         """On rank 0: the costs that the schedule that runs was planned for."""
         self._runner = runner
-        self._optimizer = optimizer
+        self._optimizer = None if optimizer is None else several(optimizer)
         self._keeps_placement = keeps_placement
         self._threshold = threshold
         self._plan_s = plan_s
@@ -434,4 +443,5 @@ class Replanner:
 def _read(profile: Profile | Path | str | None) -> Profile:
     if profile is None:
         raise BadInput("Replanner needs the schedule's profile on rank 0")
+    of_kind("profile", profile, (Profile, Path, str), "a profile or its path")
     return profiles.load(Path(profile)) if isinstance(profile, Path | str) else profile

@@ -163,14 +163,20 @@ class Mover:
         for name, parameter in inner.named_parameters():
             if engine.has_hooks(parameter):
                 raise BadInput(f"layer {number} cannot move: its parameter {name} has a hook, which would stay behind")
-        kept = []
+        kept, others = [], self._others()
         for name, parameter in inner.named_parameters():
             groups = [_kept(optimizer, parameter) for optimizer in self._optimizers]
-            if parameter.requires_grad and (keeper := self._keeper_of_others()) and not any(groups):
+            if parameter.requires_grad and others and not any(groups):
                 raise BadInput(
-                    f"layer {number} cannot move: its parameter {name} is in no optimizer, and {keeper} has tensors of "
-                    "no layer, such as copies in fp32, which would stay behind"
+                    f"layer {number} cannot move: its parameter {name} is in no optimizer, and {others[0][0]} has "
+                    "tensors of no layer, such as copies in fp32, which would stay behind"
                 )
+            for keeper, other in others:
+                if other.shape == parameter.shape and other.dtype != parameter.dtype:
+                    raise BadInput(
+                        f"layer {number} cannot move: {keeper} has a tensor of no layer with the shape of its "
+                        f"parameter {name} in {other.dtype}, such as a copy, which would stay behind"
+                    )
             kept.append((parameter, parameter.grad, vars(parameter), groups))
         file = io.BytesIO()
         packer = _Packer(file, self._device)
@@ -182,13 +188,13 @@ class Mover:
         kinds = [_kind(tensor) for tensor in packer.tensors]
         return _Package(file.getvalue(), kinds), packer.tensors
 
-    def _keeper_of_others(self) -> str | None:
-        """An optimizer of what no layer of this rank has, by its kind."""
+    def _others(self) -> list[tuple[str, Tensor]]:
+        """What optimizers have and no layer of this rank, with the kind of the optimizer."""
         own = {id(parameter) for parameter in self._stages.module.parameters()}
-        for one in self._optimizers:
-            if any(id(parameter) not in own for group in one.param_groups for parameter in group["params"]):
-                return type(one).__name__
-        return None
+        held = [
+            (type(one).__name__, p) for one in self._optimizers for group in one.param_groups for p in group["params"]
+        ]
+        return [(kind, p) for kind, p in held if id(p) not in own]
 
     @torch.no_grad()
     def move(self, wanted: Sequence[Move], packages: Mapping[int, _Package], group: dist.ProcessGroup | None) -> int:

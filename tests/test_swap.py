@@ -159,6 +159,7 @@ before = runner.step(*inputs, target=target).loss
 head = stages.module["3"] if rank == 1 else torch.nn.Linear(1, 1)
 groups = [{"params": [p]} for p in stages.module.parameters()]
 masters = [p.detach().double() for p in stages.module.parameters()]
+both = [p.detach().requires_grad_() for p in masters] + list(stages.module.parameters())
 adam = torch.optim.AdamW
 
 class Special(torch.nn.Parameter):
@@ -194,6 +195,7 @@ for broken, schedule, optimizer, word in (
     (None, plans[1], adam(groups[:rank + 1]), "other optimizers (groups) than rank 0: AdamW (2), not AdamW (1)"),
     (None, plans[1], adam(groups) if rank == 0 else (), "rank 1 has other optimizers (groups) than rank 0: none, not"),
     (None, plans[1], adam(masters), "is in no optimizer, and AdamW has tensors of no layer"),
+    (None, plans[1], adam(both), "AdamW has a tensor of no layer with the shape of its parameter"),
     ("hook", plans[1], (), "layer 3 cannot move: its parameter logits.weight has a hook"),
 ):
     head.broken = broken

@@ -22,7 +22,9 @@ import torch
 from click.testing import CliRunner
 from runtime_cases import MODEL, TEXT, promise_exactly, schedule
 from small_schedules import Shape, random_shape
+from test_runtime_library import alone  # noqa: F401 - a fixture
 
+import runtime_torch
 from optpipe_compiler.cli import cli
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import Model
@@ -123,6 +125,18 @@ def test_gradients_that_are_zero_in_theory_are_no_difference_and_wrong_ones_are_
         wrong = compare(loss, {**found, name: found[name] * 1.2}, loss, reference, tolerance)
         assert not wrong.ok
         assert wrong.worst_parameter == name
+
+
+@pytest.mark.parametrize("backward", [fused, split], ids=lambda f: f.__name__)
+def test_a_smaller_batch_of_a_known_model_has_its_gradients(alone, backward):  # noqa: F811
+    plan = promise_exactly(schedule(Shape((0, 0, 0), microbatches=4, fused=backward, ranges=both)))
+    stages = models.stages(plan.model, plan, 0, torch.device("cpu"))
+    runner = runtime_torch.Runner(plan, stages)
+    inputs, target = models.batch(plan.model, TEXT.read_bytes(), torch.Generator().manual_seed(0), 2)
+    loss = runner.step(inputs, target=target).loss  # one sample in each of four microbatches of two
+    found = {f"layer {name.replace('.', ': ', 1)}": p.grad for name, p in stages.module.named_parameters()}
+    assert compare(loss, found, *unpipelined(plan.model, (inputs,), target, 4), TOLERANCE["fp32"]).ok
+    assert runner.eval(inputs[:3], target=target[:3]) > 0
 
 
 def test_training_lowers_the_loss_and_reports_plan_against_reality():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -147,7 +148,8 @@ def bundles(model: Model) -> list[Bundle]:
     batch, sequence, dtype = model.microbatch_size, model.sequence_length, _dtype(model)
     tokens = Bundle((((batch, sequence), torch.int64),))
     architecture = _architecture(model)
-    return [tokens, *(layers.border(title, architecture, batch, sequence, dtype) for title in layer_titles(model))]
+    behind = (layers.border(title, architecture, batch, sequence, dtype) for title in layer_titles(model))
+    return [replace(bundle, samples=batch) for bundle in (tokens, *behind)]
 
 
 def batches(model: Model, data: bytes) -> Callable[[torch.Generator, int], DrawnBatch]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from optpipe_compiler.errors import first_line
 from runtime_torch.delivery import Delivery
 
 if TYPE_CHECKING:
@@ -24,7 +25,8 @@ Issued = dist.Work | Delivery
 class _Message:
     """One half of a message and its buffer; on CUDA also the stream whose allocator the buffer goes back to."""
 
-    def __init__(self, tensor: Tensor, work: Issued, *, sent: bool) -> None:
+    def __init__(self, tensor: Tensor, work: Issued, peer: int, *, sent: bool) -> None:
+        self.peer = peer
         self.tensor: Tensor | None = tensor
         self.work: Issued | None = work
         self.sent = sent
@@ -59,7 +61,7 @@ class Mailbox:
         self._issue(op_id, buffer, peer, sent=False)
 
     def _issue(self, op_id: str, tensor: Tensor, peer: int, *, sent: bool) -> None:
-        self._messages[op_id] = _Message(tensor, self.post(op_id, tensor, peer, sent=sent), sent=sent)
+        self._messages[op_id] = _Message(tensor, self.post(op_id, tensor, peer, sent=sent), peer, sent=sent)
 
     def post(self, op_id: str, tensor: Tensor, peer: int, *, sent: bool) -> Issued:
         """Put half a message on its way; what carries messages in place of a group does it otherwise."""
@@ -74,7 +76,8 @@ class Mailbox:
         """Return once the message is delivered; a sent buffer is then free. May be called from any thread.
 
         On CUDA it is the current stream that waits, not the host; and for a sent buffer the stream that it came from,
-        so that what takes its memory next runs after the delivery.
+        so that what takes its memory next runs after the delivery. Raises RuntimeError, which names the message and the
+        rank, where the wait timed out or the rank has gone.
         """
         message = self._messages[op_id]
         if message.work is None:
@@ -82,7 +85,11 @@ class Mailbox:
         with message.lock:
             if message.work is None:
                 return
-            message.work.wait()
+            try:
+                message.work.wait()
+            except RuntimeError as error:
+                way = f"{op_id} {'to' if message.sent else 'from'} rank {message.peer}"
+                raise RuntimeError(f"{way}: {first_line(error)}") from error
             if message.tensor is not None and message.sent:
                 if message.stream is not None:
                     with torch.cuda.stream(message.stream):

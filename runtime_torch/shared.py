@@ -111,7 +111,7 @@ class Channels:
                 if half.channel.is_closed:
                     raise RuntimeError(f"Connection closed by rank {peer}")
                 if left_s <= 0:
-                    raise RuntimeError(f"Timed out after {self._timeout_s:g} s waiting for a message of rank {peer}")
+                    raise RuntimeError(f"Timed out after {self._timeout_s:g} s waiting for rank {peer}")
                 if self._has_listener:
                     self._changed.wait(left_s)
                 else:

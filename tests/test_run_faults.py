@@ -115,6 +115,43 @@ def test_under_torchrun_a_killed_rank_ends_the_others(tmp_path):
     assert sum(told) == 1, errors
 
 
+@pytest.mark.parametrize("way", ["shared", "gloo"])
+def test_a_message_that_does_not_come_in_time_is_named_with_its_rank(way):
+    waits = f"""
+import sys
+sys.path[:0] = sys.argv[1:]
+from datetime import timedelta
+import torch, torch.distributed as dist
+from optpipe_torch.launch.run import _expected
+from runtime_torch.messages import Mailbox
+from runtime_torch.meter import Meter
+from runtime_torch.shared import Channels
+import test_shared_messages as case
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+if dist.get_rank() == 0:
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    ends = case.two_ends(timeout=timedelta(seconds=1)) if "{way}" == "shared" else [None]
+    mailbox = Mailbox(group, Meter(), ends[0])
+    mailbox.recv("recv_activation:1:2", torch.empty(4), 1)
+    try:
+        mailbox.wait("recv_activation:1:2")
+    except RuntimeError as error:
+        print(_expected(error, 0))
+else:
+    dist.new_group(timeout=timedelta(seconds=1))
+dist.barrier()
+"""
+    first, second = start_ranks(waits)
+    said, errors = first.communicate(timeout=100)
+    second.communicate(timeout=30)
+    start = (
+        "rank 0 stopped, because it waited too long for another rank (RuntimeError: recv_activation:1:2 from rank 1: "
+    )
+    assert said.startswith(start), said + errors
+    assert "Timed out" in said
+
+
 def test_under_torchrun_a_wrong_world_size_is_told_by_every_rank(tmp_path):
     path = tmp_path / "schedule.json"
     path.write_text(ir.to_text(schedule(Shape((0, 1), microbatches=4), model=None)))

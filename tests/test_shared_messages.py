@@ -244,7 +244,7 @@ def test_one_who_waits_in_vain_says_for_whom_and_lets_others_listen():
     errors = []
 
     def wait(half):
-        with pytest.raises(RuntimeError, match=r"Timed out after 0\.2 s waiting for a message of rank 0") as raised:
+        with pytest.raises(RuntimeError, match=r"Timed out after 0\.2 s waiting for rank 0") as raised:
             half.wait()
         errors.append(raised)
 

@@ -249,7 +249,8 @@ def _expected(error: BaseException, rank: int) -> OptPipeError:
         return error
     sentence = _sentence(error)
     if _is_echo(error):
-        return RunFailed(f"rank {rank} stopped, because it lost another rank ({sentence})")
+        why = "waited too long for" if "Timed out" in sentence else "lost"
+        return RunFailed(f"rank {rank} stopped, because it {why} another rank ({sentence})")
     return RunFailed(sentence if sentence.startswith("rank ") else f"rank {rank} failed: {sentence}")
 
 

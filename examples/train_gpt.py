@@ -18,6 +18,7 @@ Runs on GPUs where there are enough, else on CPU.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -75,9 +76,11 @@ def main() -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=options.autocast):
             result = runner.step(*inputs, target=target)
         norm = clip(stages, options.clip, mesh, sharded=sharded)
-        optimizer.step()
+        skipped = not math.isfinite(norm)  # the norm, and so this, is the same on all ranks
+        if not skipped:
+            optimizer.step()
         optimizer.zero_grad()
-        say(mesh, f"step {step + 1}: loss", result.loss, f"gradient norm {norm:.4g}")
+        say(mesh, f"step {step + 1}: loss", result.loss, f"gradient norm {norm:.4g}" + ", step skipped" * skipped)
         if options.save is not None and options.save_every and (step + 1) % options.save_every == 0:
             save(options.save, step + 1, stages.module, optimizer)
     stages.module.eval()
@@ -166,7 +169,8 @@ class Data:
 
 
 def clip(stages: runtime_torch.Stages, largest: float, mesh: DeviceMesh, *, sharded: bool) -> float:
-    """Scale the gradients so that their norm over all layers, on all ranks, is at most `largest`; return the norm."""
+    """Scale the gradients so that their norm over all layers, on all ranks, is at most `largest`; return the norm: no
+    finite number where a gradient of any rank is none."""
     square = torch.zeros((), device=mesh.device_type)
     for gradient in local_gradients(stages.unique_parameters()):  # a tied parameter counts on one rank
         square += gradient.float().square().sum()

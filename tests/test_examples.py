@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 import subprocess
@@ -131,6 +132,41 @@ def test_the_training_script_keeps_tied_weights_equal(environment, tmp_path):
     dcp_to_torch_save(tmp_path / "checkpoints" / "step2", tmp_path / "step2.pt")
     weights = torch.load(tmp_path / "step2.pt", weights_only=False)["weights"]
     assert torch.equal(weights["0.weight"], weights["5.out.weight"])
+
+
+@pytest.mark.runtime
+def test_the_training_script_skips_a_step_on_all_ranks_where_one_has_an_infinite_gradient(environment, tmp_path):
+    pytest.importorskip("torch")
+    import msgspec
+    from runtime_cases import tiny_profile
+    from small_schedules import Builder, Shape
+
+    from optpipe_compiler.documents import ir
+    from optpipe_compiler.documents.profile import Model
+
+    model = Model(builder="tests.user_layers:tied_functions", config={}, microbatch_size=2, sequence_length=8, seed=3)
+    built = Builder(Shape((0, 1), layers_per_stage=3, microbatches=2), tiny_profile(model), Random(0)).build()
+    (tmp_path / "own.py").write_text(
+        "from tests import user_layers as u\n"
+        "calls = []\n"
+        "def infinite(gradient):\n"
+        "    calls.append(0)\n"
+        "    return gradient * float('inf') if len(calls) <= 2 else gradient  # in the first step's two microbatches\n"
+        "def layers():\n"
+        "    made, *more = u.tied_functions()\n"
+        "    def first():\n"
+        "        layer = made[0]()\n"
+        "        layer.weight.register_hook(infinite)\n"
+        "        return layer\n"
+        "    return [first, *made[1:]], *more\n"
+    )
+    plan = msgspec.structs.replace(built, model=msgspec.structs.replace(model, builder="own:layers"))
+    (tmp_path / "schedule.json").write_text(ir.to_text(ir.seal(plan)))
+    path = f"{tmp_path}{os.pathsep}{environment['PYTHONPATH']}"
+    first, second, validation = train("--steps 2", environment | {"PYTHONPATH": path}, tmp_path)
+    assert first.endswith(", step skipped")
+    assert math.isfinite(float(second.rpartition(" ")[2]))
+    assert "nan" not in second + validation
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ class Runner:
         self._tolerance = bytes_tolerance
         self._on_failure = on_failure
         self._has_failed = False
-        """Whether a step was left in the middle."""
+        """Whether a step, or a replacement, was left in the middle."""
         self._has_warned = False
         self._ready: list[bool] | None = None
         """Which modules and parameters trained when the stages were held against the profile; None: they were not yet.
@@ -111,8 +111,7 @@ class Runner:
         keyword arguments (no tensors) for this rank's layers that name them. `losses` is filled with each microbatch's
         loss where the last stage is.
         """
-        if self._has_failed:
-            raise RunFailed("an earlier step of this Runner ended in the middle of its ops: make a new one")
+        self._refuse_failed()
         if not torch.is_grad_enabled():
             raise BadInput("step() was called where gradients are off (no_grad, inference_mode), expected eval() there")
         of_kind("losses", losses, (list, NoneType), "a list that is filled, or None")
@@ -160,6 +159,7 @@ class Runner:
 
         Whether layers are in training mode is the caller's business. `keywords` and `losses` are as in `step`.
         """
+        self._refuse_failed()
         of_kind("losses", losses, (list, NoneType), "a list that is filled, or None")
         batch = self._batches.divide(inputs, target, None, keywords, forward_only=True)
         for part in self._parts():
@@ -182,6 +182,7 @@ class Runner:
         step. After a move other ranks may have the first and the last stage, and need `inputs` and `target`.
         """
         begin = time.perf_counter_ns()
+        self._refuse_failed()
         of_kind("schedule", schedule, ir.Schedule, "a schedule, as load_schedule returns it")
         rank, stages = dist.get_rank(self._group), self._stages
         mover = Mover(stages, several(optimizer), rank)
@@ -200,7 +201,7 @@ class Runner:
         except BadInput as error:
             problem = error
         packages = agree_on(schedule, problem, packages, mover.said, self._group)
-        moved = 0
+        moved, self._has_failed = 0, True
         if not same:
             moved = mover.move(wanted, packages, self._group)
             found = restaged(schedule, stages, rank)
@@ -213,7 +214,12 @@ class Runner:
         self.schedule = schedule
         self._replay.close()
         self._replay = self._replayed(schedule, stages)
+        self._has_failed = False
         return Swap(len(wanted), moved, time.perf_counter_ns() - begin)
+
+    def _refuse_failed(self) -> None:
+        if self._has_failed:
+            raise RunFailed("an earlier step or replace of this Runner ended in the middle: make a new one")
 
     def _replayed(self, schedule: ir.Schedule, stages: Stages) -> Replay:
         first = next(iter(stages.values()))

@@ -809,7 +809,7 @@ def test_a_runner_takes_no_step_after_one_that_failed_in_the_middle(alone):
     stages.module["3"].fails = True
     with pytest.raises(ValueError, match="no more"):
         runner.step(x, target=x)
-    with pytest.raises(RunFailed, match="an earlier step of this Runner ended in the middle of its ops"):
+    with pytest.raises(RunFailed, match="an earlier step or replace of this Runner ended in the middle"):
         runner.step(x, target=x)
 
 

@@ -11,7 +11,7 @@ from test_runtime_library import RANGES, alone, batch, builders, microbatch, pla
 from torch import nn
 
 import runtime_torch
-from optpipe_compiler.errors import BadInput
+from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch import conform
 from runtime_torch.swap import is_same_cut, moves
 
@@ -319,6 +319,23 @@ def test_stages_that_are_whole_modules_keep_their_placement_and_are_not_cut(alon
         runner.replace(part)
     with pytest.raises(BadInput, match="the stages are whole modules"):
         runner.replace(plan((0,)))
+
+
+def test_a_runner_that_was_left_half_replaced_takes_no_step(alone, monkeypatch):  # noqa: F811
+    inputs, target = batch()
+    runner = runtime_torch.Runner(
+        plan((0, 0)), runtime_torch.build_stages(plan((0, 0)), builders(), 0, "cpu", **microbatch())
+    )
+
+    def full(*_):
+        raise RuntimeError("no memory is left")
+
+    monkeypatch.setattr("runtime_torch.runner.restaged", full)
+    with pytest.raises(RuntimeError, match="no memory"):
+        runner.replace(plan((0, 0, 0, 0)))
+    for call in (lambda: runner.step(*inputs, target=target), lambda: runner.eval(*inputs, target=target)):
+        with pytest.raises(RunFailed, match="ended in the middle: make a new one"):
+            call()
 
 
 def test_other_cuts_on_one_rank_move_nothing_and_are_held_against_the_profile(alone, monkeypatch):  # noqa: F811

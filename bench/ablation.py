@@ -388,6 +388,12 @@ def quicker(profile: Profile, even: Layout, microbatches: int) -> Iterator[Layou
     )
 
 
+def to_the_end_of_one(costs: cuts._Costs, one: Layout, microbatches: int) -> tuple[int, ...]:
+    """`to_the_end` where there is one stage per device."""
+    return TO_THE_END(costs, one, microbatches) if one.stages == max(one.device_of) + 1 else (0,)
+
+
+TO_THE_END = cuts._Costs.to_the_end
 NO_WINDOWS = patch.object(exact._Exact, "polish", nothing)
 NO_MODEL = patch.object(exact, "EXACT", 0)
 PARTS = {
@@ -411,7 +417,10 @@ PARTS = {
     ),
     "cuts for memory": Part((patch.object(instances, "others", quicker),), groups=(MODELS, HEAD)),
     "cuts with more layers where the first microbatch comes earlier": Part(
-        (patch.object(cuts._Costs, "to_the_end", lambda *_: 0),), groups=(MODELS, UNEVEN)
+        (patch.object(cuts._Costs, "to_the_end", lambda *_: (0,)),), groups=(MODELS, UNEVEN)
+    ),
+    "such cuts with several stages per device": Part(
+        (patch.object(cuts._Costs, "to_the_end", to_the_end_of_one),), groups=(MODELS, UNEVEN)
     ),
     "orders of the devices but by number": constant(instances, "other_order", lambda *_: None, SHARED_LINKS),
     "sparing": Part((patch.object(compiler, "spare", nothing),), groups=(WHOLE_PLANS,)),

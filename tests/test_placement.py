@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import combinations, pairwise
 from typing import TYPE_CHECKING
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
@@ -17,9 +18,11 @@ import optpipe
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.errors import BadInput
+from optpipe_compiler.model.bounds import head_and_work
 from optpipe_compiler.model.placement import Layout, balanced_cuts, layout, stage_devices
+from optpipe_compiler.model.problem import Caps, Freedom, build
 from optpipe_compiler.plan import passes
-from optpipe_compiler.plan.cuts import others, recut
+from optpipe_compiler.plan.cuts import layers_ns, others, recut
 from optpipe_compiler.plan.windows import CutWindow
 from optpipe_compiler.solver.cuts import lightest
 
@@ -65,9 +68,27 @@ def test_devices_that_have_more_layers_stand_where_the_first_microbatch_comes_ea
     costs = optpipe.estimate_profile("llama-3-8b", "h100-sxm", devices=16)
     work = [value_of(layer.forward_ns) + layer.fused_ns for layer in costs.expanded_layers()]
     even = layout("linear", 16, 1, work)
-    early = [*others(costs, even, 32)][-1]
+    early = others(costs, even, 32)[-1]
     assert [end - begin for begin, end in pairwise(even.cuts)] == [3, *[2] * 12, 3, 3, 1]
     assert [end - begin for begin, end in pairwise(early.cuts)] == [3, *[2] * 8, 3, 3, *[2] * 4, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "permille"),
+    [("loop", 2, None), ("loop", 3, None), ("loop", 2, [1000, 1500, 1000, 1000]), ("v", 2, [1000, 1500, 1000, 1000])],
+)
+def test_stages_of_a_device_are_cut_for_when_the_first_microbatch_comes_to_each(name, stages, permille):
+    """Llama 7B on 4 devices: no schedule of the cut can be as short as one of the new cut may be."""
+    costs = optpipe.estimate_profile("llama-7b", "a100-80gb", devices=4)
+    machine = msgspec.structs.replace(costs.machine, time_permille=permille)
+    costs = msgspec.structs.replace(costs, machine=machine)
+    even = layout(name, 4, stages, layers_ns(costs))
+    found = [even, *others(costs, even, 8)]
+
+    def least(one):
+        return head_and_work(build(costs, one, 8, Caps(10**12, None), Freedom())).ticks
+
+    assert least(found[-1]) < 0.99 * min(map(least, found[:-1]))
 
 
 def test_among_cuts_with_the_lightest_heaviest_stage_the_most_even_one_is_taken():
@@ -287,7 +308,7 @@ def test_blocks_and_parts_of_a_head_are_spread_evenly_over_a_loop():
     costs = uniform_profile(UniformOptions(devices=8, **times, head_ms=(12.66, 9.38, 13.38), head_parts=8))
     work = [layer.forward_ns + layer.fused_ns for layer in costs.expanded_layers()]
     even = layout("loop", 8, 2, work)
-    quick = next(others(costs, even, 32))
+    quick = others(costs, even, 32)[0]
     load = [0] * 8
     for device, (begin, end) in zip(quick.device_of, pairwise(quick.cuts), strict=True):
         load[device] += sum(work[begin:end])

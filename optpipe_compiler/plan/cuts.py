@@ -23,30 +23,37 @@ MOST_STAGES = 48
 """Stages up to which cuts are moved step by step; the time for it grows with the cube."""
 
 
-def others(profile: Profile, even: Layout, microbatches: int) -> Iterator[Layout]:
-    """Yield up to three other cuts of a placement: with a lighter heaviest device, with a leaner fullest one, and with
+def others(profile: Profile, even: Layout, microbatches: int) -> list[Layout]:
+    """Return up to three other cuts of a placement: with a lighter heaviest device, with a leaner fullest one, and with
     the heavier devices where the first microbatch comes earlier.
 
     The lean one comes at every cap: what fits under a small one must not be better than what is found under more.
     Of qwen2-7b and gpt2-xl on 8 devices it makes the better plans, also where memory is plentiful (docs/ABLATION.md).
+    The third is exact for one stage per device of devices that are equal.
     """
-    costs = _Costs(profile)
+    costs, found = _Costs(profile), [even]
     devices = max(even.device_of) + 1
-    quick = lean = even
+
+    def needed(one: Layout) -> tuple[int, ...]:
+        return costs.to_the_end(one, microbatches)
+
     lowest = passes.share(costs.layers, even.device_of, costs.permille)
     if (costs.differ or even.stages > devices) and costs.compute(even)[0] > lowest:
         quick = _lightest(even, costs)
         if costs.compute(quick)[0] < costs.compute(even)[0]:
-            yield quick
+            found.append(quick)
     if even.stages <= MOST_STAGES:
         lean = recut(even, costs.memory)
-        if costs.memory(lean)[0] < costs.memory(even)[0] and lean != quick:
-            yield lean
+        if costs.memory(lean)[0] < costs.memory(even)[0] and lean not in found:
+            found.append(lean)
+    early = even
     if even.stages == devices and not costs.differ:
-        heads = costs.forward[:-1]
-        early = replace(even, cuts=balanced_cuts(costs.layers, devices, heads, microbatches))
-        if costs.to_the_end(early, microbatches) < min(costs.to_the_end(one, microbatches) for one in (even, lean)):
-            yield early
+        early = replace(even, cuts=balanced_cuts(costs.layers, devices, costs.forward[:-1], microbatches))
+    elif even.stages <= MOST_STAGES:
+        early = recut(min(found, key=needed), needed)
+    if needed(early)[0] < min(map(needed, found))[0]:
+        found.append(early)
+    return found[1:]
 
 
 def layers_ns(profile: Profile) -> Numbers:
@@ -149,9 +156,18 @@ class _Costs:
             load = [ns * permille // 1000 for ns, permille in zip(load, self.permille, strict=False)]
         return max(load), sum(ns * ns for ns in load)
 
-    def to_the_end(self, one: Layout, microbatches: int) -> int:
-        """Return the ns that one stage per device takes at least: the first microbatch's way to one, then its work."""
-        return max(self.forward[a] + microbatches * (self.work[b] - self.work[a]) for a, b in pairwise(one.cuts))
+    def to_the_end(self, one: Layout, microbatches: int) -> tuple[int, ...]:
+        """Return the ps that each device takes at least, the longest first: the first microbatch's way to a stage, then
+        all work of this stage and its device's later ones."""
+        devices = max(one.device_of) + 1
+        slow = passes.slowness(devices, self.permille)
+        stages = [(d, slow[d], a, b) for d, (a, b) in zip(one.device_of, pairwise(one.cuts), strict=True)]
+        ways = accumulate((permille * (self.forward[b] - self.forward[a]) for _, permille, a, b in stages), initial=0)
+        work, most = [0] * devices, [0] * devices
+        for (device, permille, a, b), way in reversed(list(zip(stages, ways, strict=False))):
+            work[device] += permille * (self.work[b] - self.work[a])
+            most[device] = max(most[device], way + microbatches * work[device])
+        return tuple(sorted(most, reverse=True))
 
     def memory(self, one: Layout) -> tuple[int, int, int]:
         """Return the most bytes of a device: always held and its largest activation; then `compute`."""

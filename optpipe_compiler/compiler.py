@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from optpipe_compiler import machine
 from optpipe_compiler.costs.noise import COST_OF, op_spreads
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import uncollected
@@ -128,9 +129,7 @@ def compile_schedule(
     Raises Infeasible when no schedule fits, BadInput for impossible options. KeyboardInterrupt during the search ends
     it and returns the best so far.
     """
-    from optpipe_compiler.machine import require
-
-    require()
+    machine.require()
     with uncollected():
         return _Compilation(profile, settled(profile, options), on_progress, begin or time.monotonic()).run()
 

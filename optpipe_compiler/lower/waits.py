@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from optpipe_compiler import machine
 from optpipe_compiler.lower.graph import COMPUTE, H2D, LANES, PAIR, Chain, Graph
 from optpipe_compiler.model.schedule import NONE, Ints
 
@@ -52,11 +53,9 @@ class Waits:
     """The waits of all nodes, added device by device but in one planned order (clocks cross devices)."""
 
     def __init__(self, graph: Graph, order: Ints, peaks: list[tuple[int, int]]) -> None:
-        from optpipe_compiler.machine.waits import find_waits
-
         self.graph = graph
         found = _waiting(graph, order, peaks)
-        find_waits(found)
+        machine.waits.find_waits(found)
         self.clocks = found.clocks
         """[node, chain] how many events of the chain have completed whenever the node has."""
         waits = found.waits.tolist()
@@ -86,8 +85,6 @@ class Waits:
 
 def _waiting(graph: Graph, order: Ints, peaks: list[tuple[int, int]]) -> Waiting:
     """Return what the machine goes through, before the first node."""
-    from optpipe_compiler.machine.waits import SCRATCH, Waiting
-
     nodes, devices, chains = graph.nodes, graph.problem.devices, range(len(graph.chains))
     local = [[c for c in chains if d in graph.chains[c].devices] for d in range(devices)]
     widths = np.array(list(map(len, local)), np.int64)
@@ -114,7 +111,7 @@ def _waiting(graph: Graph, order: Ints, peaks: list[tuple[int, int]]) -> Waiting
     frees = frees[np.argsort(turns[frees], kind="stable")]
     taken = np.stack([nodes.taken, nodes.host_taken], axis=1)
     waiting = (graph.data != NONE) | (taken > 0).any(axis=1)
-    return Waiting(
+    return machine.waits.Waiting(
         order=order,
         before=graph.before,
         data=graph.data,
@@ -148,7 +145,7 @@ def _waiting(graph: Graph, order: Ints, peaks: list[tuple[int, int]]) -> Waiting
         takings=takings.reshape(devices, 2, 3),
         waits=np.full(int(widths[nodes.device[waiting]].sum()), NONE, np.int64),
         spans=np.zeros((len(order), 2), np.int64),
-        scratch=np.zeros((SCRATCH, int(widths.max(initial=0)) + 1), np.int64),
+        scratch=np.zeros((machine.waits.SCRATCH, int(widths.max(initial=0)) + 1), np.int64),
     )
 
 

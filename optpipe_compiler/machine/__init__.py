@@ -8,9 +8,25 @@ what an order must wait for; `compiled`, `inlined` and `views` say how numba com
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from optpipe_compiler.errors import MissingDependency
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from optpipe_compiler.machine import orders, policy, state, waits
+
+__all__ = ["orders", "policy", "require", "state", "waits"]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import a module of this room when it is first asked for: numba takes its time, and few commands need it."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_module(f"{__name__}.{name}")
 
 
 def require() -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec import UNSET
 
+from optpipe_compiler import machine
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.units import exact_cap, short_bytes, show_bytes, show_ns
 from optpipe_compiler.errors import BadInput, Infeasible
@@ -159,8 +160,6 @@ class Candidates:
         Published schedules repeat themselves, so that their peak does not shrink with more microbatches. Transfers,
         left out here, only make them slower, and so does waiting for memory.
         """
-        from optpipe_compiler.machine.orders import retime
-
         try:
             if not self._is_large(attempt):
                 return self._whole(attempt, name)
@@ -172,7 +171,7 @@ class Candidates:
             if any(map(operator.gt, _least_peaks(first, away), short.budget)):
                 reason = f"needs more memory by its first {short.microbatches} microbatches, {ir.NOT_IN_FULL}"
                 try:
-                    waiting = retime(published(short, name) if away else first, short)
+                    waiting = machine.orders.retime(published(short, name) if away else first, short)
                 except Stuck:
                     return [Tried(reason=reason)]
                 promise = replace(promise, ticks=self._grown(waiting, attempt))
@@ -207,8 +206,6 @@ class Candidates:
 
     def _whole(self, attempt: Attempt, name: str) -> list[Tried]:
         """Time a schedule, and where it does not fit also the same orders under the caps; keep what is better."""
-        from optpipe_compiler.machine.orders import retime
-
         try:
             timed = earliest(published(attempt.problem, name))
         except (NotDefined, Stuck) as error:
@@ -216,7 +213,7 @@ class Candidates:
         found = [self._kept(attempt, timed)]
         if (need := found[0].need) is not None and need.over is not None:
             with suppress(Stuck):  # each op waiting for its memory
-                waiting = self._kept(attempt, retime(timed, attempt.problem, f"{name}-waiting"))
+                waiting = self._kept(attempt, machine.orders.retime(timed, attempt.problem, f"{name}-waiting"))
                 found.append(replace(waiting, as_defined=(timed.makespan, need.peak_bytes)))
         return found
 
@@ -249,7 +246,6 @@ def _first(problem: Problem, name: str) -> Schedule:
 
 def _least_peaks(timed: Schedule, away: set[int]) -> list[int]:
     """Return the peaks per device as if the activations of the stages `away` took no memory."""
-    from optpipe_compiler.machine.orders import peaks
 
     def emptied(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
         return tuple(
@@ -259,7 +255,7 @@ def _least_peaks(timed: Schedule, away: set[int]) -> list[int]:
 
     problem = timed.problem
     less = replace(problem, stages=emptied(problem.stages), classes=tuple(map(emptied, problem.classes)))
-    return peaks(Schedule(less, timed.method, timed.ticks))
+    return machine.orders.peaks(Schedule(less, timed.method, timed.ticks))
 
 
 def _offloaded(problem: Problem, name: str) -> set[int]:

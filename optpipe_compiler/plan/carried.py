@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from optpipe_compiler import machine
 from optpipe_compiler.model.schedule import NONE, Ints, Kind, Mode
 
 if TYPE_CHECKING:
@@ -160,15 +161,13 @@ class Start:
 
     def policy(self, problem: Problem) -> Policy:
         """Return the policy that treats activations as the start does, most of each part of the step."""
-        from optpipe_compiler.machine.policy import PARTS, policy
-
         stages = range(len(problem.stages))
-        found = policy(problem, np.zeros(len(problem.stages), np.int64))
+        found = machine.policy.policy(problem, np.zeros(len(problem.stages), np.int64))
         count, sorts = self.modes.shape[1], found.modes.shape[2]
         fill = min(problem.devices, count // 2)
         drain = min(problem.devices, count - fill)
         ends = (0, fill, count - drain, count)
-        for part in range(PARTS):
+        for part in range(machine.policy.PARTS):
             for sort in range(sorts):
                 inside = [m for m in range(ends[part], ends[part + 1]) if m % sorts == sort]
                 for s in stages if inside else ():

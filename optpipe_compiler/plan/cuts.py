@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.model.placement import balanced_cuts
 from optpipe_compiler.plan import passes
+from optpipe_compiler.solver.cuts import lightest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -78,8 +79,6 @@ def with_ties(profile: Profile, one: Layout) -> Layout | None:
     if all(_are_together(one, pairs)):
         return None
     with suppress(ImportError):
-        from optpipe_compiler.solver.cuts import lightest
-
         costs = _Costs(profile)
         found = replace(one, cuts=lightest(costs.layers, one.device_of, one.cuts, pairs, permille=costs.permille))
         return found if all(_are_together(found, pairs)) else None

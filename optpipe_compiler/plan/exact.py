@@ -6,6 +6,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from optpipe_compiler import machine
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.problem import coarsen
 from optpipe_compiler.model.schedule import Kind, Schedule, Stuck
@@ -88,10 +89,8 @@ class _Exact:
 
     def _improve(self, attempt: Attempt, found: Schedule, phase: str) -> None:
         """Time a solution of a coarse problem exactly and keep it if it is better."""
-        from optpipe_compiler.machine.orders import retime
-
         try:
-            timed = retime(found, attempt.problem)
+            timed = machine.orders.retime(found, attempt.problem)
         except Stuck as error:
             note = f"{phase}: a solution for placement {attempt.layout.name} could not be timed ({error})"
             attempt.notes = list(dict.fromkeys([*attempt.notes, note]))
@@ -101,13 +100,11 @@ class _Exact:
 
     def full_model(self, attempt: Attempt, seconds: float) -> None:
         """Search the whole instance; the only search that proves bounds."""
-        from optpipe_compiler.machine.orders import retime
-
         assert attempt.best is not None
         exact = attempt.problem
         coarse = coarsen(exact, attempt.best.makespan)
         try:
-            hint = retime(attempt.best, coarse)
+            hint = machine.orders.retime(attempt.best, coarse)
         except Stuck:
             return
 
@@ -124,11 +121,9 @@ class _Exact:
 
     def polish(self, attempt: Attempt, timed: Schedule) -> None:
         """Improve stretch after stretch of a schedule, its ends first, with growing windows."""
-        from optpipe_compiler.machine.orders import retime
-
         coarse = coarsen(attempt.problem, timed.makespan)
         try:
-            current = retime(timed, coarse)
+            current = machine.orders.retime(timed, coarse)
         except Stuck:
             return
         for periods in WINDOWS:
@@ -143,8 +138,6 @@ class _Exact:
 
     def _window(self, attempt: Attempt, current: Schedule, window: Window) -> Schedule:
         """Return the schedule with the window improved, or as it was."""
-        from optpipe_compiler.machine.orders import retime
-
         best, is_span = current, self.budget.limits.objective == "span"
 
         def on_event(event: SearchEvent) -> None:
@@ -152,7 +145,7 @@ class _Exact:
             if event.starts is not None:
                 found = Schedule(current.problem, "windows", event.starts)
                 with suppress(Stuck):  # ops start as soon as they may, however short a later start would make the span
-                    early = retime(found, current.problem)
+                    early = machine.orders.retime(found, current.problem)
                     found = early if is_span else min(found, early, key=self.incumbents.value)
                 if self.incumbents.value(found) < self.incumbents.value(best):
                     best = found

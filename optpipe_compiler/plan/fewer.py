@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from optpipe_compiler import machine
 from optpipe_compiler.model.schedule import Mode
 from optpipe_compiler.plan.carried import turns
 
@@ -92,8 +93,6 @@ def widened(one: Policy, narrow: Problem, wide: Problem) -> Iterator[Policy]:
 
     Ranks are shifted by as many ticks, or by as many more as there are more devices.
     """
-    from optpipe_compiler.machine.policy import policy
-
     before, after = turns(narrow.device_of), turns(wide.device_of)
     assert before is not None
     assert after is not None
@@ -104,7 +103,7 @@ def widened(one: Policy, narrow: Problem, wide: Problem) -> Iterator[Policy]:
     able = np.array([[True] * len(stages), [*map(wide.can_offload, stages)], [*map(wide.can_recompute, stages)]])
     modes = np.where(able[modes, np.array(stages)[:, None]], modes, Mode.KEEP)
     for factor in (1, wide.devices / narrow.devices):
-        yield policy(wide, modes[0, :, 0])._replace(
+        yield machine.policy.policy(wide, modes[0, :, 0])._replace(
             modes=modes.copy(),
             shift=np.rint(one.shift * factor).astype(np.int64),
             fused=one.fused.copy(),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from optpipe_compiler import machine
 from optpipe_compiler.documents.units import counted
 from optpipe_compiler.model.schedule import Kind, classes, value
 
@@ -94,11 +95,9 @@ class Attempt:
 
     def peaks(self, timed: Schedule) -> tuple[list[int], list[int]]:
         """Return the bytes that the file of a schedule would promise: by device, and of its offloads on the host."""
-        from optpipe_compiler.machine.orders import held
-
         if not self.is_as_lowered(timed):
             return self.lowered(timed)
-        found = held(timed)
+        found = machine.orders.held(timed)
         return list(map(int.__add__, self.fixed, found.peaks)), found.host_peaks
 
     def need(self, timed: Schedule) -> Need:

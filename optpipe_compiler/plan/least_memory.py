@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from optpipe_compiler import machine
 from optpipe_compiler.documents.units import counted, exact_cap, show_bytes
 from optpipe_compiler.errors import Infeasible
 from optpipe_compiler.model.schedule import Kind, Schedule, Stuck, Task
@@ -17,6 +18,7 @@ from optpipe_compiler.published import Recipe, earliest
 from optpipe_compiler.published.common import of_stages, rows
 from optpipe_compiler.published.recompute import again
 from optpipe_compiler.published.transfers import timed
+from optpipe_compiler.solver import minimum
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,18 +51,15 @@ class LeastMemory:
 
         A device begins its next microbatch as soon as there is room.
         """
-        from optpipe_compiler.machine.orders import retime
-        from optpipe_compiler.solver.minimum import quickly_one_at_a_time
-
         for attempt in self.incumbents.attempts:
             problem, winner = attempt.problem, self.incumbents.winner()
-            once = None if problem.slicing else quickly_one_at_a_time(replace(problem, microbatches=1))
+            once = None if problem.slicing else minimum.quickly_one_at_a_time(replace(problem, microbatches=1))
             if once is None or (winner is not None and self._soonest(once, problem) >= self.incumbents.reached(winner)):
                 continue
-            timed = quickly_one_at_a_time(problem)
+            timed = minimum.quickly_one_at_a_time(problem)
             assert timed is not None
             with suppress(Stuck):
-                timed = retime(timed, problem)
+                timed = machine.orders.retime(timed, problem)
             self.incumbents.keep(attempt, timed, "least memory")
 
     def _soonest(self, once: Schedule, problem: Problem) -> int:
@@ -77,8 +76,6 @@ class LeastMemory:
         Once something fits, no more is solved for than there is time for. Until then it goes on: a refusal names the
         least memory of all placements.
         """
-        from optpipe_compiler.solver.minimum import one_at_a_time
-
         if self._is_found:
             return
         incumbents, cap = self.incumbents, self.caps.device_bytes
@@ -101,7 +98,7 @@ class LeastMemory:
                 continue
             if incumbents.winner() is not None and self.budget.is_over():
                 break
-            timed = one_at_a_time(attempt.problem, attempt.fixed)
+            timed = minimum.one_at_a_time(attempt.problem, attempt.fixed)
             if incumbents.keep(attempt, timed, "least memory") is None:
                 continue
             peaks, _ = attempt.peaks(timed)

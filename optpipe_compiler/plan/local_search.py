@@ -22,6 +22,7 @@ from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from typing import TYPE_CHECKING
 
+from optpipe_compiler import machine
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.schedule import Mode, Schedule, Stuck
 from optpipe_compiler.plan.fewer import narrowed, widened
@@ -166,35 +167,29 @@ class _Climber:
     """Calls since executions were looked at."""
 
     def __post_init__(self) -> None:
-        from optpipe_compiler.machine.policy import copied
-
-        self.current, self.trial, self.current_value = copied(self.policy), copied(self.policy), self.value
-        self.promise = self.value
+        self.current, self.trial = machine.policy.copied(self.policy), machine.policy.copied(self.policy)
+        self.current_value = self.promise = self.value
 
     def again(self) -> _Climber:
         """Return one that has not climbed yet, where this one has not."""
-        from optpipe_compiler.machine.policy import copied
-
-        return replace(self, policy=copied(self.policy))
+        return replace(self, policy=machine.policy.copied(self.policy))
 
     def found(self) -> Found:
-        from optpipe_compiler.machine.policy import copied
-
-        return Found(self.instance, self.wish, copied(self.policy), self.value)
+        return Found(self.instance, self.wish, machine.policy.copied(self.policy), self.value)
 
     def climb(self, x: MachineState, ops: int, seed: int) -> int:
         """Run changed policies for about so many ops; return how many these were."""
-        from optpipe_compiler.machine.policy import climb, copied
-
         stages, microbatches = x.acts.shape
         still_ops, cooling_ops = (_ops(stages, microbatches, runs) for runs in (STILL_RUNS, COOLING_RUNS))
         if self.still_ops >= 2 * still_ops + cooling_ops:
-            self.current, self.current_value = copied(self.policy), self.value
+            self.current, self.current_value = machine.policy.copied(self.policy), self.value
             self.still_ops = still_ops
         cooled = (self.still_ops - still_ops) / cooling_ops
         threshold = int(THRESHOLD * self.value * (1 - cooled) ** 2) if 0 <= cooled < 1 else 0
         current, before = self.current, self.current_value
-        self.current_value, spent = climb(x, current, self.trial, self.setting, before, ops, seed, threshold)
+        self.current_value, spent = machine.policy.climb(
+            x, current, self.trial, self.setting, before, ops, seed, threshold
+        )
         self.still_ops += spent
         self.unseen += 1
         if self.current_value < self.promise:
@@ -202,7 +197,7 @@ class _Climber:
         if self.current_value < self.value and self.unseen >= LOOK:
             self.unseen = 0
             if (executed := self.executed(current)) < self.value:
-                self.policy, self.value = copied(current), executed
+                self.policy, self.value = machine.policy.copied(current), executed
         return spent
 
 
@@ -221,17 +216,14 @@ def shortened(problem: Problem) -> Problem:
 
 def load(instance: SearchedProblem) -> bool:
     """Get ready what the search and the lowering of its plan run on; return whether it had to be compiled."""
-    from optpipe_compiler.machine import waits
-    from optpipe_compiler.machine.policy import load, policy, setting
-    from optpipe_compiler.machine.state import machine
-
-    is_compiled = waits.load()
+    is_compiled = machine.waits.load()
     problem = shortened(instance.problem)
     for name in instance.names(problem):
         with suppress(NotDefined, Stuck):
             wished = instance.wish(problem, name)
-            given = setting(problem, wished, problem.microbatches, is_span=False)
-            return load(machine(problem), policy(problem, next(treatments(problem, wished))), given) or is_compiled
+            given = machine.policy.setting(problem, wished, problem.microbatches, is_span=False)
+            first = machine.policy.policy(problem, next(treatments(problem, wished)))
+            return machine.policy.load(machine.state.machine(problem), first, given) or is_compiled
     return is_compiled
 
 
@@ -340,8 +332,6 @@ class LocalSearch:
 
     def _screen(self, number: int, name: str) -> _Climber | None:
         """Run a wish with each first treatment of the activations, until half the time is over."""
-        from optpipe_compiler.machine.policy import copied, policy, setting, value
-
         is_clocked = not self.effort.reproducible
         if is_clocked and self._best < NEVER and (self._used() > 0.5 or self.instances[number].bound >= self._best):
             return None
@@ -352,20 +342,23 @@ class LocalSearch:
             wished = self.instances[number].wish(problem, name)
         except (NotDefined, Stuck):
             return None
-        x = self._machine(number)
-        given = setting(problem, wished, self.instances[number].problem.microbatches, is_span=self.effort.is_span)
+        x = machine.state.machine(problem)
+        whole = self.instances[number].problem.microbatches
+        given = machine.policy.setting(problem, wished, whole, is_span=self.effort.is_span)
         best: _Climber | None = None
         start = self.instances[number].start(problem, name)
         first = [] if start is None else [start.policy(problem)]
         reorders = self.instances[number].reorders
         known = self._widened.get(number if reorders is None else reorders, {}).get(name, [])
-        for one in chain(first, known, (policy(problem, modes) for modes in treatments(problem, wished))):
-            trial = copied(one)
-            reached = value(x, one, given, NEVER // 2 if best is None else best.value)
+        for one in chain(
+            first, known, (machine.policy.policy(problem, modes) for modes in treatments(problem, wished))
+        ):
+            trial = machine.policy.copied(one)
+            reached = machine.policy.value(x, one, given, NEVER // 2 if best is None else best.value)
             if reached >= NEVER and best is None and problem.freedom.split:  # halves may hold more than the whole
                 trial.fused[:] = True
-                one, trial = trial, copied(trial)
-                reached = value(x, one, given, NEVER // 2)
+                one, trial = trial, machine.policy.copied(trial)
+                reached = machine.policy.value(x, one, given, NEVER // 2)
             if reached < (NEVER if best is None else best.value):
                 best = _Climber(number, name, one, reached, given, partial(self._executed, number, given))
         if best is not None:
@@ -379,21 +372,15 @@ class LocalSearch:
 
         Where that then meets an offload, both take longer. Of few microbatches for many it is what the run promises.
         """
-        from optpipe_compiler.machine.policy import copied, value
-
-        problem, x = self.problems[number], self._machine(number)
+        problem = self.problems[number]
+        x = machine.state.machine(problem)
         is_whole = problem.microbatches == self.instances[number].problem.microbatches
         if not is_whole or not policy.before[1].any() or not (policy.modes == Mode.OFFLOAD).any():
-            return value(x, copied(policy), given, NEVER // 2)
+            return machine.policy.value(x, machine.policy.copied(policy), given, NEVER // 2)
         timed = _followed(x, problem, policy, given)
         if timed is None:
             return NEVER
         return timed.span if self.effort.is_span else timed.makespan
-
-    def _machine(self, number: int) -> MachineState:
-        from optpipe_compiler.machine.state import machine
-
-        return machine(self.problems[number])
 
     def _rounds(self, pool: ThreadPoolExecutor, climbers: list[_Climber]) -> None:
         """Let the best climb, anew after a restart; drop the worse half while there are more than two or threads."""
@@ -447,7 +434,8 @@ class LocalSearch:
         threads = self.effort.threads if is_clocked else CORES
         seconds = share * self.effort.seconds * min(1.0, threads / climbing)
         quota = float("inf") if is_clocked else seconds * OPS_PER_S
-        x, end, spent = self._machine(climber.instance), time.monotonic() + seconds, 0
+        x = machine.state.machine(self.problems[climber.instance])
+        end, spent = time.monotonic() + seconds, 0
         while spent < quota and not self._stop.is_set() and not (is_clocked and time.monotonic() >= end):
             seed = hash((self.effort.seed, number, spent)) & 0xFFFFFFFF
             before = climber.value
@@ -482,36 +470,31 @@ class Realiser:
     """Runs policies on one whole instance."""
 
     def __init__(self, instance: SearchedProblem, *, is_span: bool) -> None:
-        from optpipe_compiler.machine.state import machine
-
         self.instance = instance
         self.is_span = is_span
-        self.machine = machine(instance.problem)
+        self.machine = machine.state.machine(instance.problem)
         self.settings: dict[str, Setting] = {}
 
     def schedule(self, found: Found) -> Schedule | None:
         """Return the schedule of a policy, at its earliest; None where its memory or its peaks do not come out."""
-        from optpipe_compiler.machine.policy import setting
-
         problem = self.instance.problem
         if found.wish not in self.settings:
             try:
                 wished = self.instance.wish(problem, found.wish)
             except (NotDefined, Stuck):  # a round of a published order may divide fewer microbatches, and not all
                 return None
-            self.settings[found.wish] = setting(problem, wished, problem.microbatches, is_span=self.is_span)
+            self.settings[found.wish] = machine.policy.setting(
+                problem, wished, problem.microbatches, is_span=self.is_span
+            )
         return _followed(self.machine, problem, found.policy, self.settings[found.wish])
 
 
 def _followed(x: MachineState, problem: Problem, policy: Policy, given: Setting) -> Schedule | None:
     """Return the schedule of a policy at its earliest; None where its memory or its peaks do not come out."""
-    from optpipe_compiler.machine.orders import retime
-    from optpipe_compiler.machine.policy import copied, value
-
-    if value(x, copied(policy), given, NEVER // 2) >= NEVER // 2:
+    if machine.policy.value(x, machine.policy.copied(policy), given, NEVER // 2) >= NEVER // 2:
         return None
     timed = Schedule(problem, "local-search", x.starts.copy())
     with suppress(Stuck):  # ops of no length may have no order of their own
         # no execution waits with a reload until it is due; where it then meets an offload, both take longer
-        return retime(timed, problem)
+        return machine.orders.retime(timed, problem)
     return timed

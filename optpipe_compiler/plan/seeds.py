@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec import UnsetType
 
+from optpipe_compiler import machine
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.model.placement import PATTERNS, Layout, stage_devices
@@ -145,8 +146,6 @@ def _selective(schedule: ir.Schedule) -> frozenset[int]:
 
 def _timed(seed: ir.Schedule, problem: Problem, layout: Layout) -> Iterator[Schedule]:
     """Yield the seed at its own times where no op takes longer now, and its orders at their earliest."""
-    from optpipe_compiler.machine.orders import retime
-
     found = _read(seed, problem, layout)
     if found is None:
         return
@@ -155,7 +154,8 @@ def _timed(seed: ir.Schedule, problem: Problem, layout: Layout) -> Iterator[Sche
     if count != problem.whole:
         for carried in to_microbatches(starts, problem.whole, (1, 2, problem.devices), problem.slices):
             with suppress(Stuck):
-                yield retime(Schedule(problem, seed.forecast.method, in_turn(carried, problem.slices)), problem)
+                timed = Schedule(problem, seed.forecast.method, in_turn(carried, problem.slices))
+                yield machine.orders.retime(timed, problem)
         return
     timed = Schedule(problem, seed.forecast.method, starts)
     columns = timed.columns
@@ -166,7 +166,7 @@ def _timed(seed: ir.Schedule, problem: Problem, layout: Layout) -> Iterator[Sche
     if is_sent and timed.has_copied and (columns.end <= ends[columns.kind, columns.stage, columns.microbatch]).all():
         yield timed
     with suppress(Stuck):
-        yield retime(timed, problem)
+        yield machine.orders.retime(timed, problem)
 
 
 def _elsewhere(seed: ir.Schedule, attempt: Attempt) -> Start | None:

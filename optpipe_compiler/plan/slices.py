@@ -6,6 +6,7 @@ from bisect import bisect_left
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from optpipe_compiler import machine
 from optpipe_compiler.documents.profile import Sliceable, value_of
 from optpipe_compiler.model.problem import Slicing
 from optpipe_compiler.model.unit_bounds import device_work
@@ -82,18 +83,15 @@ def _kept(options: Options) -> Slicing | None:
 
 def _judged(problem: Problem, options: Options) -> int:
     """Return about what the list scheduler reaches under the caps with the best first treatment of all activations."""
-    from optpipe_compiler.machine.policy import policy, setting, value
-    from optpipe_compiler.machine.state import NEVER, machine
-
     short = shortened(problem)
-    wished, x = wish(short, "modulo-1"), machine(short)
-    given = setting(short, wished, problem.microbatches, is_span=options.objective == "span")
-    best = NEVER // 2
+    wished, x = wish(short, "modulo-1"), machine.state.machine(short)
+    given = machine.policy.setting(short, wished, problem.microbatches, is_span=options.objective == "span")
+    best = machine.state.NEVER // 2
     for modes in treatments(short, wished):
         for is_fused in (False, True):  # halves may hold more than the whole
-            one = policy(short, modes)
+            one = machine.policy.policy(short, modes)
             one.fused[:] |= is_fused
-            best = min(best, value(x, one, given, best))
+            best = min(best, machine.policy.value(x, one, given, best))
     return best
 
 

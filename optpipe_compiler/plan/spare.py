@@ -11,6 +11,7 @@ from bisect import bisect_left
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from optpipe_compiler import machine
 from optpipe_compiler.model.schedule import Kind, Schedule, Stuck, Task
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ def spare(incumbents: Incumbents, budget: Budget) -> None:
 
 
 def _spare(incumbents: Incumbents, attempt: Attempt, timed: Schedule, budget: Budget) -> None:
-    from optpipe_compiler.machine.orders import retime
-
     room = list(attempt.problem.budget)
     for number in range(ROUNDS):
         if number and budget.is_over():
@@ -45,7 +44,7 @@ def _spare(incumbents: Incumbents, attempt: Attempt, timed: Schedule, budget: Bu
         if less is timed:
             return
         with suppress(Stuck):
-            less = min(retime(less, attempt.problem), less, key=incumbents.value)
+            less = min(machine.orders.retime(less, attempt.problem), less, key=incumbents.value)
         over = incumbents.spare(attempt, timed, less)
         if over is None:
             return
@@ -58,9 +57,7 @@ def spared(schedule: Schedule, budget: Sequence[int]) -> Schedule:
     `budget` is in units, by device. No other task moves. Those away for the shortest time come first, so that as many
     as possible can stay.
     """
-    from optpipe_compiler.machine.orders import held
-
-    starts, levels = dict(schedule.starts), held(schedule).levels
+    starts, levels = dict(schedule.starts), machine.orders.held(schedule).levels
     owned: list[list[int]] = [[] for _ in budget]
     """By device where its tasks are in the sequence, without offloads."""
     away: list[list[_Away]] = [[] for _ in budget]

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from optpipe_compiler import machine
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.model.neighbours import is_linear, joined, runs
 from optpipe_compiler.model.placement import PATTERNS
@@ -233,12 +234,10 @@ def published(problem: Problem, name: str, *, transfers: bool = True) -> Schedul
 
 def earliest(late: Schedule) -> Schedule:
     """Return the same orders at their earliest in no more memory: transfers are timed to come as late as they may."""
-    from optpipe_compiler.machine.orders import peaks, retime
-
     if not late.count(Kind.D):
         return late
     try:
-        early = retime(late, replace(late.problem, budget=tuple(peaks(late))))
+        early = machine.orders.retime(late, replace(late.problem, budget=tuple(machine.orders.peaks(late))))
     except Stuck:  # ops of no length hold memory for no time and keep others from starting; messages may come earlier
         return late
     return min(Schedule(late.problem, late.method, early.ticks), late, key=lambda one: one.makespan)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from optpipe_compiler import machine
 from optpipe_compiler.model.schedule import NONE, Kind, classes, lengths, stage_links
 
 if TYPE_CHECKING:
@@ -31,13 +32,11 @@ ROUND_TRIPS = 3
 
 def timed(problem: Problem, recipe: Recipe, method: str) -> Schedule:
     """Return the schedule at its earliest without memory limits; raises Stuck when the order waits for itself."""
-    from optpipe_compiler.machine.orders import released
-
     if recipe.offloaded is None or not recipe.offloaded.any():
-        return released(problem, recipe.compute, method=method)
+        return machine.orders.released(problem, recipe.compute, method=method)
     if recipe.streaming:
         return _streamed(problem, recipe.compute, recipe.offloaded, method)
-    bare = released(problem, recipe.compute, method=method)
+    bare = machine.orders.released(problem, recipe.compute, method=method)
     return _Transfers(problem, recipe.compute, bare.ticks).run(recipe.offloaded, method)
 
 
@@ -48,22 +47,19 @@ def _streamed(problem: Problem, compute: Order, offloaded: Bools, method: str) -
     that they serve if nothing were offloaded. For that order an op that takes no time counts as one tick: then an op
     starts later than any that it waits for, and the lanes cannot wait for each other in a circle.
     """
-    from optpipe_compiler.machine.orders import released
-    from optpipe_compiler.machine.state import packed
-
     paced = replace(problem, stages=_paced(problem.stages), classes=tuple(map(_paced, problem.classes)))
-    ticks = released(paced, compute, method=method).ticks
+    ticks = machine.orders.released(paced, compute, method=method).ticks
     gates = np.full(ticks.shape[1:], NONE)
     for order in compute:
         places = np.flatnonzero(np.isin(order[:, 0], BACKWARDS))
         before = np.concatenate([places[:1] - 1, places[:-1]])
-        gates[order[places, 1], order[places, 2]] = packed(*order[before].T)
+        gates[order[places, 1], order[places, 2]] = machine.state.packed(*order[before].T)
     s, m = np.nonzero(offloaded)
     kind = _backwards(compute, ticks.shape[1:])[s, m]
     away = np.lexsort((m, s, ticks[Kind.F, s, m] + _taken(paced)[Kind.F, s, m]))
     back = np.lexsort((m, s, ticks[kind, s, m]))
     lanes = tuple(_by_link(problem, of, s[by], m[by]) for of, by in ((Kind.D, away), (Kind.H, back)))
-    return released(problem, compute, (lanes[0], lanes[1]), gates, method=method)
+    return machine.orders.released(problem, compute, (lanes[0], lanes[1]), gates, method=method)
 
 
 def _paced(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
@@ -103,8 +99,6 @@ class _Transfers:
 
     def run(self, offloaded: Bools, method: str) -> Schedule:
         """Return the schedule with the delays that the transfers of what is worth them cause."""
-        from optpipe_compiler.machine.orders import released
-
         s, m = np.nonzero(offloaded)
         done = self.starts[Kind.F, s, m] + self.taken[Kind.F, s, m]
         due = self.starts[self.backward[s, m], s, m]
@@ -115,15 +109,14 @@ class _Transfers:
         offloads = _by_link(self.problem, Kind.D, s[away], m[away])
         reloads = _by_link(self.problem, Kind.H, s[back], m[back])
         lanes = offloads, reloads
-        return released(self.problem, self.compute, lanes, self._gates(reloads), self.starts[Kind.F], method=method)
+        gates, releases = self._gates(reloads), self.starts[Kind.F]
+        return machine.orders.released(self.problem, self.compute, lanes, gates, releases, method=method)
 
     def _gates(self, reloads: Order) -> Ints:
         """Return for each reload the compute task with which it may start: the last one that leaves enough time.
 
         Enough for it and for the later reloads of its link, each being there when its backward would have started.
         """
-        from optpipe_compiler.machine.state import packed
-
         latest = self._latest_starts(reloads)
         gates = np.full(latest.shape, NONE)
         for order in self.compute:
@@ -133,7 +126,7 @@ class _Transfers:
             s_of, m_of = s[backward], m[backward]
             number = np.searchsorted(self.starts[kind, s, m], latest[s_of, m_of], side="right")
             gate = order[np.maximum(0, np.minimum(number, backward) - 1)]
-            gates[s_of, m_of] = packed(*gate.T)
+            gates[s_of, m_of] = machine.state.packed(*gate.T)
         return gates
 
     def _latest_starts(self, reloads: Order) -> Ints:

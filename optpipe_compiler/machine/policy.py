@@ -92,14 +92,13 @@ a whole microbatch."""
 
 def setting(problem: Problem, wish: Ints, whole: int, *, is_span: bool) -> Setting:
     """Return the setting of `problem`, which may have fewer microbatches than the `whole` instance."""
-    stages = range(len(problem.stages))
-    able = [[True] * len(stages), [*map(problem.can_offload, stages)], [*map(problem.can_recompute, stages)]]
+    able = [problem.able(s) for s in range(len(problem.stages))]
     scale = max(stage.forward + stage.backward for stage in problem.stages)
     numbers = [scale, problem.busiest, whole, is_span, problem.freedom.split, problem.slices]
     return Setting(
         np.ascontiguousarray(wish),
         np.array(problem.turn_of, dtype=np.int64),
-        np.array(able),
+        np.array(able).T.copy(),
         np.array(numbers, dtype=np.int64),
         np.cumsum(list(MOVES.values())),
     )

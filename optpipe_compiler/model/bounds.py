@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate, chain
+from itertools import accumulate, chain, compress, starmap
 from math import ceil
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from optpipe_compiler.model import unit_bounds
-from optpipe_compiler.model.unit_bounds import backward_of, countings, head_of, least_areas, work_of
+from optpipe_compiler.model.unit_bounds import (
+    backward_of,
+    countings,
+    device_work,
+    head_and_work,
+    head_of,
+    least_areas,
+    memory_time,
+    round_trip,
+    work_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -32,36 +41,22 @@ class Bound:
 
 def best(problem: Problem, objective: str) -> Bound:
     """Return the largest of all bounds for the objective (`makespan` or `span`)."""
-    bounds = [device_work(problem), round_trip(problem), head_and_work(problem, objective)]
+    return max(starmap(Bound, by_name(problem, objective).items()), key=lambda bound: bound.ticks)
+
+
+def by_name(problem: Problem, objective: str) -> dict[str, int]:
+    """Return all bounds for the objective."""
+    found = {"device-work": device_work(problem), "round-trip": round_trip(problem)}
+    found["head-and-work"] = head_and_work(problem, objective)
     if objective == "makespan":
-        bounds.append(memory_time(problem))
+        found["memory-time"] = memory_time(problem)
         if problem.slicing is None:
-            bounds += [resources(problem), fill_and_drain(problem), slots(problem), one_by_one(problem)]
-    return max(bounds, key=lambda bound: bound.ticks)
+            found |= {"resources": resources(problem), "fill-and-drain": fill_and_drain(problem)}
+            found |= {"slots": slots(problem), "one-by-one": one_by_one(problem)}
+    return found
 
 
-def device_work(problem: Problem) -> Bound:
-    """A device runs one op at a time."""
-    return Bound("device-work", unit_bounds.device_work(problem))
-
-
-def head_and_work(problem: Problem, objective: str = "makespan") -> Bound:
-    """Before a stage's first op, a microbatch must come through all earlier ones; then its device has all work of this
-    stage and its later ones."""
-    return Bound("head-and-work", unit_bounds.head_and_work(problem, is_span=objective == "span"))
-
-
-def round_trip(problem: Problem) -> Bound:
-    """One microbatch goes through all stages and back."""
-    return Bound("round-trip", unit_bounds.round_trip(problem))
-
-
-def memory_time(problem: Problem) -> Bound:
-    """Little's law: an activation occupies its device for a least time, whatever is done with it."""
-    return Bound("memory-time", unit_bounds.memory_time(problem))
-
-
-def resources(problem: Problem) -> Bound:
+def resources(problem: Problem) -> int:
     """Compute, memory and host link together: what one is spared, another must bear.
 
     Take a device, or all devices behind one link. From the time its first forward can start, each device has its work
@@ -85,7 +80,7 @@ def resources(problem: Problem) -> Bound:
             if all(mine) and all(problem.budget[device] > 0 for device in group):
                 head = min(head_of(problem, stages[0]) for stages in mine)
                 result = max(result, head + problem.microbatches * _Shares(problem, group, areas, rooms).heaviest())
-    return Bound("resources", ceil(result))
+    return ceil(result)
 
 
 Vector = tuple[Fraction, Fraction, Fraction]
@@ -104,12 +99,9 @@ class _Shares:
             for s in problem.stages_of(device):
                 stage, room = problem.stages[s], count * rooms[device]
                 kept, away, again = (Fraction(area, room) for area in areas[s])
-                options = [(none, kept, none)]
-                if problem.can_offload(s):
-                    options.append((none, away, _on_link(stage, share)))
-                if problem.can_recompute(s):
-                    options.append((Fraction(stage.recompute, count), again, none))
-                self.options.append(options)
+                again_ticks = Fraction(stage.recompute, count)
+                options = (none, kept, none), (none, away, _on_link(stage, share)), (again_ticks, again, none)
+                self.options.append([*compress(options, problem.able(s))])
                 self.work += Fraction(work_of(problem, stage), count)
         filled = [[*options, *options[:1] * (3 - len(options))] for options in self.options]
         self.rounded = np.array(filled, np.float64)
@@ -174,7 +166,7 @@ def _groups(problem: Problem) -> list[list[int]]:
     return [[device] for device in range(problem.devices)] + [group for group in behind if len(group) > 1]
 
 
-def fill_and_drain(problem: Problem) -> Bound:
+def fill_and_drain(problem: Problem) -> int:
     """What memory and link let a device do before its first backward can come, and after its last forward.
 
     Until the first microbatch has been through all stages and back to the device's last stage, the device can only run
@@ -197,7 +189,7 @@ def fill_and_drain(problem: Problem) -> Bound:
     Devices that share a link share what it can move, from the end of their first forward on: the mean over them is
     bounded. makespan >= mean of work + losses. As in `head_and_work` it also holds of a device's last stages alone.
     """
-    result, ways, most = Fraction(0), _ways_back(problem), 2 * unit_bounds.round_trip(problem)
+    result, ways, most = Fraction(0), _ways_back(problem), 2 * round_trip(problem)
     for group in _groups(problem):
         parts = [problem.stages_of(device) for device in group]
         if all(parts) and all(problem.budget[device] > 0 for device in group):
@@ -206,7 +198,7 @@ def fill_and_drain(problem: Problem) -> Bound:
                 ends = [_Ends(problem, mine, ways) for mine in several]
                 work = problem.microbatches * sum(_work_of(problem, mine) for mine in several)
                 result = max(result, Fraction(work + _lost(problem, ends)) / len(several))
-    return Bound("fill-and-drain", ceil(result))
+    return ceil(result)
 
 
 def _last_of(problem: Problem, mine: list[int], most: int) -> Iterator[list[int]]:
@@ -228,49 +220,45 @@ class _Ends:
     """
 
     def __init__(self, problem: Problem, mine: list[int], ways: Sequence[int]) -> None:
-        stages, device = problem.stages, problem.stages[mine[0]].device
-        own = [(s, stages[s]) for s in mine]
-        last = mine[-1]
+        stages, last = problem.stages, mine[-1]
+        own = [stages[s] for s in mine]
+        budget, microbatches = problem.budget[own[0].device], problem.microbatches
         self.head = head_of(problem, mine[0])
-        self.first = self.head + stages[mine[0]].forward
+        self.first = self.head + own[0].forward
         """When the first activation is there, which the link may take."""
-        there = head_of(problem, last) + sum(t.forward + t.send_activation for t in stages[last:])
+        there = head_of(problem, len(stages))
         after = there - head_of(problem, last) - stages[last].forward
         home = sum(backward_of(problem, t) + t.send_gradient for t in stages[last + 1 :])
         self.fill = there + home - self.head
         """From the first forward that can come to the first backward that can come."""
         self.drain = after + sum(backward_of(problem, t) + t.send_gradient for t in stages)
         """From the end of the last forward to the end of all."""
-        way = stages[mine[0]].send_gradient + ways[mine[0] - 1] if mine[0] else 0
-        weights = [(stage.backward_weight, stage.residue) for _, stage in own] if problem.freedom.split else []
-        beside = max(0, problem.budget[device] - stages[mine[0]].saved)
+        way = own[0].send_gradient + ways[mine[0] - 1] if mine[0] else 0
+        weights = [(stage.backward_weight, stage.residue) for stage in own] if problem.freedom.split else []
+        beside = max(0, budget - own[0].saved)
         least = min((residue for _, residue in weights), default=0)
         left = beside * _densest(weights)
         if least:
             left = min(left, Fraction(beside // least * max(ticks for ticks, _ in weights)))
-        behind = stages[mine[0]].backward_weight if problem.freedom.split else 0
+        behind = own[0].backward_weight if problem.freedom.split else 0
         self.tail = max(Fraction(0), way - behind - left)
         """Lost behind the last input gradient."""
-        self.forwards = problem.microbatches * sum(stage.forward for _, stage in own)
-        self.backwards = problem.microbatches * sum(_after(problem, stage) for _, stage in own)
-        budget = problem.budget[device]
-        self.kept_forwards = budget * _densest((stage.forward, stage.saved) for _, stage in own)
-        pairs = [(_after(problem, stage), stage.saved) for _, stage in own]
-        if problem.freedom.split:
-            pairs += [(stage.backward_weight, stage.residue) for _, stage in own]
-        self.kept_backwards = budget * _densest(pairs)
-        away = [stage for s, stage in own if problem.can_offload(s)]
-        per_unit = _densest((stage.forward, stage.saved) for _, stage in own), _densest(pairs)
+        self.forwards = microbatches * sum(stage.forward for stage in own)
+        self.backwards = microbatches * sum(_after(problem, stage) for stage in own)
+        forwards_per_unit = _densest((stage.forward, stage.saved) for stage in own)
+        backwards_per_unit = _densest([*((_after(problem, stage), stage.saved) for stage in own), *weights])
+        self.kept_forwards, self.kept_backwards = budget * forwards_per_unit, budget * backwards_per_unit
+        away = [stages[s] for s in mine if problem.can_offload(s)]
         self.moved_forwards = [
-            (max(Fraction(0), stage.forward - per_unit[0] * stage.staying), stage.offload_alone) for stage in away
+            (max(Fraction(0), stage.forward - forwards_per_unit * stage.staying), stage.offload_alone) for stage in away
         ]
         """Of each stage, forward ticks of an activation that the link takes, less those that the part which stays is
         worth, and ticks of the link; and backward ticks of one that it brings."""
         self.moved_backwards = [
-            (max(Fraction(0), _after(problem, stage) - per_unit[1] * stage.staying), stage.reload_alone)
+            (max(Fraction(0), _after(problem, stage) - backwards_per_unit * stage.staying), stage.reload_alone)
             for stage in away
         ]
-        again = [stage for s, stage in own if problem.can_recompute(s)]
+        again = [stages[s] for s in mine if problem.can_recompute(s)]
         self.forwards_per_recompute = _densest((stage.forward, stage.recompute) for stage in again)
         self.backwards_per_recompute = _densest(
             (stage.recompute + _after(problem, stage), stage.recompute) for stage in again
@@ -284,10 +272,8 @@ def _lost(problem: Problem, ends: list[_Ends]) -> Fraction:
     heads = sum(end.head for end in ends)
     link_fill = max(end.head + end.fill for end in ends) - min(end.first for end in ends)
     link_drain = max(end.drain for end in ends)
-    offloads, reloads = (
-        list(chain.from_iterable(each))
-        for each in ((end.moved_forwards for end in ends), (end.moved_backwards for end in ends))
-    )
+    offloads = [one for end in ends for one in end.moved_forwards]
+    reloads = [one for end in ends for one in end.moved_backwards]
     filled = _filled([(end.kept_forwards, end.forwards) for end in ends], _moved(link_fill, offloads))
     drained = _filled([(end.kept_backwards, end.backwards) for end in ends], _moved(link_drain, reloads))
     fill = max(Fraction(0), sum(end.fill for end in ends) - filled)
@@ -331,7 +317,7 @@ def _after(problem: Problem, stage: Stage) -> int:
     return work_of(problem, stage) - stage.forward
 
 
-def slots(problem: Problem) -> Bound:
+def slots(problem: Problem) -> int:
     """Where K activations fit at a time, microbatch m + K starts only after one of the first m + 1 is over.
 
     Take stage s of device d. A microbatch is in flight at s from the start of its forward to the end of its input
@@ -375,10 +361,10 @@ def slots(problem: Problem) -> Bound:
             if rounds:
                 result = max(result, rounds * time + rest_of(problem.microbatches - rounds * fit))
         trip += stage.forward + stage.send_activation + backward_of(problem, stage) + stage.send_gradient
-    return Bound("slots", result)
+    return result
 
 
-def one_by_one(problem: Problem) -> Bound:
+def one_by_one(problem: Problem) -> int:
     """Where a whole activation leaves no room beside it, a device's activations share nothing of its time.
 
     Let a device's budget be less than saved(s) + min(saved(t), residue(t)) for all of its stages s and t. While it
@@ -399,12 +385,8 @@ def one_by_one(problem: Problem) -> Bound:
     for s in reversed(range(len(problem.stages))):
         stage = problem.stages[s]
         backward = work_of(problem, stage) - stage.forward
-        between = [trip]
-        if problem.can_offload(s):
-            between.append(stage.offload_alone + stage.reload_alone)
-        if problem.can_recompute(s):
-            between.append(stage.recompute)
-        least[stage.device] += stage.forward + min(between) + backward
+        between = min(compress((trip, stage.offload_alone + stage.reload_alone, stage.recompute), problem.able(s)))
+        least[stage.device] += stage.forward + between + backward
         if s:
             before = problem.stages[s - 1]
             trip += before.send_activation + stage.forward + backward_of(problem, stage) + stage.send_gradient
@@ -414,7 +396,7 @@ def one_by_one(problem: Problem) -> Bound:
         beside = min((min(s.saved, s.residue) if problem.freedom.split else s.saved for s in mine), default=0)
         if mine and problem.budget[device] < smallest + beside:
             result = max(result, head_of(problem, problem.stages_of(device)[0]) + problem.microbatches * ticks)
-    return Bound("one-by-one", result)
+    return result
 
 
 class _Rest:
@@ -471,12 +453,7 @@ def _in_flight(problem: Problem, s: int, flight: int) -> Iterator[tuple[int, int
 def _floor(problem: Problem, s: int) -> int:
     """Return the least units that an activation of stage s holds at any time between its forward and its backward."""
     stage = problem.stages[s]
-    choices = [stage.saved]
-    if problem.can_recompute(s):
-        choices.append(stage.checkpoint)
-    if problem.can_offload(s):
-        choices.append(stage.staying)
-    return min(choices)
+    return min(compress((stage.saved, stage.staying, stage.checkpoint), problem.able(s)))
 
 
 def _ways_back(problem: Problem) -> list[int]:

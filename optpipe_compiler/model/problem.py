@@ -263,6 +263,10 @@ class Problem:
         """Whether recomputing this stage frees memory at all and is allowed."""
         return self.freedom.recompute and self.stages[stage].checkpoint < self.stages[stage].saved
 
+    def able(self, stage: int) -> tuple[bool, bool, bool]:
+        """Return what may become of this stage's activations, by `schedule.Mode`."""
+        return True, self.can_offload(stage), self.can_recompute(stage)
+
 
 def build(
     profile: Profile,

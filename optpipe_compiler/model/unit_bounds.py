@@ -8,7 +8,7 @@ count equal activations.
 from __future__ import annotations
 
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, compress
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -63,7 +63,7 @@ def _counts(problem: Problem) -> list[int]:
     return [slicing.counts[number // problem.slices] for number in range(len(problem.classes))]
 
 
-def head_and_work(problem: Problem, *, is_span: bool = False) -> int:
+def head_and_work(problem: Problem, objective: str = "makespan") -> int:
     """makespan >= (the first unit's way to stage s) + (work of the device's stages from s on) + (what must follow).
 
     It holds of every stage s: a device may begin with a light stage and end with a heavy one, such as an embedding and
@@ -78,7 +78,7 @@ def head_and_work(problem: Problem, *, is_span: bool = False) -> int:
     if problem.freedom.split:
         homes = [0 for _ in homes]
     for works in _works(problem):
-        total, begin = 0, works[0][0] if works and is_span else 0
+        total, begin = 0, works[0][0] if works and objective == "span" else 0
         for s, work in reversed(works):
             total += work
             result = max(result, heads[s] - heads[begin] + total + homes[s] - homes[begin])
@@ -138,7 +138,9 @@ def memory_time(problem: Problem) -> int:
         for device in range(problem.devices):
             mine = problem.stages_of(device)
             area = sum(
-                count * min(_choices(problem, s, areas[number][s])) for number, count in enumerate(counts) for s in mine
+                count * min(compress(areas[number][s], problem.able(s)))
+                for number, count in enumerate(counts)
+                for s in mine
             )
             if mine and area and problem.budget[device] > 0:
                 room = problem.budget[device] * max(1, fits[device])
@@ -169,11 +171,6 @@ def countings(problem: Problem) -> list[list[int]]:
         found.append([0, *sorted(numbers)])
     most = max(map(len, found))
     return [[numbers[n] if n < len(numbers) else 0 for numbers in found] for n in range(most)]
-
-
-def _choices(problem: Problem, s: int, area: Area) -> list[int]:
-    away = [area.away] if problem.can_offload(s) else []
-    return [area.kept, *away, *([area.again] if problem.can_recompute(s) else [])]
 
 
 def least_areas(problem: Problem, fits: Sequence[int] = ()) -> list[list[Area]]:

@@ -172,8 +172,7 @@ class Start:
                 inside = [m for m in range(ends[part], ends[part + 1]) if m % sorts == sort]
                 for s in stages if inside else ():
                     mode = int(np.bincount(self.modes[s, inside], minlength=3).argmax())
-                    able = (True, problem.can_offload(s), problem.can_recompute(s))[mode]
-                    found.modes[part, s, sort] = mode if able else Mode.KEEP
+                    found.modes[part, s, sort] = mode if problem.able(s)[mode] else Mode.KEEP
         if problem.freedom.split:
             for device in range(problem.devices):
                 for turn, s in enumerate(problem.stages_of(device)):

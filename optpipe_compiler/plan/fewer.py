@@ -100,8 +100,8 @@ def widened(one: Policy, narrow: Problem, wide: Problem) -> Iterator[Policy]:
     modes = np.empty((one.modes.shape[0], len(wide.stages), one.modes.shape[2]), np.int64)
     modes[:, after] = one.modes[:, before[:, nearest]]
     stages = range(len(wide.stages))
-    able = np.array([[True] * len(stages), [*map(wide.can_offload, stages)], [*map(wide.can_recompute, stages)]])
-    modes = np.where(able[modes, np.array(stages)[:, None]], modes, Mode.KEEP)
+    able = np.array([*map(wide.able, stages)])
+    modes = np.where(able[np.array(stages)[:, None], modes], modes, Mode.KEEP)
     for factor in (1, wide.devices / narrow.devices):
         yield machine.policy.policy(wide, modes[0, :, 0])._replace(
             modes=modes.copy(),

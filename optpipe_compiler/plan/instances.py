@@ -127,7 +127,7 @@ def instances(profile: Profile, options: Options) -> list[tuple[Layout, Problem]
             return one, problem
         other = replace(one, order=order)
         every = ((one, problem), (other, made(other, 1.0, None)))
-        return min(every, key=lambda pair: bounds.fill_and_drain(pair[1]).ticks)
+        return min(every, key=lambda pair: bounds.fill_and_drain(pair[1]))
 
     assert options.devices is not None
     simplest = placed[0]

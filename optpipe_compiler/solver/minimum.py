@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from graphlib import TopologicalSorter
-from itertools import accumulate, pairwise
+from itertools import accumulate, compress, pairwise
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +14,7 @@ from optpipe_compiler.model.schedule import Kind, Schedule, Task, duration
 from optpipe_compiler.solver.here import solver_here
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from ortools.sat.python.cp_model import CpSolver
 
@@ -173,18 +173,13 @@ def lean_order(alone: Problem, kinds: Sequence[Kind | None]) -> list[Task] | Non
 
 def _least_left(problem: Problem, s: int, *, may_leave: bool) -> tuple[int, Kind | None]:
     """Return the least units that an activation can leave behind its forward, and what brings it back."""
-    kinds = [kind for kind in _kinds(problem, s) if may_leave or kind is not Kind.H]
+    kinds = (kind for kind in _kinds(problem, s) if may_leave or kind is not Kind.H)
     return min(((_left(problem.stages[s], kind), kind) for kind in kinds), key=itemgetter(0))
 
 
-def _kinds(problem: Problem, s: int) -> list[Kind | None]:
+def _kinds(problem: Problem, s: int) -> Iterator[Kind | None]:
     """Return what may bring an activation back."""
-    kinds: list[Kind | None] = [None]
-    if problem.can_offload(s):
-        kinds.append(Kind.H)
-    if problem.can_recompute(s):
-        kinds.append(Kind.R)
-    return kinds
+    return compress((None, Kind.H, Kind.R), problem.able(s))
 
 
 def _left(stage: Stage, kind: Kind | None) -> int:

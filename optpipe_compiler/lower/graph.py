@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from optpipe_compiler.model.memory import op_memory
-from optpipe_compiler.model.schedule import NONE, Ints, Kind, classes
+from optpipe_compiler.model.schedule import NONE, Ints, Kind, classes, figures
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
@@ -176,9 +176,7 @@ def _nodes(problem: Problem, schedule: Schedule, producers: Ints, targets: Ints,
 
     def each(name: str) -> Ints:
         """Figures of the messages' stages."""
-        figures = np.array([[getattr(stage, name) for stage in stages] for stages in problem.by_class])
-        found: Ints = figures[number[ops.microbatch[producers]], stage]
-        return found
+        return figures(problem, name)[stage, number[unit]]
 
     stage, unit, now = ops.stage[producers], ops.microbatch[producers], ops.end[producers]
     is_gradient = targets < stage

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from optpipe_compiler.model.placement import Layout
 
 NS_PER_S = 10**9
-Pair = tuple[int, int]
+Ticks = int
+Size = int
 
 
 @dataclass(frozen=True)
@@ -89,38 +90,38 @@ class Stage:
     """
 
     device: int
-    forward: int
-    backward_input: int
-    backward_weight: int
-    backward: int
-    recompute: int
-    offload: int
-    reload: int
-    offload_alone: int
-    reload_alone: int
-    send_activation: int
-    send_gradient: int
-    saved: int
-    residue: int
-    captured: int
-    checkpoint: int
-    forward_extra: int
-    backward_input_extra: int
-    backward_weight_extra: int
-    backward_extra: int
-    staying: int = 0
+    forward: Ticks
+    backward_input: Ticks
+    backward_weight: Ticks
+    backward: Ticks
+    recompute: Ticks
+    offload: Ticks
+    reload: Ticks
+    offload_alone: Ticks
+    reload_alone: Ticks
+    send_activation: Ticks
+    send_gradient: Ticks
+    saved: Size
+    residue: Size
+    captured: Size
+    checkpoint: Size
+    forward_extra: Size
+    backward_input_extra: Size
+    backward_weight_extra: Size
+    backward_extra: Size
+    staying: Size = 0
     """Units of `saved` that an offload leaves on the device: those of the last `staying_layers` layers, and the carry,
     keys and values that later slices read. A recompute leaves the carry, too: it is part of `checkpoint`."""
     staying_layers: int = 0
-    incoming: int = 0
+    incoming: Size = 0
     """Units of the input that comes from the stage before, and of its gradient; part of the `*_extra` that see it."""
-    outgoing: int = 0
+    outgoing: Size = 0
     """Units of the output that goes to the next stage, and of its gradient; likewise."""
-    accumulators: int = 0
+    accumulators: Size = 0
     """Units that the backward of the last slice takes for the gradients of all carried keys and values."""
-    offload_busy: int = 0
-    reload_busy: int = 0
-    gradient: int = 0
+    offload_busy: Ticks = 0
+    reload_busy: Ticks = 0
+    gradient: Size = 0
     """Units of these that the end of the unit's own backward frees."""
 
     @property
@@ -132,6 +133,12 @@ class Stage:
     def work(self) -> int:
         """Compute ticks that a microbatch costs at least, whichever way the backward is run."""
         return self.forward + min(self.backward, self.backward_input + self.backward_weight)
+
+
+DURATIONS, SIZES = (tuple(one.name for one in fields(Stage) if one.type == of) for of in ("Ticks", "Size"))
+"""The figures of a stage; first the durations of ops, by `schedule.Kind`."""
+BETWEEN = ("send_activation", "send_gradient", "offload_busy", "reload_busy")
+"""Durations of what is no op."""
 
 
 @dataclass(frozen=True)
@@ -441,7 +448,6 @@ def _stage(
     outgoing = value_of(mine[-1].output_bytes) if after else 0
     saved = _total(layer.saved_bytes for layer in mine)
     staying = _total(layer.saved_bytes for layer in mine[leaving:]) + sum(carried[:leaving])
-    busy, alone, taken = _transfers(machine, device, max(layout.device_of) + 1, saved - staying)
     overhead = value_of(machine.op_overhead_ns)
     moved = overhead + messages_overhead_ns(machine, layout.device_of, index)
     messages = incoming + outgoing
@@ -452,12 +458,7 @@ def _stage(
         backward_weight=overhead + _total(layer.backward_weight_ns for layer in mine),
         backward=moved + sum(layer.fused_ns for layer in mine),
         recompute=overhead + sum(layer.recompute_or_forward_ns for layer in mine),
-        offload=busy[0],
-        reload=busy[1],
-        offload_alone=alone[0],
-        reload_alone=alone[1],
-        offload_busy=taken[0],
-        reload_busy=taken[1],
+        **_transfers(machine, device, max(layout.device_of) + 1, saved - staying),
         send_activation=message_ns(machine, outgoing, device, layout.device_of[index + 1]) if after else 0,
         send_gradient=message_ns(machine, incoming, device, layout.device_of[index - 1]) if before else 0,
         saved=saved,
@@ -488,49 +489,17 @@ def busy_ns(copy_ns: int, permille: int) -> int:
     return (2 * copy_ns * permille + 1000) // 2000
 
 
-def _transfers(machine: Machine, device: int, devices: int, size: int) -> tuple[Pair, Pair, Pair]:
-    """Return (offload, reload): times while the other direction is busy, alone, and what they take from compute."""
-    for members, link in machine.host_links(devices):
-        if device in members:
-            latency = value_of(link.latency_ns)
-            busy, idle = (
-                (transfer_ns(size, d2h, latency), transfer_ns(size, h2d, latency))
-                for d2h, h2d in (link.duplex, link.alone)
-            )
-            share = value_of(link.compute_permille)
-            return busy, idle, (busy_ns(idle[0], share), busy_ns(idle[1], share))
-    return (0, 0), (0, 0), (0, 0)
-
-
-BETWEEN = ("offload_busy", "reload_busy", "send_activation", "send_gradient")
-"""Durations of what is no op."""
-DURATIONS = (
-    "forward",
-    "backward_input",
-    "backward_weight",
-    "backward",
-    "recompute",
-    "offload",
-    "reload",
-    "offload_alone",
-    "reload_alone",
-    *BETWEEN,
-)
-SIZES = (
-    "saved",
-    "residue",
-    "captured",
-    "checkpoint",
-    "staying",
-    "forward_extra",
-    "backward_input_extra",
-    "backward_weight_extra",
-    "backward_extra",
-    "incoming",
-    "outgoing",
-    "accumulators",
-    "gradient",
-)
+def _transfers(machine: Machine, device: int, devices: int, size: int) -> dict[str, int]:
+    """Return the durations of a stage's copies, by their names: of so many bytes, 0 without a host link."""
+    found = {f"{copy}{when}": 0 for copy in ("offload", "reload") for when in ("", "_alone", "_busy")}
+    for link in (link for members, link in machine.host_links(devices) if device in members):
+        latency = value_of(link.latency_ns)
+        for copy, duplex, speed in zip(("offload", "reload"), link.duplex, link.alone, strict=True):
+            alone = transfer_ns(size, speed, latency)
+            found |= {copy: transfer_ns(size, duplex, latency), f"{copy}_alone": alone}
+            found[f"{copy}_busy"] = busy_ns(alone, value_of(link.compute_permille))
+        return found
+    return found
 
 
 def coarsen(problem: Problem, reference: int = 0) -> Problem:

@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optpipe_compiler.documents.ops import LETTERS
+from optpipe_compiler.model.problem import DURATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from optpipe_compiler.model.problem import Problem, Stage
+    from optpipe_compiler.model.problem import Problem
 
 Ints = NDArray[np.int64]
 NONE = -1
@@ -135,17 +136,16 @@ class Schedule:
     @cached_property
     def has_copied(self) -> bool:
         """Whether compute idles for what copies take from it, behind forwards and before backwards: see `Stage`."""
-        every = self.problem.by_class
-        busy = np.array([[(stage.offload_busy, stage.reload_busy) for stage in stages] for stages in every])
-        if not busy.any():
+        busy = figures(self.problem, "offload_busy"), figures(self.problem, "reload_busy")
+        if not np.any(busy):
             return True
         columns = self.columns
         rows = self.rows[columns.kind[self.rows] < Kind.D]
         kind, stage, microbatch = columns.kind[rows], columns.stage[rows], columns.microbatch[rows]
         is_offloaded = self.ticks[Kind.D, stage, microbatch] != NONE
-        taken = busy[classes(self.problem)[microbatch], stage] * is_offloaded[:, None]
-        behind = columns.end[rows] + taken[:, 0] * (kind == Kind.F)
-        before = columns.start[rows] - taken[:, 1] * ((kind == Kind.I) | (kind == Kind.B))
+        away, back = (one[stage, classes(self.problem)[microbatch]] * is_offloaded for one in busy)
+        behind = columns.end[rows] + away * (kind == Kind.F)
+        before = columns.start[rows] - back * ((kind == Kind.I) | (kind == Kind.B))
         device = np.array(self.problem.device_of)[stage]
         lanes = [device == d for d in range(self.problem.devices)]
         return all(bool((behind[lane][:-1] <= before[lane][1:]).all()) for lane in lanes)
@@ -187,13 +187,13 @@ class Schedule:
     @cached_property
     def host_peaks(self) -> tuple[int, ...]:
         """Most host memory that each device's offloads hold at one time (units)."""
-        moved = np.array([[stage.moved for stage in stages] for stages in self.problem.by_class])
+        moved = figures(self.problem, "moved")
         device = np.array(self.problem.device_of)
         kind, stage, microbatch, start, end = self.columns
         number = classes(self.problem)[microbatch]
         away, back = kind == Kind.D, kind == Kind.H
         times = np.concatenate([start[away], end[back]])
-        sizes = np.concatenate([moved[number[away], stage[away]], -moved[number[back], stage[back]]])
+        sizes = np.concatenate([moved[stage[away], number[away]], -moved[stage[back], number[back]]])
         owners = device[np.concatenate([stage[away], stage[back]])]
         peaks = []
         for d in range(self.problem.devices):
@@ -242,8 +242,12 @@ def _ends(problem: Problem, kind: Ints, stage: Ints, microbatch: Ints, start: In
 @lru_cache(maxsize=64)
 def lengths(problem: Problem) -> Ints:
     """Return the lengths of tasks in ticks as an array [kind, stage, class of units], not to be written to."""
-    stages = range(len(problem.stages))
-    return np.array([[[_length(one[s], kind) for one in problem.by_class] for s in stages] for kind in Kind])
+    return np.array([figures(problem, DURATIONS[kind]) for kind in Kind])
+
+
+def figures(problem: Problem, name: str) -> Ints:
+    """Return a figure of all stages as an array [stage, class of units]."""
+    return np.array([[getattr(stage, name) for stage in stages] for stages in problem.by_class]).T
 
 
 @lru_cache(maxsize=64)
@@ -261,26 +265,14 @@ def stage_links(problem: Problem) -> Ints:
 def _alone_lengths(problem: Problem) -> Ints:
     """Return the same for transfers while the other direction of their link is idle."""
     short = lengths(problem).copy()
-    short[Kind.D] = np.array([[stage.offload_alone for stage in stages] for stages in problem.by_class]).T
-    short[Kind.H] = np.array([[stage.reload_alone for stage in stages] for stages in problem.by_class]).T
+    short[Kind.D], short[Kind.H] = figures(problem, "offload_alone"), figures(problem, "reload_alone")
     return short
 
 
 def duration(problem: Problem, task: Task) -> int:
     """Return the task's length in ticks; a transfer's while the other direction of its link is busy."""
-    return _length(problem.at(task.stage, task.microbatch), task.kind)
-
-
-def _length(stage: Stage, kind: Kind) -> int:
-    return (
-        stage.forward,
-        stage.backward_input,
-        stage.backward_weight,
-        stage.backward,
-        stage.recompute,
-        stage.offload,
-        stage.reload,
-    )[kind]
+    length: int = getattr(problem.at(task.stage, task.microbatch), DURATIONS[task.kind])
+    return length
 
 
 def value(schedule: Schedule, objective: str) -> int:

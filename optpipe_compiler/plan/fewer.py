@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from optpipe_compiler import machine
+from optpipe_compiler.model.neighbours import LARGEST
 from optpipe_compiler.model.schedule import Mode
 from optpipe_compiler.plan.carried import turns
 
@@ -83,8 +84,7 @@ def _links(problem: Problem, chosen: list[int]) -> Iterator[int | None]:
 def _budget(problem: Problem, device: int, left: int) -> int:
     """Return the budget of a device with fewer others: what its ops need while they run, and a part of the rest."""
     mine = [problem.stages[s] for s in problem.stages_of(device)]
-    names = ("forward_extra", "backward_input_extra", "backward_weight_extra", "backward_extra")
-    running: int = max(getattr(stage, name) for stage in mine for name in names)
+    running: int = max(getattr(stage, name) for stage in mine for name in LARGEST)
     return running + (problem.budget[device] - running) * left // problem.devices
 
 

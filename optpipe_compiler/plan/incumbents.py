@@ -14,7 +14,7 @@ import numpy as np
 
 from optpipe_compiler import machine
 from optpipe_compiler.documents.units import counted
-from optpipe_compiler.model.schedule import Kind, classes, value
+from optpipe_compiler.model.schedule import Kind, classes, figures, value
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -114,12 +114,12 @@ def overtakes(timed: Schedule) -> bool:
     """Whether a message arrives before another of the same two devices that was produced no later."""
     problem, ops = timed.problem, timed.columns
     owner = np.array(problem.device_of)
-    lags = np.array([[(stage.send_activation, stage.send_gradient) for stage in one] for one in problem.by_class])
     is_gradient = (ops.kind == Kind.I) | (ops.kind == Kind.B)
     target = ops.stage + np.where(is_gradient, -1, 1)
     sends = (is_gradient | (ops.kind == Kind.F)) & (target >= 0) & (target < len(owner))
-    stage, target, way = ops.stage[sends], target[sends], is_gradient[sends].astype(np.int64)
-    arrival = ops.end[sends] + lags[classes(problem)[ops.microbatch[sends]], stage, way]
+    stage, target, number = ops.stage[sends], target[sends], classes(problem)[ops.microbatch[sends]]
+    activation, gradient = (figures(problem, name)[stage, number] for name in ("send_activation", "send_gradient"))
+    arrival = ops.end[sends] + np.where(is_gradient[sends], gradient, activation)
     first, second = np.sort([owner[stage], owner[target]], axis=0)
     by = np.lexsort((-arrival, ops.end[sends], second, first))
     is_pair = (first != second)[by][1:] & (np.diff(first[by]) == 0) & (np.diff(second[by]) == 0)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from optpipe_compiler import machine
+from optpipe_compiler.model.problem import DURATIONS
 from optpipe_compiler.model.schedule import NONE, Kind, classes, lengths, stage_links
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from optpipe_compiler.published.common import Bools, Order, Recipe
 
 BACKWARDS = (Kind.I, Kind.B)
-COMPUTE = ("forward", "backward_input", "backward_weight", "backward", "recompute")
+COMPUTE = DURATIONS[: Kind.D]
 NOT_THERE = np.iinfo(np.int64).min
 ROUND_TRIPS = 3
 """An activation that stays no longer than so many transfers there and back is kept, as in the authors' generator."""

@@ -36,7 +36,7 @@ from optpipe_compiler.plan.instances import (
     too_long,
 )
 from optpipe_compiler.plan.least_memory import LeastMemory
-from optpipe_compiler.plan.options import TIME_LIMITS, Options, recorded, settled
+from optpipe_compiler.plan.options import TIME_LIMITS, Options, Settled, recorded, settled
 from optpipe_compiler.plan.spare import spare
 from optpipe_compiler.verify import Violated, check
 
@@ -56,6 +56,7 @@ __all__ = [
     "Options",
     "Progress",
     "Result",
+    "Settled",
     "compile_schedule",
     "in_time",
     "instances",
@@ -170,10 +171,8 @@ def left_out(schedule: ir.Schedule, profile: Profile) -> list[str]:
 
 class _Compilation:
     def __init__(
-        self, profile: Profile, options: Options, on_progress: Callable[[Progress], None], begin: float
+        self, profile: Profile, options: Settled, on_progress: Callable[[Progress], None], begin: float
     ) -> None:
-        assert options.microbatches is not None
-        assert options.time_limit_s is not None
         self.profile = profile
         self.options = options
         self.on_progress = on_progress

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.documents.profile import Profile
     from optpipe_compiler.model.problem import Problem, Slicing
-    from optpipe_compiler.plan.options import Options
+    from optpipe_compiler.plan.options import Options, Settled
 
 SEVERAL: dict[str, tuple[int, ...]] = {"linear": (1,), "loop": (2, 3, 4), "v": (2, 4)}
 """Stages per device that are tried for each placement."""
@@ -40,13 +40,12 @@ FINEST_SHARE = 0.12
 With half of it one is left out, and that plan 1.7 % longer (docs/ABLATION.md)."""
 
 
-def layouts(profile: Profile, options: Options) -> list[Layout]:
+def layouts(profile: Profile, options: Settled) -> list[Layout]:
     """Return the placements that the options allow and the layers permit, the simplest first.
 
     Layers are cut so that no stage is heavier than need be; where another cut has a lighter heaviest device, needs
     less memory, or has its heavier devices earlier, that placement comes again (cuts.py).
     """
-    assert options.devices is not None
     if options.keep is not None:
         kept = replace(seeds.layout_or_given(options.keep.schedule), selective=frozenset())
         again = selectively(profile, [kept], options.mem_bytes) if options.recompute and options.method is None else ()
@@ -65,7 +64,6 @@ def layouts(profile: Profile, options: Options) -> list[Layout]:
         chosen += [("loop", n) for n in _finest(len(work), options)]
     fitting = [(name, n) for name, n in chosen if options.devices * n <= len(work)]
     even = [layout(name, options.devices, n, work) for name, n in fitting or chosen[:1]]
-    assert options.microbatches is not None
     found = even + [other for one in even for other in others(profile, one, options.microbatches)]
     if wanted is None and options.placement in ("auto", "linear"):
         saved = [value_of(layer.saved_bytes) for layer in profile.expanded_layers()]
@@ -80,15 +78,12 @@ def layouts(profile: Profile, options: Options) -> list[Layout]:
     return found
 
 
-def _finest(layers: int, options: Options) -> list[int]:
+def _finest(layers: int, options: Settled) -> list[int]:
     """Return how many stages per device a loop of the smallest stages has, if more than those of SEVERAL.
 
     The smaller the stages, the shorter are fill and drain, and the finer is what memory holds; even ones pack best.
     Such plans are long: they are left out where lowering them would take the time for the search.
     """
-    assert options.devices is not None
-    assert options.microbatches is not None
-    assert options.time_limit_s is not None
     most = min(MOST_NEIGHBOURS, layers // options.devices)
     more = range(most, max(SEVERAL["loop"]), -1)
     even = [n for n in more if layers % (options.devices * n) == 0]
@@ -105,17 +100,15 @@ def _is_tight(profile: Profile, one: Layout, cap_bytes: int) -> bool:
     return one.stages < one.cuts[-1] and cap_bytes < most_bytes(profile, one)
 
 
-def instances(profile: Profile, options: Options) -> list[tuple[Layout, Problem]]:
+def instances(profile: Profile, options: Settled) -> list[tuple[Layout, Problem]]:
     """Return what is searched: each placement with offloads of whole stages, and of the part that fits the links."""
     caps = Caps(options.mem_bytes, options.host_mem_bytes)
     freedom = Freedom(options.offload, options.recompute, options.split)
     placed = layouts(profile, options)
     if options.slices == "auto" and all(max(static_bytes(profile, one)) >= options.mem_bytes for one in placed):
         options = replace(options, slices=1)  # no slice fits beside the weights
-    assert options.microbatches is not None
 
     def made(one: Layout, share: float, slicing: Slicing | None) -> Problem:
-        assert options.microbatches is not None
         return build(profile, one, options.microbatches, caps, freedom, share, slicing)
 
     is_free = options.placement == "auto" and options.keep is None and options.method is None
@@ -129,7 +122,6 @@ def instances(profile: Profile, options: Options) -> list[tuple[Layout, Problem]
         every = ((one, problem), (other, made(other, 1.0, None)))
         return min(every, key=lambda pair: bounds.fill_and_drain(pair[1]))
 
-    assert options.devices is not None
     simplest = placed[0]
     if simplest.stages != options.devices:
         simplest = layout("linear", options.devices, 1, layers_ns(profile))
@@ -143,13 +135,12 @@ def instances(profile: Profile, options: Options) -> list[tuple[Layout, Problem]
     found = whole + [(one, p) for one, p in parts if any(stage.staying_layers for stage in p.stages)]
 
     def like(one: Layout, share: float, slicing: Slicing | None) -> Problem | None:
-        assert options.microbatches is not None
         if options.keep is not None and not seeds.is_placed(one, options.keep.schedule):
             return None
         by_number = one.order is None or options.keep is not None
         is_allowed = options.placement == "auto" or (options.placement == one.name and by_number)
         per_device = options.stages_per_device
-        if not is_allowed or (per_device is not None and one.stages != per_device * (options.devices or 0)):
+        if not is_allowed or (per_device is not None and one.stages != per_device * options.devices):
             return None
         if 1 + max(one.device_of) != options.devices or not is_asked(slicing, profile, options):
             return None
@@ -158,15 +149,12 @@ def instances(profile: Profile, options: Options) -> list[tuple[Layout, Problem]
     return found + list(seeds.added(options.seeds + options.kept, profile, options.microbatches, found, like))
 
 
-def in_time(found: list[tuple[Layout, Problem]], options: Options) -> list[tuple[Layout, Problem]]:
+def in_time(found: list[tuple[Layout, Problem]], options: Settled) -> list[tuple[Layout, Problem]]:
     """Return the instances whose schedules can be lowered and verified within the time limit.
 
     Raises BadInput where there is none, or where each has more than MOST_TASKS ops.
     """
-    assert options.time_limit_s is not None
     least = min(problem.tasks for _, problem in found)
-    assert options.microbatches is not None
-    assert options.devices is not None
     what = f"{counted(options.microbatches, 'microbatch')} on {counted(options.devices, 'device')}"
     if least > MOST_TASKS:
         raise BadInput(f"{what} are some {least} ops, expected at most {MOST_TASKS}: plan with fewer --microbatches")
@@ -180,7 +168,7 @@ def in_time(found: list[tuple[Layout, Problem]], options: Options) -> list[tuple
     return chosen
 
 
-def beside(found: list[tuple[Layout, Problem]], options: Options) -> list[tuple[Layout, Problem]]:
+def beside(found: list[tuple[Layout, Problem]], options: Settled) -> list[tuple[Layout, Problem]]:
     """Return what `in_time` leaves out only for the time that its schedules take, and known schedules may be of.
 
     The offloads of published ones are whole; those of seeds need not be.
@@ -191,15 +179,13 @@ def beside(found: list[tuple[Layout, Problem]], options: Options) -> list[tuple[
     return [one for one in long if not any(stage.staying_layers for stage in one[1].stages)]
 
 
-def _is_longer(problem: Problem, options: Options) -> bool:
+def _is_longer(problem: Problem, options: Settled) -> bool:
     """Whether lowering and verifying one of its schedules takes most of the time limit."""
-    assert options.time_limit_s is not None
     return lowering_s(problem.tasks) > most_lowering_s(options.time_limit_s)
 
 
-def too_long(found: list[tuple[Layout, Problem]], chosen: list[tuple[Layout, Problem]], options: Options) -> list[str]:
+def too_long(found: list[tuple[Layout, Problem]], chosen: list[tuple[Layout, Problem]], options: Settled) -> list[str]:
     """Return a sentence on the placements of which `in_time` chose none; none where there are none."""
-    assert options.time_limit_s is not None
     seen = {(one.name, one.stages) for one, _ in chosen}
     others = {(one.name, one.stages): problem for one, problem in found if (one.name, one.stages) not in seen}
     said: dict[str, list[str]] = {}

@@ -61,6 +61,15 @@ class Options:
     """The schedule whose cut and owners of stages are kept, so that no weight moves."""
 
 
+@dataclass(frozen=True)
+class Settled(Options):
+    """Options with every default filled in."""
+
+    microbatches: int = 0
+    devices: int = 0
+    time_limit_s: float = 0.0
+
+
 RECORDED = (
     *("mem_bytes", "host_mem_bytes", "microbatches", "devices", "placement", "stages_per_device", "objective"),
     *("offload", "recompute", "split", "time_limit_s", "seed", "reproducible", "method"),
@@ -70,7 +79,7 @@ MOST = 10**12
 """Devices, microbatches and stages at most: far more than can be planned, of which bounds can still be told."""
 
 
-def settled(profile: Profile, options: Options) -> Options:
+def settled(profile: Profile, options: Options) -> Settled:
     """Return the options with every default filled in from the profile; raises BadInput for impossible ones."""
     for name in ("devices", "microbatches", "stages_per_device"):
         number = getattr(options, name)
@@ -105,8 +114,7 @@ def settled(profile: Profile, options: Options) -> Options:
     if host is None and profile.machine.host_memory_bytes is not None:
         host = value_of(profile.machine.host_memory_bytes)
     count = len(options.lengths) if options.lengths is not None else 4 * devices
-    chosen = replace(
-        options,
+    found = dict(
         devices=devices,
         microbatches=options.microbatches or count,
         placement="linear" if options.stages_per_device == 1 else options.placement,  # whichever way a pass goes round
@@ -114,6 +122,7 @@ def settled(profile: Profile, options: Options) -> Options:
         host_mem_bytes=host,
         time_limit_s=next(s for most, s in TIME_LIMITS if devices <= most) if limit is None else limit,
     )
+    chosen = Settled(**vars(options) | found)
     _check_units(profile, chosen)
     return chosen
 

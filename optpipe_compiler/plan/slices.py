@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.documents.profile import Profile
     from optpipe_compiler.model.problem import Problem
-    from optpipe_compiler.plan.options import Options
+    from optpipe_compiler.plan.options import Settled
 
 NUMBERS = (2, 4, 8, 16, 32)
 """Slices per microbatch that `--slices auto` looks at."""
@@ -31,7 +31,7 @@ longer (12.82)."""
 
 
 def slicings(
-    profile: Profile, options: Options, build: Callable[[Slicing | None], list[Problem]]
+    profile: Profile, options: Settled, build: Callable[[Slicing | None], list[Problem]]
 ) -> list[Slicing | None]:
     """Return the slicings that the options ask for; None: whole microbatches of the profile's length.
 
@@ -46,9 +46,7 @@ def slicings(
     if options.slices == 1:
         return list(whole)
     if options.slices != "auto":
-        assert options.slices is not None
         return list(cut(profile, options, options.slices))
-    assert options.time_limit_s is not None
     shortest = min(options.lengths or (profile.tokens or 1,))
     ranked = []
     for number in NUMBERS:
@@ -63,7 +61,7 @@ def slicings(
     return [*whole, *(slicing for number in sorted(chosen) for slicing in cut(profile, options, number))]
 
 
-def is_asked(slicing: Slicing | None, profile: Profile, options: Options) -> bool:
+def is_asked(slicing: Slicing | None, profile: Profile, options: Settled) -> bool:
     """Whether the options ask for microbatches of these lengths, and permit their number of slices."""
     if (kept := _kept(options)) is not None:
         return slicing == kept
@@ -71,17 +69,17 @@ def is_asked(slicing: Slicing | None, profile: Profile, options: Options) -> boo
         return False
     whole = next(cut(profile, options, 1))
     if slicing is None or whole is None:
-        tokens, count = profile.tokens, options.microbatches or 0
+        tokens, count = profile.tokens, options.microbatches
         return whole is None and (slicing is None or (slicing.tokens, slicing.lengths) == (tokens, (tokens,) * count))
     return (slicing.tokens, slicing.lengths) == (whole.tokens, whole.lengths)
 
 
-def _kept(options: Options) -> Slicing | None:
+def _kept(options: Settled) -> Slicing | None:
     """Return the slicing of an earlier schedule, where that is asked for."""
     return None if options.units is None else Slicing.of(options.units)
 
 
-def _judged(problem: Problem, options: Options) -> int:
+def _judged(problem: Problem, options: Settled) -> int:
     """Return about what the list scheduler reaches under the caps with the best first treatment of all activations."""
     short = shortened(problem)
     wished, x = wish(short, "modulo-1"), machine.state.machine(short)
@@ -95,14 +93,13 @@ def _judged(problem: Problem, options: Options) -> int:
     return best
 
 
-def cut(profile: Profile, options: Options, number: int) -> Iterator[Slicing | None]:
+def cut(profile: Profile, options: Settled, number: int) -> Iterator[Slicing | None]:
     """Yield slices of equal tokens, and of equal time where that is another cut."""
     tokens, lengths = profile.tokens, options.lengths
     if number == 1 and (lengths is None or set(lengths) == {tokens}):
         yield None
         return
     assert tokens is not None
-    assert options.microbatches is not None
     shapes = sorted(set(lengths or (tokens,)))
     number_of = {length: shape for shape, length in enumerate(shapes)}
     shape_of = tuple(map(number_of.__getitem__, lengths)) if lengths else (0,) * options.microbatches

@@ -205,9 +205,6 @@ def _at_least_as_good(planned: Planned, value: int, peak: int | None = None) -> 
 
 
 def _what_if(variation: Variation, planned: Planned, best_each: float) -> WhatIf:
-    microbatches = variation.instance.options.microbatches
-    assert microbatches is not None
-
     def saved(value: int) -> float:
         return 1 - value / _work(variation) / best_each if best_each else 0.0
 
@@ -220,7 +217,7 @@ def _what_if(variation: Variation, planned: Planned, best_each: float) -> WhatIf
         found=None if planned.value_ns is None else saved(planned.value_ns),
         value_ns=planned.value_ns,
         bound_ns=planned.bound_ns,
-        microbatches=microbatches,
+        microbatches=variation.instance.options.microbatches,
         outcome=planned.outcome,
         finished=planned.finished,
     )
@@ -229,7 +226,6 @@ def _what_if(variation: Variation, planned: Planned, best_each: float) -> WhatIf
 def _work(variation: Variation) -> int:
     """Return what a step does: its microbatches, or their tokens where they are of unequal length."""
     options = variation.instance.options
-    assert options.microbatches is not None
     return options.microbatches if options.lengths is None else sum(options.lengths)
 
 

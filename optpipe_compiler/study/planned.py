@@ -32,7 +32,7 @@ class Instance:
     """Costs and options; `gpu` is what the costs were estimated for, if they were."""
 
     profile: Profile
-    options: compiler.Options
+    options: compiler.Settled
     gpu: str | None = None
     cached: bool = False
     """Whether plans that were made before are used, and new ones kept."""

@@ -224,8 +224,6 @@ def _place(point: Point) -> tuple[str | None, int, int, int]:
 
 def _point(instance: Instance, planned: Planned) -> Point:
     options = instance.options
-    assert options.devices is not None
-    assert options.microbatches is not None
     return Point(
         gpu=instance.gpu,
         devices=options.devices,

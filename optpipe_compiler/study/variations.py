@@ -51,8 +51,6 @@ def variations(instance: Instance, *, offloads: bool, uneven: bool, selective: b
     of its devices has more work than another.
     """
     profile, options = instance.profile, instance.options
-    assert options.devices is not None
-    assert options.microbatches is not None
     yield Variation("same", "nothing", "same", instance)
     for percent in MORE_MEMORY:
         more = options.mem_bytes * percent // 100
@@ -159,7 +157,6 @@ def _head_in_parts(instance: Instance) -> Profile | None:
     its share of the logits, whose gradient takes their place between the two halves of a backward.
     """
     layers, devices = instance.profile.expanded_layers(), instance.options.devices
-    assert devices is not None
     *others, head = layers
     if devices < 2 or not others or value_of(head.output_bytes) or any(one.name == head.name for one in others):
         return None
@@ -223,7 +220,6 @@ def _work(layer: Layer) -> int:
 def _even(instance: Instance) -> Profile:
     """Return the same work and bytes in equal layers, about as many, the same number for every device."""
     layers, devices = instance.profile.expanded_layers(), instance.options.devices
-    assert devices is not None
     count = devices * (len(layers) // devices)
     shared = {name: round(sum(_of(layer, name) for layer in layers) / count) for name in SHARED}
     averaged = {name: round(fmean(_of(layer, name) for layer in layers)) for name in AVERAGED}

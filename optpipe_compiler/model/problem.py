@@ -244,6 +244,11 @@ class Problem:
         return max(sum(self.stages[s].work for s in self.stages_of(d)) for d in range(self.devices))
 
     @property
+    def per_device(self) -> int:
+        """Stages of a device, where all have as many."""
+        return len(self.stages) // self.devices
+
+    @property
     def turn_of(self) -> list[int]:
         """How many stages the owner of each has before it."""
         before, found = [0] * self.devices, []

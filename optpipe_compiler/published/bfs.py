@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.published.common import Tasks, needs_loop, ordered
+from optpipe_compiler.published.common import LOOP, Tasks, ordered
 from optpipe_compiler.published.gpipe import all_forwards_first
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
 
 
-@ordered
+@ordered("bfs", LOOP)
 def bfs(problem: Problem) -> Tasks:
     """Return the order: each stage takes all microbatches before the next.
 
     Peak M microbatches, bubble (P - 1)(F + B) / v where M >= P. The microbatches of a backward keep their order.
     """
-    needs_loop(problem, "bfs")
     return all_forwards_first(problem)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import wraps
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -54,20 +54,47 @@ def rows(tasks: Iterable[Task]) -> Ints:
     return found
 
 
-def ordered(schedule: Callable[[Problem], Tasks]) -> Callable[[Problem], Order]:
-    """Return `schedule` with its tasks as rows, and its last order remembered.
+class Shape(NamedTuple):
+    """The placements that an order is defined for."""
 
-    Compositions ask for one order many times in a row, and tasks are slow to make.
+    placement: str
+    has: Callable[[int], bool]
+    """Whether they may have so many stages per device."""
+    says: str
+
+
+LINEAR = Shape("linear", lambda count: count == 1, "one stage per device")
+LOOP = Shape("loop", lambda count: count >= 2, "a loop of at least two stages per device")
+V = Shape("v", lambda count: count == 2, "a V of two stages per device")
+WAVES = Shape("v", lambda count: count >= 2 and count % 2 == 0, "waves of two stages per device each")
+
+
+def ordered(
+    name: str, shape: Shape, *, splits: bool = False
+) -> Callable[[Callable[[Problem], Tasks]], Callable[[Problem], Order]]:
+    """Let a schedule return rows, remember its last order, and refuse instances that it is not defined for.
+
+    `splits`: whether it needs split backwards. Compositions ask for one order many times in a row, and tasks are slow
+    to make.
     """
-    last: list[tuple[Problem, Order]] = []
 
-    @wraps(schedule)
-    def order(problem: Problem) -> Order:
-        if not last or last[0][0] != problem:
-            last[:] = [(problem, [rows(tasks) for tasks in schedule(problem)])]
-        return last[0][1]
+    def decorated(schedule: Callable[[Problem], Tasks]) -> Callable[[Problem], Order]:
+        last: list[tuple[Problem, Order]] = []
 
-    return order
+        @wraps(schedule)
+        def order(problem: Problem) -> Order:
+            count = problem.per_device
+            if not shape.has(count) or problem.device_of != stage_devices(shape.placement, problem.devices, count):
+                raise NotDefined(f"{name} is defined for {shape.says}, which placement this is not")
+            if splits and not problem.freedom.split:
+                raise NotDefined(f"{name} splits the backward, which --no-split forbids")
+            if not last or last[0][0] != problem:
+                last[:] = [(problem, [rows(tasks) for tasks in schedule(problem)])]
+            return last[0][1]
+
+        return order
+
+    return decorated
 
 
 def of_stages(problem: Problem, stages: Iterable[int]) -> Bools:
@@ -81,41 +108,6 @@ def repeated_rows(order: Ints, which: Bools) -> tuple[Ints, Ints]:
     """Return the order with the rows of `which` twice, and the places of the first of each two."""
     counts = 1 + which
     return np.repeat(order, counts, axis=0), (np.cumsum(counts) - counts)[which]
-
-
-def needs_linear(problem: Problem, name: str) -> None:
-    """Refuse placements other than stage s on device s."""
-    _needs(problem, name, "linear", len(problem.stages) == problem.devices, "one stage per device")
-
-
-def needs_loop(problem: Problem, name: str) -> int:
-    """Return the stages per device; refuse placements other than a loop of at least two."""
-    count = len(problem.stages) // problem.devices
-    _needs(problem, name, "loop", count >= 2, "a loop of at least two stages per device")
-    return count
-
-
-def needs_v(problem: Problem, name: str) -> None:
-    """Refuse placements other than a V of two stages per device."""
-    _needs(problem, name, "v", len(problem.stages) == 2 * problem.devices, "a V of two stages per device")
-
-
-def needs_waves(problem: Problem, name: str) -> None:
-    """Refuse placements other than waves, each of two stages per device."""
-    count = len(problem.stages) // problem.devices
-    _needs(problem, name, "v", count >= 2 and count % 2 == 0, "waves of two stages per device each")
-
-
-def _needs(problem: Problem, name: str, placement: str, counted: bool, shape: str) -> None:
-    per_device = len(problem.stages) // problem.devices
-    if not counted or problem.device_of != stage_devices(placement, problem.devices, per_device):
-        raise NotDefined(f"{name} is defined for {shape}, which placement this is not")
-
-
-def needs_split(problem: Problem, name: str) -> None:
-    """Refuse instances whose backward may not be split."""
-    if not problem.freedom.split:
-        raise NotDefined(f"{name} splits the backward, which --no-split forbids")
 
 
 def needs_links(problem: Problem, name: str, stages: Iterable[int]) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents.units import counted
 from optpipe_compiler.model.schedule import Kind
-from optpipe_compiler.published.common import NotDefined, Tasks, needs_split, needs_v, numbered, ordered
+from optpipe_compiler.published.common import NotDefined, Tasks, V, numbered, ordered
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
@@ -18,11 +18,9 @@ if TYPE_CHECKING:
 F, I, W, B = Kind.F, Kind.I, Kind.W, Kind.B  # noqa: E741  (torch's letter)
 
 
-@ordered
+@ordered("dualpipev", V, splits=True)
 def dualpipev(problem: Problem) -> Tasks:
     """Return the order in its eight phases; peak 2P + 1 stage activations; at least 2P microbatches."""
-    needs_v(problem, "dualpipev")
-    needs_split(problem, "dualpipev")
     if problem.microbatches < 2 * problem.devices:
         raise NotDefined(
             f"dualpipev needs at least {counted(2 * problem.devices, 'microbatch')} on "

@@ -8,31 +8,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.published.common import Tasks, handed_over_early, needs_loop, one_forward_one_backward, ordered
+from optpipe_compiler.published.common import LOOP, Tasks, handed_over_early, one_forward_one_backward, ordered
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
 
 
 @handed_over_early
-@ordered
+@ordered("gis", LOOP)
 def gis(problem: Problem) -> Tasks:
     """Return the order for g = P: peak P(v - 1) + P stage activations on the first device."""
-    return generalised(problem, "gis", problem.devices)
+    return generalised(problem, problem.devices)
 
 
 @handed_over_early
-@ordered
+@ordered("gis-h", LOOP)
 def gis_h(problem: Problem) -> Tasks:
     """Return the order for g = ceil(P / 2): peak g(v - 1) + P stage activations, (P - g)(v - 1) more bubble slots."""
-    return generalised(problem, "gis-h", half_group(problem))
+    return generalised(problem, half_group(problem))
 
 
 @handed_over_early
-@ordered
+@ordered("gis-m", LOOP)
 def gis_m(problem: Problem) -> Tasks:
     """Return the order half-way between the two, g = ceil(3P / 4); the paper allows every g from ceil(P / 2) to P."""
-    return generalised(problem, "gis-m", (3 * problem.devices + 3) // 4)
+    return generalised(problem, (3 * problem.devices + 3) // 4)
 
 
 def half_group(problem: Problem) -> int:
@@ -40,14 +40,13 @@ def half_group(problem: Problem) -> int:
     return (problem.devices + 1) // 2
 
 
-def generalised(problem: Problem, name: str, group: int) -> Tasks:
+def generalised(problem: Problem, group: int) -> Tasks:
     """Return the order: device d runs g(v - 1) + P - d - 1 stage forwards, then F and B in turn.
 
     The last group may be smaller (the paper has none such): its missing microbatches are left out of the order.
     """
-    per_device = needs_loop(problem, name)
     devices, count = problem.devices, problem.microbatches
     padded = -(-count // group) * group
-    warmups = [group * (per_device - 1) + devices - device - 1 for device in range(devices)]
+    warmups = [group * (problem.per_device - 1) + devices - device - 1 for device in range(devices)]
     orders = one_forward_one_backward(problem, group, warmups, padded)
     return [[task for task in order if task.microbatch < count] for order in orders]

@@ -11,7 +11,7 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.model.schedule import Kind, Task
-from optpipe_compiler.published.common import handed_over_early, needs_loop, ordered
+from optpipe_compiler.published.common import LOOP, handed_over_early, ordered
 from optpipe_compiler.published.gis import half_group
 
 if TYPE_CHECKING:
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 @handed_over_early
-@ordered
+@ordered("gis-h-uniform", LOOP)
 def gis_h_uniform(problem: Problem) -> Tasks:
     """Return the order of the building block: one microbatch every 3v slots, g = ceil(P / 2) of them between stages.
 
     Peak g(v - 1) + P + gcd(g, v) - 1 stage activations, the last part because slots that collide are shifted.
     """
-    per_device = needs_loop(problem, "gis-h-uniform")
+    per_device = problem.per_device
     group = half_group(problem)
     turns = per_device // gcd(per_device, group)
     offsets = [3 * (group * turn + turn // turns) for turn in range(per_device)]

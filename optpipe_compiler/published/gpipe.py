@@ -9,16 +9,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.model.schedule import Kind, Task
-from optpipe_compiler.published.common import Tasks, needs_linear, ordered
+from optpipe_compiler.published.common import LINEAR, Tasks, ordered
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
 
 
-@ordered
+@ordered("gpipe", LINEAR)
 def gpipe(problem: Problem) -> Tasks:
     """Return the order; peak M microbatches, bubble (P - 1)(F + B)."""
-    needs_linear(problem, "gpipe")
     return all_forwards_first(problem)
 
 

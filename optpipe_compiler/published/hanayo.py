@@ -12,7 +12,7 @@ import heapq
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.model.schedule import Kind, Task
-from optpipe_compiler.published.common import Tasks, needs_waves, ordered
+from optpipe_compiler.published.common import WAVES, Tasks, ordered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
 
 
-@ordered
+@ordered("hanayo", WAVES)
 def hanayo(problem: Problem) -> Tasks:
     """Return the order; peak P microbatches, and the more waves, the smaller the bubble."""
-    needs_waves(problem, "hanayo")
     return _Waves(problem).run()
 
 
@@ -34,7 +33,7 @@ class _Waves:
         self.owner = problem.device_of
         self.count = problem.microbatches
         self.orders: Tasks = [[] for _ in range(problem.devices)]
-        self.per_device = len(problem.stages) // problem.devices
+        self.per_device = problem.per_device
         self.ready: list[list[tuple[bool, int, int, Task]]] = [[] for _ in range(problem.devices)]
         self.entered = 0
         self.room = problem.devices * self.per_device

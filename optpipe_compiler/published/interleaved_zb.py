@@ -9,22 +9,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.model.schedule import Kind
-from optpipe_compiler.published.common import NotDefined, Tasks, grouped, needs_loop, needs_split, ordered
+from optpipe_compiler.published.common import LOOP, NotDefined, Tasks, grouped, ordered
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
     from optpipe_compiler.model.schedule import Task
 
 
-@ordered
+@ordered("interleaved-zb", LOOP, splits=True)
 def interleaved_zb(problem: Problem) -> Tasks:
     """Return the order: device d runs (v - 1)g + P - d - 1 stage forwards, then F and I in turn; d W are put off.
 
     Peak vP stage activations where M is a multiple of P. A round has g = M / max(1, M // P) microbatches, which must be
     a whole number (torch's relaxation of Megatron's rule).
     """
-    per_device = needs_loop(problem, "interleaved-zb")
-    needs_split(problem, "interleaved-zb")
+    per_device = problem.per_device
     devices, count = problem.devices, problem.microbatches
     rounds = max(1, count // devices)
     if count % rounds:

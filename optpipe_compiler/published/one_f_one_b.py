@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.published.common import Tasks, needs_linear, one_forward_one_backward, ordered
+from optpipe_compiler.published.common import LINEAR, Tasks, one_forward_one_backward, ordered
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
 
 
-@ordered
+@ordered("1f1b", LINEAR)
 def one_f_one_b(problem: Problem) -> Tasks:
     """Return the order: device d runs P - d - 1 forwards, then alternates; peak min(M, P - d) microbatches."""
-    needs_linear(problem, "1f1b")
     warmups = [problem.devices - device - 1 for device in range(problem.devices)]
     return one_forward_one_backward(problem, problem.microbatches, warmups)

@@ -30,8 +30,7 @@ def po_f(problem: Problem) -> Recipe:
 
 def po_h(problem: Problem) -> Recipe:
     """Return uniform GIS-H with the lower half of each device's stages offloaded; of an odd number, the larger half."""
-    per_device = len(problem.stages) // problem.devices
-    return offloading("po-h", gis_h_uniform, (per_device + 1) // 2)(problem)
+    return offloading("po-h", gis_h_uniform, (problem.per_device + 1) // 2)(problem)
 
 
 def offloading(

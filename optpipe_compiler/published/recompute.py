@@ -49,9 +49,8 @@ def recomputing(
 
 def lowest_stages(problem: Problem, name: str, per_device: int | None) -> set[int]:
     """Return the lowest `per_device` stages of each device; refuse if that is all or more than there are."""
-    owned = len(problem.stages) // problem.devices
-    if per_device is not None and per_device >= owned:
-        raise NotDefined(f"{name} is defined for more than {per_device} stages per device, not {owned}")
+    if per_device is not None and per_device >= problem.per_device:
+        raise NotDefined(f"{name} is defined for more than {per_device} stages per device, not {problem.per_device}")
     return {stage for device in range(problem.devices) for stage in problem.stages_of(device)[:per_device]}
 
 

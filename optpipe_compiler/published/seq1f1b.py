@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 
 from optpipe_compiler.model.schedule import Kind, Task
 from optpipe_compiler.published.common import (
+    LINEAR,
+    LOOP,
     NotDefined,
     Tasks,
     in_units,
-    needs_linear,
-    needs_loop,
-    needs_split,
     one_forward_one_backward,
     ordered,
 )
@@ -26,31 +25,27 @@ if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
 
 
-@ordered
+@ordered("seq1f1b", LINEAR)
 def seq1f1b(problem: Problem) -> Tasks:
     """Return the order: device d runs P - d + n - 2 forwards, then alternates; peak (P + n - 1) / n microbatches."""
-    needs_linear(problem, "seq1f1b")
     warmups = [problem.devices - device - 1 + problem.slices - 1 for device in range(problem.devices)]
     return in_units(problem, one_forward_one_backward(problem, problem.microbatches, warmups))
 
 
-@ordered
+@ordered("seq1f1b-zb", LINEAR, splits=True)
 def seq1f1b_zb(problem: Problem) -> Tasks:
     """Return the order: ZB-H1 on slices, its warm-up longer by n - 1 of them; peak (P + n - 1) / n microbatches."""
-    needs_linear(problem, "seq1f1b-zb")
-    needs_split(problem, "seq1f1b-zb")
     devices = problem.devices
     warmups = [devices - device + problem.slices - 1 for device in range(devices)]
     return in_units(problem, [handcrafted(problem, d, warmups[d], d) for d in range(devices)])
 
 
-@ordered
+@ordered("seq1f1b-interleaved", LOOP)
 def seq1f1b_interleaved(problem: Problem) -> Tasks:
     """Return the order: interleaved 1F1B in groups of P slices, the warm-up longer by n - 1 slices.
 
     Slices of a microbatch are of one group: n divides P, and P divides the number of slices.
     """
-    needs_loop(problem, "seq1f1b-interleaved")
     return interleaved(problem, "seq1f1b-interleaved", problem.devices)
 
 
@@ -66,16 +61,13 @@ def interleaved(problem: Problem, name: str, group: int) -> Tasks:
             f"{name} runs groups of {group} slices, which {slices} slices of each of {problem.whole} microbatches "
             "do not fill"
         )
-    per_device = len(problem.stages) // devices
-    warmups = [(per_device - 1) * group + slices - 1 + 2 * (devices - device - 1) for device in range(devices)]
+    warmups = [(problem.per_device - 1) * group + slices - 1 + 2 * (devices - device - 1) for device in range(devices)]
     return in_units(problem, one_forward_one_backward(problem, group, warmups))
 
 
-@ordered
+@ordered("seq1f1b-interleaved-zb", LOOP, splits=True)
 def seq1f1b_interleaved_zb(problem: Problem) -> Tasks:
     """Return the order: the interleaved form with split backwards; device d puts its first d weight gradients off."""
-    needs_loop(problem, "seq1f1b-interleaved-zb")
-    needs_split(problem, "seq1f1b-interleaved-zb")
     return [
         [part for task in _put_off(order, device) for part in task]
         for device, order in enumerate(interleaved(problem, "seq1f1b-interleaved-zb", problem.devices))

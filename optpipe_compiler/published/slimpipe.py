@@ -9,17 +9,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.published.common import NotDefined, Tasks, needs_loop, ordered
+from optpipe_compiler.published.common import LOOP, NotDefined, Tasks, ordered
 from optpipe_compiler.published.seq1f1b import interleaved
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
 
 
-@ordered
+@ordered("slimpipe", LOOP)
 def slimpipe(problem: Problem) -> Tasks:
     """Return the order: interleaved 1F1B in groups of one microbatch; peak 1 + 2 (P - 1) / (n v) microbatches."""
-    needs_loop(problem, "slimpipe")
     if problem.slices % problem.devices:
         raise NotDefined(
             f"slimpipe needs a number of slices divisible by {problem.devices} devices, not {problem.slices}"

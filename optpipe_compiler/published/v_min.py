@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.published.common import Tasks, needs_split, needs_v, ordered
+from optpipe_compiler.published.common import Tasks, V, ordered
 from optpipe_compiler.published.v_pattern import BuildingBlock, repeated
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
 
 
-@ordered
+@ordered("v-min", V, splits=True)
 def v_min(problem: Problem) -> Tasks:
     """Return the order with about a third of the memory of 1F1B: peak 2 ((P + 4) // 3) stage activations."""
-    needs_v(problem, "v-min")
-    needs_split(problem, "v-min")
     return repeated(problem, _block)
 
 

@@ -5,21 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.model.schedule import Kind, Task
-from optpipe_compiler.published.common import Tasks, needs_linear, needs_split, ordered
+from optpipe_compiler.published.common import LINEAR, Tasks, ordered
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
 
 
-@ordered
+@ordered("zb-h1", LINEAR, splits=True)
 def zb_h1(problem: Problem) -> Tasks:
     """Return the order: 1F1B with split backwards, weight gradients put off while at most P microbatches are open.
 
     Device d warms up with P - d forwards like 1F1B and puts off its first d weight gradients, so that every device
     holds at most P microbatches between their forward and their weight gradient; the ones put off fill the drain.
     """
-    needs_linear(problem, "zb-h1")
-    needs_split(problem, "zb-h1")
     devices = problem.devices
     return [handcrafted(problem, device, devices - device, device) for device in range(devices)]
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.published.common import Tasks, needs_linear, needs_split, ordered
+from optpipe_compiler.published.common import LINEAR, Tasks, ordered
 from optpipe_compiler.published.zb_h1 import handcrafted
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
 
 
-@ordered
+@ordered("zb-h2", LINEAR, splits=True)
 def zb_h2(problem: Problem) -> Tasks:
     """Return the order: like ZB-H1, but with enough forwards before the first backward to leave no bubble at all.
 
     Device d warms up with 2(P - d) - 1 forwards and puts off its first 2d weight gradients: at most 2P - 1 microbatches
     are open anywhere, and with F = I = W no device idles between its first and its last op (M >= 2P - 1).
     """
-    needs_linear(problem, "zb-h2")
-    needs_split(problem, "zb-h2")
     devices = problem.devices
     return [handcrafted(problem, device, 2 * (devices - device) - 1, 2 * device) for device in range(devices)]

@@ -13,7 +13,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.model.schedule import Kind, Task, duration
-from optpipe_compiler.published.common import NotDefined, Tasks, needs_linear, needs_split, ordered
+from optpipe_compiler.published.common import LINEAR, NotDefined, Tasks, ordered
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem, Stage
@@ -23,19 +23,19 @@ PROMPT_INPUT, HOLD_BACK, FILL_PARTLY = range(3)
 """The choices of a run, in order."""
 
 
-@ordered
+@ordered("zb-memory-limited", LINEAR, splits=True)
 def zb_memory_limited(problem: Problem) -> Tasks:
     """Return the order for the caps of `problem`."""
     return _limited(problem, "zb-memory-limited", list(problem.budget))
 
 
-@ordered
+@ordered("zb-1p", LINEAR, splits=True)
 def zb_1p(problem: Problem) -> Tasks:
     """Return the order for a limit of P microbatches per device, the memory of 1F1B."""
     return _limited(problem, "zb-1p", [_room(stage, problem.devices) for stage in problem.stages])
 
 
-@ordered
+@ordered("zb-2p", LINEAR, splits=True)
 def zb_2p(problem: Problem) -> Tasks:
     """Return the order for a limit of 2P microbatches per device, enough for no bubble where F = I = W."""
     return _limited(problem, "zb-2p", [_room(stage, 2 * problem.devices) for stage in problem.stages])
@@ -48,8 +48,6 @@ def _room(stage: Stage, microbatches: int) -> int:
 
 
 def _limited(problem: Problem, name: str, limits: list[int]) -> Tasks:
-    needs_linear(problem, name)
-    needs_split(problem, name)
     best: tuple[int, Tasks] | None = None
     done: set[tuple[bool, ...]] = set()
     for choices in product((True, False), repeat=3):

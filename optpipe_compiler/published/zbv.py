@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.model.schedule import Kind
-from optpipe_compiler.published.common import Tasks, needs_split, needs_v, numbered, ordered
+from optpipe_compiler.published.common import Tasks, V, numbered, ordered
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
@@ -13,14 +13,12 @@ if TYPE_CHECKING:
 F, I, W = Kind.F, Kind.I, Kind.W  # noqa: E741  (torch's letter)
 
 
-@ordered
+@ordered("zbv", V, splits=True)
 def zbv(problem: Problem) -> Tasks:
     """Return the order drawn for F = I = W: peak 2P stage activations, no bubble on any device from M = 2P - 1 on.
 
     For fewer microbatches it is the order of 2P - 1 with the missing ones left out.
     """
-    needs_v(problem, "zbv")
-    needs_split(problem, "zbv")
     return [numbered(_steps(problem, device), problem.microbatches) for device in range(problem.devices)]
 
 

@@ -19,7 +19,7 @@ from optpipe_compiler.lower import Certificate, lower, promised
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.problem import Caps, static_bytes
 from optpipe_compiler.plan import seeds
-from optpipe_compiler.plan.budget import Budget, Limits
+from optpipe_compiler.plan.budget import Budget
 from optpipe_compiler.plan.candidates import Candidates
 from optpipe_compiler.plan.exact import exact, is_small
 from optpipe_compiler.plan.explore import LOCAL_SHARE, QUICK_SHARE, SMALL_SHARE, explore
@@ -182,10 +182,9 @@ class _Compilation:
         chosen = in_time(every, options)
         attempts, longer = ([self._attempt(*each) for each in several] for several in (chosen, beside(every, options)))
         attempts[0].notes += too_long(every, chosen, options)
-        limits = Limits(options.objective, options.time_limit_s, options.seed, options.workers, options.reproducible)
         self.incumbents = Incumbents(attempts, options.objective, self._report, longer)
         self.candidates = Candidates(self.incumbents)
-        self.budget = Budget(limits, max(attempt.problem.tasks for attempt in attempts), begin)
+        self.budget = Budget(options.limits, max(attempt.problem.tasks for attempt in attempts), begin)
 
     def _attempt(self, one: Layout, problem: Problem) -> Attempt:
         return Attempt(

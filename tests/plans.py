@@ -11,8 +11,8 @@ from ortools.sat.python import cp_model
 from optpipe_compiler.machine.orders import peaks, retime
 from optpipe_compiler.model.problem import DURATIONS
 from optpipe_compiler.model.schedule import Kind, Mode, Schedule, Task, duration, value
-from optpipe_compiler.solver import constraints, hint, objective, variables
-from optpipe_compiler.solver.worker import Request, build, configure
+from optpipe_compiler.solver import constraints, hint, variables
+from optpipe_compiler.solver.worker import Limits, Request, build, configure
 from tests.given_order import lane_orders, predecessors
 from tests.machines import dispatched
 
@@ -91,9 +91,7 @@ def start(problem: Problem, objective: str = "makespan") -> Schedule:
 
 def optimum(problem: Problem, kind: str = "makespan", begin: Schedule | None = None) -> int:
     """The proven optimum in ticks as `compile` searches it, from a hint; fails if it is not proven at once."""
-    request = Request(
-        problem, begin or start(problem, kind), kind, time_limit_s=100, seed=0, workers=1, reproducible=True
-    )
+    request = Request(begin or start(problem, kind), Limits(kind, 100, seed=0, workers=1, reproducible=True))
     model, _ = build(request)
     solver = cp_model.CpSolver()
     configure(solver, request)
@@ -124,7 +122,7 @@ def best(
     model = cp_model.CpModel()
     v = variables.create(model, problem, _horizon(problem))
     constraints.add_all(model, problem, v)
-    objective.minimise(model, problem, v, kind)
+    constraints.minimise(model, problem, v, kind)
     for constraint in force(v.activations):
         model.add(constraint)
     solver = cp_model.CpSolver()
@@ -135,7 +133,7 @@ def best(
         reject()
     if status == cp_model.INFEASIBLE:
         return None
-    return round(solver.objective_value), Schedule(problem, "exact", hint.starts_of(problem, v, solver.value))
+    return round(solver.objective_value), Schedule(problem, "exact", hint.starts_of(v, solver.value))
 
 
 def _horizon(problem: Problem) -> int:

@@ -19,7 +19,7 @@ from optpipe_compiler.model.problem import Freedom, Problem, coarsen
 from optpipe_compiler.model.schedule import Kind, Schedule, Task
 from optpipe_compiler.solver import minimum
 from optpipe_compiler.solver.minimum import one_at_a_time, quickly_one_at_a_time
-from optpipe_compiler.solver.worker import Request, SearchEvent, solve
+from optpipe_compiler.solver.worker import Limits, Request, SearchEvent, solve
 from tests.given_order import lane_orders
 from tests.instances import problem
 from tests.machines import dispatched, simulate
@@ -348,7 +348,7 @@ def test_cp_sat_says_that_every_hint_is_complete_and_feasible_with_its_value(one
         if fates in kinds:
             continue
         kinds.add(fates)
-        log = log_of(Request(one, timed, kind, 0.1, seed=0, workers=1, reproducible=True))
+        log = log_of(Request(timed, Limits(kind, 0.1, seed=0, workers=1, reproducible=True)))
         value = timed.makespan if kind == "makespan" else timed.span
         assert f"The solution hint is complete and is feasible. Its objective value is {value}." in log
     assert kinds
@@ -356,7 +356,7 @@ def test_cp_sat_says_that_every_hint_is_complete_and_feasible_with_its_value(one
 
 def test_a_search_reports_better_and_better_schedules_and_bounds_and_ends_optimal():
     one = problem(2, 3, 8)
-    events = events_of(Request(one, start(one), "makespan", 60, seed=0, workers=1, reproducible=True))
+    events = events_of(Request(start(one), Limits("makespan", 60, seed=0, workers=1, reproducible=True)))
     values = [Schedule(one, "", event.starts).makespan for event in events if event.kind == "solution"]
     bounds = [event.bound for event in events if event.bound is not None]
     assert values == sorted(values, reverse=True)
@@ -367,7 +367,7 @@ def test_a_search_reports_better_and_better_schedules_and_bounds_and_ends_optima
 
 def test_equal_requests_give_equal_events_in_reproducible_mode():
     one = problem(3, 4, 8)
-    request = Request(one, start(one), "makespan", 0.3, seed=3, workers=1, reproducible=True)
+    request = Request(start(one), Limits("makespan", 0.3, seed=3, workers=1, reproducible=True))
     first, second = (events_of(request) for _ in range(2))
     assert first == second
     assert first[-1].text == "FEASIBLE", "otherwise the limit does not show"

@@ -20,7 +20,7 @@ from optpipe_compiler.model.problem import Caps, Freedom, Problem, build, coarse
 from optpipe_compiler.model.schedule import Kind, Schedule
 from optpipe_compiler.plan.slices import cut
 from optpipe_compiler.solver.window import Window
-from optpipe_compiler.solver.worker import Request, SearchEvent, solve
+from optpipe_compiler.solver.worker import Limits, Request, SearchEvent, solve
 from optpipe_compiler.verify import verify
 from tests import plans, test_slices
 from tests.machines import dispatched
@@ -57,7 +57,7 @@ def test_every_hint_of_units_is_complete_and_feasible_with_its_value(cap, slices
         if fates in kinds:
             continue
         kinds.add(fates)
-        log = plans.log_of(Request(one, timed, kind, 0.1, seed=0, workers=1, reproducible=True))
+        log = plans.log_of(Request(timed, Limits(kind, 0.1, seed=0, workers=1, reproducible=True)))
         value = timed.makespan if kind == "makespan" else timed.span
         assert f"The solution hint is complete and is feasible. Its objective value is {value}." in log
     assert len(kinds) > 1
@@ -106,7 +106,7 @@ def test_windows_of_slices_keep_what_is_outside_and_every_law():
     begin = max(dispatched(one), key=lambda timed: timed.makespan)
     for window in (Window(0, begin.makespan // 2), Window(begin.makespan // 3, begin.makespan)):
         events: list[SearchEvent] = []
-        solve(Request(one, begin, "makespan", 1.0, 0, 1, reproducible=True, window=window), events.append)
+        solve(Request(begin, Limits("makespan", 1.0, 0, 1, reproducible=True), window), events.append)
         found = [Schedule(one, "windows", event.starts) for event in events if event.starts is not None]
         assert found
         assert found[-1].makespan <= begin.makespan
@@ -124,7 +124,7 @@ def test_windows_for_the_span_promise_no_less_than_they_reach_and_never_lengthen
     first, last = part
     window = Window(first * begin.makespan // 3, begin.makespan * last // 2 + 1)
     events: list[SearchEvent] = []
-    solve(Request(one, begin, "span", 1.0, 0, 1, reproducible=True, window=window), events.append)
+    solve(Request(begin, Limits("span", 1.0, 0, 1, reproducible=True), window), events.append)
     found = [Schedule(one, "windows", event.starts) for event in events if event.starts is not None]
     spans = [begin.span, *(timed.span for timed in found)]
     assert found

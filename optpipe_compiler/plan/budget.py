@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
-from dataclasses import dataclass
 
-from optpipe_compiler.solver.worker import DETERMINISTIC_PER_S
+from optpipe_compiler.solver.worker import DETERMINISTIC_PER_S, Limits
 
 LOWER_S_PER_TASK = 1e-4
 """Seconds that lowering and verifying the result take per task; `python -m bench.lowering` measures 0.5 to 1e-4."""
@@ -18,22 +16,6 @@ AFTER_S_PER_TASK = 6e-5
 """Seconds that a command takes per task to write and to show the result; `bench.lowering` measures 5 to 10e-5."""
 SPARE_S_PER_TASK = 2e-5
 """Seconds that it takes per task to see what can stay: at most four rounds of 5 us."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """How long and how to search."""
-
-    objective: str
-    time_limit_s: float
-    seed: int
-    workers: int
-    reproducible: bool
-
-    @property
-    def threads(self) -> int:
-        """How many threads may search: one per core that this process may use, if not said otherwise."""
-        return self.workers or _cores()
 
 
 class Budget:
@@ -88,7 +70,3 @@ def lowering_s(count: int) -> float:
 def most_lowering_s(limit_s: float) -> float:
     """Return how many seconds lowering and verifying may take under a time limit."""
     return max(GRACE_S, LOWERING_SHARE * limit_s)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

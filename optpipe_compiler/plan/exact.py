@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -64,16 +65,8 @@ class _Exact:
         self.searcher = searcher
 
     def _request(self, hint: Schedule, seconds: float, window: Window | None = None) -> Request:
-        return Request(
-            problem=hint.problem,
-            hint=hint,
-            objective=self.budget.limits.objective,
-            time_limit_s=max(0.5, min(seconds, self.budget.left())),
-            seed=self.budget.limits.seed,
-            workers=self.budget.limits.workers,
-            reproducible=self.budget.limits.reproducible,
-            window=window,
-        )
+        seconds = max(0.5, min(seconds, self.budget.left()))
+        return Request(hint, replace(self.budget.limits, time_limit_s=seconds), window)
 
     def _run(self, attempt: Attempt, request: Request, on_event: Callable[[SearchEvent], None]) -> str:
         def listen(event: SearchEvent) -> None:

@@ -10,6 +10,7 @@ from optpipe_compiler.documents import ir  # noqa: TC001  (msgspec reads the typ
 from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput
+from optpipe_compiler.solver.worker import Limits
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents.profile import Profile
@@ -68,6 +69,11 @@ class Settled(Options):
     microbatches: int = 0
     devices: int = 0
     time_limit_s: float = 0.0
+
+    @property
+    def limits(self) -> Limits:
+        """How long and how to search."""
+        return Limits(self.objective, self.time_limit_s, self.seed, self.workers, self.reproducible)
 
 
 RECORDED = (

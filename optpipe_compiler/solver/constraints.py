@@ -1,4 +1,4 @@
-"""The laws of the full model, one function each."""
+"""The laws of the full model, one function each, and what it minimises."""
 
 from __future__ import annotations
 
@@ -238,3 +238,20 @@ def _host_memory(model: cp_model.CpModel, problem: Problem, v: Variables) -> Non
     for held, share in zip(resources, v.shares, strict=True):
         if held.intervals:
             model.add_cumulative(held.intervals, held.demands, share)
+
+
+def minimise(model: cp_model.CpModel, problem: Problem, v: Variables, objective: str) -> None:
+    """Minimise the makespan, or the longest span of one device (first start to last end on its compute lane)."""
+    last = problem.back(problem.microbatches - 1)
+    if objective == "makespan":
+        model.add(v.activations[0, 0].forward == 0)
+        for s in range(len(problem.stages)):
+            model.add(v.makespan >= v.activations[s, last].backward_end)
+        for a in v.activations.values():
+            model.add(v.makespan >= a.release)
+    else:
+        first = {d: min(problem.stages_of(d)) for d in range(problem.devices) if problem.stages_of(d)}
+        for (s, _), a in v.activations.items():
+            begin = v.activations[first[problem.stages[s].device], 0].forward
+            model.add(v.makespan >= a.release - begin)
+    model.minimize(v.makespan)

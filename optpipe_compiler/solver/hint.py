@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
     from ortools.sat.python import cp_model
 
-    from optpipe_compiler.model.problem import Problem
     from optpipe_compiler.solver.variables import Variables
 
 
@@ -93,19 +92,11 @@ def of_activation(schedule: Schedule, s: int, m: int, before: dict[str, int]) ->
     }
 
 
-def starts_of(problem: Problem, v: Variables, read: Callable[[cp_model.LinearExprT], int]) -> dict[Task, int]:
+def starts_of(v: Variables, read: Callable[[cp_model.LinearExprT], int]) -> dict[Task, int]:
     """Return the start of every task that is present in the solution that `read` gives the values of."""
-    starts: dict[Task, int] = {}
-    for (s, m), a in v.activations.items():
-        starts[Task(Kind.F, s, m)] = read(a.forward)
-        if read(a.split):
-            starts[Task(Kind.I, s, m)] = read(a.backward)
-            starts[Task(Kind.W, s, m)] = read(a.weight)
-        else:
-            starts[Task(Kind.B, s, m)] = read(a.backward)
-        if read(a.offload):
-            starts[Task(Kind.D, s, m)] = read(a.away)
-            starts[Task(Kind.H, s, m)] = read(a.back)
-        if read(a.recompute):
-            starts[Task(Kind.R, s, m)] = read(a.again)
-    return starts
+    return {
+        Task(kind, s, m): read(start)
+        for (s, m), a in v.activations.items()
+        for kind, (start, present) in a.ops().items()
+        if present is None or read(present)
+    }

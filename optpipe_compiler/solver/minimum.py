@@ -314,4 +314,4 @@ def _solve(problem: Problem, fixed: tuple[int, ...]) -> dict[Task, int]:
     cap = model.new_int_var(0, total + max(offset, default=0), "cap")
     constraints.add_all(model, problem, v, budgets=[cap - size for size in offset])
     model.minimize(cap)
-    return hint.starts_of(problem, v, _solved(model).value)
+    return hint.starts_of(v, _solved(model).value)

@@ -40,7 +40,7 @@ class Searcher:
         The process is killed when it overruns its time limit (status "KILLED") or when `on_event` raises, as it does on
         KeyboardInterrupt. One that dies by itself, out of memory say, gives "DIED".
         """
-        stop_at = time.monotonic() + request.time_limit_s + GRACE_S
+        stop_at = time.monotonic() + request.limits.time_limit_s + GRACE_S
         done = False
         try:
             if self._number is None:
@@ -48,7 +48,7 @@ class Searcher:
             self._processes.send(self._number, request)
             while True:
                 left = stop_at - time.monotonic()
-                if left <= 0 and not request.reproducible:
+                if left <= 0 and not request.limits.reproducible:
                     return "KILLED"
                 heard = self._processes.listen(min(0.5, max(0.01, left)) if left > 0 else 0.5)
                 if not heard:

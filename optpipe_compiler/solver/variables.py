@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from optpipe_compiler.model.schedule import Kind
+
 if TYPE_CHECKING:
     from ortools.sat.python import cp_model
 
@@ -42,6 +44,18 @@ class Activation:
     """Start of the recomputation."""
     late: Var
     """From here on the activation is resident until its backward: the forward's start when it is kept."""
+
+    def ops(self) -> dict[Kind, tuple[Var, cp_model.LiteralT | None]]:
+        """Return the start of each op, and whether there is one; None: always."""
+        return {
+            Kind.F: (self.forward, None),
+            Kind.B: (self.backward, ~self.split),
+            Kind.I: (self.backward, self.split),
+            Kind.W: (self.weight, self.split),
+            Kind.R: (self.again, self.recompute),
+            Kind.D: (self.away, self.offload),
+            Kind.H: (self.back, self.offload),
+        }
 
 
 @dataclass(frozen=True)

@@ -83,10 +83,8 @@ class WindowModel:
         whole = all(self._free(task) for task in present)
         made = create_activation(self.model, self.schedule.problem, s, m, self.last)
         values = hint.of_activation(self.schedule, s, m, {})
-        fields = {Kind.F: "forward", Kind.I: "backward", Kind.B: "backward", Kind.W: "weight", Kind.R: "again"}
-        fields |= {Kind.D: "away", Kind.H: "back"}
         for task in present:
-            self._place(task, getattr(made, fields[task.kind]))
+            self._place(task, made.ops()[task.kind][0])
         if not whole:
             for name in ("split", "keep", "offload", "recompute"):
                 self.model.add(getattr(made, name) == int(values[name]))
@@ -106,16 +104,9 @@ class WindowModel:
 
     def _bound_ends(self, made: Activation, s: int, m: int) -> None:
         """A free op is over where the window ended, or where it was over before if that was later, less the gain."""
-        present = {
-            Kind.F: None,
-            Kind.B: ~made.split,
-            Kind.I: made.split,
-            Kind.W: made.split,
-            Kind.R: made.recompute,
-            Kind.D: made.offload,
-            Kind.H: made.offload,
-        }
-        for kind, literal in present.items():
+        ends = {Kind.I: made.backward_end, Kind.B: made.backward_end, Kind.D: made.away_end, Kind.H: made.back_end}
+        """Of ops whose length is not fixed."""
+        for kind, (start, present) in made.ops().items():
             task = Task(kind, s, m)
             old = self.schedule.starts.get(task)
             if old is not None and not self._free(task):
@@ -126,9 +117,9 @@ class WindowModel:
             latest = end - self.gain
             if kind is Kind.F and (busy := self.schedule.problem.stages[s].offload_busy):
                 latest -= busy * made.offload
-            law = self.model.add(_end(made, kind, duration(self.schedule.problem, task)) <= latest)
-            if literal is not None:
-                law.only_enforce_if(literal)
+            law = self.model.add(ends.get(kind, start + duration(self.schedule.problem, task)) <= latest)
+            if present is not None:
+                law.only_enforce_if(present)
 
     def _bound_begin(self, made: Activation, s: int, m: int) -> None:
         """What the reload of a free backward takes from compute is in the window, or where it was before."""
@@ -173,11 +164,4 @@ class WindowModel:
             for task, start in self.schedule.starts.items()
             if task.microbatch not in self.microbatches
         }
-        return starts | hint.starts_of(self.schedule.problem, self.variables, read)
-
-
-def _end(made: Activation, kind: Kind, length: int) -> Expr:
-    """Return when an op of this kind ends; those whose length is not fixed have a variable for it."""
-    ends = {Kind.I: made.backward_end, Kind.B: made.backward_end, Kind.D: made.away_end, Kind.H: made.back_end}
-    starts = {Kind.F: made.forward, Kind.W: made.weight, Kind.R: made.again}
-    return ends[kind] if kind in ends else starts[kind] + length
+        return starts | hint.starts_of(self.variables, read)

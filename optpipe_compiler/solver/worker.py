@@ -5,6 +5,7 @@ A process of its own, because some presolve steps of CP-SAT cannot be interrupte
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,25 +15,35 @@ if TYPE_CHECKING:
 
     from ortools.sat.python import cp_model
 
-    from optpipe_compiler.model.problem import Problem
     from optpipe_compiler.model.schedule import Schedule, Task
     from optpipe_compiler.solver.window import Window
 
 
 @dataclass(frozen=True)
-class Request:
-    """One search: a coarse problem, a schedule of it as hint and upper bound, and the limits.
+class Limits:
+    """How long and how to search."""
 
-    With a `window` only that stretch of the hint is searched, else the whole schedule.
-    """
-
-    problem: Problem
-    hint: Schedule
     objective: str
     time_limit_s: float
     seed: int
     workers: int
     reproducible: bool
+
+    @property
+    def threads(self) -> int:
+        """How many threads may search: one per core that this process may use, if not said otherwise."""
+        return self.workers or _cores()
+
+
+@dataclass(frozen=True)
+class Request:
+    """One search: a schedule of a coarse problem as hint and upper bound, and the limits.
+
+    With a `window` only that stretch of the hint is searched, else the whole schedule.
+    """
+
+    hint: Schedule
+    limits: Limits
     window: Window | None = None
 
 
@@ -56,33 +67,32 @@ def build(request: Request) -> tuple[cp_model.CpModel, Callable[[Callable[..., i
     """Build the model with its hint; also return what makes starts of a solution's values."""
     from ortools.sat.python import cp_model
 
-    from optpipe_compiler.solver import constraints, hint, objective, variables, window
+    from optpipe_compiler.solver import constraints, hint, variables, window
 
-    model = cp_model.CpModel()
+    model, known, objective = cp_model.CpModel(), request.hint, request.limits.objective
     if request.window is not None:
-        part = window.WindowModel(model, request.hint, request.window, request.objective)
-        return model, part.starts
-    horizon = max(map(request.hint.end, request.hint.starts))
-    if request.objective == "span":  # a shorter span may need a longer makespan
+        return model, window.WindowModel(model, known, request.window, objective).starts
+    horizon = max(map(known.end, known.starts))
+    if objective == "span":  # a shorter span may need a longer makespan
         horizon *= 2
-    v = variables.create(model, request.problem, horizon)
-    constraints.add_all(model, request.problem, v)
-    objective.minimise(model, request.problem, v, request.objective)
-    hint.add_hint(model, v, request.hint, request.objective)
-    return model, lambda read: hint.starts_of(request.problem, v, read)
+    v = variables.create(model, known.problem, horizon)
+    constraints.add_all(model, known.problem, v)
+    constraints.minimise(model, known.problem, v, objective)
+    hint.add_hint(model, v, known, objective)
+    return model, lambda read: hint.starts_of(v, read)
 
 
 def configure(solver: cp_model.CpSolver, request: Request) -> None:
     """Set the search's parameters."""
-    p = solver.parameters
-    p.random_seed = request.seed
-    p.num_workers = 1 if request.reproducible else request.workers
+    p, limits = solver.parameters, request.limits
+    p.random_seed = limits.seed
+    p.num_workers = 1 if limits.reproducible else limits.workers
     p.ignore_subsolvers.append("variables_shaving")  # cannot be interrupted in 9.15
     p.catch_sigint_signal = False
-    if request.reproducible:
-        p.max_deterministic_time = request.time_limit_s * DETERMINISTIC_PER_S
+    if limits.reproducible:
+        p.max_deterministic_time = limits.time_limit_s * DETERMINISTIC_PER_S
     else:
-        p.max_time_in_seconds = request.time_limit_s
+        p.max_time_in_seconds = limits.time_limit_s
 
 
 def solve(request: Request, send: Callable[[SearchEvent], None]) -> None:
@@ -102,6 +112,10 @@ def solve(request: Request, send: Callable[[SearchEvent], None]) -> None:
     name = solver.status_name(status)
     bound = round(solver.best_objective_bound) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
     send(SearchEvent("end", bound=bound, text=name, spent=solver.response_proto.deterministic_time))
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def serve(line: Connection) -> None:

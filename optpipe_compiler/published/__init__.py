@@ -107,64 +107,35 @@ def _paper(order: Callable[[Problem], Order | Recipe], placements: tuple[Placed,
     return Method(order, placements, "paper", source)
 
 
-def _stock(order: Callable[[Problem], Order | Recipe], placements: tuple[Placed, ...], source: str) -> Method:
-    return Method(order, placements, "stock", source)
+def _sliced(order: Callable[[Problem], Order], placements: tuple[Placed, ...], source: str) -> Method:
+    return Method(order, placements, "paper", source, sliced=True)
 
 
-def _compositions() -> dict[str, Method]:
-    """Return the orders of PipeOffload with the lowest stages of each device offloaded or recomputed, and others."""
+def _treated(
+    make: Callable[..., Callable[[Problem], Order | Recipe]],
+    name: str,
+    order: Callable[[Problem], Order],
+    placements: tuple[Placed, ...],
+    kind: BaselineKind,
+    source: str,
+    numbers: tuple[int | None, ...] = (None,),
+    *,
+    sliced: bool = False,
+) -> dict[str, Method]:
+    """Return an order with activations of its lowest stages recomputed or offloaded; of so many, None: of all."""
     found: dict[str, Method] = {}
-    some = (1, 2, 3)
-    offloads = {"gis": (gis, (*some, None)), "gis-m": (gis_m, some), "gis-h": (gis_h, (*some, None))}
-    for name, (order, numbers) in offloads.items():
-        for number in numbers:
-            full = f"{name}-offload{_of(number)}"
-            found[full] = Method(offloading(full, order, number), _more_than(number), "composition", _PIPEOFFLOAD)
-    recomputes = {
-        "gis": (gis, (None,)),
-        "gis-h": (gis_h, (*some, None)),
-        "gis-h-uniform": (gis_h_uniform, (*some, None)),
-    }
-    for name, (order, numbers) in recomputes.items():
-        for number in numbers:
-            full = f"{name}-recompute{_of(number)}"
-            found[full] = Method(recomputing(full, order, number), _more_than(number), "composition", _PIPEOFFLOAD)
-    name = "interleaved-zb-recompute"
-    found[name] = Method(recomputing(name, interleaved_zb), LOOP, "composition", _ZERO_BUBBLE)
+    for number in numbers:
+        full = f"{name}-{'recompute' if make is recomputing else 'offload'}" + (f"-{number}" if number else "")
+        more = tuple(one for one in placements if one[1] > (number or 0))
+        treated = make(full, order, number) if number else make(full, order)
+        found[full] = Method(treated, more, kind, source, sliced=sliced)
     return found
 
 
-def _sliced() -> dict[str, Method]:
-    """Return the orders of slices; with recompute and offload, which their papers do not have."""
-    papers = {
-        "seq1f1b": (seq1f1b, LINEAR, _SEQ1F1B),
-        "seq1f1b-zb": (seq1f1b_zb, LINEAR, _SEQ1F1B),
-        "seq1f1b-interleaved": (seq1f1b_interleaved, LOOP, _SEQ1F1B),
-        "seq1f1b-interleaved-zb": (seq1f1b_interleaved_zb, LOOP, _SEQ1F1B),
-        "slimpipe": (slimpipe, LOOP, "arXiv:2504.14519"),
-    }
-    found = {
-        name: Method(order, placed, "paper", source, sliced=True) for name, (order, placed, source) in papers.items()
-    }
-    order, placed, source = papers["seq1f1b"]
-    again, away = recomputing("seq1f1b-recompute", order), streaming("seq1f1b-offload", order)
-    found["seq1f1b-recompute"] = Method(again, placed, "composition", source, sliced=True)
-    found["seq1f1b-offload"] = Method(away, placed, "composition", source, sliced=True)
-    return found
-
-
-def _of(number: int | None) -> str:
-    return "" if number is None else f"-{number}"
-
-
-def _more_than(number: int | None) -> tuple[Placed, ...]:
-    """Return the loops of more stages per device than that."""
-    return tuple(placed for placed in LOOP_ANY if placed[1] > (number or 0))
-
-
+_SOME = (1, 2, 3)
 METHODS: dict[str, Method] = {
     "gpipe": _paper(gpipe, LINEAR, "arXiv:1811.06965"),
-    "gpipe-recompute": _paper(recomputing("gpipe-recompute", gpipe), LINEAR, "arXiv:1811.06965"),
+    **_treated(recomputing, "gpipe", gpipe, LINEAR, "paper", "arXiv:1811.06965"),
     "1f1b": _paper(one_f_one_b, LINEAR, _1F1B),
     "interleaved-1f1b": _paper(interleaved_1f1b, LOOP, _INTERLEAVED),
     "bfs": _paper(bfs, LOOP, "arXiv:2211.05953"),
@@ -186,25 +157,27 @@ METHODS: dict[str, Method] = {
     "po-f": _paper(po_f, LOOP_ANY, _PIPEOFFLOAD),
     "po-1": _paper(offloading("po-1", gis_h_uniform, 1), LOOP_ANY[1:], _PIPEOFFLOAD),
     "po-3": _paper(offloading("po-3", gis_h_uniform, 3), LOOP_ANY[2:], _PIPEOFFLOAD),
-    "interleaved-zb": _stock(interleaved_zb, LOOP, f"torch, {_ZERO_BUBBLE}"),
-    "1f1b-recompute": _stock(recomputing("1f1b-recompute", one_f_one_b), LINEAR, _CHECKPOINTING),
-    "interleaved-1f1b-recompute": _stock(
-        recomputing("interleaved-1f1b-recompute", interleaved_1f1b), LOOP, _CHECKPOINTING
-    ),
-    **{
-        f"interleaved-1f1b-recompute-{n}": _stock(
-            recomputing(f"interleaved-1f1b-recompute-{n}", interleaved_1f1b, n),
-            tuple(placed for placed in LOOP if placed[1] > n),
-            _CHECKPOINTING,
-        )
-        for n in (1, 2, 3)
-    },
-    "1f1b-offload": _stock(streaming("1f1b-offload", one_f_one_b), LINEAR, _HOOKS),
-    "interleaved-1f1b-offload": _stock(streaming("interleaved-1f1b-offload", interleaved_1f1b), LOOP, _HOOKS),
+    "interleaved-zb": Method(interleaved_zb, LOOP, "stock", f"torch, {_ZERO_BUBBLE}"),
+    **_treated(recomputing, "1f1b", one_f_one_b, LINEAR, "stock", _CHECKPOINTING),
+    **_treated(recomputing, "interleaved-1f1b", interleaved_1f1b, LOOP, "stock", _CHECKPOINTING, (None, *_SOME)),
+    **_treated(streaming, "1f1b", one_f_one_b, LINEAR, "stock", _HOOKS),
+    **_treated(streaming, "interleaved-1f1b", interleaved_1f1b, LOOP, "stock", _HOOKS),
     "1f1b-selective": Method(one_f_one_b, LINEAR, "stock", _CHECKPOINTING, is_selective=True),
     "interleaved-1f1b-selective": Method(interleaved_1f1b, LOOP, "stock", _CHECKPOINTING, is_selective=True),
-    **_compositions(),
-    **_sliced(),
+    **_treated(offloading, "gis", gis, LOOP_ANY, "composition", _PIPEOFFLOAD, (*_SOME, None)),
+    **_treated(offloading, "gis-m", gis_m, LOOP_ANY, "composition", _PIPEOFFLOAD, _SOME),
+    **_treated(offloading, "gis-h", gis_h, LOOP_ANY, "composition", _PIPEOFFLOAD, (*_SOME, None)),
+    **_treated(recomputing, "gis", gis, LOOP_ANY, "composition", _PIPEOFFLOAD),
+    **_treated(recomputing, "gis-h", gis_h, LOOP_ANY, "composition", _PIPEOFFLOAD, (*_SOME, None)),
+    **_treated(recomputing, "gis-h-uniform", gis_h_uniform, LOOP_ANY, "composition", _PIPEOFFLOAD, (*_SOME, None)),
+    **_treated(recomputing, "interleaved-zb", interleaved_zb, LOOP, "composition", _ZERO_BUBBLE),
+    "seq1f1b": _sliced(seq1f1b, LINEAR, _SEQ1F1B),
+    "seq1f1b-zb": _sliced(seq1f1b_zb, LINEAR, _SEQ1F1B),
+    "seq1f1b-interleaved": _sliced(seq1f1b_interleaved, LOOP, _SEQ1F1B),
+    "seq1f1b-interleaved-zb": _sliced(seq1f1b_interleaved_zb, LOOP, _SEQ1F1B),
+    "slimpipe": _sliced(slimpipe, LOOP, "arXiv:2504.14519"),
+    **_treated(recomputing, "seq1f1b", seq1f1b, LINEAR, "composition", _SEQ1F1B, sliced=True),
+    **_treated(streaming, "seq1f1b", seq1f1b, LINEAR, "composition", _SEQ1F1B, sliced=True),
 }
 
 

@@ -50,6 +50,15 @@ _GROUPS = "(P - 1) * (F + I) / v + (P - {g}) * (v - 1) * F / v"
 _GROUPED = "({g} * (v - 1) + P) / v"
 _HALF, _MIDDLE = "ceil(P / 2)", "ceil(3 * P / 4)"
 
+
+def _streamed(says: str, order: str, more: str = "") -> Description:
+    return Description(
+        f"{says} with every activation copied to the host by hooks as soon as it is there, and back in time.",
+        f"as {order} where all activations fit through the link",
+        f"what is on its way to the host and back{more}",
+    )
+
+
 DESCRIPTIONS = {
     "gpipe": Description("All forwards, then all backwards.", "(P - 1) * (F + B)", "M"),
     "gpipe-recompute": Description(
@@ -187,21 +196,9 @@ DESCRIPTIONS = {
         "as seq1f1b, beside M * F more work",
         "1 / n, and the keys and values of a microbatch",
     ),
-    "seq1f1b-offload": Description(
-        "seq1f1b with every activation copied to the host by hooks as soon as it is there, and back in time.",
-        "as seq1f1b where all activations fit through the link",
-        "what is on its way to the host and back, and the keys and values that later slices read",
-    ),
-    "1f1b-offload": Description(
-        "1F1B with every activation copied to the host by hooks as soon as it is there, and back in time.",
-        "as 1f1b where all activations fit through the link",
-        "what is on its way to the host and back",
-    ),
-    "interleaved-1f1b-offload": Description(
-        "Interleaved 1F1B with every activation copied to the host by hooks as soon as it is there, and back in time.",
-        "as interleaved-1f1b where all activations fit through the link",
-        "what is on its way to the host and back",
-    ),
+    "seq1f1b-offload": _streamed("seq1f1b", "seq1f1b", ", and the keys and values that later slices read"),
+    "1f1b-offload": _streamed("1F1B", "1f1b"),
+    "interleaved-1f1b-offload": _streamed("Interleaved 1F1B", "interleaved-1f1b"),
 }
 
 

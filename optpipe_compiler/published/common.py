@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from functools import wraps
 from itertools import chain
@@ -157,6 +158,27 @@ def one_forward_one_backward(
         steady = [task for pair in zip(forwards[warmup:], backwards, strict=False) for task in pair]
         orders.append(forwards[:warmup] + steady + backwards[len(forwards[warmup:]) :])
     return orders
+
+
+def put_off(orders: Tasks, numbers: Iterable[int]) -> Tasks:
+    """Return orders with split backwards: so many weight gradients of each device wait for later ones, or for the end.
+
+    Each B becomes I, followed by the weight gradient that is so many places behind.
+    """
+    found: Tasks = []
+    for order, number in zip(orders, numbers, strict=True):
+        mine: list[Task] = []
+        due: deque[Task] = deque()
+        for task in order:
+            if task.kind is not Kind.B:
+                mine.append(task)
+                continue
+            mine.append(task._replace(kind=Kind.I))
+            due.append(task._replace(kind=Kind.W))
+            if len(due) > number:
+                mine.append(due.popleft())
+        found.append([*mine, *due])
+    return found
 
 
 def grouped(kind: Kind, stages: list[int], microbatches: int, group: int) -> list[Task]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.model.schedule import Kind, Task
-from optpipe_compiler.published.common import LINEAR, Tasks, ordered
+from optpipe_compiler.published.common import LINEAR, Tasks, one_forward_one_backward, ordered
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
@@ -23,11 +22,5 @@ def gpipe(problem: Problem) -> Tasks:
 
 def all_forwards_first(problem: Problem) -> Tasks:
     """Return per device its stages' forwards, stage by stage, then their backwards from the last stage to the first."""
-    microbatches = range(problem.microbatches)
-    orders = []
-    for device in range(problem.devices):
-        mine = problem.stages_of(device)
-        forwards = [Task(Kind.F, stage, m) for stage in mine for m in microbatches]
-        backwards = [Task(Kind.B, stage, m) for stage in reversed(mine) for m in microbatches]
-        orders.append(forwards + backwards)
-    return orders
+    every = len(problem.stages) * problem.microbatches
+    return one_forward_one_backward(problem, problem.microbatches, [every] * problem.devices)

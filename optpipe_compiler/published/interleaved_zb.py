@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.model.schedule import Kind
-from optpipe_compiler.published.common import LOOP, NotDefined, Tasks, grouped, ordered
+from optpipe_compiler.published.common import LOOP, NotDefined, Tasks, one_forward_one_backward, ordered, put_off
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
-    from optpipe_compiler.model.schedule import Task
 
 
 @ordered("interleaved-zb", LOOP, splits=True)
@@ -23,26 +21,10 @@ def interleaved_zb(problem: Problem) -> Tasks:
     Peak vP stage activations where M is a multiple of P. A round has g = M / max(1, M // P) microbatches, which must be
     a whole number (torch's relaxation of Megatron's rule).
     """
-    per_device = problem.per_device
     devices, count = problem.devices, problem.microbatches
     rounds = max(1, count // devices)
     if count % rounds:
         raise NotDefined(f"interleaved-zb runs {rounds} rounds, which do not divide {count} microbatches")
     group = count // rounds
-    return [
-        _order(problem, device, (per_device - 1) * group + devices - device - 1, group) for device in range(devices)
-    ]
-
-
-def _order(problem: Problem, device: int, warmup: int, group: int) -> list[Task]:
-    mine = problem.stages_of(device)
-    forwards = grouped(Kind.F, mine, problem.microbatches, group)
-    inputs = grouped(Kind.I, mine[::-1], problem.microbatches, group)
-    weights = [task._replace(kind=Kind.W) for task in inputs]
-    order = forwards[:warmup]
-    for number, task in enumerate(inputs):
-        order += forwards[warmup + number : warmup + number + 1]
-        order.append(task)
-        if number >= device:
-            order.append(weights[number - device])
-    return order + weights[max(0, len(weights) - device) :]
+    warmups = [(problem.per_device - 1) * group + devices - device - 1 for device in range(devices)]
+    return put_off(one_forward_one_backward(problem, group, warmups), range(devices))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.model.schedule import Kind, Task
 from optpipe_compiler.published.common import (
     LINEAR,
     LOOP,
@@ -18,8 +17,8 @@ from optpipe_compiler.published.common import (
     in_units,
     one_forward_one_backward,
     ordered,
+    put_off,
 )
-from optpipe_compiler.published.zb_h1 import handcrafted
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
@@ -28,16 +27,18 @@ if TYPE_CHECKING:
 @ordered("seq1f1b", LINEAR)
 def seq1f1b(problem: Problem) -> Tasks:
     """Return the order: device d runs P - d + n - 2 forwards, then alternates; peak (P + n - 1) / n microbatches."""
-    warmups = [problem.devices - device - 1 + problem.slices - 1 for device in range(problem.devices)]
-    return in_units(problem, one_forward_one_backward(problem, problem.microbatches, warmups))
+    return in_units(problem, _orders(problem))
 
 
 @ordered("seq1f1b-zb", LINEAR, splits=True)
 def seq1f1b_zb(problem: Problem) -> Tasks:
     """Return the order: ZB-H1 on slices, its warm-up longer by n - 1 of them; peak (P + n - 1) / n microbatches."""
-    devices = problem.devices
-    warmups = [devices - device + problem.slices - 1 for device in range(devices)]
-    return in_units(problem, [handcrafted(problem, d, warmups[d], d) for d in range(devices)])
+    return in_units(problem, put_off(_orders(problem), range(problem.devices)))
+
+
+def _orders(problem: Problem) -> Tasks:
+    warmups = [problem.devices - device - 1 + problem.slices - 1 for device in range(problem.devices)]
+    return one_forward_one_backward(problem, problem.microbatches, warmups)
 
 
 @ordered("seq1f1b-interleaved", LOOP)
@@ -68,21 +69,4 @@ def interleaved(problem: Problem, name: str, group: int) -> Tasks:
 @ordered("seq1f1b-interleaved-zb", LOOP, splits=True)
 def seq1f1b_interleaved_zb(problem: Problem) -> Tasks:
     """Return the order: the interleaved form with split backwards; device d puts its first d weight gradients off."""
-    return [
-        [part for task in _put_off(order, device) for part in task]
-        for device, order in enumerate(interleaved(problem, "seq1f1b-interleaved-zb", problem.devices))
-    ]
-
-
-def _put_off(order: list[Task], device: int) -> list[list[Task]]:
-    """Return the order with every B as I, each followed by the weight gradient that is `device` places behind."""
-    found: list[list[Task]] = []
-    due: list[Task] = []
-    for task in order:
-        if task.kind is not Kind.B:
-            found.append([task])
-            continue
-        due.append(task._replace(kind=Kind.W))
-        found.append([task._replace(kind=Kind.I), *(due[:1] if len(due) > device else [])])
-        due = due[1:] if len(due) > device else due
-    return [*found, due]
+    return put_off(interleaved(problem, "seq1f1b-interleaved-zb", problem.devices), range(problem.devices))

@@ -61,19 +61,12 @@ class _Pattern:
         """Fill, compact, squeeze and tighten the pattern, then read off the order."""
         self.rows = [with_weights(row) for row in self.rows]
         peak = max(max(_levels(row)) for row in self.rows)
-        self._compact(self._first_steady(), peak, warmup=True)
-        self._compact(self._last_steady(), peak, warmup=False)
+        first_input, last_forward = Task(Kind.I, 0, 0), Task(Kind.F, 0, self.count - 1)
+        self._compact(self.rows[0][first_input], peak, warmup=True)
+        self._compact(self.rows[0][last_forward], peak, warmup=False)
         self._squeeze()
-        self._tighten_drain(self._last_steady(), peak)
+        self._tighten_drain(self.rows[0][last_forward], peak)
         return [sorted(row, key=lambda task: row[task]) for row in self.rows]
-
-    def _first_steady(self) -> int:
-        """The slot of the first input gradient of stage 0."""
-        return self.rows[0][Task(Kind.I, 0, 0)]
-
-    def _last_steady(self) -> int:
-        """The slot of the last forward of stage 0."""
-        return self.rows[0][Task(Kind.F, 0, self.count - 1)]
 
     def _owner(self, stage: int) -> int:
         return min(stage, self.last - stage)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.published.common import LINEAR, Tasks, ordered
-from optpipe_compiler.published.zb_h1 import handcrafted
+from optpipe_compiler.published.common import LINEAR, Tasks, one_forward_one_backward, ordered, put_off
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
@@ -19,4 +18,5 @@ def zb_h2(problem: Problem) -> Tasks:
     are open anywhere, and with F = I = W no device idles between its first and its last op (M >= 2P - 1).
     """
     devices = problem.devices
-    return [handcrafted(problem, device, 2 * (devices - device) - 1, 2 * device) for device in range(devices)]
+    warmups = [2 * (devices - device) - 2 for device in range(devices)]
+    return put_off(one_forward_one_backward(problem, problem.microbatches, warmups), range(0, 2 * devices, 2))

@@ -28,11 +28,7 @@ def runs(problem: Problem) -> list[range]:
 
 def joined(problem: Problem) -> Problem:
     """Return the problem with each run as one stage."""
-
-    def of(stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-        return tuple(_joined([stages[s] for s in run]) for run in runs(problem))
-
-    return replace(problem, stages=of(problem.stages), classes=tuple(map(of, problem.classes)))
+    return problem.changed(lambda stages: tuple(_joined([stages[s] for s in run]) for run in runs(problem)))
 
 
 def _joined(run: list[Stage]) -> Stage:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from optpipe_compiler.documents.profile import in_one_stage, of_unit, on_device, selected, value_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from optpipe_compiler.documents.ir import Units
     from optpipe_compiler.documents.profile import Cost, Layer, Machine, Profile
@@ -243,6 +243,10 @@ class Problem:
         """Compute ticks that a microbatch costs the busiest device at least."""
         return max(sum(self.stages[s].work for s in self.stages_of(d)) for d in range(self.devices))
 
+    def changed(self, of: Callable[[tuple[Stage, ...]], tuple[Stage, ...]]) -> Problem:
+        """Return the problem with the stages of each class changed."""
+        return replace(self, stages=of(self.stages), classes=tuple(map(of, self.classes)))
+
     @property
     def per_device(self) -> int:
         """Stages of a device, where all have as many."""
@@ -319,13 +323,12 @@ def _classes(
     layers: list[Layer], layout: Layout, machine: Machine, offloaded: float, slicing: Slicing | None
 ) -> tuple[tuple[Stage, ...], ...]:
     """Return the figures of each stage by shape and slice."""
-    numbers = range(layout.stages)
-    if slicing is None:
-        return (tuple(_stage(layers, layout, index, machine, offloaded) for index in numbers),)
-    units = [(cuts, slice) for cuts in slicing.cuts for slice in range(slicing.slices)]
+    parts: list[_Part | None] = [None]
+    if slicing is not None:
+        parts = [_Part(slicing, cuts, slice) for cuts in slicing.cuts for slice in range(slicing.slices)]
     return tuple(
-        tuple(_stage(layers, layout, index, machine, offloaded, _Part(slicing, *unit)) for index in numbers)
-        for unit in units
+        tuple(_stage(layers, layout, index, machine, offloaded, part) for index in range(layout.stages))
+        for part in parts
     )
 
 
@@ -436,7 +439,7 @@ def _largest(costs: Iterable[Cost]) -> int:
 
 
 def _stage(
-    layers: list[Layer], layout: Layout, index: int, machine: Machine, offloaded: float, part: _Part | None = None
+    layers: list[Layer], layout: Layout, index: int, machine: Machine, offloaded: float, part: _Part | None
 ) -> Stage:
     mine = in_one_stage(layers[layout.cuts[index] : layout.cuts[index + 1]])
     device = layout.device_of[index]
@@ -542,9 +545,7 @@ def coarsen(problem: Problem, reference: int = 0) -> Problem:
         )
 
     return replace(
-        problem,
-        stages=coarse(problem.stages),
-        classes=tuple(map(coarse, problem.classes)),
+        problem.changed(coarse),
         budget=tuple(size // unit for size in problem.budget),
         host_budget=None if problem.host_budget is None else problem.host_budget // unit,
         hosts=tuple((devices, limit // unit) for devices, limit in problem.hosts),

@@ -153,9 +153,16 @@ class Schedule:
     @cached_property
     def bubble_fraction(self) -> float:
         """Compute-idle time / (devices x makespan)."""
-        columns = self.columns
-        busy = int((columns.end - columns.start)[columns.kind < Kind.D].sum())
-        return 1.0 - busy / (self.problem.devices * self.makespan) if self.makespan else 0.0
+        return 1.0 - sum(self.computed) / (self.problem.devices * self.makespan) if self.makespan else 0.0
+
+    @cached_property
+    def computed(self) -> list[int]:
+        """Ticks that each device computes."""
+        columns, computed = self.columns, np.zeros(self.problem.devices, np.int64)
+        device, ticks = np.array(self.problem.device_of)[columns.stage], columns.end - columns.start
+        np.add.at(computed, device, ticks * (columns.kind < Kind.D))
+        found: list[int] = computed.tolist()
+        return found
 
     @cached_property
     def sequence(self) -> list[Task]:

@@ -15,7 +15,7 @@ from optpipe_compiler import machine
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.units import exact_cap, short_bytes, show_bytes, show_ns
 from optpipe_compiler.errors import BadInput, Infeasible
-from optpipe_compiler.model.schedule import Kind, Schedule, Stuck
+from optpipe_compiler.model.schedule import Schedule, Stuck
 from optpipe_compiler.published import METHODS, NotDefined, earliest, is_for, published, recipe
 
 if TYPE_CHECKING:
@@ -189,13 +189,9 @@ class Candidates:
 
             value(M) >= w M / m + (1 - FILLED) (value(m) - w).
         """
-        columns, problem = timed.columns, timed.problem
-        device = np.array(problem.device_of)[columns.stage]
-        is_compute = columns.kind < Kind.D
-        took = np.where(is_compute, columns.end - columns.start, 0)
-        busiest = float(np.bincount(device, took, problem.devices).max())
+        busiest = float(max(timed.computed))
         rest = self.incumbents.value(timed) - busiest
-        return busiest * attempt.problem.microbatches / problem.microbatches + (1 - FILLED) * rest
+        return busiest * attempt.problem.microbatches / timed.problem.microbatches + (1 - FILLED) * rest
 
     def _worse(self, one: _Promise) -> str:
         """Say that a schedule cannot beat what there is; "" if it can."""
@@ -253,9 +249,7 @@ def _least_peaks(timed: Schedule, away: set[int]) -> list[int]:
             for s, stage in enumerate(stages)
         )
 
-    problem = timed.problem
-    less = replace(problem, stages=emptied(problem.stages), classes=tuple(map(emptied, problem.classes)))
-    return machine.orders.peaks(Schedule(less, timed.method, timed.ticks))
+    return machine.orders.peaks(Schedule(timed.problem.changed(emptied), timed.method, timed.ticks))
 
 
 def _offloaded(problem: Problem, name: str) -> set[int]:

@@ -50,13 +50,11 @@ def narrowed(problem: Problem) -> Problem | None:
             hosts.append((here, most * len(here) * left // (len(devices) * count)))
     limit = problem.host_budget
     return replace(
-        problem,
+        problem.changed(kept),
         devices=left,
-        stages=kept(problem.stages),
         link_of=tuple(_links(problem, chosen)),
         budget=tuple(_budget(problem, device, left) for device in chosen),
         host_budget=None if limit is None else limit * left * left // (count * count),
-        classes=tuple(map(kept, problem.classes)),
         hosts=tuple(hosts),
     )
 

@@ -64,11 +64,7 @@ class LeastMemory:
 
     def _soonest(self, once: Schedule, problem: Problem) -> int:
         """Return what repeating this schedule of one microbatch cannot be below: the rest of the busiest device."""
-        computed = [0] * problem.devices
-        for task in once.starts:
-            if task.kind < Kind.D:
-                computed[problem.stages[task.stage].device] += once.end(task) - once.starts[task]
-        return self.incumbents.value(once) + (problem.microbatches - 1) * max(computed)
+        return self.incumbents.value(once) + (problem.microbatches - 1) * max(once.computed)
 
     def find(self) -> None:
         """Keep on each placement what fits in the least time, then what is solved for to need the least memory.

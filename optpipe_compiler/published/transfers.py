@@ -48,7 +48,7 @@ def _streamed(problem: Problem, compute: Order, offloaded: Bools, method: str) -
     that they serve if nothing were offloaded. For that order an op that takes no time counts as one tick: then an op
     starts later than any that it waits for, and the lanes cannot wait for each other in a circle.
     """
-    paced = replace(problem, stages=_paced(problem.stages), classes=tuple(map(_paced, problem.classes)))
+    paced = problem.changed(_paced)
     ticks = machine.orders.released(paced, compute, method=method).ticks
     gates = np.full(ticks.shape[1:], NONE)
     for order in compute:

@@ -104,7 +104,7 @@ class Schedule:
         """Whether the transfer overlaps none of the other direction of its link, and so takes less time."""
         taken = self.end(transfer) - int(self.ticks[transfer])
         number = self.problem.class_of(transfer.microbatch)
-        return bool(taken == _alone_lengths(self.problem)[transfer.kind, transfer.stage, number])
+        return bool(taken == alone_lengths(self.problem)[transfer.kind, transfer.stage, number])
 
     @cached_property
     def _ends(self) -> Ints:
@@ -227,7 +227,7 @@ def _ends(problem: Problem, kind: Ints, stage: Ints, microbatch: Ints, start: In
     """
     number = classes(problem)[microbatch]
     longest = start + lengths(problem)[kind, stage, number]
-    end = start + _alone_lengths(problem)[kind, stage, number]
+    end = start + alone_lengths(problem)[kind, stage, number]
     rows = np.nonzero(end < longest)[0]
     link = stage_links(problem)[stage]
     for one in np.unique(link[rows]):
@@ -269,8 +269,8 @@ def stage_links(problem: Problem) -> Ints:
 
 
 @lru_cache(maxsize=64)
-def _alone_lengths(problem: Problem) -> Ints:
-    """Return the same for transfers while the other direction of their link is idle."""
+def alone_lengths(problem: Problem) -> Ints:
+    """Return `lengths` with transfers as they are while the other direction of their link is idle."""
     short = lengths(problem).copy()
     short[Kind.D], short[Kind.H] = figures(problem, "offload_alone"), figures(problem, "reload_alone")
     return short

@@ -14,7 +14,7 @@ import numpy as np
 
 from optpipe_compiler import machine
 from optpipe_compiler.documents.units import counted
-from optpipe_compiler.model.schedule import Kind, classes, figures, value
+from optpipe_compiler.model.schedule import Kind, Mode, alone_lengths, classes, figures, value
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,14 +65,9 @@ class Attempt:
     @cached_property
     def has_instants(self) -> bool:
         """Whether some op may take no time: what it holds depends on the order within a moment, as lowering has it."""
-        problem = self.problem
-        for s, stage in ((s, stage) for stages in problem.by_class for s, stage in enumerate(stages)):
-            lengths = [stage.forward, stage.backward, stage.backward_input, stage.backward_weight]
-            lengths += [stage.recompute] * problem.can_recompute(s)
-            lengths += [stage.offload_alone, stage.reload_alone] * problem.can_offload(s)
-            if min(lengths) == 0:
-                return True
-        return False
+        able = np.array([self.problem.able(s) for s in range(len(self.problem.stages))])
+        modes = [Mode.RECOMPUTE if kind is Kind.R else Mode.OFFLOAD if kind >= Kind.D else Mode.KEEP for kind in Kind]
+        return bool((alone_lengths(self.problem)[able[:, modes].T] == 0).any())
 
     @cached_property
     def may_overtake(self) -> bool:

@@ -242,6 +242,7 @@ class LocalSearch:
         self._widened: dict[int, dict[str, list[Policy]]] = {}
         self._last: list[_Climber] = []
         self._begin = time.monotonic()
+        self._threads = CORES if effort.reproducible else effort.threads
         self._thread = Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> LocalSearch:
@@ -384,7 +385,7 @@ class LocalSearch:
 
     def _rounds(self, pool: ThreadPoolExecutor, climbers: list[_Climber]) -> None:
         """Let the best climb, anew after a restart; drop the worse half while there are more than two or threads."""
-        least = CORES if self.effort.reproducible else max(CORES, self.effort.threads)
+        least = max(CORES, self._threads)
         begun = _varied(climbers, self._most)
         for climber in begun[:1]:
             self._tell(climber)
@@ -408,7 +409,7 @@ class LocalSearch:
     @property
     def _most(self) -> int:
         """How many pairs climb in the first round, beside `OTHERS`."""
-        return CLIMBERS if self.effort.reproducible else max(CLIMBERS, 2 * self.effort.threads)
+        return max(CLIMBERS, 2 * self._threads)
 
     def _restarts(self, begun: list[_Climber], least: int) -> int:
         """Return how often there is time to climb again from where these begin until `least` of them stand still.
@@ -417,8 +418,8 @@ class LocalSearch:
         """
         if not begun:
             return 0
-        problem, threads = self.problems[begun[0].instance], CORES if self.effort.reproducible else self.effort.threads
-        ops = RESTART_AFTER * _ops(len(problem.stages), problem.microbatches, STILL_RUNS) * least / threads
+        problem = self.problems[begun[0].instance]
+        ops = RESTART_AFTER * _ops(len(problem.stages), problem.microbatches, STILL_RUNS) * least / self._threads
         ops = max(ops, ROUNDS * CLIMBERS * CHUNK_OPS)
         return max(0, int((1 - self._used_before(0.0)) * self.effort.seconds * OPS_PER_S / ops) - 1)
 
@@ -431,8 +432,7 @@ class LocalSearch:
     def _climb(self, climber: _Climber, number: int, share: float, climbing: int) -> None:
         """Improve one policy for its part of a round."""
         is_clocked = not self.effort.reproducible
-        threads = self.effort.threads if is_clocked else CORES
-        seconds = share * self.effort.seconds * min(1.0, threads / climbing)
+        seconds = share * self.effort.seconds * min(1.0, self._threads / climbing)
         quota = float("inf") if is_clocked else seconds * OPS_PER_S
         x = machine.state.machine(self.problems[climber.instance])
         end, spent = time.monotonic() + seconds, 0

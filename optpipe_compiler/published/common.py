@@ -105,12 +105,6 @@ def of_stages(problem: Problem, stages: Iterable[int]) -> Bools:
     return found
 
 
-def repeated_rows(order: Ints, which: Bools) -> tuple[Ints, Ints]:
-    """Return the order with the rows of `which` twice, and the places of the first of each two."""
-    counts = 1 + which
-    return np.repeat(order, counts, axis=0), (np.cumsum(counts) - counts)[which]
-
-
 def needs_links(problem: Problem, name: str, stages: Iterable[int]) -> None:
     """Refuse instances in which the activations of `stages` cannot be offloaded."""
     if not problem.freedom.offload:
@@ -121,26 +115,14 @@ def needs_links(problem: Problem, name: str, stages: Iterable[int]) -> None:
         raise NotDefined(f"{name} offloads stage {unable[0]}, but device {device} has no host link or nothing to move")
 
 
-def handed_over_early(schedule: Callable[[Problem], Order]) -> Callable[[Problem], Order]:
-    """Return `schedule` with every B as I and W in a row, where a split is allowed and costs nothing.
+def handed_over_early(problem: Problem, orders: Tasks) -> Tasks:
+    """Return orders with every B as I and W in a row, where a split is allowed and costs nothing.
 
     Nothing else moves: the gradient merely leaves for the next device before the weight gradient is computed, as in the
     generators of the zero-bubble authors, and not after it, as in Megatron.
     """
-
-    @wraps(schedule)
-    def order(problem: Problem) -> Order:
-        free = all(s.backward_input + s.backward_weight <= s.backward for s in problem.stages)
-        orders = schedule(problem)
-        return [_split(one) for one in orders] if problem.freedom.split and free else orders
-
-    return order
-
-
-def _split(order: Ints) -> Ints:
-    found, inputs = repeated_rows(order, order[:, 0] == Kind.B)
-    found[inputs, 0], found[inputs + 1, 0] = Kind.I, Kind.W
-    return found
+    is_free = all(s.backward_input + s.backward_weight <= s.backward for s in problem.stages)
+    return put_off(orders, [0] * len(orders)) if problem.freedom.split and is_free else orders
 
 
 def one_forward_one_backward(

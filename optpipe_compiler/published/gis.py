@@ -14,21 +14,18 @@ if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
 
 
-@handed_over_early
 @ordered("gis", LOOP)
 def gis(problem: Problem) -> Tasks:
     """Return the order for g = P: peak P(v - 1) + P stage activations on the first device."""
     return generalised(problem, problem.devices)
 
 
-@handed_over_early
 @ordered("gis-h", LOOP)
 def gis_h(problem: Problem) -> Tasks:
     """Return the order for g = ceil(P / 2): peak g(v - 1) + P stage activations, (P - g)(v - 1) more bubble slots."""
     return generalised(problem, half_group(problem))
 
 
-@handed_over_early
 @ordered("gis-m", LOOP)
 def gis_m(problem: Problem) -> Tasks:
     """Return the order half-way between the two, g = ceil(3P / 4); the paper allows every g from ceil(P / 2) to P."""
@@ -49,4 +46,4 @@ def generalised(problem: Problem, group: int) -> Tasks:
     padded = -(-count // group) * group
     warmups = [group * (problem.per_device - 1) + devices - device - 1 for device in range(devices)]
     orders = one_forward_one_backward(problem, group, warmups, padded)
-    return [[task for task in order if task.microbatch < count] for order in orders]
+    return handed_over_early(problem, [[task for task in order if task.microbatch < count] for order in orders])

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from optpipe_compiler.published.common import Tasks
 
 
-@handed_over_early
 @ordered("gis-h-uniform", LOOP)
 def gis_h_uniform(problem: Problem) -> Tasks:
     """Return the order of the building block: one microbatch every 3v slots, g = ceil(P / 2) of them between stages.
@@ -30,7 +29,7 @@ def gis_h_uniform(problem: Problem) -> Tasks:
     group = half_group(problem)
     turns = per_device // gcd(per_device, group)
     offsets = [3 * (group * turn + turn // turns) for turn in range(per_device)]
-    return [_order(problem, device, offsets) for device in range(problem.devices)]
+    return handed_over_early(problem, [_order(problem, device, offsets) for device in range(problem.devices)])
 
 
 def _order(problem: Problem, device: int, offsets: list[int]) -> list[Task]:

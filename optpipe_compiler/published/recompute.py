@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from optpipe_compiler.model.schedule import Kind
-from optpipe_compiler.published.common import NotDefined, of_stages, repeated_rows
+from optpipe_compiler.published.common import NotDefined, of_stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,6 +57,7 @@ def lowest_stages(problem: Problem, name: str, per_device: int | None) -> set[in
 def again(order: Ints, which: Bools) -> Ints:
     """Return the order with the activations of `which` [stage, microbatch] recomputed right before their backwards."""
     kind, stage, microbatch = order.T
-    found, places = repeated_rows(order, np.isin(kind, (Kind.I, Kind.B)) & which[stage, microbatch])
-    found[places, 0] = Kind.R
-    return found
+    places = np.flatnonzero(np.isin(kind, (Kind.I, Kind.B)) & which[stage, microbatch])
+    found = order[places]
+    found[:, 0] = Kind.R
+    return np.insert(order, places, found, axis=0)

@@ -13,5 +13,10 @@ if TYPE_CHECKING:
 @ordered("1f1b", LINEAR)
 def one_f_one_b(problem: Problem) -> Tasks:
     """Return the order: device d runs P - d - 1 forwards, then alternates; peak min(M, P - d) microbatches."""
-    warmups = [problem.devices - device - 1 for device in range(problem.devices)]
+    return alternating(problem)
+
+
+def alternating(problem: Problem, more: int = 0) -> Tasks:
+    """Return 1F1B with so many more forwards in every warm-up."""
+    warmups = [problem.devices - device - 1 + more for device in range(problem.devices)]
     return one_forward_one_backward(problem, problem.microbatches, warmups)

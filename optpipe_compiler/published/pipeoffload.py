@@ -34,14 +34,17 @@ def po_h(problem: Problem) -> Recipe:
 
 
 def offloading(
-    name: str, schedule: Callable[[Problem], Order], per_device: int | None = None
+    name: str, schedule: Callable[[Problem], Order], per_device: int | None = None, *, streaming: bool = False
 ) -> Callable[[Problem], Recipe]:
-    """Return `schedule` with the lowest `per_device` stages of each device offloaded; None: all stages."""
+    """Return `schedule` with the lowest `per_device` stages of each device offloaded; None: all stages.
+
+    `streaming`: as hooks do, of however short a stay.
+    """
 
     def offloaded(problem: Problem) -> Recipe:
         orders = schedule(problem)
         chosen = lowest_stages(problem, name, per_device)
         needs_links(problem, name, chosen)
-        return Recipe(orders, of_stages(problem, chosen))
+        return Recipe(orders, of_stages(problem, chosen), streaming=streaming)
 
     return offloaded

@@ -19,6 +19,7 @@ from optpipe_compiler.published.common import (
     ordered,
     put_off,
 )
+from optpipe_compiler.published.one_f_one_b import alternating
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
@@ -27,18 +28,13 @@ if TYPE_CHECKING:
 @ordered("seq1f1b", LINEAR)
 def seq1f1b(problem: Problem) -> Tasks:
     """Return the order: device d runs P - d + n - 2 forwards, then alternates; peak (P + n - 1) / n microbatches."""
-    return in_units(problem, _orders(problem))
+    return in_units(problem, alternating(problem, problem.slices - 1))
 
 
 @ordered("seq1f1b-zb", LINEAR, splits=True)
 def seq1f1b_zb(problem: Problem) -> Tasks:
     """Return the order: ZB-H1 on slices, its warm-up longer by n - 1 of them; peak (P + n - 1) / n microbatches."""
-    return in_units(problem, put_off(_orders(problem), range(problem.devices)))
-
-
-def _orders(problem: Problem) -> Tasks:
-    warmups = [problem.devices - device - 1 + problem.slices - 1 for device in range(problem.devices)]
-    return one_forward_one_backward(problem, problem.microbatches, warmups)
+    return in_units(problem, put_off(alternating(problem, problem.slices - 1), range(problem.devices)))
 
 
 @ordered("seq1f1b-interleaved", LOOP)

@@ -12,22 +12,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.published.common import Recipe, needs_links, of_stages
+from optpipe_compiler.published.pipeoffload import offloading
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from optpipe_compiler.model.problem import Problem
-    from optpipe_compiler.published.common import Order
+    from optpipe_compiler.published.common import Order, Recipe
 
 
 def streaming(name: str, schedule: Callable[[Problem], Order]) -> Callable[[Problem], Recipe]:
     """Return `schedule` with every activation offloaded."""
-
-    def streamed(problem: Problem) -> Recipe:
-        orders = schedule(problem)
-        stages = range(len(problem.stages))
-        needs_links(problem, name, stages)
-        return Recipe(orders, of_stages(problem, stages), streaming=True)
-
-    return streamed
+    return offloading(name, schedule, streaming=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.published.common import Tasks, V, ordered
-from optpipe_compiler.published.v_pattern import BuildingBlock, repeated
+from optpipe_compiler.published.v_pattern import BuildingBlock, Pattern
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 @ordered("v-min", V, splits=True)
 def v_min(problem: Problem) -> Tasks:
     """Return the order with about a third of the memory of 1F1B: peak 2 ((P + 4) // 3) stage activations."""
-    return repeated(problem, _block)
+    return Pattern(problem, _block).orders()
 
 
 def _block(devices: int, device: int) -> BuildingBlock:

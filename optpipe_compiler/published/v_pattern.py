@@ -32,13 +32,8 @@ class BuildingBlock(NamedTuple):
     input_down: int
 
 
-def repeated(problem: Problem, block: Callable[[int, int], BuildingBlock]) -> Tasks:
-    """Return the order that repeats `block(devices, device)` for all microbatches."""
-    return _Pattern(problem, block).orders()
-
-
-class _Pattern:
-    """Per device the slots of its passes, improved step by step."""
+class Pattern:
+    """Per device the slots of its passes: `block(devices, device)`, repeated for all microbatches, and improved."""
 
     def __init__(self, problem: Problem, block: Callable[[int, int], BuildingBlock]) -> None:
         self.devices = problem.devices

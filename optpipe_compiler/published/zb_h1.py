@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.published.common import LINEAR, Tasks, one_forward_one_backward, ordered, put_off
+from optpipe_compiler.published.common import LINEAR, Tasks, ordered, put_off
+from optpipe_compiler.published.one_f_one_b import alternating
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
@@ -17,5 +18,4 @@ def zb_h1(problem: Problem) -> Tasks:
     Device d warms up with P - d forwards like 1F1B and puts off its first d weight gradients, so that every device
     holds at most P microbatches between their forward and their weight gradient; the ones put off fill the drain.
     """
-    warmups = [problem.devices - device - 1 for device in range(problem.devices)]
-    return put_off(one_forward_one_backward(problem, problem.microbatches, warmups), range(problem.devices))
+    return put_off(alternating(problem), range(problem.devices))

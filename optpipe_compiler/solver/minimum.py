@@ -14,7 +14,7 @@ from optpipe_compiler.model.schedule import Kind, Schedule, Task, duration
 from optpipe_compiler.solver.here import solver_here
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Collection, Sequence
 
     from ortools.sat.python.cp_model import CpSolver
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 UNLIMITED = 1 << 60
 EFFORT = 30
 """Deterministic time for what is solved for."""
+_KINDS = (None, Kind.H, Kind.R)
+"""What brings an activation back, by what becomes of it (`Problem.able`)."""
 MOST_CHOICES = 1000
 """Choices of what becomes of the first activations of a device that are looked at further."""
 
@@ -173,13 +175,9 @@ def lean_order(alone: Problem, kinds: Sequence[Kind | None]) -> list[Task] | Non
 
 def _least_left(problem: Problem, s: int, *, may_leave: bool) -> tuple[int, Kind | None]:
     """Return the least units that an activation can leave behind its forward, and what brings it back."""
-    kinds = (kind for kind in _kinds(problem, s) if may_leave or kind is not Kind.H)
-    return min(((_left(problem.stages[s], kind), kind) for kind in kinds), key=itemgetter(0))
-
-
-def _kinds(problem: Problem, s: int) -> Iterator[Kind | None]:
-    """Return what may bring an activation back."""
-    return compress((None, Kind.H, Kind.R), problem.able(s))
+    every = [(_left(problem.stages[s], kind), kind) for kind in _KINDS]
+    keeps, leaves, drops = problem.able(s)
+    return min(compress(every, (keeps, leaves and may_leave, drops)), key=itemgetter(0))
 
 
 def _left(stage: Stage, kind: Kind | None) -> int:
@@ -203,7 +201,7 @@ def _quickest(single: Problem, device: int) -> list[Kind | None] | None:
             (ticks + ticks_of[kind], held + _left(stage, kind), [*kinds, kind])
             for ticks, held, kinds in found
             if held + most <= budget
-            for kind in _kinds(single, s)
+            for kind in compress(_KINDS, single.able(s))
         ]
         longer.sort(key=itemgetter(0, 1))
         least = list(accumulate((held for _, held, _ in longer), min, initial=UNLIMITED))

@@ -10,7 +10,6 @@ from optpipe_compiler.solver.worker import Request, SearchEvent, serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import TracebackType
 
 GRACE_S = 1.0
 """How much longer than its limit a search may take before its process is killed."""
@@ -29,9 +28,7 @@ class Searcher:
         self._processes.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def search(self, request: Request, on_event: Callable[[SearchEvent], None]) -> str:

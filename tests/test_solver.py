@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import product
+from itertools import compress, product
 from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -428,7 +428,7 @@ def quickest(one: Problem, device: int, budget: int) -> int | None:
     alone, found = replace(minimum._alone(one, device), budget=(10**6,)), list[int]()
     stages = range(len(alone.stages))
     back = [[Kind.B], [Kind.I, Kind.W]] if one.freedom.split else [[Kind.B]]
-    for kinds in product(*(minimum._kinds(alone, s) for s in stages)):
+    for kinds in product(*(compress(minimum._KINDS, alone.able(s)) for s in stages)):
         for backwards in product(back, repeat=len(stages)):
             order = [Task(k, s, 0) for s in stages for k in (Kind.F, Kind.D) if k is Kind.F or kinds[s] is Kind.H]
             for s in reversed(stages):

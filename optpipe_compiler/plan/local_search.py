@@ -409,7 +409,7 @@ class LocalSearch:
     @property
     def _most(self) -> int:
         """How many pairs climb in the first round, beside `OTHERS`."""
-        return max(CLIMBERS, 2 * self._threads)
+        return CLIMBERS if self.effort.reproducible else max(CLIMBERS, 2 * self.effort.threads)
 
     def _restarts(self, begun: list[_Climber], least: int) -> int:
         """Return how often there is time to climb again from where these begin until `least` of them stand still.

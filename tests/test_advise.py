@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
+from optpipe_compiler.cli.advise import _seconds
 from optpipe_compiler.costs import gpus
 from optpipe_compiler.costs.gpus import GpuFile
 from optpipe_compiler.documents import ir
@@ -223,3 +224,7 @@ def test_the_page_is_what_the_answers_say():
     from bench import advise as bench
 
     assert bench.page(json.loads(bench.ANSWERS.read_text())) == bench.PAGE.read_text()
+
+
+def test_short_steps_are_told_apart():
+    assert [_seconds(ns) for ns in (10_534_000, 10_551_000, 1_234_567_890)] == ["0.01053", "0.01055", "1.235"]

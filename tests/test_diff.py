@@ -478,6 +478,10 @@ def test_a_schedule_that_is_new_or_removed_is_a_difference_told_in_two_lines(run
     assert report["makespan_ns"] == ir.load("old.json").forecast.makespan_ns
 
 
+def test_two_that_are_none_are_refused(run):
+    assert refused(run("diff", "/dev/null", "/dev/null"), 2) == "OLD and NEW are /dev/null, expected a schedule"
+
+
 def test_json_is_one_object_with_all_parts(run, files):
     outcome = run("diff", "old.json", "other.json", "--json")
     assert len(outcome.out.splitlines()) == 1

@@ -136,7 +136,7 @@ def _asked(question: Question, model: Architecture, spread: Spread) -> Advice:
         if found is None:
             note(f"{number}: nothing fits")
         else:
-            note(f"{number}: {_degrees(found.degrees)}: {found.step_ns / 1e9:.3f} s per step")
+            note(f"{number}: {_degrees(found.degrees)}: {_seconds(found.step_ns)} s per step")
 
     divided = (model.heads, model.kv_heads, model.ffn, question.sequence)
     every = list(study.ways(question, model.layers + 2, divided))
@@ -186,6 +186,11 @@ def _shorter(limits: list[str]) -> str:
     return text.replace("tensor-parallel collectives", "TP").replace("gradients between replicas", "DP")
 
 
+def _seconds(ns: int) -> str:
+    """Return seconds with three digits at least behind the point, and as many as tell steps of a percent apart."""
+    return f"{ns / 1e9:.{3 if ns >= 10**8 else 5}f}"
+
+
 def _show(advice: Advice, line: list[str], model: str, question: Question) -> None:
     from rich.table import Table
 
@@ -199,8 +204,8 @@ def _show(advice: Advice, line: list[str], model: str, question: Question) -> No
         "count": [degrees.microbatches for _, degrees in rows],
         "slices": [degrees.slices for _, degrees in rows],
         "stages": [row.stages_per_device for row, _ in rows],
-        "step": [f"{row.step_ns / 1e9:.3f}" for row, _ in rows],
-        "bound": [f"{row.bound_ns / 1e9:.3f}" for row, _ in rows],
+        "step": [_seconds(row.step_ns) for row, _ in rows],
+        "bound": [_seconds(row.bound_ns) for row, _ in rows],
         "tokens/s": [f"{row.tokens_per_s / question.gpus:,.0f}" for row, _ in rows],
         "GB": [f"{row.peak_bytes / 1e9:.1f}" for row, _ in rows],
     }
@@ -223,7 +228,7 @@ def _show(advice: Advice, line: list[str], model: str, question: Question) -> No
         f"{model} on {counted(question.gpus, 'GPU')}, {counted(question.batch, 'sequence')} of {question.sequence} "
         f"per step: {counted(advice.considered, 'way')}, {advice.too_large} too large, {advice.planned} planned"
         + (f", {advice.infeasible} of which fit nothing" if advice.infeasible else "")
-        + (f"; the others take at least {advice.next_bound_ns / 1e9:.3f} s" if advice.next_bound_ns else "")
+        + (f"; the others take at least {_seconds(advice.next_bound_ns)} s" if advice.next_bound_ns else "")
     )
     if any(row.planned_microbatches < row.degrees.microbatches for row in advice.configurations):
         out.print("longer steps are planned with 4 microbatches per device, and repeat their steady state")

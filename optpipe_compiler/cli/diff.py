@@ -9,6 +9,7 @@ import click
 import msgspec
 
 from optpipe_compiler.cli.common import console, plan_json, say_json
+from optpipe_compiler.errors import BadInput
 
 
 @click.command()
@@ -30,6 +31,8 @@ def diff(context: click.Context, old_path: Path, new_path: Path, exit_code: bool
     from optpipe_compiler.documents import ir
     from optpipe_compiler.view.diff import render, verdict
 
+    if old_path == new_path == Path(os.devnull):
+        raise BadInput(f"OLD and NEW are {os.devnull}, expected a schedule")
     if Path(os.devnull) in (old_path, new_path):
         _alone(old_path, new_path, as_json=as_json)
         context.exit(int(exit_code))

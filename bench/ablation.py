@@ -287,6 +287,12 @@ UNEVEN = Group(
     ),
     is_alone=False,
 )
+HALVES = Group(
+    "Whole plans of half blocks",
+    8.0,
+    tuple(Case("llama-13b-halves", 8, 16, mem_gb / 8) for mem_gb in (36, 60)),
+    is_alone=False,
+)
 GROUPS = (
     BINDING,
     LITTLE,
@@ -317,6 +323,7 @@ GROUPS = (
     LOOP_GIVEN,
     MODELS,
     UNEVEN,
+    HALVES,
 )
 WHOLE = "nothing"
 """The part of a plan with everything."""
@@ -420,7 +427,7 @@ PARTS = {
         (patch.object(cuts._Costs, "to_the_end", lambda *_: (0,)),), groups=(MODELS, UNEVEN)
     ),
     "such cuts with several stages per device": Part(
-        (patch.object(cuts._Costs, "to_the_end", to_the_end_of_one),), groups=(MODELS, UNEVEN)
+        (patch.object(cuts._Costs, "to_the_end", to_the_end_of_one),), groups=(MODELS, HALVES)
     ),
     "orders of the devices but by number": constant(instances, "other_order", lambda *_: None, SHARED_LINKS),
     "sparing": Part((patch.object(compiler, "spare", nothing),), groups=(WHOLE_PLANS,)),
@@ -554,8 +561,9 @@ def profile_of(case: Case) -> Profile:
     """
     if case.costs == "measured":
         return profiles.load(Path(__file__).with_name("measured.json"))
-    if case.costs in {one.costs for one in MODELS.cases + UNEVEN.cases}:
-        model, gpu = models.load(case.costs), gpus.load("h100-sxm")
+    if case.costs in {one.costs for one in MODELS.cases + UNEVEN.cases + HALVES.cases}:
+        model, gpu = models.load(case.costs.removesuffix("-halves")), gpus.load("h100-sxm")
+        model = replace(model, granularity="half" if case.costs.endswith("-halves") else model.granularity)
         asked = EstimateOptions(model=model, gpu=gpu, name=case.costs, devices=case.devices)
         return estimate(replace(asked, sequence_length=min(4096, model.positions or 4096)))
     name, _, layers = case.costs.partition("-x")

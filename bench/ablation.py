@@ -388,11 +388,9 @@ def shares(local: float) -> tuple[object, ...]:
     return tuple(patch.object(compiler, name, local) for name in ("LOCAL_SHARE", "SMALL_SHARE"))
 
 
-def quicker(profile: Profile, even: Layout, microbatches: int) -> Iterator[Layout]:
+def quicker(profile: Profile, even: Layout) -> Iterator[Layout]:
     """The first cut of `cuts.others`, where its busiest device is lighter: the one that is not for memory."""
-    return (
-        one for one in islice(cuts.others(profile, even, microbatches), 1) if cuts.lighter([even, one], profile) is one
-    )
+    return (one for one in islice(cuts.others(profile, even), 1) if cuts.lighter([even, one], profile) is one)
 
 
 def to_the_end_of_one(costs: cuts._Costs, one: Layout, microbatches: int) -> tuple[int, ...]:
@@ -420,7 +418,8 @@ PARTS = {
     ),
     "loops of the smallest stages": Part((patch.object(instances, "_finest", lambda *_: []),)),
     "other cuts of a placement": Part(
-        (patch.object(instances, "others", lambda *_: iter(())),), groups=(BINDING, HEAD, LOOP_GIVEN)
+        tuple(patch.object(instances, name, lambda *_: iter(())) for name in ("others", "earlier")),
+        groups=(BINDING, HEAD, LOOP_GIVEN),
     ),
     "cuts for memory": Part((patch.object(instances, "others", quicker),), groups=(MODELS, HEAD)),
     "cuts with more layers where the first microbatch comes earlier": Part(

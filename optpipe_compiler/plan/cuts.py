@@ -13,7 +13,7 @@ from optpipe_compiler.plan import passes
 from optpipe_compiler.solver.cuts import lightest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from optpipe_compiler.documents.profile import Layer, Profile
     from optpipe_compiler.model.placement import Layout
@@ -24,22 +24,15 @@ MOST_STAGES = 48
 """Stages up to which cuts are moved step by step; the time for it grows with the cube."""
 
 
-def others(profile: Profile, even: Layout, microbatches: int) -> list[Layout]:
-    """Return up to three other cuts of a placement: with a lighter heaviest device, with a leaner fullest one, and with
-    the heavier devices where the first microbatch comes earlier.
+def others(profile: Profile, even: Layout) -> list[Layout]:
+    """Return up to two other cuts of a placement: with a lighter heaviest device, and with a leaner fullest one.
 
     The lean one comes at every cap: what fits under a small one must not be better than what is found under more.
     Of qwen2-7b and gpt2-xl on 8 devices it makes the better plans, also where memory is plentiful (docs/ABLATION.md).
-    The third is exact for one stage per device of devices that are equal.
     """
     costs, found = _Costs(profile), [even]
-    devices = max(even.device_of) + 1
-
-    def needed(one: Layout) -> tuple[int, ...]:
-        return costs.to_the_end(one, microbatches)
-
     lowest = passes.share(costs.layers, even.device_of, costs.permille)
-    if (costs.differ or even.stages > devices) and costs.compute(even)[0] > lowest:
+    if (costs.differ or even.stages > max(even.device_of) + 1) and costs.compute(even)[0] > lowest:
         quick = _lightest(even, costs)
         if costs.compute(quick)[0] < costs.compute(even)[0]:
             found.append(quick)
@@ -47,14 +40,36 @@ def others(profile: Profile, even: Layout, microbatches: int) -> list[Layout]:
         lean = recut(even, costs.memory)
         if costs.memory(lean)[0] < costs.memory(even)[0] and lean not in found:
             found.append(lean)
-    early = even
-    if even.stages == devices and not costs.differ:
-        early = replace(even, cuts=balanced_cuts(costs.layers, devices, costs.forward[:-1], microbatches))
-    elif even.stages <= MOST_STAGES:
-        early = recut(min(found, key=needed), needed)
-    if needed(early)[0] < min(map(needed, found))[0]:
-        found.append(early)
     return found[1:]
+
+
+def earlier(profile: Profile, found: Sequence[Layout], microbatches: int) -> Iterator[Layout]:
+    """Yield placements cut such that the heavier devices stand where the first microbatch comes earlier.
+
+    With one stage per device such a cut, exact if devices are equal, comes where it needs less time than the others
+    that are found of this placement. With several, where it needs less than all cuts that are moved step by step: fewer
+    stages may then need no more than smaller ones do, which costs the search and earns nothing.
+    """
+    costs = _Costs(profile)
+    by_owners: dict[tuple[int, ...], list[Layout]] = {}
+    for one in found:
+        by_owners.setdefault(one.device_of, []).append(one)
+
+    def needed(one: Layout) -> tuple[int, ...]:
+        return costs.to_the_end(one, microbatches)
+
+    least = min((needed(one) for one in found if one.stages <= MOST_STAGES), default=())
+    for owners, several in by_owners.items():
+        before = min(several, key=needed)
+        if len(owners) == max(owners) + 1 and not costs.differ:
+            cuts = balanced_cuts(costs.layers, len(owners), costs.forward[:-1], microbatches)
+            early, bound = replace(before, cuts=cuts), needed(before)
+        elif len(owners) <= MOST_STAGES:
+            early, bound = recut(before, needed), least
+        else:
+            continue
+        if needed(early)[0] < bound[0]:
+            yield early
 
 
 def layers_ns(profile: Profile) -> Numbers:

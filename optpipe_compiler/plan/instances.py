@@ -14,7 +14,7 @@ from optpipe_compiler.model.placement import Layout, in_runs, layout
 from optpipe_compiler.model.problem import Caps, Freedom, build, static_bytes
 from optpipe_compiler.plan import seeds
 from optpipe_compiler.plan.budget import LOWERING_SHARE, lowering_s, most_lowering_s
-from optpipe_compiler.plan.cuts import layers_ns, lighter, most_bytes, others, with_ties
+from optpipe_compiler.plan.cuts import earlier, layers_ns, lighter, most_bytes, others, with_ties
 from optpipe_compiler.plan.device_order import other_order
 from optpipe_compiler.plan.options import settled
 from optpipe_compiler.plan.selective import selectively
@@ -64,7 +64,8 @@ def layouts(profile: Profile, options: Settled) -> list[Layout]:
         chosen += [("loop", n) for n in _finest(len(work), options)]
     fitting = [(name, n) for name, n in chosen if options.devices * n <= len(work)]
     even = [layout(name, options.devices, n, work) for name, n in fitting or chosen[:1]]
-    found = even + [other for one in even for other in others(profile, one, options.microbatches)]
+    found = even + [other for one in even for other in others(profile, one)]
+    found += earlier(profile, found, options.microbatches)
     if wanted is None and options.placement in ("auto", "linear"):
         saved = [value_of(layer.saved_bytes) for layer in profile.expanded_layers()]
         first = lighter([one for one in found if one.device_of == found[0].device_of], profile)

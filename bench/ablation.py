@@ -290,7 +290,10 @@ UNEVEN = Group(
 HALVES = Group(
     "Whole plans of half blocks",
     8.0,
-    tuple(Case("llama-13b-halves", 8, 16, mem_gb / 8) for mem_gb in (36, 60)),
+    tuple(
+        Case(f"llama-13b{gpu}-halves", 8, 16, mem_gb / 8)
+        for gpu, mem_gb in (("", 36), ("", 60), ("-a100", 45), ("-a100", 60))
+    ),
     is_alone=False,
 )
 GROUPS = (
@@ -561,8 +564,10 @@ def profile_of(case: Case) -> Profile:
     if case.costs == "measured":
         return profiles.load(Path(__file__).with_name("measured.json"))
     if case.costs in {one.costs for one in MODELS.cases + UNEVEN.cases + HALVES.cases}:
-        model, gpu = models.load(case.costs.removesuffix("-halves")), gpus.load("h100-sxm")
-        model = replace(model, granularity="half" if case.costs.endswith("-halves") else model.granularity)
+        name = case.costs.removesuffix("-halves")
+        model = models.load(name.removesuffix("-a100"))
+        model = replace(model, granularity=model.granularity if name == case.costs else "half")
+        gpu = gpus.load("a100-80gb" if name.endswith("-a100") else "h100-sxm")
         asked = EstimateOptions(model=model, gpu=gpu, name=case.costs, devices=case.devices)
         return estimate(replace(asked, sequence_length=min(4096, model.positions or 4096)))
     name, _, layers = case.costs.partition("-x")

@@ -48,7 +48,8 @@ def earlier(profile: Profile, found: Sequence[Layout], microbatches: int) -> Ite
 
     With one stage per device such a cut, exact if devices are equal, comes where it needs less time than the others
     that are found of this placement. With several, where it needs less than all cuts that are moved step by step: fewer
-    stages may then need no more than smaller ones do, which costs the search and earns nothing.
+    stages may then need no more than smaller ones do, which costs the search and earns nothing. It is not looked for
+    where that would take devices less than their equal share, or stages of less than a layer in the first pass.
     """
     costs = _Costs(profile)
     by_owners: dict[tuple[int, ...], list[Layout]] = {}
@@ -60,11 +61,12 @@ def earlier(profile: Profile, found: Sequence[Layout], microbatches: int) -> Ite
 
     least = min((needed(one) for one in found if one.stages <= MOST_STAGES), default=())
     for owners, several in by_owners.items():
-        before = min(several, key=needed)
-        if len(owners) == max(owners) + 1 and not costs.differ:
-            cuts = balanced_cuts(costs.layers, len(owners), costs.forward[:-1], microbatches)
+        before, devices = min(several, key=needed), max(owners) + 1
+        equal = 1000 * microbatches * passes.share(costs.layers, owners, costs.permille)
+        if len(owners) == devices and not costs.differ:
+            cuts = balanced_cuts(costs.layers, devices, costs.forward[:-1], microbatches)
             early, bound = replace(before, cuts=cuts), needed(before)
-        elif len(owners) <= MOST_STAGES:
+        elif len(owners) <= MOST_STAGES and equal + costs.first_ps(devices) < least[0]:
             early, bound = recut(before, needed), least
         else:
             continue
@@ -182,6 +184,10 @@ class _Costs:
             work[device] += permille * (self.work[b] - self.work[a])
             most[device] = max(most[device], way + microbatches * work[device])
         return tuple(sorted(most, reverse=True))
+
+    def first_ps(self, devices: int) -> int:
+        """Return the ps of a microbatch's way to the last device of the first pass at least: a layer on each other."""
+        return self.forward[devices - 1] * min(passes.slowness(devices, self.permille))
 
     def memory(self, one: Layout) -> tuple[int, int, int]:
         """Return the most bytes of a device: always held and its largest activation; then `compute`."""

@@ -89,7 +89,7 @@ class Mailbox:
                 message.work.wait()
             except RuntimeError as error:
                 way = f"{op_id} {'to' if message.sent else 'from'} rank {message.peer}"
-                raise RuntimeError(f"{way}: {first_line(error)}") from error
+                raise RuntimeError(f"{way}: {first_line(error)}") from None
             if message.tensor is not None and message.sent:
                 if message.stream is not None:
                     with torch.cuda.stream(message.stream):

@@ -37,8 +37,8 @@ def watch(ops: Mapping[str, Callable[[], object]]) -> dict[str, list[int]]:
 def _own(changes: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Leave out what gives back more blocks of a size than were handed out.
 
-    They are older than the profiler. It says nothing of most of them, but takes some for a block of an earlier time
-    that it was on, at the same address, of any size: of a layer measured many times, once in a hundred times.
+    They are older than the profiler. It says nothing of most of them, but now and then takes one for a block of an
+    earlier time that it was on, at the same address, of any size.
     """
     there: Counter[int] = Counter()
     for at, size in changes:

@@ -178,13 +178,23 @@ class _Compilation:
         self.on_progress = on_progress
         self.begin = begin
         self.caps = Caps(options.mem_bytes, options.host_mem_bytes)
-        every = instances(profile, options)
+        every, compiled_s = self._instances()
         chosen = in_time(every, options)
         attempts, longer = ([self._attempt(*each) for each in several] for several in (chosen, beside(every, options)))
         attempts[0].notes += too_long(every, chosen, options)
         self.incumbents = Incumbents(attempts, options.objective, self._report, longer)
         self.candidates = Candidates(self.incumbents)
-        self.budget = Budget(options.limits, max(attempt.problem.tasks for attempt in attempts), begin)
+        self.budget = Budget(options.limits, max(attempt.problem.tasks for attempt in attempts), begin + compiled_s)
+
+    def _instances(self) -> tuple[list[tuple[Layout, Problem]], float]:
+        """Return what is searched, and the seconds to make it if what numbers of slices are judged by was compiled."""
+        from optpipe_compiler.machine.compiled import is_kept
+
+        begin, compiles = time.monotonic(), self.options.slices == "auto" and not is_kept()
+        if compiles:
+            self.on_progress(Progress("compiling the search, once on this machine", None, None, "", begin - self.begin))
+        found = instances(self.profile, self.options)
+        return found, time.monotonic() - begin if compiles and is_kept() else 0.0
 
     def _attempt(self, one: Layout, problem: Problem) -> Attempt:
         return Attempt(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -18,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_schedules import Shape, profile_for, random_cuts
 
+from optpipe_compiler import compiler
 from optpipe_compiler.cli import cli
 from optpipe_compiler.compiler import Options, compile_schedule, settled
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
@@ -25,6 +27,7 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.documents import profile as profiles
 from optpipe_compiler.errors import BadInput, Infeasible
 from optpipe_compiler.lower import promised
+from optpipe_compiler.machine import compiled
 from optpipe_compiler.machine.orders import peaks, retime
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.placement import layout
@@ -239,6 +242,26 @@ def test_auto_counts_the_overhead_of_slices() -> None:
     }
     assert found["auto"] <= 1.02 * min(found.values())
     assert found[16] > 1.2 * min(found.values())
+
+
+@pytest.mark.parametrize(("limit_s", "most"), [(1.0, 8), (10.0, 32)])
+def test_a_short_time_limit_leaves_out_slices_that_take_longer_to_try(limit_s: float, most: int) -> None:
+    """A search of 1 s took 11 s."""
+    options = Options(int(1.2e9), 16, slices="auto", time_limit_s=limit_s)
+    profile = sliced(8, attention_share=0.3)
+    assert max(problem.slices for _, problem in searched(profile, settled(profile, options))) == most
+
+
+def test_the_time_limit_does_not_count_what_is_compiled_to_judge_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first plan on a machine had no time left to search."""
+    told: list[str] = []
+    answers = iter((False, True))
+    monkeypatch.setattr(compiled, "is_kept", lambda: next(answers))
+    options, begin = settled(sliced(2), Options(PLENTY, 2, slices="auto", time_limit_s=1)), time.monotonic()
+    planned = compiler._Compilation(sliced(2), options, lambda progress: told.append(progress.phase), begin)
+    passed = time.monotonic() - begin
+    assert planned.budget.elapsed() < passed
+    assert told == ["compiling the search, once on this machine"]
 
 
 def test_a_refusal_names_what_slices_need_where_whole_microbatches_need_more() -> None:

@@ -10,7 +10,7 @@ from optpipe_compiler import machine
 from optpipe_compiler.documents.profile import Sliceable, value_of
 from optpipe_compiler.model.problem import Slicing
 from optpipe_compiler.model.unit_bounds import device_work
-from optpipe_compiler.plan.budget import lowering_s, most_lowering_s
+from optpipe_compiler.plan.budget import LOWERING_SHARE, lowering_s, most_lowering_s
 from optpipe_compiler.plan.cuts import layers_ns
 from optpipe_compiler.plan.local_search import shortened
 from optpipe_compiler.plan.wishes import treatments, wish
@@ -38,7 +38,8 @@ def slicings(
     `build` makes the instances with few stages per device. For `auto` the numbers of slices are taken with which the
     list scheduler is fastest on one of them, offloads, recomputations and the overhead of slices included; of equally
     fast ones the largest, which need least memory. (A case of tests/test_slices.py takes 13.0 ms; with the numbers for
-    which Seq1F1B needs least memory it took 15.9.)
+    which Seq1F1B needs least memory it took 15.9.) Numbers of slices are left out with which trying published schedules
+    on all placements takes more than the time limit: about those where lowering one schedule takes half of it.
     """
     if (kept := _kept(options)) is not None:
         return [kept]
@@ -48,12 +49,14 @@ def slicings(
     if options.slices != "auto":
         return list(cut(profile, options, options.slices))
     shortest = min(options.lengths or (profile.tokens or 1,))
+    limit_s = options.time_limit_s
+    most_s = min(most_lowering_s(limit_s), lowering_s(0) + LOWERING_SHARE * limit_s)
     ranked = []
     for number in NUMBERS:
         if number <= shortest:
             for slicing in cut(profile, options, number):
                 for problem in build(slicing):
-                    if lowering_s(problem.tasks) <= most_lowering_s(options.time_limit_s):
+                    if lowering_s(problem.tasks) <= most_s:
                         ranked.append((_judged(problem, options), -number, device_work(problem)))
     least = min((reached for reached, *_ in ranked), default=0)
     able = [-less for _, less, work in sorted(ranked) if work <= least]  # the others compute for longer than that

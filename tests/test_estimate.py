@@ -348,6 +348,8 @@ def test_host_links_are_shared_by_pairs_of_gpus():
     shared = estimate(options(devices=5, shared_links="pairs")).machine.links
     assert [link.devices for link in shared] == [[0, 1], [2, 3], [4]]
     assert {value_of(link.d2h_bytes_per_s) for link in shared} == {value_of(own.d2h_bytes_per_s)}
+    three = options(devices=7, shared_links="pairs", gpu=replace_fields(A100, devices_per_node=3))
+    assert [link.devices for link in estimate(three).machine.links] == [[0, 1], [2], [3, 4], [5], [6]]
     (halved,) = estimate(options(shared_links="pairs", tensor_parallel=2)).machine.links
     assert value_of(halved.d2h_bytes_per_s) == value_of(own.d2h_bytes_per_s) // 2
 

@@ -231,7 +231,7 @@ def _show(advice: Advice, line: list[str], model: str, question: Question) -> No
         + (f"; the others take at least {_seconds(advice.next_bound_ns)} s" if advice.next_bound_ns else "")
     )
     if any(row.planned_microbatches < row.degrees.microbatches for row in advice.configurations):
-        out.print("longer steps are planned with 4 microbatches per device, and repeat their steady state")
+        out.print("longer steps are planned with at most 4 microbatches per device, and repeat their steady state")
     out.print()
     for command in line:
         out.print(command, soft_wrap=True, highlight=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import combinations
+from itertools import combinations, groupby
 from typing import TYPE_CHECKING, Literal
 
 from msgspec import structs
@@ -333,5 +333,5 @@ def _links(options: EstimateOptions) -> list[Link]:
     )
     if not pairs or options.tensor_parallel > 1:
         return [link]
-    groups = (list(range(first, min(first + 2, options.devices))) for first in range(0, options.devices, 2))
-    return [structs.replace(link, devices=group) for group in groups]
+    paired = groupby(range(options.devices), lambda d: (d // gpu.devices_per_node, d % gpu.devices_per_node // 2))
+    return [structs.replace(link, devices=list(group)) for _, group in paired]

@@ -81,7 +81,9 @@ def sentences(explanation: Explanation) -> Iterator[str]:
                 f"{_saving(one, explanation)}."
             )
         elif one.family == "head":
-            yield f"The head in {one.amount} of equal cost would save {_saving(one, explanation)}."
+            saving = _saving(one, explanation)
+            yield f"The head in {one.amount} of equal cost, if together they cost no more, would save {saving}."
+            yield "What they do cost, profile --head-parts says."
         elif one.family in DOINGS:
             yield _costs(one, explanation)
 

@@ -13,7 +13,15 @@ import msgspec
 import pytest
 
 from optpipe_compiler.documents import ir, profile
-from optpipe_compiler.documents.files import Record, canonical, check_writable, decode, read_text, write_atomically
+from optpipe_compiler.documents.files import (
+    Record,
+    canonical,
+    check_writable,
+    decode,
+    is_same,
+    read_text,
+    write_atomically,
+)
 from optpipe_compiler.errors import BadInput
 from tests.instances import quick, uniform
 
@@ -289,3 +297,17 @@ def test_whether_a_path_can_be_written_is_known_without_writing_it(tmp_path):
     with pytest.raises(BadInput, match=r"cannot be written: Is a directory$"):
         check_writable(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["old.json"]
+
+
+def test_a_name_that_is_too_long_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / ("x" * 300)
+    for write in (check_writable, lambda path: write_atomically(path, "")):
+        with pytest.raises(BadInput, match=r"x: cannot be written: File name too long$"):
+            write(path)
+    assert not is_same(path, tmp_path / "other")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(b"\xef\xbb\xbf{}\r\n")
+    assert read_text(path) == "{}\r\n"

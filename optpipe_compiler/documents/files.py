@@ -60,13 +60,13 @@ MOST_NESTED = 100
 
 
 def read_text(path: Path, most_bytes: int = LARGEST_FILE) -> str:
-    """Return the UTF-8 text of `path`; raise BadInput when it cannot be read, or is too large."""
+    """Return the UTF-8 text of `path`, without a byte-order mark; raise BadInput if it is too large or unreadable."""
     try:
         with path.open("rb") as file:
             content = file.read(most_bytes + 1)
         if len(content) > most_bytes:
             raise BadInput(f"{path}: is too large, expected at most {most_bytes // 10**6} MB")
-        return content.decode("utf-8")
+        return content.decode("utf-8-sig")
     except OSError as error:
         stdin = "; /dev/stdin reads what is piped in" if str(path) == "-" else ""
         raise BadInput(f"{path}: cannot be read: {error.strerror}{stdin}") from error
@@ -353,7 +353,9 @@ def _spreads(value: Any) -> bool:
 
 def is_special(path: Path) -> bool:
     """Whether a path is no place for a file, but a device, a pipe, or a name for something open such as /dev/stdout."""
-    return str(path).startswith(("/dev/", "/proc/")) or (path.exists() and not path.is_file() and not path.is_dir())
+    with suppress(OSError):  # a name that is too long
+        return str(path).startswith(("/dev/", "/proc/")) or (path.exists() and not path.is_file() and not path.is_dir())
+    return False
 
 
 def is_same(path: Path, other: Path) -> bool:
@@ -369,8 +371,12 @@ def is_same(path: Path, other: Path) -> bool:
 def _target(path: Path) -> Path:
     """Return what a path leads to, links followed."""
     target = Path(os.path.realpath(path))
-    if target.is_symlink():
-        raise BadInput(f"{path}: cannot be written: {os.strerror(errno.ELOOP)}")
+    try:
+        number = errno.ELOOP if target.is_symlink() else 0
+    except OSError as error:  # a name that is too long
+        number = error.errno or errno.EIO
+    if number:
+        raise BadInput(f"{path}: cannot be written: {os.strerror(number)}")
     return target
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from optpipe_compiler.lower import promised
+from optpipe_compiler.machine import compiled
 from optpipe_compiler.machine.dispatch import DONE, LATE, STUCK
 from optpipe_compiler.machine.orders import peaks, retime
 from optpipe_compiler.machine.state import NEVER
@@ -308,3 +310,18 @@ def test_a_reserve_is_left_free_for_messages_and_no_more_than_it():
     by = guide(one, depth=2)
     assert max(peaks(run(one, by))) == 8
     assert max(peaks(run(one, replace(by, reserve=[2, 2])))) == 6  # of 7: an activation and a residue
+
+
+def test_what_is_compiled_runs_where_its_folder_has_no_room(monkeypatch, tmp_path):
+    """`compile` refused: the output cannot be written."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(compiled, "_FOLDER", tmp_path)
+    monkeypatch.setattr("numba.core.caching.IndexDataCacheFile.save", full)
+    assert compiled.entry(one_more)(1) == 2
+
+
+def one_more(number):
+    return number + 1

@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -62,9 +63,17 @@ def entry(function: Function) -> Function:
     with _SETTING:
         before, settings.CACHE_DIR = settings.CACHE_DIR, str(_FOLDER)
         try:
-            return cast("Function", njit(cache=True, **_OPTIONS)(function))
+            one: Any = njit(cache=True, **_OPTIONS)(function)
         finally:
             settings.CACHE_DIR = before
+    if (cache := getattr(one, "_cache", None)) is not None:  # numba may be told not to compile
+        cache.save_overload = partial(_save_if_there_is_room, cache.save_overload)
+    return cast("Function", one)
+
+
+def _save_if_there_is_room(save: Callable[..., None], *found: object) -> None:
+    with suppress(OSError):
+        save(*found)
 
 
 def misses(function: Any) -> int:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, UntypedStorage
     from torch.autograd.graph import GradientEdge
-    from torch.nn import Parameter
+    from torch.nn import Module, Parameter
 
     RunBackward = Callable[..., tuple[Tensor | None, ...]]
 
@@ -123,6 +123,11 @@ def never_compiled(function: Hook) -> Hook:
         skip = _frames._FrameAction.SKIP
         _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
     return function
+
+
+def is_compiled(module: Module) -> bool:
+    """Whether `module.compile()` was called, of which torch shows nothing, and of which copies know nothing."""
+    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def is_profiled() -> bool:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -112,7 +112,8 @@ def takes(layer: nn.Module, name: Literal["target", "carry"]) -> bool:
 def parameters_of(layer: nn.Module) -> Mapping[str, inspect.Parameter]:
     """The parameters of a layer's `forward` as the model has it; they are looked up once."""
     if layer not in _parameters:
-        _parameters[layer] = inspect.signature(inner_layer(layer).forward).parameters
+        inner = inner_layer(layer)
+        _parameters[layer] = inspect.signature(getattr(inner, "_orig_mod", inner).forward).parameters
     return _parameters[layer]
 
 
@@ -134,8 +135,13 @@ class Wrapping(nn.Module):
 
 def inner_layer(layer: nn.Module) -> nn.Module:
     """The layer as the model has it, without what wraps it."""
-    while isinstance(layer, DistributedDataParallel | Wrapping):
-        layer = layer.module if isinstance(layer, DistributedDataParallel) else layer.layer
+    while isinstance(layer, DistributedDataParallel | Wrapping) or type(layer).__name__ == "OptimizedModule":
+        if isinstance(layer, DistributedDataParallel):
+            layer = layer.module
+        elif isinstance(layer, Wrapping):
+            layer = layer.layer
+        else:  # of torch.compile; with parameters in FSDP2 it is of another class
+            layer = cast("nn.Module", layer._orig_mod)
     return layer
 
 

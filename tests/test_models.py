@@ -189,7 +189,9 @@ def test_a_users_function_gives_the_layers(user_model):
 
 def test_layers_that_torch_prints_alike_are_of_one_kind_but_for_the_first_and_the_last(monkeypatch):
     def layers(count: int) -> list[Any]:
-        inner = [nn.Linear(12, 12, bias=index != 3) for index in range(count)]
+        inner: list[Any] = [nn.Linear(12, 12, bias=index != 3) for index in range(count)]
+        inner[1].compile(backend="eager")
+        inner[4] = torch.compile(inner[4], backend="eager")
         return [nn.Embedding(256, 12), *inner, lambda: nn.Linear(12, 12), Scorer(12)]
 
     module = ModuleType("optpipe_test_kinds")
@@ -197,7 +199,7 @@ def test_layers_that_torch_prints_alike_are_of_one_kind_but_for_the_first_and_th
     monkeypatch.setitem(sys.modules, "optpipe_test_kinds", module)
     user_functions.allow("optpipe_test_kinds:layers")
     model = msgspec.structs.replace(SMALL, builder="optpipe_test_kinds:layers", config={"count": 5})
-    linear = ["Linear", "Linear", "Linear", "Linear-2", "Linear"]
+    linear = ["Linear", "Linear-2", "Linear", "Linear-3", "Linear-4"]
     assert models.layer_names(model) == ["Embedding", *linear, "Linear", "Scorer"]
     assert models.parameter_bytes(model) == [4 * n for n in (3072, 156, 156, 156, 144, 156, 156, 12 * 256 + 256)]
 

@@ -558,6 +558,28 @@ def test_compiled_layers_have_the_gradients_of_others(alone, make, fused):
         torch.testing.assert_close(found.grad, expected.grad)
 
 
+class NamedScores(nn.Linear):
+    def forward(self, x, *, target):
+        return nn.functional.cross_entropy(super().forward(x).flatten(0, 1), target.flatten())
+
+
+class Scaled(nn.Linear):
+    def forward(self, x, *, scale):
+        return super().forward(x) * scale
+
+
+def test_what_torch_compile_returns_is_given_what_the_layer_in_it_names(alone):
+    layers = [nn.Embedding(16, HIDDEN), Scaled(HIDDEN, HIDDEN), Normed(), NamedScores(HIDDEN, 16)]
+    tokens = torch.randint(16, (2 * MICROBATCHES, LENGTH))
+    found = []
+    for given in (layers, [layers[0], *(torch.compile(layer, backend="eager") for layer in layers[1:])]):
+        makers = [partial(lambda layer: layer, layer) for layer in given]
+        stages = runtime_torch.build_stages(plan((0, 0)), makers, 0, "cpu")
+        runner = runtime_torch.Runner(plan((0, 0)), stages, lambda layer: ((2, LENGTH, HIDDEN), torch.float32))
+        found.append(runner.step(tokens, target=tokens, keywords=[{"scale": 2.0}, {"scale": 3.0}]).loss)
+    assert found[0] == found[1]
+
+
 def test_what_torch_says_of_a_compiled_backward_in_two_halves_is_told_in_ones_own_words(alone, monkeypatch):
     def refuses(*arguments, **ways):
         raise RuntimeError("This backward function was compiled with non-empty donated buffers which requires")

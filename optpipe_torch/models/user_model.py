@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from optpipe_compiler.errors import BadInput
 from optpipe_torch.models.user_functions import import_function
 from runtime_torch.bundles import Bundle, Made, needs_data, trace_bundles
+from runtime_torch.engine import is_compiled
+from runtime_torch.microbatch import inner_layer
 from runtime_torch.ties import merged, shared
 
 if TYPE_CHECKING:
@@ -145,8 +147,8 @@ def bundles(model: Model, user: UserModel, dtype: torch.dtype) -> list[Bundle]:
 def kinds(model: Model, user: UserModel, borders: Sequence[Bundle]) -> list[str]:
     """Return the kind of each layer.
 
-    Layers are of one kind if torch prints them alike, their parameters have the same shapes, and so have what enters
-    and leaves them; the first and the last layer are kinds of their own.
+    Layers are of one kind if torch prints them alike, the same modules are compiled, their parameters have the same
+    shapes, and so have what enters and leaves them; the first and the last layer are kinds of their own.
     """
     names: dict[object, str] = {}
     found = []
@@ -154,10 +156,12 @@ def kinds(model: Model, user: UserModel, borders: Sequence[Bundle]) -> list[str]
     for index, one in enumerate(user.layers):
         layer = sketched(model, index, one)
         sizes = tuple((tuple(p.shape), p.requires_grad) for p in layer.parameters())
-        kind = (index if index in (0, last) else None, repr(layer), sizes, borders[index], borders[index + 1])
+        compiled = tuple(is_compiled(one) for one in layer.modules())
+        kind = (index if index in (0, last) else None, repr(layer), sizes, compiled, *borders[index : index + 2])
         if kind not in names:
-            same = sum(name.partition("-")[0] == type(layer).__name__ for name in names.values())
-            names[kind] = type(layer).__name__ + (f"-{same + 1}" if same else "")
+            name = type(inner_layer(layer)).__name__
+            same = sum(known.partition("-")[0] == name for known in names.values())
+            names[kind] = name + (f"-{same + 1}" if same else "")
         found.append(names[kind])
     return found
 

@@ -183,14 +183,16 @@ class Runner:
         """
         begin = time.perf_counter_ns()
         self._refuse_failed()
-        of_kind("schedule", schedule, ir.Schedule, "a schedule, as load_schedule returns it")
         rank, stages = dist.get_rank(self._group), self._stages
-        mover = Mover(stages, several(optimizer), rank)
+        mover = Mover(stages, rank)
         problem: BadInput | None = None
         wanted: list[Move] = []
         packages: dict[int, Any] = {}
-        same = is_same_cut(self.schedule, schedule)
+        same = False
         try:
+            of_kind("schedule", schedule, ir.Schedule, "a schedule, as load_schedule returns it")
+            mover.optimizers = several(optimizer)
+            same = is_same_cut(self.schedule, schedule)
             wanted = moves(self.schedule, schedule)
             if not same:
                 if wanted and optimizer is None:

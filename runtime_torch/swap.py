@@ -122,9 +122,9 @@ def _owners(schedule: ir.Schedule) -> list[int]:
 class Mover:
     """Takes this rank's part in moving layers; made on every rank, whether it has a part or not."""
 
-    def __init__(self, stages: Stages, optimizers: Sequence[Optimizer], rank: int) -> None:
+    def __init__(self, stages: Stages, rank: int) -> None:
         self._stages = stages
-        self._optimizers = optimizers
+        self.optimizers: Sequence[Optimizer] = ()
         self._rank = rank
         self._device = next(iter(stages.values())).device
         self._packages: dict[int, tuple[_Package, list[Tensor]]] = {}
@@ -132,7 +132,7 @@ class Mover:
     @property
     def said(self) -> str:
         """The optimizers in words, with the number of their groups: the same on all ranks where layers move."""
-        kinds = [f"{type(one).__name__} ({len(one.param_groups)})" for one in self._optimizers]
+        kinds = [f"{type(one).__name__} ({len(one.param_groups)})" for one in self.optimizers]
         return " and ".join(kinds) or "none"
 
     def pack(self, wanted: Sequence[Move]) -> dict[int, _Package]:
@@ -163,9 +163,14 @@ class Mover:
         for name, parameter in inner.named_parameters():
             if engine.has_hooks(parameter):
                 raise BadInput(f"layer {number} cannot move: its parameter {name} has a hook, which would stay behind")
+        if any(map(engine.is_compiled, inner.modules())):
+            raise BadInput(
+                f"layer {number} cannot move: it, or a module in it, is compiled by its compile(), which would stay "
+                "behind, expected torch.compile(module)"
+            )
         kept, others = [], self._others()
         for name, parameter in inner.named_parameters():
-            groups = [_kept(optimizer, parameter) for optimizer in self._optimizers]
+            groups = [_kept(optimizer, parameter) for optimizer in self.optimizers]
             if parameter.requires_grad and others and not any(groups):
                 raise BadInput(
                     f"layer {number} cannot move: its parameter {name} is in no optimizer, and {others[0][0]} has "
@@ -192,7 +197,7 @@ class Mover:
         """What optimizers have and no layer of this rank, with the kind of the optimizer."""
         own = {id(parameter) for parameter in self._stages.module.parameters()}
         held = [
-            (type(one).__name__, p) for one in self._optimizers for group in one.param_groups for p in group["params"]
+            (type(one).__name__, p) for one in self.optimizers for group in one.param_groups for p in group["params"]
         ]
         return [(kind, p) for kind, p in held if id(p) not in own]
 
@@ -227,7 +232,7 @@ class Mover:
         for parameter, gradient, attributes, groups in kept:
             parameter.grad = gradient
             vars(parameter).update(attributes)
-            for optimizer, known in zip(self._optimizers, groups, strict=True):
+            for optimizer, known in zip(self.optimizers, groups, strict=True):
                 if known is not None:
                     number, name, state = known
                     group = optimizer.param_groups[number]
@@ -247,7 +252,7 @@ class Mover:
 
     def _forget(self, layer: nn.Module) -> None:
         gone = {id(parameter) for parameter in layer.parameters()}
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 stays = [id(parameter) not in gone for parameter in group["params"]]
                 for key in ("params", "param_names"):
@@ -325,7 +330,7 @@ def agree_on(
 ) -> dict[int, _Package]:
     """Compare digests over all ranks, and where layers move `optimizers`, and return all packages; raise on all ranks
     what kept any of them."""
-    mine = (schedule.digest, None if error is None else str(error), packages, optimizers)
+    mine = (getattr(schedule, "digest", ""), None if error is None else str(error), packages, optimizers)
     found: list[tuple[str, str | None, dict[int, _Package], str]] = [("", None, {}, "")] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
     if error is not None:

@@ -196,6 +196,9 @@ for broken, schedule, optimizer, word in (
     (None, plans[1], adam(groups) if rank == 0 else (), "rank 1 has other optimizers (groups) than rank 0: none, not"),
     (None, plans[1], adam(masters), "is in no optimizer, and AdamW has tensors of no layer"),
     (None, plans[1], adam(both), "AdamW has a tensor of no layer with the shape of its parameter"),
+    (None, plans[1] if rank == 0 else "there", (), "schedule is 'there', expected a schedule"),
+    (None, plans[1], () if rank == 0 else [3], "optimizer[0] is 3, expected one of torch"),
+    ("compiled", plans[1], (), "layer 3 cannot move: it, or a module in it, is compiled by its compile()"),
     ("hook", plans[1], (), "layer 3 cannot move: its parameter logits.weight has a hook"),
 ):
     head.broken = broken
@@ -204,6 +207,9 @@ for broken, schedule, optimizer, word in (
             delattr(head, name)
     if broken in (subclass, sparse, quantized, sharing):
         head.broken = broken(head)
+    head._compiled_call_impl = None
+    if broken == "compiled":
+        head.compile(backend="eager")
     if broken == "hook" and rank == 1:
         head.logits.weight.register_hook(torch.neg)
     weights = [p.clone() for p in stages.module.parameters()]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import NoneType
@@ -26,7 +26,7 @@ from runtime_torch.replicas import replicated
 from runtime_torch.stages import executions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator
 
     from optpipe_compiler.documents import ir
     from runtime_torch.execution import StageExecution
@@ -168,7 +168,7 @@ class Mover:
                 f"layer {number} cannot move: it, or a module in it, is compiled by its compile(), which would stay "
                 "behind, expected torch.compile(module)"
             )
-        kept, others = [], self._others()
+        kept, others, aside = [], self._others(), list(self._aside())
         for name, parameter in inner.named_parameters():
             groups = [_kept(optimizer, parameter) for optimizer in self.optimizers]
             if parameter.requires_grad and others and not any(groups):
@@ -181,6 +181,13 @@ class Mover:
                     raise BadInput(
                         f"layer {number} cannot move: {keeper} has a tensor of no layer with the shape of its "
                         f"parameter {name} in {other.dtype}, such as a copy, which would stay behind"
+                    )
+            for keeper, other in aside:
+                if other.shape == parameter.shape:
+                    raise BadInput(
+                        f"layer {number} cannot move: {keeper} has a tensor with the shape of its parameter {name} in "
+                        "an attribute of its own, such as a copy, which would stay behind: expected it in the "
+                        "optimizer's state"
                     )
             kept.append((parameter, parameter.grad, vars(parameter), groups))
         file = io.BytesIO()
@@ -200,6 +207,15 @@ class Mover:
             (type(one).__name__, p) for one in self.optimizers for group in one.param_groups for p in group["params"]
         ]
         return [(kind, p) for kind, p in held if id(p) not in own]
+
+    def _aside(self) -> Iterator[tuple[str, Tensor]]:
+        """What optimizers have in attributes of their own, with the kind of the optimizer."""
+        own = {id(parameter) for parameter in self._stages.module.parameters()}
+        for one in self.optimizers:
+            public = one.param_groups, one.state, one.defaults
+            known = own.union(map(id, _tensors_in(public, set())))
+            found = _tensors_in(vars(one), set(map(id, public)))
+            yield from ((type(one).__name__, tensor) for tensor in found if id(tensor) not in known)
 
     @torch.no_grad()
     def move(self, wanted: Sequence[Move], packages: Mapping[int, _Package], group: dist.ProcessGroup | None) -> int:
@@ -260,6 +276,17 @@ class Mover:
                         group[key] = [one for one, kept in zip(group[key], stays, strict=True) if kept]
             for parameter in layer.parameters():
                 optimizer.state.pop(parameter, None)
+
+
+def _tensors_in(one: object, seen: set[int]) -> Iterator[Tensor]:
+    """Return the tensors in containers and optimizers that were not `seen`."""
+    if isinstance(one, Tensor):
+        yield one
+    elif isinstance(one, Mapping | list | tuple | Optimizer) and id(one) not in seen:
+        seen.add(id(one))
+        inside = vars(one) if isinstance(one, Optimizer) else one
+        for part in inside.values() if isinstance(inside, Mapping) else inside:
+            yield from _tensors_in(part, seen)
 
 
 def _kind(tensor: Tensor) -> TensorKind:

@@ -162,6 +162,11 @@ masters = [p.detach().double() for p in stages.module.parameters()]
 both = [p.detach().requires_grad_() for p in masters] + list(stages.module.parameters())
 adam = torch.optim.AdamW
 
+class Keeper(torch.optim.SGD):
+    def __init__(self, params):
+        super().__init__(params)
+        self.copies = {p: [p.detach().clone()] for p in self.param_groups[0]["params"]}
+
 class Special(torch.nn.Parameter):
     pass
 
@@ -198,6 +203,7 @@ for broken, schedule, optimizer, word in (
     (None, plans[1], adam(both), "AdamW has a tensor of no layer with the shape of its parameter"),
     (None, plans[1] if rank == 0 else "there", (), "schedule is 'there', expected a schedule"),
     (None, plans[1], () if rank == 0 else [3], "optimizer[0] is 3, expected one of torch"),
+    (None, plans[1], Keeper(stages.module.parameters()) if rank else (), "cannot move: Keeper has a tensor with the"),
     ("compiled", plans[1], (), "layer 3 cannot move: it, or a module in it, is compiled by its compile()"),
     ("hook", plans[1], (), "layer 3 cannot move: its parameter logits.weight has a hook"),
 ):

@@ -303,11 +303,11 @@ def unchanged(layer: nn.Module) -> Iterator[None]:
     """Within: what a layer remembers of its calls, such as a table of positions, it forgets again."""
     before = [(vars(module), dict(vars(module))) for module in layer.modules()]
     kept = [(one, copy(one)) for _, attributes in before for one in attributes.values() if isinstance(one, dict | list)]
+    inside = [part for one, _ in kept for part in (one.values() if isinstance(one, dict) else one)]
+    values = [*inside, *(one for _, attributes in before for one in attributes.values())]
+    own = {id(one) for one in (*layer.parameters(), *layer.buffers())}  # which others look after
     tensors = [
-        (one, one.detach().clone(), changes(one))
-        for _, attributes in before
-        for one in attributes.values()
-        if isinstance(one, Tensor)
+        (one, one.detach().clone(), changes(one)) for one in values if isinstance(one, Tensor) and id(one) not in own
     ]
     try:
         yield

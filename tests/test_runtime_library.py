@@ -502,6 +502,28 @@ def test_layers_remember_nothing_of_the_call_that_finds_shapes(alone):
     assert layers[1].table.device.type == "cpu"
 
 
+class Averaging(nn.Linear):
+    """A layer whose forward changes a tensor in a dictionary, and one in a list, in place."""
+
+    def __init__(self):
+        super().__init__(HIDDEN, HIDDEN)
+        self.means, self.counts = {"x": torch.zeros(())}, [torch.zeros(())]
+
+    def forward(self, x):
+        self.means["x"].add_(x.detach().mean())
+        self.counts[0].add_(1)
+        return super().forward(x)
+
+
+def test_the_trial_leaves_tensors_in_dictionaries_and_lists_as_they_were(alone):
+    tokens = torch.zeros(2 * MICROBATCHES, LENGTH, dtype=torch.int64)
+    layers = [nn.Embedding(16, HIDDEN), Averaging(), nn.Linear(HIDDEN, HIDDEN), Scores(HIDDEN, 16)]
+    stages = runtime_torch.build_stages(plan((0, 0)), layers, 0, "cpu", inputs=[tokens[:2]], target=tokens[:2])
+    runtime_torch.Runner(plan((0, 0)), stages).step(tokens, target=tokens)
+    assert layers[1].counts[0] == MICROBATCHES
+    torch.testing.assert_close(layers[1].means["x"], MICROBATCHES * layers[0](tokens[:2]).detach().mean())
+
+
 class Wrapped(nn.Linear):
     def forward(self, x):
         return (super().forward(x),)

@@ -31,6 +31,11 @@ if TYPE_CHECKING:
     from runtime_torch.streams import Carrier
 
 
+_ANEW = (
+    ": expected a forward that does the same again; of a compiled layer, one that was not compiled anew in between for "
+    "another length or argument, as torch.compile(dynamic=True) has it"
+)
+
 Handle = Slot | Constant | Tensor
 """What stands for a saved tensor in the graph; a tensor for itself, as for one of another device."""
 
@@ -96,7 +101,7 @@ class SavedTensorStore:
             if not self.is_constant(tensor):
                 slot = next(left, None)
                 if slot is None or not _matches(slot, tensor, whole=slot.holding in holdings):
-                    raise RunFailed(f"{what} did not save what the forward saved")
+                    raise RunFailed(f"{what} did not save what the forward saved{_ANEW}")
                 if slot.holding.storage is None and slot.holding in holdings:
                     self.put_back(slot.holding, tensor.untyped_storage())
                 if slot.holding.storage is not None:
@@ -106,7 +111,7 @@ class SavedTensorStore:
         with saved_tensors_hooks(pack, lambda handle: SavedTensorStore.read(self, handle)):
             yield pack
         if next(left, None) is not None:
-            raise RunFailed(f"{what} saved fewer tensors than the forward did")
+            raise RunFailed(f"{what} saved fewer tensors than the forward did{_ANEW}")
 
     @property
     def is_refilling(self) -> bool:

@@ -587,7 +587,7 @@ class NamedScores(nn.Linear):
 
 class Scaled(nn.Linear):
     def forward(self, x, *, scale):
-        return super().forward(x) * scale
+        return x + scale * super().forward(x).tanh()
 
 
 def test_what_torch_compile_returns_is_given_what_the_layer_in_it_names(alone):
@@ -600,6 +600,28 @@ def test_what_torch_compile_returns_is_given_what_the_layer_in_it_names(alone):
         runner = runtime_torch.Runner(plan((0, 0)), stages, lambda layer: ((2, LENGTH, HIDDEN), torch.float32))
         found.append(runner.step(tokens, target=tokens, keywords=[{"scale": 2.0}, {"scale": 3.0}]).loss)
     assert found[0] == found[1]
+
+
+def test_a_recompute_of_a_layer_that_was_compiled_anew_since_its_forward_is_refused_with_what_to_do(alone):
+    import torch._dynamo
+
+    tokens = torch.randint(16, (2 * MICROBATCHES, LENGTH))
+    kinds = (0, "offload"), (1, "recompute")
+    schedule = plan((0, 0), ranges=lambda stage, _: [(k, 2 * stage + i, 2 * stage + i + 1) for i, k in kinds])
+    inner = nn.Linear(HIDDEN, HIDDEN), Scores(HIDDEN, 16)
+    for dynamic in (None, True):
+        torch._dynamo.reset()
+        scaled = torch.compile(Scaled(HIDDEN, HIDDEN), backend="aot_eager", dynamic=dynamic)
+        layers = [nn.Embedding(16, HIDDEN), scaled, *inner]
+        makers = [partial(lambda layer: layer, layer) for layer in layers]
+        stages = runtime_torch.build_stages(schedule, makers, 0, "cpu")
+        runner = runtime_torch.Runner(schedule, stages, lambda layer: ((2, LENGTH, HIDDEN), torch.float32))
+        step = partial(runner.step, tokens, target=tokens, keywords=[{"scale": 1.0}, {"scale": 2.0}])
+        if dynamic:
+            step()
+        else:
+            with pytest.raises(RunFailed, match=r"layers 1 to 1 .* torch.compile\(dynamic=True\)"):
+                step()
 
 
 def test_what_torch_says_of_a_compiled_backward_in_two_halves_is_told_in_ones_own_words(alone, monkeypatch):

@@ -130,6 +130,12 @@ def is_compiled(module: Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
+def uncompiled(module: Module) -> Module:
+    """Return the module in one of torch.compile; any other as it is."""
+    found: Module = getattr(module, "_orig_mod", module)
+    return found
+
+
 def is_profiled() -> bool:
     """Whether a profiler listens to this thread, or may do so."""
     return _profiler_enabled is None or _profiler_enabled()

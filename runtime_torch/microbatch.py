@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput, of_kind
+from runtime_torch import engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -113,7 +114,7 @@ def parameters_of(layer: nn.Module) -> Mapping[str, inspect.Parameter]:
     """The parameters of a layer's `forward` as the model has it; they are looked up once."""
     if layer not in _parameters:
         inner = inner_layer(layer)
-        _parameters[layer] = inspect.signature(getattr(inner, "_orig_mod", inner).forward).parameters
+        _parameters[layer] = inspect.signature(engine.uncompiled(inner).forward).parameters
     return _parameters[layer]
 
 
@@ -141,7 +142,7 @@ def inner_layer(layer: nn.Module) -> nn.Module:
         elif isinstance(layer, Wrapping):
             layer = layer.layer
         else:  # of torch.compile; with parameters in FSDP2 it is of another class
-            layer = cast("nn.Module", layer._orig_mod)
+            layer = engine.uncompiled(layer)
     return layer
 
 

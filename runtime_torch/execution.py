@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from runtime_torch.surroundings import (
     autocast_as,
     autocast_now,
     buffers_now,
+    buffers_of,
     put_attributes,
     put_buffers,
     without_autocast,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from runtime_torch.bundles import Flow
     from runtime_torch.microbatch import Slice
     from runtime_torch.streams import Carrier
-    from runtime_torch.surroundings import Autocast, BufferState, PlainAttribute
+    from runtime_torch.surroundings import AttributeState, Autocast, BufferState, PlainAttribute
 
 Constants = dict[tuple["nn.Module", str], tuple[Tensor, int]]
 """Buffers by module and name, and how often each was changed."""
@@ -64,7 +65,7 @@ class _Checkpoint:
     autocast: Autocast
     buffers: list[BufferState]
     """Those that the forward changes, as it found them."""
-    attributes: list[tuple[PlainAttribute, Any]]
+    attributes: list[AttributeState]
     """Those that the forward sets, as it found them."""
     changes: list[int]
     """How often each tensor of `x` had been changed in place."""
@@ -75,15 +76,22 @@ class _Checkpoint:
         """Of all tensors."""
         return [one.untyped_storage() for one in (*tensors_in(self.x), *(state.value for state in self.buffers))]
 
-    def check(self, first: int) -> None:
-        """Raise RunFailed where the input of layer `first` is no longer what it was in the forward."""
+    def check(self, first: int, number_of: Callable[[nn.Module], int]) -> None:
+        """Raise RunFailed where what layer `first` begins with, or one has in attributes, is no longer what it was."""
         if self.changes != [engine.changes(one) for one in tensors_in(self.x)]:
             raise RunFailed(
                 f"layer {first}: its input was changed in place, and the schedule computes the layer once more from "
                 "it, expected a new tensor"
             )
+        for state in self.attributes:
+            if state.is_lost():
+                raise RunFailed(
+                    f"layer {number_of(state.module)}: the tensor in its attribute {state.name} was changed in place "
+                    "since the forward, and the schedule computes the layer once more, expected a buffer, or a tensor "
+                    "that was there before the first step"
+                )
 
-    def check_constants(self, first: int, now: Constants) -> None:
+    def check_constants(self, now: Constants, number_of: Callable[[nn.Module], int]) -> None:
         """Raise RunFailed where buffers changed since that no forward seemed to change.
 
         A table that was made since, or is larger now, is a forward's own: it makes the same once more.
@@ -92,10 +100,10 @@ class _Checkpoint:
             earlier, as_often = self.constants.get((module, name), (buffer, changes))
             if earlier.shape == buffer.shape and (earlier is not buffer or changes != as_often):
                 raise RunFailed(
-                    f"layer {first}: its buffer {name} has changed since the forward, which it had not in the trial "
-                    "before the first step, and the schedule computes the layer once more from what is there now: "
-                    "expected a buffer that each forward changes or none does, or a schedule without recomputes of "
-                    "this layer"
+                    f"layer {number_of(module)}: its buffer {name} has changed since the forward, which it had not in "
+                    "the trial before the first step, and the schedule computes the layer once more from what is there "
+                    "now: expected a buffer that each forward changes or none does, or a schedule without recomputes "
+                    "of this layer"
                 )
 
 
@@ -192,9 +200,7 @@ class StageExecution:
 
     def begin(self) -> None:
         """A step begins: parameters may have moved since the last one, or others have taken their place."""
-        changing = [
-            buffer for modules in self._changing.values() for one in modules for buffer in one.buffers(recurse=False)
-        ]
+        changing = [buffer for modules in self._changing.values() for one in modules for _, buffer in buffers_of(one)]
         self._changed = frozenset(tensor.untyped_storage().data_ptr() for tensor in changing)
         self._owned, self._buffered = {}, {}
         owned = [tensor for layer in self.layers for tensor in (*layer.parameters(), *layer.buffers())]
@@ -209,9 +215,9 @@ class StageExecution:
 
     @contextmanager
     def trying(self) -> Iterator[None]:
-        """Within: forwards on trial, which tell which buffers a forward changes. These are afterwards as before, and so
-        are random states and what layers remember of their calls, but for those with parts in FSDP2 or DDP, which
-        remember their own."""
+        """Within: forwards on trial, which tell which buffers a forward changes, and which tensors in attributes. These
+        are afterwards as before, and so are random states and what layers remember of their calls, but for those with
+        parts in FSDP2 or DDP, which remember their own."""
         before = {index: buffers_now(layer.modules()) for index, layer in enumerate(self.layers, self.first_layer)}
         inner_layers = {index: inner_layer(layer) for index, layer in enumerate(self.layers, self.first_layer)}
         plain = {index: layer for index, layer in inner_layers.items() if not is_looked_after(layer)}
@@ -332,8 +338,8 @@ class StageExecution:
         """R: run the forward of `layers` once more and put what it saves back into the original graph's slots."""
         run = self._passes[microbatch]
         checkpoint = run.checkpoints.pop(layers)
-        checkpoint.check(layers[0])
-        checkpoint.check_constants(layers[0], self._constants_in(layers))
+        checkpoint.check(layers[0], self._number_of)
+        checkpoint.check_constants(self._constants_in(layers), self._number_of)
         needs = iter(checkpoint.needs_gradient)
         x = _each(checkpoint.x, lambda part: part.detach().requires_grad_(next(needs)))
         now, attributes = buffers_now(self._changing_in(layers)), attributes_now(self._set_in(layers))
@@ -559,6 +565,11 @@ class StageExecution:
                 for name, buffer in module.named_buffers(recurse=False):
                     found[module, name] = buffer, engine.changes(buffer)
         return found
+
+    def _number_of(self, module: nn.Module) -> int:
+        """Return the number of the layer that a module is in."""
+        found = (module in layer.modules() for layer in self.layers)
+        return self.first_layer + next(place for place, is_there in enumerate(found) if is_there)
 
     def _changing_in(self, layers: Layers) -> list[nn.Module]:
         """Return the modules in layers [first, end) of which a forward changes buffers."""

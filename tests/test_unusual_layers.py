@@ -231,6 +231,42 @@ def test_a_recompute_is_refused_where_a_buffer_changed_that_the_trial_did_not_se
         runner.step(x, target=target)
 
 
+class Follows(nn.Linear):
+    """Keeps a mean of what it sees in an attribute, there from the beginning or made by the first forward, replaced or
+    changed in place; and what it saw last, which no forward reads."""
+
+    def __init__(self, way="replaced"):
+        super().__init__(WIDTH, WIDTH)
+        self.way = way
+        self.mean = None if way.startswith("made") else torch.zeros(WIDTH)
+        self.last = None
+
+    def forward(self, x):
+        now = x.detach().mean(0)
+        before = torch.zeros(WIDTH) if self.mean is None else self.mean
+        if self.mean is not None and self.way.endswith("in place"):
+            before = before.clone()
+            self.mean.lerp_(now, 0.5)
+        else:
+            self.mean = before.lerp(now, 0.5)
+        self.last = super().forward(x * (1 + before) - before)
+        return self.last
+
+
+@both
+@pytest.mark.parametrize("way", ["replaced", "in place", "made by the first"])
+def test_a_recompute_finds_tensors_in_attributes_as_its_forward_did(alone, way, fused):  # noqa: F811
+    layers = model(lambda: Follows(way), lambda: Follows(way))
+    assert_trains_as_in_a_loop(layers, fused=fused, ranges=RECOMPUTED)
+
+
+def test_a_recompute_is_refused_where_a_tensor_that_the_first_forward_made_was_changed_in_place(alone):  # noqa: F811
+    _, runner = pipelined(model(*[lambda: Follows("made, in place")] * 2), plan((0, 0), ranges=RECOMPUTED))
+    x, target = batch(0)
+    with pytest.raises(RunFailed, match="layer 1: the tensor in its attribute mean was changed in place since"):
+        runner.step(x, target=target)
+
+
 class Shifts(nn.Linear):
     """Changes its input, and the target."""
 

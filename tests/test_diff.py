@@ -122,6 +122,14 @@ def test_setup_changes_are_named_with_both_values():
     assert "host memory cap        2.00 GB -> none\n" in text
 
 
+def test_truths_are_said_as_yes_and_no():
+    old, new = (
+        changed(build(Shape(LOOP)), lambda plain, value=value: plain["provenance"]["options"].update(offload=value))
+        for value in (True, False)
+    )
+    assert "option: offload  yes -> no\n" in words(old, new)
+
+
 def test_a_change_that_rounding_would_hide_is_shown_in_full():
     old = build(Shape(LOOP))
     new = changed(old, lambda plain: plain["setup"].update(cap_bytes=10**9 + 1))

@@ -33,6 +33,7 @@ NAMES = {
     "compute_permille": "thousandths of a copy's time that compute loses",
 }
 """Names that need more than their underscores replaced."""
+TRUTHS = {"True": "yes", "False": "no"}
 
 
 def render(difference: Difference, old: str, new: str) -> Text:
@@ -175,7 +176,7 @@ def _rounded(name: str, value: Value) -> str:
         return f"{short_bytes(value)}/s"
     if isinstance(value, int) and name.endswith("_ns"):
         return show_ns(value)
-    return f"{value:.1%}" if name == "bubble_fraction" else str(value)
+    return f"{value:.1%}" if name == "bubble_fraction" else TRUTHS.get(str(value), str(value))
 
 
 def _percent(change: Change) -> str:

@@ -42,7 +42,9 @@ FILES = {"torch": "torch's CSV", "Primus": "Primus's table"}
 @click.option("--to", "kind", type=click.Choice(list(ENDINGS)), required=True)
 @click.option("-o", "--output", type=Output(), help="[default: the schedule's name with a new ending]")
 @click.option("--drop-memory-ops", is_flag=True, help="torch, Primus: leave out offloads, reloads and recomputes.")
-@click.option("--profile", "profile_path", type=click.Path(path_type=Path), help="torch, Megatron: layer names.")
+@click.option(
+    "--profile", "profile_path", type=click.Path(path_type=Path), help="torch, Megatron, Primus: layer names."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def export(
     schedule_path: Path, kind: str, output: Path | None, drop_memory_ops: bool, profile_path: Path | None, as_json: bool
@@ -76,7 +78,9 @@ def export(
         from optpipe_compiler.documents import profile as profiles
         from optpipe_compiler.export import primus
 
-        files = {path: primus.render(checked, profiles.load(profile_path) if profile_path else None)}
+        profile = profiles.load(profile_path) if profile_path else None
+        files = {path: primus.render(checked, profile)}
+        _say_what_layers_are(checked, profile)
     elif kind == "torchtitan":
         files = _for_torchtitan(path, checked, profile_path, as_json=as_json)
     elif kind == "torch-csv":

@@ -40,7 +40,7 @@ _LINE = re.compile(r"Rank (\d+): *(\S*)")
 _NODE = re.compile(r"\(([A-Z]+)\|(\d+)\|(\d+)\)")
 
 TEMPLATE = '''"""Schedule table for Primus. Written by {compiler} for the schedule
-{digest}; {devices} ranks, {chunks} chunks per rank, {microbatches} microbatches per step.
+{digest}; ranks: {devices}, chunks per rank: {chunks}, microbatches per step: {microbatches}.
 
 Import this module before training starts and run with
 

@@ -319,6 +319,16 @@ def test_the_command_is_silent_about_a_quiet_profile(monkeypatch, tmp_path):
     assert "optpipe:" not in shown.stderr
 
 
+def test_a_time_of_0_has_no_spread_in_parts_of_it(monkeypatch, tmp_path):
+    quiet = assemble(TINY.model(), 2, [findings(), findings()])
+    nothing = Quantity(value=0, source="measured", samples=32, spread=648)
+    profile = structs.replace(quiet, layers=[structs.replace(quiet.layers[0], backward_ns=nothing), *quiet.layers[1:]])
+    monkeypatch.setattr("optpipe_torch.profiler.measure.measure", lambda options, on_progress: profile)
+    shown = CliRunner().invoke(cli, ["profile", "-o", str(tmp_path / "profile.json")], catch_exceptions=False)
+    assert "64800%" not in shown.stdout
+    assert "R: recomputation" in shown.stdout
+
+
 # -- the allocator of host memory
 
 

@@ -80,11 +80,12 @@ def _shown(one: Noisy, value: int | None = None) -> str:
 
 
 def _time(cost: Cost | None, between: str = " ") -> str:
-    """Return a time, and its spread in parts of it where it was measured."""
+    """Return a time, and its spread in parts of it where it was measured and is not 0."""
     if cost is None:
         return "-"
-    spread = f"{between}±{cost.spread / max(1, cost.value):.0%}" if isinstance(cost, Quantity) and cost.samples else ""
-    return show_ns(value_of(cost)) + spread
+    if not isinstance(cost, Quantity) or not cost.samples or not cost.value:
+        return show_ns(value_of(cost))
+    return f"{show_ns(cost.value)}{between}±{cost.spread / cost.value:.0%}"
 
 
 def _size(cost: Cost | None) -> str:

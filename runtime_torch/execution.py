@@ -28,13 +28,14 @@ from runtime_torch.slices import StageCarry
 from runtime_torch.store import SavedTensorStore
 from runtime_torch.surroundings import (
     attributes_now,
-    attributes_set_since,
     autocast_as,
     autocast_now,
     buffers_now,
     buffers_of,
     put_attributes,
     put_buffers,
+    same_attributes,
+    sets_attributes,
     without_autocast,
 )
 
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from runtime_torch.bundles import Flow
     from runtime_torch.microbatch import Slice
     from runtime_torch.streams import Carrier
-    from runtime_torch.surroundings import AttributeState, Autocast, BufferState, PlainAttribute
+    from runtime_torch.surroundings import AttributeState, Autocast, BufferState
 
 Constants = dict[tuple["nn.Module", str], tuple[Tensor, int]]
 """Buffers by module and name, and how often each was changed."""
@@ -66,7 +67,7 @@ class _Checkpoint:
     buffers: list[BufferState]
     """Those that the forward changes, as it found them."""
     attributes: list[AttributeState]
-    """Those that the forward sets, as it found them."""
+    """As the forward found them."""
     changes: list[int]
     """How often each tensor of `x` had been changed in place."""
     constants: Constants
@@ -83,13 +84,13 @@ class _Checkpoint:
                 f"layer {first}: its input was changed in place, and the schedule computes the layer once more from "
                 "it, expected a new tensor"
             )
-        for state in self.attributes:
-            if state.is_lost():
-                raise RunFailed(
-                    f"layer {number_of(state.module)}: the tensor in its attribute {state.name} was changed in place "
-                    "since the forward, and the schedule computes the layer once more, expected a buffer, or a tensor "
-                    "that was there before the first step"
-                )
+        restored = {id(state.tensor) for state in self.buffers}
+        for module, name in (lost for state in self.attributes for lost in state.lost(restored)):
+            raise RunFailed(
+                f"layer {number_of(module)}: the tensor in its attribute {name} was changed in place since the "
+                "forward, and the schedule computes the layer once more, expected a new tensor, or one that was "
+                "there before the first step and that each forward changes"
+            )
 
     def check_constants(self, now: Constants, number_of: Callable[[nn.Module], int]) -> None:
         """Raise RunFailed where buffers changed since that no forward seemed to change.
@@ -173,13 +174,13 @@ class StageExecution:
         """The addresses of what the stage owns, without the buffers that a forward changes."""
         self._changing: dict[int, list[nn.Module]] = {}
         """By layer: the modules of which a forward changes buffers, such as running statistics."""
-        self._setting: dict[int, list[PlainAttribute]] = {}
-        """By layer: the attributes with plain values that a forward sets."""
-        self._changed: frozenset[int] = frozenset()
-        """The addresses of these buffers."""
+        self._changed: dict[int, Tensor] = {}
+        """These buffers by address: one that a forward replaces is kept, lest an activation have its address."""
         self._everywhere = random_state.everywhere(self.device)
         self._owned: dict[int, list[random_state.Source]] = {}
         """By layer that was asked for in this step: the generators that it has itself."""
+        self._plain: dict[int, list[nn.Module]] = {}
+        """By layer that was asked for in this step: the modules whose attributes are restored."""
         self._buffered: dict[int, list[nn.Module]] = {}
         """By layer that was asked for in this step: the modules whose buffers no forward changes."""
         self._passes: dict[int, _Pass] = {}
@@ -201,10 +202,10 @@ class StageExecution:
     def begin(self) -> None:
         """A step begins: parameters may have moved since the last one, or others have taken their place."""
         changing = [buffer for modules in self._changing.values() for one in modules for _, buffer in buffers_of(one)]
-        self._changed = frozenset(tensor.untyped_storage().data_ptr() for tensor in changing)
-        self._owned, self._buffered = {}, {}
+        self._changed = {tensor.untyped_storage().data_ptr(): tensor for tensor in changing}
+        self._owned, self._buffered, self._plain = {}, {}, {}
         owned = [tensor for layer in self.layers for tensor in (*layer.parameters(), *layer.buffers())]
-        self._constants = frozenset(tensor.untyped_storage().data_ptr() for tensor in owned) - self._changed
+        self._constants = frozenset(tensor.untyped_storage().data_ptr() for tensor in owned) - self._changed.keys()
 
     def forget(self) -> None:
         """A step was left in the middle, and none goes on with it: let go what it held."""
@@ -250,7 +251,12 @@ class StageExecution:
                     one.grad = gradient
                 for one, value in limited:
                     one.data.copy_(value)
-                self._setting = {index: attributes_set_since(had) for index, had in attributes.items()}
+                setting = [
+                    module
+                    for index in self.selective
+                    for module, had in attributes.get(index, ())
+                    if sets_attributes(module, had)
+                ]
                 self._changing = {}
                 for index, states in before.items():
                     changed = [state for state in states if state.has_changed()]
@@ -258,7 +264,7 @@ class StageExecution:
                         self._changing[index] = list(dict.fromkeys(state.module for state in changed))
                     put_buffers(changed)
                 self.begin()
-        for module, _ in (one for index in self.selective for one in self._setting.get(index, ())):
+        for module in setting:
             leave(module)
         for index, name, one, before_it in frozen:
             if _mark(one) != before_it:
@@ -342,23 +348,23 @@ class StageExecution:
         checkpoint.check_constants(self._constants_in(layers), self._number_of)
         needs = iter(checkpoint.needs_gradient)
         x = _each(checkpoint.x, lambda part: part.detach().requires_grad_(next(needs)))
-        now, attributes = buffers_now(self._changing_in(layers)), attributes_now(self._set_in(layers))
-        put_buffers(checkpoint.buffers)
-        put_attributes(checkpoint.attributes)
+        now = buffers_now(self._changing_in(layers))
         with (
+            same_attributes(self._plain_in(layers)),
             random_state.restored(checkpoint.random),
             torch.enable_grad(),
             autocast_as(checkpoint.autocast, self.device),
             run.store.refilling(*layers),
         ):
+            put_buffers(checkpoint.buffers)
+            put_attributes(checkpoint.attributes)
             if run.store.autocast:
                 x = _each(x, lambda part: part.view_as(part))
             for index in range(*layers):
                 x = self._call(run, index, x)
                 if index == run.entry_layer and index + 1 < layers[1]:
                     _, x = _through_one(x)
-        put_buffers(now)
-        put_attributes(attributes)
+            put_buffers(now)
         for storage in checkpoint.storages():
             self.meter.release(storage)
 
@@ -531,7 +537,7 @@ class StageExecution:
             random_state.now(self._random_in(layers)),
             autocast_now(self.device),
             buffers_now(self._changing_in(layers)),
-            attributes_now(self._set_in(layers)),
+            attributes_now(self._plain_in(layers)),
             [engine.changes(part) for part in tensors_in(kept)],
             self._constants_in(layers),
         )
@@ -540,9 +546,13 @@ class StageExecution:
             self.meter.hold(storage)
         return x
 
-    def _set_in(self, layers: Layers) -> list[PlainAttribute]:
-        """Return the attributes with plain values that forwards of layers [first, end) set."""
-        return [attribute for index in range(*layers) for attribute in self._setting.get(index, ())]
+    def _plain_in(self, layers: Layers) -> list[nn.Module]:
+        """Return the modules in layers [first, end), without those that DDP and FSDP2 keep numbers in."""
+        for index in range(*layers):
+            if index not in self._plain:
+                layer = inner_layer(self.layers[index - self.first_layer])
+                self._plain[index] = [] if is_looked_after(layer) else list(layer.modules())
+        return [module for index in range(*layers) for module in self._plain[index]]
 
     def _random_in(self, layers: Layers) -> list[random_state.Source]:
         """Return the sources of random numbers that layers [first, end) may draw from."""

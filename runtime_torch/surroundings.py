@@ -3,7 +3,7 @@ restored when it is repeated."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from runtime_torch.engine import changes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from torch import nn
 
@@ -59,7 +59,7 @@ class BufferState:
 
     def has_changed(self) -> bool:
         """Whether the module has another buffer now, or another value in it."""
-        now = getattr(self.module, self.name)
+        now = getattr(self.module, self.name, None)
         return now is not self.tensor or changes(now) != self.changes or not torch.equal(now, self.value)
 
 
@@ -98,49 +98,67 @@ def put_buffers(states: Iterable[BufferState]) -> None:
         state.tensor.copy_(state.value)
 
 
-PlainAttribute = tuple["nn.Module", str]
-"""A module and the name of an attribute with a plain value that forwards set, such as how often it was called, or with
-a tensor that the first of them makes."""
-_ABSENT = object()
+Attributes = dict[str, Any]
+"""Of a module: plain values, such as how often it was called, and tensors; of what else there is the name alone."""
+_OTHER = object()
 
 
-def attributes_set_since(before: Iterable[tuple[nn.Module, dict[str, Any]]]) -> list[PlainAttribute]:
-    """Return the attributes with plain values that modules have now, and had not, or not so, before; and those with
-    tensors that had none."""
-    return [
-        (module, name)
-        for module, had in before
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, int | float | str)
+
+
+def sets_attributes(module: nn.Module, had: Attributes) -> bool:
+    """Whether a module has attributes with plain values or tensors now that it had not, or not so, before."""
+    return any(
+        had.get(name, _OTHER) is not value
         for name, value in vars(module).items()
-        if (isinstance(value, int | float | str | None) and had.get(name, _ABSENT) is not value)
-        or (_is_state(value) and not isinstance(had.get(name), Tensor))
-    ]
+        if _is_plain(value) or _is_state(value)
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttributeState:
-    """The value of an attribute at some time; of a tensor how often it had been changed in place."""
+    """The attributes of a module at some time, and how often each tensor among them had been changed in place."""
 
     module: nn.Module
-    name: str
-    value: Any
-    changes: int
+    values: Attributes
+    changes: dict[str, int]
 
-    def is_lost(self) -> bool:
-        """Whether the tensor that it was has another value now."""
-        return isinstance(self.value, Tensor) and changes(self.value) != self.changes
+    def lost(self, restored: Collection[int]) -> Iterator[tuple[nn.Module, str]]:
+        """Yield which tensors have another value now, but for those that are restored, by identity."""
+        for name, as_often in self.changes.items():
+            tensor = self.values[name]
+            if id(tensor) not in restored and changes(tensor) != as_often:
+                yield self.module, name
 
 
-def attributes_now(attributes: Iterable[PlainAttribute]) -> list[AttributeState]:
-    """Return the present values of attributes."""
-    found = ((module, name, vars(module).get(name, _ABSENT)) for module, name in attributes)
-    return [AttributeState(*one, changes(one[2]) if isinstance(one[2], Tensor) else 0) for one in found]
+def attributes_now(modules: Iterable[nn.Module]) -> list[AttributeState]:
+    """Return the present attributes of modules."""
+    found = []
+    for module in modules:
+        states = {name: changes(value) for name, value in vars(module).items() if _is_state(value)}
+        values = {name: value if name in states or _is_plain(value) else _OTHER for name, value in vars(module).items()}
+        found.append(AttributeState(module, values, states))
+    return found
 
 
 def put_attributes(states: Iterable[AttributeState]) -> None:
-    """Let attributes be as they were."""
+    """Let attributes be as they were, but for what was neither a plain value nor a tensor."""
     for state in states:
-        module, name, value = state.module, state.name, state.value
-        if value is _ABSENT:
-            vars(module).pop(name, None)
-        else:
-            vars(module)[name] = value
+        attributes = vars(state.module)
+        for name in [name for name, value in attributes.items() if _is_plain(value) or _is_state(value)]:
+            if name not in state.values:
+                del attributes[name]
+        attributes.update({name: value for name, value in state.values.items() if value is not _OTHER})
+
+
+@contextmanager
+def same_attributes(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Within: attributes of modules may be set; afterwards they are as now."""
+    now = [(vars(module), dict(vars(module))) for module in modules]
+    try:
+        yield
+    finally:
+        for attributes, were in now:
+            attributes.clear()
+            attributes.update(were)

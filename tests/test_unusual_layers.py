@@ -267,6 +267,59 @@ def test_a_recompute_is_refused_where_a_tensor_that_the_first_forward_made_was_c
         runner.step(x, target=target)
 
 
+class Notices(nn.Linear):
+    """Sets attributes where it sees numbers below zero, of which the trial of a later stage has none."""
+
+    def __init__(self, way):
+        super().__init__(WIDTH, WIDTH)
+        self.way, self.seen, self.mean = way, 0, None if way == "made" else torch.zeros(WIDTH)
+
+    def forward(self, x):
+        before, seen = torch.zeros(WIDTH) if self.mean is None else self.mean.clone(), self.seen
+        if (x < 0).any():
+            self.seen += 1
+            if self.way == "in place":
+                self.mean.lerp_(x.detach().mean(0), 0.5)
+            elif self.way == "taken away" and seen:
+                self.mean = None
+            else:
+                self.mean = before.lerp(x.detach().mean(0), 0.5)
+        return super().forward(x * (1 + seen) - before)
+
+
+@both
+@pytest.mark.parametrize("way", ["made", "replaced", "taken away"])
+def test_a_recompute_finds_attributes_as_its_forward_did_where_the_trial_did_not_see_them_set(alone, way, fused):  # noqa: F811
+    layers = model(lambda: Notices(way), lambda: Notices(way))
+    assert_trains_as_in_a_loop(layers, fused=fused, ranges=RECOMPUTED)
+
+
+def test_a_recompute_is_refused_where_a_tensor_changed_in_place_and_the_trial_did_not_see_it(alone):  # noqa: F811
+    _, runner = pipelined(
+        model(lambda: nn.Linear(WIDTH, WIDTH), lambda: Notices("in place")), plan((0, 0), ranges=RECOMPUTED)
+    )
+    x, target = batch(0)
+    with pytest.raises(RunFailed, match="layer 2: the tensor in its attribute mean was changed in place since"):
+        runner.step(x, target=target)
+
+
+class Deletes(nn.Linear):
+    """Has a tensor in an attribute that its first forward takes away."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.first = torch.full((WIDTH,), 2.0)
+
+    def forward(self, x):
+        factor = vars(self).pop("first", 1)
+        return super().forward(x * factor)
+
+
+@both
+def test_a_recompute_finds_a_tensor_that_its_forward_took_away(alone, fused):  # noqa: F811
+    assert_trains_as_in_a_loop(model(Deletes, Deletes), fused=fused, ranges=RECOMPUTED)
+
+
 class Shifts(nn.Linear):
     """Changes its input, and the target."""
 

@@ -251,12 +251,9 @@ class StageExecution:
                     one.grad = gradient
                 for one, value in limited:
                     one.data.copy_(value)
-                setting = [
-                    module
-                    for index in self.selective
-                    for module, had in attributes.get(index, ())
-                    if sets_attributes(module, had)
-                ]
+                setting = {
+                    module for had_in in attributes.values() for module, had in had_in if sets_attributes(module, had)
+                }
                 self._changing = {}
                 for index, states in before.items():
                     changed = [state for state in states if state.has_changed()]
@@ -264,8 +261,8 @@ class StageExecution:
                         self._changing[index] = list(dict.fromkeys(state.module for state in changed))
                     put_buffers(changed)
                 self.begin()
-        for module in setting:
-            leave(module)
+        for index in self.selective:
+            leave(self.layers[index - self.first_layer], setting.union(self._changing.get(index, ())))
         for index, name, one, before_it in frozen:
             if _mark(one) != before_it:
                 raise BadInput(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from runtime_torch import random_state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
 
 Keeper = Callable[[Callable[..., Tensor], tuple[Any, ...]], Tensor]
@@ -62,10 +62,14 @@ def find_cheap(layer: nn.Module) -> None:
             module.forward = update_wrapper(partial(_cheaply, module.forward), module.forward)
 
 
-def leave(module: nn.Module) -> None:
-    """Do not take a module for cheap any more: its forward does more than compute."""
-    if getattr(vars(module).get("forward"), "func", None) is _cheaply:
-        del module.forward
+def leave(layer: nn.Module, changed: Collection[nn.Module]) -> None:
+    """Take for cheap no more what has one of the `changed` modules in it: its forward does more than compute."""
+    for module in layer.modules():
+        function = getattr(vars(module).get("forward"), "func", None)
+        if function is _cheaply or function is _gated:
+            piece: Any = module if function is _cheaply else module.act_fn
+            if any(part in changed for part in piece.modules()):
+                del module.forward
 
 
 def _cheaply(forward: Callable[..., Tensor], *inputs: Any, **named: Any) -> Tensor:

@@ -361,6 +361,59 @@ def test_modules_with_the_names_of_cheap_ones_may_do_as_they_like(way, fused):
     assert all(map(torch.equal, found, expected))
 
 
+class FollowingRMSNorm(nn.RMSNorm):
+    """Changes a tensor in an attribute."""
+
+    def __init__(self):
+        super().__init__(WIDTH)
+        self.mean = torch.zeros(WIDTH)
+
+    def forward(self, x):
+        before = self.mean.clone()
+        self.mean.lerp_(x.detach().mean((0, 1)), 0.5)
+        return super().forward(x - before)
+
+
+class Growing(nn.Module):
+    """Counts its calls."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return (x * self.calls).tanh()
+
+
+class Gated(nn.Module):
+    """A feed-forward layer by its names."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.act_fn = Growing()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), FollowingRMSNorm()), Gated])
+def test_modules_that_change_with_each_call_are_not_made_again(make):
+    found = []
+    for selective in ((), (0,)):
+        torch.manual_seed(0)
+        stage = StageExecution([make()], 0, is_first=False, is_last=False, device="cpu", selective=selective)
+        x = torch.randn(2, ROWS, LENGTH, WIDTH)
+        with stage.trying():
+            stage.forward(0, x[0])
+            stage.discard(0)
+        stage.begin()
+        for microbatch in range(2):
+            stage.forward(microbatch, x[microbatch])
+        gradients = [stage.backward(microbatch, x[0]) for microbatch in range(2)]
+        found.append([*gradients, *(p.grad for p in stage.layers[0].parameters())])
+    assert all(map(torch.equal, *found))
+
+
 def test_a_layer_that_is_cheap_as_a_whole_gets_its_keyword_arguments():
     class ScaledRMSNorm(nn.RMSNorm):
         def forward(self, x, scale=1.0):

@@ -174,8 +174,8 @@ class Benches:
             for parameter in layer.parameters():
                 parameter.grad = torch.zeros_like(parameter)
         bench = Bench(stage, self.entering(first), self.target, self.gradient(end - 1))
-        if any(True for layer in stage.layers for _ in layer.buffers()):
-            with stage.trying():  # the bytes of buffers that change count
+        if selective or any(True for layer in stage.layers for _ in layer.buffers()):
+            with stage.trying():  # the bytes of buffers that change count, and what changes is not made again
                 bench.forward(0)
                 stage.discard(0)
         return bench

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import NoneType
 
@@ -147,20 +148,29 @@ def executions(
 ) -> dict[int, StageExecution]:
     """Return the stages of `rank` by number, of its layers by number."""
     found = {}
-    sharded = [part for layer in built.values() for part in replicated(layer)]
-    for part in sharded:  # a stage must know the whole parameters, to tell them from activations
+    with _whole(built.values()):
+        for stage in schedule.stages_of(rank):
+            run = [built[index] for index in range(*stage.layers)]
+            _refuse_unsliceable(schedule, stage, run)
+            if bundles is not None:
+                first, end = stage.layers
+                names = {index: f"rank {rank}: layer {index}" for index in range(first, end)}
+                run = [
+                    bundled(built[i], bundles[i], bundles[i + 1], name, packs=i + 1 == end) for i, name in names.items()
+                ]
+            found[stage.stage] = _execution(schedule, stage, run, device, meters)
+    return found
+
+
+@contextmanager
+def _whole(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Within: parameters are whole, as a stage must know them, to tell them from activations."""
+    sharded = [part for module in modules for part in replicated(module)]
+    for part in sharded:
         part.unshard()
-    for stage in schedule.stages_of(rank):
-        run = [built[index] for index in range(*stage.layers)]
-        _refuse_unsliceable(schedule, stage, run)
-        if bundles is not None:
-            first, end = stage.layers
-            names = {index: f"rank {rank}: layer {index}" for index in range(first, end)}
-            run = [bundled(built[i], bundles[i], bundles[i + 1], name, packs=i + 1 == end) for i, name in names.items()]
-        found[stage.stage] = _execution(schedule, stage, run, device, meters)
+    yield
     for part in sharded:
         part.reshard()
-    return found
 
 
 def wrap_stages(
@@ -190,10 +200,11 @@ def wrap_stages(
     stages = Stages(nn.ModuleDict({name: module.to(device) for name, module in own.items()}), None, tied)
     tied.unite(lambda module: bool(replicated(module)), dict(stages.module.items()))
     meters = Meter(), Meter()
-    for stage in mine:
-        _refuse_unsliceable(schedule, stage, [modules[stage.stage]])
-        nothing = [nn.Identity() for _ in range(stage.layers[1] - stage.layers[0] - 1)]
-        stages[stage.stage] = _execution(schedule, stage, [*nothing, modules[stage.stage]], device, meters)
+    with _whole(modules.values()):
+        for stage in mine:
+            _refuse_unsliceable(schedule, stage, [modules[stage.stage]])
+            nothing = [nn.Identity() for _ in range(stage.layers[1] - stage.layers[0] - 1)]
+            stages[stage.stage] = _execution(schedule, stage, [*nothing, modules[stage.stage]], device, meters)
     return stages
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from small_schedules import Builder, Shape
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import runtime_torch
 from optpipe_compiler.documents import ir
@@ -444,20 +445,27 @@ class Whole(nn.Module):
         return x if not target else ((x - target[0]) ** 2).mean()
 
 
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["plain", "FSDP2"])
 @pytest.mark.parametrize("ranges", RANGES.values(), ids=RANGES)
-def test_stage_modules_of_ones_own_are_run_as_a_whole(alone, ranges):
+def test_stage_modules_of_ones_own_are_run_as_a_whole(alone, ranges, is_sharded):
     torch.manual_seed(0)
     schedule = plan((0, 0), ranges=ranges)
     modules = {stage: Whole([nn.Linear(HIDDEN, HIDDEN), nn.Tanh()]) for stage in (0, 1)}
+    plain = nn.ModuleList(copy.deepcopy(modules).values())
+    if is_sharded:
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        for module in modules.values():
+            fully_shard(module, mesh=mesh)
     stages = runtime_torch.wrap_stages(schedule, modules, 0, "cpu")
     runner = runtime_torch.Runner(schedule, stages, lambda layer: (() if layer == 3 else (2, HIDDEN), torch.float32))
     x, target = torch.randn(2, 2 * MICROBATCHES, HIDDEN)
     result = runner.step(x, target=target)
-    loss = modules[1](modules[0](x), target)
-    wanted = torch.autograd.grad(loss, list(stages.module.parameters()))
+    loss = plain[1](plain[0](x), target)
+    wanted = torch.autograd.grad(loss, list(plain.parameters()))
     assert result.loss == pytest.approx(loss.item())
     for parameter, gradient in zip(stages.module.parameters(), wanted, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
+        found = parameter.grad.full_tensor() if is_sharded else parameter.grad
+        torch.testing.assert_close(found, gradient)
 
 
 def test_a_stage_module_cannot_serve_a_schedule_that_names_part_of_its_layers():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from runtime_torch.engine import changes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
+    from collections.abc import Set as AbstractSet
 
     from torch import nn
 
@@ -99,21 +101,23 @@ def put_buffers(states: Iterable[BufferState]) -> None:
 
 
 Attributes = dict[str, Any]
-"""Of a module: plain values, such as how often it was called, and tensors; of what else there is the name alone."""
-_OTHER = object()
+"""Of a module, without what every module has."""
+_PLAIN = int, float, str, NoneType
+_OF_EVERY = frozenset(vars(torch.nn.Module()))
 
 
-def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, int | float | str)
+def _kept(module: nn.Module) -> Attributes:
+    """Return the attributes with plain values, such as how often the module was called, and those with tensors."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if name not in _OF_EVERY and (isinstance(value, _PLAIN) or _is_state(value))
+    }
 
 
 def sets_attributes(module: nn.Module, had: Attributes) -> bool:
     """Whether a module has attributes with plain values or tensors now that it had not, or not so, before."""
-    return any(
-        had.get(name, _OTHER) is not value
-        for name, value in vars(module).items()
-        if _is_plain(value) or _is_state(value)
-    )
+    return any(name not in had or had[name] is not value for name, value in _kept(module).items())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,13 +125,15 @@ class AttributeState:
     """The attributes of a module at some time, and how often each tensor among them had been changed in place."""
 
     module: nn.Module
-    values: Attributes
+    names: AbstractSet[str]
+    """Of all attributes."""
+    kept: Attributes
     changes: dict[str, int]
 
     def lost(self, restored: Collection[int]) -> Iterator[tuple[nn.Module, str]]:
         """Yield which tensors have another value now, but for those that are restored, by identity."""
         for name, as_often in self.changes.items():
-            tensor = self.values[name]
+            tensor = self.kept[name]
             if id(tensor) not in restored and changes(tensor) != as_often:
                 yield self.module, name
 
@@ -136,9 +142,9 @@ def attributes_now(modules: Iterable[nn.Module]) -> list[AttributeState]:
     """Return the present attributes of modules."""
     found = []
     for module in modules:
-        states = {name: changes(value) for name, value in vars(module).items() if _is_state(value)}
-        values = {name: value if name in states or _is_plain(value) else _OTHER for name, value in vars(module).items()}
-        found.append(AttributeState(module, values, states))
+        kept = _kept(module)
+        as_often = {name: changes(value) for name, value in kept.items() if isinstance(value, Tensor)}
+        found.append(AttributeState(module, set(vars(module)), kept, as_often))
     return found
 
 
@@ -146,10 +152,10 @@ def put_attributes(states: Iterable[AttributeState]) -> None:
     """Let attributes be as they were, but for what was neither a plain value nor a tensor."""
     for state in states:
         attributes = vars(state.module)
-        for name in [name for name, value in attributes.items() if _is_plain(value) or _is_state(value)]:
-            if name not in state.values:
+        if new := attributes.keys() - state.names:
+            for name in new & _kept(state.module).keys():
                 del attributes[name]
-        attributes.update({name: value for name, value in state.values.items() if value is not _OTHER})
+        attributes.update(state.kept)
 
 
 @contextmanager

@@ -360,7 +360,7 @@ class StageExecution:
             for index in range(*layers):
                 x = self._call(run, index, x)
                 if index == run.entry_layer and index + 1 < layers[1]:
-                    _, x = _through_one(x)
+                    _, x = through_one(x)
             put_buffers(now)
         for storage in checkpoint.storages():
             self.meter.release(storage)
@@ -459,7 +459,7 @@ class StageExecution:
                 f"layer {index} has weights below its attention and {which}: run in slices, it must be two layers, of "
                 "which the first has no attention" + (f", or train layer {index - 1}" if index else "")
             )
-        carrier, x = _through_one(x)
+        carrier, x = through_one(x)
         run.entry, run.entry_layer = get_gradient_edge(carrier), index
         return x
 
@@ -646,7 +646,7 @@ def tensors_in(x: Flow) -> tuple[Tensor, ...]:
     return x if isinstance(x, tuple) else (x,)
 
 
-def _through_one(x: Flow) -> tuple[Tensor, Flow]:
+def through_one(x: Flow) -> tuple[Tensor, Flow]:
     """Return a tensor that carries `x`, and `x` as parts of it."""
     if isinstance(x, Tensor):
         return x, x

@@ -258,6 +258,13 @@ def test_the_meta_device_keeps_of_a_part_what_a_stage_keeps(name):
     assert stage.saved_bytes(0) == sizes.saved
 
 
+def test_a_head_in_parts_changes_nothing_of_how_a_block_runs_backward():
+    """Weight gradients of all that follows the embedding were counted as if they were made at once."""
+    whole, parts = (block(replace(PARTS, embedding_parts=1, head_parts=n)).sizes.transient for n in (1, 4))
+    for op in ("backward_input", "backward_weight", "backward"):
+        assert parts[op] == whole[op], op
+
+
 def test_the_transient_bytes_of_parts_cover_two_in_a_row():
     from optpipe_torch.models.layers import border
     from runtime_torch.bundles import bundled

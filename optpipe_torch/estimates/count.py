@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,6 +21,7 @@ from optpipe_torch.estimates.work import Work, kernel_of, tensors_of
 from optpipe_torch.profiler.records import LayerBytes, SelectiveBytes
 from runtime_torch import split
 from runtime_torch.bundles import bundled
+from runtime_torch.execution import through_one
 from runtime_torch.microbatch import targets_for
 from runtime_torch.selective import find_cheap, told_to
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch import UntypedStorage
 
-    from runtime_torch.bundles import Bundle
+    from runtime_torch.bundles import Bundle, Flow
 
 Accumulation = Literal["torch", "fused"]
 
@@ -204,13 +204,21 @@ def count_between(
     return count(stage, torch.empty(shape, dtype=dtype, device="meta"), target, accumulation=accumulation)
 
 
-def _forward(layers: Sequence[nn.Module], x: Tensor, target: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the input as a leaf, and the output."""
-    leaf = output = x.detach().requires_grad_() if x.is_floating_point() else x
-    for layer in layers:
+def _forward(
+    layers: Sequence[nn.Module], x: Tensor, target: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Return the input as a leaf where it has a gradient, else what the first of several layers passes on; and the
+    output."""
+    leaf = x.detach().requires_grad_() if x.is_floating_point() else None
+    entry: Tensor | None = None
+    flow: Flow = x if leaf is None else leaf
+    for index, layer in enumerate(layers):
         behind, named = targets_for(layer, target, is_last=target is not None and layer is layers[-1])
-        output = layer(output, *behind, **named)
-    return leaf, output
+        flow = layer(flow, *behind, **named)
+        if leaf is None and index == 0 and len(layers) > 1:
+            entry, flow = through_one(flow)
+    assert isinstance(flow, Tensor)  # as `bundled` packs it
+    return leaf, entry, flow
 
 
 def _split(
@@ -225,22 +233,29 @@ def _split(
     saved = saved or _Saved(layers)
     counter.begin(work["forward"])
     with saved_tensors_hooks(saved.pack, saved.unpack), told_to(None if cheap is None else cheap.cheap):
-        leaf, output = _forward(layers, x, target)
+        leaf, entry, output = _forward(layers, x, target)
     total, edge, output_bytes = saved.nbytes(), get_gradient_edge(output), output.nbytes if output.dim() else 0
+    start = leaf if entry is None else entry
+    begins = None if start is None else get_gradient_edge(start)
     counter.begin(Work())
     gradient = torch.empty_like(output)
-    del output
+    del output, start, entry
     counter.begin(work["backward_input"])
-    if leaf.requires_grad:
-        found, rest = split.backward_input(edge, gradient, get_gradient_edge(leaf))
-        waiting, second_half = rest.tensors(), partial(split.backward_weight, rest)
-    else:  # the first layer: its weight gradients start at its output
-        found, waiting, second_half = None, iter([gradient]), partial(split.backward_whole, edge, gradient)
-    captured = _captured(waiting, saved)
-    del found, gradient
+    below: list[Tensor] = []
+    rest = split.SecondHalf()
+    if begins is None:  # the first layer alone: its weight gradients start at its output
+        begins, below = edge, [gradient]
+    else:
+        found, rest = split.backward_input(edge, gradient, begins)
+        below = [found] if leaf is None and found is not None else []  # those of the first layer start at its output
+        del found
+    captured = _captured([*rest.tensors(), *below], saved)
+    del gradient
     saved.reads.clear()
     counter.begin(work["backward_weight"])
-    second_half()
+    split.backward_weight(rest)
+    while below:
+        split.backward_whole(begins, below.pop())
     return LayerBytes(
         saved=total,
         residue=saved.nbytes(saved.reads) + captured,
@@ -271,8 +286,8 @@ def _captured(waiting: Iterable[Tensor], saved: _Saved) -> int:
 
 def _fused(counter: _Counter, work: Work, layers: Sequence[nn.Module], x: Tensor, target: Tensor | None) -> None:
     counter.begin(Work())
-    leaf, output = _forward(layers, x, target)
+    leaf, _, output = _forward(layers, x, target)
     gradient = torch.empty_like(output)
     counter.begin(work)
     wanted = [parameter for layer in layers for parameter in layer.parameters()]
-    torch.autograd.backward([output], [gradient], inputs=[*wanted, leaf] if leaf.requires_grad else wanted)
+    torch.autograd.backward([output], [gradient], inputs=wanted if leaf is None else [*wanted, leaf])

@@ -214,7 +214,8 @@ def _rows(
 
 
 def _cover(alone: Sequence[LayerBytes], together: LayerBytes) -> None:
-    """Raise the transient bytes of the last layer of a row so that they cover a stage of it: what passes between.
+    """Raise the transient bytes of the last layer of a row where those of all do not cover a stage of it: what passes
+    between.
 
     Two layers of a chain save together less than alone: what they share.
     """
@@ -227,7 +228,8 @@ def _cover(alone: Sequence[LayerBytes], together: LayerBytes) -> None:
     missing["forward"] = max(0, missing["forward"] + together.saved - saved)
     captured = together.captured - sum(one.captured for one in alone)
     missing["backward_input"] = max(0, missing["backward_input"] + captured)
-    last.transient = {op: max(size, missing[op]) for op, size in last.transient.items()}
+    covered = {op: max(one.transient[op] for one in alone) for op in missing}
+    last.transient |= {op: size for op, size in missing.items() if size > covered[op]}
 
 
 def _layer(name: str, number: int, counted: Counted, options: EstimateOptions) -> Layer:

@@ -259,10 +259,12 @@ def test_the_meta_device_keeps_of_a_part_what_a_stage_keeps(name):
 
 
 def test_a_head_in_parts_changes_nothing_of_how_a_block_runs_backward():
-    """Weight gradients of all that follows the embedding were counted as if they were made at once."""
-    whole, parts = (block(replace(PARTS, embedding_parts=1, head_parts=n)).sizes.transient for n in (1, 4))
-    for op in ("backward_input", "backward_weight", "backward"):
-        assert parts[op] == whole[op], op
+    """Weight gradients of all that follows the embedding were counted as if they were made at once. (Behind an
+    embedding a whole backward holds the gradient of its output, which is counted elsewhere as that of the input.)"""
+    whole, parts = (block(replace(PARTS, embedding_parts=1, head_parts=n)).sizes for n in (1, 4))
+    more = {op: size - whole.transient[op] for op, size in parts.transient.items()}
+    assert more["backward_input"] == more["backward_weight"] == 0
+    assert more["backward"] <= whole.output
 
 
 def test_the_transient_bytes_of_parts_cover_two_in_a_row():

@@ -22,6 +22,7 @@ from optpipe_compiler.errors import BadInput, first_line
 from runtime_torch import random_state
 from runtime_torch.engine import changes
 from runtime_torch.microbatch import Wrapping, current, targets_for
+from runtime_torch.surroundings import same_attributes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -301,20 +302,19 @@ def _on_data(made: Made, parts: tuple[Tensor, ...], target: Tensor | None, is_la
 @contextmanager
 def unchanged(layer: nn.Module) -> Iterator[None]:
     """Within: what a layer remembers of its calls, such as a table of positions, it forgets again."""
-    before = [(vars(module), dict(vars(module))) for module in layer.modules()]
-    kept = [(one, copy(one)) for _, attributes in before for one in attributes.values() if isinstance(one, dict | list)]
+    attributes = [one for module in layer.modules() for one in vars(module).values()]
+    kept = [(one, copy(one)) for one in attributes if isinstance(one, dict | list)]
     inside = [part for one, _ in kept for part in (one.values() if isinstance(one, dict) else one)]
-    values = [*inside, *(one for _, attributes in before for one in attributes.values())]
     own = {id(one) for one in (*layer.parameters(), *layer.buffers())}  # which others look after
     tensors = [
-        (one, one.detach().clone(), changes(one)) for one in values if isinstance(one, Tensor) and id(one) not in own
+        (one, one.detach().clone(), changes(one))
+        for one in (*inside, *attributes)
+        if isinstance(one, Tensor) and id(one) not in own
     ]
     try:
-        yield
+        with same_attributes(layer.modules()):
+            yield
     finally:
-        for attributes, were in before:
-            attributes.clear()
-            attributes.update(were)
         for one, was in kept:
             one.clear()
             if isinstance(one, dict):

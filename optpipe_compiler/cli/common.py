@@ -306,9 +306,9 @@ def plan_json(schedule: Schedule) -> dict[str, Any]:
     """Return what every `--json` says of a schedule: what it reaches, what is proven, what it takes for granted."""
     from optpipe_compiler.forecast.links import link_loads
     from optpipe_compiler.view.baselines import best
-    from optpipe_compiler.view.summary import assumptions, count
+    from optpipe_compiler.view.summary import assumptions, counts
 
-    forecast = schedule.forecast
+    forecast, ops_of = schedule.forecast, counts(schedule)
     return {
         "outcome": forecast.outcome,
         "method": forecast.method,
@@ -322,8 +322,8 @@ def plan_json(schedule: Schedule) -> dict[str, Any]:
         "microbatches": schedule.setup.microbatches,
         "cap_bytes": schedule.setup.cap_bytes,
         "host_cap_bytes": schedule.setup.host_cap_bytes,
-        "num_offloads": count(schedule, "offload"),
-        "num_recomputes": count(schedule, "recompute"),
+        "num_offloads": ops_of["offload"],
+        "num_recomputes": ops_of["recompute"],
         "host_links": list(link_loads(schedule)),
         "best_baseline": best(schedule),
         "assumptions": assumptions(schedule),

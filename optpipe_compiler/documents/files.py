@@ -325,18 +325,25 @@ def _render(value: Any, depth: int, *, top: bool = False) -> str:
         rows = [f"{inner}{json.dumps(key)}: {_render(item, depth + 1)}" for key, item in value.items()]
         return "{\n" + ",\n".join(rows) + f"\n{pad}}}"
     if isinstance(value, list) and value and isinstance(value[0], dict | list):
-        # most of a large file are ops, which are flat
-        rows = [_LINE.encode(item) if _is_flat(item) else _render(item, depth + 1) for item in value]
+        rows = [_line(item) if _is_flat(item) else _render(item, depth + 1) for item in value]
         return f"[\n{inner}" + f",\n{inner}".join(rows) + f"\n{pad}]"
     return _LINE.encode(value)
 
 
-_SCALARS = frozenset({int, float, str, bool, type(None)})
+def _line(value: dict[str, Any]) -> str:
+    """Return the same as `_LINE` in a sixth of its time, of what has no fractions: most of a large file are ops."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=0).decode()
+
+
+_SCALARS = frozenset({int, str, bool, type(None)})
 
 
 def _is_flat(value: Any) -> bool:
-    """Whether an object has scalars alone."""
-    return isinstance(value, dict) and _SCALARS.issuperset(map(type, value.values()))
+    """Whether an object has scalars and lists of them alone, and no fractions, which msgspec writes in another way."""
+    if not isinstance(value, dict):
+        return False
+    others = [item for item in value.values() if type(item) not in _SCALARS]
+    return not others or all(type(item) is list and _SCALARS.issuperset(map(type, item)) for item in others)
 
 
 def _is_table(value: dict[str, Any]) -> bool:

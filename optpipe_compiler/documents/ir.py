@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -49,16 +49,13 @@ BaselineKind = Literal["paper", "stock", "composition"]
 class Op(Record, frozen=True, kw_only=True):
     """What every op has. `after`: ids of ops of the same device that complete before this one starts."""
 
+    name: ClassVar[str]
+    """The op's kind, spelled out."""
     stage: Count
     microbatch: Count
     slice: Count | msgspec.UnsetType = msgspec.UNSET
     """Of the microbatch; absent where microbatches are not cut into slices."""
     after: list[str] = msgspec.field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        """The op's kind, spelled out."""
-        return str(self.__struct_config__.tag)
 
     @property
     def slice_or_none(self) -> int | None:
@@ -169,6 +166,12 @@ ComputeOp = (
     | SendGradient
     | RecvGradient
 )
+
+
+OPS: tuple[type[ComputeOp | Offload | Reload], ...] = (*get_args(ComputeOp), Offload, Reload)
+"""All kinds of ops."""
+for _kind in OPS:
+    _kind.name = str(_kind.__struct_config__.tag)
 
 
 class Units(Record, frozen=True, kw_only=True, omit_defaults=False):

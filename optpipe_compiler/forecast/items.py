@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from enum import Enum
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -70,6 +70,9 @@ class Item(msgspec.Struct, frozen=True, gc=False):
     """Index of the critical predecessor; None for START and SLACK."""
 
 
+NO_ITEM = -1
+
+
 class Timed(msgspec.Struct, frozen=True, gc=False):
     """An op of any kind as the forecast has it."""
 
@@ -80,6 +83,8 @@ class Timed(msgspec.Struct, frozen=True, gc=False):
     id: str
     begin_ns: int
     end_ns: int
+    index: int
+    """Of its item; NO_ITEM of sends and receives."""
 
 
 class Timeline:
@@ -91,27 +96,31 @@ class Timeline:
         for times in schedule.forecast.times:
             given[times.device, times.lane].append(times)
         everywhere = [(device, lane) for device in range(len(schedule.devices)) for lane in ir.LANES]
-        self.lanes = {(d, lane): _timed(schedule, d, lane, given[d, lane]) for d, lane in everywhere}
+        items = count()
+        self.lanes = {(d, lane): _timed(schedule, d, lane, given[d, lane], items) for d, lane in everywhere}
         self.ops = {timed.id: timed for lane in self.lanes.values() for timed in lane}
         self.table = Table(schedule)
+        self.bytes_of = {key: [self.table.entry(timed.op) for timed in lane] for key, lane in self.lanes.items()}
+        """By lane, what each op of `lanes` adds."""
         self._busy = busy_by_op(schedule)
         self.link_of = {device: n for n, link in enumerate(schedule.forecast.links) for device in link.devices}
-        working = [t for lane in self.lanes.values() for t in lane if not isinstance(t.op, ir.MessageOp)]
-        self.number = {timed.id: index for index, timed in enumerate(working)}
+        working = [timed for lane in self.lanes.values() for timed in lane if timed.index != NO_ITEM]
         self.begin_ns = min((timed.begin_ns for timed in working), default=0)
-        self._previous: dict[str, Timed] = {}
-        self._issues: dict[str, list[Timed]] = {}
+        self._previous: list[Timed | None] = []
+        """By item the working op before it on its lane; likewise the messages issued between the two."""
+        self._issues: list[list[Timed]] = []
         self._walk_lanes()
         self._held_until: dict[tuple[int, ir.Lane, int], list[Timed]] = defaultdict(list)
         self._freed_at: dict[tuple[int, int], list[Timed]] = defaultdict(list)
         self._restored: dict[tuple[int, Unit], list[tuple[Reason, Timed | None]]] = defaultdict(list)
         self._taking: dict[tuple[int, int], list[Timed]] = defaultdict(list)
         self._index_ends(working)
-        self.inputs = {timed.id: self._inputs(timed) for timed in working}
+        self.inputs = [self._inputs(timed) for timed in working]
+        """By item."""
         several = len(schedule.stages) > len({stage.device for stage in schedule.stages})
-        critical = {timed.id: self._critical(timed) for timed in working}
-        found = self._acyclic({timed.id: self._turn(timed, critical) for timed in working})
-        self.items = [self._item(timed, several, *found[timed.id]) for timed in working]
+        critical = [self._critical(timed) for timed in working]
+        found = self._acyclic([self._turn(timed, critical) for timed in working])
+        self.items = [self._item(timed, several, *one) for timed, one in zip(working, found, strict=True)]
 
     def _walk_lanes(self) -> None:
         """Note for each op the working op before it on its lane and the messages issued between the two."""
@@ -119,19 +128,19 @@ class Timeline:
             last: Timed | None = None
             issues: list[Timed] = []
             for timed in lane:
-                if isinstance(timed.op, ir.MessageOp):
+                if timed.index == NO_ITEM:
                     issues.append(timed)
                     continue
-                self._issues[timed.id] = issues
-                if last is not None:
-                    self._previous[timed.id] = last
+                self._issues.append(issues)
+                self._previous.append(last)
                 last, issues = timed, []
 
     def _index_ends(self, working: list[Timed]) -> None:
         """Index transfers by link and end, and everything that frees bytes by device and end."""
-        for timed in self.ops.values():
-            if self.table.on_device(timed.op)[1] < 0:
-                self._freed_at[timed.device, timed.end_ns].append(timed)
+        for key, lane in self.lanes.items():
+            for timed, (_, (_, given)) in zip(lane, self.bytes_of[key], strict=True):
+                if given < 0:
+                    self._freed_at[timed.device, timed.end_ns].append(timed)
         for timed in working:
             if isinstance(timed.op, ir.Reload | ir.Recompute):
                 reason = Reason.TRANSFER if timed.lane == "h2d" else Reason.ORDER
@@ -145,7 +154,7 @@ class Timeline:
         stage = f"{timed.op.stage}." if several else ""
         label = f"{LETTERS[timed.op.name]}{stage}{unit_name(*timed.op.unit)}"
         return Item(
-            index=self.number[timed.id],
+            index=timed.index,
             device=timed.device,
             lane=timed.lane,
             position=timed.position,
@@ -164,54 +173,55 @@ class Timeline:
             if found.end_ns != timed.begin_ns:
                 continue
             producer = self.producer(found)
-            if producer is not None and producer.id != timed.id:
-                return reason, self.number[producer.id]
-        previous = self._previous.get(timed.id)
+            if producer is not None and producer.index != timed.index:
+                return reason, producer.index
+        previous = self._previous[timed.index]
         if previous is not None and timed.begin_ns - previous.end_ns == self._taken_between(previous, timed) > 0:
-            return Reason.COPIES, self.number[previous.id]
+            return Reason.COPIES, previous.index
         return Reason.SLACK, None
 
     def _taken_between(self, before: Timed, after: Timed) -> int:
         """Return what copies take from the lane between two ops that follow each other on it."""
         return self._busy.get(before.id, NO_COPIES)[1] + self._busy.get(after.id, NO_COPIES)[0]
 
-    def _acyclic(self, critical: dict[str, tuple[Reason, int | None]]) -> dict[str, tuple[Reason, int | None]]:
+    def _acyclic(self, critical: list[tuple[Reason, int | None]]) -> list[tuple[Reason, int | None]]:
         """Let ops wait for nothing whose walk back never ends: ops that take no time and wait for each other."""
         nobody = len(critical)
-        reached = np.array([*(nobody if one is None else one for _, one in critical.values()), nobody])
+        reached = np.array([*(nobody if one is None else one for _, one in critical), nobody])
         for _ in range(nobody.bit_length()):  # twice as far each time
             reached = reached[reached]
         ends = (reached == nobody).tolist()
-        return {
-            name: one if ends[index] else (Reason.SLACK, None) for index, (name, one) in enumerate(critical.items())
-        }
+        return [one if ends[index] else (Reason.SLACK, None) for index, one in enumerate(critical)]
 
-    def _turn(self, timed: Timed, critical: dict[str, tuple[Reason, int | None]]) -> tuple[Reason, int | None]:
+    def _turn(self, timed: Timed, critical: list[tuple[Reason, int | None]]) -> tuple[Reason, int | None]:
         """Return why an op starts; where nothing has just ended for it, why the op starts whose turn was before."""
-        reason, predecessor = critical[timed.id]
+        reason, predecessor = critical[timed.index]
         if reason is Reason.SLACK and self.table.on_device(timed.op)[0]:
             for other in self._taking[timed.device, timed.begin_ns]:
-                if critical[other.id][1] is not None and other.lane != timed.lane:
-                    return Reason.MEMORY, critical[other.id][1]
+                if critical[other.index][1] is not None and other.lane != timed.lane:
+                    return Reason.MEMORY, critical[other.index][1]
         return reason, predecessor
 
     def _waited_for(self, timed: Timed) -> Iterator[tuple[Reason, Timed]]:
         """Yield what an op waits for, in the order of `Reason`."""
-        if timed.id in self._previous:
-            yield Reason.ORDER, self._previous[timed.id]
-        inputs = self.inputs[timed.id]
+        previous, inputs = self._previous[timed.index], self.inputs[timed.index]
+        if previous is not None:
+            yield Reason.ORDER, previous
         for reason in (Reason.DATA, Reason.MESSAGE, Reason.TRANSFER):
             yield from ((reason, source) for kind, source in inputs if kind is reason)
         if timed.lane != "compute" and timed.device in self.link_of:
             busy = self._held_until[self.link_of[timed.device], timed.lane, timed.begin_ns]
             yield from ((Reason.LINK, other) for other in busy if other.device != timed.device)
-        for waiting in (timed, *self._issues[timed.id]):
+        for waiting in (timed, *self._issues[timed.index]):
             yield from ((Reason.MEMORY, self.ops[name]) for name in waiting.op.after if name in self.ops)
         if not isinstance(timed.op, ir.Offload):  # frees that other waits imply are not named in the file
             yield from ((Reason.MEMORY, freed) for freed in self._freed_at[timed.device, timed.begin_ns])
 
     def _inputs(self, timed: Timed) -> list[tuple[Reason, Timed]]:
-        """Return what must have completed for an op to have its data, and as what that counts; ORDER: same lane."""
+        """Return what must have completed for an op to have its data, and as what that counts; ORDER: same lane.
+
+        What makes a message is there beside its receive.
+        """
         op, at = timed.op, (timed.op.stage, timed.op.unit)
         found: list[tuple[Reason, Timed | None]] = []
         match op:
@@ -235,12 +245,11 @@ class Timeline:
 
     def feeds(self, item: Item) -> bool:
         """Return whether an op reads what its critical predecessor makes."""
-        inputs = (self.producer(source) for _, source in self.inputs[item.op.id])
-        return any(source is not None and self.number[source.id] == item.predecessor for source in inputs)
+        return any(source.index == item.predecessor for _, source in self.inputs[item.index])
 
     def ready_ns(self, item: Item) -> int:
         """Return when an op had its data; a compute op without what reloads bring back."""
-        inputs = self.inputs[item.op.id]
+        inputs = self.inputs[item.index]
         brought = item.lane == "compute"
         ends = (source.end_ns for reason, source in inputs if not (brought and reason is Reason.TRANSFER))
         return max(ends, default=self.begin_ns)
@@ -270,29 +279,26 @@ class Timeline:
         return self.ops.get(op_id(kind, stage, unit[0], layers, unit[1]))
 
 
-def _timed(schedule: ir.Schedule, device: int, lane: ir.Lane, found: Sequence[ir.Times]) -> list[Timed]:
+def _timed(
+    schedule: ir.Schedule, device: int, lane: ir.Lane, found: Sequence[ir.Times], items: Iterator[int]
+) -> list[Timed]:
+    """Return a lane of a device as the forecast has it; `items` counts what is no message."""
     ops: Sequence[ir.Op] = getattr(schedule.devices[device], lane)
     starts, ends = (found[0].start_ns, found[0].end_ns) if found else ([], [])
     at = f"the {lane} lane of device {device}"
     if len(found) > 1 or not len(starts) == len(ends) == len(ops):
         raise _broken(f"forecast.times of {at} has {len(starts)} starts and {len(ends)} ends for {len(ops)} ops")
-    kinds = {type(op): op.name for op in ops}
     timed = [
-        Timed(device, lane, position, op, _id(kinds[type(op)], op), begin, end)
+        Timed(device, lane, position, op, op.id, begin, end, NO_ITEM if isinstance(op, ir.MessageOp) else next(items))
         for position, (op, begin, end) in enumerate(zip(ops, starts, ends, strict=True))
     ]
-    for before, after in pairwise(one for one in timed if not isinstance(one.op, ir.MessageOp)):
+    for before, after in pairwise(one for one in timed if one.index != NO_ITEM):
         if not before.begin_ns <= before.end_ns <= after.begin_ns <= after.end_ns:
             raise _broken(f"forecast.times of {at} has {after.id} begin before {before.id} has ended")
     for one in timed:
         if one.op.stage >= len(schedule.stages):
             raise _broken(f"{one.id} on {at} is of a stage that the file does not list")
     return timed
-
-
-def _id(kind: str, op: ir.Op) -> str:
-    """Return the op's id; `op.id` looks its kind up each time."""
-    return op_id(kind, op.stage, op.microbatch, op.layers if isinstance(op, ir.SavedOp) else None, op.slice_or_none)
 
 
 def _broken(what: str) -> BadInput:

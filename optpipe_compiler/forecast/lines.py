@@ -68,14 +68,13 @@ class Lines:
 
     def _line(self, item: Item) -> Line | None:
         wait = item.begin_ns - self.timeline.ready_ns(item)
-        resource = self._resource(item)
         match item.reason:
             case Reason.SLACK:
                 return Line(wait, Cause.SLACK, "")
             case Reason.MEMORY:
                 return Line(wait, Cause.MEMORY, self._memory_of(item))
             case Reason.COPIES:
-                return Line(wait, Cause.COPIES, resource)
+                return Line(wait, Cause.COPIES, self._resource(item))
             case Reason.TRANSFER if item.lane == "compute":
                 reload = self.timeline.items[item.predecessor or 0]
                 return Line(wait, Cause.TRANSFER, self._resource(reload))
@@ -83,10 +82,11 @@ class Lines:
                 busy = self.queues[self._queue_of(item)]
                 idle, slot = busy.idle(item.begin_ns - wait, item.begin_ns)
                 if idle < max(1, item.end_ns - item.begin_ns):
-                    return Line(wait, Cause.IMBALANCE if item.lane == "compute" else Cause.TRANSFER, resource)
+                    cause = Cause.IMBALANCE if item.lane == "compute" else Cause.TRANSFER
+                    return Line(wait, cause, self._resource(item))
                 if not self._fits(item, slot):
                     return Line(wait, Cause.MEMORY, self._memory_of(item))
-                return Line(wait, Cause.ORDER, resource)
+                return Line(wait, Cause.ORDER, self._resource(item))
         return None
 
     def _fits(self, item: Item, slot: int) -> bool:
@@ -144,7 +144,7 @@ class _Levels:
     """A memory curve to look levels up in."""
 
     def __init__(self, curve: Curve) -> None:
-        self.times = np.array([time for time, _ in curve])
+        self.times = [time for time, _ in curve]
         self.highest_of = [np.array([held for _, held in curve])]
         """Row j: the most of 2^j steps of the curve, from each step on."""
         while 1 << len(self.highest_of) <= len(curve):
@@ -153,11 +153,11 @@ class _Levels:
 
     def before(self, time: int) -> int:
         """Return what is held just before `time`."""
-        return int(self.highest_of[0][max(0, int(np.searchsorted(self.times, time)) - 1)])
+        return int(self.highest_of[0][max(0, bisect_left(self.times, time) - 1)])
 
     def highest(self, begin: int, end: int) -> int:
         """Return the most that is held within [begin, end)."""
-        first = max(0, int(np.searchsorted(self.times, begin, "right")) - 1)
-        last = max(int(np.searchsorted(self.times, end)), first + 1)
+        first = max(0, bisect_right(self.times, begin) - 1)
+        last = max(bisect_left(self.times, end), first + 1)
         row = (last - first).bit_length() - 1
         return int(max(self.highest_of[row][first], self.highest_of[row][last - (1 << row)]))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import chain, groupby
 from operator import add, itemgetter
 from typing import TYPE_CHECKING
 
+from optpipe_compiler.documents.ir import LANES
 from optpipe_compiler.documents.memory import NOTHING, Holds
 
 if TYPE_CHECKING:
@@ -21,9 +22,9 @@ Stack = list[tuple[int, Holds]]
 
 def device_stack(timeline: Timeline, device: int) -> Stack:
     """Return what `device` holds by holder, always-there bytes included."""
-    schedule, table = timeline.schedule, timeline.table
-    ops = [timed for lane in ("compute", "d2h", "h2d") for timed in timeline.lanes[device, lane]]
-    changes = ((timed, *table.by_holder(timed.op)) for timed in ops)
+    schedule, lanes = timeline.schedule, [(device, lane) for lane in LANES]
+    entries = (zip(timeline.lanes[key], timeline.bytes_of[key], strict=True) for key in lanes)
+    changes = ((timed, *by_holder) for timed, (by_holder, _) in chain.from_iterable(entries))
     static = schedule.setup.reserve_bytes + schedule.static_bytes(device)
     return _stack(timeline.begin_ns, (static, *NOTHING[1:]), changes)
 
@@ -63,13 +64,16 @@ def _stack(begin: int, held: Holds, changes: Iterable[tuple[Timed, Holds, Holds]
         if any(given):
             late = takes and timed.begin_ns == timed.end_ns
             events.append((timed.end_ns, late, number, given))
-    stack = [(begin, held)]
+    stack, total = [(begin, held)], sum(held)
     for now, group in groupby(sorted(events), key=itemgetter(0)):
-        before = highest = held
+        before = most = total
+        highest = held
         for *_, change in group:
             held = tuple(map(add, held, change))
-            highest = max(highest, held, key=sum)
-        if sum(highest) > max(sum(before), sum(held)):
+            total += sum(change)
+            if total > most:
+                highest, most = held, total
+        if most > max(before, total):
             stack.append((now, highest))
         if held != stack[-1][1]:
             stack.append((now, held))

@@ -35,14 +35,10 @@ class Table:
 
     def on_device(self, op: ir.Op) -> tuple[int, int]:
         """Return the bytes on the device at the start and at the end of `op`; what is freed is negative."""
-        return self._entry(op)[1]
+        return self.entry(op)[1]
 
-    def by_holder(self, op: ir.Op) -> memory.Entry:
-        """Return the same by what holds the bytes."""
-        return self._entry(op)[0]
-
-    def _entry(self, op: ir.Op) -> tuple[memory.Entry, tuple[int, int]]:
-        """Return the bytes of an op by holder and in all; they are the same for most microbatches."""
+    def entry(self, op: ir.Op) -> tuple[memory.Entry, tuple[int, int]]:
+        """Return the same by what holds the bytes, and in all; most microbatches have the same."""
         dropped = self.dropped.get((op.stage, op.unit), 0) if self.dropped and isinstance(op, ir.Forward) else 0
         key = type(op), self._of(op), op.layers if isinstance(op, ir.SavedOp) else None, dropped
         found = self._known.get(key)

@@ -221,7 +221,7 @@ class _Ops:
 
     def _id(self, node: int) -> str:
         kind, stage, unit, _ = self.nodes[node]
-        name = str(RECORDS[kind].__struct_config__.tag)
+        name = RECORDS[kind].name
         microbatch, slice = (unit, None) if self.slices == 1 else divmod(unit, self.slices)
         layers = self._layers(kind, stage, unit) if Kind.R <= kind < SEND_ACTIVATION else None
         return op_id(name, stage, microbatch, layers, slice)

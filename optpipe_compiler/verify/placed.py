@@ -124,9 +124,8 @@ def _lanes_of(device: ir.Device) -> list[tuple[Lane, Sequence[ir.Op]]]:
 
 def _places(device: int, lane: Lane, ops: Sequence[ir.Op]) -> list[PlacedOp]:
     places = []
-    kinds = {type(op): op.name for op in ops}
     for index, op in enumerate(ops):
-        kind, stage = kinds[type(op)], op.stage
+        kind, stage = op.name, op.stage
         unit = op.microbatch, None if op.slice is msgspec.UNSET else op.slice
         layers = op.layers if isinstance(op, ir.SavedOp) else None
         places.append(PlacedOp(device, lane, index, op, named(kind, stage, unit, layers), kind, stage, unit))

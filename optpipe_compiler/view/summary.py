@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from msgspec import UnsetType
@@ -66,9 +67,9 @@ def summary(analysis: Analysis) -> RenderableType:
     )
 
 
-def count(schedule: Schedule, name: str) -> int:
-    """Return how many ops of one kind the schedule has."""
-    return sum(op.name == name for device in schedule.devices for op in device.ops)
+def counts(schedule: Schedule) -> Counter[str]:
+    """Return how many ops of each kind the schedule has."""
+    return Counter(op.name for device in schedule.devices for op in device.ops)
 
 
 def selective_layers(schedule: Schedule) -> list[int]:
@@ -85,11 +86,11 @@ def _headline(schedule: Schedule) -> Table:
         time.append(f"; {forecast.objective} {show_ns(forecast.value_ns)}", style="not bold")
     argument = printable(forecast.bound)
     bound = f"{show_ns(forecast.lower_bound_ns)}, {BOUNDS.get(argument, argument)} ({argument})"
-    counts = {"device": setup.devices, "stage": len(schedule.stages), "microbatch": setup.microbatches}
-    size = ", ".join(counted(number, name) for name, number in counts.items()) + units(schedule)
+    sizes = {"device": setup.devices, "stage": len(schedule.stages), "microbatch": setup.microbatches}
+    size = ", ".join(counted(number, name) for name, number in sizes.items()) + units(schedule)
     kinds = (("backward", "fused backward"), ("offload", "offload"), ("recompute", "recompute"))
-    rest = (counted(count(schedule, name), word) for name, word in kinds)
-    ops = ", ".join([f"{count(schedule, 'backward_weight')} split", *rest])
+    ops_of = counts(schedule)
+    ops = ", ".join([f"{ops_of['backward_weight']} split", *(counted(ops_of[name], word) for name, word in kinds)])
     table.add_row("makespan", time)
     table.add_row("proven bound", bound)
     table.add_row("gap", f"{forecast.gap:.2%}: {forecast.outcome}")

@@ -93,7 +93,7 @@ class RehearsedDevice:
         due_ns = self._free_ns + round(before * self.scale)
         if kind not in self._copies and due_ns > time.perf_counter_ns():
             self._compute.until(due_ns)
-        taken, given = self._bytes.by_holder(op)
+        taken, given = self._bytes.entry(op)[0]
         host_taken, host_given = self._bytes.on_host(op)
         self.meter.count(sum(taken) - taken[_MESSAGES])
         self.host_meter.count(host_taken)

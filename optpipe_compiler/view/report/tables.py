@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from optpipe_compiler.documents.units import counted, printable, short_bytes, show_layers, show_ns
 from optpipe_compiler.view.baselines import OTHERS, best, kind, missing, ranked, whose
 from optpipe_compiler.view.look import IDLE
-from optpipe_compiler.view.summary import count, selective_layers
+from optpipe_compiler.view.summary import counts, selective_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -222,10 +222,10 @@ def _selective(schedule: Schedule) -> list[str]:
 
 
 def _promises(schedule: Schedule) -> str:
-    setup = schedule.setup
+    setup, ops = schedule.setup, counts(schedule)
     lines = [
-        f"{counted(count(schedule, 'offload'), 'offload')}, {counted(count(schedule, 'recompute'), 'recomputation')}, "
-        f"{count(schedule, 'backward_weight')} split and {counted(count(schedule, 'backward'), 'fused backward')}.",
+        f"{counted(ops['offload'], 'offload')}, {counted(ops['recompute'], 'recomputation')}, "
+        f"{ops['backward_weight']} split and {counted(ops['backward'], 'fused backward')}.",
         *_selective(schedule),
         f"The cap of {short_bytes(setup.cap_bytes)} covers weights, gradients, optimizer state, a reserve of "
         f"{short_bytes(setup.reserve_bytes)}, activations, messages and what ops need while they run.",

@@ -130,15 +130,14 @@ def schedule(shape: Shape, seed: int = 0, *, model: Model | None = MODEL) -> ir.
 
 def promise_exactly(plan: ir.Schedule) -> ir.Schedule:
     """The same schedule with the smallest promises that the judge accepts."""
-    from optpipe_compiler.verify import causality
+    from optpipe_compiler.verify.causality import Causality, happens_before
     from optpipe_compiler.verify.memory import Memory
     from optpipe_compiler.verify.placed import PlacedOps
 
     judged = PlacedOps(plan)
-    events = causality.Events(judged)
-    order = causality.execution_order(judged, events)
-    assert isinstance(order, list)
-    memory = Memory(judged, causality.Causality(events, order))
+    clocks = happens_before(judged)
+    assert isinstance(clocks, Causality)
+    memory = Memory(judged, clocks)
     devices = [
         msgspec.structs.replace(
             device,

@@ -54,10 +54,9 @@ def test_implied_deliveries_are_those_of_the_independent_judge(seed):
     shape = random_shape(rng, placements=[(0, 1), (0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0)], microbatches=4)
     plan = build(shape, seed)
     judged = PlacedOps(plan)
-    events = causality.Events(judged)
-    order = causality.execution_order(judged, events)
-    assert isinstance(order, list)
-    clocks = causality.Causality(events, order)
+    clocks = causality.happens_before(judged)
+    assert isinstance(clocks, causality.Causality)
+    events = clocks.events
     for device in plan.devices:
         implied = deliveries.implied(plan, device.device)
         messages = [op.id for op in device.compute if isinstance(op, ir.MessageOp)]
@@ -66,8 +65,8 @@ def test_implied_deliveries_are_those_of_the_independent_judge(seed):
             for op in lane:
                 assert known.isdisjoint(implied[op.id])
                 known.update(implied[op.id])
-                start = events.start[op.id]
-                expected = {name for name in messages if clocks.implies(start, events.done[name])}
+                start = events.start[judged.by_id[op.id].number]
+                expected = {name for name in messages if clocks.implies(start, events.done[judged.by_id[name].number])}
                 assert known == expected, op.id
 
 

@@ -378,10 +378,9 @@ def test_stages_on_one_device_need_no_message_but_their_order() -> None:
 
 def worst(schedule: ir.Schedule) -> memory.Memory:
     plan = PlacedOps(schedule)
-    events = causality.Events(plan)
-    order = causality.execution_order(plan, events)
-    assert isinstance(order, list)
-    return memory.Memory(plan, causality.Causality(events, order))
+    clocks = causality.happens_before(plan)
+    assert isinstance(clocks, causality.Causality)
+    return memory.Memory(plan, clocks)
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -120,11 +120,9 @@ def _structure(placed: PlacedOps) -> list[Violation]:
 
 def _executions(placed: PlacedOps) -> list[Violation]:
     """Return what is wrong in some execution that order and waits allow."""
-    events = causality.Events(placed)
-    order = causality.execution_order(placed, events)
-    if not isinstance(order, list):
-        return [order]
-    clocks = causality.Causality(events, order)
+    clocks = causality.happens_before(placed)
+    if isinstance(clocks, Violation):
+        return [clocks]
     stated = list(deliveries.names(placed)) or list(deliveries.moments(placed, clocks))
     return [*causality.data(placed, clocks), *stated, *memory.memory(placed, clocks)]
 

@@ -15,14 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from optpipe_compiler.documents import ir
-from optpipe_compiler.documents.ops import MESSAGES
 from optpipe_compiler.errors import BadInput
-from optpipe_compiler.verify.placed import named
+from optpipe_compiler.verify.placed import NONE, named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from optpipe_compiler.verify.placed import Lane, Message, PlacedOp, PlacedOps, Unit
+    from optpipe_compiler.verify.placed import Ints, PlacedOps
     from optpipe_compiler.verify.report import Violation
 
 Chain = tuple[int, str] | tuple[int, int]
@@ -35,122 +34,135 @@ MOST_CLOCKS = 2 * 10**9
 
 
 class Events:
-    """The events of a complete schedule, in chains, with the events that must come directly before each."""
+    """The events of a complete schedule, chain by chain, and what must come before each beside those of its chain.
+
+    A *run* is a part of a chain of which only the first event comes after one of another chain.
+    """
 
     def __init__(self, placed: PlacedOps) -> None:
-        self.start: dict[str, int] = {}
-        self.done: dict[str, int] = {}
-        self.before: list[list[int]] = []
-        self.chains: dict[Chain, list[int]] = {}
-        self.op_of: list[str] = []
-        for device, lane in placed.lanes:
-            self._add_lane(placed, device, lane)
-        for (device, peer), listed in placed.channels.items():
-            if device < peer:
-                self._add_channel((device, peer), [message for message, _ in listed])
-        for place in placed.places:
-            if place.op.after:
-                self.before[self.start[place.id]] += [self.done[name] for name in place.op.after]
-        for place, _ in placed.receives:  # law 3: what reads a message starts after it has arrived
-            self.before[self.start[placed.reader_of(place)]].append(self.done[place.id])
+        columns, messages = placed.columns, placed.messages
+        self._placed = placed
+        of_op = np.where(columns.is_message, 1, 2)
+        self._on_lanes = on_lanes = int(of_op.sum())
+        self.start = np.cumsum(of_op) - of_op
+        """By number of op: law 1, an op starts after the previous op of its lane has completed, or was issued."""
+        self.done = self.start + 1
+        transfers = on_lanes + np.arange(len(messages.lower))
+        self.done[messages.lower] = self.done[messages.upper] = transfers
+        self.count = on_lanes + len(transfers)
 
-    def _add(self, chain: list[int], op: str) -> int:
-        """Append an event to a chain: it comes after the event before it on the chain."""
-        event = len(self.before)
-        self.before.append(chain[-1:])
-        self.op_of.append(op)
-        chain.append(event)
-        return event
+        lanes = [(key, places[0].number) for key, places in placed.lanes.items() if places]
+        pairs = [divmod(pair, len(placed.schedule.devices)) for pair in messages.pairs.tolist()]
+        self.chains: list[Chain] = [*(key for key, _ in lanes), *pairs]
+        channels = on_lanes + np.array(messages.bounds[0], np.int64)
+        self.begins = np.concatenate([self.start[[first for _, first in lanes]], channels])
+        """Where the events of each chain begin, and where the last ones end."""
+        self.chain_of = np.repeat(np.arange(len(self.chains)), np.diff(self.begins))
+        self.position = np.arange(self.count) - self.begins[self.chain_of] + 1
+        """Of an event on its chain, from 1."""
 
-    def _add_lane(self, placed: PlacedOps, device: int, lane: Lane) -> None:
-        """Law 1: an op starts after the previous op of its lane has completed, or was issued."""
-        if not placed.lanes[device, lane]:
-            return
-        chain = self.chains[device, lane] = []
-        for place in placed.lanes[device, lane]:
-            self.start[place.id] = self._add(chain, place.id)
-            if place.kind not in MESSAGES:
-                self.done[place.id] = self._add(chain, place.id)
+        self.later, self.earlier = self._between_chains(transfers)
+        """In pairs, an event and one that must come before it."""
+        begins_run = self.position == 1
+        begins_run[self.later] = True
+        self.run = np.cumsum(begins_run) - 1
+        """By event."""
+        self.firsts = np.flatnonzero(begins_run)
+        """By run, its first event."""
 
-    def _add_channel(self, pair: tuple[int, int], messages: list[Message]) -> None:
-        """Law 3: a transfer comes after both issues and after the transfer before it in the order of the pair."""
-        chain = self.chains[pair] = []
-        for message in messages:
-            transfer = self.done[message.send] = self.done[message.recv] = self._add(chain, message.send)
-            self.before[transfer] += self.start[message.send], self.start[message.recv]
+    def _between_chains(self, transfers: Ints) -> tuple[Ints, Ints]:
+        """Law 3: a transfer comes after both issues and after the transfer before it in the order of the pair; and what
+        reads a message starts after it has arrived. Waits that the order of the lane fulfils are left out."""
+        placed, messages = self._placed, self._placed.messages
+        sends, receives = messages.sends, messages.receives
+        waiting, awaited = placed.waits
+        later = np.concatenate([transfers, transfers, self.start[waiting], self.start[placed.readers]])
+        earlier = np.concatenate([self.start[sends], self.start[receives], self.done[awaited], self.done[receives]])
+        unsaid = (self.chain_of[later] != self.chain_of[earlier]) | (later <= earlier)
+        return later[unsaid], earlier[unsaid]
+
+    def op_of(self, event: int) -> str:
+        """Return the id of the op that an event is of; of a transfer, that of the send."""
+        if event >= self._on_lanes:
+            number = int(self._placed.messages.sends[event - self._on_lanes])
+        else:
+            number = int(np.searchsorted(self.start, event, side="right")) - 1
+        return self._placed.places[number].id
+
+
+NEVER = -1
+
+
+def happens_before(placed: PlacedOps) -> Causality | Violation:
+    """Return the clocks of a complete schedule, or the deadlock that forbids every execution."""
+    events = Events(placed)
+    level = _levels(events)
+    return _deadlock(placed, events, level) if (level == NEVER).any() else Causality(events, level)
+
+
+def _levels(events: Events) -> Ints:
+    """Return by run how many runs stand one behind the other before it, NEVER where one of them waits for it.
+
+    Of one level none comes before another.
+    """
+    runs = len(events.firsts)
+    later, earlier = events.run[events.later], events.run[events.earlier]
+    behind = np.flatnonzero(events.position[events.firsts] > 1)
+    later, earlier = np.concatenate([behind, later]), np.concatenate([behind - 1, earlier])
+    missing = np.bincount(later, minlength=runs).tolist()
+    followers = later[np.argsort(earlier, kind="stable")].tolist()
+    ends = np.cumsum(np.bincount(earlier, minlength=runs)).tolist()
+    level = [0] * runs
+    order = [run for run, count in enumerate(missing) if not count]
+    for run in order:
+        above = level[run] + 1
+        for follower in followers[ends[run - 1] if run else 0 : ends[run]]:
+            if level[follower] < above:
+                level[follower] = above
+            missing[follower] -= 1
+            if not missing[follower]:
+                order.append(follower)
+    return np.where(np.array(missing, np.int64) > 0, NEVER, np.array(level, np.int64))
 
 
 class Causality:
     """The clocks of all events: how many events of a chain are in the least closed set that holds an event.
 
-    A clock has a number per chain. Along a chain it changes, but for the chain's own entry, only where an event comes
-    after one of another chain: these, the *joins*, have a row each, and all others that of the last join before them.
-    So as not to hold all rows, the chains are taken in blocks.
+    A clock has a number per chain. Along a chain it changes, but for the chain's own entry, only where a run begins: so
+    runs have a row each. So as not to hold all rows, the chains are taken in blocks. `level` is that of `_levels`.
     """
 
-    def __init__(self, events: Events, order: list[int]) -> None:
-        self.events = events
+    def __init__(self, events: Events, level: Ints) -> None:
+        self.events, self.chain_of, self.position = events, events.chain_of, events.position
         self.number = {chain: number for number, chain in enumerate(events.chains)}
-        self.chain_of = np.zeros(len(order), np.int32)
-        self.position = np.zeros(len(order), np.int32)
-        """Of an event on its chain, from 1; also its own chain's entry in its clock."""
-        for number, chain in enumerate(events.chains.values()):
-            self.chain_of[chain] = number
-            self.position[chain] = range(1, len(chain) + 1)
-        if len(order) * len(events.chains) > MOST_CLOCKS:
-            product = f"{len(order)} events on {len(events.chains)} lanes and channels"
+        if events.count * len(events.chains) > MOST_CLOCKS:
+            product = f"{events.count} events on {len(events.chains)} lanes and channels"
             raise BadInput(f"the schedule has {product}, expected a product of at most {MOST_CLOCKS}")
-        self._join(order)
-        self._width = max(1, BLOCK // len(self._previous))
+        by_level = np.argsort(level, kind="stable")
+        self._events = events.firsts[by_level]
+        """By row the first event of its run: rows are made of those before them, level by level."""
+        self._levels = np.searchsorted(level[by_level], np.arange(level.max(initial=0) + 2))
+        """Where the rows of each level begin, and where the last ones end."""
+        row_of = np.empty_like(by_level)
+        row_of[by_level] = np.arange(len(by_level))
+        self._row = row_of[events.run]
+        """By event the row that its clock is of."""
+        self._behind = np.where(self.position[self._events] > 1, row_of[by_level - 1], NONE)
+        """By row the one before it on its chain, NONE where there is none."""
+        rows, chains, reached = self._row[events.later], self.chain_of[events.earlier], self.position[events.earlier]
+        by_row = np.lexsort((reached, chains, rows))
+        rows, chains, earlier = rows[by_row], chains[by_row], events.earlier[by_row]
+        is_last = np.append((rows[1:] != rows[:-1]) | (chains[1:] != chains[:-1]), np.ones(min(1, len(rows)), bool))
+        rows, earlier = rows[is_last], earlier[is_last]
+        turns = np.arange(len(rows)) - np.searchsorted(rows, rows)
+        by_turn = np.argsort(turns, kind="stable")
+        ends = np.cumsum(np.bincount(turns))[:-1]
+        self._others = list(zip(np.split(rows[by_turn], ends), np.split(earlier[by_turn], ends), strict=True))
+        """Rows with a first other chain that they come after, a second one, ..., ascending; and its last such event."""
+        self._width = max(1, BLOCK // max(1, len(self._events)))
         self._kept: tuple[int, Clocks] | None = None
 
-    def _join(self, order: list[int]) -> None:
-        """Find the joins and number their rows from 1 on, so that rows are made of those before them; 0 is that of
-        what no join comes before on its chain.
-
-        Joins are made level by level: of one level none comes before another.
-        """
-        chain_of, position = self.chain_of.tolist(), self.position.tolist()
-        level, latest = [0] * len(order), [0] * len(self.number)
-        joins: list[int] = []
-        before_joins: list[list[int]] = []
-        """By join the events of other chains that come directly before it, of each chain the last one."""
-        for event in order:
-            before, chain = self.events.before[event], chain_of[event]
-            if len(before) != (position[event] > 1):  # more than the one on its chain
-                others = [one for one in before if chain_of[one] != chain]
-                if len(others) > 1:
-                    others = list({chain_of[one]: one for one in sorted(others, key=position.__getitem__)}.values())
-                if others:
-                    latest[chain] = 1 + max(latest[chain], *[level[one] for one in others])
-                    joins.append(event)
-                    before_joins.append(others)
-            level[event] = latest[chain]
-
-        levels = np.array([level[event] for event in joins], np.int64)
-        by_level = np.argsort(levels, kind="stable")
-        self._events = np.array([-1, *joins], np.int64)[np.concatenate([[0], by_level + 1])]
-        """By row the join that it is of; the first is of none."""
-        self._levels = np.searchsorted(levels[by_level], np.arange(1, levels.max(initial=0) + 2)) + 1
-        """Where the rows of each level begin, and where the last ones end."""
-        self._row = np.zeros(len(order), np.int64)
-        """By event the row that its clock is of."""
-        self._row[self._events[1:]] = np.arange(1, len(self._events))
-        self._previous = np.zeros(len(self._events), np.int64)
-        """By row the one before it on its chain."""
-        for events in self.events.chains.values():
-            rows = self._row[events] = np.maximum.accumulate(self._row[events])
-            self._previous[rows[1:][rows[1:] > rows[:-1]]] = rows[:-1][rows[1:] > rows[:-1]]
-        self._others: list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = []
-        """Rows with a first event of another chain, a second one, ..., ascending, and these events."""
-        having = by_level.tolist()
-        while having:
-            place = len(self._others)
-            others_there = np.array([before_joins[number][place] for number in having])
-            self._others.append((self._row[np.array(joins)[having]], others_there))
-            having = [number for number in having if len(before_joins[number]) > place + 1]
-
-    def clocks(self, wanted: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Clocks]:
+    def clocks(self, wanted: Sequence[tuple[Ints, Sequence[int]]]) -> list[Clocks]:
         """Return, for each (events, chains), the clocks of these events on these chains, a row per event."""
         found = [np.zeros((len(events), len(chains)), np.int32) for events, chains in wanted]
         for first, block in self._blocks():
@@ -158,25 +170,25 @@ class Causality:
                 columns = [k for k, chain in enumerate(chains) if first <= chain < first + block.shape[1]]
                 if columns:
                     inside = np.array([chains[k] - first for k in columns])
-                    clocks[:, columns] = block[np.ix_(self._row[np.array(events)], inside)]
+                    clocks[:, columns] = block[np.ix_(self._row[events], inside)]
         for (events, chains), clocks in zip(wanted, found, strict=True):
-            own = self.chain_of[np.array(events)][:, None] == np.array(chains)
-            np.copyto(clocks, self.position[np.array(events)][:, None], where=own)
+            own = self.chain_of[events][:, None] == np.array(chains)
+            np.copyto(clocks, self.position[events][:, None], where=own)
         return found
 
-    def implied(self, later: Sequence[int], earlier: Sequence[int]) -> npt.NDArray[np.bool_]:
+    def implied(self, later: Ints, earlier: Ints) -> npt.NDArray[np.bool_]:
         """Return for each pair whether event `later` cannot happen without `earlier`."""
-        events, others = np.asarray(later, np.int64), np.asarray(earlier, np.int64)
-        chains, found = self.chain_of[others], self.position[events] >= self.position[others]
+        chains = self.chain_of[earlier]
+        found: npt.NDArray[np.bool_] = self.position[later] >= self.position[earlier]
         for first, block in self._blocks():
-            inside = (chains >= first) & (chains < first + block.shape[1]) & (chains != self.chain_of[events])
-            reached = block[self._row[events[inside]], chains[inside] - first]
-            found[inside] = reached >= self.position[others[inside]]
+            inside = (chains >= first) & (chains < first + block.shape[1]) & (chains != self.chain_of[later])
+            reached = block[self._row[later[inside]], chains[inside] - first]
+            found[inside] = reached >= self.position[earlier[inside]]
         return found
 
     def implies(self, later: int, earlier: int) -> bool:
         """Whether event `later` cannot happen without `earlier`."""
-        return bool(self.implied([later], [earlier])[0])
+        return bool(self.implied(np.array([later]), np.array([earlier]))[0])
 
     def _blocks(self) -> Iterator[tuple[int, Clocks]]:
         """Yield the rows of clocks on some chains after others, with the first of these chains.
@@ -195,9 +207,10 @@ class Causality:
     def _block(self, first: int) -> Clocks:
         """Return all rows on some chains, and a column for all others."""
         width = min(self._width, len(self.events.chains) - first)
-        rows = np.zeros((len(self._events), width + 1), np.int32)
+        rows = np.zeros((len(self._events) + 1, width + 1), np.int32)
+        """The last stands for none."""
 
-        def column_of(events: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        def column_of(events: Ints) -> Ints:
             columns = self.chain_of[events] - first
             return np.where((columns >= 0) & (columns < width), columns, width)
 
@@ -207,7 +220,7 @@ class Causality:
             for numbers, events in self._others
         ]
         for level, (begin, end) in enumerate(pairwise(self._levels.tolist())):
-            rows[begin:end] = rows[self._previous[begin:end]]
+            rows[begin:end] = rows[self._behind[begin:end]]
             for numbers, bounds, sources, columns, reached in others:
                 now = slice(bounds[level], bounds[level + 1])
                 if now.start == now.stop:
@@ -217,34 +230,23 @@ class Causality:
                 rows[these, columns[now]] = np.maximum(rows[these, columns[now]], reached[now])
             every = np.arange(begin, end)
             rows[every, own[begin:end]] = positions[begin:end]
-        return rows[:, :width]
+        return rows[:-1, :width]
 
 
-def execution_order(placed: PlacedOps, events: Events) -> list[int] | Violation:
-    """Return the events in an order that happens-before allows, or the deadlock that forbids every execution."""
-    after: list[list[int]] = [[] for _ in events.before]
-    missing = [len(before) for before in events.before]
-    for event, befores in enumerate(events.before):
-        for before in befores:
-            after[before].append(event)
-    order = [event for event, count in enumerate(missing) if not count]
-    for event in order:
-        for later in after[event]:
-            missing[later] -= 1
-            if not missing[later]:
-                order.append(later)
-    return order if len(order) == len(missing) else _deadlock(placed, events, missing)
-
-
-def _deadlock(placed: PlacedOps, events: Events, missing: list[int]) -> Violation:
+def _deadlock(placed: PlacedOps, events: Events, level: Ints) -> Violation:
     """Walk back from an event that never happens over others of that sort until one comes again: a cycle."""
-    event = next(event for event, count in enumerate(missing) if count)
-    walk: dict[int, None] = {}
+    never = level[events.run] == NEVER
+    behind = never & (events.position > 1) & np.roll(never, 1)
+    waits = never[events.earlier] & ~behind[events.later]
+    awaited = np.arange(events.count) - 1
+    awaited[events.later[waits][::-1]] = events.earlier[waits][::-1]
+    """Of an event that never happens, the first of that sort that must come before it."""
+    event, walk = int(np.argmax(never)), dict[int, None]()
     while event not in walk:
         walk[event] = None
-        event = next(before for before in events.before[event] if missing[before])
+        event = int(awaited[event])
     cycle = list(walk)[list(walk).index(event) :]
-    ids = list(dict.fromkeys(events.op_of[event] for event in cycle))
+    ids = list(dict.fromkeys(events.op_of(event) for event in cycle))
     shown = ", which waits for ".join([*ids[:8], *(["..."] if len(ids) > 8 else []), ids[0]])
     return placed.by_id[ids[0]].breaks("deadlock", f"no execution can complete: {shown}", *ids[1:])
 
@@ -252,52 +254,42 @@ def _deadlock(placed: PlacedOps, events: Events, missing: list[int]) -> Violatio
 def data(placed: PlacedOps, causality: Causality) -> Iterator[Violation]:
     """Every op starts after the ops whose results it reads have completed, in every execution."""
     events = causality.events
-    reads_back = _reads_back(placed)
-    pairs = [
-        (place, source)
-        for place in placed.places
-        for source in [*_sources(placed, place), *reads_back.get(place.id, ())]
-        if source in events.done
+    readers, sources = _reads(placed)
+    missing = ~causality.implied(events.start[readers], events.done[sources])
+    for reader, source in zip(readers[missing].tolist(), sources[missing].tolist(), strict=True):
+        place, other = placed.places[reader], placed.places[source]
+        message = f"{place.id} on device {place.device} can start before {other.id} has completed"
+        yield place.breaks("data", message, other.id)
+
+
+def _reads(placed: PlacedOps) -> tuple[Ints, Ints]:
+    """Return in pairs an op and one whose result it reads, in the order of the file."""
+    stage, unit, slice = placed.columns.stage, placed.columns.unit, placed.columns.unit % placed.slices
+    forwards, backwards = placed.numbers("forward"), placed.numbers("backward", "backward_input")
+    weights, gradient_sends = placed.numbers("backward_weight"), placed.numbers("send_gradient")
+    of_forward = placed.numbers("backward", "backward_input", "send_activation", "offload", "recompute")
+    with_earlier, with_later = forwards[slice[forwards] > 0], backwards[slice[backwards] < placed.slices - 1]
+    restoring = placed.of("recompute", "reload")
+    restored = placed.numbers("recompute", "reload")
+    offloaded = [
+        (place.number, placed.by_id[named("offload", place.stage, place.unit, place.op.layers)].number)
+        for place in restoring
+        if isinstance(place.op, ir.Reload)
     ]
-    later, earlier = [events.start[place.id] for place, _ in pairs], [events.done[source] for _, source in pairs]
-    for (place, source), implied in zip(pairs, causality.implied(later, earlier).tolist(), strict=True):
-        if not implied:
-            message = f"{place.id} on device {place.device} can start before {source} has completed"
-            yield place.breaks("data", message, source)
-
-
-def _sources(placed: PlacedOps, place: PlacedOp) -> list[str]:
-    """Return the ids of the ops that an op needs, reloads and recomputes left out."""
-    kind, stage, unit = place.kind, place.stage, place.unit
-    if kind == "forward":
-        earlier = [named("forward", stage, unit) for unit in _neighbour(placed, unit, -1)]
-        return [named("forward", stage - 1, unit), *earlier] if stage else earlier
-    if kind in ("backward_input", "backward"):
-        later = [placed.gradient_of(stage, unit) for unit in _neighbour(placed, unit, 1)]
-        above = [placed.gradient_of(stage + 1, unit)] if stage + 1 < len(placed.stages) else []
-        return [named("forward", stage, unit), *above, *later]
-    if kind == "backward_weight":
-        return [named("backward_input", stage, unit)]
-    if kind in ("send_activation", "offload", "recompute"):
-        return [named("forward", stage, unit)]
-    if kind == "send_gradient":
-        return [placed.gradient_of(stage, unit)]
-    if kind == "reload":
-        assert isinstance(place.op, ir.Reload)
-        return [named("offload", stage, unit, place.op.layers)]
-    return []
-
-
-def _neighbour(placed: PlacedOps, unit: Unit, step: int) -> list[Unit]:
-    """Return the slice before or after a unit, whose carry, or its gradient, it reads; none at the ends."""
-    slice = (unit[1] or 0) + step
-    return [(unit[0], slice)] if 0 <= slice < placed.slices else []
-
-
-def _reads_back(placed: PlacedOps) -> dict[str, list[str]]:
-    """Return, for the first op that reads the saved layers, the reloads and recomputes that bring them back."""
-    found: dict[str, list[str]] = {}
-    for place in placed.of("recompute", "reload"):
-        reader = placed.gradient_of(place.stage, place.unit)
-        found.setdefault(reader, []).append(place.id)
-    return found
+    reloads, offloads = np.array(offloaded, np.int64).reshape(-1, 2).T
+    pairs = [
+        (forwards, placed.find("forward", stage[forwards] - 1, unit[forwards])),
+        (with_earlier, placed.find("forward", stage[with_earlier], unit[with_earlier] - 1)),
+        (of_forward, placed.find("forward", stage[of_forward], unit[of_forward])),
+        (backwards, placed.gradients(stage[backwards] + 1, unit[backwards])),
+        (with_later, placed.gradients(stage[with_later], unit[with_later] + 1)),
+        (weights, placed.find("backward_input", stage[weights], unit[weights])),
+        (gradient_sends, placed.gradients(stage[gradient_sends], unit[gradient_sends])),
+        (reloads, offloads),
+        # what reads the saved layers first reads what brings them back
+        (placed.gradients(stage[restored], unit[restored]), restored),
+    ]
+    readers, sources = (np.concatenate(column) for column in zip(*pairs, strict=True))
+    there = np.flatnonzero(sources != NONE)
+    there = there[np.argsort(readers[there], kind="stable")]
+    return readers[there], sources[there]

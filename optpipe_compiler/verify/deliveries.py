@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from optpipe_compiler.verify.placed import LANES, SENDS, PlacedOp, PlacedOps
 from optpipe_compiler.verify.report import Violation
@@ -12,9 +13,11 @@ from optpipe_compiler.verify.report import Violation
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import numpy.typing as npt
+
     from optpipe_compiler.documents import ir
     from optpipe_compiler.verify.causality import Causality
-    from optpipe_compiler.verify.placed import Lane
+    from optpipe_compiler.verify.placed import Ints, Lane
 
 
 def names(placed: PlacedOps) -> Iterator[Violation]:
@@ -39,27 +42,37 @@ def names(placed: PlacedOps) -> Iterator[Violation]:
 
 def moments(placed: PlacedOps, causality: Causality) -> Iterator[Violation]:
     """Each delivery is stated, on each lane, for the first op that starts after it in every execution."""
-    events = causality.events
-    asked: list[tuple[PlacedOp, PlacedOp, bool]] = []
+    asked: list[tuple[Ints, Ints, npt.NDArray[np.bool_]]] = []
+    """Sends, ops of a lane, and whether the one is said to be delivered when the other starts."""
     for number, device in enumerate(placed.schedule.devices):
         if device.deliveries is msgspec.UNSET:
             continue
-        at: dict[tuple[Lane, str], int] = {}
+        sends = np.array([place.number for place in placed.lanes[number, "compute"] if _is_send(place)], np.int64)
+        stated: dict[Lane, list[tuple[int, int]]] = {lane: [] for lane in LANES}
         for entry in _stated(device):
             before = placed.by_id[entry.before]
-            at |= {(before.lane, send): before.index for send in entry.sends}
-        lanes = [(lane, placed.lanes[number, lane]) for lane in LANES if placed.lanes[number, lane]]
-        for send in filter(_is_send, placed.lanes[number, "compute"]):
-            for lane, places in lanes:
-                index = at.get((lane, send.id), len(places))
-                asked += [(send, places[n], n == index) for n in (index - 1, index) if 0 <= n < len(places)]
-    later = [events.start[place.id] for _, place, _ in asked]
-    earlier = [events.done[send.id] for send, _, _ in asked]
-    for (send, place, stated), implied in zip(asked, causality.implied(later, earlier).tolist(), strict=True):
-        if implied != stated:
-            what = "can start before" if stated else "starts after"
-            message = f"{place.id} {what} the delivery of {send.id}, which device {place.device} states otherwise"
-            yield place.breaks("deliveries", message, send.id)
+            stated[before.lane] += [(placed.by_id[send].number, before.number) for send in entry.sends]
+        for lane in LANES:
+            places = placed.lanes[number, lane]
+            if places:
+                first, end = places[0].number, places[-1].number + 1
+                told, befores = np.array(stated[lane], np.int64).reshape(-1, 2).T
+                at = np.full(len(sends), end)
+                at[np.searchsorted(sends, told)] = befores
+                earlier, now = at > first, at < end
+                asked += [
+                    (sends[earlier], at[earlier] - 1, np.zeros(np.count_nonzero(earlier), bool)),
+                    (sends[now], at[now], np.ones(np.count_nonzero(now), bool)),
+                ]
+    if not asked:
+        return
+    sends, ops, said = (np.concatenate(column) for column in zip(*asked, strict=True))
+    implied = causality.implied(causality.events.start[ops], causality.events.done[sends])
+    for wrong in np.flatnonzero(implied != said).tolist():
+        send, place = placed.places[sends[wrong]], placed.places[ops[wrong]]
+        what = "can start before" if said[wrong] else "starts after"
+        message = f"{place.id} {what} the delivery of {send.id}, which device {place.device} states otherwise"
+        yield place.breaks("deliveries", message, send.id)
 
 
 def _stated(device: ir.Device) -> list[ir.Delivered]:

@@ -7,20 +7,24 @@ from collections import defaultdict
 from fractions import Fraction
 from itertools import accumulate, pairwise
 from math import floor, isfinite
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from msgspec import UNSET, UnsetType
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.ops import MESSAGES
-from optpipe_compiler.verify.placed import LANES, PlacedOp, PlacedOps, named
+from optpipe_compiler.verify.placed import CODES, LANES, PlacedOp, PlacedOps, message_name
 from optpipe_compiler.verify.report import Violation
 from optpipe_compiler.verify.sizes import Sizes
+from optpipe_compiler.verify.tables import LARGEST
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from optpipe_compiler.verify.placed import Message, Unit
+    import numpy.typing as npt
+
+    from optpipe_compiler.verify.placed import Ints, Unit
 
 TOLERANCE = Fraction(1, 10**9)
 """Of the bubble fraction, the only figure that is no integer."""
@@ -104,28 +108,31 @@ class ForecastTimes:
     def __init__(self, placed: PlacedOps) -> None:
         self.placed = placed
         self.forecast = placed.schedule.forecast
-        self.start: dict[str, int] = {}
-        self.end: dict[str, int] = {}
+        self.start, self.end = np.zeros((2, len(placed.places)), np.int64)
+        """By number of op."""
         for times in self.forecast.times:
-            places = placed.lanes[times.device, times.lane]
-            for place, start, end in zip(places, times.start_ns, times.end_ns, strict=True):
-                self.start[place.id], self.end[place.id] = start, end
+            if places := placed.lanes[times.device, times.lane]:
+                mine = slice(places[0].number, places[-1].number + 1)
+                self.start[mine], self.end[mine] = times.start_ns, times.end_ns
         self.runs: dict[tuple[int, str], tuple[list[int], list[int]]] = {}
         self.sizes = Sizes(placed)
         self.link_of = {device: link for link in self.forecast.links for device in link.devices}
-        self.working = [place for place in placed.places if place.kind not in MESSAGES]
-        self._costs: dict[tuple[str, int, int, ir.Range | None, bool], int] = {}
+        self.working = np.flatnonzero(~placed.columns.is_message)
+        """Numbers of the ops that take their lane for some time."""
+        self.on_compute = self.working[[placed.places[number].lane == "compute" for number in self.working.tolist()]]
 
-    def cost(self, place: PlacedOp) -> int:
-        """Return what the op must take by the forecast's own cost records."""
-        op, of_class = place.op, self.placed.schedule.setup.class_of(*place.unit)
-        shared = place.lane != "compute" and self.slowed(place)
-        key = place.kind, place.stage, of_class, op.layers if isinstance(op, ir.SavedOp) else None, shared
-        if key not in self._costs:
-            self._costs[key] = self._cost(place, shared=shared)
-        return self._costs[key]
+    def costs(self) -> npt.NDArray[Any]:
+        """Return what each of the `working` must take by the forecast's own cost records."""
+        shared = np.zeros(len(self.placed.places), np.int64)
+        for place in self.placed.of("offload", "reload"):
+            shared[place.number] = self.slowed(place)
+        groups, group = self.placed.alike(self.working, (2 * self.placed.layers + shared)[self.working])
+        found = [self.cost(place, shared=bool(shared[place.number])) for place in groups]
+        costs: npt.NDArray[Any] = np.array(found, np.int64 if max(found, default=0) <= LARGEST else object)
+        return costs[group]
 
-    def _cost(self, place: PlacedOp, *, shared: bool) -> int:
+    def cost(self, place: PlacedOp, *, shared: bool) -> int:
+        """Return what an op must take, if it is a transfer beside one of the other direction or not."""
         op, cost = place.op, self._record(place.stage, *place.unit)
         match op:
             case ir.Forward():
@@ -156,7 +163,7 @@ class ForecastTimes:
         found: dict[tuple[str, int, Unit], int] = defaultdict(int)
         for place in self.placed.of("offload", "reload"):
             share = self.link_of[place.device].share_permille
-            taken = Fraction(self._cost(place, shared=False) * share, 1000)
+            taken = Fraction(self.cost(place, shared=False) * share, 1000)
             found[place.lane, place.stage, place.unit] += floor(taken + Fraction(1, 2))
         return found
 
@@ -166,12 +173,12 @@ class ForecastTimes:
         key = (min(self.link_of[place.device].devices), other)
         if key not in self.runs:
             lanes = [self.placed.lanes[device, other] for device in self.link_of[place.device].devices]
-            spans = sorted((self.start[one.id], self.end[one.id]) for lane in lanes for one in lane)
+            spans = sorted((int(self.start[one.number]), int(self.end[one.number])) for lane in lanes for one in lane)
             starts = [start for start, _ in spans]
             self.runs[key] = starts, list(accumulate((end for _, end in spans), max))
         starts, latest = self.runs[key]
-        before = bisect_left(starts, self.end[place.id])
-        return before > 0 and latest[before - 1] > self.start[place.id]
+        before = bisect_left(starts, self.end[place.number])
+        return before > 0 and latest[before - 1] > int(self.start[place.number])
 
     def _record(self, stage: int, microbatch: int, slice: int | None) -> ir.StageCost:
         setup = self.placed.schedule.setup
@@ -181,10 +188,21 @@ class ForecastTimes:
         offset = self.placed.stages[op.stage].layers[0]
         return numbers[op.layers[0] - offset : op.layers[1] - offset]
 
-    def travel(self, message: Message) -> int:
-        """Return the time from the end of the producer to the arrival of its message."""
-        cost = self._record(message.stage, *message.unit)
-        return cost.send_activation_ns if message.what == "activation" else cost.send_gradient_ns
+    def travels(self, sends: Ints) -> Ints:
+        """Return the time from the end of the producer of each message to its arrival."""
+        columns, classes = self.placed.columns, self.placed.schedule.setup.classes
+        costs = self.forecast.stages
+        activations = np.array([cost.send_activation_ns for cost in costs], np.int64)
+        gradients = np.array([cost.send_gradient_ns for cost in costs], np.int64)
+        record = columns.stage[sends] * classes + self.placed.classes[sends]
+        found: Ints = np.where(columns.kind[sends] == CODES["send_activation"], activations[record], gradients[record])
+        return found
+
+    def producers(self, sends: Ints) -> Ints:
+        """Return the op that makes each message."""
+        kind, stage, unit = (column[sends] for column in self.placed.columns[1:4])
+        forwards = self.placed.find("forward", stage, unit)
+        return np.where(kind == CODES["send_activation"], forwards, self.placed.gradients(stage, unit))
 
 
 def transfer_ns(moved: int, bytes_per_s: int) -> int:
@@ -194,22 +212,22 @@ def transfer_ns(moved: int, bytes_per_s: int) -> int:
 
 def costs(timed: ForecastTimes) -> Iterator[Violation]:
     """Every op takes exactly its cost: end = start + cost."""
-    for place in timed.working:
-        took, cost = timed.end[place.id] - timed.start[place.id], timed.cost(place)
-        if took != cost:
-            message = f"{place.id} on device {place.device} is forecast to take {took} ns, its cost is {cost} ns"
-            yield place.breaks("cost", message)
+    took, cost = (timed.end - timed.start)[timed.working], timed.costs()
+    for wrong in np.flatnonzero(took != cost).tolist():
+        place = timed.placed.places[timed.working[wrong]]
+        text = f"is forecast to take {took[wrong]} ns, its cost is {cost[wrong]} ns"
+        yield place.breaks("cost", f"{place.id} on device {place.device} {text}")
 
 
 def lane_times(timed: ForecastTimes) -> Iterator[Violation]:
     """An op starts at or after the end of the previous op of its lane, or at or after its issue."""
-    for lane in timed.placed.lanes.values():
-        for before, place in pairwise(lane):
-            start = timed.start[place.id]
-            free = (timed.start if before.kind in MESSAGES else timed.end)[before.id]
-            if start < free:
-                message = f"starts at {start} ns, before {before.id} frees the lane at {free} ns"
-                yield place.breaks("times", f"{place.id} on device {place.device} {message}", before.id)
+    places, is_message = timed.placed.places, timed.placed.columns.is_message
+    frees = np.where(is_message, timed.start, timed.end)
+    for number in (np.flatnonzero(timed.start[1:] < frees[:-1]) + 1).tolist():
+        place, before = places[number], places[number - 1]
+        if (place.device, place.lane) == (before.device, before.lane):
+            text = f"starts at {timed.start[number]} ns, before {before.id} frees the lane at {frees[number - 1]} ns"
+            yield place.breaks("times", f"{place.id} on device {place.device} {text}", before.id)
 
 
 def copy_times(timed: ForecastTimes) -> Iterator[Violation]:
@@ -223,59 +241,64 @@ def copy_times(timed: ForecastTimes) -> Iterator[Violation]:
             taken = busy.get(("d2h", before.stage, before.unit), 0) if before.kind == "forward" else 0
             if place.kind in ("backward_input", "backward"):
                 taken += busy.get(("h2d", place.stage, place.unit), 0)
-            start, free = timed.start[place.id], timed.end[before.id] + taken
-            if taken and start < free:
-                text = f"starts {start - timed.end[before.id]} ns after {before.id} on its lane, but copies take"
+            waited = int(timed.start[place.number]) - int(timed.end[before.number])
+            if taken and waited < taken:
+                text = f"starts {waited} ns after {before.id} on its lane, but copies take"
                 text = f"{text} {taken} ns of compute between them"
                 yield place.breaks("times", f"{place.id} on device {device} {text}", before.id)
 
 
 def wait_times(timed: ForecastTimes) -> Iterator[Violation]:
     """An op starts at or after the end of every op in its `after`."""
-    for place in timed.placed.places:
-        for name in place.op.after:
-            start, end = timed.start[place.id], timed.end[name]
-            if start < end:
-                message = f"starts at {start} ns but waits for {name}, which ends at {end} ns"
-                yield place.breaks("times", f"{place.id} on device {place.device} {message}", name)
+    for number, other in _pairs(*timed.placed.waits, timed.start, timed.end):
+        place, name = timed.placed.places[number], timed.placed.places[other].id
+        text = f"starts at {timed.start[number]} ns but waits for {name}, which ends at {timed.end[other]} ns"
+        yield place.breaks("times", f"{place.id} on device {place.device} {text}", name)
 
 
 def message_times(timed: ForecastTimes) -> Iterator[Violation]:
     """A send is issued when its producer ends; both halves end when it arrives, `send_*_ns` later."""
-    for place, message in timed.placed.sends:
-        producer = _producer(timed.placed, message)
-        ready = timed.end[producer]
-        if timed.start[place.id] != ready:
-            text = f"{place.id} on device {place.device} is issued at {timed.start[place.id]} ns, but {producer}"
-            yield place.breaks("times", f"{text} ends at {ready} ns", producer)
-        arrival = ready + timed.travel(message)
-        for half in (place, timed.placed.by_id[message.recv]):
-            if timed.end[half.id] != arrival:
-                text = f"{half.id} on device {half.device} ends at {timed.end[half.id]} ns, but {message} arrives at"
-                yield half.breaks("times", f"{text} {arrival} ns", producer)
+    places, messages = timed.placed.places, timed.placed.messages
+    sends, receives = messages.sends, messages.receives
+    producers = timed.producers(sends)
+    ready, travel = timed.end[producers], timed.travels(sends)
+    late = timed.start[sends] != ready, timed.end[sends] - travel != ready, timed.end[receives] - travel != ready
+    for number in np.flatnonzero(np.any(late, axis=0)).tolist():
+        place, producer = places[sends[number]], places[producers[number]].id
+        if late[0][number]:
+            text = f"{place.id} on device {place.device} is issued at {timed.start[place.number]} ns, but {producer}"
+            yield place.breaks("times", f"{text} ends at {ready[number]} ns", producer)
+        arrival = int(ready[number]) + int(travel[number])
+        for half in (place, places[receives[number]]):
+            if timed.end[half.number] != arrival:
+                text = f"{half.id} on device {half.device} ends at {timed.end[half.number]} ns"
+                text = f"{text}, but {message_name(place)} arrives at {arrival} ns"
+                yield half.breaks("times", text, producer)
 
 
 def receive_times(timed: ForecastTimes) -> Iterator[Violation]:
     """A receive is issued not later than its message is sent."""
-    for place, message in timed.placed.receives:
-        if timed.start[place.id] > timed.start[message.send]:
-            text = f"{place.id} on device {place.device} is issued at {timed.start[place.id]} ns, after its message is"
-            yield place.breaks("times", f"{text} sent at {timed.start[message.send]} ns", message.send)
+    messages = timed.placed.messages
+    for other, number in _pairs(messages.sends, messages.receives, timed.start, timed.start):
+        place, send = timed.placed.places[number], timed.placed.places[other]
+        text = f"{place.id} on device {place.device} is issued at {timed.start[number]} ns, after its message is"
+        yield place.breaks("times", f"{text} sent at {timed.start[other]} ns", send.id)
 
 
 def arrivals(timed: ForecastTimes) -> Iterator[Violation]:
     """A forward, and the op that makes the gradient, starts at or after the arrival of its message."""
-    for place, message in timed.placed.receives:
-        reader = timed.placed.reader_of(place)
-        if timed.start[reader] < timed.end[place.id]:
-            text = f"{reader} on device {place.device} starts at {timed.start[reader]} ns, before {message} arrives at"
-            yield timed.placed.by_id[reader].breaks("times", f"{text} {timed.end[place.id]} ns", place.id)
+    placed = timed.placed
+    for number, other in _pairs(placed.readers, placed.messages.receives, timed.start, timed.end):
+        reader, receive = placed.places[number], placed.places[other]
+        text = f"{reader.id} on device {reader.device} starts at {timed.start[number]} ns, before"
+        text = f"{text} {message_name(receive)} arrives at {timed.end[other]} ns"
+        yield reader.breaks("times", text, receive.id)
 
 
-def _producer(placed: PlacedOps, message: Message) -> str:
-    if message.what == "activation":
-        return named("forward", message.stage, message.unit)
-    return placed.gradient_of(message.stage, message.unit)
+def _pairs(ops: Ints, others: Ints, start: Ints, end: Ints) -> Iterator[tuple[int, int]]:
+    """Yield those pairs of ops of which the first starts before the second one's `end`."""
+    early = start[ops] < end[others]
+    yield from zip(ops[early].tolist(), others[early].tolist(), strict=True)
 
 
 def link_times(timed: ForecastTimes) -> Iterator[Violation]:
@@ -283,7 +306,7 @@ def link_times(timed: ForecastTimes) -> Iterator[Violation]:
     for link in timed.forecast.links:
         for lane in LANES[1:]:
             places = [place for device in link.devices for place in timed.placed.lanes[device, lane]]
-            places.sort(key=lambda place: (timed.start[place.id], timed.end[place.id]))
+            places.sort(key=lambda place: (timed.start[place.number], timed.end[place.number]))
             yield from _overlaps(timed, places)
 
 
@@ -292,11 +315,11 @@ def _overlaps(timed: ForecastTimes, places: list[PlacedOp]) -> Iterator[Violatio
     holder = places[0] if places else None
     for place in places[1:]:
         assert holder is not None
-        start, end = timed.start[place.id], timed.end[holder.id]
+        start, end = timed.start[place.number], timed.end[holder.number]
         if start < end and holder.device != place.device:
             text = f"starts at {start} ns on the link that {holder.id} of device {holder.device} holds until {end} ns"
             yield place.breaks("link", f"{place.id} on device {place.device} {text}", holder.id)
-        holder = max(holder, place, key=lambda one: timed.end[one.id])
+        holder = max(holder, place, key=lambda one: timed.end[one.number])
 
 
 def makespan(timed: ForecastTimes) -> Iterator[Violation]:
@@ -304,24 +327,20 @@ def makespan(timed: ForecastTimes) -> Iterator[Violation]:
     whole = _extent(timed, timed.working)
     if timed.forecast.makespan_ns != whole:
         yield Violation("makespan", f"makespan_ns is {timed.forecast.makespan_ns}, the times say {whole}")
-    lanes: dict[int, list[PlacedOp]] = defaultdict(list)
-    for place in timed.working:
-        if place.lane == "compute":
-            lanes[place.device].append(place)
-    longest = max((_extent(timed, lane) for lane in lanes.values()), default=0)
+    lanes = np.split(timed.on_compute, np.flatnonzero(np.diff(timed.placed.columns.device[timed.on_compute])) + 1)
+    longest = max((_extent(timed, lane) for lane in lanes if len(lane)), default=0)
     if timed.forecast.span_ns != longest:
         yield Violation("makespan", f"span_ns is {timed.forecast.span_ns}, the times say {longest}")
 
 
-def _extent(timed: ForecastTimes, places: list[PlacedOp]) -> int:
-    return max(timed.end[place.id] for place in places) - min(timed.start[place.id] for place in places)
+def _extent(timed: ForecastTimes, ops: Ints) -> int:
+    return int(timed.end[ops].max()) - int(timed.start[ops].min())
 
 
 def bubble(timed: ForecastTimes) -> Iterator[Violation]:
     """bubble_fraction = 1 - (sum of the durations of compute ops) / (devices * makespan), within 1e-9."""
     whole = _extent(timed, timed.working) * len(timed.placed.schedule.devices)
-    lane = [place for place in timed.working if place.lane == "compute"]
-    busy = sum(timed.end[place.id] - timed.start[place.id] for place in lane)
+    busy = sum((timed.end - timed.start)[timed.on_compute].tolist())
     expected = 1 - Fraction(busy, whole) if whole else Fraction(0)
     claimed = timed.forecast.bubble_fraction
     if not isfinite(claimed) or abs(Fraction(claimed) - expected) > TOLERANCE:

@@ -19,14 +19,15 @@ import numpy.typing as npt
 
 from optpipe_compiler.documents import ir
 from optpipe_compiler.verify.pairs import best_pair
+from optpipe_compiler.verify.placed import NONE
 from optpipe_compiler.verify.report import Violation
-from optpipe_compiler.verify.sizes import Sizes, UnitSizes
+from optpipe_compiler.verify.sizes import Sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
-    from optpipe_compiler.verify.causality import Causality, Chain, Clocks, Events
-    from optpipe_compiler.verify.placed import Lane, PlacedOp, PlacedOps, Unit
+    from optpipe_compiler.verify.causality import Causality, Clocks, Events
+    from optpipe_compiler.verify.placed import Ints, Lane, PlacedOps, Unit
 
 Numbers = npt.NDArray[Any]
 
@@ -35,23 +36,17 @@ class Table:
     """The memory table of docs/IR.md: bytes that an op adds when it starts and when it has completed."""
 
     def __init__(self, placed: PlacedOps) -> None:
+        self._placed = placed
         self.sizes = Sizes(placed)
         self.dropped: dict[tuple[int, Unit], int] = defaultdict(int)
         """What the recomputed ranges of a stage and unit give up after their forward."""
-        self._known: dict[tuple[type[ir.Op], UnitSizes, ir.Range | None, int], tuple[int, int]] = {}
         for place in placed.of("recompute"):
             assert isinstance(place.op, ir.Recompute)
             self.dropped[place.stage, place.unit] += self.sizes.of(place.op).given_up(place.op.layers)
 
     def on_device(self, op: ir.Op) -> tuple[int, int]:
         """Return the bytes on the device that `op` adds at its start and at its end (frees are negative)."""
-        dropped = self.dropped.get((op.stage, op.unit), 0) if isinstance(op, ir.Forward) else 0
-        key = type(op), self.sizes.of(op), op.layers if isinstance(op, ir.SavedOp) else None, dropped
-        if key not in self._known:
-            self._known[key] = self._on_device(op, *key[1::2])
-        return self._known[key]
-
-    def _on_device(self, op: ir.Op, sizes: UnitSizes, dropped: int) -> tuple[int, int]:
+        sizes = self.sizes.of(op)
         match op:
             case ir.RecvActivation():
                 return sizes.input, 0
@@ -63,7 +58,7 @@ class Table:
                 return 0, -sizes.input
             case ir.Forward():
                 taken = sizes.all_saved + sizes.output + sizes.forward
-                return taken, -sizes.forward - sizes.input - dropped
+                return taken, -sizes.forward - sizes.input - self.dropped.get((op.stage, op.unit), 0)
             case ir.Offload():
                 return 0, -sizes.moved(op.layers)
             case ir.Reload():
@@ -82,6 +77,21 @@ class Table:
                 return taken, -sizes.backward - sizes.output - sizes.gradient - sizes.all_saved
         raise AssertionError(f"an op without an entry in the memory table: {op.name}")
 
+    def weights(self, events: Events) -> tuple[_Weights, _Weights]:
+        """Return what events add on the device, and on the host; of a complete schedule."""
+        placed = self._placed
+        ops, copies = np.arange(len(placed.places)), placed.numbers("offload", "reload")
+        told_apart, amounts = placed.layers.copy(), dict[int, int]()
+        """By op, what its bytes depend on beside what `alike` asks for: of forwards, how much they give up."""
+        stages = np.array([stage for stage, _ in self.dropped], np.int64)
+        units = np.array([unit[0] * placed.slices + (unit[1] or 0) for _, unit in self.dropped], np.int64)
+        numbers = [amounts.setdefault(dropped, 1 + len(amounts)) for dropped in self.dropped.values()]
+        told_apart[placed.find("forward", stages, units)] = numbers
+        groups, group = placed.alike(ops, told_apart)
+        on_device = _Weights(placed, events, ops, [self.on_device(place.op) for place in groups], group)
+        groups, group = placed.alike(copies, told_apart[copies])
+        return on_device, _Weights(placed, events, copies, [self.on_host(place.op) for place in groups], group)
+
     def on_host(self, op: ir.Op) -> tuple[int, int]:
         """Return the bytes on the host that `op` adds at its start and at its end."""
         match op:
@@ -93,21 +103,27 @@ class Table:
 
 
 class _Weights:
-    """The bytes that each event adds, on the one device whose memory it changes: for a message the sender's."""
+    """The bytes that each event adds, on the one device whose memory it changes: for a message the sender's.
 
-    def __init__(self, events: Events, changes: Iterable[tuple[PlacedOp, tuple[int, int]]]) -> None:
-        weights, self._device = [0] * len(events.before), np.full(len(events.before), -1)
-        for place, (start, end) in changes:
-            for event, added in ((events.start[place.id], start), (events.done[place.id], end)):
-                if added:
-                    weights[event] += added
-                    self._device[event] = place.device
-        exact = sum(map(abs, weights)) < 2**62
-        self._weights: Numbers = np.array(weights, np.int64 if exact else object)
+    `changes` are the bytes that groups of `ops` (PlacedOps.alike) add at their start and at their end.
+    """
 
-    def of(self, device: int, events: list[int]) -> Numbers:
-        """Return what events add on a device."""
-        found: Numbers = np.where(self._device[events] == device, self._weights[events], 0)
+    def __init__(
+        self, placed: PlacedOps, events: Events, ops: Ints, changes: Sequence[tuple[int, int]], group: Ints
+    ) -> None:
+        counts = np.bincount(group, minlength=len(changes)).tolist()
+        most = sum(count * sum(map(abs, added)) for count, added in zip(counts, changes, strict=True))
+        self._weights: Numbers = np.zeros(events.count, np.int64 if most < 2**62 else object)
+        self._device = np.full(events.count, NONE)
+        for moments, place in ((events.start, 0), (events.done, 1)):
+            weights: Numbers = np.array([added[place] for added in changes], self._weights.dtype)[group]
+            changing = weights != 0
+            at, device = moments[ops[changing]], placed.columns.device[ops[changing]]
+            self._weights[at], self._device[at] = weights[changing], device
+
+    def of(self, device: int, begin: int, end: int) -> Numbers:
+        """Return what the events [begin, end) add on a device."""
+        found: Numbers = np.where(self._device[begin:end] == device, self._weights[begin:end], 0)
         return found
 
 
@@ -130,24 +146,24 @@ class Memory:
         for stage in placed.stages:
             self._always[stage.device] += stage.static_bytes
         table = Table(placed)
-        device = _Weights(self.events, ((place, table.on_device(place.op)) for place in placed.places))
-        host = _Weights(self.events, ((place, table.on_host(place.op)) for place in placed.of("offload", "reload")))
-        chains_of: dict[int, list[Chain]] = defaultdict(list)
-        for chain in self.events.chains:
+        device, host = table.weights(self.events)
+        chains_of: dict[int, list[int]] = defaultdict(list)
+        for number, chain in enumerate(self.events.chains):
             for end_of_chain in {chain[0], *(chain[1:] if isinstance(chain[1], int) else ())}:
-                chains_of[end_of_chain].append(chain)
+                chains_of[end_of_chain].append(number)
         count = range(len(self._always))
-        self._device = [self._sums(causality, number, chains_of[number], device) for number in count]
-        self._host = [self._sums(causality, number, chains_of[number], host) for number in count]
+        self._device = [self._sums(number, chains_of[number], device) for number in count]
+        self._host = [self._sums(number, chains_of[number], host) for number in count]
         self._clocks = self._rows(causality)
 
-    def _sums(self, causality: Causality, device: int, chains: list[Chain], weights: _Weights) -> dict[int, Numbers]:
+    def _sums(self, device: int, chains: list[int], weights: _Weights) -> dict[int, Numbers]:
         """Return, per chain that `device` is on, the sum of its first n events for every n; the lanes come first."""
-        added = [(chain, weights.of(device, self.events.chains[chain])) for chain in chains]
+        begins = self.events.begins.tolist()
+        added = [(chain, weights.of(device, begins[chain], begins[chain + 1])) for chain in chains]
         return {
-            causality.number[chain]: np.concatenate([[0], np.cumsum(ones)])
+            chain: np.concatenate([[0], np.cumsum(ones)])
             for chain, ones in added
-            if ones.any() or isinstance(chain[1], str)
+            if ones.any() or isinstance(self.events.chains[chain][1], str)
         }
 
     def _rows(self, causality: Causality) -> dict[tuple[int, Lane], Clocks]:
@@ -156,7 +172,7 @@ class Memory:
         lanes = [(key, places) for key, places in self.placed.lanes.items() if places]
         sums = {"compute": self._device, "d2h": self._host, "h2d": self._device}
         wanted = [
-            ([self.events.start[place.id] for place in places], list(sums[lane][device]))
+            (self.events.start[places[0].number : places[-1].number + 1], list(sums[lane][device]))
             for (device, lane), places in lanes
         ]
         found = causality.clocks(wanted)

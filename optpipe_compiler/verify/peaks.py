@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.verify.causality import Causality, Events, execution_order
+from optpipe_compiler.verify.causality import happens_before
 from optpipe_compiler.verify.memory import Memory
 from optpipe_compiler.verify.placed import PlacedOps
+from optpipe_compiler.verify.report import Violation
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents import ir
@@ -15,9 +16,8 @@ if TYPE_CHECKING:
 def peaks(schedule: ir.Schedule) -> list[int]:
     """Return per device the maximum over all executions that order and waits allow; the ops are complete and sound."""
     placed = PlacedOps(schedule)
-    events = Events(placed)
-    order = execution_order(placed, events)
-    if not isinstance(order, list):
-        raise AssertionError(order.message)
-    memory = Memory(placed, Causality(events, order))
+    clocks = happens_before(placed)
+    if isinstance(clocks, Violation):
+        raise AssertionError(clocks.message)
+    memory = Memory(placed, clocks)
     return [memory.worst_on_device(device).held for device in range(len(schedule.devices))]

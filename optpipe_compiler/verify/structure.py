@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
 
 from optpipe_compiler.documents import ir
-from optpipe_compiler.documents.ops import unit_name
-from optpipe_compiler.verify.placed import Message, PlacedOp, PlacedOps, Unit, named
+from optpipe_compiler.documents.ops import MESSAGES, unit_name
+from optpipe_compiler.verify.placed import Ints, PlacedOp, PlacedOps, Unit, message_name, named
 from optpipe_compiler.verify.report import Violation
 
 if TYPE_CHECKING:
@@ -107,18 +110,20 @@ def split(placed: PlacedOps) -> Iterator[Violation]:
 
 def peers(placed: PlacedOps) -> Iterator[Violation]:
     """A message goes to, or comes from, the device of the neighbouring stage, and only where that is another one."""
-    for place, _ in placed.halves:
-        op = place.op
-        assert isinstance(op, ir.MessageOp)
-        if place.stage >= len(placed.stages):
-            continue
-        expected = placed.peer(place.stage, 1 if place.kind in ("send_activation", "recv_gradient") else -1)
-        if expected is None:
-            message = f"{place.id} on device {place.device} has no stage on another device to exchange with"
-            yield place.breaks("completeness", message)
-        elif op.peer != expected:
-            message = f"{place.id} on device {place.device} names device {op.peer} as its peer, expected {expected}"
-            yield place.breaks("peer", message)
+    for kind in MESSAGES:
+        step: Literal[-1, 1] = 1 if kind in ("send_activation", "recv_gradient") else -1
+        expected = [placed.peer(stage, step) for stage in range(len(placed.stages))]
+        for place in placed.of(kind):
+            op, stage = place.op, place.stage
+            assert isinstance(op, ir.MessageOp)
+            if stage >= len(expected) or op.peer == expected[stage]:
+                continue
+            if expected[stage] is None:
+                message = f"{place.id} on device {place.device} has no stage on another device to exchange with"
+                yield place.breaks("completeness", message)
+            else:
+                message = f"{place.id} on device {place.device} names device {op.peer} as its peer"
+                yield place.breaks("peer", f"{message}, expected {expected[stage]}")
 
 
 def ranges(placed: PlacedOps) -> Iterator[Violation]:
@@ -204,25 +209,24 @@ _ASCENDING = ("forward", "send_activation", "recv_activation", "offload")
 
 def pair_order(placed: PlacedOps) -> Iterator[Violation]:
     """Both devices of a pair list the messages between them, sent and received together, in the same order."""
-    listed = placed.channels
-    for (device, peer), mine in listed.items():
-        theirs = listed.get((peer, device), [])
-        if device < peer and [message for message, _ in mine] != [message for message, _ in theirs]:
-            yield from _first_difference(mine, theirs)
+    messages = placed.messages
+    for (begin, end), (other_begin, other_end) in zip(*map(pairwise, messages.bounds), strict=True):
+        mine, theirs = messages.lower[begin:end], messages.upper[other_begin:other_end]
+        if not np.array_equal(messages.of[mine], messages.of[theirs]):
+            yield _first_difference(placed, mine, theirs)
 
 
-def _first_difference(
-    mine: list[tuple[Message, PlacedOp]], theirs: list[tuple[Message, PlacedOp]]
-) -> Iterator[Violation]:
-    """Yield the first message in which two devices disagree, or the first that only one of them lists."""
-    for (message, place), (other, there) in zip(mine, theirs, strict=False):
-        if message != other:
+def _first_difference(placed: PlacedOps, mine: Ints, theirs: Ints) -> Violation:
+    """Return the first message in which two devices disagree, or the first that only one of them lists."""
+    messages = placed.messages
+    for number, other in zip(mine, theirs, strict=False):
+        if messages.of[number] != messages.of[other]:
+            place, there = placed.places[int(number)], placed.places[int(other)]
             text = (
-                f"devices {place.device} and {there.device} list their messages in different orders: "
-                f"next comes {message} ({place.id}) on the one, {other} ({there.id}) on the other"
+                f"devices {place.device} and {there.device} list their messages in different orders: next comes "
+                f"{message_name(place)} ({place.id}) on the one, {message_name(there)} ({there.id}) on the other"
             )
-            yield place.breaks("pair-order", text, there.id)
-            return
-    longer = max(mine, theirs, key=len)
-    _, place = longer[min(len(mine), len(theirs))]
-    yield place.breaks("pair-order", f"{place.id} on device {place.device} has no other half at its peer")
+            return place.breaks("pair-order", text, there.id)
+    longer: Ints = max(mine, theirs, key=len)
+    place = placed.places[int(longer[min(len(mine), len(theirs))])]
+    return place.breaks("pair-order", f"{place.id} on device {place.device} has no other half at its peer")

@@ -6,14 +6,14 @@ import time
 
 from optpipe_compiler.solver.worker import DETERMINISTIC_PER_S, Limits
 
-LOWER_S_PER_TASK = 1e-4
-"""Seconds that lowering and verifying the result take per task; `python -m bench.lowering` measures 0.5 to 1e-4."""
+LOWER_S_PER_TASK = 8e-5
+"""Seconds that lowering and verifying the result take per task; `python -m bench.lowering` measures 3 to 8e-5."""
 GRACE_S = 2.0
 """Seconds beyond the time limit that lowering and verifying a schedule may take."""
 LOWERING_SHARE = 0.5
 """Share of the time limit that lowering and verifying a schedule may take; instances of more ops are left out."""
-AFTER_S_PER_TASK = 6e-5
-"""Seconds that a command takes per task to write and to show the result; `bench.lowering` measures 5 to 10e-5."""
+AFTER_S_PER_TASK = 9e-5
+"""Seconds that a command takes per task to write and to show the result; `bench.lowering` measures 5 to 9e-5."""
 SPARE_S_PER_TASK = 2e-5
 """Seconds that it takes per task to see what can stay: at most four rounds of 5 us."""
 

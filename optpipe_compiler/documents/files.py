@@ -343,7 +343,7 @@ def _is_flat(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
     others = [item for item in value.values() if type(item) not in _SCALARS]
-    return not others or all(type(item) is list and _SCALARS.issuperset(map(type, item)) for item in others)
+    return not others or all(type(item) in (list, tuple) and _SCALARS.issuperset(map(type, item)) for item in others)
 
 
 def _is_table(value: dict[str, Any]) -> bool:

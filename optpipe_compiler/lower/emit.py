@@ -184,6 +184,8 @@ class _Ops:
         columns = (nodes.kind, nodes.stage, nodes.unit, nodes.peer)
         self.nodes = list(zip(*(column.tolist() for column in columns), strict=True))
         """Kind, stage, unit and peer of each."""
+        self._ids: dict[int, str] = {}
+        """As far as they were asked for."""
 
     def device(self, number: int, peak: int, host_peak: int) -> ir.Device:
         """Return the promise of a device of the pipeline, and its lanes."""
@@ -220,6 +222,12 @@ class _Ops:
         return begin, end if kind == Kind.R else end - self.graph.problem.at(stage, unit).staying_layers
 
     def _id(self, node: int) -> str:
+        found = self._ids.get(node)
+        if found is None:
+            found = self._ids[node] = self._named(node)
+        return found
+
+    def _named(self, node: int) -> str:
         kind, stage, unit, _ = self.nodes[node]
         name = RECORDS[kind].name
         microbatch, slice = (unit, None) if self.slices == 1 else divmod(unit, self.slices)

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from math import floor, isfinite
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -162,9 +162,9 @@ class ForecastTimes:
         """
         found: dict[tuple[str, int, Unit], int] = defaultdict(int)
         for place in self.placed.of("offload", "reload"):
-            share = self.link_of[place.device].share_permille
-            taken = Fraction(self.cost(place, shared=False) * share, 1000)
-            found[place.lane, place.stage, place.unit] += floor(taken + Fraction(1, 2))
+            if share := self.link_of[place.device].share_permille:
+                alone = self.cost(place, shared=False)
+                found[place.lane, place.stage, place.unit] += (2 * alone * share + 1000) // 2000
         return found
 
     def slowed(self, place: PlacedOp) -> bool:

@@ -54,7 +54,7 @@ class PlacedOp(msgspec.Struct, frozen=True, gc=False):
         return Violation(rule, message, self.device, self.lane, self.index, (self.id, *others))
 
 
-class Columns(NamedTuple):
+class OpColumns(NamedTuple):
     """Numbers of all ops, by the op's own number."""
 
     device: Ints
@@ -104,10 +104,10 @@ class PlacedOps:
         return self._split.get((stage, unit)) or named("backward", stage, unit)
 
     @cached_property
-    def columns(self) -> Columns:
+    def columns(self) -> OpColumns:
         """All ops as columns; complete."""
         places, slices = self.places, self.slices
-        return Columns(
+        return OpColumns(
             device=_ints([place.device for place in places]),
             kind=_ints([CODES[place.kind] for place in places]),
             stage=_ints([place.stage for place in places]),
@@ -186,12 +186,12 @@ class PlacedOps:
         return np.where(kind == CODES["recv_activation"], forwards, self.gradients(stage, unit))
 
     @cached_property
-    def messages(self) -> Messages:
+    def messages(self) -> MessageHalves:
         """The halves of all messages; complete but for the order of each pair."""
-        return Messages(self)
+        return MessageHalves(self)
 
 
-class Messages:
+class MessageHalves:
     """The halves of all messages, pair by pair: those that the device with the lower number lists, in its order, and
     those of the other one."""
 

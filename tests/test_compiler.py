@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from optpipe_compiler import compiler, processes
 from optpipe_compiler.compiler import Options, Progress, Result, compile_schedule, layouts, settled
+from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import Host, Layer, Machine, Profile
 from optpipe_compiler.errors import BadInput, Infeasible
@@ -402,6 +403,10 @@ def test_sizes_that_cannot_be_written_within_the_time_limit_are_refused_at_once(
         BadInput, match="1000000 microbatches on 3 devices are some 12000000 ops, expected at most 1000000"
     ):
         planned(microbatches=10**6, time_limit_s=10**6)
+    many = uniform_profile(UniformOptions(devices=1024, layers_per_device=1))
+    options = settled(many, Options(OPEN_BYTES, microbatches=64))
+    with pytest.raises(BadInput, match="64 microbatches on 1024 devices are some 262144 ops, expected at most 97656"):
+        instances(many, options)  # what the judge would not answer
 
 
 def test_under_a_short_limit_only_placements_of_few_enough_ops_are_planned():

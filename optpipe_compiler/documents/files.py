@@ -52,7 +52,7 @@ def _read_back(text: bytes, kind: type[Record]) -> Record:
 
 T = TypeVar("T", bound=Record)
 
-LARGEST_FILE = 100 * 10**6
+LARGEST_FILE = 10**9
 """Bytes; of traces, which other tools write, `LARGEST_TRACE`."""
 LARGEST_TRACE = 2 * 10**9
 MOST_NESTED = 100

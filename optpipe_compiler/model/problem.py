@@ -26,6 +26,9 @@ NS_PER_S = 10**9
 Ticks = int
 Size = int
 
+OPS_OF_A_UNIT = 4
+"""About how many ops a schedule has for each stage and unit."""
+
 
 @dataclass(frozen=True)
 class Caps:
@@ -264,7 +267,7 @@ class Problem:
     @property
     def tasks(self) -> int:
         """About how many ops a schedule has."""
-        return 4 * len(self.stages) * self.microbatches
+        return OPS_OF_A_UNIT * len(self.stages) * self.microbatches
 
     def stages_of(self, device: int) -> list[int]:
         """Return the stages that `device` owns, in model order."""

@@ -11,7 +11,7 @@ from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.placement import Layout, in_runs, layout
-from optpipe_compiler.model.problem import Caps, Freedom, build, static_bytes
+from optpipe_compiler.model.problem import OPS_OF_A_UNIT, Caps, Freedom, build, static_bytes
 from optpipe_compiler.plan import seeds
 from optpipe_compiler.plan.budget import LOWERING_SHARE, lowering_s, most_lowering_s
 from optpipe_compiler.plan.cuts import earlier, layers_ns, lighter, most_bytes, others, with_ties
@@ -32,6 +32,9 @@ SEVERAL: dict[str, tuple[int, ...]] = {"linear": (1,), "loop": (2, 3, 4), "v": (
 """Stages per device that are tried for each placement."""
 MOST_TASKS = 1_000_000
 """Ops of the largest schedule that is planned: some gigabytes of memory."""
+MOST_TASKS_TIMES_DEVICES = 10**8
+"""Ops of it times devices. With offloads, recomputations and messages an op stands for at most 4.5 events, a device for
+about 4 lanes and pairs: more is beyond what the judge answers (docs/IR.md)."""
 MOST_NEIGHBOURS = 8
 """Stages of a device, at most, that run beside each other, or in a loop of the smallest stages. With 4 a plan of 16
 layers a device is 1.7 % longer, with 16 1.4 % (docs/ABLATION.md)."""
@@ -89,7 +92,7 @@ def _finest(layers: int, options: Settled) -> list[int]:
     more = range(most, max(SEVERAL["loop"]), -1)
     even = [n for n in more if layers % (options.devices * n) == 0]
     found = (even or [*more])[:1]
-    tasks = 4 * options.devices * options.microbatches  # per stage of a device, as Problem.tasks
+    tasks = OPS_OF_A_UNIT * options.devices * options.microbatches  # per stage of a device
     return [n for n in found if lowering_s(n * tasks) <= FINEST_SHARE * options.time_limit_s]
 
 
@@ -103,6 +106,7 @@ def _is_tight(profile: Profile, one: Layout, cap_bytes: int) -> bool:
 
 def instances(profile: Profile, options: Settled) -> list[tuple[Layout, Problem]]:
     """Return what is searched: each placement with offloads of whole stages, and of the part that fits the links."""
+    refuse_too_large(OPS_OF_A_UNIT * options.devices * options.microbatches, options)
     caps = Caps(options.mem_bytes, options.host_mem_bytes)
     freedom = Freedom(options.offload, options.recompute, options.split)
     placed = layouts(profile, options)
@@ -153,18 +157,17 @@ def instances(profile: Profile, options: Settled) -> list[tuple[Layout, Problem]
 def in_time(found: list[tuple[Layout, Problem]], options: Settled) -> list[tuple[Layout, Problem]]:
     """Return the instances whose schedules can be lowered and verified within the time limit.
 
-    Raises BadInput where there is none, or where each has more than MOST_TASKS ops.
+    Raises BadInput where there is none, or where each has more ops than can be planned.
     """
     least = min(problem.tasks for _, problem in found)
-    what = f"{counted(options.microbatches, 'microbatch')} on {counted(options.devices, 'device')}"
-    if least > MOST_TASKS:
-        raise BadInput(f"{what} are some {least} ops, expected at most {MOST_TASKS}: plan with fewer --microbatches")
-    chosen = [one for one in found if one[1].tasks <= MOST_TASKS and not _is_longer(one[1], options)]
+    refuse_too_large(least, options)
+    most = most_tasks(options.devices)
+    chosen = [one for one in found if one[1].tasks <= most and not _is_longer(one[1], options)]
     if not chosen:
         needed_s = math.ceil(lowering_s(least) / LOWERING_SHARE)
         raise BadInput(
             f"--time-limit is {options.time_limit_s:g}, expected at least {needed_s}: lowering and verifying the some "
-            f"{least} ops of {what} takes most of that"
+            f"{least} ops of {_size(options)} takes most of that"
         )
     return chosen
 
@@ -174,10 +177,29 @@ def beside(found: list[tuple[Layout, Problem]], options: Settled) -> list[tuple[
 
     The offloads of published ones are whole; those of seeds need not be.
     """
-    long = [one for one in found if one[1].tasks <= MOST_TASKS and _is_longer(one[1], options)]
+    most = most_tasks(options.devices)
+    long = [one for one in found if one[1].tasks <= most and _is_longer(one[1], options)]
     if options.seeds or options.kept:
         return long
     return [one for one in long if not any(stage.staying_layers for stage in one[1].stages)]
+
+
+def refuse_too_large(tasks: int, options: Settled) -> None:
+    """Raise BadInput where the smallest schedule has so many ops that it is not planned."""
+    most = most_tasks(options.devices)
+    if tasks > most:
+        raise BadInput(
+            f"{_size(options)} are some {tasks} ops, expected at most {most}: plan with fewer --microbatches"
+        )
+
+
+def _size(options: Settled) -> str:
+    return f"{counted(options.microbatches, 'microbatch')} on {counted(options.devices, 'device')}"
+
+
+def most_tasks(devices: int) -> int:
+    """Return the ops of the largest schedule that is planned for so many devices."""
+    return min(MOST_TASKS, MOST_TASKS_TIMES_DEVICES // devices)
 
 
 def _is_longer(problem: Problem, options: Settled) -> bool:
@@ -192,8 +214,8 @@ def too_long(found: list[tuple[Layout, Problem]], chosen: list[tuple[Layout, Pro
     said: dict[str, list[str]] = {}
     for (name, stages), problem in others.items():
         why = (
-            f"left out, since they are more than {MOST_TASKS} ops"
-            if problem.tasks > MOST_TASKS
+            f"left out, since they are more than {most_tasks(options.devices)} ops"
+            if problem.tasks > most_tasks(options.devices)
             else "not searched, published schedules alone are tried there, since lowering and verifying their ops "
             f"takes too much of {options.time_limit_s:g} s"
         )

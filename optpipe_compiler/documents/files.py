@@ -98,12 +98,14 @@ def parse_json(text: str, name: str) -> Any:
 
 def _depth(value: Any) -> int:
     """Return how many lists and objects stand in one another, `MOST_NESTED` + 1 for more than that."""
-    level, depth = [value], 0
+    level, depth = [value] if type(value) in _NESTS else [], 0
     while level and depth <= MOST_NESTED:
-        lists = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
-        level = [item for items in lists for item in items if isinstance(item, dict | list)]
-        depth += bool(lists)
+        insides = (one.values() if type(one) is dict else one for one in level)
+        level, depth = [item for inside in insides for item in inside if type(item) in _NESTS], depth + 1
     return depth
+
+
+_NESTS = frozenset({dict, list})
 
 
 class _Repeated(Exception):

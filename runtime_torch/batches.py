@@ -16,6 +16,7 @@ from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput, of_kind
 from runtime_torch.bundles import Bundle, in_words, with_samples, with_tokens
 from runtime_torch.microbatch import Slice, cut, takes
+from runtime_torch.together import go_on, raise_together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,7 +41,7 @@ class Batches:
     """Cuts batches, and knows the shapes between the layers for each microbatch of the latest one.
 
     The rank of the first stage tells the others how many samples there are, that of the last what the microbatches
-    weigh: two small broadcasts at the start of a step.
+    weigh, and each whether it was called rightly: one small message at the start of a step.
     """
 
     def __init__(
@@ -59,7 +60,6 @@ class Batches:
         self._units: list[tuple[int, int | None]] = []
         """Of the latest batch: each unit's microbatch and tokens; None: as many as announced."""
         self._group = group
-        self._ends = schedule.stages[0].device, schedule.stages[-1].device
         self._has_first = 0 in stages
         self._has_last = len(schedule.stages) - 1 in stages
         self._gets_target = self._has_last or any(
@@ -100,17 +100,37 @@ class Batches:
         target: Tensor | None,
         weights: Sequence[float] | Tensor | None,
         keywords: Sequence[Keywords] | None,
+        problem: Exception | None = None,
         *,
+        asks: bool = False,
         forward_only: bool = False,
-    ) -> Batch:
-        """Agree with the other ranks, and cut this rank's part; a step has as many microbatches as the schedule."""
-        given = self._checked(inputs, target, "eval()" if forward_only else "step()")
-        if not forward_only:
-            _refuse_gradients(given, target if self._gets_target else None)
-        (samples,) = self._told(self._ends[0], [len(given[0])] if given else [0])
-        self._sizes = self._sized(int(samples), forward_only=forward_only)
-        microbatches = cut(self._sizes, self._weights(weights), keywords)
-        return self._divided(given, target, microbatches, whole=forward_only)
+    ) -> tuple[Batch, bool]:
+        """Agree with the other ranks, and cut this rank's part; a step has as many microbatches as the schedule.
+
+        What is wrong on any rank, as a `problem` found before, is raised on all. Also returned: whether any `asks`.
+        """
+        given: list[Tensor] = []
+        own: list[float] | None = None
+        try:
+            if problem is not None:
+                raise problem
+            given = self._checked(inputs, target, "eval()" if forward_only else "step()")
+            if not forward_only:
+                _refuse_gradients(given, target if self._gets_target else None)
+            own = None if weights is None else self._numbers(weights)
+        except Exception as error:
+            problem = error
+        samples, told = self._told(len(given[0]) if given else 0, own, problem)
+        batch: Batch | None = None
+        try:
+            self._sizes = self._sized(samples, forward_only=forward_only)
+            own = [size / samples for size in self._sizes] if told is None else told
+            batch = self._divided(given, target, cut(self._sizes, own, keywords), whole=forward_only)
+        except Exception as error:
+            problem = error
+        any_asks = go_on(problem, self._group, self._device, asks=asks)
+        assert batch is not None
+        return batch, any_asks
 
     def cut_all(self, inputs: Sequence[Tensor], target: Tensor) -> Batch:
         """Cut a step's batch for a device that runs without the others, and so agrees with nobody."""
@@ -211,14 +231,23 @@ class Batches:
                     f"{in_words((shape, dtype))} for each microbatch, as build_stages was given"
                 )
 
-    def _told(self, source: int, values: Sequence[float]) -> Sequence[float]:
-        """Return the values that rank `source` has; the others' are only as many."""
-        if dist.get_world_size(self._group) == 1:
-            return values
-        message = torch.tensor(values, dtype=torch.float64, device=self._device)
-        dist.broadcast(message, group=self._group, group_src=source)
-        told: list[float] = message.tolist()
-        return told
+    def _told(
+        self, samples: int, weights: Sequence[float] | None, problem: Exception | None
+    ) -> tuple[int, list[float] | None]:
+        """Return the samples that the rank of the first stage has, and the weights of the last; raise on all ranks what
+        is wrong on any."""
+        values = [float(problem is not None)] + [0.0] * (2 + self._count)
+        if self._has_first:
+            values[1] = samples
+        if self._has_last and weights is not None:
+            values[2:] = [1.0, *weights]
+        if dist.get_world_size(self._group) > 1:
+            message = torch.tensor(values, dtype=torch.float64, device=self._device)
+            dist.all_reduce(message, group=self._group)
+            values = message.tolist()
+        if values[0]:
+            raise_together(problem, self._group)
+        return int(values[1]), values[3:] if values[2] else None
 
     def _sized(self, samples: int, *, forward_only: bool) -> list[int]:
         """Return the samples of each microbatch, as many as can be."""
@@ -241,18 +270,16 @@ class Batches:
             )
         return sizes
 
-    def _weights(self, weights: Sequence[float] | Tensor | None) -> Sequence[float]:
-        """Return what the microbatches weigh, as the rank of the last stage says."""
-        count, samples = len(self._sizes), sum(self._sizes)
-        own = [size / samples for size in self._sizes]
-        if weights is not None:
-            given = enumerate(of_kind("weights", weights, Iterable, "a list of numbers"))
-            own = [float(of_kind(f"weights[{number}]", one, (Real, Tensor), "a number")) for number, one in given]
-        if len(own) != count:
+    def _numbers(self, weights: Sequence[float] | Tensor) -> list[float]:
+        """Return what the microbatches weigh as numbers."""
+        given = enumerate(of_kind("weights", weights, Iterable, "a list of numbers"))
+        own = [float(of_kind(f"weights[{number}]", one, (Real, Tensor), "a number")) for number, one in given]
+        if len(own) != self._count:
             raise BadInput(
-                f"step() got {counted(len(own), 'weight')}, expected one for each of {counted(count, 'microbatch')}"
+                f"step() got {counted(len(own), 'weight')}, expected one for each of "
+                f"{counted(self._count, 'microbatch')}"
             )
-        return self._told(self._ends[1], own)
+        return own
 
     def _split(self, tensor: Tensor, name: str) -> Sequence[Tensor]:
         """Cut along the first dimension, which has as many rows for each sample as in the first batch."""

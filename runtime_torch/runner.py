@@ -25,6 +25,7 @@ from runtime_torch.replicas import replicated
 from runtime_torch.shared import Channels, channels_of
 from runtime_torch.stages import Stages, refuse_parts
 from runtime_torch.swap import Mover, Swap, agree_on, is_same_cut, moves, restaged, several
+from runtime_torch.together import go_on
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,6 +86,7 @@ class Runner:
         agree(schedule, group)
         _forget(stages)
         self._channels: Channels | GpuChannels | None = None
+        self._device = next(iter(stages.values())).device
         self._replay = self._replayed(schedule, stages)
         stages.ties.join(group)
         self._replicated = _replicated(stages)
@@ -112,18 +114,27 @@ class Runner:
         loss where the last stage is.
         """
         self._refuse_failed()
-        if not torch.is_grad_enabled():
-            raise BadInput("step() was called where gradients are off (no_grad, inference_mode), expected eval() there")
-        of_kind("losses", losses, (list, NoneType), "a list that is filled, or None")
-        batch = self._batches.divide(inputs, target, weights, keywords)
-        self._stages.ties.begin(self._group, next(iter(self._stages.values())).device)
-        for part in self._parts():
-            part.gather()
         modes = [module.training for module in self._stages.module.modules()]
         modes += [parameter.requires_grad for parameter in self._stages.module.parameters()]
-        if self._ready != modes:  # they change other buffers than in evaluation, and save more than frozen
-            prepare(self.schedule, self._stages, self._batches.bundle, batch, self._tolerance)
-            self._ready = modes
+        is_new = self._ready != modes  # they change other buffers than in evaluation, and save more than frozen
+        problem = _problem_with(losses)
+        if not torch.is_grad_enabled():
+            problem = BadInput(
+                "step() was called where gradients are off (no_grad, inference_mode), expected eval() there"
+            )
+        batch, any_is_new = self._batches.divide(inputs, target, weights, keywords, problem, asks=is_new)
+        self._stages.ties.begin(self._group, self._device)
+        for part in self._parts():
+            part.gather()
+        if any_is_new:
+            error: Exception | None = None
+            try:
+                if is_new:
+                    prepare(self.schedule, self._stages, self._batches.bundle, batch, self._tolerance)
+                    self._ready = modes
+            except Exception as found:
+                error = found
+            go_on(error, self._group, self._device)
         self._has_failed = True
         result = self._replay.step(batch.inputs, batch.targets, batch.units, losses)
         self._has_failed = False
@@ -160,8 +171,7 @@ class Runner:
         Whether layers are in training mode is the caller's business. `keywords` and `losses` are as in `step`.
         """
         self._refuse_failed()
-        of_kind("losses", losses, (list, NoneType), "a list that is filled, or None")
-        batch = self._batches.divide(inputs, target, None, keywords, forward_only=True)
+        batch, _ = self._batches.divide(inputs, target, None, keywords, _problem_with(losses), forward_only=True)
         for part in self._parts():
             part.gather()
         found = forward_only(self.schedule, self._stages, self._batches.boundary, self._group, batch)
@@ -253,6 +263,12 @@ class Runner:
     def _collect(self, stage: int) -> None:
         for part in self._replicated[stage]:
             part.collect()
+
+
+def _problem_with(losses: object) -> BadInput | None:
+    if isinstance(losses, list | NoneType):
+        return None
+    return BadInput(f"losses is {losses!r}, expected a list that is filled, or None")
 
 
 def _forget(stages: Stages) -> None:

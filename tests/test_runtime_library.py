@@ -966,6 +966,68 @@ def test_two_ranks_train_and_validate_a_model_with_several_inputs(tmp_path, plac
         assert rank.returncode == 0, errors
 
 
+WRONG = """
+import sys
+sys.path[:0] = sys.argv[1:]
+import torch, torch.distributed as dist, runtime_torch
+from optpipe_compiler.errors import BadInput, RunFailed
+import test_runtime_library as case
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+schedule = case.plan((0, 1))
+torch.manual_seed(0)
+layers = [torch.nn.Embedding(16, case.HIDDEN), *(torch.nn.Linear(case.HIDDEN, case.HIDDEN) for _ in range(2))]
+layers.append(case.Scores(case.HIDDEN, 16))
+tokens = torch.randint(16, (2 * case.MICROBATCHES, case.LENGTH))
+stages = runtime_torch.build_stages(schedule, layers, rank, "cpu", inputs=[tokens[:2]], target=tokens[:2])
+runner = runtime_torch.Runner(schedule, stages)
+right = {"target": tokens}
+for call, wrong_on, sentence, (inputs, given) in [
+    (runner.step, 1, "TypeError|RuntimeError|ValueError", (tokens, {"target": tokens.float()})),  # in the trial
+    (runner.step, 1, "needs a target on the rank of the last stage", (tokens, {})),
+    (runner.eval, 1, "needs a target on the rank of the last stage", (tokens, {})),
+    (runner.step, 0, "needs inputs on the rank of the first stage", (None, right)),
+    (runner.step, 0, "int32 of shape", (tokens.int(), right)),
+    (runner.step, 1, "expected tensors", (tokens, {"target": "text"})),
+    (runner.step, 1, "expected 4 in its first dimension", (tokens, {"target": tokens[:3]})),
+    (runner.eval, 1, "expected 4 in its first dimension", (tokens, {"target": tokens[:3]})),
+    (runner.step, 1, "got 3 weights", (tokens, right | {"weights": [1.0] * 3})),
+    (runner.step, 0, "got keywords for 3 microbatches", (tokens, right | {"keywords": [{}] * 3})),
+    (runner.step, 1, "expected a list that is filled", (tokens, right | {"losses": ()})),
+]:
+    try:
+        call(inputs, **given) if rank == wrong_on else call(tokens, **right)
+    except (BadInput, RunFailed) as error:
+        text = str(error)
+        assert rank == wrong_on or text.startswith(f"rank {wrong_on}: "), text
+        assert any(part in text for part in sentence.split("|")), (text, sentence)
+    except (TypeError, RuntimeError, ValueError):
+        assert rank == wrong_on
+    else:
+        raise AssertionError(sentence)
+runner.step(tokens, **right, weights=[0.25, 0.75])  # the ranks are still together
+losses = []
+for part in tokens.split(2):
+    x = part
+    for layer in layers[:-1]:
+        x = layer(x)
+    losses.append(layers[-1](x, part))
+own = list(stages.module.parameters())
+wanted = torch.autograd.grad(0.25 * losses[0] + 0.75 * losses[1], own)
+for parameter, gradient in zip(own, wanted, strict=True):
+    torch.testing.assert_close(parameter.grad, gradient)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.runtime
+def test_what_one_rank_is_given_wrongly_is_refused_on_all():
+    for rank in start_ranks(WRONG):
+        _, errors = rank.communicate(timeout=60)
+        assert rank.returncode == 0, errors
+
+
 @pytest.mark.runtime
 def test_ranks_with_different_schedules_all_say_so(tmp_path):
     first = plan((0, 1))

@@ -1,0 +1,38 @@
+"""What is wrong on one rank is raised on all, before any of them begins what the others would wait in."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from optpipe_compiler.errors import BadInput, OptPipeError, RunFailed
+
+
+def go_on(
+    error: Exception | None, group: dist.ProcessGroup | None, device: torch.device, *, asks: bool = False
+) -> bool:
+    """Raise on all ranks of `group` what keeps any of them from a step; else return whether any of them `asks`."""
+    if dist.get_world_size(group) > 1:
+        votes = torch.tensor([error is not None, asks], dtype=torch.int32, device=device)
+        dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
+        failed, asked = votes.tolist()
+        if failed:
+            raise_together(error, group)
+        return bool(asked)
+    if error is not None:
+        raise error
+    return asks
+
+
+def raise_together(error: Exception | None, group: dist.ProcessGroup | None) -> NoReturn:
+    """Raise this rank's error, or where it has none that of another rank; called by all where any has one."""
+    kind: type[OptPipeError] = BadInput if isinstance(error, BadInput) else RunFailed
+    said = str(error) if isinstance(error, OptPipeError) else f"{type(error).__name__}: {error}"
+    found: list[tuple[type[OptPipeError], str] | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, None if error is None else (kind, said), group=group)
+    if error is not None:
+        raise error
+    rank, (kind, said) = next((rank, one) for rank, one in enumerate(found) if one is not None)
+    raise kind(f"rank {rank}: {said}")

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from torch import nn
+    from typing_extensions import TypeIs
 
 Autocast = tuple[bool, torch.dtype, bool]
 """Whether it is on, its dtype, and whether it keeps its copies of the weights."""
@@ -73,9 +74,11 @@ def buffers_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _is_state(value: object) -> bool:
     """Whether a tensor may go from one forward to the next: with a graph it would lead into a backward that is over."""
-    if type(value) is not Tensor:
-        return False
-    return not (value.requires_grad or value.is_nested) and value.layout is torch.strided
+    return _is_dense(value) and not value.requires_grad
+
+
+def _is_dense(value: object) -> TypeIs[Tensor]:
+    return type(value) is Tensor and not value.is_nested and value.layout is torch.strided
 
 
 def buffers_now(modules: Iterable[nn.Module]) -> list[BufferState]:
@@ -111,8 +114,15 @@ def _kept(module: nn.Module) -> Attributes:
     return {
         name: value
         for name, value in vars(module).items()
-        if name not in _OF_EVERY and (isinstance(value, _PLAIN) or _is_state(value))
+        if name not in _OF_EVERY and (isinstance(value, _PLAIN) or _is_dense(value))
     }
+
+
+def _without_graph(value: object) -> object:
+    """Return a tensor as one of the same memory that leads into no backward, anything else as it is."""
+    if isinstance(value, Tensor) and value.grad_fn is not None:
+        return value.detach().requires_grad_()
+    return value
 
 
 def sets_attributes(module: nn.Module, had: Attributes) -> bool:
@@ -144,6 +154,7 @@ def attributes_now(modules: Iterable[nn.Module]) -> list[AttributeState]:
     for module in modules:
         kept = _kept(module)
         as_often = {name: changes(value) for name, value in kept.items() if isinstance(value, Tensor)}
+        kept = {name: _without_graph(value) for name, value in kept.items()}
         found.append(AttributeState(module, set(vars(module)), kept, as_often))
     return found
 

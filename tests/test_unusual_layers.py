@@ -233,7 +233,7 @@ def test_a_recompute_is_refused_where_a_buffer_changed_that_the_trial_did_not_se
 
 class Follows(nn.Linear):
     """Keeps a mean of what it sees in an attribute, there from the beginning or made by the first forward, replaced or
-    changed in place; and what it saw last, which no forward reads."""
+    changed in place, with its graph or without; and what it saw last, which no forward reads."""
 
     def __init__(self, way="replaced"):
         super().__init__(WIDTH, WIDTH)
@@ -242,8 +242,8 @@ class Follows(nn.Linear):
         self.last = None
 
     def forward(self, x):
-        now = x.detach().mean(0)
-        before = torch.zeros(WIDTH) if self.mean is None else self.mean
+        now = x.mean(0) if self.way.endswith("with its graph") else x.detach().mean(0)
+        before = torch.zeros(WIDTH) if self.mean is None else self.mean.detach()
         if self.mean is not None and self.way.endswith("in place"):
             before = before.clone()
             self.mean.lerp_(now, 0.5)
@@ -254,7 +254,7 @@ class Follows(nn.Linear):
 
 
 @both
-@pytest.mark.parametrize("way", ["replaced", "in place", "made by the first"])
+@pytest.mark.parametrize("way", ["replaced", "in place", "made by the first", "with its graph", "made with its graph"])
 def test_a_recompute_finds_tensors_in_attributes_as_its_forward_did(alone, way, fused):  # noqa: F811
     layers = model(lambda: Follows(way), lambda: Follows(way))
     assert_trains_as_in_a_loop(layers, fused=fused, ranges=RECOMPUTED)

@@ -78,7 +78,7 @@ class Runner:
         self._tolerance = bytes_tolerance
         self._on_failure = on_failure
         self._has_failed = False
-        """Whether a step, or a replacement, was left in the middle."""
+        """Whether a step, an evaluation or a replacement was left in the middle."""
         self._has_warned = False
         self._ready: list[bool] | None = None
         """Which modules and parameters trained when the stages were held against the profile; None: they were not yet.
@@ -174,7 +174,9 @@ class Runner:
         batch, _ = self._batches.divide(inputs, target, None, keywords, _problem_with(losses), forward_only=True)
         for part in self._parts():
             part.gather()
+        self._has_failed = dist.get_world_size(self._group) > 1  # the others wait for what does not come
         found = forward_only(self.schedule, self._stages, self._batches.boundary, self._group, batch)
+        self._has_failed = False
         for part in self._parts():
             part.reshard()
         if losses is not None:
@@ -231,7 +233,7 @@ class Runner:
 
     def _refuse_failed(self) -> None:
         if self._has_failed:
-            raise RunFailed("an earlier step or replace of this Runner ended in the middle: make a new one")
+            raise RunFailed("an earlier step, eval or replace of this Runner ended in the middle: make a new one")
 
     def _replayed(self, schedule: ir.Schedule, stages: Stages) -> Replay:
         first = next(iter(stages.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -150,17 +151,26 @@ CERTIFICATE = Certificate("makespan", "feasible", 0, "none", {}, {})
 
 
 def lowered(profile: Profile, method: str, microbatches: int, tightness: float) -> ir.Schedule:
-    """A published order, each op waiting for memory under a cap of that share of what it takes without one."""
+    """A published order, each op waiting for memory under a cap of that share of what it takes without one.
+
+    Where it gets stuck, the cap is larger: an instance costs more to draw than to try.
+    """
     devices, (name, per_device) = profile.machine.devices, METHODS[method].placements[0]
     assume(devices * per_device <= len(profile.expanded_layers()))
     where = layout(name, devices, per_device, [1] * len(profile.expanded_layers()))
     try:
         timed = publish(build(profile, where, microbatches, Caps(10**9, None), Freedom()), method)
-        caps = Caps(int(max(promised(timed, profile, where)[0]) * tightness), None)
-        timed = retime(timed, build(profile, where, microbatches, caps, Freedom()))
     except (NotDefined, Stuck):
         reject()
-    return lower(timed, profile, where, caps, CERTIFICATE)
+    most = max(promised(timed, profile, where)[0])
+    kept = None
+    for share in (tightness, (tightness + 1) / 2, 1.0):
+        caps = Caps(int(most * share), None)
+        with suppress(Stuck):
+            kept = retime(timed, build(profile, where, microbatches, caps, Freedom()))
+            break
+    assume(kept is not None)
+    return lower(kept, profile, where, caps, CERTIFICATE)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])

@@ -36,7 +36,7 @@ def tiny_profile(
     from optpipe_torch.models import known as models
     from runtime_torch.execution import StageExecution
 
-    count = models.layer_count(model)
+    count, bundles = models.layer_count(model), models.bundles(model)
     on = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     inputs, target = (x.to(on) for x in models.batch(model, bytes(range(256)), torch.Generator().manual_seed(0), 1))
     layers = []
@@ -48,9 +48,9 @@ def tiny_profile(
             is_last=index == count - 1,
             device=on,
         )
-        x = inputs if index == 0 else _random(*models.bundles(model)[index].boundary).to(on)
+        x = inputs if index == 0 else _random(*bundles[index].boundary).to(on)
         wanted = target if stage.is_last else None
-        gradient = None if stage.is_last else _random(*models.bundles(model)[index + 1].boundary).to(on)
+        gradient = None if stage.is_last else _random(*bundles[index + 1].boundary).to(on)
         stage.forward(0, x, wanted)
         saved = stage.saved_bytes(0)
         stage.backward_input(0, gradient)

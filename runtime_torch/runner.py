@@ -134,7 +134,11 @@ class Runner:
                     self._ready = modes
             except Exception as found:
                 error = found
-            go_on(error, self._group, self._device)
+            try:
+                go_on(error, self._group, self._device)
+            except Exception:
+                self._stages.ties.give_back()
+                raise
         self._has_failed = True
         result = self._replay.step(batch.inputs, batch.targets, batch.units, losses)
         self._has_failed = False

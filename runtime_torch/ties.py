@@ -239,6 +239,13 @@ class Ties:
             for parameter in tie.before:
                 parameter.grad = None
 
+    def give_back(self) -> None:
+        """The step that began does not come: what earlier ones left is there again."""
+        for tie in self._shared_out():
+            for parameter, before in tie.before.items():
+                parameter.grad = before
+            tie.before.clear()
+
     def _compare_trained(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         copies = [[one.requires_grad for one in tie.parameters()] for tie in self._ties]
         message = torch.tensor([[sum(trained), len(trained)] for trained in copies], device=device)

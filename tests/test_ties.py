@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -105,11 +106,28 @@ def test_a_state_dict_that_is_assigned_parts_what_is_tied_which_is_said(alone): 
         runner.step(*inputs, target=target)
 
 
+@contextmanager
+def refusing(module, is_on):
+    """Within, all forwards of a stage's layers fail, if that is on."""
+
+    def fail(*_):
+        if is_on:
+            raise ZeroDivisionError("on purpose")
+
+    handles = [layer.register_forward_pre_hook(fail) for layer in module.children()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 RANK = """
 import sys
 sys.path[:0] = sys.argv[3:]
 import torch, torch.distributed as dist
 import runtime_torch, test_ties as case
+from optpipe_compiler.errors import RunFailed
 from test_runtime_library import builders, microbatch
 
 dist.init_process_group("gloo")
@@ -124,6 +142,15 @@ layers = case.whole()
 optimizers = [torch.optim.AdamW(module.parameters(), 1e-2) for module in (stages.module, layers)]
 for step in range(6):
     inputs, target = case.draw(step)
+    if step == 4:  # a step that the trial before it refuses leaves gradients of earlier ones as they are
+        try:
+            with case.refusing(stages.module.eval(), rank == 1):
+                runner.step(*inputs, target=target)
+        except (RunFailed, ZeroDivisionError) as error:
+            refused = str(error)
+        stages.module.train()
+        assert refused.endswith("on purpose"), refused
+        case.assert_tied_gradients(stages.module, layers)
     runner.step(*inputs, target=target)
     case.backward(layers, step)
     case.assert_tied_gradients(stages.module, layers)

@@ -12,6 +12,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from optpipe_compiler.documents.files import uncollected
 from optpipe_compiler.documents.memory import HOLDERS
 from optpipe_compiler.forecast.gaps import Gap, find_gaps
 from optpipe_compiler.forecast.items import Item, Reason, Timeline
@@ -89,6 +90,7 @@ class Analysis:
         return {key: length / whole for key, length in ranked}
 
 
+@uncollected()
 def analyse(schedule: Schedule) -> Analysis:
     """Return the analysis of a schedule; raise BadInput where its forecast does not fit its lanes."""
     timeline = Timeline(schedule)

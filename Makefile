@@ -8,10 +8,8 @@ RUNTIME_TESTS := $(shell grep -lE 'importorskip."(optpipe_|runtime_)?torch[."]' 
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 DEMO := demo
-# One test more at a time than there are cores, since many wait for processes of theirs; those of a file mostly in one
-# process. make test PARALLEL= has one.
-CORES := $(shell nproc 2> /dev/null || getconf _NPROCESSORS_ONLN)
-PARALLEL ?= -n $(shell expr $(CORES) + 1) --dist worksteal
+# As many tests at a time as there are cores, those of a file mostly in one process; make test PARALLEL= has one.
+PARALLEL ?= -n logical --dist worksteal
 
 # The tests of the report's page drive a browser; playwright's own goes into the environment.
 export PLAYWRIGHT_BROWSERS_PATH = 0
@@ -32,7 +30,7 @@ demo: $(READY) ## Profile this machine, plan under two caps, verify and train on
 	mkdir -p $(DEMO)
 	cd $(DEMO) && PATH="$(abspath $(BIN)):$$PATH" sh ../examples/demo.sh
 
-test: $(READY) browser ## Run all tests, several at a time
+test: $(READY) browser ## Run all tests, as many at a time as there are cores
 	$(BIN)/python -m pytest $(PARALLEL)
 
 coverage: $(READY) browser ## Run all tests and say which lines none of them runs (coverage.xml); not those of child processes

@@ -15,6 +15,8 @@ from optpipe_compiler.cli import cli
 from optpipe_compiler.documents import files, ir
 from optpipe_compiler.errors import BadInput, Rejected
 from optpipe_compiler.forecast import analyse
+from optpipe_compiler.model.problem import OPS_OF_A_UNIT
+from optpipe_compiler.plan.instances import MOST_TASKS
 from optpipe_compiler.verify import causality, verify
 
 ROUND = [stage % 8 for stage in range(1500)]
@@ -72,6 +74,12 @@ def test_files_beyond_the_limits_are_refused_by_every_command(said):
 def test_a_file_that_never_ends_is_refused():
     with pytest.raises(BadInput, match=r"^/dev/zero: is too large, expected at most 3 MB$"):
         files.read_text(Path("/dev/zero"), 3 * 10**6)
+
+
+def test_the_largest_schedule_that_is_planned_is_read():
+    plan = serial(range(8), 250, offload=True)
+    tasks = OPS_OF_A_UNIT * 8 * 250
+    assert 2 * len(ir.to_text(plan)) / tasks * MOST_TASKS <= files.LARGEST_FILE  # others say twice as much of an op
 
 
 def test_clocks_beyond_their_limit_are_refused(monkeypatch):

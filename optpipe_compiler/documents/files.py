@@ -333,7 +333,7 @@ def _render(value: Any, depth: int, *, top: bool = False) -> str:
 
 
 def _line(value: dict[str, Any]) -> str:
-    """Return the same as `_LINE` in a sixth of its time, of what has no fractions: most of a large file are ops."""
+    """Return the same as `_LINE`, sooner, of what has no fractions: most of a large file are ops."""
     return msgspec.json.format(msgspec.json.encode(value), indent=0).decode()
 
 

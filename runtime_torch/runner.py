@@ -15,7 +15,7 @@ import torch.distributed as dist
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput, RunFailed, of_kind
-from runtime_torch.batches import Batches
+from runtime_torch.batches import Batch, Batches
 from runtime_torch.conform import BYTES_TOLERANCE, agree, prepare
 from runtime_torch.evaluate import forward_only
 from runtime_torch.gpu_channels import GpuChannels
@@ -127,15 +127,8 @@ class Runner:
         for part in self._parts():
             part.gather()
         if any_is_new:
-            error: Exception | None = None
             try:
-                if is_new:
-                    prepare(self.schedule, self._stages, self._batches.bundle, batch, self._tolerance)
-                    self._ready = modes
-            except Exception as found:
-                error = found
-            try:
-                go_on(error, self._group, self._device)
+                go_on(self._refused(batch, modes) if is_new else None, self._group, self._device)
             except Exception:
                 self._stages.ties.give_back()
                 raise
@@ -147,6 +140,15 @@ class Runner:
             part.reduce()
         self._stages.ties.finish(self._group)
         return result
+
+    def _refused(self, batch: Batch, modes: list[bool]) -> Exception | None:
+        """Hold the stages in these modes against the profile, in a trial; return what is wrong with them."""
+        try:
+            prepare(self.schedule, self._stages, self._batches.bundle, batch, self._tolerance)
+        except Exception as error:
+            return error
+        self._ready = modes
+        return None
 
     def _hold_against_promise(self, result: StepResult) -> None:
         """Warn, once, where layers save more for these data than they did in the trial before the first step."""

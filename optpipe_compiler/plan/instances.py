@@ -106,7 +106,7 @@ def _is_tight(profile: Profile, one: Layout, cap_bytes: int) -> bool:
 
 def instances(profile: Profile, options: Settled) -> list[tuple[Layout, Problem]]:
     """Return what is searched: each placement with offloads of whole stages, and of the part that fits the links."""
-    refuse_too_large(OPS_OF_A_UNIT * options.devices * options.microbatches, options)
+    _refuse_too_large(OPS_OF_A_UNIT * options.devices * options.microbatches, options)
     caps = Caps(options.mem_bytes, options.host_mem_bytes)
     freedom = Freedom(options.offload, options.recompute, options.split)
     placed = layouts(profile, options)
@@ -160,8 +160,8 @@ def in_time(found: list[tuple[Layout, Problem]], options: Settled) -> list[tuple
     Raises BadInput where there is none, or where each has more ops than can be planned.
     """
     least = min(problem.tasks for _, problem in found)
-    refuse_too_large(least, options)
-    most = most_tasks(options.devices)
+    _refuse_too_large(least, options)
+    most = _most_tasks(options.devices)
     chosen = [one for one in found if one[1].tasks <= most and not _is_longer(one[1], options)]
     if not chosen:
         needed_s = math.ceil(lowering_s(least) / LOWERING_SHARE)
@@ -177,16 +177,16 @@ def beside(found: list[tuple[Layout, Problem]], options: Settled) -> list[tuple[
 
     The offloads of published ones are whole; those of seeds need not be.
     """
-    most = most_tasks(options.devices)
+    most = _most_tasks(options.devices)
     long = [one for one in found if one[1].tasks <= most and _is_longer(one[1], options)]
     if options.seeds or options.kept:
         return long
     return [one for one in long if not any(stage.staying_layers for stage in one[1].stages)]
 
 
-def refuse_too_large(tasks: int, options: Settled) -> None:
+def _refuse_too_large(tasks: int, options: Settled) -> None:
     """Raise BadInput where the smallest schedule has so many ops that it is not planned."""
-    most = most_tasks(options.devices)
+    most = _most_tasks(options.devices)
     if tasks > most:
         raise BadInput(
             f"{_size(options)} are some {tasks} ops, expected at most {most}: plan with fewer --microbatches"
@@ -197,7 +197,7 @@ def _size(options: Settled) -> str:
     return f"{counted(options.microbatches, 'microbatch')} on {counted(options.devices, 'device')}"
 
 
-def most_tasks(devices: int) -> int:
+def _most_tasks(devices: int) -> int:
     """Return the ops of the largest schedule that is planned for so many devices."""
     return min(MOST_TASKS, MOST_TASKS_TIMES_DEVICES // devices)
 
@@ -214,8 +214,8 @@ def too_long(found: list[tuple[Layout, Problem]], chosen: list[tuple[Layout, Pro
     said: dict[str, list[str]] = {}
     for (name, stages), problem in others.items():
         why = (
-            f"left out, since they are more than {most_tasks(options.devices)} ops"
-            if problem.tasks > most_tasks(options.devices)
+            f"left out, since they are more than {_most_tasks(options.devices)} ops"
+            if problem.tasks > _most_tasks(options.devices)
             else "not searched, published schedules alone are tried there, since lowering and verifying their ops "
             f"takes too much of {options.time_limit_s:g} s"
         )

@@ -76,7 +76,7 @@ class Events:
         placed, messages = self._placed, self._placed.messages
         sends, receives = messages.sends, messages.receives
         waiting, awaited = placed.waits
-        later = np.concatenate([transfers, transfers, self.start[waiting], self.start[placed.readers]])
+        later = np.concatenate([transfers, transfers, self.start[waiting], self.start[placed.partners(receives)]])
         earlier = np.concatenate([self.start[sends], self.start[receives], self.done[awaited], self.done[receives]])
         unsaid = (self.chain_of[later] != self.chain_of[earlier]) | (later <= earlier)
         return later[unsaid], earlier[unsaid]

@@ -198,12 +198,6 @@ class ForecastTimes:
         found: Ints = np.where(columns.kind[sends] == CODES["send_activation"], activations[record], gradients[record])
         return found
 
-    def producers(self, sends: Ints) -> Ints:
-        """Return the op that makes each message."""
-        kind, stage, unit = (column[sends] for column in self.placed.columns[1:4])
-        forwards = self.placed.find("forward", stage, unit)
-        return np.where(kind == CODES["send_activation"], forwards, self.placed.gradients(stage, unit))
-
 
 def transfer_ns(moved: int, bytes_per_s: int) -> int:
     """Return round(bytes * 10^9 / bandwidth), half up."""
@@ -260,7 +254,7 @@ def message_times(timed: ForecastTimes) -> Iterator[Violation]:
     """A send is issued when its producer ends; both halves end when it arrives, `send_*_ns` later."""
     places, messages = timed.placed.places, timed.placed.messages
     sends, receives = messages.sends, messages.receives
-    producers = timed.producers(sends)
+    producers = timed.placed.partners(sends)
     ready, travel = timed.end[producers], timed.travels(sends)
     late = timed.start[sends] != ready, timed.end[sends] - travel != ready, timed.end[receives] - travel != ready
     for number in np.flatnonzero(np.any(late, axis=0)).tolist():
@@ -287,8 +281,8 @@ def receive_times(timed: ForecastTimes) -> Iterator[Violation]:
 
 def arrivals(timed: ForecastTimes) -> Iterator[Violation]:
     """A forward, and the op that makes the gradient, starts at or after the arrival of its message."""
-    placed = timed.placed
-    for number, other in _pairs(placed.readers, placed.messages.receives, timed.start, timed.end):
+    placed, receives = timed.placed, timed.placed.messages.receives
+    for number, other in _pairs(placed.partners(receives), receives, timed.start, timed.end):
         reader, receive = placed.places[number], placed.places[other]
         text = f"{reader.id} on device {reader.device} starts at {timed.start[number]} ns, before"
         text = f"{text} {message_name(receive)} arrives at {timed.end[other]} ns"

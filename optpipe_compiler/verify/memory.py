@@ -84,7 +84,7 @@ class Table:
         told_apart, amounts = placed.layers.copy(), dict[int, int]()
         """By op, what its bytes depend on beside what `alike` asks for: of forwards, how much they give up."""
         stages = np.array([stage for stage, _ in self.dropped], np.int64)
-        units = np.array([unit[0] * placed.slices + (unit[1] or 0) for _, unit in self.dropped], np.int64)
+        units = np.array([placed.unit_number(unit) for _, unit in self.dropped], np.int64)
         numbers = [amounts.setdefault(dropped, 1 + len(amounts)) for dropped in self.dropped.values()]
         told_apart[placed.find("forward", stages, units)] = numbers
         groups, group = placed.alike(ops, told_apart)

@@ -30,6 +30,8 @@ SENDS = ("send_activation", "send_gradient")
 KINDS = tuple(kind.name for kind in ir.OPS)
 CODES = {name: code for code, name in enumerate(KINDS)}
 """By kind of op its number in columns."""
+IS_GRADIENT = np.array(["gradient" in kind for kind in KINDS])
+"""By that number, of messages, whether it is a gradient that goes."""
 _STEP = {"send_activation": 0, "recv_activation": -1, "send_gradient": 0, "recv_gradient": 1}
 """By kind of half, how far from its own stage the one is that sends the message."""
 
@@ -61,7 +63,7 @@ class OpColumns(NamedTuple):
     kind: Ints
     stage: Ints
     unit: Ints
-    """Microbatch x slices + slice."""
+    """PlacedOps.unit_number."""
     is_message: npt.NDArray[np.bool_]
 
 
@@ -86,7 +88,6 @@ class PlacedOps:
         self._of_kind: dict[str, list[PlacedOp]] = defaultdict(list)
         for place in self.places:
             self._of_kind[place.kind].append(place)
-        self._split = {(place.stage, place.unit): place.id for place in self.of("backward_input")}
 
     def of(self, *kinds: str) -> list[PlacedOp]:
         """Return all ops of these kinds, kind by kind in the order of the file."""
@@ -99,19 +100,19 @@ class PlacedOps:
             return None
         return self.stages[other].device
 
-    def gradient_of(self, stage: int, unit: Unit) -> str:
-        """Return the id of the op that makes the gradient of the stage's input: `backward_input` or `backward`."""
-        return self._split.get((stage, unit)) or named("backward", stage, unit)
+    def unit_number(self, unit: Unit) -> int:
+        """Return microbatch x slices + slice."""
+        return unit[0] * self.slices + (unit[1] or 0)
 
     @cached_property
     def columns(self) -> OpColumns:
         """All ops as columns; complete."""
-        places, slices = self.places, self.slices
+        places = self.places
         return OpColumns(
             device=_ints([place.device for place in places]),
             kind=_ints([CODES[place.kind] for place in places]),
             stage=_ints([place.stage for place in places]),
-            unit=_ints([place.unit[0] * slices + (place.unit[1] or 0) for place in places]),
+            unit=_ints([self.unit_number(place.unit) for place in places]),
             is_message=np.array([place.kind in MESSAGES for place in places], bool),
         )
 
@@ -178,12 +179,10 @@ class PlacedOps:
         later, earlier = _ints(pairs).reshape(-1, 2).T
         return later, earlier
 
-    @cached_property
-    def readers(self) -> Ints:
-        """The op that reads what each message brings; complete, and the order of each pair is right."""
-        kind, stage, unit = (column[self.messages.receives] for column in self.columns[1:4])
-        forwards = self.find("forward", stage, unit)
-        return np.where(kind == CODES["recv_activation"], forwards, self.gradients(stage, unit))
+    def partners(self, halves: Ints) -> Ints:
+        """Return the op of each half's stage and unit that makes what it sends, or reads what it receives; complete."""
+        kind, stage, unit = (column[halves] for column in self.columns[1:4])
+        return np.where(IS_GRADIENT[kind], self.gradients(stage, unit), self.find("forward", stage, unit))
 
     @cached_property
     def messages(self) -> MessageHalves:
@@ -211,18 +210,18 @@ class MessageHalves:
             for mine in (is_lower, ~is_lower)
         ]
         """Where the halves of each pair begin in `lower` and in `upper`, and where the last ones end."""
-        step, is_gradient = _ints([_STEP.get(kind, 0) for kind in KINDS]), _ints(["gradient" in kind for kind in KINDS])
-        sender = is_gradient[columns.kind] * len(placed.stages) + columns.stage + step[columns.kind]
+        step = _ints([_STEP.get(kind, 0) for kind in KINDS])
+        sender = IS_GRADIENT[columns.kind] * len(placed.stages) + columns.stage + step[columns.kind]
         self.of = sender * (placed.microbatches * placed.slices) + columns.unit
         """By half, the number of its message."""
         self.is_send = np.isin(columns.kind, [CODES[kind] for kind in SENDS])
 
-    @property
+    @cached_property
     def sends(self) -> Ints:
         """The sending half of each message; where the order of each pair is right."""
         return np.where(self.is_send[self.lower], self.lower, self.upper)
 
-    @property
+    @cached_property
     def receives(self) -> Ints:
         """The other halves."""
         return np.where(self.is_send[self.lower], self.upper, self.lower)

@@ -58,7 +58,7 @@ def complete(placed: PlacedOps) -> Iterator[Violation]:
     for place in placed.places:
         microbatch, slice = place.unit
         if microbatch < placed.microbatches and _has_its_slice(placed, slice):
-            present[place.kind, place.stage].add(microbatch * placed.slices + (slice or 0))
+            present[place.kind, place.stage].add(placed.unit_number(place.unit))
     for stage in range(len(placed.stages)):
         for kind in _kinds(placed, stage):
             yield from _missing(placed, stage, kind, present[kind, stage])

@@ -14,6 +14,11 @@ PARALLEL ?= -n logical --dist worksteal
 # The tests of the report's page drive a browser; playwright's own goes into the environment.
 export PLAYWRIGHT_BROWSERS_PATH = 0
 
+# Bytecode is written as modules are imported. pip would compile all of torch and transformers, which takes three times
+# as long as to unpack them; and where none may be written, every process compiles what it imports anew.
+unexport PYTHONDONTWRITEBYTECODE
+INSTALL := pip install --quiet --no-compile
+
 .PHONY: help demo test coverage browser docs test-torch check format lint type golden schemas methods bench estimates gpu clean
 
 help: ## Show this help
@@ -21,9 +26,9 @@ help: ## Show this help
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet --editable ".[runtime,dev]"
+	$(BIN)/$(INSTALL) --upgrade pip
+	$(BIN)/$(INSTALL) "$(TORCH)"
+	$(BIN)/$(INSTALL) --editable ".[runtime,dev]"
 	touch $(READY)
 
 demo: $(READY) ## Profile this machine, plan under two caps, verify and train on real text (about 4 minutes)
@@ -41,8 +46,8 @@ browser: $(READY) ## Install a browser for the tests of the report's page, unles
 
 test-torch: ## Run the runtime's tests with another torch: make test-torch TORCH=torch==2.11.0
 	$(PYTHON) -m venv $(TORCH_VENV)
-	$(TORCH_VENV)/bin/pip install --quiet --upgrade pip
-	$(TORCH_VENV)/bin/pip install --quiet "$(TORCH)" --editable ".[runtime,dev]"
+	$(TORCH_VENV)/bin/$(INSTALL) --upgrade pip
+	$(TORCH_VENV)/bin/$(INSTALL) "$(TORCH)" --editable ".[runtime,dev]"
 	$(TORCH_VENV)/bin/python -m pytest $(RUNTIME_TESTS)
 
 check: lint type ## Lint and types
@@ -71,7 +76,7 @@ bench: $(READY) ## Measure the planner on all cases (hours; see bench/planner.py
 	$(BIN)/python -m bench.planner
 
 docs: $(READY) ## Write the pages of docs/ as a site, site/index.html; links are checked
-	$(BIN)/pip install --quiet --editable ".[docs]"
+	$(BIN)/$(INSTALL) --editable ".[docs]"
 	$(BIN)/sphinx-build -W --keep-going -q docs site
 
 estimates: $(READY) ## Compare estimated profiles with published measurements (docs/ESTIMATES.md)

@@ -119,21 +119,41 @@ def best(
     No hint, and a horizon in which everything can be done one after the other. An instance that takes too long to prove
     is none for a property test.
     """
-    model = cp_model.CpModel()
-    v = variables.create(model, problem, _horizon(problem))
-    constraints.add_all(model, problem, v)
-    constraints.minimise(model, problem, v, kind)
+    model, v = _model(problem, kind, _horizon(problem))
     for constraint in force(v.activations):
         model.add(constraint)
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.max_deterministic_time = 0.5
-    status = solver.solve(model)
-    if status in (cp_model.FEASIBLE, cp_model.UNKNOWN):
+    solver, status = _solved(model)
+    if status == cp_model.FEASIBLE:
         reject()
     if status == cp_model.INFEASIBLE:
         return None
     return round(solver.objective_value), Schedule(problem, "exact", hint.starts_of(v, solver.value))
+
+
+def is_reached(problem: Problem, ticks: int, kind: str = "makespan") -> bool:
+    """Whether any schedule takes at most so long: quicker to tell than how long the best takes."""
+    model, v = _model(problem, kind, ticks if kind == "makespan" else _horizon(problem))
+    model.add(v.makespan <= ticks)
+    model.clear_objective()
+    return _solved(model)[1] != cp_model.INFEASIBLE
+
+
+def _model(problem: Problem, kind: str, horizon: int) -> tuple[cp_model.CpModel, variables.Variables]:
+    model = cp_model.CpModel()
+    v = variables.create(model, problem, horizon)
+    constraints.add_all(model, problem, v)
+    constraints.minimise(model, problem, v, kind)
+    return model, v
+
+
+def _solved(model: cp_model.CpModel) -> tuple[cp_model.CpSolver, cp_model.CpSolverStatus]:
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.max_deterministic_time = 0.5
+    status = solver.solve(model)
+    if status == cp_model.UNKNOWN:
+        reject()
+    return solver, status
 
 
 def _horizon(problem: Problem) -> int:

@@ -139,7 +139,7 @@ def test_windows_for_the_span_promise_no_less_than_they_reach_and_never_lengthen
 def test_small_instances_of_slices_are_searched_and_bounded_by_the_full_model(monkeypatch, mem_bytes, earns):
     monkeypatch.setattr(compiler, "spare", lambda *_: None)  # it names itself in the method of what it changes
     profile = uniform_profile(UNIFORM)
-    options = Options(mem_bytes, 2, slices=2, offload=False, time_limit_s=8.0, reproducible=True)
+    options = Options(mem_bytes, 2, slices=2, offload=False, time_limit_s=4.0, reproducible=True)
     searched, without = (compile_schedule(profile, replace(options, search=one)).schedule for one in (True, False))
     assert verify(searched, profile) == []
     assert getattr(searched.forecast, earns) == "cp-sat" != getattr(without.forecast, earns)

@@ -550,7 +550,7 @@ def hanging(line: Connection) -> None:
 @pytest.mark.parametrize(("serve", "words"), [(out_of_memory, "out of memory"), (dead_on_arrival, "no such module")])
 def test_a_solver_process_that_dies_is_noted_and_the_best_schedule_is_returned(monkeypatch, serve, words):
     monkeypatch.setattr(search, "serve", serve)
-    result = planned(time_limit_s=10.0)
+    result = planned(time_limit_s=1.5, reproducible=True)
     assert verify(result.schedule, OPEN) == []
     assert not result.interrupted
     assert any("(DIED): " in note and note.endswith(words) for note in result.notes)

@@ -197,12 +197,12 @@ def test_the_answers_are_sentences():
         ]
     )
     assert list(memory_sentences(cheapest_memory(points, 0.02), 0.02)) == [
-        "With 2 devices and 10 or 20 microbatches 2.00 GB is the cheapest memory that loses less than 2% against "
+        "With 2 devices and 10 or 20 microbatches 2.00 GB is the cheapest cap tried that loses less than 2% against "
         "4.00 GB (1.0%; by the bounds at most 99.5%)" + OPEN,
-        "With 4 devices and 10 microbatches every cap below 4.00 GB loses 2% or more, which is proven.",
+        "With 4 devices and 10 microbatches all caps tried below 4.00 GB lose 2% or more, which is proven.",
     ]
     assert list(microbatch_sentences(enough_microbatches(points, 0.02), 0.02)) == [
-        "With 2 devices under 4.00 GB fewer than 20 microbatches lose 2% or more" + OPEN
+        "With 2 devices under 4.00 GB all numbers tried below 20 lose 2% or more" + OPEN
     ]
     assert list(microbatch_sentences(enough_microbatches(points, 0.1), 0.1)) == [
         "With 2 devices under 4.00 GB 10 microbatches are enough: 20 would give 5.3% more, by the bounds "

@@ -71,8 +71,8 @@ def test_every_answer_is_per_gpu_and_leaves_out_caps_that_the_gpu_does_not_have(
     )
     found = answer(points, 0.02)
     assert list(memory_sentences(found.cheapest_memory, 0.02)) == [
-        "With 2 devices of a and 10 microbatches every cap below 4.00 GB loses 2% or more" + OPEN,
-        "With 2 devices of b and 10 microbatches 4.00 GB is the cheapest memory that loses less than 2% against "
+        "With 2 devices of a and 10 microbatches all caps tried below 4.00 GB lose 2% or more" + OPEN,
+        "With 2 devices of b and 10 microbatches 4.00 GB is the cheapest cap tried that loses less than 2% against "
         "8.00 GB (1.0%; by the bounds at most 99.0%)" + OPEN,
     ]
     assert list(microbatch_sentences(found.enough_microbatches, 0.02)) == [

@@ -193,10 +193,10 @@ def memory_sentences(found: Sequence[CheapestMemory], tolerance: float) -> Itera
         numbers = " or ".join(str(one.microbatches) for one in same)
         head = f"With {devices} and {numbers} {'microbatch' if numbers == '1' else 'microbatches'} "
         if cap == largest:
-            yield head + f"every cap below {short_bytes(largest)} loses {percent(tolerance)} or more{_proof(same)}."
+            yield head + f"all caps tried below {short_bytes(largest)} lose {percent(tolerance)} or more{_proof(same)}."
         else:
             yield head + (
-                f"{short_bytes(cap)} is the cheapest memory that loses less than {percent(tolerance)} against "
+                f"{short_bytes(cap)} is the cheapest cap tried that loses less than {percent(tolerance)} against "
                 f"{short_bytes(largest)} ({max(one.loss for one in same):.1%}; by the bounds at most "
                 f"{max(one.most_loss for one in same):.1%}){_proof(same)}."
             )
@@ -214,7 +214,7 @@ def microbatch_sentences(found: Sequence[EnoughMicrobatches], tolerance: float) 
     for one in found:
         head = f"With {_devices(one.devices, one.gpu)} under {short_bytes(one.mem_bytes)} "
         if one.microbatches == one.most:
-            yield head + f"fewer than {one.most} microbatches lose {percent(tolerance)} or more{_proof([one])}."
+            yield head + f"all numbers tried below {one.most} lose {percent(tolerance)} or more{_proof([one])}."
         else:
             yield head + (
                 f"{one.microbatches} microbatches are enough: {one.most} would give {one.gain:.1%} more, by the bounds "

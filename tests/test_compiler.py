@@ -73,6 +73,20 @@ def test_a_profile_for_more_devices_than_layers_is_refused_by_its_own_field():
     assert settled(wide, Options(mem_bytes=GB, devices=6)).devices == 6
 
 
+def test_work_beyond_what_64_bits_sum_up_is_refused_and_what_is_just_below_is_planned():
+    def of(longest):
+        layer = Layer(name="a", forward_ns=longest, backward_input_ns=0, backward_weight_ns=0, saved_bytes=1)
+        others = msgspec.structs.replace(layer, name="b", count=29, forward_ns=1)
+        return Profile(
+            name="long", machine=Machine(devices=12, time_permille=[1000] + 11 * [1]), layers=[layer, others]
+        )
+
+    told = f"a microbatch takes {2**53 + 29} ns on the slowest device, expected at most {10**15}"
+    with pytest.raises(BadInput, match=f"^{told}$"):
+        quick(of(2**53), GB)
+    assert quick(of(10**15 - 29), GB).schedule.forecast.lower_bound_ns >= 10**15 - 29
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

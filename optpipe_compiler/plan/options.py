@@ -84,6 +84,9 @@ RECORDED = (
 MOST = 10**12
 """Devices, microbatches and stages at most: far more than can be planned, of which bounds can still be told."""
 
+LONGEST_NS = 10**15
+"""The work of a microbatch at most, 11 days: sums of such times are exact in 64 bits, in thousandths, too."""
+
 
 def settled(profile: Profile, options: Options) -> Settled:
     """Return the options with every default filled in from the profile; raises BadInput for impossible ones."""
@@ -101,6 +104,9 @@ def settled(profile: Profile, options: Options) -> Settled:
         _check_kept(kept, options, devices, layers)
     if (known := profile.machine.time_permille) is not None and devices > len(known):
         raise BadInput(f"{named}, expected at most the {len(known)} whose times the profile has")
+    work = sum(value_of(one.forward_ns) + one.fused_ns for one in profile.expanded_layers())
+    if (work := work * max([1000, *(known or ())]) // 1000) > LONGEST_NS:
+        raise BadInput(f"a microbatch takes {work} ns on the slowest device, expected at most {LONGEST_NS}")
     if devices > layers:
         raise BadInput(f"{named}, expected at most the profile's {counted(layers, 'layer')}")
     for name, choices in (("placement", get_args(Placement)), ("objective", get_args(Objective))):

@@ -71,10 +71,11 @@ class CutWindow:
         return found
 
     def _most_work(self, target: int) -> list[int]:
-        """Return the work that each device may have, in the order of the walk."""
+        """Return the work that each device may have, in the order of the walk: no more than there is."""
         slow = self.slow or (1000,) * self._devices
         begin = self.phase % self._devices
-        return [most_work(target, permille) for permille in (*slow[begin:], *slow[:begin])]
+        there_is = int(self.prefix[-1])
+        return [min(there_is, most_work(target, permille)) for permille in (*slow[begin:], *slow[:begin])]
 
     def _live(self, most: list[int]) -> tuple[list[Ints], list[Bits]] | None:
         """Return the positions that are reached between devices, and for each the origins it is reached from."""

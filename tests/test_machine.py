@@ -323,5 +323,17 @@ def test_what_is_compiled_runs_where_its_folder_has_no_room(monkeypatch, tmp_pat
     assert compiled.entry(one_more)(1) == 2
 
 
+def test_what_a_crash_left_half_written_is_compiled_anew(monkeypatch, tmp_path):
+    """Every `compile` ended in a traceback."""
+    monkeypatch.setattr(compiled, "_FOLDER", tmp_path)
+    assert compiled.entry(one_more)(1) == 2
+    for ending in ("nbi", "nbc"):
+        for path in tmp_path.rglob(f"*.{ending}"):
+            path.write_bytes(path.read_bytes()[:100])
+        again, third = compiled.entry(one_more), compiled.entry(one_more)
+        assert (again(1), compiled.misses(again)) == (2, 1)
+        assert (third(1), compiled.misses(third)) == (2, 0)
+
+
 def one_more(number):
     return number + 1

@@ -68,12 +68,23 @@ def entry(function: Function) -> Function:
             settings.CACHE_DIR = before
     if (cache := getattr(one, "_cache", None)) is not None:  # numba may be told not to compile
         cache.save_overload = partial(_save_if_there_is_room, cache.save_overload)
+        cache.load_overload = partial(_load_if_readable, cache)
     return cast("Function", one)
 
 
 def _save_if_there_is_room(save: Callable[..., None], *found: object) -> None:
     with suppress(OSError):
         save(*found)
+
+
+def _load_if_readable(cache: Any, *found: object) -> object:
+    """Return the compiled code; None, so that it is compiled anew, where a crash left files that cannot be read."""
+    try:
+        return type(cache).load_overload(cache, *found)
+    except Exception:  # whatever pickle makes of them
+        with suppress(OSError):
+            cache.flush()
+        return None
 
 
 def misses(function: Any) -> int:

@@ -184,7 +184,9 @@ def bundle_of(found: Any, what: str) -> Bundle:
     """Return the bundle of what a layer returned: a tensor, or a tuple of tensors."""
     tensors = found if isinstance(found, tuple | list) else (found,)
     if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
-        raise BadInput(f"{what} returns {type(found).__name__}, expected a tensor or a tuple of tensors")
+        other = next((f" with {type(one).__name__}" for one in tensors if not isinstance(one, Tensor)), "")
+        kind = type(found).__name__ + (other if found is tensors else "")
+        raise BadInput(f"{what} returns {kind}, expected a tensor or a tuple of tensors")
     return Bundle(tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors))
 
 

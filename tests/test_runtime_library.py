@@ -486,6 +486,18 @@ def test_layers_that_do_not_fit_each_other_are_refused_before_any_is_built():
         runtime_torch.build_stages(plan((0, 1)), makers, 0, "cpu", **microbatch())
 
 
+class WithNothing(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), None
+
+
+def test_what_a_tuple_has_beside_tensors_is_named():
+    tokens = torch.zeros(2, LENGTH, dtype=torch.int64)
+    layers = [nn.Embedding(16, HIDDEN), *(WithNothing(HIDDEN, HIDDEN) for _ in range(2)), Scores(HIDDEN, 16)]
+    with pytest.raises(BadInput, match="layer 1 returns tuple with NoneType, expected a tensor or a tuple of tensors"):
+        runtime_torch.build_stages(plan((0, 0)), layers, 0, "cpu", inputs=[tokens], target=tokens)
+
+
 class Remembering(nn.Linear):
     """A layer that makes a table at its first call, by the length that it meets."""
 

@@ -183,6 +183,12 @@ def _explained() -> Iterator[None]:
                 "a layer has a torch.utils.checkpoint with use_reentrant=True, whose backward torch does not run in "
                 "two halves, as the schedule does: expected use_reentrant=False, or a schedule compiled with --no-split"
             ) from error
+        if "selective activation checkpoint" in str(error):
+            raise RunFailed(
+                "a layer has a selective torch.utils.checkpoint, whose backward torch does not run in two "
+                "halves, as the schedule does: expected one that makes all of its piece again, or a schedule compiled "
+                "with --no-split"
+            ) from error
         raise
 
 

@@ -3,6 +3,7 @@ schedule splits backwards or not, and gradients are those of a loop of plain tor
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -11,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.autograd.graph import get_gradient_edge  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
-from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts  # noqa: E402
 
 from optpipe_compiler.errors import RunFailed  # noqa: E402
 from runtime_torch import engine, split  # noqa: E402
@@ -274,6 +275,31 @@ def test_a_reentrant_checkpoint_trains_as_in_a_loop_or_is_refused(alone, fused):
         assert_trains_as_in_a_loop(layers)
         return
     with pytest.raises(RunFailed, match=r"with use_reentrant=True, .* expected use_reentrant=False, or a schedule"):
+        assert_trains_as_in_a_loop(layers, fused=False)
+
+
+class KeepsProducts(nn.Linear):
+    """Checkpoints all but its products."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x):
+        kept = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        return checkpoint(
+            lambda each: super(KeepsProducts, self).forward(each).tanh(), x, use_reentrant=False, context_fn=kept
+        )
+
+
+@both
+def test_a_selective_checkpoint_trains_as_in_a_loop_or_is_refused(alone, fused):  # noqa: F811
+    layers = model(KeepsProducts, KeepsProducts)
+    if fused:
+        assert_trains_as_in_a_loop(layers)
+        return
+    with pytest.raises(
+        RunFailed, match=r"a layer has a selective torch.utils.checkpoint, .* or a schedule compiled with"
+    ):
         assert_trains_as_in_a_loop(layers, fused=False)
 
 

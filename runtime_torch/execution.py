@@ -426,7 +426,8 @@ class StageExecution:
                     "ends with it, expected floats, through which gradients pass back: let it be one layer with the "
                     "next"
                 )
-            run.leaf = x.detach().requires_grad_()
+            # a plain tensor, as a message is: torch finds no way back to a leaf of another class
+            run.leaf = x.detach().as_subclass(torch.Tensor).requires_grad_()
             # layers get a view: the leaf loses its data at the end, what a hook or function kept of its input does not;
             # and autocast keeps its copies of leaves, but of no views, to the end of the step
             x = run.leaf.view_as(run.leaf)
@@ -484,11 +485,9 @@ class StageExecution:
             with run.store.selective(index):
                 return self._apply(index, x, run)
         except RuntimeError as error:
-            if "Cannot access storage of Sparse" in str(error):
-                raise BadInput(
-                    f"layer {index} saves a sparse tensor for its backward, whose bytes are not counted, expected "
-                    "dense ones"
-                ) from error
+            for said, sentence in _UNCOUNTED.items():
+                if said in str(error):
+                    raise BadInput(f"layer {index} {sentence}") from error
             if "used in an in-place operation" not in str(error) and "modified inplace" not in str(error):
                 raise
             raise BadInput(f"layer {index} {CHANGES_INPUT}") from error
@@ -658,6 +657,16 @@ def through_one(x: Flow) -> tuple[Tensor, Flow]:
 def _each(x: Flow, change: Callable[[Tensor], Tensor]) -> Flow:
     return tuple(map(change, x)) if isinstance(x, tuple) else change(x)
 
+
+_UNCOUNTED = {
+    "Cannot access storage of Sparse": "saves a sparse tensor for its backward, whose bytes are not counted, expected "
+    "dense ones",
+    "invalid python storage": "saves a tensor for its backward that has no memory of its own, as in torch.func or a "
+    "nested tensor, whose bytes are not counted, expected ordinary ones",
+    "support saved tensor hooks": "takes gradients by torch.func in its forward, where torch tells nobody what is "
+    "saved, expected torch.autograd.grad with create_graph=True",
+}
+"""By what torch says of a layer's forward: the same in our own words."""
 
 _PIECE = 1 << 22
 """Numbers of a parameter that are added up at once."""

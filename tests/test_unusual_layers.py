@@ -199,14 +199,39 @@ class Sparsely(nn.Linear):
         return torch.sparse.mm(torch.eye(WIDTH).to_sparse(), super().forward(x).T).T
 
 
+class Differentiates(nn.Linear):
+    """Takes a gradient by torch.func."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + torch.func.grad(lambda each: F.linear(each, self.weight).tanh().sum())(x)
+
+
+class Forwards(nn.Linear):
+    """Takes a derivative forwards, whose tensors have no memory of their own."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return torch.func.jvp(lambda each: F.linear(each, self.weight).tanh(), (x,), (torch.ones_like(x),))[1]
+
+
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
+        (
+            Differentiates,
+            "layer 1 takes gradients by torch.func in its forward, .* torch.autograd.grad with create_graph",
+        ),
+        (Forwards, "layer 1 saves a tensor for its backward that has no memory of its own"),
         (Adjacent, "layer 1: adjacent is sparse, expected a dense parameter or buffer"),
         (Sparsely, "layer 1 saves a sparse tensor for its backward, whose bytes are not counted, expected dense ones"),
     ],
 )
-def test_sparse_tensors_are_refused_in_a_sentence(alone, make, sentence):  # noqa: F811
+def test_tensors_whose_bytes_cannot_be_counted_are_refused_in_a_sentence(alone, make, sentence):  # noqa: F811
     with pytest.raises(BadInput, match=sentence):
         assert_trains_as_in_a_loop(model(make, make))
 
@@ -673,3 +698,20 @@ class Grows(nn.Linear):
 
 def test_a_table_that_a_forward_makes_is_made_once_more_by_a_recompute(alone):  # noqa: F811
     assert_trains_as_in_a_loop(model(Grows, Grows), ranges=RECOMPUTED)
+
+
+class Named(torch.Tensor):
+    """A class of one's own."""
+
+
+class Names(nn.Linear):
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return super().forward(x).as_subclass(Named)
+
+
+@both
+def test_a_stage_may_end_with_a_tensor_of_a_class_of_its_own(alone, fused):  # noqa: F811
+    assert_trains_as_in_a_loop(model(Names, Names), fused=fused, placement=(0, 0, 0, 0))

@@ -17,7 +17,7 @@ from optpipe_compiler import compiler, processes
 from optpipe_compiler.compiler import Options, Progress, Result, compile_schedule, layouts, settled
 from optpipe_compiler.costs.uniform import UniformOptions, uniform_profile
 from optpipe_compiler.documents import ir
-from optpipe_compiler.documents.profile import Host, Layer, Machine, Profile
+from optpipe_compiler.documents.profile import P2P, Host, Layer, Link, Machine, Profile
 from optpipe_compiler.errors import BadInput, Infeasible
 from optpipe_compiler.plan import budget, candidates, exact
 from optpipe_compiler.plan.cuts import _Costs
@@ -85,6 +85,22 @@ def test_work_beyond_what_64_bits_sum_up_is_refused_and_what_is_just_below_is_pl
     with pytest.raises(BadInput, match=f"^{told}$"):
         quick(of(2**53), GB)
     assert quick(of(10**15 - 29), GB).schedule.forecast.lower_bound_ns >= 10**15 - 29
+
+
+@pytest.mark.parametrize("slow", ["links", "p2p", "latency"])
+def test_transfers_beyond_what_64_bits_sum_up_are_refused(slow):
+    size = 2**50
+    slower = {
+        "links": {"links": [Link(d2h_bytes_per_s=1, h2d_bytes_per_s=1)]},
+        "p2p": {"p2p": [P2P(bytes_per_s=1)]},
+        "latency": {"p2p": [P2P(latency_ns=2**60)]},
+    }
+    machine = Machine(devices=2, **slower[slow])
+    layer = Layer(
+        name="a", count=4, forward_ns=9, backward_input_ns=9, backward_weight_ns=9, saved_bytes=size, output_bytes=size
+    )
+    with pytest.raises(BadInput, match=rf" bytes at 1 bytes/s take \d+ ns on their way, expected at most {10**15}$"):
+        quick(Profile(name="slow", machine=machine, layers=[layer]), 20 * size)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents.profile import in_one_stage, of_unit, on_device, selected, value_of
+from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from optpipe_compiler.model.placement import Layout
 
 NS_PER_S = 10**9
+LONGEST_NS = 10**15
+"""A transfer, and the work of a microbatch, at most, 11 days: sums are exact in 64 bits, in thousandths, too."""
 Ticks = int
 Size = int
 
@@ -405,8 +408,13 @@ def statics(layers: Sequence[Layer], layout: Layout) -> list[int]:
 
 
 def transfer_ns(size: int, bytes_per_s: int, latency_ns: int) -> int:
-    """Return latency plus bytes over bandwidth in ns, rounded half up."""
-    return latency_ns + (2 * size * NS_PER_S + bytes_per_s) // (2 * bytes_per_s)
+    """Return latency plus bytes over bandwidth in ns, rounded half up; raise BadInput where that is too long."""
+    found = latency_ns + (2 * size * NS_PER_S + bytes_per_s) // (2 * bytes_per_s)
+    if found > LONGEST_NS:
+        raise BadInput(
+            f"{size} bytes at {bytes_per_s} bytes/s take {found} ns on their way, expected at most {LONGEST_NS}"
+        )
+    return found
 
 
 def message_ns(machine: Machine, size: int, source: int, target: int) -> int:
@@ -416,8 +424,8 @@ def message_ns(machine: Machine, size: int, source: int, target: int) -> int:
     entry = machine.p2p_of(source, target)
     if entry is None:
         return 0
-    latency = value_of(entry.latency_ns)
-    return latency if entry.bytes_per_s is None else transfer_ns(size, value_of(entry.bytes_per_s), latency)
+    size, speed = (0, 1) if entry.bytes_per_s is None else (size, value_of(entry.bytes_per_s))
+    return transfer_ns(size, speed, value_of(entry.latency_ns))
 
 
 def messages_overhead_ns(machine: Machine, device_of: Sequence[int], stage: int) -> int:

@@ -10,6 +10,7 @@ from optpipe_compiler.documents import ir  # noqa: TC001  (msgspec reads the typ
 from optpipe_compiler.documents.profile import value_of
 from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput
+from optpipe_compiler.model.problem import LONGEST_NS
 from optpipe_compiler.solver.worker import Limits
 
 if TYPE_CHECKING:
@@ -83,9 +84,6 @@ RECORDED = (
 """Options that a file always tells."""
 MOST = 10**12
 """Devices, microbatches and stages at most: far more than can be planned, of which bounds can still be told."""
-
-LONGEST_NS = 10**15
-"""The work of a microbatch at most, 11 days: sums of such times are exact in 64 bits, in thousandths, too."""
 
 
 def settled(profile: Profile, options: Options) -> Settled:

@@ -249,6 +249,11 @@ class Problem:
         """Compute ticks that a microbatch costs the busiest device at least."""
         return max(sum(self.stages[s].work for s in self.stages_of(d)) for d in range(self.devices))
 
+    def sum_of(self, names: Sequence[str]) -> int:
+        """Return what these figures of all stages and units add up to, each unit's as the largest one's."""
+        of_units: list[int] = [sum(getattr(s, name) for s in of for name in names) for of in self.by_class]
+        return self.microbatches * max(of_units)
+
     def changed(self, of: Callable[[tuple[Stage, ...]], tuple[Stage, ...]]) -> Problem:
         """Return the problem with the stages of each class changed."""
         return replace(self, stages=of(self.stages), classes=tuple(map(of, self.classes)))

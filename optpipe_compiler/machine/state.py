@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
+from optpipe_compiler.errors import BadInput
 from optpipe_compiler.machine.compiled import compiled
 from optpipe_compiler.model.memory import op_memory
+from optpipe_compiler.model.problem import DURATIONS, SIZES
 from optpipe_compiler.model.schedule import Kind, classes, lengths
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 Ints = NDArray[np.int64]
 Number = TypeVar("Number", int, Ints)
 NEVER = 1 << 62
+MOST_IN_ALL = 1 << 60
+"""What the times, and what the sizes, of all ops may add up to: then no time is near NEVER, and none overflows."""
 NONE = -1
 F, I, W, B, R, D, H = range(7)  # noqa: E741  (torch's letter)
 ACTIVATION, GRADIENT, WAKE = 7, 8, 9
@@ -251,7 +255,7 @@ class MachineState(NamedTuple):
 
 
 def machine(problem: Problem) -> MachineState:
-    """Return the machine of `problem`."""
+    """Return the machine of `problem`; raise BadInput where its times or sizes come to more than `MOST_IN_ALL`."""
     stages, devices, links, costs = _constants(problem)
     count, microbatches = len(stages), problem.microbatches
     assert max(count, microbatches) <= MASK
@@ -279,6 +283,9 @@ def _records(fields: type, shape: int | tuple[int, ...]) -> Any:
 @lru_cache(maxsize=64)
 def _constants(problem: Problem) -> tuple[Any, Any, Any, Ints]:
     """Return `stages`, `devices` and `links` before anything runs, and `costs`, not to be written to."""
+    for names, what in ((DURATIONS, "take {} ns one after the other"), (SIZES, "hold {} bytes in all")):
+        if (number := problem.sum_of(names)) > MOST_IN_ALL:
+            raise BadInput(f"a step's ops {what.format(number)}, expected at most {MOST_IN_ALL}")
     owned = [problem.stages_of(device) for device in range(problem.devices)]
     after = {s: later for mine in owned for s, later in zip(mine, [*mine[1:], NONE], strict=True)}
     stages = _records(StageRecord, len(problem.stages))

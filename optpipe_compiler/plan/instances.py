@@ -11,7 +11,7 @@ from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.placement import Layout, in_runs, layout
-from optpipe_compiler.model.problem import DURATIONS, OPS_OF_A_UNIT, SIZES, Caps, Freedom, build, static_bytes
+from optpipe_compiler.model.problem import OPS_OF_A_UNIT, Caps, Freedom, build, static_bytes
 from optpipe_compiler.plan import seeds
 from optpipe_compiler.plan.budget import LOWERING_SHARE, lowering_s, most_lowering_s
 from optpipe_compiler.plan.cuts import earlier, layers_ns, lighter, most_bytes, others, with_ties
@@ -35,9 +35,6 @@ MOST_TASKS = 1_000_000
 MOST_TASKS_TIMES_DEVICES = 10**8
 """Ops of it times devices. With offloads, recomputations and messages an op stands for at most 4.5 events, a device for
 about 4 lanes and pairs: more is beyond what the judge answers (docs/IR.md)."""
-MOST_IN_ALL = 2**60
-"""ns of a step's ops one after the other, and bytes of all that they hold: the compiled machine counts in 64 bits, and
-what it looks for is below 2^61."""
 MOST_NEIGHBOURS = 8
 """Stages of a device, at most, that run beside each other, or in a loop of the smallest stages. With 4 a plan of 16
 layers a device is 1.7 % longer, with 16 1.4 % (docs/ABLATION.md)."""
@@ -160,13 +157,10 @@ def instances(profile: Profile, options: Settled) -> list[tuple[Layout, Problem]
 def in_time(found: list[tuple[Layout, Problem]], options: Settled) -> list[tuple[Layout, Problem]]:
     """Return the instances whose schedules can be lowered and verified within the time limit.
 
-    Raises BadInput where there is none, where each has more ops than can be planned, or where numbers are too large.
+    Raises BadInput where there is none, or where each has more ops than can be planned.
     """
     least = min(problem.tasks for _, problem in found)
     _refuse_too_large(least, options)
-    for names, what in ((DURATIONS, "ns, their ops one after the other"), (SIZES, "bytes, all that ops hold")):
-        if (number := max(problem.sum_of(names) for _, problem in found)) > MOST_IN_ALL:
-            raise BadInput(f"{_size(options)} come to {number} {what}, expected at most {MOST_IN_ALL}")
     most = _most_tasks(options.devices)
     chosen = [one for one in found if one[1].tasks <= most and not _is_longer(one[1], options)]
     if not chosen:

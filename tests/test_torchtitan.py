@@ -198,6 +198,16 @@ def test_layers_to_measure_keep_their_buffers_in_the_models_dtype():
     assert repr(layers[1]()) == repr(layers[2]())
 
 
+def test_masks_are_made_once_for_a_layer_that_is_measured(monkeypatch):
+    made = []
+    monkeypatch.setattr(titan.Decoder, "get_attention_masks", lambda _, positions: made.append(positions))
+    layers, _ = layers_of(titan.llama3_8b())
+    block = layers[1]()
+    for _ in range(3):
+        block(torch.zeros(64, titan.DIM))
+    assert len(made) == 1
+
+
 # -- refusals
 
 

@@ -10,6 +10,7 @@ parallelize_fn, weights, optimizers and checkpoints see the model's own names.
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -247,6 +248,8 @@ class TitanLayer(nn.Module):
         self.part = part
         self._context = context
         """Tokens of a document where nobody gives positions, as in `profile`; 0: the model is called without."""
+        self._made: dict[tuple[int, torch.device], dict[str, Any]] = {}
+        """What stands for the trainer's keyword arguments, made once: the trainer makes them outside of the layers."""
 
     def __repr__(self) -> str:
         """Show the module that is left, without its number: blocks of one kind look alike."""
@@ -275,11 +278,13 @@ class TitanLayer(nn.Module):
         """What the trainer would give for documents that are as long as the context."""
         if not self._context:
             return {}
-        positions = torch.arange(x.shape[0], device=x.device) % self._context
-        try:
-            return {"positions": positions, "attention_masks": self.part.get_attention_masks(positions=positions)}
-        except TypeError:  # attention without masks, as torchtitan says it
-            return {"positions": positions}
+        key = x.shape[0], x.device
+        if key not in self._made:
+            positions = torch.arange(x.shape[0], device=x.device) % self._context
+            self._made[key] = {"positions": positions}
+            with suppress(TypeError):  # attention without masks, as torchtitan says it
+                self._made[key]["attention_masks"] = self.part.get_attention_masks(positions=positions)
+        return self._made[key]
 
 
 class LastTitanLayer(TitanLayer):

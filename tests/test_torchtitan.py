@@ -198,6 +198,12 @@ def test_layers_to_measure_keep_their_buffers_in_the_models_dtype():
     assert repr(layers[1]()) == repr(layers[2]())
 
 
+@pytest.mark.parametrize(("placement", "name"), [((0, 1), "1F1B"), ((0, 1, 0), "ZBVZeroBubble")])
+def test_the_rank_with_the_last_stage_logs_the_loss(placement, name):
+    config = planned(titan.llama3_8b(), plan(placement))
+    assert config.parallelism.pipeline_parallel_schedule == name
+
+
 def test_masks_are_made_once_for_a_layer_that_is_measured(monkeypatch):
     made = []
     monkeypatch.setattr(titan.Decoder, "get_attention_masks", lambda _, positions: made.append(positions))

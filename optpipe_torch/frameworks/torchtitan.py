@@ -45,14 +45,17 @@ Built = tuple["PlannedSchedule", list[nn.Module], bool, bool]
 def planned(config: Any, schedule: ir.Schedule | Path | str, **options: Any) -> Any:
     """Return a recipe's `Trainer.Config` with the pipeline of a schedule; called once, on every rank.
 
-    Set are the model's `pipelining_fn`, the pipeline's degree and microbatches, and what the replay needs off:
-    torchtitan's activation checkpointing, compilation of the model, CUDA graphs. `options` are those of `pipelining`.
+    Set are the model's `pipelining_fn`, the pipeline's degree and microbatches, the rank that logs, and what the replay
+    needs off: torchtitan's activation checkpointing, compilation of the model, CUDA graphs. `options` are those of
+    `pipelining`.
     """
     plan = loaded(schedule)
     _refuse_older(config)
     config.model_spec = replace(config.model_spec, pipelining_fn=pipelining(plan, **options))
     config.parallelism.pipeline_parallel_degree = plan.setup.devices
     config.parallelism.num_pp_microbatches = plan.setup.microbatches
+    # beside its own pipelining_fn, torchtitan reads from this name only which rank logs the loss: first or last
+    config.parallelism.pipeline_parallel_schedule = "ZBVZeroBubble" if plan.stages[-1].device == 0 else "1F1B"
     config.activation_checkpoint = None
     config.compile.components = [part for part in config.compile.components if part != "model"]
     config.training.disable_cuda_graphs = True

@@ -22,6 +22,8 @@ from torch import nn
 from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile
 from optpipe_compiler.errors import BadInput
 from optpipe_torch.frameworks.torchtitan import layers_of, parts_of, planned
+from optpipe_torch.profiler.layers import Bench, layer_bytes
+from runtime_torch.execution import StageExecution
 from tests.interpreter import python
 
 MICROBATCHES = 4
@@ -212,6 +214,20 @@ def test_masks_are_made_once_for_a_layer_that_is_measured(monkeypatch):
     for _ in range(3):
         block(torch.zeros(64, titan.DIM))
     assert len(made) == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shares", "wanted"), [("float32", -1, 20), ("bfloat16", -1, 18), ("bfloat16", 4, 2 + 4 + 4)]
+)
+def test_a_profile_counts_what_fsdp_keeps_of_weights_whatever_dtype_is_measured(dtype, shares, wanted):
+    config = recipe(mixed_precision_param=dtype)
+    config.parallelism.data_parallel_shard_degree = shares
+    block = layers_of(config)[0][1]().to(torch.bfloat16)
+    stage = StageExecution([block], 1, is_first=False, is_last=False, device="cpu")
+    x = torch.zeros(64, titan.DIM, dtype=torch.bfloat16)
+    benches = SimpleNamespace(stage=lambda *_: Bench(stage, x, None, torch.ones_like(x)))
+    buffers = sum(buffer.nbytes for buffer in block.buffers())
+    assert layer_bytes(benches, 1).static == buffers + wanted * sum(p.numel() for p in block.parameters())
 
 
 # -- refusals

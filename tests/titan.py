@@ -158,14 +158,18 @@ class Config:
             num_tokens_per_microbatch_per_dp_rank=64,
             num_tokens_per_train_step=256,
             max_context_length=16,
+            dtype="float32",
             mixed_precision_param="float32",
+            mixed_precision_reduce="float32",
             enable_cpu_offload=False,
             disable_cuda_graphs=False,
             steps=3,
         )
     )
     parallelism: object = field(
-        default_factory=lambda: SimpleNamespace(pipeline_parallel_degree=1, num_pp_microbatches=1)
+        default_factory=lambda: SimpleNamespace(
+            pipeline_parallel_degree=1, num_pp_microbatches=1, data_parallel_shard_degree=-1
+        )
     )
     activation_checkpoint: object = "selective"
     compile: object = field(default_factory=lambda: SimpleNamespace(enable=False, components=["model", "loss"]))

@@ -246,6 +246,9 @@ class _Given:
 class TitanLayer(nn.Module):
     """The model with one part left: its embedding, or one block."""
 
+    bytes_per_parameter: int | None = None
+    """Of weights, gradients and optimizer's state, for `profile`; None: as in the dtype that is measured."""
+
     def __init__(self, part: Any, context: int = 0) -> None:
         super().__init__()
         self.part = part
@@ -329,13 +332,30 @@ def layers_of(config: Any) -> tuple[list[Callable[[], nn.Module]], Callable[[tor
         part = copy.deepcopy(parts_of(model)[index]).to_empty(device="cpu")
         with torch.no_grad(), torch.device("cpu"):
             part.init_weights(buffer_device=None)
-        return LastTitanLayer(part, loss, context) if index == count - 1 else TitanLayer(part, context)
+        layer = LastTitanLayer(part, loss, context) if index == count - 1 else TitanLayer(part, context)
+        layer.bytes_per_parameter = _bytes_per_parameter(config)
+        return layer
 
     def batch(generator: torch.Generator, samples: int) -> tuple[Tensor, Tensor]:
         tokens = torch.randint(vocabulary, (samples + 1,), generator=generator)
         return tokens[:-1].clone(), tokens[1:].clone()
 
     return [partial(make, index) for index in range(count)], batch
+
+
+def _bytes_per_parameter(config: Any) -> int:
+    """Return what a rank keeps during a step, as torchtitan always wraps in FSDP2, without a second replica, too.
+
+    Gathered weights in the dtype of mixed precision and whole gradients in that of the reduction, for all microbatches;
+    its share of weights, of both moments of AdamW and, of several shares, of the reduced gradients.
+    """
+    training = config.training
+    weights, gathered, reduced = (
+        int(getattr(torch, name).itemsize)
+        for name in (training.dtype, training.mixed_precision_param, training.mixed_precision_reduce)
+    )
+    shares: int = max(1, config.parallelism.data_parallel_shard_degree)
+    return gathered + reduced + -(-(3 * weights + (weights if shares > 1 else 0)) // shares)
 
 
 def parts_of(model: Any) -> list[Any]:

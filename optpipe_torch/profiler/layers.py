@@ -17,7 +17,7 @@ from optpipe_torch.profiler.records import TIMED, LayerBytes, Samples, Selective
 from runtime_torch.bundles import bundled
 from runtime_torch.execution import StageExecution
 from runtime_torch.meter import GPU_BLOCK_BYTES
-from runtime_torch.microbatch import takes
+from runtime_torch.microbatch import inner_layer, takes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -269,9 +269,17 @@ def layer_bytes(benches: Benches, index: int) -> LayerBytes:
         captured=captured,
         checkpoint=checkpoint,
         output=0 if bench.stage.is_last else bench.stage.occupied([output.nbytes]),
-        # weights, gradients and both moments of AdamW
-        static=bench.stage.occupied(t.nbytes for t in tensors for _ in range(4 if t.requires_grad else 1)),
+        static=bench.stage.occupied(size for tensor in tensors for size in _kept(inner_layer(layer), tensor)),
     )
+
+
+def _kept(layer: nn.Module, tensor: Tensor) -> list[int]:
+    """Bytes for the whole step: of a weight also gradients and both moments of AdamW, unless the layer says another
+    number for each of its weights."""
+    said: int | None = getattr(layer, "bytes_per_parameter", None)
+    if not tensor.requires_grad or said is None:
+        return [tensor.nbytes] * (4 if tensor.requires_grad else 1)
+    return [tensor.numel() * said]
 
 
 def selective_bytes(timer: Timer, benches: Benches, index: int, plain: LayerBytes) -> SelectiveBytes | None:

@@ -3,7 +3,7 @@
 sh torchtitan_planned.sh
 """
 
-from torchtitan.models.llama3.config_registry import llama3_8b
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
 from optpipe_torch.frameworks.torchtitan import layers_of, planned
@@ -11,7 +11,7 @@ from optpipe_torch.frameworks.torchtitan import layers_of, planned
 
 def plain() -> Trainer.Config:
     """Return the recipe."""
-    config = llama3_8b()
+    config = llama3_debugmodel()
     config.training.num_tokens_per_microbatch_per_dp_rank = 64
     config.training.num_tokens_per_train_step = 256
     config.training.disable_cuda_graphs = True

@@ -1,5 +1,6 @@
 #!/bin/sh
 # Measure the model of torchtitan_planned.py, plan two devices, train it there with torchtitan's trainer.
+# In a checkout of torchtitan, where its tokenizer and data are.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 cp "$here/torchtitan_planned.py" .

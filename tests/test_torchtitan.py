@@ -55,7 +55,7 @@ def plan(placement, *, fused=False, layers=6):
 
 
 def recipe(**training):
-    config = titan.llama3_8b()
+    config = titan.llama3_debugmodel()
     vars(config.training).update(training)
     return config
 
@@ -155,7 +155,7 @@ def with_torchtitan(environment, tmp_path):  # noqa: F811
     """An environment with a package of torchtitan's name that is titan.py."""
     package = tmp_path / "stand_in" / "torchtitan"
     (package / "models" / "llama3").mkdir(parents=True)
-    (package / "models" / "llama3" / "config_registry.py").write_text("from titan import llama3_8b\n")
+    (package / "models" / "llama3" / "config_registry.py").write_text("from titan import llama3_debugmodel\n")
     (package / "trainer.py").write_text("from titan import Trainer\n")
     (package / "train.py").write_text("from titan import main\nmain()\n")
     paths = [str(tmp_path / "stand_in"), str(Path(titan.__file__).parent), environment["PYTHONPATH"]]
@@ -189,7 +189,7 @@ def test_the_example_takes_at_most_ten_lines_commands_included():
 
 
 def test_layers_to_measure_keep_their_buffers_in_the_models_dtype():
-    layers, batch = layers_of(titan.llama3_8b())
+    layers, batch = layers_of(titan.llama3_debugmodel())
     tokens, target = batch(torch.Generator().manual_seed(0), 64)
     x = tokens
     for index, make in enumerate(layers):
@@ -202,14 +202,14 @@ def test_layers_to_measure_keep_their_buffers_in_the_models_dtype():
 
 @pytest.mark.parametrize(("placement", "name"), [((0, 1), "1F1B"), ((0, 1, 0), "ZBVZeroBubble")])
 def test_the_rank_with_the_last_stage_logs_the_loss(placement, name):
-    config = planned(titan.llama3_8b(), plan(placement))
+    config = planned(titan.llama3_debugmodel(), plan(placement))
     assert config.parallelism.pipeline_parallel_schedule == name
 
 
 def test_masks_are_made_once_for_a_layer_that_is_measured(monkeypatch):
     made = []
     monkeypatch.setattr(titan.Decoder, "get_attention_masks", lambda _, positions: made.append(positions))
-    layers, _ = layers_of(titan.llama3_8b())
+    layers, _ = layers_of(titan.llama3_debugmodel())
     block = layers[1]()
     for _ in range(3):
         block(torch.zeros(64, titan.DIM))
@@ -234,7 +234,7 @@ def test_a_profile_counts_what_fsdp_keeps_of_weights_whatever_dtype_is_measured(
 
 
 def test_a_recipe_of_the_release_0_3_is_refused():
-    config = titan.llama3_8b()
+    config = titan.llama3_debugmodel()
     del config.parallelism.num_pp_microbatches
     with pytest.raises(BadInput, match=r"release 0\.3\.0 is older"):
         layers_of(config)
@@ -244,7 +244,7 @@ def test_a_recipe_of_the_release_0_3_is_refused():
 
 def built(schedule, *, dims=None, **changes):
     """Call the `pipelining_fn` as the trainer does, with other values of a recipe by section and name."""
-    config = planned(titan.llama3_8b(), schedule)
+    config = planned(titan.llama3_debugmodel(), schedule)
     for name, value in changes.items():
         section, _, key = name.partition("__")
         setattr(getattr(config, section) if key else config, key or section, value)

@@ -177,7 +177,7 @@ class Config:
     data_parallel: int = 1
 
 
-def llama3_8b():
+def llama3_debugmodel():
     return Config()
 
 

@@ -331,3 +331,13 @@ def test_show_says_on_top_why_verify_rejects_the_file(show, monkeypatch):
     assert sentence in show("--svg", "a.svg")[2]
     monkeypatch.setattr("optpipe_compiler.verify.QUICK_OPS", 0)  # too many ops to be quick
     assert sentence not in show()[1]
+
+
+def test_show_shows_a_file_that_lacks_costs_of_a_stage(show):
+    record = json.loads(Path("schedule.json").read_text())
+    del record["forecast"]["stages"][-1]
+    Path("schedule.json").write_text(json.dumps(record))
+    assert show()[0] == 0
+    report = json.loads(show("--json")[1])
+    assert report["host_links"] == []
+    assert "forecast.stages is for the stages " in report["rejected"]

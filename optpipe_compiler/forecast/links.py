@@ -43,10 +43,14 @@ class LinkLoad:
 
 
 def link_loads(schedule: Schedule) -> Iterator[LinkLoad]:
-    """Yield what each host link of the schedule could carry; links that no activation needs are left out."""
+    """Yield what each host link of the schedule could carry; links that no activation needs are left out.
+
+    A file that `verify` rejects may lack costs of a stage; then nothing is known of any link."""
     setup = schedule.setup
     classes = setup.units_by_class()
     costs, table = schedule.forecast.stages, Table(schedule)
+    if len(costs) < len(schedule.stages) * setup.classes:
+        return
     for link in schedule.forecast.links:
         work, away, back, alone, longest = dict.fromkeys(link.devices, 0), 0, 0, 0, 0
         for stage in (stage for stage in schedule.stages if stage.device in work):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from optpipe_compiler.cli.advise import _seconds
+from optpipe_compiler.compiler import Options, settled
 from optpipe_compiler.costs import gpus
 from optpipe_compiler.costs.gpus import GpuFile
 from optpipe_compiler.documents import ir
@@ -29,7 +30,7 @@ from optpipe_compiler.study.advise import (
     advise,
     ways,
 )
-from optpipe_compiler.study.planned import plan
+from optpipe_compiler.study.planned import Instance, plan
 from optpipe_compiler.study.pool import answers_here
 from tests.instances import uniform
 from tests.test_cli import TINY, run  # noqa: F401 - a fixture
@@ -95,6 +96,18 @@ def test_one_microbatch_after_another_on_one_device_takes_its_work():
     assert row.step_ns == row.bound_ns == 8 * 8 * 3 * MB
     assert row.limits == ["nothing above 5%"]
     assert row.tokens_per_s == pytest.approx(8 * 128 / (row.step_ns / 1e9))
+
+
+def test_a_long_step_under_a_tight_cap_takes_as_long_as_its_plan():
+    """Memory lets devices idle between any two microbatches: no lane is busy all the time."""
+    profile = uniform(4, 2, p2p_ms=0.01, d2h_ms=20.0, h2d_ms=20.0, boundary_fraction=0.9)
+    tight = replace(QUESTION, batch=64, mem_bytes=10**9, microbatch_sizes=(1,))
+    (row,) = advise(tight, [Degrees(4, 1, 1, 1, 64)], lambda _: Costs(profile, 0, 0), pool=answers_here).configurations
+    options = Options(mem_bytes=10**9, microbatches=64, devices=4, time_limit_s=0.0, workers=1, search=False)
+    whole = plan(Instance(profile, settled(profile, replace(options, reproducible=True))))
+    assert row.planned_microbatches == 16
+    assert row.step_ns == pytest.approx(whole.value_ns, rel=0.02)
+    assert row.step_ns >= row.bound_ns
 
 
 def test_a_step_of_any_length_is_answered():

@@ -326,7 +326,7 @@ def _configuration(candidate: Candidate, planned: Planned, question: Question) -
     count = schedule.setup.microbatches
     further = degrees.microbatches - count
     pipeline_ns = planned.value_ns + further * _steady_ns(schedule)
-    step_ns = pipeline_ns + costs.data_ns
+    step_ns = max(pipeline_ns + costs.data_ns, candidate.bound_ns)
     about = facts(planned.schedule, "")
     work = (1 - schedule.forecast.bubble_fraction) * schedule.forecast.makespan_ns / count * degrees.microbatches
     again = about.recompute_fraction or 0.0
@@ -356,11 +356,19 @@ def _configuration(candidate: Candidate, planned: Planned, question: Question) -
 
 
 def _steady_ns(schedule: ir.Schedule) -> int:
-    """What one more microbatch takes: the busiest lane's time for one, recomputes and transfers included."""
+    """What one more microbatch takes: the busiest lane's time for one, recomputes and transfers included, or, where
+    memory lets no lane be busy all the time, what devices take from one microbatch's end to the next one's in the
+    plan's first half, before it drains."""
     busy: dict[tuple[int, str], int] = {}
-    for device, lane, _, start, end in schedule.timed():
+    ended: dict[tuple[int, int], int] = {}
+    for device, lane, op, start, end in schedule.timed():
         busy[device, lane] = busy.get((device, lane), 0) + end - start
-    return max(busy.values(), default=0) // schedule.setup.microbatches
+        if lane == "compute":
+            ended[device, op.microbatch] = max(end, ended.get((device, op.microbatch), 0))
+    count = schedule.setup.microbatches
+    half = count // 2
+    apart = max(end - ended[device, 0] for (device, number), end in ended.items() if number == half)
+    return max(max(busy.values()) // count, apart // max(1, half))
 
 
 def _limits(shares: dict[str, float], peak: int, cap: int, offloaded: int, method: str) -> list[str]:

@@ -130,6 +130,10 @@ def test_wrong_files_are_one_sentence(tmp_path):
         read_run(written(tmp_path, []))
     with pytest.raises(BadInput, match="is not the profile that the run of"):
         profile_from_run(BASE, "base.json", read_run(written(tmp_path, one, profile_digest="sha256:0")))
+    with pytest.raises(BadInput, match=r"has ops of stage 2, which \$.otherData.stages does not have"):
+        read_run(written(tmp_path, [event("forward", 2, 0, 0, 1)]))
+    with pytest.raises(BadInput, match=r"stages\[0\].device"):
+        read_run(written(tmp_path, one, stages=[{"stage": 0, "device": 2**62, "layers": [0, 2]}]))
     (tmp_path / "other.json").write_text('{"traceEvents": []}')
     with pytest.raises(BadInput, match="is no trace of optpipe run --trace"):
         read_run(tmp_path / "other.json")

@@ -94,6 +94,8 @@ def read_run(path: Path) -> Run:
     except (msgspec.ValidationError, LookupError, TypeError) as error:
         raise BadInput(f"{path}: has an op that is none of its schedule: {said_by(error)}") from error
     ops = [op for op in ops if op.step >= about.first_step]
+    if missing := {op.stage for op in ops} - {stage.stage for stage in about.stages}:
+        raise BadInput(f"{path}: has ops of stage {min(missing)}, which $.otherData.stages does not have")
     if about.units is None and any("slice" in event.args for event in events):
         raise BadInput(
             f"{path}: is of a schedule with slices and does not say where they are cut, expected a trace of this "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 
-from optpipe_compiler.documents import ir  # noqa: TC001  (msgspec reads the types of About)
+from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import LARGEST_TRACE, read_text, said_by
 from optpipe_compiler.errors import BadInput
 
@@ -50,7 +50,7 @@ class RunStage(msgspec.Struct, frozen=True):
     """Where a stage of the run was, and its layers `[first, end)`."""
 
     stage: int
-    device: int
+    device: Annotated[int, msgspec.Meta(ge=0, lt=ir.MOST_DEVICES)]
     layers: tuple[int, int]
     selective: list[int] = []
     """Of its layers, those with selective recompute."""

@@ -117,7 +117,7 @@ class Advice:
     considered: int
     """Ways that divide everything evenly."""
     too_large: int
-    """Of these: the weights alone do not fit."""
+    """Of these: weights and reserve alone do not fit."""
     planned: int
     infeasible: int
     """Planned, but nothing fits."""
@@ -222,7 +222,7 @@ def advise(
         raise Infeasible(
             f"no way to spread the model over {counted(question.gpus, 'GPU')} fits "
             f"{show_bytes(question.mem_bytes)} each: of "
-            f"{considered}, the weights alone are too large in {too_large}"
+            f"{considered}, weights and reserve alone are too large in {too_large}"
             + (f"; the most promising: {reasons[0]}" if reasons else "")
         )
     return Advice(

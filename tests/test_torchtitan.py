@@ -206,6 +206,13 @@ def test_the_rank_with_the_last_stage_logs_the_loss(placement, name):
     assert config.parallelism.pipeline_parallel_schedule == name
 
 
+def test_the_loss_is_compiled_for_a_profile_if_it_is_in_training(monkeypatch):
+    config, made = titan.llama3_debugmodel(), []
+    monkeypatch.setattr(config.loss, "build", lambda **how: made.append(titan.Chunked(**how)) or made[-1])
+    layers_of(config)
+    assert made[0].compile_config is config.compile
+
+
 def test_masks_are_made_once_for_a_layer_that_is_measured(monkeypatch):
     made = []
     monkeypatch.setattr(titan.Decoder, "get_attention_masks", lambda _, positions: made.append(positions))

@@ -109,8 +109,8 @@ class CrossEntropy:
 class Chunked:
     """A loss that runs head and backward itself; without a pipeline here simply the head and the loss."""
 
-    def __init__(self):
-        self.loss_fn, self.lm_head = CrossEntropy(), None
+    def __init__(self, *, compile_config=None):
+        self.loss_fn, self.lm_head, self.compile_config = CrossEntropy(), None, compile_config
 
     def set_lm_head(self, lm_head):
         self.lm_head = lm_head
@@ -212,7 +212,7 @@ class Trainer:
         spec.model.update_from_config(config=config)
         with torch.device("meta"):
             model = spec.model.build()
-        self.loss_fn = config.loss.build()
+        self.loss_fn = config.loss.build(compile_config=config.compile)
         common = {
             "parallel_dims": self.dims,
             "training": config.training,

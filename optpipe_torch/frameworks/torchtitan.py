@@ -325,7 +325,7 @@ def layers_of(config: Any) -> tuple[list[Callable[[], nn.Module]], Callable[[tor
     with torch.device("meta"):
         model = spec.model.build()
     count = len(parts_of(model))
-    loss, context = config.loss.build(), config.training.max_context_length
+    loss, context = config.loss.build(compile_config=config.compile), config.training.max_context_length
     vocabulary = spec.model.vocab_size
 
     def make(index: int) -> nn.Module:

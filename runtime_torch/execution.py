@@ -426,8 +426,10 @@ class StageExecution:
                     "ends with it, expected floats, through which gradients pass back: let it be one layer with the "
                     "next"
                 )
-            # a plain tensor, as a message is: torch finds no way back to a leaf of another class
-            run.leaf = x.detach().as_subclass(torch.Tensor).requires_grad_()
+            run.leaf = x.detach()
+            if type(x) is not torch.Tensor:  # torch finds no way back to a leaf of another class
+                run.leaf = run.leaf.as_subclass(torch.Tensor)
+            run.leaf.requires_grad_()
             # layers get a view: the leaf loses its data at the end, what a hook or function kept of its input does not;
             # and autocast keeps its copies of leaves, but of no views, to the end of the step
             x = run.leaf.view_as(run.leaf)

@@ -147,7 +147,10 @@ def test_a_pair_has_its_own_message_cost_whichever_way_it_is_named():
 
 @pytest.mark.parametrize(
     ("size", "bytes_per_s", "expected"),
-    [(0, 1, 0), (1, 10**9, 1), (3, 2 * 10**9, 2), (1, 2 * 10**9, 1), (1, 2 * 10**9 + 1, 0), (10**15, 3, 10**24 // 3)],
+    [
+        *[(0, 1, 0), (1, 10**9, 1), (3, 2 * 10**9, 2), (1, 2 * 10**9, 1), (1, 2 * 10**9 + 1, 0)],
+        (10**15, 3 * 10**9, 10**15 // 3),
+    ],
 )
 def test_transfer_times_are_rounded_half_up(size, bytes_per_s, expected):
     assert transfer_ns(size, bytes_per_s, 0) == expected

@@ -57,7 +57,7 @@ def layers(width: int = 48) -> list[nn.Module]:
 # -- steps that wait
 
 
-def paced(flag: str, wait_s: float = 1.0) -> tuple[list[nn.Module], Callable[..., object]]:
+def paced(flag: str, wait_s: float = 0.7) -> tuple[list[nn.Module], Callable[..., object]]:
     """Return a small GPT, and a batch that takes its time until a file is there: a planner beside it may be slow."""
 
     def batch(generator: torch.Generator, samples: int) -> tuple[Tensor, Tensor]:

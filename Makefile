@@ -14,8 +14,8 @@ PARALLEL ?= -n logical --dist worksteal
 # The tests of the report's page drive a browser; playwright's own goes into the environment.
 export PLAYWRIGHT_BROWSERS_PATH = 0
 
-# Bytecode is written as modules are imported. pip would compile all of torch and transformers, which takes three times
-# as long as to unpack them; and where none may be written, every process compiles what it imports anew.
+# Bytecode is written as modules are imported. pip would compile all of torch and transformers, which takes longer than to
+# unpack them; and where none may be written, every process compiles what it imports anew.
 unexport PYTHONDONTWRITEBYTECODE
 INSTALL := pip install --quiet --no-compile
 

@@ -268,16 +268,6 @@ class Checkpointed(Written):
         return checkpoint(super().forward, x, use_reentrant=True)
 
 
-@both
-def test_a_reentrant_checkpoint_trains_as_in_a_loop_or_is_refused(alone, fused):  # noqa: F811
-    layers = model(Checkpointed, Checkpointed)
-    if fused:
-        assert_trains_as_in_a_loop(layers)
-        return
-    with pytest.raises(RunFailed, match=r"with use_reentrant=True, .* expected use_reentrant=False, or a schedule"):
-        assert_trains_as_in_a_loop(layers, fused=False)
-
-
 class KeepsProducts(nn.Linear):
     """Checkpoints all but its products."""
 
@@ -292,14 +282,19 @@ class KeepsProducts(nn.Linear):
 
 
 @both
-def test_a_selective_checkpoint_trains_as_in_a_loop_or_is_refused(alone, fused):  # noqa: F811
-    layers = model(KeepsProducts, KeepsProducts)
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (Checkpointed, r"with use_reentrant=True, .* expected use_reentrant=False, or a schedule"),
+        (KeepsProducts, r"a layer has a selective torch.utils.checkpoint, .* or a schedule compiled with"),
+    ],
+)
+def test_a_checkpoint_that_torch_does_not_split_trains_as_in_a_loop_or_is_refused(alone, make, sentence, fused):  # noqa: F811
+    layers = model(make, make)
     if fused:
         assert_trains_as_in_a_loop(layers)
         return
-    with pytest.raises(
-        RunFailed, match=r"a layer has a selective torch.utils.checkpoint, .* or a schedule compiled with"
-    ):
+    with pytest.raises(RunFailed, match=sentence):
         assert_trains_as_in_a_loop(layers, fused=False)
 
 

@@ -354,6 +354,20 @@ def test_a_table_that_primus_printed_is_a_schedule_of_ones_own(registry):  # noq
     )
 
 
+def test_a_table_is_read_as_primus_logs_it():
+    """As its logger colours a terminal's lines, and with blanks."""
+    logged = re.sub(
+        r"\[rank 0\] \](.*)",
+        "[\x1b[32m20260101 00:00:00\x1b[0m][\x1b[36mrank-0/2\x1b[0m]\x1b[1m[INFO]     \x1b[0m"
+        "\x1b[1m[----------------base.py:44] : ]\x1b[33m\\1\x1b[0m\r",
+        ZERO_BUBBLE,
+    )
+    assert logged.count("\x1b[33mRank") == 2
+    for text in (logged, ZERO_BUBBLE.replace("),(", "), (")):
+        assert primus.size(text) == (2, 2)
+        assert primus.orders(text, [0, 1]) == primus.orders(ZERO_BUBBLE, [0, 1])
+
+
 def test_a_table_of_primus_is_no_schedule_for_other_ranks_and_microbatches(registry):  # noqa: F811
     @optpipe.schedule("from-primus")
     def order(problem):
@@ -376,6 +390,12 @@ def test_a_table_of_primus_is_no_schedule_for_other_ranks_and_microbatches(regis
         ("Rank 0: (F|0|0)\nRank 0: (F|0|0)", "rank 0 twice"),
         ("Rank 0: (F|0|1)\nRank 1: (F|0|0)", "chunk 1 on rank 0, expected 0 to 0"),
         ("Rank 0: F0\nRank 1: (F|0|0)", "'F0' on rank 0, expected nodes such as"),
+        ("Rank 0: (F|0|0)\nRank 1: (F|0|0),(BW|0", r"'\(BW\|0' on rank 1, expected nodes such as"),
+        ("Rank 0: (X|0|0)\nRank 1: (F|0|0)", r"\(X\|0\|0\) on rank 0, expected F, B, W and BW"),
+        (
+            "Rank 0: (F|1|0),\x1b[32m[(F|2|0),(SF|2|0),(B|0|0)]\x1b[33m,(W|0|0)\nRank 1: (F|0|0)",
+            "forwards and backwards in one, in .*, on rank 0, expected each by itself",
+        ),
         ("Rank 0: (O|0|0)\nRank 1: (F|0|0)", r"\(O\|0\|0\) on rank 0, expected F, B, W and BW"),
     ],
 )

@@ -36,7 +36,9 @@ KINDS = {
     "recv_gradient": "RB",
 }
 KIND_OF = {"F": "forward", "B": "backward_input", "W": "backward_weight", "BW": "backward"}
-_LINE = re.compile(r"Rank (\d+): *(\S*)")
+_MESSAGES = ("SF", "SB", "RF", "RB")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_LINE = re.compile(r"Rank (\d+): *(.*)")
 _NODE = re.compile(r"\(([A-Z]+)\|(\d+)\|(\d+)\)")
 
 TEMPLATE = '''"""Schedule table for Primus. Written by {compiler} for the schedule
@@ -179,7 +181,7 @@ def table(schedule: Schedule) -> list[str]:
 
 def size(text: str) -> tuple[int, int]:
     """Return how many ranks and microbatches a table of such lines has."""
-    lines = _LINE.findall(text)
+    lines = _lines(text)
     microbatches = {microbatch for _, nodes in lines for _, microbatch, _ in _NODE.findall(nodes)}
     return len({rank for rank, _ in lines}), len(microbatches)
 
@@ -189,16 +191,21 @@ def orders(text: str, placement: list[int]) -> list[list[str]]:
     of every stage, in model order. Messages are left out; raises BadInput naming the rank and the node."""
     ranks = max(placement) + 1
     found: dict[int, list[str]] = {}
-    for number, nodes in _LINE.findall(text):
-        rank = int(number)
+    for rank, nodes in _lines(text):
         mine = [stage for stage, owner in enumerate(placement) if owner == rank]
         if rank in found or not mine:
             raise BadInput(f"the table has rank {rank} " + ("twice" if mine else f", expected 0 to {ranks - 1}"))
-        if _NODE.sub("", nodes).strip(","):
-            raise BadInput(f"the table has {nodes[:40]!r} on rank {rank}, expected nodes such as (F|0|0)")
+        if left := _NODE.sub("", nodes).strip(", "):
+            is_combined = set(left) <= set("[], ")
+            raise BadInput(
+                f"the table has forwards and backwards in one, in [], on rank {rank}, expected each by itself: print "
+                "it without overlap_moe_expert_parallel_comm"
+                if is_combined
+                else f"the table has {left[:40]!r} on rank {rank}, expected nodes such as (F|0|0)"
+            )
         found[rank] = []
         for kind, microbatch, chunk in _NODE.findall(nodes):
-            if kind in ("O", "R", "FB"):
+            if kind not in KIND_OF and kind not in _MESSAGES:
                 raise BadInput(f"the table has ({kind}|{microbatch}|{chunk}) on rank {rank}, expected F, B, W and BW")
             if int(chunk) >= len(mine):
                 raise BadInput(f"the table has chunk {chunk} on rank {rank}, expected 0 to {len(mine) - 1}")
@@ -207,6 +214,11 @@ def orders(text: str, placement: list[int]) -> list[list[str]]:
     if len(found) != ranks:
         raise BadInput(f"the table has {len(found)} lines such as 'Rank 0: (F|0|0)', expected {ranks}")
     return [found[rank] for rank in range(ranks)]
+
+
+def _lines(text: str) -> list[tuple[int, str]]:
+    """Return rank and nodes of each line of a table, which Primus and its logger print in colours."""
+    return [(int(rank), nodes.strip()) for rank, nodes in _LINE.findall(_COLOUR.sub("", text))]
 
 
 def _nodes(op: Op, chunks: dict[int, int], schedule: Schedule) -> Iterator[str]:

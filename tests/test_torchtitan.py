@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 pytest.importorskip("torch")
@@ -21,9 +22,11 @@ from torch import nn
 
 from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile
 from optpipe_compiler.errors import BadInput
+from optpipe_compiler.export.ends import ends
 from optpipe_torch.frameworks.torchtitan import layers_of, parts_of, planned
 from optpipe_torch.profiler.layers import Bench, layer_bytes
 from runtime_torch.execution import StageExecution
+from tests.instances import uniform
 from tests.interpreter import python
 
 MICROBATCHES = 4
@@ -198,6 +201,20 @@ def test_layers_to_measure_keep_their_buffers_in_the_models_dtype():
         x = layer(x, target) if index == len(layers) - 1 else layer(x)
     assert x.shape == ()
     assert repr(layers[1]()) == repr(layers[2]())
+
+
+def test_a_profile_of_tokens_is_not_for_frameworks_whose_samples_are_sequences():
+    layers, _ = layers_of(titan.llama3_debugmodel())
+    names = {type(layer()).__name__ for layer in layers}
+    assert len(names) == 2
+    for name in names:
+        costs = uniform(2, 3)
+        costs = msgspec.structs.replace(
+            costs, layers=[msgspec.structs.replace(one, name=f"{name}-2") for one in costs.layers]
+        )
+        for tool in ("torchtitan", "Megatron"):
+            with pytest.raises(BadInput, match=f"a layer {name}-2, .* tokens, those of {tool} are sequences; expected"):
+                ends(plan((0, 1)), costs, tool)
 
 
 @pytest.mark.parametrize(("placement", "name"), [((0, 1), "1F1B"), ((0, 1, 0), "ZBVZeroBubble")])

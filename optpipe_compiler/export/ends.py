@@ -18,6 +18,8 @@ PARTS = ("embedding.", "embedding-part", "embeddingpart", "head.", "head-part", 
 the class of users' layers."""
 HALVES = "block."
 """How they name halves of blocks."""
+TOKENS = ("TitanLayer", "LastTitanLayer")
+"""How they name layers whose samples are tokens: those of torchtitan's main branch, by `layers_of`."""
 KNOWN = ("gpt", "transformer")
 """Builders whose models have both."""
 EMBEDDING, EMBEDDINGS = "emb", ("wte",)
@@ -29,7 +31,7 @@ HEADS = ("head", "lmhead", "output", "outputlayer", "logits", "unembed", "unembe
 def ends(schedule: Schedule, profile: Profile | None, tool: str) -> tuple[bool, bool]:
     """Say whether the first layer is an embedding and the last a head: by the profile's names, or the known builders.
 
-    Raises BadInput for parts and halves, which `tool` has not.
+    Raises BadInput for parts, halves and samples that are tokens, which `tool` has not.
     """
     if profile is not None:
         layers = profile.expanded_layers()
@@ -41,6 +43,12 @@ def ends(schedule: Schedule, profile: Profile | None, tool: str) -> tuple[bool, 
             raise BadInput(f"the profile has a layer {parts[0]}: {tool} has the embedding and the head whole")
         if halves := [layer.name for layer in layers if layer.name.startswith(HALVES)]:
             raise BadInput(f"the profile has a layer {halves[0]}: {tool} has blocks whole")
+        if flat := [layer.name for layer in layers if layer.name.partition("-")[0] in TOKENS]:
+            raise BadInput(
+                f"the profile has a layer {flat[0]}, of layers_of of a recipe of torchtitan's main branch: its samples "
+                f"are tokens, those of {tool} are sequences; expected a profile of sequences, or, in that recipe, "
+                "planned(config, schedule)"
+            )
         first, last = layers[0].name.lower(), layers[-1].name.lower()
         return EMBEDDING in first or first in EMBEDDINGS, last.replace("_", "").replace("-", "") in HEADS
     config = {} if schedule.model is None else schedule.model.config

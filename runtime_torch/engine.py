@@ -6,6 +6,7 @@ the callers here know what they pass, edges with gradients of their shape and dt
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -123,6 +124,12 @@ def never_compiled(function: Hook) -> Hook:
         skip = _frames._FrameAction.SKIP
         _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
     return function
+
+
+def is_in_composable_ddp(module: Module) -> bool:
+    """Whether DDP looks after a module by hooks, without being one; False where that cannot be told."""
+    kind = _private(sys.modules.get("torch.distributed._composable.replicate"), "DDP")
+    return isinstance(kind, type) and isinstance(module, kind)
 
 
 def is_compiled(module: Module) -> bool:

@@ -37,12 +37,30 @@ def is_looked_after(layer: nn.Module) -> bool:
 
 
 def replicated(layer: nn.Module) -> list[Shards | Replicas]:
-    """The outermost parts of a layer that `fully_shard` or `replicate` was applied to, or that are wrapped in DDP."""
+    """The outermost parts of a layer that `fully_shard` or `replicate` was applied to, or that are wrapped in DDP.
+
+    Raises BadInput for what reduces in each backward and cannot be told not to.
+    """
     if isinstance(layer, DistributedDataParallel):
         return [Replicas(layer)]
     if _is_fsdp(layer):
         return [Shards(layer)]
+    _refuse_others(layer)
     return [part for child in layer.children() for part in replicated(child)]
+
+
+def _refuse_others(layer: nn.Module) -> None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None and isinstance(layer, fsdp.FullyShardedDataParallel):
+        kind = "FullyShardedDataParallel, FSDP of the first kind"
+    elif engine.is_in_composable_ddp(layer):
+        kind = "torch.distributed._composable.replicate, DDP by hooks"
+    else:
+        return
+    raise BadInput(
+        f"a layer is in {kind}, expected fully_shard (FSDP2) or DistributedDataParallel: gradients are averaged once "
+        "per step"
+    )
 
 
 class Shards:

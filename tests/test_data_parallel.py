@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 pytest.importorskip("torch")
 
+import torch
 import torch.distributed as dist
 from test_runtime_library import builders, microbatch, plan, start_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 import runtime_torch
@@ -111,6 +115,26 @@ def test_a_communication_hook_is_refused_since_nothing_would_call_it(alone):
 
     with pytest.raises(BadInput, match="DistributedDataParallel with a communication hook, static_graph or mixed"):
         runtime_torch.build_stages(plan((0, 0)), builders(), 0, "cpu", prepare=wrapped, **microbatch())
+
+
+def by_hooks(layer: nn.Module) -> nn.Module:
+    return pytest.importorskip("torch.distributed._composable.replicate").replicate(layer)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "kind"),
+    [
+        (
+            partial(FullyShardedDataParallel, device_id=torch.device("cpu")),
+            "FullyShardedDataParallel, FSDP of the first",
+        ),
+        (by_hooks, "_composable.replicate, DDP by hooks"),
+        (lambda layer: nn.Sequential(by_hooks(layer)), "_composable.replicate, DDP by hooks"),
+    ],
+)
+def test_what_reduces_in_each_backward_is_refused(alone, wrap, kind):
+    with pytest.raises(BadInput, match=rf"in .*{kind}.*, expected fully_shard \(FSDP2\) or DistributedDataParallel"):
+        runtime_torch.build_stages(plan((0, 0)), builders(), 0, "cpu", prepare=wrap, **microbatch())
 
 
 def test_a_layer_without_a_trained_parameter_is_refused_in_ddp_in_one_sentence(alone):

@@ -132,6 +132,14 @@ def is_in_composable_ddp(module: Module) -> bool:
     return isinstance(kind, type) and isinstance(module, kind)
 
 
+def forget_unreduced(module: Module) -> None:
+    """Let go the gradients of a module of FSDP2 that it took over in another dtype and did not reduce."""
+    state = getattr(module, "_get_fsdp_state", lambda: None)()
+    groups = _private(state, "_fsdp_param_groups") or [_private(state, "_fsdp_param_group")]
+    for parameter in (one for group in groups for one in _private(group, "fsdp_params") or ()):
+        parameter.unsharded_accumulated_grad = None
+
+
 def is_compiled(module: Module) -> bool:
     """Whether `module.compile()` was called, of which torch shows nothing, and of which copies know nothing."""
     return getattr(module, "_compiled_call_impl", None) is not None

@@ -69,8 +69,10 @@ class Shards:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._parts = [part for part in module.modules() if _is_fsdp(part)]
-        self.reshard()  # a step that failed leaves whole parameters
         self._device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+        if self._is_whole:  # a step has failed in the middle
+            self._begin_anew()
+        self.reshard()
         self._is_sharded = any(
             is_dtensor(parameter) and any(place.is_shard() for place in parameter.placements)
             for parameter in module.parameters()
@@ -85,6 +87,30 @@ class Shards:
         """Free the whole parameters."""
         for part in self._parts:
             part.reshard()
+
+    def leave(self) -> None:
+        """Free the whole parameters after a forward that may have raised, behind which FSDP would keep them."""
+        for part in self._parts:
+            self._pass(part)
+        self.reshard()
+
+    @property
+    def _is_whole(self) -> bool:
+        return {is_dtensor(parameter) for parameter in self._module.parameters()} == {False}
+
+    def _begin_anew(self) -> None:
+        """Forget the step that failed, with the gradients of what it had run."""
+        reset = getattr(self._module, "reset_iter_state", None)
+        if reset is None:
+            raise BadInput(
+                "a layer in FSDP2 has whole parameters, as a step that failed leaves them: expected it made and "
+                "sharded anew, or torch 2.13"
+            )
+        for parameter in self._module.parameters():
+            parameter.grad = None
+        for part in self._parts:
+            engine.forget_unreduced(part)
+        reset()
 
     def gather(self) -> None:
         """Make the parameters whole for a step, and let its backwards accumulate whole gradients."""
@@ -109,15 +135,20 @@ class Shards:
 
         A backward that computes nothing is run: at its end FSDP looks after the gradients that are there already.
         """
-        own = self._module.__dict__.get("forward")
-        self._module.forward = _identity
+        with torch.enable_grad():
+            self._pass(self._module).backward()  # type: ignore[no-untyped-call]
+
+    def _pass(self, module: nn.Module) -> Tensor:
+        """Call a module of FSDP without its own forward."""
+        own = module.__dict__.get("forward")
+        module.forward = _identity
         try:
-            with torch.enable_grad():
-                self._module(torch.zeros((), device=self._device, requires_grad=True)).backward()
+            found: Tensor = module(torch.zeros((), device=self._device, requires_grad=True))
         finally:
-            del self._module.forward
+            del module.forward
             if own is not None:
-                self._module.forward = own
+                module.forward = own
+        return found
 
 
 def _identity(x: Tensor) -> Tensor:
@@ -147,6 +178,9 @@ class Replicas:
         self._module.require_backward_grad_sync = False
         self._module.require_forward_param_sync = False
 
+    def leave(self) -> None:
+        """Nothing is to be freed."""
+
     def collect(self) -> None:
         """Gradients are where they belong."""
 
@@ -162,11 +196,18 @@ class Replicas:
         gradients = [engine.no_gradient(p) if p.grad is None else p.grad for p in trained]
         if trained:
             used = gradients[0].new_tensor([parameter.grad is not None for parameter in trained])
-            flat = torch.cat([*(gradient.flatten() for gradient in gradients), used])
+            flat = torch.cat([*(gradient.to_dense().flatten() for gradient in gradients), used])
             dist.all_reduce(flat.div_(dist.get_world_size(group)), group=group)
             *parts, used = torch.split(flat, [*(parameter.numel() for parameter in trained), len(trained)])
             for parameter, gradient, part, one in zip(trained, gradients, parts, used.tolist(), strict=True):
-                parameter.grad = gradient.copy_(part.view_as(gradient)) if one else None
+                parameter.grad = _with_values(gradient, part.view(gradient.shape)) if one else None
         if self._module.broadcast_buffers:
             for buffer in self._module.buffers():
                 dist.broadcast(buffer, group=group, group_src=0)
+
+
+def _with_values(gradient: Tensor, values: Tensor) -> Tensor:
+    """Give a gradient these values: in place, or, of an embedding's sparse one, with the rows that are not zero."""
+    if gradient.is_sparse:
+        return values.to_sparse(gradient.sparse_dim()).to(gradient.dtype)
+    return gradient.copy_(values)

@@ -88,8 +88,8 @@ class Runner:
         self._channels: Channels | GpuChannels | None = None
         self._device = next(iter(stages.values())).device
         self._replay = self._replayed(schedule, stages)
-        stages.ties.join(group)
         self._replicated = _replicated(stages)
+        stages.ties.join(group)
 
     @property
     def promised_activation_bytes(self) -> int:
@@ -130,6 +130,8 @@ class Runner:
             try:
                 go_on(self._refused(batch, modes) if is_new else None, self._group, self._device)
             except Exception:
+                for part in self._parts():
+                    part.leave()
                 self._stages.ties.give_back()
                 raise
         self._has_failed = True

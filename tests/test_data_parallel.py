@@ -10,10 +10,12 @@ pytest.importorskip("torch")
 
 import torch
 import torch.distributed as dist
-from test_runtime_library import builders, microbatch, plan, start_ranks
-from torch import nn
+from test_runtime_library import HIDDEN, LENGTH, MICROBATCHES, Scores, builders, microbatch, plan, start_ranks
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import runtime_torch
@@ -143,3 +145,112 @@ def test_a_layer_without_a_trained_parameter_is_refused_in_ddp_in_one_sentence(a
 
     with pytest.raises(BadInput, match="layer 0 has no trained parameter, which DistributedDataParallel refuses"):
         runtime_torch.build_stages(plan((0, 0)), builders(), 0, "cpu", prepare=wrapped, **microbatch())
+
+
+class Fails(torch.autograd.Function):
+    """Its backward raises when the number of its calls is `at`."""
+
+    calls, at = 0, 0
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Fails.calls += 1
+        if Fails.calls == Fails.at:
+            raise ValueError("no more")
+        return gradient
+
+
+class Fragile(nn.Linear):
+    def forward(self, x):
+        return Fails.apply(super().forward(x))
+
+
+class Picky(Scores):
+    def forward(self, x, target):
+        if target.max() > 15:
+            raise ValueError("no such token")
+        return super().forward(x, target)
+
+
+def model() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Embedding(16, HIDDEN), Fragile(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN), Picky(HIDDEN, 16)]
+
+
+def gradients(tokens: Tensor) -> list[Tensor]:
+    """Of the same layers without a pipeline."""
+    whole = nn.ModuleList(model())
+    embedding, *inner, scores = whole
+    scores(nn.Sequential(*inner)(embedding(tokens)), tokens).backward()
+    return [parameter.grad for parameter in whole.parameters()]
+
+
+TOKENS = torch.arange(2 * MICROBATCHES * LENGTH).view(-1, LENGTH) % 16
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def test_after_a_refusal_shards_are_shards_and_the_next_step_runs(alone):
+    layers = model()
+    layers[3].weight = layers[0].weight
+    schedule = plan((0, 0))
+    shard = partial(fully_shard, mesh=init_device_mesh("cpu", (1,)))
+    stages = runtime_torch.build_stages(
+        schedule, layers, 0, "cpu", prepare=shard, inputs=[TOKENS[:2]], target=TOKENS[:2]
+    )
+    runner = runtime_torch.Runner(schedule, stages)
+    with pytest.raises(ValueError, match="no such token"):
+        runner.step(TOKENS, target=TOKENS + 16)
+    assert all(isinstance(parameter.data, DTensor) for parameter in stages.module.parameters())
+    assert runner.step(TOKENS, target=TOKENS).loss > 0
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MIXED], ids=["plain", "mixed"])
+def test_a_runner_after_a_backward_that_failed_has_no_gradients_of_it(alone, monkeypatch, policy, fused):
+    schedule = plan((0, 0), fused=fused)
+    shard = partial(fully_shard, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+    stages = runtime_torch.build_stages(
+        schedule,
+        model(),
+        0,
+        "cpu",
+        prepare=shard,
+        float_dtype=policy.param_dtype,
+        inputs=[TOKENS[:2]],
+        target=TOKENS[:2],
+    )
+    monkeypatch.setattr(Fails, "at", Fails.calls + 2)
+    with pytest.raises(ValueError, match="no more"):
+        runtime_torch.Runner(schedule, stages).step(TOKENS, target=TOKENS)
+    if not hasattr(FSDPModule, "reset_iter_state"):  # before torch 2.13
+        with pytest.raises(BadInput, match="expected it made and sharded anew"):
+            runtime_torch.Runner(schedule, stages)
+        return
+    runner = runtime_torch.Runner(schedule, stages)
+    stages.module.zero_grad()
+    runner.step(TOKENS, target=TOKENS)
+    for parameter, wanted in zip(stages.module.parameters(), gradients(TOKENS), strict=True):
+        difference = (parameter.grad.full_tensor() - wanted).abs().max() / wanted.abs().max()
+        assert difference < (0.05 if policy is MIXED else 1e-5)
+
+
+def test_sparse_gradients_in_ddp_stay_sparse(alone):
+    layers = model()
+    layers[0].sparse = True
+    schedule = plan((0, 0), fused=False)
+    stages = runtime_torch.build_stages(
+        schedule, layers, 0, "cpu", prepare=DistributedDataParallel, inputs=[TOKENS[:2]], target=TOKENS[:2]
+    )
+    runner = runtime_torch.Runner(schedule, stages)
+    tokens = TOKENS % 3
+    for _ in range(2):
+        runner.step(tokens, target=tokens)
+    first, *others = (parameter.grad for parameter in stages.module.parameters())
+    assert first.is_sparse
+    assert first.coalesce().indices().tolist() == [[0, 1, 2]]
+    for found, wanted in zip([first.to_dense(), *others], gradients(tokens), strict=True):
+        torch.testing.assert_close(found, 2 * wanted)

@@ -178,6 +178,14 @@ def test_a_tight_cap_is_named_and_weights_that_are_too_large_are_not_planned():
         asked(replace(QUESTION, mem_bytes=9 * 10**8), wide)
 
 
+def test_that_one_schedule_does_not_fit_is_not_said_of_all():
+    tight = replace(QUESTION, gpus=4, batch=8, mem_bytes=5 * 10**9, microbatch_sizes=(1,))
+    degrees = [Degrees(4, 1, 1, 1, 8)]
+    assert advise(tight, degrees, costs, pool=answers_here).infeasible == 0
+    with pytest.raises(Infeasible, match=r"fits 5.00 GB \(.*\) each with gpipe alone: of 1, "):
+        advise(replace(tight, method="gpipe"), degrees, costs, pool=answers_here)
+
+
 def test_what_there_is_no_way_for_is_refused():
     with pytest.raises(BadInput, match="--method seq1f1b is for microbatches cut into slices"):
         asked(replace(QUESTION, method="seq1f1b"))

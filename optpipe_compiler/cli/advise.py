@@ -134,7 +134,7 @@ def _asked(question: Question, model: Architecture, spread: Spread) -> Advice:
 
     def said(number: int, found: Configuration | None) -> None:
         if found is None:
-            note(f"{number}: nothing fits")
+            note(f"{number}: {_nothing(question)}")
         else:
             note(f"{number}: {_degrees(found.degrees)}: {_seconds(found.step_ns)} s per step")
 
@@ -142,6 +142,11 @@ def _asked(question: Question, model: Architecture, spread: Spread) -> Advice:
     every = list(study.ways(question, model.layers + 2, divided))
     note(f"ways: {len(every)}; the costs of each are estimated, then the most promising are planned")
     return study.advise(question, every, costs_of, said, pool_for(question.jobs))
+
+
+def _nothing(question: Question) -> str:
+    """Say what no plan for a way means."""
+    return "nothing fits" if question.method is None else f"{question.method} does not fit, or is not defined"
 
 
 def _degrees(degrees: Degrees) -> str:
@@ -227,7 +232,7 @@ def _show(advice: Advice, line: list[str], model: str, question: Question) -> No
     out.print(
         f"{model} on {counted(question.gpus, 'GPU')}, {counted(question.batch, 'sequence')} of {question.sequence} "
         f"per step: {counted(advice.considered, 'way')}, {advice.too_large} too large, {advice.planned} planned"
-        + (f", {advice.infeasible} of which fit nothing" if advice.infeasible else "")
+        + (f"; in {advice.infeasible} of these {_nothing(question)}" if advice.infeasible else "")
         + (f"; the others take at least {_seconds(advice.next_bound_ns)} s" if advice.next_bound_ns else "")
     )
     if any(row.planned_microbatches < row.degrees.microbatches for row in advice.configurations):

@@ -120,7 +120,7 @@ class Advice:
     """Of these: weights and reserve alone do not fit."""
     planned: int
     infeasible: int
-    """Planned, but nothing fits."""
+    """Planned, but nothing fits, or the method alone does not or is not defined."""
     next_bound_ns: int | None
     """The bound of the best way that was not planned; None: all were."""
 
@@ -219,9 +219,10 @@ def advise(
     considered = len(candidates) + answered + too_large
     best = sorted(found, key=lambda one: one.step_ns)[: question.best]
     if not best:
+        alone = "" if question.method is None else f" with {question.method} alone"
         raise Infeasible(
             f"no way to spread the model over {counted(question.gpus, 'GPU')} fits "
-            f"{show_bytes(question.mem_bytes)} each: of "
+            f"{show_bytes(question.mem_bytes)} each{alone}: of "
             f"{considered}, weights and reserve alone are too large in {too_large}"
             + (f"; the most promising: {reasons[0]}" if reasons else "")
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from math import isfinite
 from pathlib import Path
@@ -17,8 +16,7 @@ from optpipe_compiler.errors import BadInput
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from rich.console import Console, ConsoleOptions, RenderableType
-    from rich.segment import Segment
+    from rich.console import Console
 
     from optpipe_compiler.documents.ir import Schedule
 
@@ -252,29 +250,10 @@ def refuse_png(path: Path | None) -> None:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return the terminal, or the pipe, that a command prints to; a closed pipe is left to `main`.
+    """Return the terminal, or the pipe, that a command prints to; a closed pipe is left to `main`."""
+    from optpipe_compiler.view.terminal import Terminal
 
-    Strings are text: no markup is read in them, and characters that could act on a terminal are shown as escapes.
-    Away from a terminal lines end where their text does.
-    """
-    from rich.console import Console
-
-    class Output(Console):
-        def on_broken_pipe(self) -> None:
-            raise BrokenPipeError
-
-        def print(self, *objects: Any, **options: Any) -> None:
-            if not self.is_terminal:
-                with self.capture() as captured:
-                    super().print(*objects, **options)
-                objects, options = (re.sub(r" +\n", "\n", captured.get()),), {"end": "", "soft_wrap": True}
-            super().print(*objects, **options)
-
-        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-            for part in super().render(renderable, options):
-                yield part if part.control else part._replace(text=printable(part.text, keep="\n"))
-
-    return Output(stderr=stderr, highlight=False, markup=False, emoji=False, quiet=stderr and is_said(QUIET))
+    return Terminal(stderr=stderr, quiet=stderr and is_said(QUIET))
 
 
 def say(line: str, *, err: bool = False) -> None:

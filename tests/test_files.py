@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from optpipe_compiler.documents import ir, profile
+from optpipe_compiler.documents import files, ir, profile
 from optpipe_compiler.documents.files import (
     Record,
     canonical,
@@ -197,6 +197,28 @@ def test_text_that_is_not_ascii_survives():
     written = canonical(Sample(text='Größe 大 \u2028 \\ " \n', either={"ä": {"b": 1}}))
     assert "Größe 大" in written
     assert decode(written, Sample, "x", format="sample", version=1, revision=0).text == 'Größe 大 \u2028 \\ " \n'
+
+
+def test_a_file_that_is_as_it_was_written_is_decoded_once(monkeypatch):
+    record = Sample(text="a", either={"b": {"c": 1}})
+    written = canonical(record)
+    other = json.dumps(msgspec.to_builtins(record), sort_keys=True)
+    parsed = []
+    monkeypatch.setattr(files, "parse_json", lambda text, name: parsed.append(text) or json.loads(text))
+    for text in (written, written.replace("\n", "\r\n"), other):
+        assert decode(text, Sample, "x", format="sample", version=1, revision=0) == record
+    assert parsed == [other]
+
+
+def test_a_file_that_is_as_it_was_written_has_to_be_of_a_known_version():
+    for record, said in (
+        (Sample(version=2), "$.version is 2, expected 1 to 1"),
+        (Sample(version=0), "$.version is 0, expected 1 to 1"),
+        (Sample(revision=-1), "$.revision is -1, expected an integer of at least 0"),
+        (Sample(format="other"), '$.format is "other", expected "sample"'),
+    ):
+        with pytest.raises(BadInput, match="^x: " + re.escape(said)):
+            decode(canonical(record), Sample, "x", format="sample", version=1, revision=0)
 
 
 def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path):

@@ -160,6 +160,8 @@ def decode(text: str, kind: type[T], name: str, *, format: str, version: int, re
     A newer `version` is always refused. A newer `revision` of the same version may add fields, which are ignored;
     at a known revision an unknown field is an error.
     """
+    if (written := _as_written(text, kind, format, version, revision)) is not None:
+        return written
     raw = parse_json(text, name)
     if not isinstance(raw, dict):
         raise BadInput(f"{name}: $ is {short_json(raw)}, expected an object")
@@ -181,6 +183,27 @@ def decode(text: str, kind: type[T], name: str, *, format: str, version: int, re
     if raw["revision"] <= revision:
         _refuse_unknown(name, raw, record)
     return record
+
+
+class _Head(msgspec.Struct):
+    """What every file says of itself."""
+
+    format: str
+    version: int
+    revision: int
+
+
+def _as_written(text: str, kind: type[T], format: str, version: int, revision: int) -> T | None:
+    """Return the record of a text that has all of it and nothing else, in its order; None: it is another text.
+
+    Most files are so, whatever their spaces and line ends are. No key stands there twice: the record's JSON has none.
+    """
+    try:
+        head, record = msgspec.json.decode(text, type=_Head), msgspec.json.decode(text, type=kind)
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    is_known = head.format == format and 1 <= head.version <= version and 0 <= head.revision <= revision
+    return record if is_known and msgspec.json.format(text, indent=-1) == msgspec.json.encode(record).decode() else None
 
 
 def shown_at(raw: object, field: str) -> str:

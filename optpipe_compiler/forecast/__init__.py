@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from optpipe_compiler.documents.files import uncollected
 from optpipe_compiler.documents.memory import HOLDERS
 from optpipe_compiler.forecast.gaps import Gap, find_gaps
-from optpipe_compiler.forecast.items import Item, Reason, Timeline
+from optpipe_compiler.forecast.items import Item, Reason, ReasonedTimeline
 from optpipe_compiler.forecast.lines import Cause
 from optpipe_compiler.forecast.memory import Curve, Stack, device_stack, host_curve, total
 
@@ -93,7 +93,7 @@ class Analysis:
 @uncollected()
 def analyse(schedule: Schedule) -> Analysis:
     """Return the analysis of a schedule; raise BadInput where its forecast does not fit its lanes."""
-    timeline = Timeline(schedule)
+    timeline = ReasonedTimeline(schedule)
     items = timeline.items
     begin = min((item.begin_ns for item in items), default=0)
     end = max((item.end_ns for item in items), default=0)

@@ -27,7 +27,7 @@ pipeline:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -38,7 +38,7 @@ from optpipe_compiler.forecast.lines import Cause, Lines
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from optpipe_compiler.forecast.items import Item, Timeline
+    from optpipe_compiler.forecast.items import Item, ReasonedTimeline
     from optpipe_compiler.forecast.memory import Curve
 
 
@@ -66,81 +66,89 @@ LONGEST = 2**62
 """ns; waits beyond are all alike."""
 
 
-def find_gaps(timeline: Timeline, curves: list[Curve], begin_ns: int, end_ns: int) -> list[Gap]:
+def find_gaps(timeline: ReasonedTimeline, curves: list[Curve], begin_ns: int, end_ns: int) -> list[Gap]:
     """Return the gaps of all compute lanes, by device and time."""
-    search = _Search(timeline, Lines(timeline, curves))
     lanes: list[list[Item]] = [[] for _ in curves]
     for item in timeline.items:
         if item.lane == "compute":
             lanes[item.device].append(item)
-    return [gap for device, lane in enumerate(lanes) for gap in search.of_lane(device, lane, begin_ns, end_ns)]
+    idle = [one for device, lane in enumerate(lanes) for one in _idle(device, lane, begin_ns, end_ns)]
+    blamed = _blamed(timeline, Lines(timeline, curves), [one for one in idle if one.blame is None])
+    return [
+        Gap(one.device, one.begin_ns, one.end_ns, *(next(blamed) if one.blame is None else one.blame)) for one in idle
+    ]
 
 
 AT_THE_END = (Cause.MEMORY, Cause.TRANSFER, Cause.COPIES, Cause.SLACK)
 """What a gap after the last forward may be blamed on."""
 
 
-class _Search:
-    """Walks from gaps to what is to blame."""
+class _Idle(NamedTuple):
+    """A time in which a compute lane idles."""
 
-    def __init__(self, timeline: Timeline, lines: Lines) -> None:
-        self.items = timeline.items
-        self.lines = [lines.of(item) for item in timeline.items]
-        waits = [-1 if line is None else line.wait_ns for line in self.lines]
-        late = [
-            wait if line is not None and line.cause in AT_THE_END else -1
-            for line, wait in zip(self.lines, waits, strict=True)
-        ]
-        predecessors = [item.predecessor for item in timeline.items]
-        self.any = _Ancestors(predecessors, waits)
-        self.at_the_end = _Ancestors(predecessors, late)
-
-    def of_lane(self, device: int, lane: list[Item], begin_ns: int, end_ns: int) -> Iterator[Gap]:
-        """Yield the gaps of one compute lane."""
-        last_forward = max((item.end_ns for item in lane if isinstance(item.op, ir.Forward)), default=begin_ns)
-        idle_from = begin_ns
-        for item in lane:
-            if idle_from < item.begin_ns:
-                blame: Blame = Cause.FILL, "", None
-                if item.reason is Reason.COPIES:
-                    blame = Cause.COPIES, f"device {device}", item.index
-                elif item is not lane[0]:
-                    blame = self.blame(
-                        item, item.begin_ns - idle_from, last_forward if idle_from >= last_forward else None
-                    )
-                yield Gap(device, idle_from, item.begin_ns, *blame)
-            idle_from = item.end_ns
-        if idle_from < end_ns:
-            yield Gap(device, idle_from, end_ns, Cause.DRAIN if lane else Cause.FILL, "", None)
-
-    def blame(self, item: Item, length_ns: int, last_forward: int | None) -> Blame:
-        """Return cause, resource and item for a gap of that length before `item`."""
-        walk = self.any if last_forward is None else self.at_the_end
-        found = walk.first(item.index, length_ns)
-        line = None if found is None else self.lines[found]
-        if found is None or line is None or (last_forward is not None and self.items[found].begin_ns <= last_forward):
-            return (Cause.FILL if last_forward is None else Cause.DRAIN), "", None
-        return line.cause, line.resource, found
+    device: int
+    begin_ns: int
+    end_ns: int
+    blame: Blame | None
+    """None: a walk from the op that ends it says."""
+    op: int = -1
+    """The item of that op."""
+    last_forward: int | None = None
+    """When the last forward of the lane has ended, for what is behind it."""
 
 
-class _Ancestors:
-    """Finds, among an op, its critical predecessor, that one's and so on, the first that stood in line for so long.
+def _idle(device: int, lane: list[Item], begin_ns: int, end_ns: int) -> Iterator[_Idle]:
+    """Yield when one compute lane idles."""
+    last_forward = max((item.end_ns for item in lane if isinstance(item.op, ir.Forward)), default=begin_ns)
+    idle_from = begin_ns
+    for item in lane:
+        if idle_from < item.begin_ns:
+            blame: Blame | None = None
+            if item.reason is Reason.COPIES:
+                blame = Cause.COPIES, f"device {device}", item.index
+            elif item is lane[0]:
+                blame = Cause.FILL, "", None
+            behind = last_forward if idle_from >= last_forward else None
+            yield _Idle(device, idle_from, item.begin_ns, blame, item.index, behind)
+        idle_from = item.end_ns
+    if idle_from < end_ns:
+        yield _Idle(device, idle_from, end_ns, (Cause.DRAIN if lane else Cause.FILL, "", None))
+
+
+def _blamed(timeline: ReasonedTimeline, lines: Lines, gaps: list[_Idle]) -> Iterator[Blame]:
+    """Walk from gaps to what is to blame."""
+    found = [lines.of(item) for item in timeline.items]
+    waits = [-1 if line is None else line.wait_ns for line in found]
+    late = [-1 if line is None or line.cause not in AT_THE_END else line.wait_ns for line in found]
+    predecessors = [item.predecessor for item in timeline.items]
+    ops, lengths = [gap.op for gap in gaps], [gap.end_ns - gap.begin_ns for gap in gaps]
+    roots = zip(*(_first(predecessors, one, ops, lengths) for one in (waits, late)), strict=True)
+    for gap, (before, behind) in zip(gaps, roots, strict=True):
+        root = before if gap.last_forward is None else behind
+        line = None if root is None else found[root]
+        if root is None or line is None:
+            yield (Cause.FILL if gap.last_forward is None else Cause.DRAIN), "", None
+        elif gap.last_forward is not None and timeline.items[root].begin_ns <= gap.last_forward:
+            yield Cause.DRAIN, "", None
+        else:
+            yield line.cause, line.resource, root
+
+
+def _first(predecessors: list[int | None], waits: list[int], ops: list[int], lengths: list[int]) -> list[int | None]:
+    """Return, among each op, its critical predecessor, that one's and so on, the first that waits for its length.
 
     Row j holds for each op where 2^j steps lead, and the longest wait of the ops passed on the way.
     """
-
-    def __init__(self, predecessors: list[int | None], waits: list[int]) -> None:
-        nobody = len(waits)
-        self.after = [np.array([*(nobody if one is None else one for one in predecessors), nobody])]
-        self.longest = [np.array([*(min(wait, LONGEST) for wait in waits), -1])]
-        while 1 << len(self.after) <= nobody:
-            step, longest = self.after[-1], self.longest[-1]
-            self.after.append(step[step])
-            self.longest.append(np.maximum(longest, longest[step]))
-
-    def first(self, item: int, wait_ns: int) -> int | None:
-        """Return the first from `item` on that stood in line for at least `wait_ns`; None where none did."""
-        for after, longest in zip(reversed(self.after), reversed(self.longest), strict=True):
-            if longest[item] < min(wait_ns, LONGEST):
-                item = int(after[item])
-        return item if self.longest[0][item] >= min(wait_ns, LONGEST) else None
+    nobody = len(waits)
+    after = [np.array([*(nobody if one is None else one for one in predecessors), nobody])]
+    longest = [np.array([*(min(wait, LONGEST) for wait in waits), -1])]
+    while 1 << len(after) <= nobody:
+        step = after[-1]
+        longest.append(np.maximum(longest[-1], longest[-1][step]))
+        after.append(step[step])
+    at, length = np.array(ops, np.int64), np.array([min(one, LONGEST) for one in lengths], np.int64)
+    for step, most in zip(reversed(after), reversed(longest), strict=True):
+        at = np.where(most[at] < length, step[at], at)
+    return [
+        one if waited else None for one, waited in zip(at.tolist(), (longest[0][at] >= length).tolist(), strict=True)
+    ]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from enum import Enum
+from functools import cached_property
 from itertools import count, pairwise
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ import msgspec
 import numpy as np
 
 from optpipe_compiler.documents import ir
-from optpipe_compiler.documents.ops import LETTERS, op_id, unit_name
+from optpipe_compiler.documents.ops import LETTERS, unit_name
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.forecast.copies import NO_COPIES, busy_by_op
 from optpipe_compiler.forecast.table import Table
@@ -71,6 +72,8 @@ class Item(msgspec.Struct, frozen=True, gc=False):
 
 
 NO_ITEM = -1
+At = tuple[int, "Unit"]
+"""Stage and unit of an op."""
 
 
 class Timed(msgspec.Struct, frozen=True, gc=False):
@@ -80,7 +83,7 @@ class Timed(msgspec.Struct, frozen=True, gc=False):
     lane: ir.Lane
     position: int
     op: ir.Op
-    id: str
+    at: At
     begin_ns: int
     end_ns: int
     index: int
@@ -98,29 +101,35 @@ class Timeline:
         everywhere = [(device, lane) for device in range(len(schedule.devices)) for lane in ir.LANES]
         items = count()
         self.lanes = {(d, lane): _timed(schedule, d, lane, given[d, lane], items) for d, lane in everywhere}
-        self.ops = {timed.id: timed for lane in self.lanes.values() for timed in lane}
         self.table = Table(schedule)
         self.bytes_of = {key: [self.table.entry(timed.op) for timed in lane] for key, lane in self.lanes.items()}
         """By lane, what each op of `lanes` adds."""
+        self.working = [timed for lane in self.lanes.values() for timed in lane if timed.index != NO_ITEM]
+        self.begin_ns = min((timed.begin_ns for timed in self.working), default=0)
+
+
+class ReasonedTimeline(Timeline):
+    """The same, and why each op that takes its lane starts when it does."""
+
+    def __init__(self, schedule: ir.Schedule) -> None:
+        super().__init__(schedule)
         self._busy = busy_by_op(schedule)
         self.link_of = {device: n for n, link in enumerate(schedule.forecast.links) for device in link.devices}
-        working = [timed for lane in self.lanes.values() for timed in lane if timed.index != NO_ITEM]
-        self.begin_ns = min((timed.begin_ns for timed in working), default=0)
+        self._of_kind: dict[str, dict[At, Timed]] = {kind.name: {} for kind in ir.OPS}
+        self._offloads: dict[tuple[At, ir.Range], Timed] = {}
+        self._restored: dict[At, list[tuple[Reason, Timed]]] = defaultdict(list)
+        self._held_until: dict[tuple[int, ir.Lane, int], list[Timed]] = defaultdict(list)
         self._previous: list[Timed | None] = []
         """By item the working op before it on its lane; likewise the messages issued between the two."""
         self._issues: list[list[Timed]] = []
         self._walk_lanes()
-        self._held_until: dict[tuple[int, ir.Lane, int], list[Timed]] = defaultdict(list)
-        self._freed_at: dict[tuple[int, int], list[Timed]] = defaultdict(list)
-        self._restored: dict[tuple[int, Unit], list[tuple[Reason, Timed | None]]] = defaultdict(list)
-        self._taking: dict[tuple[int, int], list[Timed]] = defaultdict(list)
-        self._index_ends(working)
-        self.inputs = [self._inputs(timed) for timed in working]
+        self._index()
+        self.inputs = [self._inputs(timed) for timed in self.working]
         """By item."""
         several = len(schedule.stages) > len({stage.device for stage in schedule.stages})
-        critical = [self._critical(timed) for timed in working]
-        found = self._acyclic([self._turn(timed, critical) for timed in working])
-        self.items = [self._item(timed, several, *one) for timed, one in zip(working, found, strict=True)]
+        critical = [self._critical(timed) for timed in self.working]
+        found = self._acyclic([self._turn(timed, critical) for timed in self.working])
+        self.items = [self._item(timed, several, *one) for timed, one in zip(self.working, found, strict=True)]
 
     def _walk_lanes(self) -> None:
         """Note for each op the working op before it on its lane and the messages issued between the two."""
@@ -135,24 +144,46 @@ class Timeline:
                 self._previous.append(last)
                 last, issues = timed, []
 
-    def _index_ends(self, working: list[Timed]) -> None:
-        """Index transfers by link and end, and everything that frees bytes by device and end."""
-        for key, lane in self.lanes.items():
-            for timed, (_, (_, given)) in zip(lane, self.bytes_of[key], strict=True):
-                if given < 0:
-                    self._freed_at[timed.device, timed.end_ns].append(timed)
-        for timed in working:
-            if isinstance(timed.op, ir.Reload | ir.Recompute):
+    def _index(self) -> None:
+        """Index all ops by stage and unit, and transfers by link and end."""
+        for lane in self.lanes.values():
+            for timed in lane:
+                self._of_kind[timed.op.name][timed.at] = timed
+        for timed in self.working:
+            if isinstance(timed.op, ir.Offload):
+                self._offloads[timed.at, timed.op.layers] = timed
+            elif isinstance(timed.op, ir.Reload | ir.Recompute):
                 reason = Reason.TRANSFER if timed.lane == "h2d" else Reason.ORDER
-                self._restored[timed.op.stage, timed.op.unit].append((reason, timed))
-            if timed.lane != "d2h":
-                self._taking[timed.device, timed.begin_ns].append(timed)
+                self._restored[timed.at].append((reason, timed))
             if timed.lane != "compute" and timed.device in self.link_of:
                 self._held_until[self.link_of[timed.device], timed.lane, timed.end_ns].append(timed)
 
+    @cached_property
+    def _by_id(self) -> dict[str, Timed]:
+        return {timed.op.id: timed for lane in self.lanes.values() for timed in lane}
+
+    @cached_property
+    def _freed_at(self) -> dict[tuple[int, int], list[Timed]]:
+        """By device and end, everything that frees bytes."""
+        found = defaultdict(list)
+        for key, lane in self.lanes.items():
+            for timed, (_, (_, given)) in zip(lane, self.bytes_of[key], strict=True):
+                if given < 0:
+                    found[timed.device, timed.end_ns].append(timed)
+        return found
+
+    @cached_property
+    def _taking(self) -> dict[tuple[int, int], list[Timed]]:
+        """By device and start, the working ops that may take bytes there."""
+        found = defaultdict(list)
+        for timed in self.working:
+            if timed.lane != "d2h":
+                found[timed.device, timed.begin_ns].append(timed)
+        return found
+
     def _item(self, timed: Timed, several: bool, reason: Reason, predecessor: int | None) -> Item:
         stage = f"{timed.op.stage}." if several else ""
-        label = f"{LETTERS[timed.op.name]}{stage}{unit_name(*timed.op.unit)}"
+        label = f"{LETTERS[timed.op.name]}{stage}{unit_name(*timed.at[1])}"
         return Item(
             index=timed.index,
             device=timed.device,
@@ -172,7 +203,7 @@ class Timeline:
         for reason, found in self._waited_for(timed):
             if found.end_ns != timed.begin_ns:
                 continue
-            producer = self.producer(found)
+            producer = self._producer(found)
             if producer is not None and producer.index != timed.index:
                 return reason, producer.index
         previous = self._previous[timed.index]
@@ -182,7 +213,7 @@ class Timeline:
 
     def _taken_between(self, before: Timed, after: Timed) -> int:
         """Return what copies take from the lane between two ops that follow each other on it."""
-        return self._busy.get(before.id, NO_COPIES)[1] + self._busy.get(after.id, NO_COPIES)[0]
+        return self._busy.get(before.op.id, NO_COPIES)[1] + self._busy.get(after.op.id, NO_COPIES)[0]
 
     def _acyclic(self, critical: list[tuple[Reason, int | None]]) -> list[tuple[Reason, int | None]]:
         """Let ops wait for nothing whose walk back never ends: ops that take no time and wait for each other."""
@@ -197,7 +228,7 @@ class Timeline:
         """Return why an op starts; where nothing has just ended for it, why the op starts whose turn was before."""
         reason, predecessor = critical[timed.index]
         if reason is Reason.SLACK and self.table.on_device(timed.op)[0]:
-            for other in self._taking[timed.device, timed.begin_ns]:
+            for other in self._taking.get((timed.device, timed.begin_ns), ()):
                 if critical[other.index][1] is not None and other.lane != timed.lane:
                     return Reason.MEMORY, critical[other.index][1]
         return reason, predecessor
@@ -207,40 +238,37 @@ class Timeline:
         previous, inputs = self._previous[timed.index], self.inputs[timed.index]
         if previous is not None:
             yield Reason.ORDER, previous
-        for reason in (Reason.DATA, Reason.MESSAGE, Reason.TRANSFER):
-            yield from ((reason, source) for kind, source in inputs if kind is reason)
+        yield from (source for source in inputs if source[0] is not Reason.ORDER)
         if timed.lane != "compute" and timed.device in self.link_of:
-            busy = self._held_until[self.link_of[timed.device], timed.lane, timed.begin_ns]
+            busy = self._held_until.get((self.link_of[timed.device], timed.lane, timed.begin_ns), ())
             yield from ((Reason.LINK, other) for other in busy if other.device != timed.device)
         for waiting in (timed, *self._issues[timed.index]):
-            yield from ((Reason.MEMORY, self.ops[name]) for name in waiting.op.after if name in self.ops)
+            yield from ((Reason.MEMORY, self._by_id[name]) for name in waiting.op.after if name in self._by_id)
         if not isinstance(timed.op, ir.Offload):  # frees that other waits imply are not named in the file
-            yield from ((Reason.MEMORY, freed) for freed in self._freed_at[timed.device, timed.begin_ns])
+            yield from ((Reason.MEMORY, freed) for freed in self._freed_at.get((timed.device, timed.begin_ns), ()))
 
     def _inputs(self, timed: Timed) -> list[tuple[Reason, Timed]]:
-        """Return what must have completed for an op to have its data, and as what that counts; ORDER: same lane.
+        """Return what must have completed for an op to have its data, but for ORDER as `Reason` has it.
 
         What makes a message is there beside its receive.
         """
-        op, at = timed.op, (timed.op.stage, timed.op.unit)
+        of, at, (stage, unit) = self._of_kind, timed.at, timed.at
         found: list[tuple[Reason, Timed | None]] = []
-        match op:
+        match timed.op:
             case ir.Forward():
-                found += [(Reason.ORDER, self._find("forward", op.stage - 1, op.unit))]
-                found += [(Reason.MESSAGE, self._find("recv_activation", *at))]
+                found = [(Reason.ORDER, of["forward"].get((stage - 1, unit)))]
+                found += [(Reason.MESSAGE, of["recv_activation"].get(at))]
             case ir.Backward() | ir.BackwardInput():
-                found += [(Reason.ORDER, self._find("forward", *at))]
-                found += [(Reason.ORDER, self.gradient(op.stage + 1, op.unit))]
-                found += [(Reason.MESSAGE, self._find("recv_gradient", *at))]
-                found += self._restored[op.stage, op.unit]
+                found = [(Reason.ORDER, of["forward"].get(at)), (Reason.ORDER, self._gradient((stage + 1, unit)))]
+                found += [(Reason.MESSAGE, of["recv_gradient"].get(at)), *self._restored.get(at, ())]
             case ir.BackwardWeight():
-                found += [(Reason.ORDER, self._find("backward_input", *at))]
+                found = [(Reason.ORDER, of["backward_input"].get(at))]
             case ir.Recompute():
-                found += [(Reason.ORDER, self._find("forward", *at))]
+                found = [(Reason.ORDER, of["forward"].get(at))]
             case ir.Offload():
-                found += [(Reason.DATA, self._find("forward", *at))]
+                found = [(Reason.DATA, of["forward"].get(at))]
             case ir.Reload():
-                found += [(Reason.TRANSFER, self._find("offload", *at, op.layers))]
+                found = [(Reason.TRANSFER, self._offloads.get((at, timed.op.layers)))]
         return [(reason, source) for reason, source in found if source is not None]
 
     def feeds(self, item: Item) -> bool:
@@ -254,29 +282,23 @@ class Timeline:
         ends = (source.end_ns for reason, source in inputs if not (brought and reason is Reason.TRANSFER))
         return max(ends, default=self.begin_ns)
 
-    def producer(self, timed: Timed) -> Timed | None:
+    def _producer(self, timed: Timed) -> Timed | None:
         """Return the op that makes a message; any other op is its own producer."""
-        op = timed.op
-        gradient = op.stage
-        match op:
+        stage, unit = timed.at
+        match timed.op:
             case ir.SendActivation():
-                return self._find("forward", op.stage, op.unit)
+                return self._of_kind["forward"].get(timed.at)
             case ir.RecvActivation():
-                return self._find("forward", op.stage - 1, op.unit)
+                return self._of_kind["forward"].get((stage - 1, unit))
             case ir.RecvGradient():
-                gradient = op.stage + 1
+                return self._gradient((stage + 1, unit))
             case ir.SendGradient():
-                pass
-            case _:
-                return timed
-        return self.gradient(gradient, op.unit)
+                return self._gradient(timed.at)
+        return timed
 
-    def gradient(self, stage: int, unit: Unit) -> Timed | None:
+    def _gradient(self, at: At) -> Timed | None:
         """Return the op that makes the gradient of the stage's input."""
-        return self._find("backward", stage, unit) or self._find("backward_input", stage, unit)
-
-    def _find(self, kind: str, stage: int, unit: Unit, layers: ir.Range | None = None) -> Timed | None:
-        return self.ops.get(op_id(kind, stage, unit[0], layers, unit[1]))
+        return self._of_kind["backward"].get(at) or self._of_kind["backward_input"].get(at)
 
 
 def _timed(
@@ -289,15 +311,24 @@ def _timed(
     if len(found) > 1 or not len(starts) == len(ends) == len(ops):
         raise _broken(f"forecast.times of {at} has {len(starts)} starts and {len(ends)} ends for {len(ops)} ops")
     timed = [
-        Timed(device, lane, position, op, op.id, begin, end, NO_ITEM if isinstance(op, ir.MessageOp) else next(items))
+        Timed(
+            device,
+            lane,
+            position,
+            op,
+            (op.stage, op.unit),
+            begin,
+            end,
+            NO_ITEM if isinstance(op, ir.MessageOp) else next(items),
+        )
         for position, (op, begin, end) in enumerate(zip(ops, starts, ends, strict=True))
     ]
     for before, after in pairwise(one for one in timed if one.index != NO_ITEM):
         if not before.begin_ns <= before.end_ns <= after.begin_ns <= after.end_ns:
-            raise _broken(f"forecast.times of {at} has {after.id} begin before {before.id} has ended")
+            raise _broken(f"forecast.times of {at} has {after.op.id} begin before {before.op.id} has ended")
     for one in timed:
         if one.op.stage >= len(schedule.stages):
-            raise _broken(f"{one.id} on {at} is of a stage that the file does not list")
+            raise _broken(f"{one.op.id} on {at} is of a stage that the file does not list")
     return timed
 
 

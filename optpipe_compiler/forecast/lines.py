@@ -16,7 +16,7 @@ from optpipe_compiler.forecast.items import Reason
 from optpipe_compiler.forecast.memory import host_curve
 
 if TYPE_CHECKING:
-    from optpipe_compiler.forecast.items import Item, Timeline
+    from optpipe_compiler.forecast.items import Item, ReasonedTimeline
     from optpipe_compiler.forecast.memory import Curve
 
 Queue = tuple[str, int]
@@ -45,9 +45,9 @@ class Line(msgspec.Struct, frozen=True, gc=False):
 
 
 class Lines:
-    """Finds out for what an op stood in line; keeps what it found."""
+    """Finds out for what an op stood in line."""
 
-    def __init__(self, timeline: Timeline, curves: list[Curve]) -> None:
+    def __init__(self, timeline: ReasonedTimeline, curves: list[Curve]) -> None:
         self.timeline = timeline
         self.setup = timeline.schedule.setup
         self.curves = [_Levels(curve) for curve in curves]
@@ -58,16 +58,12 @@ class Lines:
         for item in timeline.items:
             queues[self._queue_of(item)].append(item)
         self.queues = {queue: _Busy(items, timeline.begin_ns) for queue, items in queues.items()}
-        self.found: dict[int, Line | None] = {}
 
     def of(self, item: Item) -> Line | None:
         """Return the line in which an op stood, None if it started when its data was there."""
-        if item.index not in self.found:
-            self.found[item.index] = self._line(item)
-        return self.found[item.index]
-
-    def _line(self, item: Item) -> Line | None:
         wait = item.begin_ns - self.timeline.ready_ns(item)
+        if wait <= 0:
+            return None
         match item.reason:
             case Reason.SLACK:
                 return Line(wait, Cause.SLACK, "")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from functools import cached_property
 
 STEP_COLUMNS = 12
 """Least distance of two marks on the ruler."""
@@ -17,7 +19,7 @@ class Axis:
     end_ns: int
     columns: int
 
-    @property
+    @cached_property
     def edges(self) -> list[int]:
         """The times at which the columns begin, and the end of the last."""
         span = self.end_ns - self.begin_ns
@@ -28,10 +30,8 @@ class Axis:
 
         Where a nanosecond has several columns, it is the first of them.
         """
-        span = max(1, self.end_ns - self.begin_ns)
-        last = ((time_ns - self.begin_ns + 1) * self.columns - 1) // span
-        first = -((self.begin_ns - time_ns) * self.columns // span)
-        return min(self.columns - 1, max(0, min(first, last)))
+        last = max(0, bisect_right(self.edges, time_ns) - 1)
+        return min(self.columns - 1, bisect_left(self.edges, self.edges[last]))
 
     def ruler(self, zero_ns: int = 0) -> str:
         """Return marks with times counted from `zero_ns`, at round distances."""

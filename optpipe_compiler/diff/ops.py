@@ -28,7 +28,7 @@ def _lanes(device: ir.Device) -> dict[str, list[ir.Op]]:
 
 
 def _ops(schedule: ir.Schedule) -> list[ir.Op]:
-    return [op for device in schedule.devices for lane in _lanes(device).values() for op in lane]
+    return [op for device in schedule.devices for op in device.ops]
 
 
 def counts(schedule: ir.Schedule) -> Counter[str]:
@@ -42,7 +42,9 @@ def moved(old: ir.Schedule, new: ir.Schedule) -> list[Moved]:
     for before, after in zip(old.devices, new.devices, strict=False):
         lanes = zip(_lanes(before).items(), _lanes(after).values(), strict=True)
         rows = (
-            _lane(before.device, lane, [op.id for op in ops], [op.id for op in others]) for (lane, ops), others in lanes
+            _lane(before.device, lane, [op.id for op in ops], [op.id for op in others])
+            for (lane, ops), others in lanes
+            if ops != others
         )
         found += [row for row in rows if row is not None]
     return found
@@ -100,7 +102,7 @@ def waits(old: ir.Schedule, new: ir.Schedule) -> list[DifferentWaits]:
     """Return the devices whose ops wait for others."""
 
     def of(device: ir.Device) -> Counter[tuple[str, str]]:
-        return Counter((op.id, name) for lane in _lanes(device).values() for op in lane for name in op.after)
+        return Counter((op.id, name) for op in device.ops for name in op.after)
 
     return _by_device(old, new, of)
 
@@ -137,14 +139,21 @@ def peers(old: ir.Schedule, new: ir.Schedule) -> list[Change]:
 def retimed(old: ir.Schedule, new: ir.Schedule) -> list[Retimed]:
     """Return how many ops of each lane are forecast for other times."""
 
-    def of(schedule: ir.Schedule) -> dict[tuple[int, str, str], tuple[int, int]]:
-        found: dict[tuple[int, str, str], tuple[int, int]] = {}
-        for lane in schedule.forecast.times:
-            planned = schedule.devices[lane.device].lanes[lane.lane] if lane.device < len(schedule.devices) else ()
-            for op, *times in zip(planned, lane.start_ns, lane.end_ns, strict=False):  # diff reads what verify rejects
-                found[lane.device, lane.lane, op.id] = (times[0], times[1])
+    def of(schedule: ir.Schedule) -> dict[tuple[int, ir.Lane], list[tuple[Sequence[ir.Op], ir.Times]]]:
+        found = defaultdict(list)
+        for times in schedule.forecast.times:
+            ops = schedule.devices[times.device].lanes[times.lane] if times.device < len(schedule.devices) else ()
+            found[times.device, times.lane].append((ops, times))
         return found
 
-    before, after = of(old), of(new)
-    found = Counter(key[:2] for key, times in before.items() if after.get(key, times) != times)
-    return [Retimed(device, lane, count) for (device, lane), count in found.items()]
+    def by_id(lanes: list[tuple[Sequence[ir.Op], ir.Times]]) -> dict[str, tuple[int, int]]:
+        rows = (zip(ops, times.start_ns, times.end_ns, strict=False) for ops, times in lanes)  # of rejected files, too
+        return {op.id: (start, end) for row in rows for op, start, end in row}
+
+    after, found = of(new), []
+    for at, lanes in of(old).items():
+        if lanes != after[at]:
+            has = by_id(after[at])
+            count = sum(has.get(op, times) != times for op, times in by_id(lanes).items())
+            found += [Retimed(*at, count)] if count else []
+    return found

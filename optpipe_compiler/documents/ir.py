@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, get_
 import msgspec
 
 from optpipe_compiler.documents.files import Record, canonical, decode, read_text
-from optpipe_compiler.documents.ops import op_id
-from optpipe_compiler.documents.ops import parse as parse_op
+from optpipe_compiler.documents.ops import OpName, op_id
 from optpipe_compiler.documents.profile import MOST_LAYERS, Count, Model, Positive
 from optpipe_compiler.errors import BadInput, of_kind
 
@@ -75,7 +74,8 @@ class Op(Record, frozen=True, kw_only=True):
     @property
     def text(self) -> str:
         """The op's name for people: stage, letter, microbatch and slice, as in `2F0` or `2F0.1`."""
-        return parse_op(self.id).text
+        layers = self.layers if isinstance(self, SavedOp) else None
+        return OpName(self.name, self.stage, self.microbatch, layers, self.slice_or_none).text
 
     @property
     def received_id(self) -> str | None:

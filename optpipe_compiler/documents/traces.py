@@ -97,7 +97,7 @@ def about_run(path: Path, trace: Trace) -> About:
 
 def to_text(events: Iterable[TraceEvent], about: Mapping[str, Any]) -> str:
     """Return the file, one event per line; `about` is what it says of itself."""
-    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
+    lines = ",\n".join(map(json.JSONEncoder(separators=(",", ":")).encode, events))
     return f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n{lines}\n]}}\n'
 
 

@@ -184,6 +184,14 @@ def test_an_axis_covers_its_times_and_marks_round_ones():
     assert Axis(12_500_000, 12_600_000, 60).ruler().split("│")[1].strip() == "12.50 ms"
 
 
+@pytest.mark.parametrize("span", [1, 7, 60, 61, 10**12 + 1])
+def test_a_time_falls_into_the_first_of_the_columns_with_the_last_edge_that_is_not_later(span):
+    axis = Axis(5, 5 + span, 60)
+    for time in (0, 4, *axis.edges, *(edge + 1 for edge in axis.edges), axis.end_ns + 9):
+        last = max((edge for edge in axis.edges if edge <= time), default=axis.edges[0])
+        assert axis.column(time) == min(59, axis.edges.index(last))
+
+
 @pytest.mark.parametrize("span", [1, 7, 999, 10**3, 12_345, 10**9, 10**12 + 1])
 @pytest.mark.parametrize("columns", [28, 68, 148])
 def test_the_marks_of_an_axis_are_apart_and_differ(span, columns):

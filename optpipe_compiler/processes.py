@@ -133,6 +133,15 @@ class Processes:
         """End one process; `listen` tells."""
         self._started[number].kill()
 
+    def let_end(self) -> None:
+        """Wait a little for processes that have nothing left to do: they put away what their libraries have made.
+
+        Python would say on stderr that it leaked.
+        """
+        until = time.monotonic() + END_S
+        for process in self._started:
+            process.join(max(0.0, until - time.monotonic()))
+
     def end(self) -> None:
         """Leave no process, and nothing of theirs; once is enough.
 

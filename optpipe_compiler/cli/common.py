@@ -256,6 +256,13 @@ def console(*, stderr: bool = False) -> Console:
     return Terminal(stderr=stderr, quiet=stderr and is_said(QUIET))
 
 
+def silence_torch() -> None:
+    """Keep torch from telling on stderr what is none of the user's business; what it is told once torch is there is too
+    late."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces each start and stop
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
 def say(line: str, *, err: bool = False) -> None:
     """Print one line, whatever the names in it hold."""
     click.echo(printable(line), err=err)

@@ -19,6 +19,7 @@ from optpipe_compiler.cli.common import (
     note,
     say,
     say_json,
+    silence_torch,
     write,
 )
 from optpipe_compiler.cli.estimate import (
@@ -285,6 +286,7 @@ def _measure(
 
 
 def _run_measure(output: Path, options: MeasureOptions, told: Iterable[str] = (), *, as_json: bool) -> None:
+    silence_torch()
     from optpipe_compiler.view.measured import MeasureBar, render
     from optpipe_torch.launch.job import gpu_count, place_from_environment
     from optpipe_torch.profiler.measure import measure, measure_in_group

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from optpipe_compiler.cli.common import (
     is_stdout,
     note,
     say_json,
+    silence_torch,
 )
 from optpipe_compiler.errors import BadInput, MissingDependency, Rejected
 
@@ -229,8 +229,7 @@ def _alone(
     **options: Any,
 ) -> None:
     """Replay one device with emulated neighbours."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces each start and stop
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    silence_torch()
     from optpipe_compiler.view.emulated import render
     from optpipe_torch.emulate.alone import emulate
     from optpipe_torch.launch.job import check_torch

@@ -159,6 +159,7 @@ class Ranks:
                     self._raise_failure()
                 if not heard:
                     raise self._silence()
+            self.processes.let_end()
             return self._finished[0]
 
     def _listen(self, seconds: float) -> bool:
@@ -240,7 +241,6 @@ def _rank(line: Connection, job: Job, place: Place, cores: list[int]) -> None:
     except BaseException as error:
         fail(error)
     line.close()
-    os._exit(0)
 
 
 def _expected(error: BaseException, rank: int) -> OptPipeError:

@@ -170,6 +170,7 @@ def _run_processes(
                     found[rank] = said
                 elif rank not in found:
                     raise RunFailed(f"measuring ended because process {rank} of {len(ranks)} died ({said})")
+        processes.let_end()
     return [found[rank] for rank in ranks]
 
 

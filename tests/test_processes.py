@@ -1,0 +1,43 @@
+"""Processes that we start, and what they leave."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+WORK = """
+import multiprocessing
+
+def work(line):
+    global lock
+    lock = multiprocessing.RLock()  # as tqdm makes one, which torch.compile uses
+    line.send("done")
+"""
+MAIN = """
+from optpipe_compiler.processes import Processes
+from work import work
+
+if __name__ == "__main__":
+    with Processes() as processes:
+        processes.start(work)
+        print(processes.listen(60))
+        processes.let_end()
+"""
+
+
+def test_a_process_that_has_done_its_work_puts_away_what_it_has_made(tmp_path):
+    (tmp_path / "work.py").write_text(WORK)
+    (tmp_path / "main.py").write_text(MAIN)
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "main.py")],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("[(0, 'done')]\n", "")

@@ -490,6 +490,13 @@ PARTS = {
         edits=(("machine/policy.py", ".reloaded_before = by.before[1, turn]", ".reloaded_before = 0"),),
         groups=(BINDING, LITTLE, MEASURED),
     ),
+    "microbatches that go before others at an end": Part(
+        moves(lead=0).patches, groups=(BINDING, LITTLE, FEW, HEAD, WIDE, MEASURED)
+    ),
+    "4 times the longest forward and backward for 8": policies("LEAD = 8", "LEAD = 4"),
+    "16 times the longest forward and backward for 8": policies("LEAD = 8", "LEAD = 16"),
+    "moves of microbatches at an end 3 for 6": Part(moves(lead=3).patches, groups=(BINDING, LITTLE)),
+    "moves of microbatches at an end 12 for 6": Part(moves(lead=12).patches, groups=(BINDING, LITTLE)),
     "moves of splits": Part(moves(split=0).patches, groups=(BINDING, HEAD, FUSED)),
     "moves of ranks 20 for 45": moves(shift=20, treat=78),
     "moves of ranks 70 for 45": moves(shift=70, treat=28),

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
 
 PARTS = 3
-MOVES = {"shift": 45, "treat": 48, "split": 2, "yields": 3, "before": 3}
+LEAD = 8
+"""Times the longest forward and backward by which microbatches go before others at most."""
+MOVES = {"shift": 45, "treat": 48, "split": 2, "yields": 3, "before": 3, "lead": 6}
 """How often a search takes each kind of step, in parts of their sum. Where backwards in one piece take 0.93 of their
 halves, plans without steps of splits are 0.8 % longer; where memory binds, without steps of yields 0.5 % and without
 those of before 0.3 (docs/ABLATION.md)."""
@@ -67,6 +69,9 @@ class Policy(NamedTuple):
     """[sort, t] whether forwards leave room for earlier ones that are still to come (sort 0), and wait for them (1)."""
     before: Ints
     """[way, t] how many stages before its backward an activation is recomputed (way 0) and reloaded (1)."""
+    lead: Ints
+    """[end, what] how many microbatches at an end of the step (what 0) go before others, and by how many ticks (1): the
+    first in their forwards (end 0), the last in their backwards (1)."""
 
 
 class Setting(NamedTuple):
@@ -115,13 +120,13 @@ def policy(problem: Problem, modes: Ints) -> Policy:
         reserve=np.zeros(problem.devices, np.int64),
         yields=np.ones((2, turns), np.bool_),
         before=np.repeat(np.array([[RECOMPUTED_BEFORE], [RELOADED_BEFORE]]), turns, axis=1),
+        lead=np.zeros((2, 2), np.int64),
     )
 
 
 def copied(one: Policy) -> Policy:
     """Return a policy of its own."""
-    ranks, modes = one.shift.copy(), one.modes.copy()
-    return Policy(ranks, modes, one.fused.copy(), one.reserve.copy(), one.yields.copy(), one.before.copy())
+    return Policy._make(part.copy() for part in one)
 
 
 def value(x: MachineState, by: Policy, given: Setting, cutoff: int) -> int:
@@ -216,6 +221,10 @@ def _guide(x: MachineState, by: Policy, given: Setting) -> None:
             act.weight = given.wish[2, s, m] + by.shift[2, turn]
             part = 0 if m < fill else 1 if m < count - drain else 2
             act.mode = by.modes[part, s, m % sorts]
+            if m < by.lead[0, 0]:
+                act.forward -= by.lead[0, 1]
+            if m >= count - by.lead[1, 0]:
+                act.backward -= by.lead[1, 1]
     for d in range(x.devices.shape[0]):
         x.devices[d].reserve = by.reserve[d]
 
@@ -261,16 +270,18 @@ def _copy(to: Policy, source: Policy) -> None:
         to.yields.flat[index] = source.yields.flat[index]
     for index in range(source.before.size):
         to.before.flat[index] = source.before.flat[index]
+    for index in range(source.lead.size):
+        to.lead.flat[index] = source.lead.flat[index]
 
 
 @compiled
 def _change(by: Policy, x: MachineState, given: Setting) -> bool:
-    """Take one step at random: ranks, treatment of activations, a split, what forwards leave to earlier ones, or how
-    long before their backwards activations come back.
+    """Take one step at random: ranks, treatment of activations, a split, what forwards leave to earlier ones, how long
+    before their backwards activations come back, or which microbatches go before others.
 
     Returns whether that changes the policy.
     """
-    draw = below(x, given.moves[4])
+    draw = below(x, given.moves[5])
     if draw < given.moves[0]:
         return _shift(by, x, given)
     if draw < given.moves[1] or (draw < given.moves[2] and not given.numbers[CAN_SPLIT]):
@@ -281,8 +292,10 @@ def _change(by: Policy, x: MachineState, given: Setting) -> bool:
     elif draw < given.moves[3]:
         place = below(x, by.yields.size)
         by.yields.flat[place] = not by.yields.flat[place]
-    else:
+    elif draw < given.moves[4]:
         return _ask(by, x, given)
+    else:
+        return _hurry(by, x, given)
     return True
 
 
@@ -314,6 +327,17 @@ def _ask(by: Policy, x: MachineState, given: Setting) -> bool:
     is_other = is_there and by.before[way, turn] != before
     if is_other:
         by.before[way, turn] = before
+    return is_other
+
+
+@compiled
+def _hurry(by: Policy, x: MachineState, given: Setting) -> bool:
+    """Let microbatches at an end of the step go before others, one to as many as there are devices, or, one time of
+    three, as they come; return whether that is a change."""
+    end, count = below(x, 2), 1 + below(x, x.devices.shape[0])
+    ticks = below(x, LEAD * given.numbers[SCALE] + 1) if below(x, 3) else 0
+    is_other = by.lead[end, 1] != ticks or (ticks != 0 and by.lead[end, 0] != count)
+    by.lead[end, 0], by.lead[end, 1] = count, ticks
     return is_other
 
 

@@ -107,4 +107,5 @@ def widened(one: Policy, narrow: Problem, wide: Problem) -> Iterator[Policy]:
             fused=one.fused.copy(),
             yields=one.yields.copy(),
             before=one.before.copy(),
+            lead=one.lead.copy(),
         )

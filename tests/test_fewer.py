@@ -87,6 +87,7 @@ def test_each_device_does_what_the_nearest_that_was_left_does():
     one = policy(narrow, modes)
     one.shift[:] = [[1, -2], [0, 3], [5, 0]]
     one.yields[0, 1] = False
+    one.lead[0] = 2, 30
     same, further = widened(one, narrow, wide)
     for found in (same, further):
         assert found.modes.shape == (*one.modes.shape[:1], 2 * MANY, *one.modes.shape[2:])
@@ -94,6 +95,7 @@ def test_each_device_does_what_the_nearest_that_was_left_does():
         assert (found.modes[:, MANY : MANY + 14] == Mode.OFFLOAD).all()
         assert (found.modes[:, -14:] == Mode.RECOMPUTE).all()
         assert found.yields.tolist() == one.yields.tolist()
+        assert found.lead.tolist() == [[2, 30], [0, 0]]
         assert len(found.reserve) == MANY
     assert same.shift.tolist() == one.shift.tolist()
     assert further.shift.tolist() == (4 * one.shift).tolist()

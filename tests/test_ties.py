@@ -82,6 +82,20 @@ def test_layers_of_one_device_share_the_parameter(alone, placement, fused, range
         torch.testing.assert_close(parameter.grad, wanted[name].grad, msg=name)
 
 
+@pytest.mark.parametrize(
+    ("placement", "fused", "parts"), [((0,), True, 1), ((0,), False, 2), ((0, 0), True, 2), ((0, 0), False, 2)]
+)
+def test_a_hook_of_a_tied_parameter_sees_the_part_of_each_stage(alone, placement, fused, parts):  # noqa: F811
+    schedule = case.plan(placement, fused=fused)
+    stages = runtime_torch.build_stages(schedule, case.builders(), 0, "cpu", **case.microbatch(), ties=[TIE])
+    weight, seen = stages.module["0"].tokens.weight, []
+    weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    inputs, target = draw(0)
+    runtime_torch.Runner(schedule, stages).step(*inputs, target=target)
+    assert len(seen) == parts * case.MICROBATCHES
+    torch.testing.assert_close(sum(seen), weight.grad)
+
+
 def test_layers_that_are_given_as_modules_are_seen_to_share(alone):  # noqa: F811
     layers = [make() for make in case.builders()]
     layers[3].logits.weight = layers[0].tokens.weight

@@ -79,6 +79,17 @@ class _Fused(torch.autograd.Function):
         return gradient @ ctx.weight.detach(), None, gradient.sum(0)
 
 
+class _InGrad(_Fused):
+    """Adds to the weight's `.grad` itself."""
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        added = gradient.T @ x
+        ctx.weight.grad = added if ctx.weight.grad is None else ctx.weight.grad.add_(added)
+        return gradient @ ctx.weight.detach(), None, gradient.sum(0)
+
+
 class Written(nn.Linear):
     function = _Linear
 
@@ -324,6 +335,12 @@ def test_gradients_that_a_function_adds_up_itself_are_added_once(alone, fused): 
     torch.testing.assert_close(weight.main_grad, plain[0].weight.grad)
     assert weight.grad is None
     assert isinstance(layers[3], Scores)
+
+
+@both
+def test_a_function_that_keeps_its_weight_may_add_to_its_gradient(alone, fused):  # noqa: F811
+    make = type("AddsToGrad", (Written,), {"function": _InGrad})
+    assert_trains_as_in_a_loop(model(make, make), fused=fused)
 
 
 def test_gradients_that_wait_for_the_second_half_are_told_of():

@@ -15,7 +15,7 @@ from torch import Tensor
 from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput, of_kind
 from runtime_torch.bundles import Bundle, in_words, with_samples, with_tokens
-from runtime_torch.microbatch import Slice, cut, takes
+from runtime_torch.microbatch import Slice, cut, parameters_of, takes
 from runtime_torch.together import go_on, raise_together
 
 if TYPE_CHECKING:
@@ -65,6 +65,7 @@ class Batches:
         self._gets_target = self._has_last or any(
             takes(layer, "target") for stage in stages.values() for layer in stage.layers
         )
+        self._taken = _taken(stages, bundles)
         self._device = next(iter(stages.values())).device
         self._given = boundary
         self._bundles = bundles
@@ -111,10 +112,11 @@ class Batches:
         """
         given: list[Tensor] = []
         own: list[float] | None = None
+        call = "eval()" if forward_only else "step()"
         try:
             if problem is not None:
                 raise problem
-            given = self._checked(inputs, target, "eval()" if forward_only else "step()")
+            given = self._checked(inputs, target, call)
             if not forward_only:
                 _refuse_gradients(given, target if self._gets_target else None)
             own = None if weights is None else self._numbers(weights)
@@ -125,7 +127,9 @@ class Batches:
         try:
             self._sizes = self._sized(samples, forward_only=forward_only)
             own = [size / samples for size in self._sizes] if told is None else told
-            batch = self._divided(given, target, cut(self._sizes, own, keywords), whole=forward_only)
+            microbatches = cut(self._sizes, own, keywords, call)
+            self._refuse_taken(microbatches)
+            batch = self._divided(given, target, microbatches, whole=forward_only)
         except Exception as error:
             problem = error
         any_asks = go_on(problem, self._group, self._device, asks=asks)
@@ -135,7 +139,7 @@ class Batches:
     def cut_all(self, inputs: Sequence[Tensor], target: Tensor) -> Batch:
         """Cut a step's batch for a device that runs without the others, and so agrees with nobody."""
         self._sizes = self._sized(len(inputs[0]), forward_only=False)
-        microbatches = cut(self._sizes, [1 / self._count] * self._count, None)
+        microbatches = cut(self._sizes, [1 / self._count] * self._count, None, "step()")
         return self._divided(inputs, target, microbatches, whole=False)
 
     def _divided(
@@ -270,6 +274,14 @@ class Batches:
             )
         return sizes
 
+    def _refuse_taken(self, microbatches: Sequence[Microbatch]) -> None:
+        """Raise BadInput where a keyword argument has the name of what a layer is given anyway."""
+        for name in (name for one in microbatches for name in one.keywords if name in self._taken):
+            raise BadInput(
+                f"the keyword argument {name} has the name of what layer {self._taken[name]} is given anyway: an "
+                "input, the target or the carry; expected another name"
+            )
+
     def _numbers(self, weights: Sequence[float] | Tensor) -> list[float]:
         """Return what the microbatches weigh as numbers."""
         given = enumerate(of_kind("weights", weights, Iterable, "a list of numbers"))
@@ -309,6 +321,22 @@ def _refuse_gradients(inputs: Sequence[Tensor], target: Tensor | None) -> None:
     for name, tensor in zip(names, inputs, strict=True):
         if len(inputs) > 1 and tensor.requires_grad:
             raise BadInput(f"{name} of step() needs a gradient, expected none where there are several inputs")
+
+
+def _taken(stages: Stages, bundles: Sequence[Bundle] | None) -> dict[str, int]:
+    """Return by name, as layers call them, what the replay gives to a layer itself, and to which."""
+    found: dict[str, int] = {}
+    for stage in stages.values():
+        for index, layer in enumerate(stage.layers, stage.first_layer):
+            by_name = [name for name in ("target", "carry") if takes(layer, name)]
+            count = 1 if bundles is None else len(bundles[index].parts)
+            if stage.is_last and index + 1 == stage.end_layer and "target" not in by_name:
+                count += 1
+            known = parameters_of(layer).values()
+            behind = [one for one in known if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)][:count]
+            by_name += [one.name for one in behind if one.kind is one.POSITIONAL_OR_KEYWORD]
+            found.update(dict.fromkeys(by_name, index))
+    return found
 
 
 def _rows_in(parts: Sequence[Boundary], samples: int) -> dict[str, int]:

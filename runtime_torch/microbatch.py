@@ -77,14 +77,16 @@ def entered(microbatch: Microbatch) -> Iterator[None]:
         enter(None)
 
 
-def cut(sizes: Sequence[int], weights: Sequence[float], keywords: Sequence[Keywords] | None) -> list[Microbatch]:
-    """Return microbatches of these sizes, with these weights and keyword arguments."""
+def cut(
+    sizes: Sequence[int], weights: Sequence[float], keywords: Sequence[Keywords] | None, call: str
+) -> list[Microbatch]:
+    """Return microbatches of these sizes, with these weights and keyword arguments; `call`: what was given them."""
     for number, one in enumerate(
         of_kind("keywords", () if keywords is None else keywords, Sequence, "a list of mappings")
     ):
         of_kind(f"keywords[{number}]", one, Mapping, "a mapping")
     if keywords is not None and len(keywords) != len(sizes):
-        raise BadInput(f"step() got keywords for {counted(len(keywords), 'microbatch')}, expected {len(sizes)}")
+        raise BadInput(f"{call} got keywords for {counted(len(keywords), 'microbatch')}, expected {len(sizes)}")
     for name, value in (item for one in keywords or () for item in one.items()):
         if isinstance(value, Tensor):
             raise BadInput(f"the keyword argument {name} is a tensor, expected another value: tensors are inputs")

@@ -78,6 +78,21 @@ def reference(functions, inputs, target, sizes, weights, keywords=None):
     return total, wanted
 
 
+@pytest.mark.parametrize("name", ["x", "mask", "target"])
+def test_a_keyword_argument_with_the_name_of_an_input_is_refused_and_leaves_the_runner_usable(alone, name):
+    schedule = plan((0, 0))
+    stages = runtime_torch.build_stages(schedule, BALANCED, 0, "cpu", **announced())
+    runner = runtime_torch.Runner(schedule, stages)
+    inputs, target = batch(2 * MICROBATCHES)
+    loss = runner.step(*inputs, target=target).loss
+    for call in (runner.step, runner.eval):
+        with pytest.raises(BadInput, match=f"the keyword argument {name} has the name of what layer [23] is given"):
+            call(*inputs, target=target, keywords=[{}, {name: 1}])
+    with pytest.raises(BadInput, match=r"eval\(\) got keywords for 1 microbatch, expected 2"):
+        runner.eval(*inputs, target=target, keywords=[{"scale": 1.0}])
+    assert runner.step(*inputs, target=target).loss == loss
+
+
 class Longer(MAKERS[1]):
     """Passes a longer mask on when told to."""
 

@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, IterableDataset
 
 import runtime_torch
+from optpipe_compiler.errors import BadInput
 from optpipe_torch.models import known as models
 from optpipe_torch.models import text
 
@@ -104,4 +105,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BadInput as error:  # a file or an option is wrong; it says which
+        raise SystemExit(str(error)) from None

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import runtime_torch
+from optpipe_compiler.errors import BadInput
 from optpipe_torch.models import known as models
 from optpipe_torch.models import text
 
@@ -54,4 +55,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BadInput as error:  # a file or an option is wrong; it says which
+        raise SystemExit(str(error)) from None

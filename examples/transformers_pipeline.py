@@ -6,6 +6,7 @@ sh transformers_pipeline.sh
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from optpipe_compiler.errors import BadInput
 from optpipe_torch.frameworks.transformers import pipelined, save_pretrained
 
 
@@ -37,4 +38,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BadInput as error:  # a file or an option is wrong; it says which
+        raise SystemExit(str(error)) from None

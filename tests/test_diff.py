@@ -247,6 +247,22 @@ def test_promises_are_told_by_device():
     assert verdict(difference) == "changes promises"
 
 
+@pytest.mark.parametrize(
+    ("shares", "told"),
+    [
+        ((0.25, 0.5), "25.0% -> 50.0%"),
+        ((0.2743764172335601, 0.2743611345127773), "27.438% -> 27.436%"),
+        ((0.0, 1e-30), "0.0 -> 1e-30"),
+    ],
+)
+def test_bubbles_are_told_apart_by_as_few_digits_as_do(shares, told):
+    old, new = (
+        changed(build(Shape((0, 1))), lambda plain, share=share: plain["forecast"].update(bubble_fraction=share))
+        for share in shares
+    )
+    assert re.search(rf"bubble +{re.escape(told)}\n", words(old, new))
+
+
 def test_other_cuts_on_the_same_devices_leave_the_order_comparable():
     old = build(Shape(LOOP))
 

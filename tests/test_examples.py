@@ -60,6 +60,27 @@ def test_the_own_loop_example_trains_under_torchrun(environment, tmp_path):
     assert "step 2: loss" in printed
 
 
+@pytest.mark.runtime
+@pytest.mark.parametrize(
+    ("script", "needs"),
+    [
+        ("own_loop.py missing.json", "torch"),
+        ("train_gpt.py missing.json", "torch"),
+        ("lightning_loop.py missing.json", "lightning"),
+        ("transformers_pipeline.py", "transformers"),
+    ],
+)
+def test_an_example_says_in_a_sentence_that_there_is_no_schedule(script, needs, environment, tmp_path):
+    pytest.importorskip(needs)
+    command = f"torchrun --nproc-per-node 1 {EXAMPLES / script}"
+    done = subprocess.run(
+        command.split(), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 1
+    assert re.search(r"^(missing|schedule)\.json: cannot be read: No such file", done.stderr, flags=re.M), done.stderr
+    assert f'{script.split()[0]}", line' not in done.stderr, "a traceback beside what torchrun says of itself"
+
+
 def test_the_picture_of_the_readme_can_be_drawn_again(environment, tmp_path):
     run("picture.sh", environment, tmp_path)
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")

@@ -229,7 +229,9 @@ def test_an_answer_is_decided_where_the_bounds_exclude_every_other():
 def test_a_point_whose_search_had_not_ended_says_so():
     rough = structs.replace(point(1, 100), finished=False)
     found = sweep_of(rough, structs.replace(point(2, 90), finished=True))
-    assert "1 of 2 points were still getting better when their time was over" in " ".join(notes(found))
+    assert "1 of 2 points was still getting better when its time was over" in " ".join(notes(found))
+    both = sweep_of(rough, structs.replace(point(2, 90), finished=False))
+    assert "2 of 2 points were still getting better when their time was over" in " ".join(notes(both))
     out = Console(width=100, file=StringIO())
     out.print(table(found, out.width))
     assert [line.rstrip().endswith("unfinished") for line in out.file.getvalue().splitlines()[2:4]] == [True, False]

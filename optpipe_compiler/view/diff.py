@@ -33,6 +33,8 @@ NAMES = {
     "compute_permille": "thousandths of a copy's time that compute loses",
 }
 """Names that need more than their underscores replaced."""
+MOST_DIGITS = 17
+"""Of a percentage, behind the point; numbers that are closer are told in full."""
 TRUTHS = {"True": "yes", "False": "no"}
 
 
@@ -155,6 +157,8 @@ def _values(change: Change) -> tuple[str, str]:
     rounded = tuple(_rounded(change.name, value) for value in (change.old, change.new))
     if rounded[0] != rounded[1]:
         return rounded[0], rounded[1]
+    if isinstance(change.old, float) and isinstance(change.new, float):
+        return _apart(change.old, change.new)
     unit = (
         " B/s"
         if change.name.endswith("_bytes_per_s")
@@ -165,6 +169,12 @@ def _values(change: Change) -> tuple[str, str]:
         else ""
     )
     return f"{change.old}{unit}", f"{change.new}{unit}"
+
+
+def _apart(old: float, new: float) -> tuple[str, str]:
+    """Return two shares with as few digits as tell them apart."""
+    pairs = ((f"{old:.{digits}%}", f"{new:.{digits}%}") for digits in range(2, MOST_DIGITS))
+    return next((pair for pair in pairs if pair[0] != pair[1]), (str(old), str(new)))
 
 
 def _rounded(name: str, value: Value) -> str:

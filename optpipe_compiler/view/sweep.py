@@ -272,8 +272,9 @@ def notes(sweep: Sweep) -> Iterator[str]:
         )
     unfinished = sum(point.finished is False and point.makespan_ns is not None for point in sweep.points)
     if unfinished:
+        were, their = ("was", "its") if unfinished == 1 else ("were", "their")
         yield (
-            f"{unfinished} of {len(sweep.points)} points were still getting better when their time was over "
+            f"{unfinished} of {len(sweep.points)} points {were} still getting better when {their} time was over "
             "(`unfinished`): a longer --time-limit may find more."
         )
     if sweep.profile_digest is None:

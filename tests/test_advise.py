@@ -125,7 +125,10 @@ def test_slices_are_best_where_whole_microbatches_cannot_fill_the_pipeline():
     found = advise(few, degrees, sliceable, pool=answers_here).configurations
     assert found[0].degrees == Degrees(4, 1, 1, 1, 2, 4)
     assert found[0].step_ns < min(row.step_ns for row in found if row.degrees.slices == 1)
-    assert {row.degrees.slices for row in advise(few, degrees, costs, pool=answers_here).configurations} == {1}
+    told = []
+    whole = advise(few, degrees, costs, pool=answers_here, on_ways=told.append)
+    assert {row.degrees.slices for row in whole.configurations} == {1}
+    assert told == [whole.considered] == [sum(one.slices == 1 for one in degrees)]
 
 
 def test_one_schedule_alone_is_planned_where_it_is_asked_for_and_defined():
@@ -215,6 +218,7 @@ def test_the_command_prints_the_lines_that_plan_the_best(run, tmp_path):  # noqa
         assert done.code == 0, done.err
     assert ir.load(tmp_path / "schedule.json").forecast.makespan_ns <= best["step_ns"]
     shown = run(*asking.split())
+    assert f"ways: {answer['considered']};" in shown.err
     assert shown.out.splitlines()[-2:] == answer["commands"]
     assert "limits" in shown.out.splitlines()[0]
 

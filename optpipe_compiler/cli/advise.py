@@ -132,6 +132,9 @@ def _asked(question: Question, model: Architecture, spread: Spread) -> Advice:
     def costs_of(degrees: Degrees) -> Costs:
         return study.Costs(*spread.costs(degrees.pipeline, degrees.tensor, degrees.data, degrees.microbatch_size))
 
+    def said_ways(considered: int) -> None:
+        note(f"ways: {considered}; the most promising are planned")
+
     def said(number: int, found: Configuration | None) -> None:
         if found is None:
             note(f"{number}: {_nothing(question)}")
@@ -140,8 +143,8 @@ def _asked(question: Question, model: Architecture, spread: Spread) -> Advice:
 
     divided = (model.heads, model.kv_heads, model.ffn, question.sequence)
     every = list(study.ways(question, model.layers + 2, divided))
-    note(f"ways: {len(every)}; the costs of each are estimated, then the most promising are planned")
-    return study.advise(question, every, costs_of, said, pool_for(question.jobs))
+    note("the costs of each way are estimated")  # which tell whether there are ways with slices
+    return study.advise(question, every, costs_of, said, pool_for(question.jobs), said_ways)
 
 
 def _nothing(question: Question) -> str:

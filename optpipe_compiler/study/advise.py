@@ -177,6 +177,7 @@ def advise(
     costs_of: Callable[[Degrees], Costs],
     on_planned: Callable[[int, Configuration | None], None] = lambda number, found: None,
     pool: Pool = answers,
+    on_ways: Callable[[int], None] = lambda considered: None,
 ) -> Advice:
     """Return the best configurations; raise BadInput where there is no way, Infeasible where none fits.
 
@@ -203,6 +204,8 @@ def advise(
             f"GPUs, expected a batch that replicas divide, pipelines of at most {LONGEST} devices and the model's "
             "layers, tensor parallelism within a node that heads and widths divide"
         )
+    considered = len(candidates) + too_large
+    on_ways(considered)
     heapify(candidates)
     found: list[Configuration] = []
     reasons: list[str] = []
@@ -216,7 +219,6 @@ def advise(
         else:
             found.append(configuration)
         on_planned(answered, configuration)
-    considered = len(candidates) + answered + too_large
     best = sorted(found, key=lambda one: one.step_ns)[: question.best]
     if not best:
         alone = "" if question.method is None else f" with {question.method} alone"

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, IterableDataset
 
 import runtime_torch
-from optpipe_compiler.errors import BadInput
+from optpipe_compiler.errors import OptPipeError
 from optpipe_torch.models import known as models
 from optpipe_torch.models import text
 
@@ -107,5 +107,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except BadInput as error:  # a file or an option is wrong; it says which
+    except OptPipeError as error:  # its text is one sentence on what is wrong
         raise SystemExit(str(error)) from None

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import runtime_torch
-from optpipe_compiler.errors import BadInput
+from optpipe_compiler.errors import OptPipeError
 from optpipe_torch.models import known as models
 from optpipe_torch.models import text
 
@@ -57,5 +57,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except BadInput as error:  # a file or an option is wrong; it says which
+    except OptPipeError as error:  # its text is one sentence on what is wrong
         raise SystemExit(str(error)) from None

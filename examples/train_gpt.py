@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import runtime_torch
-from optpipe_compiler.errors import BadInput
+from optpipe_compiler.errors import OptPipeError
 from optpipe_torch.models import known as models
 from optpipe_torch.models import text
 
@@ -233,5 +233,5 @@ def load(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> i
 if __name__ == "__main__":
     try:
         main()
-    except BadInput as error:  # a file or an option is wrong; it says which
+    except OptPipeError as error:  # its text is one sentence on what is wrong
         raise SystemExit(str(error)) from None

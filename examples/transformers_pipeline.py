@@ -6,7 +6,7 @@ sh transformers_pipeline.sh
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from optpipe_compiler.errors import BadInput
+from optpipe_compiler.errors import OptPipeError
 from optpipe_torch.frameworks.transformers import pipelined, save_pretrained
 
 
@@ -40,5 +40,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except BadInput as error:  # a file or an option is wrong; it says which
+    except OptPipeError as error:  # its text is one sentence on what is wrong
         raise SystemExit(str(error)) from None

@@ -67,8 +67,8 @@ class Runner:
         world = dist.get_world_size(group)
         if world != schedule.setup.devices:
             raise RunFailed(
-                f"the schedule is for {counted(schedule.setup.devices, 'device')}, but "
-                f"{counted(world, 'rank')} take part"
+                f"the schedule is for {counted(schedule.setup.devices, 'device')}, but the group has "
+                f"{counted(world, 'rank')}"
             )
         self._batches = Batches(schedule, stages, boundary, group)
         self.schedule = schedule

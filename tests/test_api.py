@@ -479,7 +479,7 @@ def test_an_order_that_waits_for_itself_is_a_baseline_without_a_time(registry):
         ("1f1b", {}, "'1f1b' is the name of a built-in schedule, expected another one"),
         ("a,b", {}, "'a,b' cannot name a schedule"),
         ("own", {}, "'own' cannot name a schedule"),
-        ("mine", {"placement": "round"}, "mine is for .*, expected one of linear, loop, v"),
+        ("mine", {"placement": "round"}, "mine is for 'round' with 1 stage per device, expected one of linear"),
     ],
 )
 def test_names_and_placements_that_cannot_be_meant_are_refused(name, options, sentence):

@@ -81,6 +81,24 @@ def test_an_example_says_in_a_sentence_that_there_is_no_schedule(script, needs, 
     assert f'{script.split()[0]}", line' not in done.stderr, "a traceback beside what torchrun says of itself"
 
 
+@pytest.mark.runtime
+def test_the_own_loop_says_in_a_sentence_that_there_are_too_few_processes(environment, tmp_path):
+    pytest.importorskip("torch")
+    from runtime_cases import schedule
+    from small_schedules import Shape
+
+    from optpipe_compiler.documents import ir
+
+    (tmp_path / "schedule.json").write_text(ir.to_text(schedule(Shape((0, 1), microbatches=4))))
+    command = f"torchrun --nproc-per-node 1 {EXAMPLES / 'own_loop.py'} schedule.json"
+    done = subprocess.run(
+        command.split(), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 1
+    assert re.search("^the schedule .*2 devices", done.stderr, flags=re.M), done.stderr
+    assert 'own_loop.py", line' not in done.stderr, "a traceback beside what torchrun says of itself"
+
+
 def test_the_picture_of_the_readme_can_be_drawn_again(environment, tmp_path):
     run("picture.sh", environment, tmp_path)
     assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")

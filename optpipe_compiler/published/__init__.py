@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from optpipe_compiler import machine
+from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.model.neighbours import is_linear, joined, runs
 from optpipe_compiler.model.placement import PATTERNS
@@ -188,8 +189,10 @@ def register(name: str, order: OwnOrder, placements: tuple[Placed, ...], source:
     if not name or not name.isprintable() or "," in name or name in ("all", "paper", "stock", "composition", "own"):
         raise BadInput(f"{name!r} cannot name a schedule, expected printable text without commas")
     if not placements or any(one not in PATTERNS or count < 1 for one, count in placements):
+        said = ", ".join(f"{one!r} with {counted(count, 'stage')} per device" for one, count in placements)
         raise BadInput(
-            f"{name} is for {placements}, expected one of {', '.join(PATTERNS)} and at least 1 stage per device"
+            f"{name} is for {said or 'no placement'}, expected one of {', '.join(PATTERNS)} and at least 1 stage "
+            "per device"
         )
     METHODS[name] = Method(lambda problem: recipe_of(name, problem, order), placements, "own", source)
 

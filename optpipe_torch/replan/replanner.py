@@ -384,12 +384,12 @@ class Replanner:
             if self._learnt is not None:
                 self._learnt.add(self._runner.schedule, steps)
         self._watch.refused.add(last.digest)
-        self._watch.undone = last.digest, list(self._spans)
         self._led_to_nothing()
-        offer = _Offer(last.forecast_after_ns, last.forecast_before_ns, 0, before.schedule)
+        offer, slower = _Offer(last.forecast_after_ns, last.forecast_before_ns, 0, before.schedule), list(self._spans)
         done = self._replace(offer)
         if done is None:
             return None
+        self._watch.undone = last.digest, slower
         self.profile = before.profile
         return self._go_on(offer, done, undoes=True)
 

@@ -6,7 +6,6 @@ sh transformers_pipeline.sh
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from optpipe_compiler.errors import OptPipeError
 from optpipe_torch.frameworks.transformers import pipelined, save_pretrained
 
 
@@ -38,7 +37,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except OptPipeError as error:  # its text is one sentence on what is wrong
-        raise SystemExit(str(error)) from None
+    main()

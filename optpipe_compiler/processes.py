@@ -17,7 +17,7 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, util
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import ModuleType
@@ -134,10 +134,7 @@ class Processes:
         self._started[number].kill()
 
     def let_end(self) -> None:
-        """Wait a little for processes that have nothing left to do: they put away what their libraries have made.
-
-        Python would say on stderr that it leaked.
-        """
+        """Wait a little for processes that have nothing left to do: they put away what their libraries have made."""
         until = time.monotonic() + END_S
         for process in self._started:
             process.join(max(0.0, until - time.monotonic()))
@@ -176,6 +173,12 @@ def _begin(line: Connection, call: bytes, errors: str | None) -> None:
         Path(errors).unlink()  # it lives as long as it is open: a parent that is killed leaves nothing
     function, arguments = pickle.loads(call)
     function(line, *arguments)
+    # Locks of libraries are put away, of which Python would say that they leaked, and no more of its end is run:
+    # threads of torch may abort it.
+    util._exit_function()  # type: ignore[attr-defined]  # typeshed lacks it
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _end_with_parent() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -66,6 +67,8 @@ class Batches:
             takes(layer, "target") for stage in stages.values() for layer in stage.layers
         )
         self._taken = _taken(stages, bundles)
+        self.keywords: set[str] | None = None
+        """The names of the keyword arguments that layers of any rank take; None: any."""
         self._device = next(iter(stages.values())).device
         self._given = boundary
         self._bundles = bundles
@@ -79,6 +82,7 @@ class Batches:
     def go_on_from(self, other: Batches) -> None:
         """Expect batches as another division of the same schedule's size did."""
         self._announced, self._sizes, self._rows = other._announced, other._sizes, other._rows
+        self.keywords = other.keywords
 
     def boundary(self, layer: int, unit: int) -> Boundary:
         """Return shape and dtype of what leaves a layer."""
@@ -128,7 +132,7 @@ class Batches:
             self._sizes = self._sized(samples, forward_only=forward_only)
             own = [size / samples for size in self._sizes] if told is None else told
             microbatches = cut(self._sizes, own, keywords, call)
-            self._refuse_taken(microbatches)
+            self._refuse_names(microbatches, call)
             batch = self._divided(given, target, microbatches, whole=forward_only)
         except Exception as error:
             problem = error
@@ -274,18 +278,27 @@ class Batches:
             )
         return sizes
 
-    def _refuse_taken(self, microbatches: Sequence[Microbatch]) -> None:
-        """Raise BadInput where a keyword argument has the name of what a layer is given anyway."""
-        for name in (name for one in microbatches for name in one.keywords if name in self._taken):
-            raise BadInput(
-                f"the keyword argument {name} has the name of what layer {self._taken[name]} is given anyway: an "
-                "input, the target or the carry; expected another name"
-            )
+    def _refuse_names(self, microbatches: Sequence[Microbatch], call: str) -> None:
+        """Raise BadInput where a keyword argument has the name of what a layer is given anyway, or no layer takes it."""
+        for name in (name for one in microbatches for name in one.keywords):
+            if name in self._taken:
+                raise BadInput(
+                    f"the keyword argument {name} has the name of what layer {self._taken[name]} is given anyway: an "
+                    "input, the target or the carry; expected another name"
+                )
+            if self.keywords is not None and name not in self.keywords:
+                raise BadInput(
+                    f"{call} got the keyword argument {name}, which no layer takes; expected a name that the forward "
+                    "of a layer has"
+                )
 
     def _numbers(self, weights: Sequence[float] | Tensor) -> list[float]:
         """Return what the microbatches weigh as numbers."""
         given = enumerate(of_kind("weights", weights, Iterable, "a list of numbers"))
         own = [float(of_kind(f"weights[{number}]", one, (Real, Tensor), "a number")) for number, one in given]
+        for number, one in enumerate(own):
+            if not math.isfinite(one):
+                raise BadInput(f"weights[{number}] of step() is {one}, expected a finite number")
         if len(own) != self._count:
             raise BadInput(
                 f"step() got {counted(len(own), 'weight')}, expected one for each of "

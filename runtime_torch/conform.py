@@ -12,7 +12,7 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.errors import BadInput, RunFailed
 from runtime_torch.bundles import in_words
 from runtime_torch.execution import StageExecution
-from runtime_torch.microbatch import entered
+from runtime_torch.microbatch import entered, keywords_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from runtime_torch.batches import Batch
     from runtime_torch.bundles import Boundary, Bundle
+    from runtime_torch.stages import Stages
 
 BYTES_TOLERANCE = 0.05
 """A stage may save this share more than its profile says; with more the promise of the peak would be void."""
@@ -36,6 +37,19 @@ def agree(schedule: ir.Schedule, group: dist.ProcessGroup | None) -> bool:
         if digest != found[0][0]:
             raise RunFailed(f"rank {rank} has another schedule than rank 0: digest {digest}, not {found[0][0]}")
     return len({host for _, host in found}) == 1
+
+
+def taken_by_name(stages: Stages, group: dist.ProcessGroup | None) -> set[str] | None:
+    """Return the names of the keyword arguments that layers take on any rank of `group`; None: some layer takes all."""
+    by_layer = [keywords_of(layer) for stage in stages.values() for layer in stage.layers]
+    found: list[list[set[str] | None]] = [[]] * dist.get_world_size(group)
+    dist.all_gather_object(found, by_layer, group=group)
+    names: set[str] = set()
+    for of_layer in (one for of_rank in found for one in of_rank):
+        if of_layer is None:
+            return None
+        names |= of_layer
+    return names
 
 
 def prepare(

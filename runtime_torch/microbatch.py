@@ -99,11 +99,16 @@ def keywords_for(layer: nn.Module) -> dict[str, Any]:
     given = _current.keywords
     if not given:
         return {}
+    names = keywords_of(layer)
+    return {name: value for name, value in given.items() if names is None or name in names}
+
+
+def keywords_of(layer: nn.Module) -> set[str] | None:
+    """The names of the keyword arguments that a layer takes; None: any."""
     known = parameters_of(layer)
     if any(one.kind is one.VAR_KEYWORD for one in known.values()):
-        return dict(given)
-    names = {name for name, one in known.items() if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)}
-    return {name: value for name, value in given.items() if name in names}
+        return None
+    return {name for name, one in known.items() if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)}
 
 
 def takes(layer: nn.Module, name: Literal["target", "carry"]) -> bool:

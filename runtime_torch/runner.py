@@ -16,7 +16,7 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput, RunFailed, of_kind
 from runtime_torch.batches import Batch, Batches
-from runtime_torch.conform import BYTES_TOLERANCE, agree, prepare
+from runtime_torch.conform import BYTES_TOLERANCE, agree, prepare, taken_by_name
 from runtime_torch.evaluate import forward_only
 from runtime_torch.gpu_channels import GpuChannels
 from runtime_torch.messages import Mailbox
@@ -84,6 +84,7 @@ class Runner:
         """Which modules and parameters trained when the stages were held against the profile; None: they were not yet.
         """
         agree(schedule, group)
+        self._batches.keywords = taken_by_name(stages, group)
         _forget(stages)
         self._channels: Channels | GpuChannels | None = None
         self._device = next(iter(stages.values())).device

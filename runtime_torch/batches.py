@@ -279,7 +279,7 @@ class Batches:
         return sizes
 
     def _refuse_names(self, microbatches: Sequence[Microbatch], call: str) -> None:
-        """Raise BadInput where a keyword argument has the name of what a layer is given anyway, or no layer takes it."""
+        """Raise BadInput where a keyword argument has the name of what a layer is given anyway, or that none takes."""
         for name in (name for one in microbatches for name in one.keywords):
             if name in self._taken:
                 raise BadInput(

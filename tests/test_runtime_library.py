@@ -1006,7 +1006,7 @@ for call, wrong_on, sentence, (inputs, given) in [
     (runner.eval, 1, "expected 4 in its first dimension", (tokens, {"target": tokens[:3]})),
     (runner.step, 1, "got 3 weights", (tokens, right | {"weights": [1.0] * 3})),
     (runner.step, 0, "got keywords for 3 microbatches", (tokens, right | {"keywords": [{}] * 3})),
-    (runner.step, 0, "the keyword argument casual, which no layer", (tokens, right | {"keywords": [{"casual": 1}] * 2})),
+    (runner.step, 0, "argument casual, which no layer takes", (tokens, right | {"keywords": [{"casual": 1}] * 2})),
     (runner.step, 1, r"weights[1] of step() is nan, expected", (tokens, right | {"weights": [1.0, float("nan")]})),
     (runner.step, 1, "expected a list that is filled", (tokens, right | {"losses": ()})),
 ]:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from optpipe_compiler.compiler import Options, compile_schedule
 from optpipe_compiler.published import METHODS, Method
+from optpipe_compiler.published.pipeoffload import streaming
 from optpipe_compiler.published.recompute import recomputing
-from optpipe_compiler.published.streaming import streaming
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents import ir

@@ -1,4 +1,4 @@
-"""The schedules that plans are compared with, by name: one file for each order.
+"""The schedules that plans are compared with, by name: one file for each paper, or pattern of several.
 
 Each is a function from a Problem to the compute order of every device, or to a `Recipe` that also names the activations
 to offload; it raises NotDefined, with the reason, where it is not defined. `METHODS` lists them with their kind:
@@ -25,26 +25,21 @@ from optpipe_compiler.model.schedule import Kind, Schedule, Stuck, Task
 from optpipe_compiler.published.bfs import bfs
 from optpipe_compiler.published.common import NotDefined, Order, Recipe, rows
 from optpipe_compiler.published.dualpipev import dualpipev
-from optpipe_compiler.published.gis import gis, gis_h, gis_m
-from optpipe_compiler.published.gis_uniform import gis_h_uniform
+from optpipe_compiler.published.gis import gis, gis_h, gis_h_uniform, gis_m
 from optpipe_compiler.published.gpipe import gpipe
 from optpipe_compiler.published.hanayo import hanayo
 from optpipe_compiler.published.interleaved_1f1b import interleaved_1f1b
 from optpipe_compiler.published.interleaved_zb import interleaved_zb
 from optpipe_compiler.published.one_f_one_b import one_f_one_b
 from optpipe_compiler.published.own import OwnOrder, recipe_of
-from optpipe_compiler.published.pipeoffload import offloading, po_f, po_h
+from optpipe_compiler.published.pipeoffload import offloading, po_f, po_h, streaming
 from optpipe_compiler.published.recompute import recomputing
 from optpipe_compiler.published.seq1f1b import seq1f1b, seq1f1b_interleaved, seq1f1b_interleaved_zb, seq1f1b_zb
 from optpipe_compiler.published.slimpipe import slimpipe
-from optpipe_compiler.published.streaming import streaming
 from optpipe_compiler.published.transfers import timed
-from optpipe_compiler.published.v_half import v_half
-from optpipe_compiler.published.v_min import v_min
-from optpipe_compiler.published.zb_h1 import zb_h1
-from optpipe_compiler.published.zb_h2 import zb_h2
+from optpipe_compiler.published.v_pattern import v_half, v_min
 from optpipe_compiler.published.zb_memory_limited import zb_1p, zb_2p, zb_memory_limited
-from optpipe_compiler.published.zbv import zbv
+from optpipe_compiler.published.zero_bubble import zb_h1, zb_h2, zbv
 
 if TYPE_CHECKING:
     from collections.abc import Callable

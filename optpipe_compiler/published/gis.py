@@ -2,12 +2,19 @@
 
 Interleaved 1F1B in groups of g microbatches, with half the extra warm-up per hop. The smaller the group, the sooner an
 activation is used again, and the longer a microbatch waits between two stages of a device.
+
+In the uniform form of GIS-H, on which PipeOffload is built, microbatches enter one by one at equal distances, as when a
+building block is repeated (arXiv:2405.15362 section 2), not in groups. The memory of a device is as in GIS-H, but
+steady, and each stage's share of it is proportional to how long its activations live: offloading the lower half of the
+stages leaves a quarter of the memory and not a half.
 """
 
 from __future__ import annotations
 
+from math import gcd
 from typing import TYPE_CHECKING
 
+from optpipe_compiler.model.schedule import Kind, Task
 from optpipe_compiler.published.common import LOOP, Tasks, handed_over_early, one_forward_one_backward, ordered
 
 if TYPE_CHECKING:
@@ -47,3 +54,30 @@ def generalised(problem: Problem, group: int) -> Tasks:
     warmups = [group * (problem.per_device - 1) + devices - device - 1 for device in range(devices)]
     orders = one_forward_one_backward(problem, group, warmups, padded)
     return handed_over_early(problem, [[task for task in order if task.microbatch < count] for order in orders])
+
+
+@ordered("gis-h-uniform", LOOP)
+def gis_h_uniform(problem: Problem) -> Tasks:
+    """Return the order of the building block: one microbatch every 3v slots, g = ceil(P / 2) of them between stages.
+
+    Peak g(v - 1) + P + gcd(g, v) - 1 stage activations, the last part because slots that collide are shifted.
+    """
+    per_device = problem.per_device
+    group = half_group(problem)
+    turns = per_device // gcd(per_device, group)
+    offsets = [3 * (group * turn + turn // turns) for turn in range(per_device)]
+    return handed_over_early(problem, [_order(problem, device, offsets) for device in range(problem.devices)])
+
+
+def _order(problem: Problem, device: int, offsets: list[int]) -> list[Task]:
+    """Return the order of one device; it passes forwards on after one slot and backwards after two."""
+    mine = problem.stages_of(device)
+    turn_back = offsets[-1] + 3 * (problem.devices - 1 - device) + 1
+    slots = []
+    for microbatch in range(problem.microbatches):
+        begin = 3 * len(mine) * microbatch
+        slots += [(begin + at, Task(Kind.F, s, microbatch)) for at, s in zip(offsets, mine, strict=True)]
+        slots += [
+            (begin + turn_back + at, Task(Kind.B, s, microbatch)) for at, s in zip(offsets, reversed(mine), strict=True)
+        ]
+    return [task for _, task in sorted(slots)]

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.published.common import Recipe, needs_links, of_stages
-from optpipe_compiler.published.gis_uniform import gis_h_uniform
+from optpipe_compiler.published.gis import gis_h_uniform
 from optpipe_compiler.published.recompute import lowest_stages
 
 if TYPE_CHECKING:
@@ -48,3 +48,15 @@ def offloading(
         return Recipe(orders, of_stages(problem, chosen), streaming=streaming)
 
     return offloaded
+
+
+def streaming(name: str, schedule: Callable[[Problem], Order]) -> Callable[[Problem], Recipe]:
+    """Return `schedule` with every activation offloaded as soon as it is computed and reloaded just before its
+    backward, as saved-tensor hooks do, however soon its backward is.
+
+    Training frameworks have this as a switch: torchtune's OffloadActivations and TransformerEngine's CPU offloading
+    copy on streams of their own, so that an offload overlaps what the device computes next, and a reload the backward
+    before its own. A hook works tensor by tensor or layer by layer. Here a whole stage is copied at a time, so that a
+    stage of several layers is not yet on its way while it is computed, and is back before the first of them is needed.
+    """
+    return offloading(name, schedule, streaming=True)

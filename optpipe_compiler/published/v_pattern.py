@@ -2,7 +2,7 @@
 
 Section 2: the passes of one microbatch, the building block, are laid out once and repeated every six slots (F = I = W =
 one slot per stage); weight gradients fill the gaps. Then the schedule is squeezed, and the passes of warm-up and drain
-are moved forward in time, as far as data and the peak of the steady state allow.
+are moved forward in time, as far as data and the peak of the steady state allow. Section 3: V-Half and V-Min.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from optpipe_compiler.model.schedule import Kind, Task
+from optpipe_compiler.published.common import Tasks, V, ordered
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from optpipe_compiler.model.problem import Problem
-    from optpipe_compiler.published.common import Tasks
 
 PERIOD = 6
 Slots = dict[Task, int]
@@ -30,6 +30,30 @@ class BuildingBlock(NamedTuple):
     forward_up: int
     input_up: int
     input_down: int
+
+
+@ordered("v-half", V, splits=True)
+def v_half(problem: Problem) -> Tasks:
+    """Return the order with about half the memory of 1F1B: peak 2 ((P + 2) // 2) stage activations."""
+    return Pattern(problem, _half_block).orders()
+
+
+def _half_block(devices: int, device: int) -> BuildingBlock:
+    """Forwards wait a slot per hop on the way down, none on the way up; input gradients likewise."""
+    turn = 3 * devices + (0 if devices % 2 else 3)
+    return BuildingBlock(2 * device, 3 * devices - 2 - device, turn - 1 + 2 * device, turn + 3 * devices - 2 - device)
+
+
+@ordered("v-min", V, splits=True)
+def v_min(problem: Problem) -> Tasks:
+    """Return the order with about a third of the memory of 1F1B: peak 2 ((P + 4) // 3) stage activations."""
+    return Pattern(problem, _least_block).orders()
+
+
+def _least_block(devices: int, device: int) -> BuildingBlock:
+    """No pass waits; where P is a multiple of 3 two slots before the gradients keep repetitions apart."""
+    turn = 2 * devices + (0 if devices % 3 else 2)
+    return BuildingBlock(device, 2 * devices - 1 - device, turn + device, turn + 2 * devices - 1 - device)
 
 
 class Pattern:

@@ -24,7 +24,7 @@ import msgspec
 from optpipe_compiler import __version__, compiler
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import write_atomically
-from optpipe_compiler.documents.profile import value_of
+from optpipe_compiler.documents.profile import Profile, value_of
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.forecast.executions import Quantiles
 from optpipe_compiler.verify import Violated, check
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from optpipe_compiler.compiler import Options, Progress, Result
-    from optpipe_compiler.documents.profile import Profile
 
 MOST_BYTES = 500 * 10**6
 """Of all plans together; those that were not used for the longest time are removed beyond it."""

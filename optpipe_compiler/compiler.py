@@ -14,10 +14,10 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import uncollected
 from optpipe_compiler.errors import NotFound
 from optpipe_compiler.forecast.choice import Choice
-from optpipe_compiler.forecast.executions import quantiles
+from optpipe_compiler.forecast.executions import Quantiles, Spreads, quantiles
 from optpipe_compiler.lower import Certificate, lower, promised
 from optpipe_compiler.model import bounds
-from optpipe_compiler.model.problem import Caps, static_bytes
+from optpipe_compiler.model.problem import Caps, Problem, static_bytes
 from optpipe_compiler.plan import seeds
 from optpipe_compiler.plan.budget import Budget
 from optpipe_compiler.plan.candidates import Candidates
@@ -44,9 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from optpipe_compiler.documents.profile import Profile
-    from optpipe_compiler.forecast.executions import Quantiles, Spreads
     from optpipe_compiler.model.placement import Layout
-    from optpipe_compiler.model.problem import Problem
     from optpipe_compiler.model.schedule import Schedule
 
 __all__ = [

@@ -16,11 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from optpipe_compiler.model.memory import op_memory
-from optpipe_compiler.model.schedule import NONE, Ints, Kind, classes, figures
+from optpipe_compiler.model.schedule import NONE, Ints, Kind, Schedule, classes, figures
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
-    from optpipe_compiler.model.schedule import Schedule
 
 COMPUTE, D2H, H2D, PAIR = range(4)
 """What a chain is."""

@@ -17,11 +17,8 @@ from numpy.typing import NDArray
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.machine.compiled import compiled
 from optpipe_compiler.model.memory import op_memory
-from optpipe_compiler.model.problem import DURATIONS, SIZES
+from optpipe_compiler.model.problem import DURATIONS, SIZES, Problem
 from optpipe_compiler.model.schedule import Kind, classes, lengths
-
-if TYPE_CHECKING:
-    from optpipe_compiler.model.problem import Problem
 
 Ints = NDArray[np.int64]
 Number = TypeVar("Number", int, Ints)

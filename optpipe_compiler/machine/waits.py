@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from optpipe_compiler.machine.compiled import compiled, entry, misses, views
-from optpipe_compiler.machine.state import NONE
+from optpipe_compiler.machine.state import NONE, Ints
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from optpipe_compiler.machine.state import Ints
 
 ON_DEVICE, ON_HOST = range(2)
 COMPUTE_LANE, RELOAD_LANE = range(2)

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
-from optpipe_compiler.model.problem import DURATIONS
-
-if TYPE_CHECKING:
-    from optpipe_compiler.model.problem import Problem, Stage
+from optpipe_compiler.model.problem import DURATIONS, Problem, Stage
 
 ADDED = (*DURATIONS, "saved", "residue", "captured", "staying", "staying_layers", "accumulators", "gradient")
 LARGEST = ("forward_extra", "backward_input_extra", "backward_weight_extra", "backward_extra")

@@ -11,12 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from optpipe_compiler.documents.ops import LETTERS
-from optpipe_compiler.model.problem import DURATIONS
+from optpipe_compiler.model.problem import DURATIONS, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from optpipe_compiler.model.problem import Problem
 
 Ints = NDArray[np.int64]
 NONE = -1

@@ -7,16 +7,13 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.documents.profile import value_of
-from optpipe_compiler.model.placement import balanced_cuts
+from optpipe_compiler.documents.profile import Layer, Profile, value_of
+from optpipe_compiler.model.placement import Layout, balanced_cuts
 from optpipe_compiler.plan import passes
 from optpipe_compiler.solver.cuts import lightest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    from optpipe_compiler.documents.profile import Layer, Profile
-    from optpipe_compiler.model.placement import Layout
 
     Numbers = list[int]
 

@@ -13,12 +13,11 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.documents.profile import value_of
+from optpipe_compiler.documents.profile import Machine, value_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from optpipe_compiler.documents.profile import Machine
     from optpipe_compiler.model.placement import Layout
 
     Order = tuple[int, ...]

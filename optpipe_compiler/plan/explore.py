@@ -10,7 +10,7 @@ from threading import Thread
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.errors import MissingDependency
-from optpipe_compiler.plan.incumbents import Need
+from optpipe_compiler.plan.incumbents import Attempt, Incumbents, Need
 from optpipe_compiler.plan.local_search import LOOK_S, Effort, Found, LocalSearch, Realiser, SearchedProblem, load
 from optpipe_compiler.solver.worker import DETERMINISTIC_PER_S
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.plan.budget import Budget
     from optpipe_compiler.plan.candidates import Candidates
-    from optpipe_compiler.plan.incumbents import Attempt, Incumbents
     from optpipe_compiler.plan.least_memory import LeastMemory
 
 QUICK_SHARE = 0.05

@@ -14,7 +14,7 @@ import numpy as np
 
 from optpipe_compiler import machine
 from optpipe_compiler.documents.units import counted
-from optpipe_compiler.model.schedule import Kind, Mode, alone_lengths, classes, figures, value
+from optpipe_compiler.model.schedule import Kind, Mode, Schedule, alone_lengths, classes, figures, value
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from optpipe_compiler.model import bounds
     from optpipe_compiler.model.placement import Layout
     from optpipe_compiler.model.problem import Problem
-    from optpipe_compiler.model.schedule import Schedule
     from optpipe_compiler.plan.carried import Start
 
 

@@ -6,17 +6,17 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from optpipe_compiler.documents.profile import value_of
+from optpipe_compiler.documents.profile import Profile, value_of
 from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.placement import Layout, in_runs, layout
-from optpipe_compiler.model.problem import OPS_OF_A_UNIT, Caps, Freedom, build, static_bytes
+from optpipe_compiler.model.problem import OPS_OF_A_UNIT, Caps, Freedom, Problem, Slicing, build, static_bytes
 from optpipe_compiler.plan import seeds
 from optpipe_compiler.plan.budget import LOWERING_SHARE, lowering_s, most_lowering_s
 from optpipe_compiler.plan.cuts import earlier, layers_ns, lighter, most_bytes, others, with_ties
 from optpipe_compiler.plan.device_order import other_order
-from optpipe_compiler.plan.options import settled
+from optpipe_compiler.plan.options import Options, Settled, settled
 from optpipe_compiler.plan.selective import selectively
 from optpipe_compiler.plan.slices import is_asked, slicings
 from optpipe_compiler.published import METHODS
@@ -24,9 +24,6 @@ from optpipe_compiler.published import METHODS
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from optpipe_compiler.documents.profile import Profile
-    from optpipe_compiler.model.problem import Problem, Slicing
-    from optpipe_compiler.plan.options import Options, Settled
 
 SEVERAL: dict[str, tuple[int, ...]] = {"linear": (1,), "loop": (2, 3, 4), "v": (2, 4)}
 """Stages per device that are tried for each placement."""

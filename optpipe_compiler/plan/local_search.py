@@ -26,8 +26,8 @@ from optpipe_compiler import machine
 from optpipe_compiler.model import bounds
 from optpipe_compiler.model.schedule import Mode, Schedule, Stuck
 from optpipe_compiler.plan.fewer import narrowed, widened
-from optpipe_compiler.plan.wishes import names, treatments, wish
-from optpipe_compiler.published import NotDefined
+from optpipe_compiler.plan.wishes import Wish, names, treatments, wish
+from optpipe_compiler.published import NotDefined, Placed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from optpipe_compiler.machine.state import MachineState
     from optpipe_compiler.model.problem import Problem
     from optpipe_compiler.plan.carried import Start
-    from optpipe_compiler.plan.wishes import Wish
-    from optpipe_compiler.published import Placed
 
 CLIMBERS = 8
 """Pairs of instance and wish that climb in the first round, at least two for each thread. With 4 or 16 plans are as

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from optpipe_compiler.documents import ir  # noqa: TC001  (msgspec reads the types of Options)
-from optpipe_compiler.documents.profile import value_of
+from optpipe_compiler.documents.profile import Profile, value_of
 from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.model.problem import LONGEST_NS
 from optpipe_compiler.solver.worker import Limits
-
-if TYPE_CHECKING:
-    from optpipe_compiler.documents.profile import Profile
 
 TIME_LIMITS = ((8, 60.0), (32, 180.0), (math.inf, 270.0))
 """Time limits in seconds up to so many devices."""

@@ -17,17 +17,15 @@ from msgspec import UnsetType
 
 from optpipe_compiler import machine
 from optpipe_compiler.documents import ir
-from optpipe_compiler.documents.profile import value_of
+from optpipe_compiler.documents.profile import Profile, value_of
 from optpipe_compiler.model.placement import PATTERNS, Layout, stage_devices
-from optpipe_compiler.model.problem import Slicing
+from optpipe_compiler.model.problem import Problem, Slicing, Stage
 from optpipe_compiler.model.schedule import KINDS, NONE, Ints, Kind, Schedule, Stuck
 from optpipe_compiler.plan.carried import Start, in_turn, to_microbatches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from optpipe_compiler.documents.profile import Profile
-    from optpipe_compiler.model.problem import Problem, Stage
     from optpipe_compiler.plan.incumbents import Attempt, Incumbents
 
 

@@ -6,13 +6,12 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.documents.profile import value_of
+from optpipe_compiler.documents.profile import Profile, value_of
 from optpipe_compiler.model.problem import static_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from optpipe_compiler.documents.profile import Profile
     from optpipe_compiler.model.placement import Layout
 
 

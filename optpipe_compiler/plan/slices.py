@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from optpipe_compiler import machine
-from optpipe_compiler.documents.profile import Sliceable, value_of
-from optpipe_compiler.model.problem import Slicing
+from optpipe_compiler.documents.profile import Profile, Sliceable, value_of
+from optpipe_compiler.model.problem import Problem, Slicing
 from optpipe_compiler.model.unit_bounds import device_work
 from optpipe_compiler.plan.budget import LOWERING_SHARE, lowering_s, most_lowering_s
 from optpipe_compiler.plan.cuts import layers_ns
@@ -18,8 +18,6 @@ from optpipe_compiler.plan.wishes import treatments, wish
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from optpipe_compiler.documents.profile import Profile
-    from optpipe_compiler.model.problem import Problem
     from optpipe_compiler.plan.options import Settled
 
 NUMBERS = (2, 4, 8, 16, 32)

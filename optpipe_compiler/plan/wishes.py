@@ -12,20 +12,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from optpipe_compiler.model.neighbours import is_linear, joined, runs
-from optpipe_compiler.model.schedule import Kind, Mode, Task
+from optpipe_compiler.model.schedule import Ints, Kind, Mode, Task
 from optpipe_compiler.plan.modulo import modulo
-from optpipe_compiler.published import METHODS, is_for, published
+from optpipe_compiler.published import METHODS, Placed, is_for, published
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from numpy.typing import NDArray
-
     from optpipe_compiler.model.problem import Problem
-    from optpipe_compiler.published import Placed
 
-    Wish = NDArray[np.int64]
-
+Wish = Ints
 ORDERS = (
     "gis",
     "gis-m",
@@ -90,7 +86,7 @@ def _lifted(problem: Problem, ranges: list[range], coarse: Wish) -> Wish:
     return result
 
 
-def treatments(problem: Problem, wished: Wish) -> Iterator[NDArray[np.int64]]:
+def treatments(problem: Problem, wished: Wish) -> Iterator[Ints]:
     """Yield what may become of the activations of each stage [s] at first, as Mode."""
     stages = range(len(problem.stages))
     turn = problem.turn_of

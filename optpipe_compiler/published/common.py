@@ -9,6 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from optpipe_compiler.model.placement import stage_devices
 from optpipe_compiler.model.schedule import Ints, Kind, Task
@@ -16,12 +17,9 @@ from optpipe_compiler.model.schedule import Ints, Kind, Task
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from numpy.typing import NDArray
-
     from optpipe_compiler.model.problem import Problem
 
-    Bools = NDArray[np.bool_]
-
+Bools = NDArray[np.bool_]
 Order = list[Ints]
 """The compute order of every device: a row (kind, stage, microbatch) for each task."""
 Tasks = list[list[Task]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -13,13 +13,10 @@ from optpipe_compiler.documents.ops import parse
 from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput
 from optpipe_compiler.model.schedule import KINDS, Kind, Task
-from optpipe_compiler.published.common import Recipe, rows
+from optpipe_compiler.published.common import Recipe, Tasks, rows
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from optpipe_compiler.model.problem import Problem
-    from optpipe_compiler.published.common import Tasks
 
 
 class OwnOrder(Protocol):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from optpipe_compiler.published.common import Recipe, needs_links, of_stages
+from optpipe_compiler.published.common import Order, Recipe, needs_links, of_stages
 from optpipe_compiler.published.gis import gis_h_uniform
 from optpipe_compiler.published.recompute import lowest_stages
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from optpipe_compiler.model.problem import Problem
-    from optpipe_compiler.published.common import Order
 
 
 def po_f(problem: Problem) -> Recipe:

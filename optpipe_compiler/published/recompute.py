@@ -18,15 +18,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from optpipe_compiler.model.schedule import Kind
-from optpipe_compiler.published.common import NotDefined, of_stages
+from optpipe_compiler.model.schedule import Ints, Kind
+from optpipe_compiler.published.common import Bools, NotDefined, Order, of_stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from optpipe_compiler.model.problem import Problem
-    from optpipe_compiler.model.schedule import Ints
-    from optpipe_compiler.published.common import Bools, Order
 
 
 def recomputing(

@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from optpipe_compiler import machine
-from optpipe_compiler.model.problem import DURATIONS
-from optpipe_compiler.model.schedule import NONE, Kind, classes, lengths, stage_links
+from optpipe_compiler.model.problem import DURATIONS, Problem, Stage
+from optpipe_compiler.model.schedule import NONE, Ints, Kind, Schedule, classes, lengths, stage_links
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from optpipe_compiler.model.problem import Problem, Stage
-    from optpipe_compiler.model.schedule import Ints, Schedule
     from optpipe_compiler.published.common import Bools, Order, Recipe
 
 BACKWARDS = (Kind.I, Kind.B)

@@ -9,7 +9,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from optpipe_compiler.errors import MissingDependency
-from optpipe_compiler.model.problem import BETWEEN, DURATIONS, SIZES, coarsen
+from optpipe_compiler.model.problem import BETWEEN, DURATIONS, SIZES, Problem, Stage, coarsen
 from optpipe_compiler.model.schedule import Kind, Schedule, Task, duration
 from optpipe_compiler.solver.here import solver_here
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from ortools.sat.python.cp_model import CpSolver
 
-    from optpipe_compiler.model.problem import Problem, Stage
 
 UNLIMITED = 1 << 60
 EFFORT = 30

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from optpipe_compiler import machine
-from optpipe_compiler.model.schedule import NONE, Ints, Kind, Mode
+from optpipe_compiler.model.schedule import NONE, Ints, Kind, Mode, Schedule
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -121,12 +121,20 @@ class Start:
 
     @staticmethod
     def of(starts: Ints, backward_input: Ints) -> Start:
-        """Return the start that a schedule is: its starts [kind, stage, m]; ticks of each stage's input gradient."""
+        """Return the start that a schedule is: its starts [kind, stage, m]; ticks of each stage's input gradient.
+
+        The second half of a fused backward counts as the weight gradient.
+        """
         fused = starts[Kind.B] != NONE
         weight = np.where(fused, starts[Kind.B] + backward_input[:, None], starts[Kind.W])
         modes = np.where(starts[Kind.D] != NONE, Mode.OFFLOAD, np.where(starts[Kind.R] != NONE, Mode.RECOMPUTE, 0))
         wish = np.stack([starts[Kind.F], np.where(fused, starts[Kind.B], starts[Kind.I]), weight])
         return Start(wish, modes.astype(np.int64), fused.astype(np.int64))
+
+    @staticmethod
+    def of_schedule(timed: Schedule) -> Start:
+        """Return the start that a planned schedule is."""
+        return Start.of(timed.ticks, np.array([stage.backward_input for stage in timed.problem.stages]))
 
     def of_microbatches(self, count: int) -> Start:
         """Return the start for another number of microbatches."""

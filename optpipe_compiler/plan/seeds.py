@@ -73,8 +73,7 @@ def plant(incumbents: Incumbents, named: Sequence[ir.Checked], kept: Sequence[ir
             )
     for attempt in incumbents.attempts:
         if attempt.best is not None and attempt.problem.slicing is None:
-            halves = np.array([stage.backward_input for stage in attempt.problem.stages])
-            start = Start.of(attempt.best.ticks, halves)
+            start = Start.of_schedule(attempt.best)
             same = attempt.layout.by_number, attempt.is_partial
             for other in incumbents.attempts:  # in every order of the devices
                 if (other.layout.by_number, other.is_partial) == same:

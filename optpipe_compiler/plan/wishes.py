@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from optpipe_compiler.model.neighbours import is_linear, joined, runs
-from optpipe_compiler.model.schedule import Ints, Kind, Mode, Task
+from optpipe_compiler.model.schedule import Ints, Mode
+from optpipe_compiler.plan.carried import Start
 from optpipe_compiler.plan.modulo import modulo
 from optpipe_compiler.published import METHODS, Placed, is_for, published
 
@@ -62,16 +63,7 @@ def wish(problem: Problem, name: str) -> Wish:
         if is_linear(problem):
             return _lifted(problem, runs(problem), wish(joined(problem), name))
         return np.array(modulo(problem, int(name.split("-")[1]), not name.endswith("back")), dtype=np.int64)
-    starts = published(problem, name, transfers=False).starts
-    result = np.empty((3, len(problem.stages), problem.microbatches), np.int64)
-    for row, kind in enumerate((Kind.F, Kind.I, Kind.W)):
-        for s, stage in enumerate(problem.stages):
-            for m in range(problem.microbatches):
-                start = starts.get(Task(kind, s, m))
-                if start is None:  # a fused backward: its second half computes the weight gradient
-                    start = starts[Task(Kind.B, s, m)] + (stage.backward_input if kind is Kind.W else 0)
-                result[row, s, m] = start
-    return result
+    return Start.of_schedule(published(problem, name, transfers=False)).wish
 
 
 def _lifted(problem: Problem, ranges: list[range], coarse: Wish) -> Wish:

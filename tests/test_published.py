@@ -73,7 +73,7 @@ def instance(
     if slices == 1:
         return whole
     cut = Slicing(slices, (tuple(range(slices + 1)),), (0,) * microbatches)
-    return replace(whole, microbatches=microbatches * slices, slicing=cut)
+    return replace(whole, microbatches=microbatches * slices, slicing=cut, classes=(stages,) * slices)
 
 
 def on(name: str, devices: int, microbatches: int, per_device: int = 1, **options: int) -> Schedule:

@@ -290,11 +290,10 @@ def _constants(problem: Problem) -> tuple[Any, Any, Any, Ints]:
     links = _records(LinkRecord, problem.links)
     for s, stage in enumerate(problem.stages):
         stages["device"][s], stages["next"][s] = stage.device, after[s]
-    every = problem.by_class if problem.classes or problem.slicing is None else (problem.stages,) * 2
-    costs = np.zeros((len(every), len(problem.stages), COSTS), np.int64)
+    costs = np.zeros((len(problem.by_class), len(problem.stages), COSTS), np.int64)
     for number, s in np.ndindex(costs.shape[:2]):
-        stage, row = every[number][s], costs[number, s]
-        row[LENGTH:TAKEN] = lengths(problem)[:, s, number if problem.classes else 0]
+        stage, row = problem.by_class[number][s], costs[number, s]
+        row[LENGTH:TAKEN] = lengths(problem)[:, s, number]
         row[TAKEN:GIVEN] = [op_memory(stage, kind, False)[0] for kind in Kind]
         row[GIVEN:ALONE] = [op_memory(stage, kind, again)[1] for again in (False, True) for kind in Kind]
         row[ALONE:LAG] = stage.offload_alone, stage.reload_alone

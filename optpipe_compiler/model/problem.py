@@ -80,6 +80,11 @@ class Slicing:
         return [of_shape[shape] for shape in range(len(self.cuts))]
 
     @property
+    def class_counts(self) -> list[int]:
+        """Units of each shape and slice."""
+        return [count for count in self.counts for _ in range(self.slices)]
+
+    @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each microbatch."""
         return tuple(self.cuts[shape][-1] for shape in self.shape_of)
@@ -161,7 +166,7 @@ class Problem:
     microbatches: int
     """Units."""
     stages: tuple[Stage, ...]
-    """Of the mean unit, rounded down; `classes` has those of all units where they differ."""
+    """Of the mean unit, rounded down; `classes` has those of all units where they may differ."""
     link_of: tuple[int | None, ...]
     """Host link of each device; None: it cannot offload."""
     budget: tuple[int, ...]
@@ -175,7 +180,7 @@ class Problem:
     """Largest ratio of a rounded duration to the true one: a bound in ticks x tick_ns / stretch is valid in ns."""
     slicing: Slicing | None = None
     classes: tuple[tuple[Stage, ...], ...] = ()
-    """By shape and slice, the figures of each stage; empty where all units are equal."""
+    """By shape and slice, the figures of each stage; empty where, and only where, there is no `slicing`."""
     hosts: tuple[tuple[tuple[int, ...], int], ...] = ()
     """Of each host its devices, and units for their offloads; a device is on one host at most."""
 
@@ -217,21 +222,17 @@ class Problem:
 
     def class_of(self, unit: int) -> int:
         """Return which of `classes` a unit belongs to."""
-        if self.slicing is None or not self.classes:
+        if self.slicing is None:
             return 0
         return self.slicing.shape_of[unit // self.slices] * self.slices + unit % self.slices
 
     def at(self, stage: int, unit: int) -> Stage:
         """Return the figures of a stage for a unit."""
-        return self.classes[self.class_of(unit)][stage] if self.classes else self.stages[stage]
-
-    def of_class(self, number: int) -> tuple[Stage, ...]:
-        """Return the figures of all stages for a class of units."""
-        return self.classes[number] if self.classes else self.stages
+        return self.by_class[self.class_of(unit)][stage]
 
     @property
     def by_class(self) -> tuple[tuple[Stage, ...], ...]:
-        """The figures of all stages by class of units; one class where all units are equal."""
+        """The figures of all stages by class of units; one class where all units are whole and equal."""
         return self.classes or (self.stages,)
 
     @property
@@ -347,7 +348,7 @@ def _mean(classes: tuple[tuple[Stage, ...], ...], slicing: Slicing | None) -> tu
     """Return the figures of the mean unit, each rounded down."""
     if slicing is None:
         return classes[0]
-    count = [slicing.counts[number // slicing.slices] for number in range(len(classes))]
+    count = slicing.class_counts
 
     def mean(index: int) -> Stage:
         ones = [stages[index] for stages in classes]

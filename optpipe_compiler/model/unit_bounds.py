@@ -46,21 +46,14 @@ def device_work(problem: Problem) -> int:
 
 def _works(problem: Problem) -> list[list[tuple[int, int]]]:
     """Return, by device, its stages in their order, each with the work of all units there."""
-    counts = _counts(problem)
-    units = [problem.of_class(number) for number in range(len(counts))]
-    works = [
-        sum(count * work_of(problem, stages[s]) for count, stages in zip(counts, units, strict=True))
-        for s in range(len(problem.stages))
-    ]
+    units = list(zip(_counts(problem), problem.by_class, strict=True))
+    works = [sum(count * work_of(problem, stages[s]) for count, stages in units) for s in range(len(problem.stages))]
     return [[(s, works[s]) for s in problem.stages_of(device)] for device in range(problem.devices)]
 
 
 def _counts(problem: Problem) -> list[int]:
     """Return the number of units of each class."""
-    slicing = problem.slicing
-    if slicing is None or not problem.classes:
-        return [problem.microbatches]
-    return [slicing.counts[number // problem.slices] for number in range(len(problem.classes))]
+    return [problem.microbatches] if problem.slicing is None else problem.slicing.class_counts
 
 
 def head_and_work(problem: Problem, objective: str = "makespan") -> int:
@@ -72,8 +65,8 @@ def head_and_work(problem: Problem, objective: str = "makespan") -> int:
     first stage of the device.
     """
     result, numbers = 0, range(len(problem.stages))
-    last = problem.of_class(problem.class_of(problem.back(problem.microbatches - 1)))
-    heads = [*accumulate((_way_on(stage) for stage in problem.of_class(problem.class_of(0))), initial=0)]
+    last = problem.by_class[problem.class_of(problem.back(problem.microbatches - 1))]
+    heads = [*accumulate(map(_way_on, problem.by_class[problem.class_of(0)]), initial=0)]
     homes = [*accumulate((last[s].send_gradient + last[s - 1].backward for s in numbers[1:]), initial=0)]
     if problem.freedom.split:
         homes = [0 for _ in homes]
@@ -91,7 +84,7 @@ def _way_on(stage: Stage) -> int:
 
 def head_of(problem: Problem, s: int) -> int:
     """Return the earliest time at which a forward of stage s can start: that of the first unit."""
-    return sum(map(_way_on, problem.of_class(problem.class_of(0))[:s]))
+    return sum(map(_way_on, problem.by_class[problem.class_of(0)][:s]))
 
 
 def round_trip(problem: Problem) -> int:
@@ -103,7 +96,7 @@ def round_trip(problem: Problem) -> int:
     """
     n, result = problem.slices, 0
     for first in range(0, problem.microbatches, n) if _shapes(problem) > 1 else (0,):
-        units = [problem.of_class(problem.class_of(first + k)) for k in range(n)]
+        units = [problem.by_class[problem.class_of(first + k)] for k in range(n)]
         count = len(units[0])
         ends = [0] * n
         for s in range(count):
@@ -182,12 +175,10 @@ def least_areas(problem: Problem, fits: Sequence[int] = ()) -> list[list[Area]]:
     """
     n, found = problem.slices, []
     for shape in range(_shapes(problem)):
-        units = [problem.of_class(shape * n + k) for k in range(n)]
+        units = problem.by_class[shape * n : (shape + 1) * n]
         turn = [units[k][-1].forward + backward_of(problem, units[k][-1]) for k in range(n)]
         later = [*accumulate(reversed(turn[1:]), initial=0)][::-1]
-        for k in range(n):
-            stages = units[k]
-            way = later[k]
+        for stages, way in zip(units, later, strict=True):
             areas: list[Area] = []
             for s in reversed(range(len(stages))):
                 stage = stages[s]

@@ -140,9 +140,12 @@ class Candidates:
         if not known:
             return ir.Baseline(makespan_ns=None, peak_bytes=None, fits=False, reason=reason, kind=kind)
         best, need = min(known, key=lambda one: (one[1].over is not None, one[0].value))
-        remark = "" if best.as_defined is None else _waits(*best.as_defined)
+        reason = ""
+        if best.as_defined is not None:
+            makespan_ns, peak = best.as_defined
+            reason = f"waits for memory; as defined it takes {show_ns(makespan_ns)} and needs {short_bytes(peak)}"
         fits = need.over is None
-        return ir.Baseline(makespan_ns=best.makespan, peak_bytes=need.peak_bytes, fits=fits, reason=remark, kind=kind)
+        return ir.Baseline(makespan_ns=best.makespan, peak_bytes=need.peak_bytes, fits=fits, reason=reason, kind=kind)
 
     def _remember(self, attempt: Attempt, name: str, outcome: list[Tried]) -> None:
         if METHODS[name].is_selective or not attempt.layout.selective:
@@ -161,7 +164,7 @@ class Candidates:
         left out here, only make them slower, and so does waiting for memory.
         """
         try:
-            if not self._is_large(attempt):
+            if not _is_large(attempt.problem):
                 return self._whole(attempt, name)
             first = _first(attempt.problem, name)
             promise = _Promise(self._grown(first, attempt), attempt, name)
@@ -219,21 +222,17 @@ class Candidates:
         incumbents.keep(attempt, timed, "published", need)
         return Tried(timed.makespan, need, value=incumbents.value(timed))
 
-    def _is_large(self, attempt: Attempt) -> bool:
-        """Whether published schedules take so long to time that the hopeless ones are passed over."""
-        return attempt.problem.tasks >= SCREENED and _repeats(attempt)
 
-
-def _repeats(attempt: Attempt) -> bool:
-    """Whether there are more microbatches than show how a schedule goes on."""
-    problem = attempt.problem
+def _is_large(problem: Problem) -> bool:
+    """Whether published schedules take so long to time that the hopeless ones are passed over: where equal microbatches
+    are more than show how a schedule goes on."""
     is_uniform = problem.slicing is None or len(problem.slicing.cuts) == 1
-    return is_uniform and problem.whole > 2 * problem.devices
+    return problem.tasks >= SCREENED and is_uniform and problem.whole > 2 * problem.devices
 
 
 def _first(problem: Problem, name: str) -> Schedule:
     """Return a published schedule of as many microbatches as there are devices, or of twice as many where it is not
-    defined for so few; an instance that `_repeats` has more than these."""
+    defined for so few; an instance that `_is_large` has more than these."""
     few = problem.devices * problem.slices
     with suppress(NotDefined):
         return published(replace(problem, microbatches=few), name, transfers=False)
@@ -256,7 +255,3 @@ def _offloaded(problem: Problem, name: str) -> set[int]:
     """Return the stages of which the published schedule offloads activations."""
     offloaded = recipe(problem, name).offloaded
     return set() if offloaded is None else set(np.flatnonzero(offloaded.any(axis=1)).tolist())
-
-
-def _waits(makespan_ns: int, peak_bytes: int) -> str:
-    return f"waits for memory; as defined it takes {show_ns(makespan_ns)} and needs {short_bytes(peak_bytes)}"

@@ -75,9 +75,9 @@ class _Exact:
 
         status = self.searcher.search(request, listen)
         if status in ("DIED", "MODEL_INVALID"):
-            note = f"search of placement {attempt.layout.name} ended early ({status}): {self.searcher.last_words}"
-            if note not in attempt.notes:
-                attempt.notes.append(note)
+            attempt.note(
+                f"search of placement {attempt.layout.name} ended early ({status}): {self.searcher.last_words}"
+            )
         return status
 
     def _improve(self, attempt: Attempt, found: Schedule, phase: str) -> None:
@@ -85,8 +85,7 @@ class _Exact:
         try:
             timed = machine.orders.retime(found, attempt.problem)
         except Stuck as error:
-            note = f"{phase}: a solution for placement {attempt.layout.name} could not be timed ({error})"
-            attempt.notes = list(dict.fromkeys([*attempt.notes, note]))
+            attempt.note(f"{phase}: a solution for placement {attempt.layout.name} could not be timed ({error})")
             return
         if self.incumbents.is_better(attempt, timed):
             self.incumbents.keep(attempt, timed, phase)

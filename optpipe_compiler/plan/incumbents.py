@@ -79,6 +79,11 @@ class Attempt:
                     lags.setdefault(pair, set()).update((before.send_activation, after.send_gradient))
         return any(len(different) > 1 for different in lags.values())
 
+    def note(self, text: str) -> None:
+        """Note once what went wrong."""
+        if text not in self.notes:
+            self.notes.append(text)
+
     def is_as_lowered(self, timed: Schedule) -> bool:
         """Whether a schedule holds at its own times what its file would promise.
 

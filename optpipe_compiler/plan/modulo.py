@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
+    from optpipe_compiler.model.schedule import Ints
 
-    Times = list[list[int]]
 
-
-def modulo(problem: Problem, group: int, forwards_first: bool) -> tuple[Times, Times, Times]:
-    """Return wished starts [stage][microbatch] of forwards, backwards and weight gradients.
+def modulo(problem: Problem, group: int, forwards_first: bool) -> Ints:
+    """Return wished starts [k, stage, microbatch] of forwards, backwards and weight gradients.
 
     With `forwards_first` messages to the next device are the quick ones, else those to the previous device.
     """
@@ -36,22 +37,16 @@ def modulo(problem: Problem, group: int, forwards_first: bool) -> tuple[Times, T
     for s, stage in enumerate(stages):
         there.append(grid.place(s, time, 0))
         time = grid.at(s, there[-1]) + stage.forward + stage.send_activation
-    time = grid.times(len(stages) - 1, there[-1], 0)[problem.slices - 1] + stages[-1].forward
+    time = int(grid.times(len(stages) - 1, there[-1])[problem.slices - 1]) + stages[-1].forward
     grid.clear()
     for s in reversed(range(len(stages))):
         back.append(grid.place(s, time, forward))
         time = grid.at(s, back[-1]) + forward + stages[s].backward_input + stages[s].send_gradient
     back.reverse()
-    return (
-        [grid.times(s, there[s], 0) for s in range(len(stages))],
-        [_of_units(problem, grid.times(s, back[s], forward)) for s in range(len(stages))],
-        [_of_units(problem, grid.times(s, back[s], forward + middle)) for s in range(len(stages))],
-    )
-
-
-def _of_units(problem: Problem, times: list[int]) -> list[int]:
-    """Return the times by unit of backwards whose times by position are given."""
-    return [times[problem.back(unit)] for unit in range(len(times))]
+    forwards = np.array([grid.times(s, triple) for s, triple in enumerate(there)])
+    positions = [*map(problem.back, range(problem.microbatches))]
+    backwards = np.array([grid.times(s, triple) for s, triple in enumerate(back)])[:, positions]
+    return np.stack([forwards, backwards + forward, backwards + forward + middle])
 
 
 class _Grid:
@@ -87,9 +82,8 @@ class _Grid:
         used = {(triple - first) // self.group % blocks for triple in self.taken[device]}
         return distance % self.group == 0 and distance // self.group % blocks not in used
 
-    def times(self, s: int, triple: int, offset: int) -> list[int]:
-        """Return the starts of all microbatches."""
-        round_, blocks = self.group * self.turns[self.problem.stages[s].device], self.group
-        return [
-            self.at(s, triple + m // blocks * round_ + m % blocks) + offset for m in range(self.problem.microbatches)
-        ]
+    def times(self, s: int, triple: int) -> Ints:
+        """Return when the triples of all microbatches begin."""
+        turns, place = np.divmod(np.arange(self.problem.microbatches), self.group)
+        triples = triple + turns * self.group * self.turns[self.problem.stages[s].device] + place
+        return triples * self.tau + self.at(s, 0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +19,7 @@ from optpipe_compiler import machine
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import Profile, value_of
 from optpipe_compiler.model.placement import PATTERNS, Layout, stage_devices
-from optpipe_compiler.model.problem import Problem, Slicing, Stage
+from optpipe_compiler.model.problem import Problem, Slicing
 from optpipe_compiler.model.schedule import KINDS, NONE, Ints, Kind, Schedule, Stuck
 from optpipe_compiler.plan.carried import Start, in_turn, to_microbatches
 
@@ -156,9 +156,10 @@ def _timed(seed: ir.Schedule, problem: Problem, layout: Layout) -> Iterator[Sche
         return
     timed = Schedule(problem, seed.forecast.method, starts)
     columns = timed.columns
+    by_stage = chain.from_iterable(zip(*problem.by_class, strict=True))  # as a file has its costs
     is_sent = all(
         stage.send_activation <= cost.send_activation_ns and stage.send_gradient <= cost.send_gradient_ns
-        for stage, cost in zip(_by_stage(problem), seed.forecast.stages, strict=True)
+        for stage, cost in zip(by_stage, seed.forecast.stages, strict=True)
     )
     if is_sent and timed.has_copied and (columns.end <= ends[columns.kind, columns.stage, columns.microbatch]).all():
         yield timed
@@ -177,11 +178,6 @@ def _elsewhere(seed: ir.Schedule, attempt: Attempt) -> Start | None:
     halves = np.array([cost.backward_input_ns for cost in seed.forecast.stages])
     moved = Start.of(starts, halves).of_devices(found.device_of, attempt.layout.device_of)
     return None if moved is None else moved.of_microbatches(attempt.problem.microbatches)
-
-
-def _by_stage(problem: Problem) -> list[Stage]:
-    """Return the figures of each stage and class of units, in the order of a file's costs."""
-    return [stages[s] for s in range(len(problem.stages)) for stages in problem.by_class]
 
 
 def _read(seed: ir.Schedule, problem: Problem, layout: Layout) -> tuple[Ints, Ints] | None:

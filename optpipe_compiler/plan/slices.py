@@ -68,11 +68,9 @@ def is_asked(slicing: Slicing | None, profile: Profile, options: Settled) -> boo
         return slicing == kept
     if options.slices not in ("auto", 1 if slicing is None else slicing.slices):
         return False
-    whole = next(cut(profile, options, 1))
-    if slicing is None or whole is None:
-        tokens, count = profile.tokens, options.microbatches
-        return whole is None and (slicing is None or (slicing.tokens, slicing.lengths) == (tokens, (tokens,) * count))
-    return (slicing.tokens, slicing.lengths) == (whole.tokens, whole.lengths)
+    whole = (profile.tokens,) * options.microbatches
+    lengths = whole if slicing is None else slicing.lengths
+    return lengths == (options.lengths or whole) and (slicing is None or slicing.tokens == profile.tokens)
 
 
 def _kept(options: Settled) -> Slicing | None:

@@ -62,7 +62,7 @@ def wish(problem: Problem, name: str) -> Wish:
     if name.startswith("modulo"):
         if is_linear(problem):
             return _lifted(problem, runs(problem), wish(joined(problem), name))
-        return np.array(modulo(problem, int(name.split("-")[1]), not name.endswith("back")), dtype=np.int64)
+        return modulo(problem, int(name.split("-")[1]), not name.endswith("back"))
     return Start.of_schedule(published(problem, name, transfers=False)).wish
 
 

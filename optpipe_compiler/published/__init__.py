@@ -99,12 +99,10 @@ _CHECKPOINTING = "Megatron-LM"
 _HOOKS = "torchtune"
 
 
-def _paper(order: Callable[[Problem], Order | Recipe], placements: tuple[Placed, ...], source: str) -> Method:
-    return Method(order, placements, "paper", source)
-
-
-def _sliced(order: Callable[[Problem], Order], placements: tuple[Placed, ...], source: str) -> Method:
-    return Method(order, placements, "paper", source, sliced=True)
+def _paper(
+    order: Callable[[Problem], Order | Recipe], placements: tuple[Placed, ...], source: str, *, sliced: bool = False
+) -> Method:
+    return Method(order, placements, "paper", source, sliced=sliced)
 
 
 def _treated(
@@ -167,11 +165,11 @@ METHODS: dict[str, Method] = {
     **_treated(recomputing, "gis-h", gis_h, LOOP_ANY, "composition", _PIPEOFFLOAD, (*_SOME, None)),
     **_treated(recomputing, "gis-h-uniform", gis_h_uniform, LOOP_ANY, "composition", _PIPEOFFLOAD, (*_SOME, None)),
     **_treated(recomputing, "interleaved-zb", interleaved_zb, LOOP, "composition", _ZERO_BUBBLE),
-    "seq1f1b": _sliced(seq1f1b, LINEAR, _SEQ1F1B),
-    "seq1f1b-zb": _sliced(seq1f1b_zb, LINEAR, _SEQ1F1B),
-    "seq1f1b-interleaved": _sliced(seq1f1b_interleaved, LOOP, _SEQ1F1B),
-    "seq1f1b-interleaved-zb": _sliced(seq1f1b_interleaved_zb, LOOP, _SEQ1F1B),
-    "slimpipe": _sliced(slimpipe, LOOP, "arXiv:2504.14519"),
+    "seq1f1b": _paper(seq1f1b, LINEAR, _SEQ1F1B, sliced=True),
+    "seq1f1b-zb": _paper(seq1f1b_zb, LINEAR, _SEQ1F1B, sliced=True),
+    "seq1f1b-interleaved": _paper(seq1f1b_interleaved, LOOP, _SEQ1F1B, sliced=True),
+    "seq1f1b-interleaved-zb": _paper(seq1f1b_interleaved_zb, LOOP, _SEQ1F1B, sliced=True),
+    "slimpipe": _paper(slimpipe, LOOP, "arXiv:2504.14519", sliced=True),
     **_treated(recomputing, "seq1f1b", seq1f1b, LINEAR, "composition", _SEQ1F1B, sliced=True),
     **_treated(streaming, "seq1f1b", seq1f1b, LINEAR, "composition", _SEQ1F1B, sliced=True),
 }

@@ -56,7 +56,8 @@ from optpipe_compiler.plan import (
     seeds,
     wishes,
 )
-from optpipe_compiler.plan.local_search import Effort, LocalSearch, Realiser, SearchedProblem
+from optpipe_compiler.plan.local_search import LocalSearch, Realiser, SearchedProblem
+from optpipe_compiler.solver.worker import Limits
 from optpipe_torch.estimates.estimate import EstimateOptions, estimate
 
 if TYPE_CHECKING:
@@ -645,20 +646,20 @@ class Alone:
         self.climbers: list[_Climber] = []
         """What can climb, the best first."""
         with patch.object(LocalSearch, "_rounds", lambda _, pool, climbers: self.climbers.extend(climbers)):
-            self._run(Effort(0.0, 0, 1, reproducible=True, is_span=False))
+            self._run(Limits("makespan", 0.0, 0, 1, True))
 
     def ms(self, seed: int) -> tuple[float, float]:
         """Return the best makespan that is reached, and the bound."""
         begun = [replace(one, policy=copied(one.policy)) for one in self.climbers]
         with patch.object(LocalSearch, "_screened", lambda *_: begun):
-            found = self._run(Effort(self.seconds, seed, 1, reproducible=True, is_span=False))
+            found = self._run(Limits("makespan", self.seconds, seed, 1, True))
         assert found is not None
         timed = Realiser(self.instances[found.instance], is_span=False).schedule(found)
         assert timed is not None
         return timed.makespan / 1e6, min(one.bound for one in self.instances) / 1e6
 
-    def _run(self, effort: Effort) -> Found | None:
-        with LocalSearch(self.instances, effort) as search:
+    def _run(self, limits: Limits) -> Found | None:
+        with LocalSearch(self.instances, limits) as search:
             search._thread.join()
         assert search.error is None, search.error
         return min(search.take(0.0), key=lambda one: one.value, default=None)

@@ -265,7 +265,7 @@ class _Compilation:
             found.append((attempt, checked))
             spreads = spreads_of(checked.schedule, self.profile, self.options.noise)
             is_asked = self.options.method is not None or self.budget.is_interrupted
-            if not spreads or limits.objective == "span" or is_asked:
+            if not spreads or limits.is_span or is_asked:
                 break
             choice.add(checked.schedule, spreads)
             took_s = time.monotonic() - begin

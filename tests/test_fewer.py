@@ -14,8 +14,9 @@ from optpipe_compiler.model.schedule import Mode, Schedule
 from optpipe_compiler.plan import fewer, local_search
 from optpipe_compiler.plan.carried import Start
 from optpipe_compiler.plan.fewer import narrowed, widened
-from optpipe_compiler.plan.local_search import Effort, LocalSearch, Realiser, SearchedProblem
+from optpipe_compiler.plan.local_search import LocalSearch, Realiser, SearchedProblem
 from optpipe_compiler.plan.wishes import wish
+from optpipe_compiler.solver.worker import Limits
 from tests.instances import problem
 from tests.machines import starts
 from tests.plans import check
@@ -122,10 +123,10 @@ def test_a_widened_policy_gives_a_safe_schedule(name):
         check(timed)
 
 
-def search(wide, seed: int = 0, **effort):
+def search(wide, seed: int = 0, **changes):
     one = SearchedProblem(wide, LOOP, bounds.best(wide, "makespan").ticks)
-    effort = {"seconds": 0.3, "threads": 1, "reproducible": True, "is_span": False} | effort
-    with LocalSearch([one], Effort(seed=seed, **effort)) as run:
+    limits = Limits("makespan", 0.3, seed, 1, True)
+    with LocalSearch([one], replace(limits, **changes)) as run:
         found = []
         while run.is_running:
             found += run.take(0.05)
@@ -150,16 +151,16 @@ def test_a_search_on_many_devices_begins_with_the_wishes_that_are_best_on_fewer(
     check(first[2])
     again = search(wide)
     assert (first[:2], first[2].makespan) == (again[:2], again[2].makespan)
-    clocked = search(wide, seconds=2.0, reproducible=False)
+    clocked = search(wide, time_limit_s=2.0, reproducible=False)
     check(clocked[2])
 
 
 def test_an_earlier_schedule_is_run_on_all_devices_whatever_is_best_on_fewer():
     wide = many()
-    known = search(wide, seconds=0.05)[2]
+    known = search(wide, time_limit_s=0.05)[2]
     start = Start.of(known.ticks, np.array([stage.backward_input for stage in wide.stages]))
     one = SearchedProblem(wide, LOOP, bounds.best(wide, "makespan").ticks, (start,))
-    with LocalSearch([one], Effort(0.05, 1, 1, reproducible=True, is_span=False)) as run:
+    with LocalSearch([one], Limits("makespan", 0.05, 1, 1, True)) as run:
         run._thread.join()
     assert run.error is None
     assert "start 0" in {climber.wish for climber in run._begun}

@@ -21,7 +21,6 @@ from optpipe_compiler.model.problem import Caps, Freedom, build
 from optpipe_compiler.model.schedule import Mode, Schedule
 from optpipe_compiler.plan import explore, local_search
 from optpipe_compiler.plan.local_search import (
-    Effort,
     Found,
     LocalSearch,
     Realiser,
@@ -31,6 +30,7 @@ from optpipe_compiler.plan.local_search import (
 )
 from optpipe_compiler.plan.modulo import modulo
 from optpipe_compiler.plan.wishes import wish
+from optpipe_compiler.solver.worker import Limits
 from tests.instances import problem
 from tests.machines import first_policies, starts
 from tests.plans import check
@@ -55,9 +55,9 @@ def instance(one: Problem) -> SearchedProblem:
 
 def searched(one: Problem, *, seed: int = 0, threads: int = 1, seconds: float = 0.02) -> list[Found]:
     """All that a search finds whose effort is counted in ops."""
-    effort = Effort(seconds, seed, threads, reproducible=True, is_span=False)
+    limits = Limits("makespan", seconds, seed, threads, True)
     found: list[Found] = []
-    with LocalSearch([instance(one)], effort) as search:
+    with LocalSearch([instance(one)], limits) as search:
         while search.is_running:
             found += search.take(0.05)
         found += search.take(0.0)
@@ -210,7 +210,7 @@ def test_where_there_is_time_it_climbs_again_and_keeps_the_best_of_all(monkeypat
     monkeypatch.setattr(local_search, "RESTART_AFTER", 0.02)
     monkeypatch.setattr(local_search, "CHUNK_OPS", 100)
     one = instance(tight())
-    with Watched([one], Effort(0.2, 0, 1, reproducible=True, is_span=False)) as search:
+    with Watched([one], Limits("makespan", 0.2, 0, 1, True)) as search:
         search._thread.join()
         best = search.climbing()[0].value
         begun = search._begun
@@ -227,7 +227,7 @@ def test_the_best_pairs_climb_in_the_order_of_the_devices_that_is_the_better_one
     slow, fast = (problem(4, 8, 10, per_device=2, placement="loop", offload=n, reload=n) for n in (30, 3))
     one, other = (slow, fast) if is_quicker else (fast, slow)
     instances = [SearchedProblem(one, ("loop", 2), 0), SearchedProblem(other, ("loop", 2), 0, reorders=0)]
-    with LocalSearch(instances, Effort(0.02, 0, 1, reproducible=True, is_span=False)) as search:
+    with LocalSearch(instances, Limits("makespan", 0.02, 0, 1, True)) as search:
         search._thread.join()
         assert search.error is None
         begun = search._begun
@@ -238,8 +238,8 @@ def test_the_best_pairs_climb_in_the_order_of_the_devices_that_is_the_better_one
 
 def test_a_search_of_the_span_reaches_the_least_span():
     one = problem(3, 6, 100, send_activation=0, send_gradient=0)
-    effort = Effort(0.02, 0, 1, reproducible=True, is_span=True)
-    with LocalSearch([SearchedProblem(one, ("linear", 1), 0)], effort) as search:
+    limits = Limits("span", 0.02, 0, 1, True)
+    with LocalSearch([SearchedProblem(one, ("linear", 1), 0)], limits) as search:
         found: list[Found] = []
         while search.is_running:
             found += search.take(0.05)
@@ -251,9 +251,9 @@ def test_a_search_of_the_span_reaches_the_least_span():
 
 def test_a_search_that_has_met_its_bound_ends():
     one = problem(1, 4, 100, links=False)  # any order without a gap is optimal
-    effort = Effort(1000.0, 0, 1, reproducible=False, is_span=False)
+    limits = Limits("makespan", 1000.0, 0, 1, False)
     found: list[Found] = []
-    with LocalSearch([SearchedProblem(one, ("linear", 1), bounds.best(one, "makespan").ticks)], effort) as search:
+    with LocalSearch([SearchedProblem(one, ("linear", 1), bounds.best(one, "makespan").ticks)], limits) as search:
         while search.is_running:
             found += search.take(0.05)
         found += search.take(0.0)
@@ -261,13 +261,13 @@ def test_a_search_that_has_met_its_bound_ends():
 
 
 def test_a_search_can_be_left_at_any_time():
-    with LocalSearch([instance(tight())], Effort(1000.0, 0, 2, reproducible=False, is_span=False)) as search:
+    with LocalSearch([instance(tight())], Limits("makespan", 1000.0, 0, 2, False)) as search:
         assert search.take(60.0)
     assert not search.is_running
 
 
 def test_what_goes_wrong_in_a_search_is_kept():
-    with LocalSearch([None], Effort(1.0, 0, 1, reproducible=False, is_span=False)) as search:  # type: ignore[list-item]
+    with LocalSearch([None], Limits("makespan", 1.0, 0, 1, False)) as search:  # type: ignore[list-item]
         pass
     assert isinstance(search.error, AttributeError)
 

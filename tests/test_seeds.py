@@ -16,8 +16,9 @@ from optpipe_compiler.errors import BadInput, Infeasible
 from optpipe_compiler.model.problem import Caps, Freedom, build
 from optpipe_compiler.plan import seeds
 from optpipe_compiler.plan.carried import Start
-from optpipe_compiler.plan.local_search import Effort, LocalSearch, SearchedProblem
+from optpipe_compiler.plan.local_search import LocalSearch, SearchedProblem
 from optpipe_compiler.plan.seeds import layout_of
+from optpipe_compiler.solver.worker import Limits
 from optpipe_compiler.verify import check, verify
 from tests.instances import profiles, quick, uniform
 
@@ -151,7 +152,7 @@ def test_the_search_starts_from_the_seed():
     start = Start.of(timed.ticks, np.array([stage.backward_input for stage in problem.stages]))
     instance = SearchedProblem(problem, ("given", 1), 0, (start,))
     assert instance.names(problem)[0] == "start 0"
-    with LocalSearch([instance], Effort(0.5, 0, 1, True, False)) as search:
+    with LocalSearch([instance], Limits("makespan", 0.5, 0, 1, True)) as search:
         while search.is_running:
             search.take(0.05)
         assert search.error is None

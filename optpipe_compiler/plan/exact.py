@@ -130,7 +130,7 @@ class _Exact:
 
     def _window(self, attempt: Attempt, current: Schedule, window: Window) -> Schedule:
         """Return the schedule with the window improved, or as it was."""
-        best, is_span = current, self.budget.limits.objective == "span"
+        best, is_span = current, self.budget.limits.is_span
 
         def on_event(event: SearchEvent) -> None:
             nonlocal best

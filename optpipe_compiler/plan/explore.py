@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from threading import Thread
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.errors import MissingDependency
 from optpipe_compiler.plan.incumbents import Attempt, Incumbents, Need
-from optpipe_compiler.plan.local_search import LOOK_S, Effort, Found, LocalSearch, Realiser, SearchedProblem, load
+from optpipe_compiler.plan.local_search import LOOK_S, Found, LocalSearch, Realiser, SearchedProblem, load
 from optpipe_compiler.solver.worker import DETERMINISTIC_PER_S
 
 if TYPE_CHECKING:
@@ -57,9 +58,8 @@ def explore(
     if not limits.reproducible:
         _load(instances[0], incumbents, steps, budget)
     seconds = max(0.0, share * budget.left())
-    is_span = limits.objective == "span"
-    effort = Effort(seconds, limits.seed, min(MOST_THREADS, limits.threads), limits.reproducible, is_span)
-    with LocalSearch(instances, effort) as search:
+    mine = replace(limits, time_limit_s=seconds, workers=min(MOST_THREADS, limits.threads))
+    with LocalSearch(instances, mine) as search:
         found = _Exploration(incumbents, promising, steps, budget, search)
         if limits.reproducible:
             found.gather()
@@ -124,9 +124,7 @@ class _Exploration:
         self.search = search
         self.realise_s = 0.0
         """Time that the last policy took on the whole instance."""
-        self.realiser = cache(
-            lambda number: Realiser(search.instances[number], is_span=budget.limits.objective == "span")
-        )
+        self.realiser = cache(lambda number: Realiser(search.instances[number], is_span=budget.limits.is_span))
 
     def gather(self) -> None:
         """Take the published schedules first and the best that the search ends with then."""

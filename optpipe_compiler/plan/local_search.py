@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from optpipe_compiler import machine
 from optpipe_compiler.model import bounds
-from optpipe_compiler.model.schedule import Mode, Schedule, Stuck
+from optpipe_compiler.model.schedule import Mode, Schedule, Stuck, value
 from optpipe_compiler.plan.fewer import narrowed, widened
 from optpipe_compiler.plan.wishes import Wish, names, treatments, wish
 from optpipe_compiler.published import NotDefined, Placed
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from optpipe_compiler.machine.state import MachineState
     from optpipe_compiler.model.problem import Problem
     from optpipe_compiler.plan.carried import Start
+    from optpipe_compiler.solver.worker import Limits
 
 CLIMBERS = 8
 """Pairs of instance and wish that climb in the first round, at least two for each thread. With 4 or 16 plans are as
@@ -129,17 +130,6 @@ class Found:
     value: int
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How long to search: until `seconds` have passed, or for as many ops as stand for them."""
-
-    seconds: float
-    seed: int
-    threads: int
-    reproducible: bool
-    is_span: bool
-
-
 @dataclass
 class _Climber:
     """A policy that is being improved."""
@@ -226,11 +216,14 @@ def load(instance: SearchedProblem) -> bool:
 
 
 class LocalSearch:
-    """A context in which a search runs; `take` gives what it has found so far."""
+    """A context in which a search runs; `take` gives what it has found so far.
 
-    def __init__(self, instances: Sequence[SearchedProblem], effort: Effort) -> None:
+    It takes the time limit, or as many ops as stand for it.
+    """
+
+    def __init__(self, instances: Sequence[SearchedProblem], limits: Limits) -> None:
         self.instances = instances
-        self.effort = effort
+        self.limits = limits
         self.error: BaseException | None = None
         self._found: SimpleQueue[Found] = SimpleQueue()
         self._stop = Event()
@@ -240,7 +233,7 @@ class LocalSearch:
         self._widened: dict[int, dict[str, list[Policy]]] = {}
         self._last: list[_Climber] = []
         self._begin = time.monotonic()
-        self._threads = CORES if effort.reproducible else effort.threads
+        self._threads = CORES if limits.reproducible else limits.threads
         self._thread = Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> LocalSearch:
@@ -276,7 +269,7 @@ class LocalSearch:
     def _run(self) -> None:
         try:
             self.problems = [shortened(instance.problem) for instance in self.instances]
-            with ThreadPoolExecutor(self.effort.threads) as pool:
+            with ThreadPoolExecutor(self.limits.threads) as pool:
                 self._rounds(pool, self._screened(pool))
         except BaseException as error:  # reported by the planner, which goes on with what there is
             self.error = error
@@ -287,16 +280,17 @@ class LocalSearch:
         narrow = [(n, few) for n, one in first if (few := narrowed(one.problem)) is not None]
         if not narrow:
             return {}
-        objective = "span" if self.effort.is_span else "makespan"
+        limits, seconds = self.limits, self.limits.time_limit_s
         instances = [
-            SearchedProblem(few, self.instances[n].placed, bounds.best(few, objective).ticks) for n, few in narrow
+            SearchedProblem(few, self.instances[n].placed, bounds.best(few, limits.objective).ticks)
+            for n, few in narrow
         ]
-        with LocalSearch(instances, replace(self.effort, seconds=FEWER_SHARE * self.effort.seconds)) as search:
+        with LocalSearch(instances, replace(limits, time_limit_s=FEWER_SHARE * seconds)) as search:
             while search.is_running and not self._stop.is_set():
                 search._thread.join(LOOK_S)
         if search.error is not None:
             raise search.error
-        self.effort = replace(self.effort, seconds=(1 - FEWER_SHARE) * self.effort.seconds)
+        self.limits = replace(limits, time_limit_s=(1 - FEWER_SHARE) * seconds)
         self._begin = time.monotonic()
         best: dict[int, dict[str, list[Policy]]] = {}
         for one in sorted(search._begun, key=lambda one: one.value):
@@ -331,7 +325,7 @@ class LocalSearch:
 
     def _screen(self, number: int, name: str) -> _Climber | None:
         """Run a wish with each first treatment of the activations, until half the time is over."""
-        is_clocked = not self.effort.reproducible
+        is_clocked = not self.limits.reproducible
         if is_clocked and self._best < NEVER and (self._used() > 0.5 or self.instances[number].bound >= self._best):
             return None
         if self._stop.is_set():
@@ -343,7 +337,7 @@ class LocalSearch:
             return None
         x = machine.state.machine(problem)
         whole = self.instances[number].problem.microbatches
-        given = machine.policy.setting(problem, wished, whole, is_span=self.effort.is_span)
+        given = machine.policy.setting(problem, wished, whole, is_span=self.limits.is_span)
         best: _Climber | None = None
         start = self.instances[number].start(problem, name)
         first = [] if start is None else [start.policy(problem)]
@@ -377,9 +371,7 @@ class LocalSearch:
         if not is_whole or not policy.before[1].any() or not (policy.modes == Mode.OFFLOAD).any():
             return machine.policy.value(x, machine.policy.copied(policy), given, NEVER // 2)
         timed = _followed(x, problem, policy, given)
-        if timed is None:
-            return NEVER
-        return timed.span if self.effort.is_span else timed.makespan
+        return NEVER if timed is None else value(timed, self.limits.objective)
 
     def _rounds(self, pool: ThreadPoolExecutor, climbers: list[_Climber]) -> None:
         """Let the best climb, anew after a restart; drop the worse half while there are more than two or threads."""
@@ -407,7 +399,7 @@ class LocalSearch:
     @property
     def _most(self) -> int:
         """How many pairs climb in the first round, beside `OTHERS`."""
-        return CLIMBERS if self.effort.reproducible else max(CLIMBERS, 2 * self.effort.threads)
+        return CLIMBERS if self.limits.reproducible else max(CLIMBERS, 2 * self.limits.threads)
 
     def _restarts(self, begun: list[_Climber], least: int) -> int:
         """Return how often there is time to climb again from where these begin until `least` of them stand still.
@@ -419,23 +411,23 @@ class LocalSearch:
         problem = self.problems[begun[0].instance]
         ops = RESTART_AFTER * _ops(len(problem.stages), problem.microbatches, STILL_RUNS) * least / self._threads
         ops = max(ops, ROUNDS * CLIMBERS * CHUNK_OPS)
-        return max(0, int((1 - self._used_before(0.0)) * self.effort.seconds * OPS_PER_S / ops) - 1)
+        return max(0, int((1 - self._used_before(0.0)) * self.limits.time_limit_s * OPS_PER_S / ops) - 1)
 
     def _used_before(self, part: float) -> float:
-        return part if self.effort.reproducible else min(1.0, self._used())
+        return part if self.limits.reproducible else min(1.0, self._used())
 
     def _used(self) -> float:
-        return (time.monotonic() - self._begin) / max(1e-9, self.effort.seconds)
+        return (time.monotonic() - self._begin) / max(1e-9, self.limits.time_limit_s)
 
     def _climb(self, climber: _Climber, number: int, share: float, climbing: int) -> None:
         """Improve one policy for its part of a round."""
-        is_clocked = not self.effort.reproducible
-        seconds = share * self.effort.seconds * min(1.0, self._threads / climbing)
+        is_clocked = not self.limits.reproducible
+        seconds = share * self.limits.time_limit_s * min(1.0, self._threads / climbing)
         quota = float("inf") if is_clocked else seconds * OPS_PER_S
         x = machine.state.machine(self.problems[climber.instance])
         end, spent = time.monotonic() + seconds, 0
         while spent < quota and not self._stop.is_set() and not (is_clocked and time.monotonic() >= end):
-            seed = hash((self.effort.seed, number, spent)) & 0xFFFFFFFF
+            seed = hash((self.limits.seed, number, spent)) & 0xFFFFFFFF
             before = climber.value
             spent += climber.climb(x, int(min(CHUNK_OPS, quota - spent)) + 1, seed)
             if climber.value < before and is_clocked:

@@ -30,6 +30,11 @@ class Limits:
     reproducible: bool
 
     @property
+    def is_span(self) -> bool:
+        """Whether the span is minimised, not the makespan."""
+        return self.objective == "span"
+
+    @property
     def threads(self) -> int:
         """How many threads may search: one per core that this process may use, if not said otherwise."""
         return self.workers or _cores()
@@ -73,7 +78,7 @@ def build(request: Request) -> tuple[cp_model.CpModel, Callable[[Callable[..., i
     if request.window is not None:
         return model, window.WindowModel(model, known, request.window, objective).starts
     horizon = max(map(known.end, known.starts))
-    if objective == "span":  # a shorter span may need a longer makespan
+    if request.limits.is_span:  # a shorter span may need a longer makespan
         horizon *= 2
     v = variables.create(model, known.problem, horizon)
     constraints.add_all(model, known.problem, v)

@@ -199,7 +199,7 @@ def compile_schedule(
             if found is not None:
                 return _again(found, chosen, entry.about, time.monotonic() - begin, on_progress)
     seeds = () if chosen.reproducible else tuple(question.starts(cache, known))
-    halfway = _Halfway(chosen.time_limit_s or 0.0, on_progress)
+    halfway = Halfway(chosen.time_limit_s, on_progress)
     result = compiler.compile_schedule(profile, replace(chosen, kept=seeds), halfway.see, begin)
     if not result.interrupted:
         cache.write(question.name, question.about(result, halfway.value_ns, seeds), result.checked)
@@ -222,15 +222,16 @@ def _again(
     return compiler.Result(found, options, placement, False, wall_s, quantiles=noisy, is_cached=True)
 
 
-class _Halfway:
+class Halfway:
     """Remembers what had been found when half of the time limit had passed."""
 
-    def __init__(self, limit_s: float, on_progress: Callable[[Progress], None]) -> None:
+    def __init__(self, limit_s: float, on_progress: Callable[[Progress], None] = lambda progress: None) -> None:
         self.limit_s = limit_s
         self.on_progress = on_progress
         self.value_ns: int | None = None
 
     def see(self, progress: Progress) -> None:
+        """Hear how the search stands."""
         if progress.elapsed_s <= self.limit_s / 2 and progress.incumbent_ns is not None:
             self.value_ns = progress.incumbent_ns
         self.on_progress(progress)

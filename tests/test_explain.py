@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
-from optpipe_compiler import compiler
+from optpipe_compiler import cache, compiler
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.documents.profile import Layer, value_of
@@ -317,12 +317,12 @@ def test_every_change_starts_from_the_best_plan_of_the_unchanged_instance(here, 
 
 
 def test_a_plan_is_finished_when_the_second_half_of_its_time_gave_little():
-    halves = planned._Halfway(1.0)
+    halves = cache.Halfway(2.0)
     for seconds, value in ((0.5, 2000), (0.9, 1000), (1.1, 500)):
         halves.see(compiler.Progress("phase", value, 1, "", seconds))
-    assert halves.is_near(999)
-    assert not halves.is_near(990)
-    assert not planned._Halfway(1.0).is_near(1)
+    assert planned._is_near(999, halves.value_ns)
+    assert not planned._is_near(990, halves.value_ns)
+    assert not planned._is_near(1, cache.Halfway(2.0).value_ns)
 
 
 def test_changes_under_which_nothing_fits_or_was_found_say_so(schedule):

@@ -14,7 +14,6 @@ from optpipe_compiler.documents.units import short_bytes
 from optpipe_compiler.errors import BadInput, Infeasible, NotFound
 
 if TYPE_CHECKING:
-    from optpipe_compiler.compiler import Progress
     from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.profile import Profile
 
@@ -82,7 +81,7 @@ def plan(instance: Instance) -> Planned:
 
 def _searched(instance: Instance, bound: int) -> Planned:
     """Return what one search finds."""
-    halfway = _Halfway((instance.options.time_limit_s or 0.0) / 2)
+    halfway = cache.Halfway(instance.options.time_limit_s)
     kept = cache.users() if instance.cached else None
     result = cache.compile_schedule(instance.profile, instance.options, halfway.see, kept).uninterrupted()
     schedule, forecast = result.schedule, result.schedule.forecast
@@ -92,9 +91,13 @@ def _searched(instance: Instance, bound: int) -> Planned:
         bound_ns=max(bound, forecast.lower_bound_ns),
         method=forecast.method,
         peak_bytes=max(device.peak_bytes for device in schedule.devices),
-        finished=forecast.outcome == "optimal" or halfway.is_near(forecast.value_ns),
+        finished=forecast.outcome == "optimal" or _is_near(forecast.value_ns, halfway.value_ns),
         schedule=result.checked,
     )
+
+
+def _is_near(value_ns: int, halfway_ns: int | None) -> bool:
+    return halfway_ns is not None and value_ns >= (1 - STEP) * halfway_ns
 
 
 def options_of(schedule: ir.Schedule, name: str) -> compiler.Options:
@@ -118,18 +121,3 @@ def options_of(schedule: ir.Schedule, name: str) -> compiler.Options:
         return msgspec.convert(options, compiler.Options)
     except msgspec.ValidationError as error:
         raise BadInput(f"{name}: $.provenance.options are none of `compile`: {said_by(error)}") from error
-
-
-class _Halfway:
-    """What had been found when half of the time limit had passed."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.value_ns: int | None = None
-
-    def see(self, progress: Progress) -> None:
-        if progress.elapsed_s <= self.seconds and progress.incumbent_ns is not None:
-            self.value_ns = progress.incumbent_ns
-
-    def is_near(self, value_ns: int) -> bool:
-        return self.value_ns is not None and value_ns >= (1 - STEP) * self.value_ns

@@ -50,7 +50,7 @@ def to_microbatches(starts: Ints, count: int, blocks: tuple[int, ...], slices: i
 def _carried(starts: Ints, count: int, blocks: tuple[int, ...]) -> Iterator[Ints]:
     known = starts.shape[2]
     if count <= known:
-        yield starts[:, :, _source(known, count, 1)]
+        yield _repeated(starts, count, 1, 0)
         return
     for block in sorted({one for one in blocks if one <= known}):
         middle = starts[:, :, (known - block) // 2 :][:, :, :block]
@@ -98,8 +98,8 @@ def _period(starts: Ints, block: int) -> int:
 
 
 def _repeated(starts: Ints, count: int, block: int, period: int) -> Ints:
-    """Return the starts with the block in the middle repeated, each time `period` later."""
-    known, extra = starts.shape[2], count - starts.shape[2]
+    """Return the starts with the block in the middle repeated, each time `period` later, or some of it left out."""
+    known, extra = starts.shape[2], max(0, count - starts.shape[2])
     source, end = _source(known, count, block), (known - block) // 2 + block
     later = np.zeros(count, np.int64)
     later[end : end + extra] = (np.arange(extra) // block + 1) * period
@@ -140,9 +140,7 @@ class Start:
         """Return the start for another number of microbatches."""
         known, block = self.wish.shape[2], min(2, self.wish.shape[2])
         source = _source(known, count, block)
-        wish = self.wish[:, :, source]
-        if count > known:
-            wish = _repeated(self.wish, count, block, _period(self.wish, block))
+        wish = _repeated(self.wish, count, block, _period(self.wish, block))
         return Start(wish, self.modes[:, source], self.fused[:, source])
 
     def of_devices(self, owners: tuple[int, ...], wanted: tuple[int, ...]) -> Start | None:

@@ -399,7 +399,7 @@ def quicker(profile: Profile, even: Layout) -> Iterator[Layout]:
 
 def to_the_end_of_one(costs: cuts._Costs, one: Layout, microbatches: int) -> tuple[int, ...]:
     """`to_the_end` where there is one stage per device."""
-    return TO_THE_END(costs, one, microbatches) if one.stages == max(one.device_of) + 1 else (0,)
+    return TO_THE_END(costs, one, microbatches) if one.stages == one.devices else (0,)
 
 
 TO_THE_END = cuts._Costs.to_the_end

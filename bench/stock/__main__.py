@@ -271,7 +271,7 @@ def _cut_between_blocks(placed: Layout, setting: Setting) -> Layout:
 def _static(statics: Sequence[int], placed: Layout, devices: int) -> list[int]:
     """Return the bytes of weights, gradients and optimizer state by device."""
     held = [0] * devices
-    for device, (begin, end) in zip(placed.device_of, pairwise(placed.cuts), strict=True):
+    for device, begin, end in placed.by_stage:
         held[device] += sum(statics[begin:end])
     return held
 

@@ -13,7 +13,7 @@ from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 PATTERNS = ("linear", "loop", "v")
 """Names of placements that are searched."""
@@ -43,6 +43,16 @@ class Layout:
         return len(self.device_of)
 
     @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return max(self.device_of) + 1
+
+    @property
+    def by_stage(self) -> Iterator[tuple[int, int, int]]:
+        """Of each stage its device, its first layer and the one after its last."""
+        return zip(self.device_of, self.cuts[:-1], self.cuts[1:], strict=True)
+
+    @property
     def owners(self) -> tuple[int, ...]:
         """The machine's device of each stage."""
         return tuple(map(self.named, self.device_of))
@@ -59,7 +69,7 @@ class Layout:
     @property
     def devices_by_number(self) -> list[int]:
         """The devices of the pipeline as the machine numbers them."""
-        return sorted(range(max(self.device_of) + 1), key=self.named)
+        return sorted(range(self.devices), key=self.named)
 
 
 def stage_devices(name: str, devices: int, per_device: int) -> tuple[int, ...]:
@@ -91,7 +101,7 @@ def in_runs(one: Layout, sizes: Sequence[int], most: int) -> Layout:
     small as can be.
     """
     cuts, owners = [0], list[int]()
-    for device, (begin, end) in zip(one.device_of, pairwise(one.cuts), strict=True):
+    for device, begin, end in one.by_stage:
         within = balanced_cuts(sizes[begin:end], min(most, end - begin))
         cuts += [begin + cut for cut in within[1:]]
         owners += [device] * (len(within) - 1)

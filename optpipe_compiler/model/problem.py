@@ -312,7 +312,7 @@ def build(
     """
     layers = selected(profile.expanded_layers(), layout.selective)
     machine = profile.machine.in_order(layout.order)
-    devices = max(layout.device_of) + 1
+    devices = layout.devices
     classes = _classes(layers, layout, machine, offloaded, slicing)
     stages = _mean(classes, slicing)
     links = machine.host_links(devices)
@@ -395,8 +395,8 @@ class _Part:
 def static_bytes(profile: Profile, layout: Layout) -> list[int]:
     """Return what each device holds all the time: reserve, weights, gradients, optimizer state."""
     held = statics(profile.expanded_layers(), layout)
-    found = [value_of(profile.machine.reserve_bytes)] * (max(layout.device_of) + 1)
-    for owner, (begin, end) in zip(layout.device_of, itertools.pairwise(layout.cuts), strict=True):
+    found = [value_of(profile.machine.reserve_bytes)] * layout.devices
+    for owner, begin, end in layout.by_stage:
         found[owner] += sum(held[begin:end])
     return found
 
@@ -405,7 +405,7 @@ def statics(layers: Sequence[Layer], layout: Layout) -> list[int]:
     """Return the static bytes of each layer; what several layers of a tie share on one device is the first one's."""
     held = [value_of(layer.static_bytes) for layer in layers]
     seen: set[tuple[int, str]] = set()
-    for owner, (begin, end) in zip(layout.device_of, itertools.pairwise(layout.cuts), strict=True):
+    for owner, begin, end in layout.by_stage:
         for index in range(begin, end):
             if (tie := layers[index].tie) is not None:
                 held[index] -= value_of(layers[index].tied_bytes) * ((owner, tie) in seen)
@@ -483,7 +483,7 @@ def _stage(
         backward_weight=overhead + _total(layer.backward_weight_ns for layer in mine),
         backward=moved + sum(layer.fused_ns for layer in mine),
         recompute=overhead + sum(layer.recompute_or_forward_ns for layer in mine),
-        **_transfers(machine, device, max(layout.device_of) + 1, saved - staying),
+        **_transfers(machine, device, layout.devices, saved - staying),
         send_activation=message_ns(machine, outgoing, device, layout.device_of[index + 1]) if after else 0,
         send_gradient=message_ns(machine, incoming, device, layout.device_of[index - 1]) if before else 0,
         saved=saved,

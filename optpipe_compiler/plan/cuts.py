@@ -29,7 +29,7 @@ def others(profile: Profile, even: Layout) -> list[Layout]:
     """
     costs, found = _Costs(profile), [even]
     lowest = passes.share(costs.layers, even.device_of, costs.permille)
-    if (costs.differ or even.stages > max(even.device_of) + 1) and costs.compute(even)[0] > lowest:
+    if (costs.differ or even.stages > even.devices) and costs.compute(even)[0] > lowest:
         quick = _lightest(even, costs)
         if costs.compute(quick)[0] < costs.compute(even)[0]:
             found.append(quick)
@@ -100,7 +100,7 @@ def with_ties(profile: Profile, one: Layout) -> Layout | None:
 
 
 def _are_together(one: Layout, pairs: list[tuple[int, int]]) -> Iterator[bool]:
-    owner = [device for device, (a, b) in zip(one.device_of, pairwise(one.cuts), strict=True) for _ in range(a, b)]
+    owner = [device for device, a, b in one.by_stage for _ in range(a, b)]
     return (owner[first] == owner[second] for first, second in pairs)
 
 
@@ -172,11 +172,10 @@ class _Costs:
     def to_the_end(self, one: Layout, microbatches: int) -> tuple[int, ...]:
         """Return the ps that each device takes at least, the longest first: the first microbatch's way to a stage, then
         all work of this stage and its device's later ones."""
-        devices = max(one.device_of) + 1
-        slow = passes.slowness(devices, self.permille)
-        stages = [(d, slow[d], a, b) for d, (a, b) in zip(one.device_of, pairwise(one.cuts), strict=True)]
+        slow = passes.slowness(one.devices, self.permille)
+        stages = [(d, slow[d], a, b) for d, a, b in one.by_stage]
         ways = accumulate((permille * (self.forward[b] - self.forward[a]) for _, permille, a, b in stages), initial=0)
-        work, most = [0] * devices, [0] * devices
+        work, most = [0] * one.devices, [0] * one.devices
         for (device, permille, a, b), way in reversed(list(zip(stages, ways, strict=False))):
             work[device] += permille * (self.work[b] - self.work[a])
             most[device] = max(most[device], way + microbatches * work[device])
@@ -188,16 +187,16 @@ class _Costs:
 
     def memory(self, one: Layout) -> tuple[int, int, int]:
         """Return the most bytes of a device: always held and its largest activation; then `compute`."""
-        largest = [0] * (max(one.device_of) + 1)
-        for device, (begin, end) in zip(one.device_of, pairwise(one.cuts), strict=True):
+        largest = [0] * one.devices
+        for device, begin, end in one.by_stage:
             largest[device] = max(largest[device], self.saved[end] - self.saved[begin])
         held = self.per_device(one, self.static)
         return max(map(int.__add__, held, largest)), *self.compute(one)
 
     def per_device(self, one: Layout, sums: Numbers) -> Numbers:
         """Return what the layers of each device come to, from running sums over the layers."""
-        total = [0] * (max(one.device_of) + 1)
-        for device, (begin, end) in zip(one.device_of, pairwise(one.cuts), strict=True):
+        total = [0] * one.devices
+        for device, begin, end in one.by_stage:
             total[device] += sums[end] - sums[begin]
         return total
 

@@ -28,7 +28,7 @@ def other_order(machine: Machine, one: Layout) -> Order | None:
 
     None where that is the order of their numbers, and where devices or links differ.
     """
-    devices = 1 + max(one.device_of)
+    devices = one.devices
     links = [members for members, _ in machine.host_links(devices)]
     alike = {
         (link.alone, link.duplex, value_of(link.latency_ns), value_of(link.compute_permille))

@@ -54,8 +54,8 @@ def exact(incumbents: Incumbents, budget: Budget) -> None:
             if not incumbents.is_met(attempt) and budget.left() > until + 0.5:
                 search.full_model(attempt, (budget.left() - until) / (len(small) - number))
         winner = incumbents.winner()
-        if winner is not None and winner.best is not None and budget.left() > 1:
-            search.polish(winner, winner.best)
+        if winner is not None and budget.left() > 1:
+            search.polish(winner)
 
 
 class _Exact:
@@ -92,13 +92,10 @@ class _Exact:
 
     def full_model(self, attempt: Attempt, seconds: float) -> None:
         """Search the whole instance; the only search that proves bounds."""
-        assert attempt.best is not None
-        exact = attempt.problem
-        coarse = coarsen(exact, attempt.best.makespan)
-        try:
-            hint = machine.orders.retime(attempt.best, coarse)
-        except Stuck:
+        hint = _coarse(attempt)
+        if hint is None:
             return
+        coarse = hint.problem
 
         def on_event(event: SearchEvent) -> None:
             if event.starts is not None:
@@ -111,15 +108,13 @@ class _Exact:
 
         self._run(attempt, self._request(hint, seconds), on_event)
 
-    def polish(self, attempt: Attempt, timed: Schedule) -> None:
-        """Improve stretch after stretch of a schedule, its ends first, with growing windows."""
-        coarse = coarsen(attempt.problem, timed.makespan)
-        try:
-            current = machine.orders.retime(timed, coarse)
-        except Stuck:
+    def polish(self, attempt: Attempt) -> None:
+        """Improve stretch after stretch of the best schedule, its ends first, with growing windows."""
+        current = _coarse(attempt)
+        if current is None:
             return
         for periods in WINDOWS:
-            width = periods * coarse.busiest
+            width = periods * current.problem.busiest
             for window in _windows(current, width):
                 if self.budget.left() <= 1 or self.incumbents.is_met(attempt):
                     return
@@ -146,6 +141,14 @@ class _Exact:
 
         self._run(attempt, self._request(current, WINDOW_S, window), on_event)
         return best
+
+
+def _coarse(attempt: Attempt) -> Schedule | None:
+    """Return the attempt's best schedule in larger ticks and units; None where rounded it does not fit."""
+    assert attempt.best is not None
+    with suppress(Stuck):
+        return machine.orders.retime(attempt.best, coarsen(attempt.problem, attempt.best.makespan))
+    return None
 
 
 def _is_loose(schedule: Schedule, window: Window) -> bool:

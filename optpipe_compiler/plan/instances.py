@@ -144,7 +144,7 @@ def instances(profile: Profile, options: Settled) -> list[tuple[Layout, Problem]
         per_device = options.stages_per_device
         if not is_allowed or (per_device is not None and one.stages != per_device * options.devices):
             return None
-        if 1 + max(one.device_of) != options.devices or not is_asked(slicing, profile, options):
+        if one.devices != options.devices or not is_asked(slicing, profile, options):
             return None
         return made(one, share, slicing)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents.profile import Profile, value_of
@@ -30,16 +29,15 @@ def selectively(profile: Profile, found: Sequence[Layout], cap_bytes: int) -> It
         max(value_of(layer.forward_transient_bytes), value_of(layer.backward_transient_bytes)) for layer in layers
     ]
     for one in found:
-        devices = max(one.device_of) + 1
-        owned: list[set[int]] = [set() for _ in range(devices)]
-        besides = [0] * devices
-        for device, (begin, end) in zip(one.device_of, pairwise(one.cuts), strict=True):
+        owned: list[set[int]] = [set() for _ in range(one.devices)]
+        besides = [0] * one.devices
+        for device, begin, end in one.by_stage:
             owned[device] |= set(range(begin, end))
             messages = sum(sent[cut - 1] for cut in (begin, end) if 0 < cut < len(layers))
             besides[device] = max(besides[device], messages + max(transient[begin:end]))
         tight: set[int] = set()
         for device, (mine, always) in enumerate(zip(owned, static_bytes(profile, one), strict=True)):
-            inflight = devices - device if one.name == "linear" else devices
+            inflight = one.devices - (device if one.name == "linear" else 0)
             held = inflight * sum(saved[layer] for layer in mine)
             if always + held + besides[device] > cap_bytes:
                 tight |= mine & able

@@ -102,6 +102,17 @@ def test_a_measured_gpt_has_ends_and_its_microbatch_size(tmp_path):
     assert config.training.local_batch_size == 12
 
 
+def test_of_a_model_that_a_function_makes_only_the_profile_tells_the_ends_and_what_samples_are(tmp_path):
+    model = Model(builder="recipe:layers", microbatch_size=4, sequence_length=8)
+    plan = check(ir.seal(msgspec.structs.replace(placed(0, 1), model=model)))
+    with pytest.raises(
+        BadInput, match=r"^the schedule's model is recipe:layers, a function: expected --profile, whose"
+    ):
+        render(plan, None, "plan.csv", "plan")
+    config, _ = loaded(render(plan, uniform(2, 2), "plan.csv", "plan"), tmp_path)
+    assert config.parallelism.pipeline_parallel_microbatch_size == 4
+
+
 def test_a_profile_of_another_model_is_refused():
     with pytest.raises(BadInput, match=r"the profile has 6 layers, expected the schedule's 4"):
         render(check(placed(0, 1)), uniform(2, 3), "plan.csv", "plan")

@@ -31,7 +31,8 @@ HEADS = ("head", "lmhead", "output", "outputlayer", "logits", "unembed", "unembe
 def ends(schedule: Schedule, profile: Profile | None, tool: str) -> tuple[bool, bool]:
     """Say whether the first layer is an embedding and the last a head: by the profile's names, or the known builders.
 
-    Raises BadInput for parts, halves and samples that are tokens, which `tool` has not.
+    Raises BadInput for parts, halves and samples that are tokens, which `tool` has not, and where only the profile can
+    tell.
     """
     if profile is not None:
         layers = profile.expanded_layers()
@@ -51,14 +52,19 @@ def ends(schedule: Schedule, profile: Profile | None, tool: str) -> tuple[bool, 
             )
         first, last = layers[0].name.lower(), layers[-1].name.lower()
         return EMBEDDING in first or first in EMBEDDINGS, last.replace("_", "").replace("-", "") in HEADS
-    config = {} if schedule.model is None else schedule.model.config
+    model = schedule.model
+    if model is not None and model.builder not in KNOWN:
+        raise BadInput(
+            f"the schedule's model is {model.builder}, a function: expected --profile, whose names tell embedding and "
+            "head from blocks, and whether samples are sequences"
+        )
+    config = {} if model is None else model.config
     for name in ("embedding_parts", "head_parts"):
         if config.get(name, 1) != 1:
             raise BadInput(f"the model has {config[name]} {name}: {tool} has the embedding and the head whole")
     if config.get("granularity", "block") != "block":
         raise BadInput(f"the model has blocks in halves: {tool} has blocks whole")
-    known = schedule.model is not None and schedule.model.builder in KNOWN
-    return known, known
+    return model is not None, model is not None
 
 
 def head_is_in_parts(schedule: Schedule, profile: Profile | None) -> bool:

@@ -132,6 +132,12 @@ def is_in_composable_ddp(module: Module) -> bool:
     return isinstance(kind, type) and isinstance(module, kind)
 
 
+def is_sharded_with_others(module: Module) -> bool:
+    """Whether one call of `fully_shard` was given this module and others; False where that cannot be told."""
+    state = getattr(module, "_get_fsdp_state", lambda: None)()
+    return len(_private(state, "_modules") or ()) > 1
+
+
 def forget_unreduced(module: Module) -> None:
     """Let go the gradients of a module of FSDP2 that it took over in another dtype and did not reduce."""
     state = getattr(module, "_get_fsdp_state", lambda: None)()

@@ -67,6 +67,11 @@ class Shards:
     """A module of FSDP2 (`fully_shard` or `replicate`), with those inside of it."""
 
     def __init__(self, module: nn.Module) -> None:
+        if engine.is_sharded_with_others(module):
+            raise BadInput(
+                "a layer has modules that one fully_shard([...]) took together, and none around them: expected "
+                "fully_shard(layer) behind it, or a call for each module"
+            )
         self._module = module
         self._parts = [part for part in module.modules() if _is_fsdp(part)]
         self._device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))

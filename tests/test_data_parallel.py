@@ -139,6 +139,27 @@ def test_what_reduces_in_each_backward_is_refused(alone, wrap, kind):
         runtime_torch.build_stages(plan((0, 0)), builders(), 0, "cpu", prepare=wrap, **microbatch())
 
 
+@pytest.mark.parametrize("around", [False, True])
+def test_modules_that_one_call_has_sharded_are_refused_unless_the_layer_around_them_is_sharded_too(alone, around):
+    mesh = init_device_mesh("cpu", (1,))
+
+    def shard(layer: nn.Module) -> nn.Module:
+        if isinstance(layer, nn.Sequential):
+            fully_shard(list(layer), mesh=mesh)
+        return layer if isinstance(layer, nn.Sequential) and not around else fully_shard(layer, mesh=mesh)
+
+    pairs = [nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)) for _ in range(2)]
+    layers = [nn.Embedding(16, HIDDEN), *pairs, Scores(HIDDEN, 16)]
+    given = {"prepare": shard, "inputs": [TOKENS[:2]], "target": TOKENS[:2]}
+    if not around:
+        with pytest.raises(BadInput, match=r"modules that one fully_shard\(\[...\]\) took together, and none around"):
+            runtime_torch.build_stages(plan((0, 0)), layers, 0, "cpu", **given)
+        return
+    runner = runtime_torch.Runner(plan((0, 0)), runtime_torch.build_stages(plan((0, 0)), layers, 0, "cpu", **given))
+    losses = [runner.step(TOKENS, target=TOKENS).loss for _ in range(2)]
+    assert losses[0] == losses[1] > 0
+
+
 def test_a_layer_without_a_trained_parameter_is_refused_in_ddp_in_one_sentence(alone):
     def wrapped(layer: nn.Module) -> nn.Module:
         return DistributedDataParallel(layer.requires_grad_(False))

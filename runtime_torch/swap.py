@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
 from optpipe_compiler.errors import BadInput, RunFailed, first_line, of_kind
@@ -163,6 +164,12 @@ class Mover:
         for name, parameter in inner.named_parameters():
             if engine.has_hooks(parameter):
                 raise BadInput(f"layer {number} cannot move: its parameter {name} has a hook, which would stay behind")
+        for name, module in inner.named_modules():
+            if parametrize.is_parametrized(module):
+                raise BadInput(
+                    f"layer {number} cannot move: {name or 'it'} is parametrized (torch.nn.utils.parametrize), and so "
+                    "cannot be pickled"
+                )
         if any(map(engine.is_compiled, inner.modules())):
             raise BadInput(
                 f"layer {number} cannot move: it, or a module in it, is compiled by its compile(), which would stay "

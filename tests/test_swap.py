@@ -184,6 +184,9 @@ def sharing(head):
     head.register_buffer("all", torch.zeros(4))
     head.register_buffer("some", head.all[1:])
 
+def parametrized(head):
+    return torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
+
 class Unwilling:
     def __reduce__(self):
         raise RuntimeError("only through state_dict()\\nsee elsewhere")
@@ -205,13 +208,15 @@ for broken, schedule, optimizer, word in (
     (None, plans[1], () if rank == 0 else [3], "optimizer[0] is 3, expected one of torch"),
     (None, plans[1], Keeper(stages.module.parameters()) if rank else (), "cannot move: Keeper has a tensor with the"),
     ("compiled", plans[1], (), "layer 3 cannot move: it, or a module in it, is compiled by its compile()"),
+    (parametrized, plans[1], (), "layer 3 cannot move: broken is parametrized (torch.nn.utils.parametrize), and so"),
     ("hook", plans[1], (), "layer 3 cannot move: its parameter logits.weight has a hook"),
 ):
+    head._modules.pop("broken", None)
     head.broken = broken
     for name in ("mine", "all", "some"):
         if hasattr(head, name):
             delattr(head, name)
-    if broken in (subclass, sparse, quantized, sharing):
+    if broken in (subclass, sparse, quantized, sharing, parametrized):
         head.broken = broken(head)
     head._compiled_call_impl = None
     if broken == "compiled":

@@ -449,11 +449,14 @@ def test_the_command_swaps_trains_the_same_and_shows_it_everywhere(run, monkeypa
     keeps = way != "moved"
     flag = Path("swapped").absolute()
     update = ReplayBar.update
+    is_saved = []
 
     def watched(bar, event):
         update(bar, event)
         if event["event"] == "swap":
             flag.touch()
+        elif flag.exists():
+            is_saved.append(Path("last.json").exists() and Path("costs.json").exists())
 
     monkeypatch.setattr(ReplayBar, "update", watched)
     monkeypatch.setattr(user_functions, "_allowed", {BUILDER})  # this process measures the model, too
@@ -473,6 +476,8 @@ def test_the_command_swaps_trains_the_same_and_shows_it_everywhere(run, monkeypa
     found = json.loads(outcome.out)
     swap = found["swaps"][0]
     assert flag.exists(), found["planner"]
+    assert is_saved
+    assert all(is_saved)
     assert found["losses"] == json.loads(run("run", "schedule.json", "--steps", "60", *train).out)["losses"]
     assert len(found["losses"]) == 60
     assert (swap["moved_layers"] == 0) == (swap["moved_bytes"] == 0) == keeps
@@ -493,6 +498,31 @@ def test_the_command_swaps_trains_the_same_and_shows_it_everywhere(run, monkeypa
     assert run("profile", "--from-run", "run.json", "--profile", "profile.json").code == 0
     again = run("run", "last.json", "--steps", "1", *train, "--replan", "--profile", "costs.json")
     assert again.code == 0, again.err
+
+
+@pytest.mark.parametrize("swaps", [0, 1, 2])
+def test_a_run_that_is_interrupted_has_saved_what_ran_last_or_says_that_nothing_was_swapped(
+    run,  # noqa: F811
+    monkeypatch,
+    swaps,
+):
+    def interrupted(schedule, *, on_event, **options):
+        for number in range(swaps):
+            said = {"text": f"plan {number}", "profile_text": f"costs {number}"}
+            on_event({"event": "schedule", "is_last": False, **said})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("optpipe_torch.launch.run.run", interrupted)
+    profile = tiny_profile()
+    Path("profile.json").write_text(canonical(profile))
+    Path("schedule.json").write_text(canonical(poor(profile, 4)))
+    Path("last.json").write_text("before")
+    outcome = run("run", "--replan", "--save", "last.json", "--save-profile", "costs.json")
+    assert (outcome.code, outcome.out) == (130, "")
+    said = "as of the last swap" if swaps else "not written, nothing was swapped"
+    assert outcome.err == f"optpipe: last.json and costs.json: {said}\n\noptpipe: interrupted\n"
+    assert Path("last.json").read_text() == (f"plan {swaps - 1}" if swaps else "before")
+    assert Path("costs.json").exists() == bool(swaps)
 
 
 @pytest.mark.runtime

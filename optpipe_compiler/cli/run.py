@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -20,7 +21,10 @@ from optpipe_compiler.cli.common import (
     say_json,
     silence_torch,
 )
-from optpipe_compiler.errors import BadInput, MissingDependency, Rejected
+from optpipe_compiler.errors import BadInput, MissingDependency, Rejected, RunFailed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @click.command(short_help="Replay a schedule: real processes, messages and gradients.")
@@ -83,7 +87,7 @@ from optpipe_compiler.errors import BadInput, MissingDependency, Rejected
     "--save",
     "save_path",
     type=Output(replaces=["schedule_path"]),
-    help="With --replan: where the last schedule goes.",
+    help="With --replan: where the last schedule goes, after each swap and at the end.",
 )
 @click.option(
     "--save-profile",
@@ -136,15 +140,14 @@ def run(
     check_outputs(trace_path, *saved.values(), as_json=as_json)
     planned_with = _planned_with(schedule, options["profile_path"])
     replanning = _replanning(schedule, schedule_path, emulated, **{name: options.pop(name) for name in REPLANNING})
-    with ReplayBar(console(stderr=True), schedule, options["steps"]) as bar:
+    outputs = _Saved(saved)
+    with outputs, ReplayBar(console(stderr=True), schedule, options["steps"]) as bar:
 
         def take(event: dict[str, Any]) -> None:
             if event["event"] == "trace" and trace_path is not None:
                 write_atomically(trace_path, event["text"])
             elif event["event"] == "schedule":
-                for name, path in saved.items():
-                    if path is not None:
-                        write_atomically(path, event[name])
+                outputs.take(event)
             else:
                 bar.update(event)
 
@@ -164,6 +167,36 @@ def run(
         note(f"optpipe: {slow}")
     if report.check is not None and not report.check.ok:
         raise Rejected("run --check: loss or gradients differ from the unpipelined model")
+
+
+class _Saved:
+    """The files of `--save` and `--save-profile`: written at each swap, so that a run that is cut short has them."""
+
+    def __init__(self, paths: Mapping[str, Path | None]) -> None:
+        self._paths = {name: path for name, path in paths.items() if path is not None}
+        self._swapped = False
+
+    def __enter__(self) -> None:
+        """Nothing is written before the first swap."""
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """Write what runs now; what is printed, and what cannot be written, waits for the end of the run."""
+        from optpipe_compiler.documents.files import is_special, write_atomically
+
+        is_last = event["is_last"]
+        self._swapped = self._swapped or not is_last
+        for name, path in self._paths.items():
+            if is_last or not is_special(path):
+                with nullcontext() if is_last else suppress(BadInput):
+                    write_atomically(path, event[name])
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        """Say what the files have where the run has not come to its end."""
+        if self._paths and isinstance(error, KeyboardInterrupt | RunFailed):
+            names = " and ".join(map(str, self._paths.values()))
+            note(
+                f"optpipe: {names}: " + ("as of the last swap" if self._swapped else "not written, nothing was swapped")
+            )
 
 
 REPLANNING = ("replan", "profile_path", "keep_placement", "threshold", "plan_time")

@@ -65,8 +65,8 @@ def run(
     before it gives up, and the run for a next step. `model`: the schedule's own `package.module:function`, which then
     is called wherever it lies; otherwise only functions of the project in the current folder are (user_functions.py).
     `replanning`: measure, plan beside training and swap; `on_event` then also hears what `Replanner` tells, and
-    {"event": "schedule", "text": ..., "profile_text": ...} at the end: the schedule that training ended with, and the
-    profile that it was planned with.
+    {"event": "schedule", "is_last": ..., "text": ..., "profile_text": ...} after each swap and at the end: the schedule
+    that runs, or that training ended with, and the profile that it was planned with.
     """
     check_torch()
     if replanning is not None and schedule.model is None:

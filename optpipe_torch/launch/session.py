@@ -150,9 +150,14 @@ class _Session(ABC):
             self._trace()
         if self.replanner is not None:
             self.replanner.close()
-            if (costs := self.replanner.profile) is not None:
-                self.tell({"event": "schedule", "text": ir.to_text(self.schedule), "profile_text": canonical(costs)})
+            self._tell_schedule(self.replanner, is_last=True)
         return self._report(checked)
+
+    def _tell_schedule(self, replanner: Replanner, *, is_last: bool) -> None:
+        """Tell which schedule runs, and the costs that it was planned for, which rank 0 has."""
+        if (costs := replanner.profile) is not None:
+            texts = {"text": ir.to_text(self.schedule), "profile_text": canonical(costs)}
+            self.tell({"event": "schedule", "is_last": is_last, **texts})
 
     @abstractmethod
     def prepare(self) -> None:
@@ -177,6 +182,7 @@ class _Session(ABC):
         if self.replanner is not None and self.replanner.after(result, is_last=is_last) is not None:
             self.schedule = self.replanner.schedule
             self._begins.append((number + 1, self.schedule))
+            self._tell_schedule(self.replanner, is_last=False)
         self.tell(
             {
                 "event": "step",

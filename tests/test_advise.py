@@ -192,7 +192,7 @@ def test_that_one_schedule_does_not_fit_is_not_said_of_all():
 def test_what_there_is_no_way_for_is_refused():
     with pytest.raises(BadInput, match="--method seq1f1b is for microbatches cut into slices"):
         asked(replace(QUESTION, method="seq1f1b"))
-    with pytest.raises(BadInput, match="--gpus is 7 and --global-batch 5"):
+    with pytest.raises(BadInput, match="--gpus is 7, --global-batch 5 and --microbatch-sizes 1,"):
         advise(replace(QUESTION, gpus=7, batch=5), ways(replace(QUESTION, gpus=7, batch=5), 3, [4]), costs)
 
 

@@ -199,10 +199,12 @@ def advise(
     if not candidates and not too_large:
         if is_cut is not None and any(one.slices == 1 for one in every):
             raise BadInput(f"--method {question.method} is for microbatches cut into slices, expected another --slices")
+        sizes = ",".join(map(str, question.microbatch_sizes))
         raise BadInput(
-            f"--gpus is {question.gpus} and --global-batch {question.batch}: no degrees of parallelism make so many "
-            f"GPUs, expected a batch that replicas divide, pipelines of at most {LONGEST} devices and the model's "
-            "layers, tensor parallelism within a node that heads and widths divide"
+            f"--gpus is {question.gpus}, --global-batch {question.batch} and --microbatch-sizes {sizes}: no degrees of "
+            "parallelism make so many GPUs, expected a batch that replicas times a microbatch divide, pipelines of at "
+            f"most {LONGEST} devices and the model's layers, tensor parallelism within a node that heads and widths "
+            "divide"
         )
     considered = len(candidates) + too_large
     on_ways(considered)

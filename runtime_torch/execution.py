@@ -190,6 +190,8 @@ class StageExecution:
         """A tensor of the input's shape without its memory."""
         self._one: Tensor | None = None
         """The gradient of the loss by itself, on the last stage."""
+        self._ungraded: list[nn.Parameter] = []
+        """The trained parameters that have had no gradient since the step began."""
         self.begin()
         self.carrier: Carrier = DirectCarrier(self.device, self.meter, self.host_meter)
         """Does the copies of offloads and reloads; a replay on CUDA puts its own here."""
@@ -206,6 +208,8 @@ class StageExecution:
         self._owned, self._buffered, self._plain = {}, {}, {}
         owned = [tensor for layer in self.layers for tensor in (*layer.parameters(), *layer.buffers())]
         self._constants = frozenset(tensor.untyped_storage().data_ptr() for tensor in owned) - self._changed.keys()
+        trained = (one for layer in self.layers for one in layer.parameters() if one.requires_grad)
+        self._ungraded = [one for one in trained if one.grad is None]
 
     def forget(self) -> None:
         """A step was left in the middle, and none goes on with it: let go what it held."""
@@ -315,7 +319,9 @@ class StageExecution:
             run.store.let_go()
             with without_autocast(self.device):
                 engine.accumulate([run.output], [root])
-            return None if run.leaf is None else run.leaf.grad
+            found = None if run.leaf is None else run.leaf.grad
+            self._separate(one.untyped_storage() for one in (root, found) if one is not None)
+            return found
         finally:
             self._release(run)
             self._drop_carry(run)
@@ -598,11 +604,13 @@ class StageExecution:
         start = run.entry if run.leaf is None else get_gradient_edge(run.leaf)
         assert start is not None
         run.store.keep_results()
-        found, run.rest = split.backward_input(run.output, self._root(run, gradient), start)
+        root = self._root(run, gradient)
+        found, run.rest = split.backward_input(run.output, root, start)
         run.output = run.target = None
         if run.entry is not None:
             run.entry_gradient = found
         self._hold_captured(run)
+        self._separate([*run.captured, *(one.untyped_storage() for one in (root, found) if one is not None)])
         run.store.finish(run.rest.take_finished())
         return None if self.is_first else found
 
@@ -620,6 +628,27 @@ class StageExecution:
             split.backward_weight(run.rest)
         if run.entry is not None and run.entry_gradient is not None:
             split.backward_whole(run.entry, run.entry_gradient)
+        self._separate(run.captured)
+
+    def _separate(self, passed: Iterable[UntypedStorage]) -> None:
+        """Give parameters gradients of their own where torch took over a view of what was `passed` to others.
+
+        It looks whether anyone else has the tensor, not the memory. What it took over once it adds to in place, and a
+        gradient that waits for its message or for the stage before would change with it.
+        """
+        if not self._ungraded:
+            return
+        taken = {storage.data_ptr() for storage in passed}
+        left = []
+        for parameter in self._ungraded:
+            gradient = parameter.grad
+            if gradient is None:
+                left.append(parameter)
+            elif type(gradient) is Tensor and gradient.layout is torch.strided:
+                if gradient.untyped_storage().data_ptr() in taken:
+                    gradient = parameter.grad = gradient.clone()
+                taken.add(gradient.untyped_storage().data_ptr())
+        self._ungraded = left
 
     def _release(self, run: _Pass) -> None:
         """Forget all that a pass still holds."""

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import runtime_torch  # noqa: E402
 from optpipe_compiler.errors import BadInput, RunFailed  # noqa: E402
+from runtime_torch.execution import StageExecution  # noqa: E402
 from tests.runtime_cases import promise_exactly  # noqa: E402
 from tests.test_runtime_library import MICROBATCHES, Fails, alone, plan  # noqa: E402, F401
 
@@ -715,3 +716,49 @@ class Names(nn.Linear):
 @both
 def test_a_stage_may_end_with_a_tensor_of_a_class_of_its_own(alone, fused):  # noqa: F811
     assert_trains_as_in_a_loop(model(Names, Names), fused=fused, placement=(0, 0, 0, 0))
+
+
+class Offset(nn.Module):
+    """Adds a table to its input, of which torch takes the gradient of both for the same memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(ROWS * WIDTH))
+
+    def forward(self, x):
+        return x + self.table.view_as(x)
+
+
+@both
+def test_a_gradient_that_is_passed_on_stays_as_it_is_when_weights_get_more(fused):
+    stage = StageExecution([Offset()], 1, is_first=False, is_last=False, device="cpu")
+    gradients = [torch.randn(ROWS, WIDTH) for _ in range(3)]
+    wanted, passed = [one.clone() for one in gradients], []
+    for microbatch in range(3):
+        stage.forward(microbatch, torch.randn(ROWS, WIDTH))
+    for microbatch, gradient in enumerate(gradients):
+        if fused:
+            passed.append(stage.backward(microbatch, gradient))
+        else:
+            passed.append(stage.backward_input(microbatch, gradient))
+            stage.backward_weight(microbatch)
+    assert all(map(torch.equal, passed, wanted))
+    assert all(map(torch.equal, gradients, wanted))
+    torch.testing.assert_close(stage.layers[0].table.grad, sum(wanted).flatten())
+
+
+class Uncertain(Scores):
+    """Adds a learned number to the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x, target):
+        return super().forward(x, target) + self.number.squeeze()
+
+
+@both
+def test_a_learned_part_of_the_loss_leaves_the_weights_of_microbatches_as_they_are(alone, fused):  # noqa: F811
+    layers = [*model(Offset, lambda: nn.Linear(WIDTH, WIDTH))[:-1], Uncertain()]
+    assert_trains_as_in_a_loop(layers, fused=fused, placement=(0, 0, 0, 0))

@@ -164,5 +164,7 @@ class Region:
     """What is dropped and made again."""
     out: Tensor | None = None
     """Its result, alive until the layer's end, so that nothing else has its address."""
+    changes: int = 0
+    """How often the result had been changed in place when the piece returned it."""
     out_holding: Holding | None = None
     """The holding of the result, where something behind the piece saved it."""

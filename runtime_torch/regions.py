@@ -19,8 +19,6 @@ from runtime_torch.surroundings import autocast_as, autocast_now
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
 
-    from torch import UntypedStorage
-
 
 @dataclass(eq=False)
 class SelectiveStore(SavedTensorStore):
@@ -40,7 +38,7 @@ class SelectiveStore(SavedTensorStore):
         for region in self._regions:
             if region.layer == layer:
                 if region.out is not None:
-                    self._settle(region, region.out.untyped_storage())
+                    self._settle(region, region.out)
                 for holding in region.holdings:
                     self._take_off(holding)
 
@@ -63,7 +61,7 @@ class SelectiveStore(SavedTensorStore):
             return out  # such as a norm that also returns what it normed, or a dropout: it stays as it is
         region.slots = self.slots[first:]
         region.holdings = self.holdings[region.begin :]
-        region.out = out.detach()
+        region.out, region.changes = out.detach(), engine.changes(out)
         self._regions.append(region)
         return out
 
@@ -121,11 +119,12 @@ class SelectiveStore(SavedTensorStore):
 
     # -- how
 
-    def _settle(self, region: Region, storage: UntypedStorage) -> None:
-        """After the forward of its layer: find out what a piece can do without."""
+    def _settle(self, region: Region, out: Tensor) -> None:
+        """After the forward of its layer: find out what a piece can do without; a result that the layer has changed in
+        place since stays, for the piece alone would not make it so again."""
         inputs = {handle.holding for handle in _slots_among(region.inputs)}
         region.holdings = [holding for holding in region.holdings if holding not in inputs]
-        result = self.holding_at(storage)
+        result = self.holding_at(out.untyped_storage()) if engine.changes(out) == region.changes else None
         if result is not None and result not in inputs and result in self.holdings[region.begin :]:
             region.out_holding = result
             if result not in region.holdings:

@@ -277,6 +277,14 @@ def test_every_published_schedule_is_a_baseline_with_its_makespan_and_whether_it
     assert all(baseline.reason and not baseline.fits for baseline in undefined)
 
 
+def test_a_published_schedule_that_the_hosts_have_no_room_for_says_so():
+    known = quick(uniform(2, 2), 2 * GB, host_mem_bytes=GB // 8).schedule.forecast.baselines.values()
+    said = [one for one in known if one.makespan_ns is not None and "host memory" in one.reason]
+    assert said
+    assert not any(one.fits for one in said)
+    assert all(one.reason or one.peak_bytes > 2 * GB for one in known if one.makespan_ns is not None and not one.fits)
+
+
 def test_it_is_never_worse_than_a_published_schedule_that_fits():
     for mem in (1, 2, 3):
         forecast = quick(uniform(2, 2), mem * GB).schedule.forecast

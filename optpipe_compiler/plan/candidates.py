@@ -144,6 +144,8 @@ class Candidates:
         if best.as_defined is not None:
             makespan_ns, peak = best.as_defined
             reason = f"waits for memory; as defined it takes {show_ns(makespan_ns)} and needs {short_bytes(peak)}"
+        if not need.on_hosts:
+            reason = "its offloads need more host memory"
         fits = need.over is None
         return ir.Baseline(makespan_ns=best.makespan, peak_bytes=need.peak_bytes, fits=fits, reason=reason, kind=kind)
 

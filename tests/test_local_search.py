@@ -291,7 +291,7 @@ def test_a_policy_that_fits_few_microbatches_alone_gives_way_to_an_earlier_one()
     ran: list[int] = []
     incumbents = SimpleNamespace(value=lambda timed: timed.makespan, keep=lambda _, timed, *__: ran.append(timed))
     attempt = SimpleNamespace(is_as_lowered=lambda timed: True)
-    budget = SimpleNamespace(limits=SimpleNamespace(reproducible=True, objective="makespan"))
+    budget = SimpleNamespace(limits=Limits("makespan", 1.0, 0, 1, True))
     search = SimpleNamespace(instances=[instance(many)])
     candidates = SimpleNamespace(steps=lambda: iter(()))
     one = explore._Exploration(incumbents, [attempt], candidates, budget, search)  # type: ignore[arg-type, list-item]

@@ -183,8 +183,6 @@ class Replay:
         self._inputs: Sequence[Tensor] | None = None
         self._targets: Sequence[Tensor] | None = None
         self._units: Sequence[Microbatch] = [Microbatch(1 / self._microbatches)] * self._microbatches * self._slices
-        self._seeds: dict[float, Tensor] = {}
-        """The gradient of a microbatch's loss, by its weight."""
         self._losses: Tensor | None = None
         """This step's, by unit, where the last stage is; in one buffer for all steps, so that none adds to it."""
         self._activations: dict[tuple[int, int], Tensor] = {}
@@ -256,8 +254,6 @@ class Replay:
         """
         self._inputs, self._targets = inputs, targets
         if units is not None:
-            if [one.weight for one in units] != [one.weight for one in self._units]:
-                self._seeds.clear()
             self._units = units
         self._meter.reset_peak()
         self._host_meter.reset_peak()
@@ -292,14 +288,6 @@ class Replay:
             ops=ops,
         )
 
-    def _seed(self, number: int, loss: Tensor) -> Tensor:
-        """The gradient of the step's loss by a microbatch's: its weight, in the dtype of the loss."""
-        weight = self._units[number].weight
-        seed = self._seeds.get(weight)
-        if seed is None or seed.dtype != loss.dtype:
-            seed = self._seeds[weight] = torch.full_like(loss, weight)
-        return seed
-
     # -- ops of the compute lane
 
     def _forward(self, due: _Due, stage: int, unit: int) -> None:
@@ -320,7 +308,8 @@ class Replay:
             if self._losses is None or self._losses.dtype != out.dtype:
                 self._losses = torch.zeros(self._microbatches * self._slices, dtype=out.dtype, device=out.device)
             self._losses[unit].copy_(out)
-            self._gradients[stage, unit] = self._seed(unit, out)
+            # by the step's loss; a new one each time, since a backward may change what it is given
+            self._gradients[stage, unit] = torch.full_like(out, self._units[unit].weight)
         else:
             out = self._keep(out, stage, unit)
         if own is not None:

@@ -762,3 +762,25 @@ class Uncertain(Scores):
 def test_a_learned_part_of_the_loss_leaves_the_weights_of_microbatches_as_they_are(alone, fused):  # noqa: F811
     layers = [*model(Offset, lambda: nn.Linear(WIDTH, WIDTH))[:-1], Uncertain()]
     assert_trains_as_in_a_loop(layers, fused=fused, placement=(0, 0, 0, 0))
+
+
+class _Halves(torch.autograd.Function):
+    """Halves the gradient, in place."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.mul_(0.5)
+
+
+class Halved(Scores):
+    def forward(self, x, target):
+        return _Halves.apply(super().forward(x, target))
+
+
+@both
+def test_a_loss_may_change_in_place_the_gradient_that_it_is_given(alone, fused):  # noqa: F811
+    assert_trains_as_in_a_loop([*model(nn.Tanh, nn.Tanh)[:-1], Halved()], fused=fused)

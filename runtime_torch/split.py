@@ -45,6 +45,8 @@ class Group:
     """The accumulators of the parameters."""
     cuts: list[Node]
     captured: dict[Node, Captured] = field(default_factory=dict)
+    changes: list[int] = field(default_factory=list)
+    """How often each of the captured gradients had been changed in place when it was captured."""
     passed: list[tuple[GradientEdge, Tensor]] = field(default_factory=list)
     """What cuts that run once have passed on towards the parameters and nobody has accumulated."""
     sides: dict[Node, list[int]] = field(default_factory=dict)
@@ -64,6 +66,20 @@ class Group:
             edges, gradients = zip(*self.passed, strict=True)
             engine.accumulate(edges, gradients, retain=True)
             self.passed.clear()
+
+    def capture(self, node: Node, gradients: Captured) -> None:
+        """The first half has come to a cut: keep what enters it."""
+        self.captured[node] = gradients
+        self.changes += [engine.changes(gradient) for gradient in gradients if gradient is not None]
+
+    def check(self) -> None:
+        """Raise RunFailed where a captured gradient is no longer what it was."""
+        kept = [one for gradients in self.captured.values() for one in gradients if one is not None]
+        if self.changes != [engine.changes(one) for one in kept]:
+            raise RunFailed(
+                "a layer's backward changes in place the gradient that it is given, which the second half of a split "
+                "one still reads: expected a new tensor, or a schedule compiled with --no-split"
+            )
 
     def _at(self, node: Node) -> Iterator[tuple[GradientEdge, Tensor]]:
         for index, gradient in enumerate(self.captured.get(node, ())):
@@ -245,7 +261,7 @@ def _pass_on(group: Group, node: Node, sides: Sequence[int]):  # type: ignore[no
 
 def _capture(group: Group, node: Node):  # type: ignore[no-untyped-def]  # torch types the hook as untyped, too
     def hook(gradients: Captured) -> None:
-        group.captured[node] = gradients
+        group.capture(node, gradients)
 
     return hook
 
@@ -256,6 +272,7 @@ def backward_weight(rest: SecondHalf) -> None:
         engine.accumulate(rest.vectors, rest.gradients)
     while rest.groups:
         group = rest.groups.pop()
+        group.check()
         edges, gradients = group.roots()
         if edges:
             with _explained(), _hooks_passed({} if group.sides else group.captured):

@@ -784,3 +784,22 @@ class Halved(Scores):
 @both
 def test_a_loss_may_change_in_place_the_gradient_that_it_is_given(alone, fused):  # noqa: F811
     assert_trains_as_in_a_loop([*model(nn.Tanh, nn.Tanh)[:-1], Halved()], fused=fused)
+
+
+class Offsets(nn.Linear):
+    """Adds parameters to a result whose backward changes in place the gradient of both."""
+
+    def __init__(self):
+        super().__init__(1, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.weight.T + _Halves.apply(x)
+
+
+@both
+def test_a_backward_that_changes_the_gradient_of_a_second_half_is_refused(alone, fused):  # noqa: F811
+    if fused:
+        assert_trains_as_in_a_loop(model(Offsets, Offsets))
+        return
+    with pytest.raises(RunFailed, match=r"changes in place the gradient that it is given, .* compiled with --no-split"):
+        assert_trains_as_in_a_loop(model(Offsets, Offsets), fused=False)

@@ -141,7 +141,7 @@ class Runner:
         self._hold_against_promise(result)
         for part in self._parts():
             part.reduce()
-        self._stages.ties.finish(self._group)
+        self._stages.ties.finish(self._group, self._device)
         return result
 
     def _refused(self, batch: Batch, modes: list[bool]) -> Exception | None:

@@ -258,12 +258,14 @@ class Ties:
                 )
 
     @torch.no_grad()
-    def finish(self, group: dist.ProcessGroup | None) -> None:
-        """A step is over: add up what it added to all copies, and give the sum to each."""
+    def finish(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        """A step is over: add up what it added to all copies, and give the sum to each; where it added to none, none
+        gets a gradient, as without copies: an optimizer leaves such a parameter as it is."""
+        added = self._added(group, device)
         for tie in self._shared_out():
             copies = tie.between_steps()
             own = [_dense(_local(parameter.grad)) for parameter in copies if parameter.grad is not None]
-            if not own and len(tie.owners) == 1:
+            if tie.names not in added:
                 for parameter, before in tie.before.items():
                     parameter.grad = before
                 tie.before.clear()
@@ -274,6 +276,15 @@ class Ties:
             for parameter, before in zip(copies, tie.before.values(), strict=True):
                 _add(parameter, before, total)
             tie.before.clear()
+
+    def _added(self, group: dist.ProcessGroup | None, device: torch.device) -> set[Names]:
+        """Return the ties of which a copy on any rank has a gradient."""
+        if not self._has_copies:
+            return set()
+        has_any = [any(one.grad is not None for one in tie.parameters()) for tie in self._ties]
+        message = torch.tensor(has_any, dtype=torch.int32, device=device)
+        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
+        return {tie.names for tie, found in zip(self._ties, message.tolist(), strict=True) if found}
 
     def _shared_out(self) -> Iterator[_Tie]:
         """The ties of several copies that are trained."""

@@ -236,6 +236,46 @@ def test_gradients_of_another_dtype_are_summed_where_one_copy_has_none():
         assert rank.returncode == 0, errors
 
 
+UNUSED = """
+import sys
+sys.path[:0] = sys.argv[1:]
+import torch, torch.distributed as dist
+import runtime_torch, test_runtime_library as case
+
+class Sometimes(torch.nn.Linear):
+    is_used = True
+    def forward(self, x):
+        return super().forward(x) if self.is_used else x * 1
+
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+torch.manual_seed(0)
+shared = Sometimes(8, 8)
+layers = [torch.nn.Embedding(16, 8), shared, shared, case.Scores(8, 16)]
+(tokens, _), target = case.batch()
+schedule = case.plan((0, 1))
+stages = runtime_torch.build_stages(schedule, layers, dist.get_rank(), "cpu", inputs=[tokens[:2]], target=target[:2])
+runner = runtime_torch.Runner(schedule, stages)
+copies = list(stages.module[str(1 + dist.get_rank())].parameters())
+runner.step(tokens, target=target)
+kept = [copy.grad.clone() for copy in copies]
+shared.is_used = False
+runner.step(tokens, target=target)
+assert all(torch.equal(copy.grad, one) for copy, one in zip(copies, kept, strict=True))
+stages.module.zero_grad()
+runner.step(tokens, target=target)
+assert [copy.grad for copy in copies] == [None, None]
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.runtime
+def test_copies_that_no_microbatch_used_have_no_gradient():
+    for rank in start_ranks(UNUSED):
+        _, errors = rank.communicate(timeout=60)
+        assert rank.returncode == 0, errors
+
+
 REPLICAS = """
 import sys
 sys.path[:0] = sys.argv[2:]

@@ -26,7 +26,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import Tensor, nn
 
 from optpipe_compiler.errors import BadInput, RunFailed
-from runtime_torch import attention
+from runtime_torch import attention, engine
 from runtime_torch.microbatch import inner_layer, takes
 from runtime_torch.surroundings import autocast_now
 
@@ -84,6 +84,8 @@ class _Kept:
 
     block: attention.KeysValues
     needs_gradient: bool
+    changes: list[int]
+    """How often each of the block had been changed in place."""
     gradients: list[Tensor] = field(default_factory=list)
 
 
@@ -134,7 +136,7 @@ class StageCarry:
         """Keep a slice's own block for later ones; the second forward of a recompute finds it kept."""
         if index == self.last or place in self._kept[index]:
             return
-        self._kept[index][place] = _Kept(block, needs_gradient)
+        self._kept[index][place] = _Kept(block, needs_gradient, [engine.changes(one) for one in block])
         for one in block:
             self._meter.hold(one.untyped_storage())
             self.addresses.add(one.untyped_storage().data_ptr())
@@ -143,7 +145,13 @@ class StageCarry:
         """Return the keys and values of a slice."""
         if place not in self._kept[index]:
             raise RunFailed(f"layer {place[0]}: keys and values of slice {index} are gone, or were never there")
-        return self._kept[index][place].block
+        kept = self._kept[index][place]
+        if kept.changes != [engine.changes(one) for one in kept.block]:
+            raise RunFailed(
+                f"layer {place[0]}: keys or values of slice {index} were changed in place after its attention, and "
+                "later slices read them, expected a new tensor"
+            )
+        return kept.block
 
     def add(self, index: int, place: tuple[int, int], gradients: Sequence[Tensor]) -> None:
         """Add to the gradients of a slice's block, where anybody asks for them."""

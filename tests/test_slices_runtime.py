@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from optpipe_compiler.costs.models import Architecture
-from optpipe_compiler.errors import BadInput
+from optpipe_compiler.errors import BadInput, RunFailed
 from optpipe_torch.frameworks.decoder import DecoderLayer
 from optpipe_torch.models import layers, vocabulary
 from runtime_torch import attention, engine
@@ -65,6 +65,16 @@ def in_slices(tensors, cuts):
         torch.cat([one.detach() for one in results], 2),
         *(torch.cat([own[i].grad for own in given], 1) for i in range(3)),
     ]
+
+
+def test_keys_that_change_in_place_before_a_later_slice_reads_them_are_refused():
+    """Without gradients torch does not see it."""
+    stage = StageCarry((0, 4), Meter())
+    query, key, value = (torch.randn(1, 2, 4, 8) for _ in range(3))
+    stage.of(0, 7, None).attend(query, key, value)
+    key.mul_(2)
+    with pytest.raises(RunFailed, match=r"layer 7: keys or values of slice 0 were changed in place after"):
+        stage.of(1, 7, None).attend(query, query, value)
 
 
 @whole_cuts

@@ -62,16 +62,19 @@ class ThreadLanes:
         """Of the watched ops those that are over in this step; messages that have been issued."""
         self._failure: BaseException | None = None
         self._threads: list[threading.Thread] = []
+        self._moving: list[threading.Lock] = []
+        """Of each thread: held while one of its transfers is under way."""
 
     def begin(self) -> None:
         """Start the threads of the lanes that have ops."""
         with self._changed:
             self._done.clear()
             self._failure = None
+        lanes = [(name, ops) for name, ops in (("d2h", self._work.d2h), ("h2d", self._work.h2d)) if ops]
+        self._moving = [threading.Lock() for _ in lanes]
         self._threads = [
-            threading.Thread(target=self._run, args=(ops,), name=f"optpipe-{name}", daemon=True)
-            for name, ops in (("d2h", self._work.d2h), ("h2d", self._work.h2d))
-            if ops
+            threading.Thread(target=self._run, args=(ops, moving), name=f"optpipe-{name}", daemon=True)
+            for (name, ops), moving in zip(lanes, self._moving, strict=True)
         ]
         for thread in self._threads:
             thread.start()
@@ -99,7 +102,15 @@ class ThreadLanes:
         self._threads = []
         self._check()
 
-    def abort(self, error: BaseException) -> bool:
+    def abort(self, error: BaseException) -> None:
+        """The compute lane failed: wake all who wait, and return when no transfer is under way, and none will be: what
+        it moves is let go next, and a transfer that went on would give it back once more."""
+        self._fail(error)
+        for moving in self._moving:
+            with moving:
+                pass
+
+    def _fail(self, error: BaseException) -> bool:
         """A lane failed: wake all who wait; return whether it is the first failure."""
         with self._changed:
             is_first = self._failure is None
@@ -111,12 +122,14 @@ class ThreadLanes:
         if self._failure is not None:
             raise self._failure
 
-    def _run(self, ops: Sequence[Op]) -> None:
+    def _run(self, ops: Sequence[Op], moving: threading.Lock) -> None:
         try:
             for op in ops:
                 self.start(op.id)
-                self._work.transfer(op)
+                with moving:
+                    self._check()
+                    self._work.transfer(op)
                 self.complete(op.id)
         except BaseException as error:
-            if self.abort(error) and self._on_failure is not None:
+            if self._fail(error) and self._on_failure is not None:
                 self._on_failure(error)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
+import threading
+import time
 
 import pytest
 from msgspec import structs
@@ -15,6 +17,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import runtime_torch  # noqa: E402
 from optpipe_compiler.errors import BadInput, RunFailed  # noqa: E402
+from runtime_torch.carrier import DirectCarrier  # noqa: E402
 from runtime_torch.execution import StageExecution  # noqa: E402
 from tests.runtime_cases import promise_exactly  # noqa: E402
 from tests.test_runtime_library import MICROBATCHES, Fails, alone, plan  # noqa: E402, F401
@@ -577,6 +580,46 @@ def test_a_new_runner_forgets_what_a_failed_step_held(alone):  # noqa: F811
     again = runtime_torch.Runner(plan((0, 0)), stages)
     assert stages[0].meter.current_bytes == 0
     assert [again.step(x, target=x).peak_activation_bytes for _ in range(2)] == [before, before]
+
+
+@pytest.mark.parametrize("lane", ["d2h", "h2d"])
+def test_a_step_that_fails_waits_for_the_copy_under_way(alone, monkeypatch, lane):  # noqa: F811
+    begun, copied, copy = threading.Event(), threading.Event(), DirectCarrier._copy
+
+    class FailsMeanwhile(Scores):
+        fails = False
+
+        def forward(self, x, target):
+            forwards.append(self.fails)
+            if self.fails and forwards.count(True) == 2:  # of the second microbatch
+                assert begun.wait(10)
+                raise ValueError("no more")
+            return super().forward(x, target)
+
+    def slowly(carrier, there, here):
+        copies.append(threading.current_thread().name)
+        is_slow = head.fails and copies[-1] == f"optpipe-{lane}" and copies.count(copies[-1]) == 3
+        if is_slow:  # the lane's first of the second microbatch
+            begun.set()
+            time.sleep(0.5)
+        copy(carrier, there, here)
+        if is_slow:
+            copied.set()
+
+    copies, forwards, head = [], [], FailsMeanwhile()
+    monkeypatch.setattr(DirectCarrier, "_copy", slowly)
+    schedule = plan((0, 0), ranges=lambda stage, _: [("offload", 2 * stage, 2 * stage + 2)])
+    stages, runner = pipelined([*(nn.Linear(WIDTH, WIDTH) for _ in range(3)), head], schedule)
+    x, target = batch(0)
+    runner.step(x, target=target)
+    copies.clear()
+    head.fails = True
+    with pytest.raises(ValueError, match="no more"):
+        runner.step(x, target=target)
+    assert copied.is_set()
+    head.fails = False
+    runtime_torch.Runner(schedule, stages).step(x, target=target)
+    assert (stages[0].meter.current_bytes, stages[0].host_meter.current_bytes) == (0, 0)
 
 
 def pipelined_on(x, layers):

@@ -251,7 +251,7 @@ degrees with our plan of theirs: both are estimates.
 READING = """
 Estimated stages miss measured ones ([Estimates](ESTIMATES.md)) by more than most of these differences, and not equally
 for all degrees: ways that differ by a few percent are equal, as far as estimates can tell, and worth trying both. So it
-is with 39.1B and 42.9B, whose published degrees fall short of the fifth row by less than a percent.
+is with 42.9B, whose published degrees fall short of the fifth row by less than a percent.
 
 Where theirs is not among the five, it stands below them in the tables. What those of Megatron-LM and torchtitan have in
 common: tensor parallelism over the whole node keeps the pipeline short, and its collectives take more time than the

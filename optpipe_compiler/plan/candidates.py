@@ -139,7 +139,7 @@ class Candidates:
         known = [(one, one.need) for one in tried if one.makespan is not None and one.need is not None]
         if not known:
             return ir.Baseline(makespan_ns=None, peak_bytes=None, fits=False, reason=reason, kind=kind)
-        best, need = min(known, key=lambda one: (one[1].over is not None, one[0].value))
+        best, need = min(known, key=lambda one: (one[1].over is not None, one[0].value, one[1].peak_bytes))
         reason = ""
         if best.as_defined is not None:
             makespan_ns, peak = best.as_defined

@@ -50,6 +50,15 @@ class Attempt:
     """Schedules that fit and are nearly as good as the best, for a comparison under noise."""
     starts: list[Start] = field(default_factory=list)
     """Earlier schedules, for the local search to start from."""
+    _peak: tuple[Schedule | None, int] = None, 0
+    """Of the schedule that was the best when it was asked for."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """What the file of the best schedule would promise of its fullest device."""
+        if self.best is not None and self._peak[0] is not self.best:
+            self._peak = self.best, max(self.peaks(self.best)[0])
+        return self._peak[1]
 
     @property
     def placed(self) -> tuple[str, int]:
@@ -183,9 +192,11 @@ class Incumbents:
         return value(timed, self.objective)
 
     def winner(self) -> Attempt | None:
-        """Return the attempt with the best schedule."""
+        """Return the attempt with the best schedule; of equally good ones, that of the least peak."""
         done = [attempt for attempt in self.attempts if attempt.best is not None]
-        return min(done, key=lambda attempt: self.reached(attempt), default=None)
+        least = min(map(self.reached, done), default=None)
+        best = [attempt for attempt in done if self.reached(attempt) == least]
+        return best[0] if len(best) == 1 else min(best, key=lambda one: one.peak_bytes, default=None)
 
     def reached(self, attempt: Attempt) -> int:
         """Return what the attempt's best schedule has reached."""

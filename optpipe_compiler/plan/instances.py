@@ -245,7 +245,7 @@ def lower_bound(profile: Profile, options: Options) -> Least:
     """Return what no schedule of any searched placement can beat, without solving."""
     chosen = settled(profile, options)
     found = instances(profile, chosen)
-    lowest = min((bounds.best(problem, chosen.objective) for _, problem in found), key=lambda bound: bound.ticks)
+    lowest = bounds.lowest([problem for _, problem in found], chosen.objective)
     needed = min(least_bytes(problem, static_bytes(profile, one)) for one, problem in found)
     return Least(lowest.ticks, lowest.name, needed)
 

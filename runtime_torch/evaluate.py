@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from optpipe_compiler.documents import ir
     from runtime_torch.batches import Batch
     from runtime_torch.bundles import Boundary
+    from runtime_torch.delivery import Delivery
     from runtime_torch.execution import StageExecution
+    from runtime_torch.shared import Channels
 
 
 def forward_only(
@@ -27,13 +29,23 @@ def forward_only(
     boundary: Callable[[int, int], Boundary],
     group: dist.ProcessGroup | None,
     batch: Batch,
+    channels: Channels | None = None,
 ) -> list[Tensor]:
     """Return the losses of all microbatches where the last stage is, nothing elsewhere.
 
-    All ranks take (microbatch, stage) in the same order, which cannot deadlock.
+    All ranks take (microbatch, stage) in the same order, which cannot deadlock. Messages go through `channels` where
+    there are any to the peer, else over `group`.
     """
     losses: list[Tensor] = []
-    sent: list[tuple[dist.Work, Tensor]] = []
+    sent: list[tuple[dist.Work | Delivery, Tensor]] = []
+
+    def post(x: Tensor, peer: int, *, sent: bool) -> dist.Work | Delivery:
+        if channels is not None and (half := channels.post(x, peer, sent=sent)) is not None:
+            return half
+        work = dist.isend(x, group=group, group_dst=peer) if sent else dist.irecv(x, group=group, group_src=peer)
+        assert work is not None
+        return work
+
     for number, microbatch in enumerate(batch.units):
         x: Tensor | None = None
         for index, stage in sorted(stages.items()):
@@ -43,7 +55,7 @@ def forward_only(
             elif index - 1 not in stages:
                 shape, dtype = boundary(stage.first_layer - 1, number)
                 x = torch.empty(shape, dtype=dtype, device=stage.device)
-                dist.recv(x, group=group, group_src=schedule.stages[index - 1].device)
+                post(x, schedule.stages[index - 1].device, sent=False).wait()
             assert x is not None
             with entered(microbatch):
                 x = _call(stage, x, batch.targets[number] if batch.targets is not None else None)
@@ -53,9 +65,7 @@ def forward_only(
                 losses.append(x)
             elif index + 1 not in stages:
                 x = x.resolve_conj().resolve_neg().contiguous()
-                work = dist.isend(x, group=group, group_dst=schedule.stages[index + 1].device)
-                assert work is not None
-                sent.append((work, x))
+                sent.append((post(x, schedule.stages[index + 1].device, sent=True), x))
         while len(sent) > len(stages):
             sent.pop(0)[0].wait()
     for work, _ in sent:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
 from numbers import Real
 from types import NoneType
 from typing import TYPE_CHECKING, Any
@@ -25,10 +26,10 @@ from runtime_torch.replicas import replicated
 from runtime_torch.shared import Channels, channels_of
 from runtime_torch.stages import Stages, refuse_parts
 from runtime_torch.swap import Mover, Swap, agree_on, is_same_cut, moves, restaged, several
-from runtime_torch.together import go_on
+from runtime_torch.together import go_on, told
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
     from torch.optim import Optimizer
@@ -135,13 +136,12 @@ class Runner:
                     part.leave()
                 self._stages.ties.give_back()
                 raise
-        self._has_failed = True
-        result = self._replay.step(batch.inputs, batch.targets, batch.units, losses)
-        self._has_failed = False
+        with self._in_one_piece():
+            result = self._replay.step(batch.inputs, batch.targets, batch.units, losses)
+            for part in self._parts():
+                part.reduce()
+            self._stages.ties.finish(self._group, self._device)
         self._hold_against_promise(result)
-        for part in self._parts():
-            part.reduce()
-        self._stages.ties.finish(self._group, self._device)
         return result
 
     def _refused(self, batch: Batch, modes: list[bool]) -> Exception | None:
@@ -183,14 +183,27 @@ class Runner:
         batch, _ = self._batches.divide(inputs, target, None, keywords, _problem_with(losses), forward_only=True)
         for part in self._parts():
             part.gather()
-        self._has_failed = dist.get_world_size(self._group) > 1  # the others wait for what does not come
-        found = forward_only(self.schedule, self._stages, self._batches.boundary, self._group, batch)
-        self._has_failed = False
+        is_alone = dist.get_world_size(self._group) == 1  # nobody waits for what does not come
+        with nullcontext() if is_alone else self._in_one_piece():
+            found = self._evaluated(batch)
         for part in self._parts():
             part.reshard()
         if losses is not None:
             losses[:] = found
         return weighted(found, batch.units) if found else None
+
+    def _evaluated(self, batch: Batch) -> list[Tensor]:
+        """Return the losses where the last stage is; where any rank fails, all do."""
+        channels = self._channels if isinstance(self._channels, Channels) else None
+        failed: BaseException | None = None
+        try:
+            return forward_only(self.schedule, self._stages, self._batches.boundary, self._group, batch, channels)
+        except BaseException as error:
+            failed = error
+            self._leave()
+            raise
+        finally:
+            told(failed, "eval()", self._group, self._device)
 
     def replace(self, schedule: ir.Schedule, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> Swap:
         """Go on with another schedule; called on all ranks between two steps, with one that `verify` has passed.
@@ -239,6 +252,22 @@ class Runner:
         self._replay = self._replayed(schedule, stages)
         self._has_failed = False
         return Swap(len(wanted), moved, time.perf_counter_ns() - begin)
+
+    @contextmanager
+    def _in_one_piece(self) -> Iterator[None]:
+        """Within: what all ranks do together. Where it ends in the middle, this Runner does no other, and ranks of this
+        host that wait for its messages are told."""
+        self._has_failed = True
+        try:
+            yield
+        except BaseException:
+            self._leave()
+            raise
+        self._has_failed = False
+
+    def _leave(self) -> None:
+        if isinstance(self._channels, Channels):
+            self._channels.leave()
 
     def _refuse_failed(self) -> None:
         if self._has_failed:

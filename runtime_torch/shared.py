@@ -123,6 +123,12 @@ class Channels:
             self._by_peer.clear()
             self._end()
 
+    def leave(self) -> None:
+        """Take and give nothing any more: who waits for this process learns it, and nothing here waits any longer."""
+        for channel in self._by_socket.values():
+            with suppress(OSError):  # the other process has gone, or all was let go here
+                channel.line.shutdown(socket.SHUT_RDWR)
+
     def _advance(self, channel: Channel) -> None:
         """Copy what can be copied. What a sleeping thread waits for is not read behind its back: it would sleep on."""
         channel.advance(listen=not self._has_listener)

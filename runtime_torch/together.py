@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import NoReturn
 
 import torch
@@ -36,3 +37,19 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None) -> 
         raise error
     rank, (kind, said) = next((rank, one) for rank, one in enumerate(found) if one is not None)
     raise kind(f"rank {rank}: {said}")
+
+
+def told(error: BaseException | None, what: str, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Tell the other ranks of `group` whether `what` all did ended with an error on this one; where it did on another,
+    raise RunFailed. Who has failed does not wait: others may wait for its messages, and not hear it yet."""
+    if dist.get_world_size(group) == 1:
+        return
+    votes = torch.zeros(dist.get_world_size(group), dtype=torch.int32, device=device)
+    votes[dist.get_rank(group)] = error is not None
+    if error is not None:
+        with suppress(RuntimeError):  # where another rank has gone
+            dist.all_reduce(votes, group=group, async_op=True)
+        return
+    dist.all_reduce(votes, group=group)
+    if failed := [str(rank) for rank, vote in enumerate(votes.tolist()) if vote]:
+        raise RunFailed(f"{what} failed on rank {', '.join(failed)}, where its error is")

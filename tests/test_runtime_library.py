@@ -1047,6 +1047,51 @@ def test_what_one_rank_is_given_wrongly_is_refused_on_all():
         assert rank.returncode == 0, errors
 
 
+FAILING = """
+import sys
+sys.path[:0] = sys.argv[1:]
+from datetime import timedelta
+import pytest, torch, torch.distributed as dist, runtime_torch
+from optpipe_compiler.errors import RunFailed
+import test_runtime_library as case
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+rank = dist.get_rank()
+schedule = case.plan((0, 1))
+stages = runtime_torch.build_stages(schedule, case.builders(), rank, "cpu", **case.microbatch())
+inputs, target = case.batch()
+
+def fails(*_):
+    raise error
+
+told = {"step": (RuntimeError, "Connection closed by rank 1"), "eval": (RunFailed, "eval() failed on rank 1, where")}
+for call, (kind, said) in told.items():
+    for error in (ValueError("no more"), KeyboardInterrupt("no more")):
+        runner = runtime_torch.Runner(schedule, stages)
+        runner.step(*inputs, target=target)
+        hook = stages.module["3"].register_forward_pre_hook(fails) if rank else None
+        with pytest.raises(type(error) if rank else kind) as raised:
+            getattr(runner, call)(*inputs, target=target)
+        assert ("no more" if rank else said) in str(raised.value), raised.value
+        with pytest.raises(RunFailed, match="ended in the middle"):
+            runner.step(*inputs, target=target)
+        if rank:
+            hook.remove()
+runner = runtime_torch.Runner(schedule, stages)
+stages.module.zero_grad()
+runner.step(*inputs, target=target)
+case.assert_equal_gradients(stages.module)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.runtime
+def test_what_one_rank_fails_with_ends_the_wait_of_the_others_and_a_new_runner_goes_on():
+    for rank in start_ranks(FAILING):
+        _, errors = rank.communicate(timeout=100)
+        assert rank.returncode == 0, errors
+
+
 @pytest.mark.runtime
 def test_ranks_with_different_schedules_all_say_so(tmp_path):
     first = plan((0, 1))

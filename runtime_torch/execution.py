@@ -127,6 +127,13 @@ class _Pass:
     rest: split.SecondHalf | None = None
     entry_gradient: Tensor | None = None
     captured: list[UntypedStorage] = field(default_factory=list)
+    changes: list[int] = field(default_factory=list)
+    """How often each of the gradients that wait for W had been changed in place when I was over."""
+
+    def waiting(self) -> list[Tensor]:
+        """The gradients that wait for W."""
+        tensors = list(self.rest.tensors()) if self.rest is not None else []
+        return tensors if self.entry_gradient is None else [*tensors, self.entry_gradient]
 
 
 class StageExecution:
@@ -616,14 +623,19 @@ class StageExecution:
 
     def _hold_captured(self, run: _Pass) -> None:
         """Count the gradients that wait for W."""
-        tensors = list(run.rest.tensors()) if run.rest is not None else []
-        if run.entry_gradient is not None:
-            tensors.append(run.entry_gradient)
+        tensors = run.waiting()
         run.captured = [tensor.untyped_storage() for tensor in tensors]
+        run.changes = [engine.changes(tensor) for tensor in tensors]
         for storage in run.captured:
             self.meter.hold(storage)
 
     def _backward_weight(self, run: _Pass) -> None:
+        if run.changes != [engine.changes(tensor) for tensor in run.waiting()]:
+            raise RunFailed(
+                f"layers {self.first_layer} to {self.end_layer - 1}: a gradient that waits for the second half of a "
+                "split backward was changed in place meanwhile, as by a function that returns one tensor again and "
+                "again: expected a new one from each backward, or a schedule compiled with --no-split"
+            )
         if run.rest is not None:
             split.backward_weight(run.rest)
         if run.entry is not None and run.entry_gradient is not None:

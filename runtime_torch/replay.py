@@ -17,6 +17,7 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.deliveries import waits
 from optpipe_compiler.documents.ops import op_id
 from optpipe_compiler.errors import BadInput, RunFailed
+from runtime_torch import engine
 from runtime_torch.bundles import Boundary, in_words
 from runtime_torch.cuda import Cuda, pinned
 from runtime_torch.execution import StageExecution
@@ -120,6 +121,25 @@ class _Due:
     """Of a forward or backward whose result another device needs: the id of the message."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Passed:
+    """A tensor that one op has made for another; meanwhile others run."""
+
+    tensor: Tensor
+    changes: int | None = None
+    """How often it had been changed in place; None: no layer has it."""
+
+    def taken(self, op_id: str) -> Tensor:
+        """Return the tensor; raise RunFailed where the layer that returned it has changed it since."""
+        if self.changes is not None and engine.changes(self.tensor) != self.changes:
+            way = "backward" if "backward" in op_id or "gradient" in op_id else "forward"
+            raise RunFailed(
+                f"{op_id}: what it passes on was changed in place since a layer's {way} had returned it, expected a "
+                "new tensor from each: other microbatches run before it is read"
+            )
+        return self.tensor
+
+
 class Replay:
     """Runs one device's ops, step by step, over real stages or rehearsed ones.
 
@@ -185,9 +205,9 @@ class Replay:
         self._units: Sequence[Microbatch] = [Microbatch(1 / self._microbatches)] * self._microbatches * self._slices
         self._losses: Tensor | None = None
         """This step's, by unit, where the last stage is; in one buffer for all steps, so that none adds to it."""
-        self._activations: dict[tuple[int, int], Tensor] = {}
-        self._gradients: dict[tuple[int, int], Tensor] = {}
-        self._outbox: dict[str, Tensor] = {}
+        self._activations: dict[tuple[int, int], _Passed] = {}
+        self._gradients: dict[tuple[int, int], _Passed] = {}
+        self._outbox: dict[str, _Passed] = {}
 
     def _make_lanes(
         self,
@@ -295,7 +315,7 @@ class Replay:
             assert self._inputs is not None
             x, own = self._inputs[unit], None
         else:
-            x = own = self._activations.pop((stage, unit))
+            x = own = self._activations.pop((stage, unit)).taken(due.id)
         start = self._start(due)
         target = None if self._targets is None else self._targets[unit]
         enter(self._units[unit])
@@ -309,20 +329,20 @@ class Replay:
                 self._losses = torch.zeros(self._microbatches * self._slices, dtype=out.dtype, device=out.device)
             self._losses[unit].copy_(out)
             # by the step's loss; a new one each time, since a backward may change what it is given
-            self._gradients[stage, unit] = torch.full_like(out, self._units[unit].weight)
+            self._gradients[stage, unit] = _Passed(torch.full_like(out, self._units[unit].weight))
         else:
             out = self._keep(out, stage, unit)
         if own is not None:
             self._meter.release(own.untyped_storage())
         del x, own
         if stage + 1 in self.stages:
-            self._activations[stage + 1, unit] = out
+            self._activations[stage + 1, unit] = _Passed(out, engine.changes(out))
         elif stage != self.last_stage:
-            self._outbox[due.sends] = out
+            self._outbox[due.sends] = _Passed(out, engine.changes(out))
         self._end(due, start)
 
     def _backward(self, due: _Due, stage: int, unit: int) -> None:
-        gradient = self._gradients.pop((stage, unit))
+        gradient = self._gradients.pop((stage, unit)).taken(due.id)
         start = self._start(due)
         enter(self._units[unit])
         execution = self.stages[stage]
@@ -337,9 +357,9 @@ class Replay:
             self._meter.release(gradient.untyped_storage())
         del gradient
         if found is not None and stage - 1 in self.stages:
-            self._gradients[stage - 1, unit] = found
+            self._gradients[stage - 1, unit] = _Passed(found, engine.changes(found))
         elif found is not None:
-            self._outbox[due.sends] = found
+            self._outbox[due.sends] = _Passed(found, engine.changes(found))
         self._end(due, start)
 
     def _backward_weight(self, due: _Due, stage: int, unit: int) -> None:
@@ -362,7 +382,7 @@ class Replay:
     def _send(self, due: _Due, stage: int, unit: int) -> None:
         assert isinstance(due.op, ir.MessageOp)
         self._lanes.start(due.id)
-        self._mailbox.send(due.id, self._outbox.pop(due.id), due.op.peer)
+        self._mailbox.send(due.id, self._outbox.pop(due.id).taken(due.id), due.op.peer)
         self._lanes.complete(due.id)
 
     def _recv(self, due: _Due, stage: int, unit: int) -> None:
@@ -372,7 +392,7 @@ class Replay:
         border = stage - 1 if activation else stage
         shape, dtype = self._boundary(border, unit)
         buffer = self._hold(torch.empty(shape, dtype=dtype, device=self._on), border, unit)
-        (self._activations if activation else self._gradients)[stage, unit] = buffer
+        (self._activations if activation else self._gradients)[stage, unit] = _Passed(buffer)
         self._mailbox.recv(due.id, buffer, due.op.peer)
         self._lanes.complete(due.id)
 

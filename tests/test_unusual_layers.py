@@ -846,3 +846,57 @@ def test_a_backward_that_changes_the_gradient_of_a_second_half_is_refused(alone,
         return
     with pytest.raises(RunFailed, match=r"changes in place the gradient that it is given, .* compiled with --no-split"):
         assert_trains_as_in_a_loop(model(Offsets, Offsets), fused=False)
+
+
+class _InWorkspace(torch.autograd.Function):
+    """Its backward returns one tensor again and again."""
+
+    @staticmethod
+    def forward(ctx, x, workspace):
+        ctx.workspace = workspace
+        return x.tanh()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.workspace.copy_(gradient), None
+
+
+WORKSPACE = torch.empty(ROWS, WIDTH)
+
+
+class InWorkspace(nn.Linear):
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return super().forward(_InWorkspace.apply(x, WORKSPACE))
+
+
+@both
+def test_a_gradient_that_another_microbatch_changes_before_it_is_read_is_refused(alone, fused):  # noqa: F811
+    said = "backward:0:0: what it passes on was changed in place since a layer's backward had returned it"
+    if not fused:
+        said = "layers 0 to 1: a gradient that waits for the second half of a split backward was changed in place"
+    with pytest.raises(RunFailed, match=said):
+        assert_trains_as_in_a_loop(model(InWorkspace, InWorkspace), fused=fused)
+
+
+class ClearsUp(nn.Linear):
+    """Clears its last result in its next forward."""
+
+    last = None
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x):
+        if self.last is not None:
+            self.last.zero_()
+        result = super().forward(x)
+        self.last = result.detach()
+        return result
+
+
+def test_a_result_that_the_next_forward_changes_before_it_is_read_is_refused(alone):  # noqa: F811
+    with pytest.raises(RunFailed, match=r"forward:1:0: what it passes on was changed in place since a layer's forward"):
+        assert_trains_as_in_a_loop(model(ClearsUp, nn.Tanh))

@@ -97,6 +97,29 @@ def test_large_and_small_logits_lose_nothing(scale):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6 * scale)
 
 
+class Padded(vocabulary.HeadPart):
+    """A part of a head of which some rows are no words."""
+
+    def logits(self, h):
+        return super().logits(h).masked_fill(torch.tensor([row in PADDING for row in self.rows]), float("-inf"))
+
+
+PADDING = (0, 1, 2, 7, 8)
+
+
+@pytest.mark.parametrize("parts", [1, 3, 9])
+def test_rows_that_are_masked_are_as_none_also_where_a_part_has_no_others(parts):
+    h, _ = draw(9)
+    target = torch.randint(3, 7, (2, 7))
+    layers = [Padded(HIDDEN, 9, part, parts) for part in range(parts)]
+    logits = F.linear(h, torch.cat([layer.weight for layer in layers])[3:7])
+    theirs = F.cross_entropy(logits.flatten(0, 1), target.flatten() - 3)
+    ours = call(layers, h, target=target)
+    torch.testing.assert_close(ours, theirs)
+    for a, b in zip(gradients(ours, h, layers), gradients(theirs, h, layers), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
 def test_the_gradient_is_that_of_finite_differences():
     h, target = draw(9, torch.float64, (3,))
     target[1] = -100

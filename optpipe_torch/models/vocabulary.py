@@ -214,7 +214,9 @@ class _Fold(torch.autograd.Function):
         for z, before, after, fades, wanted in _chunks(logits, state, folded, decay, target):
             row, inside = _place(wanted, first, z.shape[-1])
             # of the largest logit: its logarithm of the softmax is small, whatever the logits
-            own = z.amax(-1).to(state.dtype) - torch.log_softmax(z, -1, dtype=state.dtype).amax(-1)
+            largest = z.amax(-1).to(state.dtype)
+            own = largest - torch.log_softmax(z, -1, dtype=state.dtype).amax(-1)
+            own.masked_fill_(largest == float("-inf"), torch.finfo(own.dtype).min)  # all rows are masked: next to none
             torch.logaddexp(before[:, 0], own, out=after[:, 0])
             torch.exp(before[:, 0] - after[:, 0], out=fades)
             weighed = torch.where(inside, z.gather(-1, row).to(state.dtype) * peak, 0)

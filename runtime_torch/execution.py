@@ -197,8 +197,9 @@ class StageExecution:
         """A tensor of the input's shape without its memory."""
         self._one: Tensor | None = None
         """The gradient of the loss by itself, on the last stage."""
-        self._ungraded: list[nn.Parameter] = []
-        """The trained parameters that have had no gradient since the step began."""
+        self._watched: dict[nn.Parameter, Tensor | None] = {}
+        """The trained parameters whose gradient may begin anew, and the last seen: those that have had none since the
+        step began, and those of which a hook may set it to None."""
         self.begin()
         self.carrier: Carrier = DirectCarrier(self.device, self.meter, self.host_meter)
         """Does the copies of offloads and reloads; a replay on CUDA puts its own here."""
@@ -216,7 +217,7 @@ class StageExecution:
         owned = [tensor for layer in self.layers for tensor in (*layer.parameters(), *layer.buffers())]
         self._constants = frozenset(tensor.untyped_storage().data_ptr() for tensor in owned) - self._changed.keys()
         trained = (one for layer in self.layers for one in layer.parameters() if one.requires_grad)
-        self._ungraded = [one for one in trained if one.grad is None]
+        self._watched = {one: one.grad for one in trained if one.grad is None or engine.has_hooks(one)}
 
     def forget(self) -> None:
         """A step was left in the middle, and none goes on with it: let go what it held."""
@@ -648,19 +649,19 @@ class StageExecution:
         It looks whether anyone else has the tensor, not the memory. What it took over once it adds to in place, and a
         gradient that waits for its message or for the stage before would change with it.
         """
-        if not self._ungraded:
+        if not self._watched:
             return
         taken = {storage.data_ptr() for storage in passed}
-        left = []
-        for parameter in self._ungraded:
-            gradient = parameter.grad
-            if gradient is None:
-                left.append(parameter)
-            elif type(gradient) is Tensor and gradient.layout is torch.strided:
+        left = {}
+        for parameter, before in self._watched.items():
+            gradient: Tensor | None = parameter.grad
+            if gradient is not before and type(gradient) is Tensor and gradient.layout is torch.strided:
                 if gradient.untyped_storage().data_ptr() in taken:
                     gradient = parameter.grad = gradient.clone()
                 taken.add(gradient.untyped_storage().data_ptr())
-        self._ungraded = left
+            if gradient is None or engine.has_hooks(parameter):
+                left[parameter] = gradient
+        self._watched = left
 
     def _release(self, run: _Pass) -> None:
         """Forget all that a pass still holds."""

@@ -790,6 +790,32 @@ def test_a_gradient_that_is_passed_on_stays_as_it_is_when_weights_get_more(fused
     torch.testing.assert_close(stage.layers[0].table.grad, sum(wanted).flatten())
 
 
+@both
+def test_a_gradient_that_a_hook_takes_away_begins_anew_with_memory_of_its_own(fused):
+    layer = Offset()
+    stage = StageExecution([layer], 1, is_first=False, is_last=False, device="cpu")
+    taken = []
+
+    def take(table):
+        if len(taken) == 1:
+            table.grad = None
+        taken.append(table)
+
+    layer.table.register_post_accumulate_grad_hook(take)
+    passed = []
+    for microbatch in range(4):
+        stage.forward(microbatch, torch.randn(ROWS, WIDTH))
+    for microbatch in range(4):
+        gradient = torch.full((ROWS, WIDTH), float(microbatch))
+        if fused:
+            passed.append(stage.backward(microbatch, gradient))
+        else:
+            passed.append(stage.backward_input(microbatch, gradient))
+            stage.backward_weight(microbatch)
+    assert [float(one.max()) for one in passed] == [0, 1, 2, 3]
+    assert layer.table.grad.eq(2 + 3).all()
+
+
 class Uncertain(Scores):
     """Adds a learned number to the loss."""
 

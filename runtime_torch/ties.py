@@ -125,6 +125,8 @@ class _Tie:
     """On this rank."""
     before: dict[nn.Parameter, Tensor | None] = field(default_factory=dict)
     """While a step runs: the gradients of the steps before it."""
+    changes: list[int] = field(default_factory=list)
+    """How often each of these copies had been changed in place when it began."""
     joined: list[type] = field(default_factory=list)
     """The kinds of this rank's copies between steps: whole ones, or shards of FSDP2."""
 
@@ -143,6 +145,10 @@ class _Tie:
         if [type(parameter.data) for parameter in copies] != self.joined:
             raise RunFailed(f"{_show([self.names])}: FSDP2 left tied parameters whole, expected shards between steps")
         return copies
+
+    def has_changed(self) -> bool:
+        """Whether a copy is another one than at the step's begin."""
+        return self.changes != [engine.changes(parameter) for parameter in self.before]
 
     @property
     def is_whole(self) -> bool:
@@ -236,6 +242,7 @@ class Ties:
             self._compare_trained(group, device)
         for tie in self._shared_out():
             tie.before = {parameter: parameter.grad for parameter in tie.between_steps()}
+            tie.changes = [engine.changes(parameter) for parameter in tie.before]
             for parameter in tie.before:
                 parameter.grad = None
 
@@ -260,7 +267,10 @@ class Ties:
     @torch.no_grad()
     def finish(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """A step is over: add up what it added to all copies, and give the sum to each; where it added to none, none
-        gets a gradient, as without copies: an optimizer leaves such a parameter as it is."""
+        gets a gradient, as without copies: an optimizer leaves such a parameter as it is.
+
+        Raises RunFailed on all ranks alike where a copy was changed meanwhile: the others do not know.
+        """
         added = self._added(group, device)
         for tie in self._shared_out():
             copies = tie.between_steps()
@@ -278,13 +288,20 @@ class Ties:
             tie.before.clear()
 
     def _added(self, group: dist.ProcessGroup | None, device: torch.device) -> set[Names]:
-        """Return the ties of which a copy on any rank has a gradient."""
+        """Return the ties of which a copy on any rank has a gradient; raise RunFailed where one was changed."""
         if not self._has_copies:
             return set()
         has_any = [any(one.grad is not None for one in tie.parameters()) for tie in self._ties]
-        message = torch.tensor(has_any, dtype=torch.int32, device=device)
+        have_changed = [bool(tie.before) and tie.has_changed() for tie in self._ties]
+        message = torch.tensor([has_any, have_changed], dtype=torch.int32, device=device)
         dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
-        return {tie.names for tie, found in zip(self._ties, message.tolist(), strict=True) if found}
+        has_any, have_changed = message.tolist()
+        if changed := [tie.names for tie, found in zip(self._ties, have_changed, strict=True) if found]:
+            raise RunFailed(
+                f"{_show(changed)}: tied, and one of the copies was changed within a step, by an optimizer that steps "
+                "in a hook or by max_norm, which the other copies do not see: expected changes between steps alone"
+            )
+        return {tie.names for tie, found in zip(self._ties, has_any, strict=True) if found}
 
     def _shared_out(self) -> Iterator[_Tie]:
         """The ties of several copies that are trained."""

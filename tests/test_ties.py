@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ import test_runtime_library as case
 import torch
 from test_runtime_library import alone, start_ranks  # noqa: F401 - a fixture
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import runtime_torch
 from optpipe_compiler.compiler import Options, compile_schedule
@@ -117,6 +120,22 @@ def test_a_state_dict_that_is_assigned_parts_what_is_tied_which_is_said(alone): 
     with pytest.raises(
         RunFailed, match=r"3.logits.weight: the layers of this rank have 2 parameters, expected 1: they"
     ):
+        runner.step(*inputs, target=target)
+
+
+def test_copies_that_an_optimizer_changes_in_a_hook_are_refused(alone):  # noqa: F811
+    """FSDP2 calls such hooks once, behind the last backward, when a copy has the gradient of its own layer alone."""
+    schedule, (inputs, target) = case.plan((0, 0)), draw(0)
+    data = init_device_mesh("cpu", (1,))
+    stages = runtime_torch.build_stages(
+        schedule, case.builders(), 0, "cpu", **case.microbatch(), ties=[TIE], prepare=partial(fully_shard, mesh=data)
+    )
+    runner = runtime_torch.Runner(schedule, stages)
+    runner.step(*inputs, target=target)
+    for parameter in stages.module.parameters():
+        optimizer = torch.optim.SGD([parameter])
+        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    with pytest.raises(RunFailed, match=r"3.logits.weight: tied, and one of the copies was changed within a step"):
         runner.step(*inputs, target=target)
 
 

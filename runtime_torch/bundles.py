@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from optpipe_compiler.errors import BadInput, first_line
+from optpipe_compiler.errors import BadInput, first_line, of_kind
 from runtime_torch import random_state
 from runtime_torch.engine import changes
 from runtime_torch.microbatch import Wrapping, current, targets_for
@@ -253,7 +253,7 @@ def _trace(
     layers: Sequence[Made],
     inputs: Sequence[Tensor],
     target: Tensor | None,
-    call: Callable[[Made, tuple[Tensor, ...], Tensor | None, bool], Any],
+    call: Callable[[Made, int, tuple[Tensor, ...], Tensor | None, bool], Any],
 ) -> list[Bundle]:
     bundles = [bundle_of(tuple(inputs), "the input")]
     parts = tuple(inputs)
@@ -264,7 +264,7 @@ def _trace(
             if isinstance(made, nn.Module):
                 sources += random_state.owned(made.modules())
             with torch.no_grad(), random_state.untouched(sources):
-                found = call(made, parts, target, last)
+                found = call(made, index, parts, target, last)
         except (RuntimeError, TypeError, NotImplementedError) as error:
             given = f"what layer {index - 1} returns" if index else "the input"
             also = (target,) if last and target is not None else ()
@@ -279,21 +279,32 @@ def _trace(
     return [replace(bundle, samples=len(inputs[0]) if inputs[0].dim() else None) for bundle in bundles]
 
 
-def _on_meta(made: Made, parts: tuple[Tensor, ...], target: Tensor | None, is_last: bool) -> Any:
+def layer_made(made: Made, index: int) -> nn.Module:
+    """Return layer `index`: what was given, or what that makes; raise BadInput where it is no layer."""
+    of_kind(f"layer {index}", made, (nn.Module, Callable), "a torch.nn.Module, or a function that makes it")
+    layer = made if isinstance(made, nn.Module) else made()
+    if not isinstance(layer, nn.Module):
+        raise BadInput(f"layer {index} is a {type(layer).__name__}, expected a torch.nn.Module")
+    return layer
+
+
+def _on_meta(made: Made, index: int, parts: tuple[Tensor, ...], target: Tensor | None, is_last: bool) -> Any:
     if isinstance(made, nn.Module):
         own = {name: t.to("meta") for name, t in (*made.named_parameters(), *made.named_buffers())}
         behind, named = _targets(made, target, "meta", is_last)
         with unchanged(made):
             return torch.func.functional_call(made, own, parts + behind, named)
     with torch.device("meta"):
-        layer = made().to("meta")
+        layer = layer_made(made, index)
+        if any(one.device.type != "meta" for one in (*layer.parameters(), *layer.buffers())):  # it was there before
+            return _on_meta(layer, index, parts, target, is_last)
         behind, named = _targets(layer, target, "meta", is_last)
         return layer(*parts, *behind, **named)
 
 
-def _on_data(made: Made, parts: tuple[Tensor, ...], target: Tensor | None, is_last: bool) -> Any:
+def _on_data(made: Made, index: int, parts: tuple[Tensor, ...], target: Tensor | None, is_last: bool) -> Any:
     """Call a layer where it lies; its buffers stay as they are."""
-    layer = made if isinstance(made, nn.Module) else made()
+    layer = layer_made(made, index)
     device = next((tensor.device for tensor in (*layer.parameters(), *layer.buffers())), parts[0].device)
     own = {name: buffer.clone() for name, buffer in layer.named_buffers()}
     behind, named = _targets(layer, target, device, is_last)

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.units import counted
 from optpipe_compiler.errors import BadInput, of_kind
-from runtime_torch.bundles import Bundle, Made, bundled, trace_bundles
+from runtime_torch.bundles import Bundle, Made, bundled, layer_made, trace_bundles
 from runtime_torch.execution import StageExecution
 from runtime_torch.meter import Meter
 from runtime_torch.microbatch import inner_layer
@@ -257,10 +257,7 @@ def _refuse_unsliceable(schedule: ir.Schedule, stage: ir.Stage, layers: Sequence
 
 
 def _built(made: Made, index: int) -> nn.Module:
-    of_kind(f"layer {index}", made, (nn.Module, Callable), "a torch.nn.Module, or a function that makes it")
-    layer = made if isinstance(made, nn.Module) else made()
-    if not isinstance(layer, nn.Module):
-        raise BadInput(f"layer {index} is a {type(layer).__name__}, expected a torch.nn.Module")
+    layer = layer_made(made, index)
     if any(map(is_lazy, (*layer.parameters(), *layer.buffers()))):
         raise BadInput(
             f"layer {index} has parameters without a shape (such as nn.LazyLinear's), expected one that was called"

@@ -418,6 +418,19 @@ def test_only_the_layers_of_the_rank_are_built():
     assert {name.split(".")[0] for name in stages.module.state_dict()} == {"2", "3"}
 
 
+def test_functions_may_return_layers_that_were_there_before():
+    layers = [make() for make in builders()]
+    stages = runtime_torch.build_stages(
+        plan((0, 0)),
+        [partial(dict.get, dict(enumerate(layers)), index) for index in range(LAYERS)],
+        0,
+        "cpu",
+        **microbatch(),
+    )
+    assert [*stages.module.values()] == layers
+    assert {parameter.device.type for parameter in stages.module.parameters()} == {"cpu"}
+
+
 def test_every_op_is_a_named_range_that_report_reads_from_torchs_profiler(alone, tmp_path):
     inputs, target = batch()
     schedule = plan((0, 0), fused=False, ranges=RANGES["offload"])
@@ -820,6 +833,9 @@ def test_arguments_of_another_kind_are_refused_and_leave_the_runner_usable(alone
         "ties is 9, expected a list": lambda: build("cpu", ties=9),
         "layer 0 is 5, expected a torch.nn.Module, or a function": lambda: runtime_torch.build_stages(
             schedule, [5] * 4, 0, "cpu"
+        ),
+        "layer 1 is a NoneType, expected a torch.nn.Module": lambda: runtime_torch.build_stages(
+            schedule, [*builders()[:1], lambda: None, *builders()[2:]], 0, "cpu", **microbatch()
         ),
         r"modules\[0\] is 5, expected a torch.nn.Module": lambda: runtime_torch.wrap_stages(schedule, {0: 5}, 0, "cpu"),
         "boundary is 5, expected a function": lambda: runtime_torch.Runner(schedule, stages, 5),

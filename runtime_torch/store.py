@@ -133,7 +133,10 @@ class SavedTensorStore:
         holding = handle.holding
         if handle.tensor is None:
             if holding.storage is None:
-                raise RunFailed(f"layer {holding.layer}: a saved tensor was read while it was not on the device")
+                raise RunFailed(
+                    f"layer {holding.layer}: a saved tensor was read while it was not on the device: expected a graph "
+                    "for each microbatch, not one that several share, as of weights under parametrize.cached()"
+                )
             handle.come_back()
         handle.check()
         assert handle.tensor is not None

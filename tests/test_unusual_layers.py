@@ -13,6 +13,8 @@ from msgspec import structs
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
+from torch.nn.utils.parametrizations import weight_norm  # noqa: E402
+from torch.nn.utils.parametrize import cached  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import runtime_torch  # noqa: E402
@@ -926,3 +928,12 @@ class ClearsUp(nn.Linear):
 def test_a_result_that_the_next_forward_changes_before_it_is_read_is_refused(alone):  # noqa: F811
     with pytest.raises(RunFailed, match=r"forward:1:0: what it passes on was changed in place since a layer's forward"):
         assert_trains_as_in_a_loop(model(ClearsUp, nn.Tanh))
+
+
+@both
+def test_a_graph_that_microbatches_share_is_refused_with_what_to_do(alone, fused):  # noqa: F811
+    layers = model(*[lambda: weight_norm(nn.Linear(WIDTH, WIDTH))] * 2)
+    _, runner = pipelined(layers, plan((0, 0), fused=fused))
+    x, target = batch(0)
+    with cached(), pytest.raises(RunFailed, match="expected a graph for each microbatch, not one"):
+        runner.step(x, target=target)

@@ -161,7 +161,7 @@ class StageExecution:
         """`block_bytes`: of what the allocator gives out multiples, where what it gives out is asked for."""
         self.layers = list(layers)
         for index, layer in enumerate(self.layers, first_layer):
-            _refuse_sparse(index, layer)
+            _refuse_without_memory(index, layer)
         self.selective = frozenset(selective)
         """The layers, by number, whose cheap tensors are made again in their backward."""
         for index in self.selective:
@@ -676,12 +676,19 @@ class StageExecution:
         run.store.clear()
 
 
-def _refuse_sparse(index: int, layer: nn.Module) -> None:
-    """Raise BadInput where a layer owns a sparse tensor, which has no memory to tell it from activations."""
+def _refuse_without_memory(index: int, layer: nn.Module) -> None:
+    """Raise BadInput where a layer owns a tensor that has no memory to tell it from activations."""
     inner = inner_layer(layer)
     for name, tensor in (*inner.named_parameters(), *inner.named_buffers()):
         if tensor.layout is not torch.strided:
             raise BadInput(f"layer {index}: {name} is sparse, expected a dense parameter or buffer")
+        try:
+            tensor.untyped_storage().data_ptr()
+        except RuntimeError as error:
+            raise BadInput(
+                f"layer {index}: {name} is a {type(tensor.data).__name__}, which has no memory of its own, expected an "
+                "ordinary tensor: neither tensor parallelism nor weights quantized into such a class can be run"
+            ) from error
 
 
 def tensors_in(x: Flow) -> tuple[Tensor, ...]:

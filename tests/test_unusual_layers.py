@@ -12,6 +12,8 @@ from msgspec import structs
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
 from torch.nn.utils.parametrizations import weight_norm  # noqa: E402
 from torch.nn.utils.parametrize import cached  # noqa: E402
@@ -240,6 +242,18 @@ class Forwards(nn.Linear):
 def test_tensors_whose_bytes_cannot_be_counted_are_refused_in_a_sentence(alone, make, sentence):  # noqa: F811
     with pytest.raises(BadInput, match=sentence):
         assert_trains_as_in_a_loop(model(make, make))
+
+
+def test_a_layer_in_tensor_parallelism_is_refused_in_a_sentence(alone):  # noqa: F811
+    def parallel(layer):
+        return parallelize_module(layer, init_device_mesh("cpu", (1,)), {"": ColwiseParallel()})
+
+    x, target = batch(0)
+    example = {"inputs": [x[:ROWS]], "target": target[:ROWS]}
+    with pytest.raises(BadInput, match="layer 0: weight is a DTensor, which has no memory of its own"):
+        runtime_torch.build_stages(
+            plan((0, 0)), model(*[lambda: nn.Linear(WIDTH, WIDTH)] * 2), 0, "cpu", prepare=parallel, **example
+        )
 
 
 class Visited(nn.Linear):

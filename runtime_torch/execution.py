@@ -611,9 +611,8 @@ class StageExecution:
             return None
         start = run.entry if run.leaf is None else get_gradient_edge(run.leaf)
         assert start is not None
-        run.store.keep_results()
         root = self._root(run, gradient)
-        found, run.rest = split.backward_input(run.output, root, start)
+        found, run.rest = split.backward_input(run.output, root, start, run.store.keep_results)
         run.output = run.target = None
         if run.entry is not None:
             run.entry_gradient = found

@@ -27,8 +27,8 @@ class SelectiveStore(SavedTensorStore):
     _regions: list[Region] = field(default_factory=list)
     _unread: dict[Holding, set[Slot]] = field(default_factory=dict)
     """Of holdings that were made again: what is still to be read."""
-    _keeps_results: bool = False
-    """Whether results stay once they are made again: between the halves of a split backward."""
+    _later: frozenset[Slot] = frozenset()
+    """What the second half of a split backward may read: results stay for it once they are made again."""
 
     @contextmanager
     def selective(self, layer: int) -> Iterator[None]:
@@ -83,9 +83,9 @@ class SelectiveStore(SavedTensorStore):
         made = {holding for region in self._regions for holding in region.holdings}
         super().let_go({*kept, *needed, *made})
 
-    def keep_results(self) -> None:
-        """A backward in two halves begins: results that are made again stay for the second."""
-        self._keeps_results = True
+    def keep_results(self, later: Iterable[object]) -> None:
+        """A backward in two halves begins: results that are made again stay where the second reads them."""
+        self._later = frozenset(handle for handle in later if isinstance(handle, Slot))
 
     def finish(self, handles: Iterable[object]) -> None:
         """Also free the inputs of pieces that nobody computes again after the first half of a split backward."""
@@ -112,7 +112,7 @@ class SelectiveStore(SavedTensorStore):
         unread = self._unread.get(holding)
         if unread is not None:
             unread.discard(handle)
-            if not unread and not (self._keeps_results and holding is region.out_holding):
+            if not unread and not (holding is region.out_holding and self._later.intersection(holding.slots)):
                 del self._unread[holding]
                 self._take_off(holding)
         return found

@@ -141,13 +141,22 @@ class SecondHalf:
             yield from (gradient for _, gradient in group.passed)
 
 
-def backward_input(output: GradientEdge, gradient: Tensor, start: GradientEdge) -> tuple[Tensor | None, SecondHalf]:
-    """Return the gradient at `start` and what `backward_weight` needs; the graph is retained."""
+def backward_input(
+    output: GradientEdge,
+    gradient: Tensor,
+    start: GradientEdge,
+    keep: Callable[[Iterator[object]], None] = lambda handles: None,
+) -> tuple[Tensor | None, SecondHalf]:
+    """Return the gradient at `start` and what `backward_weight` needs; the graph is retained.
+
+    `keep` is called first, with what stands for the saved tensors that `backward_weight` may read.
+    """
     rest = SecondHalf()
     vectors: list[GradientEdge] = []
     walk = _Walk(output.node, start.node)
     if walk.leads_to[output.node] is not None:  # there is no way to `start`: all that can be computed is for weights
         return None, SecondHalf(vectors=[output], gradients=[gradient])
+    keep(handle for node in walk.beside() for handle in _saved_by(node))
     below = set(_Walk(start.node, None).parameters())
     for group in walk.groups(below):
         if below.isdisjoint(group.leaves) and all(_is_plain_vector(leaf.variable) for leaf in group.leaves):  # type: ignore[attr-defined]
@@ -350,6 +359,11 @@ class _Walk:
             self.leads_to[node] = None
             if found:
                 self.cuts[node] = found
+
+    def beside(self) -> Iterator[Node]:
+        """Yield the cuts, and the nodes that lead to parameters alone."""
+        yield from self.cuts
+        yield from (node for node, leaves in self.leads_to.items() if leaves)
 
     def parameters(self) -> list[Node]:
         """Return the accumulators under the root, where there is no target."""

@@ -253,8 +253,8 @@ class SavedTensorStore:
         if (gone := self._gone.pop(reference, None)) is not None:
             self.meter.release(gone[0])
 
-    def keep_results(self) -> None:
-        """A backward in two halves begins."""
+    def keep_results(self, later: Iterable[object]) -> None:
+        """A backward in two halves begins, of which the second may read what `later` stands for."""
 
     def finish(self, handles: Iterable[object]) -> None:
         """Free every holding of which all slots are among `handles`: nobody reads them any more."""

@@ -289,6 +289,36 @@ def test_between_the_halves_the_allocator_has_no_more_than_the_meter(name):
     assert allocated <= stage.meter.current_bytes + found[0].nbytes + SCALARS
 
 
+class GatedApart(nn.Module):
+    """The result of an activation module is multiplied: no weight reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.act = nn.SiLU()
+
+    def forward(self, x):
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+def test_what_no_weight_reads_is_free_once_the_first_half_has_read_it():
+    """Not at its end: a stage would have it of all its layers at once, and is charged for one."""
+    torch.manual_seed(0)
+    more = []
+    for count in (1, 2, 4):
+        layers = [GatedApart() for _ in range(count)]
+        stage = StageExecution(layers, 0, is_first=False, is_last=False, device="cpu", selective=range(count))
+        x, gradient = torch.randn(2, ROWS, LENGTH, WIDTH)
+        stage.forward(0, x)
+        captured = count * 3 * x.nbytes
+        stage.meter.reset_peak()
+        before = stage.meter.current_bytes
+        stage.backward_input(0, gradient)
+        more.append(stage.meter.peak_bytes - before - captured)
+        stage.backward_weight(0)
+    assert more[1:] == more[:1] * 2
+
+
 def test_a_piece_that_saves_something_else_the_second_time_is_refused():
     from optpipe_compiler.errors import RunFailed
 

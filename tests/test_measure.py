@@ -8,6 +8,7 @@ import signal
 import statistics
 import subprocess
 from dataclasses import asdict, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,32 @@ def test_the_memory_table_with_these_bytes_covers_stages_that_were_not_measured(
     for first, end in [(0, 4), (1, 4), (1, 5), (2, 4)]:
         layers = [sizes[name] for name in names[first:end]]
         excess = measure_layers.transient_bytes(Timer(), benches, first, end, layers)
+        allowed = {op: max(layer.transient[op] for layer in layers) for op in excess}
+        assert all(excess[op] <= allowed[op] for op in excess), (first, end, excess, allowed)
+
+
+def test_layers_of_which_few_are_alike_need_no_more_in_any_stage_than_they_are_charged():
+    """Some hand on a part of a larger tensor, which is there until the next layer's backward, some what they save."""
+    model = Model(builder="tests.user_layers:unlike", config={}, microbatch_size=2, sequence_length=16)
+    found, names = measure_layers.Benches(model, text.default_text()), models.layer_names(model)
+    sizes = measure_sizes(Timer(), found, names, 10**9)
+    boundary = 2 * 16 * 32 * 4
+    assert {name: size.more_saved for name, size in sizes.items() if size.more_saved} == {
+        "Joined": boundary,
+        "LayerNorm": boundary,
+    }
+    assert {name: size.shared for name, size in sizes.items() if size.shared} == {"Saves": boundary}
+    for first, end in combinations(range(len(names) + 1), 2):
+        layers = [sizes[name] for name in names[first:end]]
+        bench = found.stage(first, end)
+        bench.forward(0)
+        saved = sum(layer.saved_after(before) for before, layer in zip((None, *layers[:-1]), layers, strict=True))
+        assert bench.stage.saved_bytes(0) <= saved
+        bench.stage.backward_input(0, bench.gradient)
+        captured = bench.stage.captured_bytes(0)
+        assert captured <= sum(layer.captured for layer in layers)
+        assert bench.stage.saved_bytes(0) + captured <= sum(layer.residue for layer in layers)
+        excess = measure_layers.transient_bytes(Timer(), found, first, end, layers)
         allowed = {op: max(layer.transient[op] for layer in layers) for op in excess}
         assert all(excess[op] <= allowed[op] for op in excess), (first, end, excess, allowed)
 

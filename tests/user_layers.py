@@ -54,6 +54,36 @@ def layers(width: int = 48) -> list[nn.Module]:
     ]
 
 
+class Joined(nn.Module):
+    """Hands on a part of a larger tensor, which nothing saves."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, 2 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Keep the shape."""
+        return (torch.cat([x, x], -1) + self.out(self.norm(x)))[..., : x.shape[-1]]
+
+
+class Saves(nn.Module):
+    """Saves what it hands on."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Keep the shape."""
+        return torch.tanh(self.out(x))
+
+
+def unlike(width: int = 32) -> list[nn.Module]:
+    """Return layers of which few are alike."""
+    inner = [Mixer(width, 4 * width), Joined(width), Joined(width), nn.LayerNorm(width), Saves(width), Saves(width)]
+    return [nn.Embedding(256, width), *inner, Mixer(width, width), Scorer(width)]
+
+
 # -- steps that wait
 
 

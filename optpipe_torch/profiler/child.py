@@ -23,8 +23,8 @@ from optpipe_torch.profiler.layers import (
     Benches,
     bookkeeping_bench,
     layer_bytes,
+    pair_bytes,
     selective_bytes,
-    shared_bytes,
     time_ops,
     time_selective,
     transient_bytes,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from optpipe_compiler.documents.profile import Model
     from optpipe_torch.launch.job import Place
-    from optpipe_torch.profiler.layers import Bench
+    from optpipe_torch.profiler.layers import Bench, PairBytes
 
 GROUP_TIMEOUT = timedelta(seconds=120)
 MOST_EQUAL = 4
@@ -228,20 +228,12 @@ def measure_sizes(timer: Timer, benches: Benches, names: list[str], room: int) -
     sizes = {name: layer_bytes(benches, names.index(name)) for name in dict.fromkeys(names)}
     for name, chain in zip(names, models.layer_chains(benches.model), strict=True):
         sizes[name].chain = chain
-    shared: dict[str, dict[str, int]] = {}
-    for index, (name, following) in enumerate(pairwise(names)):
-        before, second = sizes[name], sizes[following]
-        measured = shared.setdefault(following, {})
-        if name in measured or not second.follows(before) or before.static + second.static > room:
-            continue
-        if benches.passes_several(index):
-            measured[name] = shared_bytes(benches, index)
-            second.shared = min(measured.values())
     for name in sizes:
         index = names.index(name)
         sizes[name].own_transient = transient_bytes(timer, benches, index, index + 1, [sizes[name]])
         sizes[name].transient = dict(sizes[name].own_transient)
         sizes[name].selective = selective_bytes(timer, benches, index, sizes[name])
+    _put_together(benches, names, sizes, room)
     for first, end in _telling_stages(names):
         if sum(sizes[name].static for name in names[first:end]) > room:
             continue
@@ -252,15 +244,36 @@ def measure_sizes(timer: Timer, benches: Benches, names: list[str], room: int) -
     return sizes
 
 
+def _put_together(benches: Benches, names: list[str], sizes: dict[str, LayerBytes], room: int) -> None:
+    """Measure what two layers in a row share, and add to their bytes what they keep more than each of them alone."""
+    pairs: dict[tuple[str, str], PairBytes] = {}
+    for index, pair in enumerate(pairwise(names)):
+        if pair not in pairs and sum(sizes[name].static for name in pair) <= room:
+            pairs[pair] = pair_bytes(benches, index)
+    for name, layer in sizes.items():
+        behind = [(before, found) for (before, second), found in pairs.items() if second == name]
+        ahead = [found for (first, _), found in pairs.items() if first == name]
+        shared = [-found.saved for before, found in behind if layer.follows(sizes[before])]
+        layer.shared = max(0, min(shared, default=0))
+        layer.keep_more(
+            max((found.saved for _, found in behind), default=0),
+            max((found.residue - max(0, found.captured) for _, found in behind), default=0),
+            max((found.captured for found in ahead), default=0),
+        )
+
+
 def _telling_stages(names: list[str]) -> list[tuple[int, int]]:
-    """Stages of several layers in every position: at the start, inside, at the end, and all of a small model; where two
-    kinds take turns inside, such as halves of blocks, with either of them first. Those of few kinds come first."""
-    count = len(names)
-    stages = {(0, 2), (0, 3), (1, 3), (count - 3, count), (count - 2, count), (0, min(count, LAYERS_OF_A_STAGE))}
-    if names[1:3] == names[3:5] and names[1] != names[2]:
-        stages |= {(1, 4), (2, 4), (2, 5)}
-    known = ((first, end) for first, end in stages if first >= 0 and end <= count)
-    return sorted(known, key=lambda stage: (len(set(names[slice(*stage)])), stage))
+    """Stages of two and of three layers, each row of kinds that there is; from the first layer on to each other kind,
+    as nothing is before them that their gradient is for; and all of a small model. Those of few kinds come first."""
+    stages: dict[tuple[str, ...], tuple[int, int]] = {}
+    for first in range(len(names) - 1):
+        for end in range(first + 2, min(first + 3, len(names)) + 1):
+            stages.setdefault(tuple(names[first:end]), (first, end))
+    most = min(LAYERS_OF_A_STAGE, len(names))
+    for end in range(2, most + 1):
+        if end == most or names[end - 1] not in names[: end - 1]:
+            stages[tuple(names[:end])] = 0, end
+    return sorted(stages.values(), key=lambda stage: (len(set(names[slice(*stage)])), stage))
 
 
 def _overhead(timer: Timer, samples: int) -> Samples:

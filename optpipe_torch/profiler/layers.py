@@ -311,15 +311,30 @@ def time_selective(timer: Timer, bench: Bench, samples: int) -> list[int]:
     return took
 
 
-def shared_bytes(benches: Benches, first: int) -> int:
-    """Return what two layers of a chain, from layer `first` on, save less than each of them alone: what both get handed
-    on is there once."""
-    saved = []
+@dataclass(frozen=True)
+class PairBytes:
+    """By how many bytes two layers in a row keep more as one stage than each of them alone; negative: less."""
+
+    saved: int
+    residue: int
+    captured: int
+
+
+def pair_bytes(benches: Benches, first: int) -> PairBytes:
+    """Measure what layers `first` and `first + 1` keep together, and each alone.
+
+    What both save of what is handed on is there once. More is kept where one hands on a part of a larger tensor, which
+    a stage of its own gets, and gives back, without the rest.
+    """
+    saved, residue, captured = [], [], []
     for begin, end in ((first, first + 1), (first + 1, first + 2), (first, first + 2)):
         bench = benches.stage(begin, end)
         bench.forward(0)
         saved.append(bench.stage.saved_bytes(0))
-    return max(0, saved[0] + saved[1] - saved[2])
+        bench.stage.backward_input(0, bench.gradient)
+        captured.append(bench.stage.captured_bytes(0))
+        residue.append(bench.stage.saved_bytes(0) + captured[-1])
+    return PairBytes(*(both - one - other for one, other, both in (saved, residue, captured)))
 
 
 def transient_bytes(

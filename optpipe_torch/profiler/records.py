@@ -93,6 +93,8 @@ class LayerBytes:
     """By op: forward, backward_input, backward_weight, backward."""
     own_transient: dict[str, int] = field(default_factory=dict)
     """The same of a stage of this layer alone."""
+    more_saved: int = 0
+    """Of what is saved, that which a stage of this layer alone does not have: of tensors that it gets a part of."""
     selective: SelectiveBytes | None = None
     """With selective recompute; None: the layer has nothing to recompute so."""
     sliced: SlicedBytes | None = None
@@ -119,6 +121,17 @@ class LayerBytes:
             recompute_ns=recompute_ns,
             transient_bytes=cost(self.selective.transient),
         )
+
+    def keep_more(self, saved: int, residue: int, captured: int) -> None:
+        """Add what it keeps more beside other layers than in a stage of its own; negative: nothing."""
+        saved, residue, captured = (max(0, nbytes) for nbytes in (saved, residue, captured))
+        self.more_saved = saved
+        self.saved += saved
+        self.captured += captured
+        self.residue = min(self.residue + residue + captured, self.saved + self.captured)
+        if self.selective is not None:
+            self.selective.saved += saved
+            self.selective.captured += captured
 
     def saved_after(self, before: LayerBytes | None) -> int:
         """What it saves behind another layer of its stage, as `documents.profile.in_one_stage` has it."""

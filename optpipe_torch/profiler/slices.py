@@ -126,7 +126,7 @@ def slice_bytes(timer: Timer, benches: Benches, index: int, sizes: LayerBytes) -
         shares = [end - begin for begin, end in sliced.spans]
         return max(-(-size * sliced.tokens // share) for size, share in zip(found, shares, strict=True))
 
-    sizes.saved = max(sizes.saved, whole(saved))
+    sizes.saved = max(sizes.saved, whole(saved) + sizes.more_saved)
     sizes.captured = max(sizes.captured, whole(captured[::-1]))
     sizes.residue = min(max(sizes.residue, whole(residue[::-1])), sizes.saved + sizes.captured)
     sizes.sliced = SlicedBytes(min(whole(kept), sizes.saved_after(sizes) - sizes.checkpoint))

@@ -136,8 +136,6 @@ def test_one_schedule_alone_is_planned_where_it_is_asked_for_and_defined():
     assert {row.method for row in found.configurations} == {"interleaved-1f1b"}
     assert all(row.degrees.microbatches % row.degrees.pipeline == 0 for row in found.configurations)
     assert found.infeasible > 0
-    with pytest.raises(BadInput, match="--method is 'best', expected one of gpipe"):
-        asked(replace(QUESTION, method="best"))
 
 
 def test_that_no_known_schedule_fits_is_said(monkeypatch):
@@ -189,9 +187,18 @@ def test_that_one_schedule_does_not_fit_is_not_said_of_all():
         advise(replace(tight, method="gpipe"), degrees, costs, pool=answers_here)
 
 
-def test_what_there_is_no_way_for_is_refused():
+def test_a_method_that_is_none_or_has_no_slices_to_run_is_refused_before_anything_is_estimated():
+    with pytest.raises(BadInput, match="--method is 'best', expected one of gpipe"):
+        replace(QUESTION, method="best")
     with pytest.raises(BadInput, match="--method seq1f1b is for microbatches cut into slices"):
-        asked(replace(QUESTION, method="seq1f1b"))
+        replace(QUESTION, method="seq1f1b", slices=(1,))
+    with pytest.raises(BadInput, match="--method gpipe is for whole microbatches, expected --slices with 1 among them"):
+        replace(QUESTION, method="gpipe", slices=(2, 4))
+    with pytest.raises(BadInput, match="--method seq1f1b is for microbatches cut into slices"):  # no pipeline to fill
+        asked(replace(QUESTION, gpus=1, method="seq1f1b", slices=(1, 2)))
+
+
+def test_what_there_is_no_way_for_is_refused():
     with pytest.raises(BadInput, match="--gpus is 7, --global-batch 5 and --microbatch-sizes 1,"):
         advise(replace(QUESTION, gpus=7, batch=5), ways(replace(QUESTION, gpus=7, batch=5), 3, [4]), costs)
 

@@ -143,6 +143,17 @@ class Question:
     """Of the search for one plan."""
     jobs: int = 1
 
+    def __post_init__(self) -> None:
+        """Raise BadInput for a method that is none, or for which there are no `slices`."""
+        if self.method is None:
+            return
+        if self.method not in METHODS:
+            raise BadInput(f"--method is {self.method!r}, expected one of {', '.join(METHODS)}")
+        if METHODS[self.method].sliced and max(self.slices) == 1:
+            raise BadInput(f"--method {self.method} is for microbatches cut into slices, expected another --slices")
+        if not METHODS[self.method].sliced and 1 not in self.slices:
+            raise BadInput(f"--method {self.method} is for whole microbatches, expected --slices with 1 among them")
+
 
 def ways(question: Question, layers: int, divided: Iterable[int]) -> Iterator[Degrees]:
     """Yield every way that divides GPUs and batch evenly; tensor-parallel groups lie within a node and divide `divided`
@@ -182,8 +193,6 @@ def advise(
     """Return the best configurations; raise BadInput where there is no way, Infeasible where none fits.
 
     Ways with slices are left out where the costs know none, or the method is for whole microbatches."""
-    if question.method is not None and question.method not in METHODS:
-        raise BadInput(f"--method is {question.method!r}, expected one of {', '.join(METHODS)}")
     is_cut = None if question.method is None else METHODS[question.method].sliced
     candidates, too_large, every = [], 0, list(degrees)
     for one in every:

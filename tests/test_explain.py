@@ -20,7 +20,7 @@ from optpipe_compiler.study.explain import instance_of, listed, summed_up
 from optpipe_compiler.study.planned import Instance, Planned, plan
 from optpipe_compiler.study.variations import variations
 from optpipe_compiler.verify import check
-from optpipe_compiler.view.explanation import _and, sentences
+from optpipe_compiler.view.explanation import sentences
 from tests.instances import quick, uniform
 from tests.test_cli import refused, run  # noqa: F401  (run is a fixture)
 
@@ -426,10 +426,3 @@ def test_explain_refuses_bad_input_with_one_sentence(run, schedule):  # noqa: F8
     other = structs.replace(schedule, provenance=structs.replace(schedule.provenance, options=options))
     Path("schedule.json").write_text(ir.to_text(other))
     assert refused(run("explain"), 2).startswith("schedule.json: $.provenance.options are none of `compile`: ")
-
-
-def test_a_part_that_has_a_comma_ends_with_one():
-    busy = "0.7% waiting for device 1, which is busy with other work"
-    assert _and([busy, "0.4% while it drains"]) == f"{busy}, and 0.4% while it drains"
-    assert _and(["a", "b", busy]) == f"a, b, and {busy}"
-    assert _and(["a", "b"]) == "a and b"

@@ -118,9 +118,13 @@ def test_memory_ops_are_not_lost_unless_asked_for(export, kind, what):
 
 
 def test_one_memory_op_that_would_be_lost_is_counted_in_the_singular(export, monkeypatch):
-    monkeypatch.setattr("optpipe_compiler.export.whole.memory_ops", lambda _: {"recompute": 1, "offload": 2})
+    lost = {"recompute": 1, "offload": 2}
+    monkeypatch.setattr("optpipe_compiler.export.whole.memory_ops", lambda _: lost)
     sentence = refused(export("tight.json", "--to", "torch-csv"), 2)
     assert sentence.startswith("tight.json: has 2 offloads and 1 recompute, which torch's CSV cannot carry")
+    lost["reload"] = 3
+    sentence = refused(export("tight.json", "--to", "torch-csv"), 2)
+    assert sentence.startswith("tight.json: has 2 offloads, 1 recompute and 3 reloads, which torch's CSV cannot carry")
 
 
 UNITS = "cut.json: $.setup.units has "

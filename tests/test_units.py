@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from optpipe_compiler.documents.units import (
     FACTORS,
+    enumerated,
     exact_cap,
     parse_bytes,
     parse_cap,
@@ -135,3 +136,11 @@ def test_a_time_without_a_unit_or_below_zero_is_refused(text):
 )
 def test_what_hosts_hold_is_said_for_one_and_for_several(total, hosts, text):
     assert show_hosts(total, hosts) == text
+
+
+def test_a_part_that_has_a_comma_ends_with_one():
+    busy = "0.7% waiting for device 1, which is busy with other work"
+    assert enumerated([busy, "0.4% while it drains"]) == f"{busy}, and 0.4% while it drains"
+    assert enumerated(["a", "b", busy]) == f"a, b, and {busy}"
+    assert enumerated(["a", "b"]) == "a and b"
+    assert enumerated([]) == ""

@@ -189,7 +189,7 @@ def _checked(schedule: Schedule, path: Path) -> Checked:
 
 
 def _refuse_loss(schedule: Schedule, path: Path, drop_memory_ops: bool, what: str) -> None:
-    from optpipe_compiler.documents.units import counted, show_layers
+    from optpipe_compiler.documents.units import counted, enumerated, show_layers
     from optpipe_compiler.export.whole import memory_ops, refuse_units
 
     refuse_units(schedule, str(path), what)
@@ -200,7 +200,7 @@ def _refuse_loss(schedule: Schedule, path: Path, drop_memory_ops: bool, what: st
         )
     lost = memory_ops(schedule)
     if lost and not drop_memory_ops:
-        shown = " and ".join(counted(count, kind) for kind, count in sorted(lost.items()))
+        shown = enumerated([counted(count, kind) for kind, count in sorted(lost.items())])
         raise BadInput(
             f"{path}: has {shown}, which {what} cannot carry; expected a schedule compiled with --no-offload "
             "--no-recompute, or --drop-memory-ops to export it without them"

@@ -119,6 +119,12 @@ def counted(number: int, one: str, several: str = "") -> str:
     return f"{number} {one if number == 1 else several or one + ('es' if one.endswith('ch') else 's')}"
 
 
+def enumerated(parts: Sequence[str]) -> str:
+    """Return parts as a sentence has them: `a, b and c`; a comma goes before `and` where parts have some."""
+    comma = "," if any("," in part for part in parts) else ""
+    return ", ".join(parts) if len(parts) < 2 else ", ".join(parts[:-1]) + f"{comma} and {parts[-1]}"
+
+
 def show_layers(layers: Sequence[int]) -> str:
     """Return layer numbers in order as runs: `0-3, 5`."""
     runs: list[list[int]] = []

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from optpipe_compiler.documents.ops import unit_name
-from optpipe_compiler.documents.units import counted, printable, short_bytes, show_ns
+from optpipe_compiler.documents.units import counted, enumerated, printable, short_bytes, show_ns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -117,10 +117,7 @@ def _beside_contract(difference: Difference) -> str:
     words = list(dict.fromkeys(said))
     if "timing" in words:
         return "timing"
-    return (
-        " and ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))
-        or "numbers of records, as `verify` rejects them,"
-    )
+    return enumerated(words) or "numbers of records, as `verify` rejects them,"
 
 
 MOST_BASELINES = 6

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.table import Table
 from rich.text import Text
 
-from optpipe_compiler.documents.units import show_ns, show_slicing
+from optpipe_compiler.documents.units import enumerated, show_ns, show_slicing
 from optpipe_compiler.view.bar import Bar, description_column
 
 if TYPE_CHECKING:
@@ -117,12 +117,7 @@ def _idle(explanation: Explanation) -> Iterator[str]:
 
 def _worst(one: Idle) -> str:
     lost = [f"{share:.1%} {LOST[cause].format(what)}" for cause, what, share in one.causes if share >= NEGLIGIBLE]
-    return f"Device {one.device} idles most, {one.fraction:.1%} of the step: {_and(lost[:4])}."
-
-
-def _and(parts: Sequence[str]) -> str:
-    comma = "," if any("," in part for part in parts) else ""
-    return parts[0] if len(parts) < 2 else ", ".join(parts[:-1]) + f"{comma} and {parts[-1]}"
+    return f"Device {one.device} idles most, {one.fraction:.1%} of the step: {enumerated(lost[:4])}."
 
 
 def _binding(explanation: Explanation) -> str:
@@ -139,7 +134,7 @@ def _binding(explanation: Explanation) -> str:
     )
     most = best.found + NEGLIGIBLE
     open_ = dict.fromkeys(_subject(one) for one in tried if one.family != best.family and one.at_most > most)
-    return f"{text}; the bounds do not exclude more for {_and(list(open_))}." if open_ else f"{text}."
+    return f"{text}; the bounds do not exclude more for {enumerated(list(open_))}." if open_ else f"{text}."
 
 
 def _subject(one: WhatIf) -> str:

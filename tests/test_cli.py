@@ -12,8 +12,9 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import click
 import msgspec
 import pytest
 
@@ -25,6 +26,9 @@ from optpipe_compiler.published import METHODS
 from optpipe_compiler.verify import verify
 from tests.instances import quick, uniform
 from tests.processes import children, press_ctrl_c, started
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 GB = 10**9
 ROOT = Path(__file__).parent.parent
@@ -91,6 +95,15 @@ def refused(outcome: Outcome, code: int) -> str:
     assert len(lines) == 1
     assert outcome.err.rstrip().endswith(lines[0])
     return lines[0].removeprefix("optpipe: ")
+
+
+def refused_in_json(outcome: Outcome, code: int) -> dict[str, Any]:
+    """The error of a failure with `--json`: one object on stdout with the sentence that is on stderr, too."""
+    (error,) = json.loads(outcome.out).values()
+    assert outcome.out.count("\n") == 1
+    assert error["exit_code"] == code
+    assert refused(Outcome(outcome.code, "", outcome.err), code) == error["message"]
+    return error
 
 
 # -- exit codes and sentences -------------------------------------------------------------------------------------
@@ -222,7 +235,7 @@ def test_a_printed_file_is_alone_on_stdout(run, arguments):
     outcome = run(*arguments, "-o", "/dev/stdout")
     assert (outcome.code, outcome.out) == (0, "")
     assert outcome.err
-    assert refused(run(*arguments, "--json", "-o", "/dev/stdout"), 2) == (
+    assert refused_in_json(run(*arguments, "--json", "-o", "/dev/stdout"), 2)["message"] == (
         "--json prints an object, and /dev/stdout would be printed with it: expected a file"
     )
 
@@ -431,6 +444,60 @@ def test_json_is_exactly_one_object_with_the_promised_fields(run):
     for baseline in report["baselines"].values():
         assert {"makespan_ns", "peak_bytes", "fits"} <= set(baseline)
         assert (baseline["makespan_ns"] is None) == ("reason" in baseline)
+
+
+def with_json(group: click.Group, *names: str) -> Iterator[tuple[str, ...]]:
+    """Yield the commands that have `--json`."""
+    for name, command in group.commands.items():
+        if any("--json" in option.opts for option in command.params):
+            yield *names, name
+        if isinstance(command, click.Group):
+            yield from with_json(command, *names, name)
+
+
+@pytest.mark.parametrize("command", list(with_json(cli.cli)), ids=" ".join)
+def test_a_command_that_fails_with_json_prints_the_error_as_its_object(run, command):
+    outcome = run(*command, "--json", "--zzz")
+    assert outcome.code == 2
+    message = "No such option '--zzz'."
+    assert json.loads(outcome.out) == {"error": {"exit_code": 2, "message": message}}
+    assert message in outcome.err
+    assert run(*command, "--zzz").out == ""
+
+
+def test_every_kind_of_failure_is_an_object_where_json_is_asked_for(run, monkeypatch):
+    Path("pyproject.toml").write_text("[tool.optpipe.bounds]\njson = true\n")
+    assert refused_in_json(run("bounds", "none.json", "--mem", "1GB"), 2)["message"].startswith("none.json: cannot be")
+    error = refused_in_json(run("compile", "--mem", "0.5GB", "--no-offload", "--json", *FAST), 3)
+    assert error["least_mem_bytes"] > GB / 2
+    assert str(error["least_mem_bytes"]) in error["message"]
+
+    def fail(error: BaseException) -> Outcome:
+        def failing(*arguments: object) -> None:
+            raise error
+
+        monkeypatch.setattr(compiler, "compile_schedule", failing)
+        return run("compile", "--mem", "2GB", "--json")
+
+    assert refused_in_json(fail(KeyboardInterrupt()), 130) == {"exit_code": 130, "message": "interrupted"}
+    outcome = fail(ValueError("odd\nand more"))
+    assert json.loads(outcome.out)["error"] == {"exit_code": 70, "message": "a defect of optpipe: ValueError: odd"}
+    assert "Traceback" in outcome.err
+
+
+def test_a_verdict_that_rejects_is_the_only_object(run):
+    Path("profile.json").write_text(Path("profile.json").read_text().replace("\n", "\n\n", 1))
+    outcome = run("fmt", "--check", "--json", "profile.json")
+    assert (outcome.code, json.loads(outcome.out)) == (1, {"would_change": ["profile.json"]})
+
+
+@pytest.mark.parametrize(("rank", "printed"), [("0", 1), ("1", 0)])
+def test_of_the_ranks_that_torchrun_started_the_first_prints_the_error(run, monkeypatch, rank, printed):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(cli, "_end_rank", lambda code: None)
+    outcome = run("verify", "none.json", "--json")
+    assert (outcome.code, outcome.out.count("\n")) == (2, printed)
 
 
 def test_json_counts_what_the_schedule_does(run):

@@ -16,7 +16,7 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.view.progress import ProgressLine
 from tests.instances import quick, uniform
-from tests.test_cli import FAST, refused, run  # noqa: F401  (run is a fixture)
+from tests.test_cli import FAST, refused, refused_in_json, run  # noqa: F401  (run is a fixture)
 from tests.test_help import COMMANDS
 
 GB = 10**9
@@ -95,7 +95,8 @@ def test_what_show_says_in_json_is_what_the_file_says(there, schedule):
     assert said["makespan_ns"] == record.forecast.makespan_ns
     assert [one["peak_bytes"] for one in said["devices"]] == [one.peak_bytes for one in record.devices]
     assert sum(one["share"] for one in said["idle"]) == pytest.approx(record.forecast.bubble_fraction)
-    assert refused(there("show", "--json", "--device", "0"), 2).startswith("--json has the whole schedule")
+    error = refused_in_json(there("show", "--json", "--device", "0"), 2)
+    assert error["message"].startswith("--json has the whole schedule")
 
 
 def test_bounds_say_for_what_they_are(run):  # noqa: F811

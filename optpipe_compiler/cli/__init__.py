@@ -17,7 +17,7 @@ import click
 from optpipe_compiler import __version__
 from optpipe_compiler.cli.advise import advise
 from optpipe_compiler.cli.cache import cache
-from optpipe_compiler.cli.common import add_common_options, say
+from optpipe_compiler.cli.common import JSON, add_common_options, say, say_json
 from optpipe_compiler.cli.compare import compare
 from optpipe_compiler.cli.compile import bounds, compile_command
 from optpipe_compiler.cli.defaults import defaults, nearest
@@ -31,7 +31,7 @@ from optpipe_compiler.cli.run import run
 from optpipe_compiler.cli.show import show
 from optpipe_compiler.cli.sweep import sweep
 from optpipe_compiler.cli.verify import verify
-from optpipe_compiler.errors import INTERRUPTED, BadInput, OptPipeError
+from optpipe_compiler.errors import INTERRUPTED, BadInput, Infeasible, OptPipeError, first_line
 
 CLOSED_PIPE = 141
 """What a shell reports of any program whose reader went away: 128 + SIGPIPE."""
@@ -83,6 +83,7 @@ def _end_rank(code: int) -> NoReturn:
 
 def _run() -> int:
     """Run the command line and return its exit code."""
+    JSON.is_asked, JSON.is_printed = "--json" in sys.argv, False
     try:
         if sys.stdout is None:
             raise BadInput("the output is closed, expected one that can be written to, such as /dev/null")
@@ -90,13 +91,14 @@ def _run() -> int:
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except OptPipeError as error:
-        return _fail(str(error) + _origin(str(error)), error.exit_code)
+        least = error.least_mem_bytes if isinstance(error, Infeasible) else None
+        return _fail(str(error) + _origin(str(error)), error.exit_code, least)
     except (click.exceptions.Abort, KeyboardInterrupt):
         return _fail("interrupted", INTERRUPTED)
     except click.ClickException as error:
         with suppress(OSError):
             error.show()
-        return error.exit_code
+        return _answer(error.format_message(), error.exit_code)
     except Terminated as end:
         return _fail("terminated", 128 + int(str(end)))
     except (
@@ -108,13 +110,10 @@ def _run() -> int:
         return _drop_output(CLOSED_PIPE)
     except OSError as error:
         if error.errno not in UNWRITABLE:
-            traceback.print_exc()
-            return OptPipeError.exit_code
+            return _defect(error)
         return _fail(f"the output cannot be written: {error.strerror}", _drop_output(BadInput.exit_code))
-    except Exception:
-        with suppress(OSError):
-            traceback.print_exc()
-        return OptPipeError.exit_code
+    except Exception as error:
+        return _defect(error)
 
 
 def _origin(sentence: str) -> str:
@@ -126,10 +125,32 @@ def _origin(sentence: str) -> str:
     return ""
 
 
-def _fail(sentence: str, code: int) -> int:
+def _fail(sentence: str, code: int, least_mem_bytes: int | None = None) -> int:
     """Say why on stderr, if that can be written to, and return the exit code."""
     with suppress(OSError):
         say(f"optpipe: {sentence}", err=True)
+    return _answer(sentence, code, least_mem_bytes)
+
+
+def _defect(error: Exception) -> int:
+    with suppress(OSError):
+        traceback.print_exc()
+    return _answer(f"a defect of optpipe: {type(error).__name__}: {first_line(error)}", OptPipeError.exit_code)
+
+
+def _answer(sentence: str, code: int, least_mem_bytes: int | None = None) -> int:
+    """Print what failed as the object of `--json`, unless that is out already; return the exit code.
+
+    Of the ranks that torchrun started the first prints, as it does where nothing fails.
+    """
+    is_first = "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("RANK", "0") == "0"
+    if JSON.is_asked and not JSON.is_printed and is_first and sys.stdout is not None:
+        known = {} if least_mem_bytes is None else {"least_mem_bytes": least_mem_bytes}
+        try:
+            say_json({"error": {"exit_code": code, "message": sentence, **known}})
+            sys.stdout.flush()
+        except OSError:
+            _drop_output(code)
     return code
 
 

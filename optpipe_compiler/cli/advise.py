@@ -15,6 +15,7 @@ from optpipe_compiler.cli.common import (
     complete_models,
     console,
     jobs_option,
+    json_option,
     note,
     say_json,
 )
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     help="Of the search for one plan; 0: the best known schedule.",
 )
 @jobs_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def advise(
     model_name: str,
     gpu_name: str,

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from optpipe_compiler.cli.common import console, say, say_json
+from optpipe_compiler.cli.common import console, json_option, say, say_json
 from optpipe_compiler.errors import BadInput
 
 
@@ -22,7 +22,7 @@ def cache() -> None:
 
 
 @cache.command(name="list", short_help="List the plans that are kept.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def list_command(as_json: bool) -> None:
     """List the plans that are kept, the latest used first.
 
@@ -51,7 +51,7 @@ def list_command(as_json: bool) -> None:
 
 
 @cache.command(short_help="Remove all plans that are kept.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def clear(as_json: bool) -> None:
     """Remove all plans that are kept.
 

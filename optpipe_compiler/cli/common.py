@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -159,6 +160,26 @@ class Positive(click.FloatRange):
         return number
 
 
+@dataclass
+class JsonObject:
+    """The object of `--json` in this call: whether it is asked for, and whether it is out already."""
+
+    is_asked: bool = False
+    is_printed: bool = False
+
+
+JSON = JsonObject()
+
+
+def _asked(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
+    JSON.is_asked = JSON.is_asked or value
+    return value
+
+
+json_option = click.option(
+    "--json", "as_json", is_flag=True, is_eager=True, callback=_asked, help="Print one JSON object."
+)
+
 jobs_option = click.option(
     "-j",
     "--jobs",
@@ -285,6 +306,7 @@ def say_json(answer: Any) -> None:
         text.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:  # a terminal that is not UTF-8
         text = json.dumps(json.loads(text), separators=(",", ":"))
+    JSON.is_printed = True
     click.echo(printable(text))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from optpipe_compiler.cli.common import PROFILE, SCHEDULE, complete_methods, console, jobs_option, say_json
+from optpipe_compiler.cli.common import PROFILE, SCHEDULE, complete_methods, console, jobs_option, json_option, say_json
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents.ir import Schedule
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     help="Costs for --methods.",
 )
 @jobs_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def compare(
     schedule_paths: tuple[Path, ...], methods: str | None, profile_path: Path, jobs: int, as_json: bool
 ) -> None:

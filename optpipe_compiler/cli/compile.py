@@ -19,6 +19,7 @@ from optpipe_compiler.cli.common import (
     console,
     is_said,
     is_stdout,
+    json_option,
     note,
     plan_json,
     say,
@@ -82,7 +83,7 @@ if TYPE_CHECKING:
 )
 @cache_option
 @click.option("--list-methods", is_flag=True, help="Tell what the known schedules are, and stop.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @click.option("-o", "--output", type=Output(replaces=["seeds", "keep"]), default=SCHEDULE, show_default=True)
 def compile_command(
     profile_path: Path,
@@ -163,7 +164,7 @@ def _list_methods(*, as_json: bool) -> None:
 @click.option("--stages-per-device", type=int, help="[default: all that are searched]")
 @click.option("--objective", type=click.Choice(["makespan", "span"]), default="makespan", show_default=True)
 @units_options
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def bounds(profile_path: Path, mems: str, as_json: bool, **options: Any) -> None:
     """Print lower bounds for a range of caps, without solving.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from optpipe_compiler.cli.common import console, plan_json, say_json
+from optpipe_compiler.cli.common import console, json_option, plan_json, say_json
 from optpipe_compiler.errors import BadInput
 
 
@@ -18,7 +18,7 @@ from optpipe_compiler.errors import BadInput
 @click.option(
     "--exit-code", is_flag=True, help="Exit with 1 if a run differs; another forecast alone is no difference."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @click.pass_context
 def diff(context: click.Context, old_path: Path, new_path: Path, exit_code: bool, as_json: bool) -> None:
     """Say in words what changed from one schedule to another.

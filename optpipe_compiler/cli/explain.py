@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from optpipe_compiler.cli.common import PROFILE, SCHEDULE, cache_option, console, jobs_option, say_json
+from optpipe_compiler.cli.common import PROFILE, SCHEDULE, cache_option, console, jobs_option, json_option, say_json
 from optpipe_compiler.errors import Rejected
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 )
 @jobs_option
 @cache_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def explain(schedule_path: Path, profile_path: Path, time_limit: float, jobs: int, cached: bool, as_json: bool) -> None:
     """Say what binds: where devices idle, and what more memory, faster links and other changes would save.
 

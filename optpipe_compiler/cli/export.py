@@ -13,6 +13,7 @@ from optpipe_compiler.cli.common import (
     Output,
     check_outputs,
     console,
+    json_option,
     note,
     refuse_png,
     say,
@@ -45,7 +46,7 @@ FILES = {"torch": "torch's CSV", "Primus": "Primus's table"}
 @click.option(
     "--profile", "profile_path", type=click.Path(path_type=Path), help="torch, Megatron, Primus: layer names."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def export(
     schedule_path: Path, kind: str, output: Path | None, drop_memory_ops: bool, profile_path: Path | None, as_json: bool
 ) -> None:

@@ -7,14 +7,14 @@ from typing import Any
 
 import click
 
-from optpipe_compiler.cli.common import say, say_json
+from optpipe_compiler.cli.common import json_option, say, say_json
 from optpipe_compiler.errors import BadInput, Rejected
 
 
 @click.command(short_help="Rewrite schedules and profiles as their canonical text.")
 @click.argument("paths", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--check", is_flag=True, help="Write nothing; exit with 1 and name the files that would change.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def fmt(paths: tuple[Path, ...], check: bool, as_json: bool) -> None:
     """Rewrite schedules and profiles as their canonical text: one op or layer per line, fixed key order.
 

@@ -16,6 +16,7 @@ from optpipe_compiler.cli.common import (
     complete_models,
     console,
     is_stdout,
+    json_option,
     note,
     say,
     say_json,
@@ -101,7 +102,7 @@ FROM_RUN = Path("measured.json")
 )
 @click.option("--list-gpus", is_flag=True, help="Print the known GPUs.")
 @click.option("--list-models", is_flag=True, help="Print the known models.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @click.option("-o", "--output", type=Output(), help="[default: profile.json; from a run: measured.json]")
 @click.pass_context
 def profile(
@@ -353,7 +354,7 @@ def _uniform_option(name: str, default: Any, help: str) -> Callable[[Any], Any]:
 @_uniform_option("--attention-share", 0.0, "Share of F and I that grows with the square of the tokens.")
 @_uniform_option("--kv-fraction", 0.0, "Share of the activation that later slices read: keys and values.")
 @_uniform_option("--slice-overhead-ms", 0.0, "Added to F, I and W of every slice.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @click.option("-o", "--output", type=Output(), default=PROFILE, show_default=True)
 def uniform(
     output: Path,

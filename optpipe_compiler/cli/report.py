@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from optpipe_compiler.cli.common import SCHEDULE, Output, check_outputs, console, is_stdout, say, say_json
+from optpipe_compiler.cli.common import SCHEDULE, Output, check_outputs, console, is_stdout, json_option, say, say_json
 from optpipe_compiler.errors import BadInput
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ BASELINE_KINDS: tuple[BaselineKind, ...] = ("paper", "stock", "composition")
     help="A measured trace: of run --trace, or of torch's profiler (one per rank: repeat the option).",
 )
 @click.option("-o", "--output", type=Output(), default=Path("report.html"), show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def report(
     schedule_path: Path,
     output: Path,

@@ -17,6 +17,7 @@ from optpipe_compiler.cli.common import (
     check_outputs,
     console,
     is_stdout,
+    json_option,
     note,
     say_json,
     silence_torch,
@@ -95,7 +96,7 @@ if TYPE_CHECKING:
     type=Output(replaces=["profile_path"]),
     help="With --replan: where the profile of that schedule goes; the next run with --replan needs both.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def run(
     schedule_path: Path,
     as_json: bool,

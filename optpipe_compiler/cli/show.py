@@ -13,6 +13,7 @@ from optpipe_compiler.cli.common import (
     check_outputs,
     console,
     is_stdout,
+    json_option,
     note,
     plan_json,
     refuse_png,
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 @click.option("--to", "end", metavar="TIME", help="Zoom: end at a time such as 2s.")
 @click.option("--width", type=click.IntRange(min=40), help="Columns of text [default: the window's].")
 @click.option("--svg", type=Output(), help="Write the chart as a picture instead.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def show(
     schedule_path: Path,
     devices: tuple[int, ...],

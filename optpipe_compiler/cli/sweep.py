@@ -19,6 +19,7 @@ from optpipe_compiler.cli.common import (
     console,
     is_stdout,
     jobs_option,
+    json_option,
     note,
     refuse_png,
     say,
@@ -84,7 +85,7 @@ FOR_ESTIMATES = (
 @jobs_option
 @cache_option
 @click.option("--svg", type=Output(), help="Draw the picture, too.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @click.option("-o", "--output", type=Output(), default=Path("sweep.json"), show_default=True)
 def sweep(
     profile_path: Path | None,

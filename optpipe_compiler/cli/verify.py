@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from optpipe_compiler.cli.common import SCHEDULE, console, say, say_json
+from optpipe_compiler.cli.common import SCHEDULE, console, json_option, say, say_json
 from optpipe_compiler.errors import Rejected
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.command(short_help="Check schedules: complete, free of deadlock, within their caps.")
 @click.argument("schedule_paths", metavar="[SCHEDULE]...", nargs=-1, type=click.Path(path_type=Path))
 @click.option("--profile", "profile_path", type=click.Path(path_type=Path), help="Check the costs against it, too.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 def verify(schedule_paths: tuple[Path, ...], profile_path: Path | None, as_json: bool) -> None:
     """Check schedules from their files alone: complete, ordered, free of deadlock, and never above their caps.
 

@@ -76,13 +76,13 @@ class Sweep:
 
     def answers(self, loss: float = 0.02) -> Answers:
         """Return how much memory and how many microbatches are enough to lose less than `loss`, and whether proven."""
-        return answer(self.record.points, loss)
+        return answer(self.record.points, _share(loss))
 
     def sentences(self, loss: float = 0.02) -> list[str]:
         """Return the answers in words."""
         from optpipe_compiler.view.sweep import sentences
 
-        return list(sentences(self.record, loss))
+        return list(sentences(self.record, _share(loss)))
 
     def svg(self) -> str:
         """Return throughput against memory as an SVG picture."""
@@ -105,8 +105,8 @@ def sweep(
     profile: Profile | PathLike,
     mem: str | Sequence[Size],
     *,
-    microbatches: Sequence[int] = (),
-    devices: Sequence[int] = (),
+    microbatches: Sequence[int] | None = None,
+    devices: Sequence[int] | None = None,
     host_mem: Size | None = None,
     time_limit: float = 10.0,
     path: PathLike | None = None,
@@ -118,15 +118,15 @@ def sweep(
     """Plan for every cap, number of microbatches and of devices, each plan starting from that of a smaller cap.
 
     `mem` is a list of caps, or a text such as "10GB:80GB:8" or "10GB,20GB". `time_limit` is in seconds per search, of
-    which a point gets up to three. With `path` points are written there as they are found, and a sweep that is there
-    goes on. `jobs` above 1 plans in as many processes.
+    which a point gets up to three. Without `microbatches` there are 4 per device, without `devices` those of the
+    profile. With `path` points are written there as they are found, and a sweep that is there goes on. `jobs` above 1
+    plans in as many processes.
     """
     costs = _sweep.SweptCosts.of(as_profile(profile))
     checked("time_limit", time_limit, "float")
     checked("jobs", jobs, "count")
     checked("on_point", on_point, "function", is_optional=True)
-    microbatches = checked_all("microbatches", microbatches, "count")
-    devices = checked_all("devices", devices, "count")
+    counts = {name: _counts(name, values) for name, values in (("microbatches", microbatches), ("devices", devices))}
     if not isinstance(mem, Sequence):
         raise BadInput(f"mem is {mem!r}, expected a list of caps, or a text such as '10GB:80GB:8'")
     caps = _sweep.parse_caps(mem, "mem") if isinstance(mem, str) else tuple(sorted({size(one, "mem") for one in mem}))
@@ -139,7 +139,7 @@ def sweep(
         **known(options, compiler.Options, CompileKeywords, sweep),
     )
     where = None if path is None else Path(checked("path", path, "path"))
-    grid = _sweep.Grid(caps, tuple(microbatches), tuple(devices))
+    grid = _sweep.Grid(caps, **counts)
     asked = _sweep.instances(costs, common, grid, cached=cache)
     found = _sweep.begin(where, costs, common)
     todo = _sweep.missing(found, asked)
@@ -148,3 +148,17 @@ def sweep(
         if on_point is not None:
             on_point(next(row for row, one in zip(Sweep(now).points, now.points, strict=True) if one == point))
     return Sweep(found)
+
+
+def _counts(name: str, values: Sequence[int] | None) -> tuple[int, ...]:
+    """Return numbers that are asked for, none for the default; raise BadInput for a list without any."""
+    found: tuple[int, ...] = checked_all(name, values, "count", is_optional=True) or ()
+    if values is not None and not found:
+        raise BadInput(f"{name} is {values!r}, expected at least one, or None for the default")
+    return found
+
+
+def _share(loss: float) -> float:
+    if not 0 < checked("loss", loss, "float") < 1:
+        raise BadInput(f"loss is {loss}, expected a share above 0 and below 1")
+    return loss

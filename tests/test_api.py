@@ -217,6 +217,11 @@ def test_a_sweep_is_rows_sentences_and_a_picture(tmp_path):
     assert len(json.loads((tmp_path / "sweep.json").read_text())["points"]) == 3
     again = optpipe.sweep(COSTS, ["1GB", "2GB"], microbatches=[4], time_limit=0, path=tmp_path / "sweep.json")
     assert again.points == found.points
+    for loss in ("2%", 2, float("nan")):
+        with pytest.raises(optpipe.BadInput, match="loss is "):
+            found.answers(loss)
+        with pytest.raises(optpipe.BadInput, match="loss is "):
+            found.sentences(loss)
 
 
 TORN = r"profile: \$.layers\[0\].residue_bytes is .*, expected captured_bytes"
@@ -317,6 +322,16 @@ def torn():
             "microbatches is 4, expected a list, each of it a whole number",
         ),
         (lambda: optpipe.sweep(COSTS, []), optpipe.BadInput, "mem is .., expected at least one cap"),
+        (
+            lambda: optpipe.sweep(COSTS, [GB], microbatches=[]),
+            optpipe.BadInput,
+            "microbatches is .., expected at least one, or None for the default",
+        ),
+        (
+            lambda: optpipe.sweep(COSTS, [GB], devices=()),
+            optpipe.BadInput,
+            "devices is .., expected at least one, or None for the default",
+        ),
         (
             lambda: optpipe.sweep(COSTS, "1GB", jobs=0),
             optpipe.BadInput,

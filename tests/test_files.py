@@ -88,6 +88,15 @@ def test_a_choice_that_does_not_exist_is_answered_with_those_that_do():
     assert refusal(text) == 'small.json: $.layers[0].forward_ns.source is "guessed"' + expected
 
 
+def test_an_op_that_no_lane_has_is_answered_with_those_that_it_has():
+    text = ir.to_text(quick(uniform(), 10**9).schedule).replace('"op": "forward"', f'"op": "{"x" * 500}"', 1)
+    with pytest.raises(
+        BadInput, match=r"^s: \$\.devices\[0\]\.compute\[\d+\]\.op is .{60}, expected one of forward, b.*"
+    ) as error:
+        ir.parse(text, "s")
+    assert len(str(error.value)) < 300
+
+
 @pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
 def test_numbers_that_json_does_not_have_are_named_by_their_path(constant):
     text = with_value("layers.1.forward_ns", 123456).replace("123456", constant)

@@ -243,7 +243,9 @@ def _explain(name: str, raw: object, kind: type[Record], message: str) -> str:
     path = where.rstrip("`") or "$"
     value, found = _at(raw, path)
     shown = f" is {short_json(value)}" if found else ""
-    if what.startswith("Invalid enum value") and (choices := _choices_at(msgspec.json.schema(kind), path)):
+    if what.startswith(("Invalid enum value", "Invalid value")) and (
+        choices := _choices_at(msgspec.json.schema(kind), path)
+    ):
         return f"{name}: {path}{shown}, expected one of {', '.join(choices)}"
     return f"{name}: {path}{shown}: {what[0].lower()}{what[1:]}"
 

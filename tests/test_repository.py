@@ -13,10 +13,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from small_schedules import Shape, build, changed
 
 from optpipe_compiler import errors
+from optpipe_compiler.cli import cli
 from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.files import canonical
 from optpipe_compiler.errors import INTERRUPTED, OptPipeError
@@ -237,6 +239,19 @@ def test_the_page_of_commands_lists_every_exit_code_and_no_other():
     assert len(kinds) == len(codes) - 2, "two failures share an exit code"
     signals = {128 + signal.SIGPIPE, 128 + signal.SIGTERM}
     assert {int(code) for code in rows} - signals == codes
+
+
+def _options(command: click.Command) -> set[str]:
+    inner = command.commands.values() if isinstance(command, click.Group) else ()
+    return {name for option in command.params for name in option.opts if name.startswith("--")}.union(
+        *map(_options, inner)
+    )
+
+
+def test_every_option_is_on_a_page():
+    pages = "\n".join(page.read_text() for page in PAGES)
+    found = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", pages))
+    assert _options(cli) - found == {"--version"}
 
 
 # -- links

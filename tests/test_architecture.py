@@ -403,8 +403,11 @@ def test_compile_needs_no_torch(folder):
     assert '"outcome":"optimal"' in ended.stdout
 
 
-def test_run_and_profile_without_torch_say_how_to_install_it(folder):
-    for arguments in (("run", "schedule.json"), ("profile",)):
+def test_what_needs_torch_says_without_it_how_to_install_it(folder):
+    estimated = ("--model", "gpt2", "--gpu", "h100-sxm")
+    advise = ("advise", *estimated, "--gpus", "2", "--global-batch", "2", "-j", "1")
+    sweep = ("sweep", *estimated, "--mem", "10GB", "-j", "1")
+    for arguments in (("run", "schedule.json"), ("profile",), ("profile", *estimated), sweep, advise):
         ended = without(["torch"], command(*arguments), folder)
         assert (ended.returncode, ended.stdout) == (6, "")
         assert ended.stderr.splitlines()[-1].startswith("optpipe: ")

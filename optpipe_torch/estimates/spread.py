@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from optpipe_torch.estimates.estimate import BYTES_PER_PARAMETER, EstimateOptions, count_layers, estimate
 from optpipe_torch.estimates.time import LINK_SHARE, work_ns
-from optpipe_torch.estimates.work import Work
 
 if TYPE_CHECKING:
     from optpipe_compiler.documents.profile import Profile
@@ -46,6 +45,8 @@ class Spread:
         )
 
     def _tensor_ns(self, counted: dict[str, tuple[int, Counted]], ranks: int, ops: tuple[str, ...]) -> int:
+        from optpipe_torch.estimates.work import Work  # which imports torch: without it `count_layers` says so
+
         total = 0
         for count, layer in counted.values():
             for op in ops:

@@ -395,6 +395,34 @@ def test_explain_plans_in_processes_and_prints_sentences_and_a_table(run):  # no
     assert "planned: memory +100%" in outcome.err.splitlines()
 
 
+@pytest.mark.parametrize("planned", [0, 1, 3])
+def test_an_interruption_returns_what_is_planned_by_then(run, here, schedule, monkeypatch, planned):  # noqa: F811
+    written(schedule)
+    answer, count = study.answers, 0
+
+    def interrupted(function, questions, jobs):
+        nonlocal count
+        for found in answer(function, questions, jobs):
+            if count == planned:
+                raise KeyboardInterrupt
+            count += 1
+            yield found
+
+    monkeypatch.setattr(study, "answers", interrupted)
+    outcome = run("explain", "schedule.json", "--json")
+    if not planned:
+        assert outcome.code == 130
+        return
+    assert outcome.code == 0
+    report = json.loads(outcome.out)
+    assert len(report["what_ifs"]) == planned - 1
+    assert len(report["what_ifs"]) + report["left"] == len(study.listed(schedule, instance())) - 1
+    count = 0
+    shown = run("explain", "schedule.json").out
+    assert "A step takes" in shown and f"Interrupted: {report['left']} changes not planned." in shown
+    assert "Nothing that was tried" not in shown or planned > 1
+
+
 def test_the_options_of_the_schedule_are_kept(schedule):
     spanning = quick(COSTS, 2 * GB, objective="span", placement="v", split=False, seed=3).schedule
     options = instance_of(spanning, COSTS, "s", 1.5).options

@@ -87,6 +87,8 @@ class Explanation:
     """Tokens of each microbatch; None: all are as long as the costs are for."""
     idle: tuple[Idle, ...]
     what_ifs: tuple[WhatIf, ...]
+    left: int = 0
+    """Changes that were not planned: someone interrupted."""
 
 
 def instance_of(schedule: ir.Schedule, profile: Profile, name: str, time_limit_s: float) -> Instance:
@@ -104,7 +106,8 @@ def explain(
 ) -> Explanation:
     """Plan every change of the instance, which must be the schedule's, and set it against the schedule.
 
-    Each starts from the best schedule of the unchanged instance.
+    Each starts from the best schedule of the unchanged instance. Interrupted, it returns what there is by then; before
+    the unchanged instance is planned there is nothing, and KeyboardInterrupt goes on.
     """
     asked = listed(checked.schedule, instance)
     found: dict[int, Planned] = {}
@@ -113,10 +116,17 @@ def explain(
         seed = (found[0].schedule if found else None) or checked
         kept = [(number, replace(each, cached=instance.cached)) for number, each in part]
         seeded = [(number, _with(each, seeds=(seed,), workers=workers)) for number, each in kept]
-        for (number, _), planned in (pool or answers)(_plan, seeded, jobs):
-            found[number] = planned
-            on_change(asked[number])
-    return summed_up(checked.schedule, asked, [found[number] for number in range(len(asked))])
+        try:
+            for (number, _), planned in (pool or answers)(_plan, seeded, jobs):
+                found[number] = planned
+                on_change(asked[number])
+        except KeyboardInterrupt:
+            if not found:
+                raise
+            break
+    numbers = sorted(found)
+    explanation = summed_up(checked.schedule, [asked[n] for n in numbers], [found[n] for n in numbers])
+    return replace(explanation, left=len(asked) - len(found))
 
 
 def _with(instance: Instance, **options: Any) -> Instance:

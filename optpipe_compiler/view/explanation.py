@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.table import Table
 from rich.text import Text
 
-from optpipe_compiler.documents.units import enumerated, show_ns, show_slicing
+from optpipe_compiler.documents.units import counted, enumerated, show_ns, show_slicing
 from optpipe_compiler.view.bar import Bar, description_column
 
 if TYPE_CHECKING:
@@ -69,7 +69,8 @@ def sentences(explanation: Explanation) -> Iterator[str]:
     if (units := show_slicing(explanation.slices, explanation.lengths)) is not None:
         yield f"Every change is planned {units}."
     yield from _idle(explanation)
-    yield _binding(explanation)
+    if explanation.what_ifs or not explanation.left:
+        yield _binding(explanation)
     memory = [one for one in explanation.what_ifs if one.family == "memory"]
     if memory:
         yield _memory(memory, explanation)
@@ -86,6 +87,8 @@ def sentences(explanation: Explanation) -> Iterator[str]:
             yield "What they do cost, profile --head-parts says."
         elif one.family in DOINGS:
             yield _costs(one, explanation)
+    if explanation.left:
+        yield f"Interrupted: {counted(explanation.left, 'change')} not planned."
 
 
 def _standing(explanation: Explanation) -> str:

@@ -130,6 +130,39 @@ def test_the_bytes_of_a_layer_are_enough_for_each_of_its_slices(name):
     assert sum(map(bool, carries)) == (2 if name == "gpt" else 1)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3"])
+def test_the_bytes_of_selective_recompute_are_enough_for_each_slice(kind):
+    """What a slice keeps, and needs in its backward, does not all shrink with its tokens."""
+    known = {"kind": kind, "granularity": "half", "qk_norm": kind == "qwen3", "positions": 31 * (kind == "gpt2")}
+    config = MODELS["llama"].config | known
+    benches = Benches(structs.replace(MODELS["llama"], config=config, sequence_length=31), text.default_text())
+    timer, names = Timer(), models.layer_names(benches.model)
+    found = measure_sizes(timer, benches, names, 2**30)
+    chosen = [name for name, sizes in found.items() if sizes.selective is not None]
+    assert len(chosen) >= (1 if kind == "llama" else 2)
+    for name in chosen:
+        sizes, index = found[name], names.index(name)
+        slice_bytes(timer, benches, index, sizes)
+        light, into = sizes.selective, sizes.sliced
+        sliced = sliced_bench(benches, index, selective=True)
+        stage, tokens = sliced.bench.stage, sliced.tokens
+        for number in range(4):
+            sliced.forward(number)
+        assert all(stage.saved_bytes(k) * tokens <= light.saved * (e - b) for k, (b, e) in enumerate(sliced.spans))
+        for number, (begin, end) in reversed(list(enumerate(sliced.spans))):
+            sliced.backward_input(number)
+            made = stage.captured_bytes(number) + stage.result_bytes(number)
+            assert made * tokens <= light.captured * (end - begin), name
+        as_chosen = replace(sizes, saved=light.saved, captured=light.captured)
+        halves = sliced_bench(benches, index, [(0, tokens // 2), (tokens // 2, tokens)], selective=True)
+        for op in ("backward_input", "backward"):
+            most, fixed = sizes.transient[op] + light.transient, into.fixed[op]
+            needs = _excesses(timer, halves, as_chosen, into.carry)[op]
+            for (begin, end), need in zip(halves.spans, needs, strict=True):
+                own = fixed + (most - fixed) * (end - begin) / tokens + into.backward_prefix * begin / tokens
+                assert need <= own + 1, (name, op)
+
+
 def test_a_part_of_a_head_that_saves_little_beside_its_input_has_no_carry():
     narrow = MODELS["llama"].config | {"hidden": 128, "head_dim": 32, "head_parts": 4}  # 64 columns of 128 rows
     model = structs.replace(MODELS["llama"], config=narrow)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.documents.profile import OPS
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from optpipe_torch.profiler.layers import Bench, Benches
-    from optpipe_torch.profiler.records import LayerBytes, Samples
+    from optpipe_torch.profiler.records import LayerBytes, Samples, SelectiveBytes
     from optpipe_torch.profiler.timer import Timer
 
 
@@ -78,10 +78,12 @@ class SlicedBench:
             yield part
 
 
-def sliced_bench(benches: Benches, index: int, spans: list[tuple[int, int]] | None = None) -> SlicedBench | None:
+def sliced_bench(
+    benches: Benches, index: int, spans: list[tuple[int, int]] | None = None, *, selective: bool = False
+) -> SlicedBench | None:
     """Return one layer on slices (absent: those that are timed); None where it does not say that it can be sliced, or
     has no tokens to cut."""
-    bench = benches.stage(index, index + 1)
+    bench = benches.stage(index, index + 1, selective=selective)
     (layer,) = bench.stage.layers
     spans = slice_spans(benches.model.sequence_length) if spans is None else spans
     if not is_sliceable(layer) or not spans:
@@ -109,16 +111,41 @@ def slice_bytes(timer: Timer, benches: Benches, index: int, sizes: LayerBytes) -
     sliced = sliced_bench(benches, index)
     if sliced is None:
         return
+    kept = _kept_bytes(sliced)
+    sizes.saved = max(sizes.saved, kept.saved + sizes.more_saved)
+    sizes.captured = max(sizes.captured, kept.captured)
+    sizes.residue = min(max(sizes.residue, kept.residue), sizes.saved + sizes.captured)
+    sizes.sliced = SlicedBytes(min(kept.carry, sizes.saved_after(sizes) - sizes.checkpoint))
+    _transient_bytes(timer, benches, index, sizes, sizes.sliced)
+    if sizes.selective is not None:
+        _selective_bytes(timer, benches, index, sizes, sizes.sliced, sizes.selective)
+
+
+@dataclass(frozen=True)
+class _KeptBytes:
+    """Bytes of a whole microbatch of which each slice's share is enough for it."""
+
+    saved: int
+    residue: int
+    captured: int
+    captured_and_made: int
+    """What I has captured, and what selective recompute has made again in it."""
+    carry: int
+
+
+def _kept_bytes(sliced: SlicedBench) -> _KeptBytes:
+    """Run F, I and W of all slices, and measure what each keeps between them."""
     stage, slices = sliced.bench.stage, range(len(sliced.spans))
-    saved, kept, residue, captured = [], [], [], []
+    saved, residue, captured, captured_and_made, carry = ([0 for _ in slices] for _ in range(5))
     for slice in slices:
         sliced.forward(slice)
-        saved.append(stage.saved_bytes(slice))
-        kept.append(stage.carry_bytes(slice))
+        saved[slice] = stage.saved_bytes(slice)
+        carry[slice] = stage.carry_bytes(slice)
     for slice in reversed(slices):
         sliced.backward_input(slice)
-        captured.append(stage.captured_bytes(slice))
-        residue.append(stage.saved_bytes(slice) + captured[-1])
+        captured[slice] = stage.captured_bytes(slice)
+        residue[slice] = stage.saved_bytes(slice) + captured[slice]
+        captured_and_made[slice] = captured[slice] + stage.result_bytes(slice)
     for slice in reversed(slices):
         sliced.backward_weight(slice)
 
@@ -126,11 +153,37 @@ def slice_bytes(timer: Timer, benches: Benches, index: int, sizes: LayerBytes) -
         shares = [end - begin for begin, end in sliced.spans]
         return max(-(-size * sliced.tokens // share) for size, share in zip(found, shares, strict=True))
 
-    sizes.saved = max(sizes.saved, whole(saved) + sizes.more_saved)
-    sizes.captured = max(sizes.captured, whole(captured[::-1]))
-    sizes.residue = min(max(sizes.residue, whole(residue[::-1])), sizes.saved + sizes.captured)
-    sizes.sliced = SlicedBytes(min(whole(kept), sizes.saved_after(sizes) - sizes.checkpoint))
-    _transient_bytes(timer, benches, index, sizes, sizes.sliced)
+    return _KeptBytes(*map(whole, (saved, residue, captured, captured_and_made, carry)))
+
+
+def _selective_bytes(
+    timer: Timer, benches: Benches, index: int, sizes: LayerBytes, into: SlicedBytes, light: SelectiveBytes
+) -> None:
+    """Measure what slices keep, and need in their backward, of a layer with selective recompute, into `light`."""
+    sliced = sliced_bench(benches, index, selective=True)
+    assert sliced is not None
+    kept = _kept_bytes(sliced)
+    light.saved = min(max(light.saved, kept.saved + sizes.more_saved), sizes.saved)
+    light.captured = max(light.captured, kept.captured_and_made)
+    chosen = replace(sizes, saved=light.saved, captured=light.captured)
+    for spans in _cuts(benches.model.sequence_length):
+        sliced = sliced_bench(benches, index, spans, selective=True)
+        if sliced is None:
+            continue
+        excesses = _excesses(timer, sliced, chosen, into.carry)
+        for op in ("backward_input", "backward"):
+            most, fixed = sizes.transient[op], into.fixed[op]
+            for (begin, end), needs in zip(spans, excesses[op], strict=True):
+                share = (end - begin) / sliced.tokens
+                known = fixed + (most - fixed) * share + into.backward_prefix * begin / sliced.tokens
+                light.transient = max(light.transient, math.ceil((needs - known) / share))
+
+
+def _cuts(tokens: int) -> list[list[tuple[int, int]]]:
+    """Return the cuts of which transient bytes are measured: those with a first slice of few tokens come first."""
+    few = tokens // SHORTEST
+    shortest = [few] if few > 1 else [1, 2]  # attention of one query has kernels of its own
+    return [[(0, end), (end, tokens)] for end in (*shortest, tokens // 2)] + [slice_spans(tokens)]
 
 
 def _transient_bytes(timer: Timer, benches: Benches, index: int, sizes: LayerBytes, into: SlicedBytes) -> None:
@@ -141,22 +194,21 @@ def _transient_bytes(timer: Timer, benches: Benches, index: int, sizes: LayerByt
     the tokens before them.
     """
     tokens = benches.model.sequence_length
-    few = tokens // SHORTEST
-    shortest = [few] if few > 1 else [1, 2]  # attention of one query has kernels of its own
-    spans = [[(0, end), (end, tokens)] for end in (*shortest, tokens // 2)] + [slice_spans(tokens)]
-    cut = [one for one in (sliced_bench(benches, index, each) for each in spans) if one is not None]
+    cuts = _cuts(tokens)
+    shortest = len(cuts) - 2
+    cut = [one for one in (sliced_bench(benches, index, spans) for spans in cuts) if one is not None]
     found = [(one, _excesses(timer, one, sizes, into.carry)) for one in cut]
     for op, most in sizes.own_transient.items():
         prefix, fixed = 0, 0
         for number, (sliced, excesses) in enumerate(found):
             share, needs = sliced.spans[0][1] / tokens, excesses[op][0]
-            if number < len(shortest):
+            if number < shortest:
                 line = math.ceil((needs - share * most) / (1 - share))
                 least = fixed = into.fixed[op] = max(fixed, min(line, max(most, math.ceil(needs))))
             else:
                 least = fixed + math.ceil((needs - fixed) / share)
             sizes.transient[op] = max(sizes.transient[op], least)
-        for sliced, excesses in found[len(shortest) :]:
+        for sliced, excesses in found[shortest:]:
             for (begin, end), needs in zip(sliced.spans, excesses[op], strict=True):
                 own = fixed + (sizes.transient[op] - fixed) * (end - begin) / tokens
                 if begin:

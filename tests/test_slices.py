@@ -264,6 +264,28 @@ def test_the_time_limit_does_not_count_what_is_compiled_to_judge_slices(monkeypa
     assert told == ["compiling the search, once on this machine"]
 
 
+def test_slices_are_searched_where_few_microbatches_promise_less_than_the_work_of_all() -> None:
+    slices = profiles.Sliceable(backward_input_attention_ns=10)
+    layer = profiles.Layer(
+        name="block",
+        count=2,
+        forward_ns=0,
+        backward_input_ns=30,
+        backward_weight_ns=20,
+        backward_ns=45,
+        saved_bytes=14,
+        residue_bytes=12,
+        checkpoint_bytes=14,
+        slices=slices,
+    )
+    profile = profiles.Profile(name="short", sequence_length=16, machine=profiles.Machine(devices=1), layers=[layer])
+    asked = Options(1, 5, slices="auto", time_limit_s=0.1, reproducible=True)
+    with pytest.raises(Infeasible) as refused:
+        compile_schedule(profile, asked)
+    enough = compile_schedule(profile, replace(asked, mem_bytes=refused.value.least_mem_bytes)).schedule
+    assert enough.setup.slices == 16
+
+
 def test_a_refusal_names_what_slices_need_where_whole_microbatches_need_more() -> None:
     """It named what whole ones need."""
     profile = sliced(2, kv_fraction=0.1)

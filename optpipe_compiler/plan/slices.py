@@ -55,7 +55,8 @@ def slicings(
             for slicing in cut(profile, options, number):
                 for problem in build(slicing):
                     if lowering_s(problem.tasks) <= most_s:
-                        ranked.append((_judged(problem, options), -number, device_work(problem)))
+                        work = device_work(problem)  # a few microbatches may promise less for all of them
+                        ranked.append((max(_judged(problem, options), work), -number, work))
     least = min((reached for reached, *_ in ranked), default=0)
     able = [-less for _, less, work in sorted(ranked) if work <= least]  # the others compute for longer than that
     chosen = list(dict.fromkeys(able))[:TRIED]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, chain, compress, starmap
 from math import ceil
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -174,11 +175,11 @@ def _of_offloads(stages: list[Stage]) -> Fraction:
     if longest is None or not longest.offload or not longest.reload:
         return Fraction(1)
     turns = Fraction(longest.offload_alone, longest.offload), 1 - Fraction(longest.reload_alone, longest.reload)
-    counts = Counter((one.offload_alone, one.offload, one.reload_alone, one.reload) for one in stages)
-    alike = {(one.offload_alone, one.offload, one.reload_alone, one.reload): one for one in stages}
+    times = attrgetter("offload_alone", "offload", "reload_alone", "reload")
+    alike, counts = {times(one): one for one in stages}, Counter(map(times, stages))
 
     def cost(share: Fraction) -> Fraction:
-        return sum((count * _on_link(alike[times], share) for times, count in counts.items()), start=Fraction(0))
+        return sum((count * _on_link(alike[each], share) for each, count in counts.items()), start=Fraction(0))
 
     return max((Fraction(1), Fraction(0), *turns), key=cost)
 

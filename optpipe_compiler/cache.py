@@ -181,12 +181,12 @@ def compile_schedule(
     An equal question has its answer back. Any other starts from near plans: of the same costs the best that fits, so
     that more memory is never worse than less, and of near costs, caps and microbatches the nearest. With
     `reproducible` only an equal question is answered, because a start would change the answer. One schedule alone
-    (`method`) is not kept, nor are plans while schedules of one's own are registered.
+    (`method`) is not kept, nor are plans for a longer step (`further`), or while schedules of one's own are registered.
     """
     from optpipe_compiler.published import METHODS
 
     is_own = any(method.kind == "own" for method in METHODS.values())
-    if cache is None or options.method is not None or is_own:
+    if cache is None or options.method is not None or options.further or is_own:
         return compiler.compile_schedule(profile, options, on_progress)
     begin = time.monotonic()
     chosen = compiler.settled(profile, options)

@@ -104,6 +104,8 @@ class Result:
     """The plans that were compared under noise, the least forecast first."""
     is_cached: bool = False
     """Whether it was planned before (cache.py)."""
+    further_ns: int = 0
+    """What the further microbatches of the options take."""
 
     @property
     def schedule(self) -> ir.Schedule:
@@ -180,7 +182,7 @@ class _Compilation:
         chosen = in_time(every, options)
         attempts, longer = ([self._attempt(*each) for each in several] for several in (chosen, beside(every, options)))
         attempts[0].notes += too_long(every, chosen, options)
-        self.incumbents = Incumbents(attempts, options.objective, self._report, longer)
+        self.incumbents = Incumbents(attempts, options.objective, self._report, longer, options.further)
         self.candidates = Candidates(self.incumbents)
         self.budget = Budget(options.limits, max(attempt.problem.tasks for attempt in attempts), begin + compiled_s)
 
@@ -220,21 +222,29 @@ class _Compilation:
             raise KeyboardInterrupt
         if self.incumbents.winner() is None:
             raise NotFound("no schedule was found within the time limit")
-        found: list[tuple[Attempt, ir.Checked]] = []
+        found: list[tuple[Attempt, Schedule, ir.Checked]] = []
         taken, noisy = 0, None
         with self._interruptible():
             taken = self._compare(found)
         if not found:
             self._compare(found)
-        attempt, checked = found[taken]
+        attempt, timed, checked = found[taken]
         with self._interruptible():
             noisy = under_noise(checked.schedule, self.profile, self.options.noise)
         notes = tuple(note for each in self.incumbents.attempts for note in each.notes)
         notes += tuple(left_out(checked.schedule, self.profile))
         wall_s = time.monotonic() - self.begin
-        considered = tuple(checked for _, checked in found)
-        interrupted = self.budget.is_interrupted
-        return Result(checked, self.options, attempt.layout.name, interrupted, wall_s, notes, noisy, considered)
+        return Result(
+            checked,
+            self.options,
+            placement=attempt.layout.name,
+            interrupted=self.budget.is_interrupted,
+            wall_s=wall_s,
+            notes=notes,
+            quantiles=noisy,
+            considered=tuple(checked for *_, checked in found),
+            further_ns=self.options.further * timed.steady if self.options.further else 0,
+        )
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
@@ -244,7 +254,7 @@ class _Compilation:
         except KeyboardInterrupt:
             self.budget.is_interrupted = True
 
-    def _compare(self, found: list[tuple[Attempt, ir.Checked]]) -> int:
+    def _compare(self, found: list[tuple[Attempt, Schedule, ir.Checked]]) -> int:
         """Add to `found` the best schedule, under noise several nearly as good ones; return the number of the best.
 
         Where verify rejects all of these, the next best that is known is taken.
@@ -262,7 +272,7 @@ class _Compilation:
                 rejected = error
                 attempt.notes.append(f"a plan was left out that verify rejects, please report it: {error}")
                 continue
-            found.append((attempt, checked))
+            found.append((attempt, timed, checked))
             spreads = spreads_of(checked.schedule, self.profile, self.options.noise)
             is_asked = self.options.method is not None or self.budget.is_interrupted
             if not spreads or limits.is_span or is_asked:

@@ -110,6 +110,33 @@ def test_a_long_step_under_a_tight_cap_takes_as_long_as_its_plan():
     assert row.step_ns >= row.bound_ns
 
 
+def test_a_plan_is_chosen_for_the_whole_step_and_not_for_the_microbatches_that_are_planned():
+    """Two stages per device fill the pipeline sooner; one per device is even, and better in the long run."""
+    base = uniform(2, 2)
+    layers = [
+        structs.replace(
+            base.layers[0],
+            count=1,
+            forward_ns=ms * MB,
+            backward_input_ns=ms * MB,
+            backward_weight_ns=MB,
+            backward_ns=(ms + 1) * MB,
+        )
+        for ms in (32, 28, 27, 33)
+    ]
+    profile = structs.replace(base, layers=layers)
+
+    def best(count):
+        long = replace(QUESTION, gpus=2, batch=count, microbatch_sizes=(1,))
+        degrees = [Degrees(2, 1, 1, 1, count)]
+        return advise(long, degrees, lambda _: Costs(profile, 0, 0), pool=answers_here).configurations[0]
+
+    short, long = best(8), best(200)
+    assert (short.stages_per_device, long.stages_per_device) == (2, 1)
+    assert short.planned_microbatches == long.planned_microbatches == 8
+    assert long.step_ns < 1.01 * long.bound_ns
+
+
 def test_a_step_of_any_length_is_answered():
     (row, *_) = asked(replace(QUESTION, gpus=1, batch=10**8, microbatch_sizes=(1,))).configurations
     assert row.step_ns == row.bound_ns == 10**8 * 8 * 3 * MB

@@ -208,6 +208,26 @@ class Schedule:
             peaks.append(int(np.cumsum(sizes[mine][order]).max(initial=0)))
         return tuple(peaks)
 
+    @cached_property
+    def steady(self) -> int:
+        """Ticks that one more microbatch takes: the busiest lane's for one, recomputes and transfers included, or,
+        where memory lets no lane be busy all the time, what devices take from one microbatch's end to the next one's in
+        the first half, before it drains.
+        """
+        kind, stage, unit, start, end = self.columns
+        device, whole = np.array(self.problem.device_of)[stage], unit // self.problem.slices
+        is_compute = kind < Kind.D
+        count = self.problem.microbatches // self.problem.slices
+        lane = np.where(
+            is_compute, device, self.problem.devices + 2 * stage_links(self.problem)[stage] + (kind == Kind.H)
+        )
+        busiest = int(np.bincount(lane, end - start).max())
+        ended = np.zeros((self.problem.devices, count), np.int64)
+        np.maximum.at(ended, (device[is_compute], whole[is_compute]), end[is_compute])
+        half = count // 2
+        apart = int((ended[:, half] - ended[:, 0]).max())
+        return max(busiest // count, apart // max(1, half))
+
     def count(self, kind: Kind) -> int:
         """Number of tasks of this kind."""
         return int((self.ticks[kind] != NONE).sum())

@@ -200,7 +200,7 @@ class Candidates:
 
     def _worse(self, one: _Promise) -> str:
         """Say that a schedule cannot beat what there is; "" if it can."""
-        done = [self.incumbents.reached(other) for other in self.incumbents.all if other.best is not None]
+        done = [self.incumbents.value(other.best) for other in self.incumbents.all if other.best is not None]
         if one.ticks <= min(done, default=math.inf):
             return ""
         return f"slower by its first microbatches, {ir.NOT_IN_FULL}"

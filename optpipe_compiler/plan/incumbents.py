@@ -154,10 +154,13 @@ class Incumbents:
         objective: str,
         report: Callable[[str], None],
         longer: list[Attempt] | None = None,
+        further: int = 0,
     ) -> None:
         self.attempts = attempts
         self.objective = objective
         self.report = report
+        self.further = further
+        """Microbatches beyond those that are planned, which repeat the steady state."""
         self.longer = longer or []
         """Placements that are not searched, since it takes too long to lower and verify their schedules: what is known
         without a search is tried there."""
@@ -188,8 +191,12 @@ class Incumbents:
         return [one for one in self.attempts if one.layout.order is None or one.layout.by_number not in known]
 
     def value(self, timed: Schedule) -> int:
-        """Return what is minimised."""
+        """Return the objective's value."""
         return value(timed, self.objective)
+
+    def cost(self, timed: Schedule) -> int:
+        """Return what plans are chosen by: the objective's value, and what the further microbatches take."""
+        return self.value(timed) + (self.further * timed.steady if self.further else 0)
 
     def winner(self) -> Attempt | None:
         """Return the attempt with the best schedule; of equally good ones, that of the least peak."""
@@ -199,22 +206,22 @@ class Incumbents:
         return best[0] if len(best) == 1 else min(best, key=lambda one: one.peak_bytes, default=None)
 
     def reached(self, attempt: Attempt) -> int:
-        """Return what the attempt's best schedule has reached."""
+        """Return the cost of the attempt's best schedule."""
         assert attempt.best is not None
-        return self.value(attempt.best)
+        return self.cost(attempt.best)
 
     def keep_near(self, attempt: Attempt, timed: Schedule) -> None:
         """Remember a schedule that fits, if it is nearly as good as the best."""
         winner = self.winner()
-        if winner is None or self.value(timed) > (1 + NEAR) * self.reached(winner):
+        if winner is None or self.cost(timed) > (1 + NEAR) * self.reached(winner):
             return
         known = {one.ticks.tobytes(): one for one in (timed, *attempt.near)}
-        attempt.near = sorted(known.values(), key=self.value)[:MOST_NEAR]
+        attempt.near = sorted(known.values(), key=self.cost)[:MOST_NEAR]
 
     def near(self) -> list[tuple[Attempt, Schedule]]:
         """Return the schedules that are nearly as good as the best, itself first."""
         known = self.known()
-        return [each for each in known if self.value(each[1]) <= (1 + NEAR) * self.value(known[0][1])][:MOST_NEAR]
+        return [each for each in known if self.cost(each[1]) <= (1 + NEAR) * self.cost(known[0][1])][:MOST_NEAR]
 
     def known(self) -> list[tuple[Attempt, Schedule]]:
         """Return the best schedules of all attempts and what was near to the best at its time, the best first."""
@@ -223,11 +230,11 @@ class Incumbents:
             return []
         every = [(one, [*one.near, *([] if one.best is None else [one.best])]) for one in self.attempts]
         found = {id(timed): (one, timed) for one, several in every for timed in several if timed is not winner.best}
-        return [(winner, winner.best), *sorted(found.values(), key=lambda each: self.value(each[1]))]
+        return [(winner, winner.best), *sorted(found.values(), key=lambda each: self.cost(each[1]))]
 
     def is_better(self, attempt: Attempt, timed: Schedule) -> bool:
         """Whether `timed` is better than the attempt's best."""
-        return attempt.best is None or self.value(timed) < self.reached(attempt)
+        return attempt.best is None or self.cost(timed) < self.reached(attempt)
 
     def keep(self, attempt: Attempt, timed: Schedule, phase: str, need: Need | None = None) -> list[int] | None:
         """Make `timed` the attempt's best if it fits and is better, or remember it if it is near.
@@ -258,4 +265,6 @@ class Incumbents:
     def is_met(self, attempt: Attempt) -> bool:
         """Whether this placement cannot beat what is there already."""
         winner = self.winner()
-        return winner is not None and attempt.bound.ticks >= self.reached(winner)
+        if winner is None:
+            return False
+        return attempt.bound.ticks + self.further * attempt.problem.busiest >= self.reached(winner)

@@ -64,7 +64,7 @@ class LeastMemory:
 
     def _soonest(self, once: Schedule, problem: Problem) -> int:
         """Return what repeating this schedule of one microbatch cannot be below: the rest of the busiest device."""
-        return self.incumbents.value(once) + (problem.microbatches - 1) * max(once.computed)
+        return self.incumbents.cost(once) + (problem.microbatches - 1) * max(once.computed)
 
     def find(self) -> None:
         """Keep on each placement what fits in the least time, then what is solved for to need the least memory.

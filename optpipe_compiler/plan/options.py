@@ -56,6 +56,8 @@ class Options:
     """More of them, that the user has not named: nothing is said of those that cannot be taken over."""
     noise: float | None = None
     """The standard deviation of an op's time as a share of it, for all ops; None: as the profile says."""
+    further: int = 0
+    """Microbatches of a longer step, which repeat the plan's steady state: the plan is one that is best for all."""
     keep: ir.Checked | None = None
     """The schedule whose cut and owners of stages are kept, so that no weight moves."""
 

@@ -44,7 +44,7 @@ def _spare(incumbents: Incumbents, attempt: Attempt, timed: Schedule, budget: Bu
         if less is timed:
             return
         with suppress(Stuck):
-            less = min(machine.orders.retime(less, attempt.problem), less, key=incumbents.value)
+            less = min(machine.orders.retime(less, attempt.problem), less, key=incumbents.cost)
         over = incumbents.spare(attempt, timed, less)
         if over is None:
             return

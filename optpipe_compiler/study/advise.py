@@ -26,7 +26,6 @@ from optpipe_compiler.study.pool import answers
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from optpipe_compiler.documents import ir
     from optpipe_compiler.documents.profile import Profile
     from optpipe_compiler.study.pool import Pool
 
@@ -284,7 +283,8 @@ def _promising(
         limit_s = question.time_limit_s
         if count * one.degrees.pipeline * one.degrees.slices > SMALL:
             limit_s = max(limit_s, LARGE_S)
-        options = replace(options, microbatches=count, time_limit_s=limit_s)
+        further = one.degrees.microbatches - count
+        options = replace(options, microbatches=count, further=further, time_limit_s=limit_s)
         instance = Instance(profile, settled(profile, options))
         asked[id(instance)] = instance, one  # kept, so that no other gets its id
         yield instance
@@ -338,8 +338,7 @@ def _configuration(candidate: Candidate, planned: Planned, question: Question) -
         return None
     schedule, degrees, costs = planned.schedule.schedule, candidate.degrees, candidate.costs
     count = schedule.setup.microbatches
-    further = degrees.microbatches - count
-    pipeline_ns = planned.value_ns + further * _steady_ns(schedule)
+    pipeline_ns = planned.value_ns + planned.further_ns
     step_ns = max(pipeline_ns + costs.data_ns, candidate.bound_ns)
     about = facts(planned.schedule, "")
     work = (1 - schedule.forecast.bubble_fraction) * schedule.forecast.makespan_ns / count * degrees.microbatches
@@ -367,22 +366,6 @@ def _configuration(candidate: Candidate, planned: Planned, question: Question) -
         limits=_limits(shares, peak, question.mem_bytes, offloaded, planned.method),
         **{f"{name}_share": share for name, share in shares.items()},
     )
-
-
-def _steady_ns(schedule: ir.Schedule) -> int:
-    """What one more microbatch takes: the busiest lane's time for one, recomputes and transfers included, or, where
-    memory lets no lane be busy all the time, what devices take from one microbatch's end to the next one's in the
-    plan's first half, before it drains."""
-    busy: dict[tuple[int, str], int] = {}
-    ended: dict[tuple[int, int], int] = {}
-    for device, lane, op, start, end in schedule.timed():
-        busy[device, lane] = busy.get((device, lane), 0) + end - start
-        if lane == "compute":
-            ended[device, op.microbatch] = max(end, ended.get((device, op.microbatch), 0))
-    count = schedule.setup.microbatches
-    half = count // 2
-    apart = max(end - ended[device, 0] for (device, number), end in ended.items() if number == half)
-    return max(max(busy.values()) // count, apart // max(1, half))
 
 
 def _limits(shares: dict[str, float], peak: int, cap: int, offloaded: int, method: str) -> list[str]:

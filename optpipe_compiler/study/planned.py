@@ -52,6 +52,8 @@ class Planned:
     finished: bool = True
     """Whether more time for the search is unlikely to give much: see STEP."""
     schedule: ir.Checked | None = None
+    further_ns: int = 0
+    """What the further microbatches of the options take."""
 
 
 def plan(instance: Instance) -> Planned:
@@ -93,6 +95,7 @@ def _searched(instance: Instance, bound: int) -> Planned:
         peak_bytes=max(device.peak_bytes for device in schedule.devices),
         finished=forecast.outcome == "optimal" or _is_near(forecast.value_ns, halfway.value_ns),
         schedule=result.checked,
+        further_ns=result.further_ns,
     )
 
 

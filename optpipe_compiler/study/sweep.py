@@ -124,7 +124,10 @@ def parse_counts(text: str | None, option: str) -> tuple[int, ...]:
 
 def begin(path: Path | None, costs: SweptCosts, common: Options) -> Sweep:
     """Return what is in the file, or an empty sweep; raise BadInput where the file is of other costs or options."""
-    varies = ("mem_bytes", "microbatches", "devices", "workers", "seeds", "kept", "keep", "noise", "units", "lengths")
+    varies = (
+        *("mem_bytes", "microbatches", "devices", "further", "workers", "seeds", "kept", "keep"),
+        *("noise", "units", "lengths"),
+    )
     digests = {gpu: profile.digest() for gpu, profile in costs.profiles.items()}
     lengths = None if common.lengths is None else ",".join(map(str, common.lengths))
     fixed = {name: value for name, value in asdict(common).items() if name not in varies} | {"lengths": lengths}

@@ -7,6 +7,7 @@ import os
 import signal
 import statistics
 import subprocess
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import combinations
 from pathlib import Path
@@ -434,10 +435,27 @@ def test_ctrl_c_leaves_no_process_behind():
 
 
 @pytest.mark.runtime
-def test_a_measurement_that_takes_too_long_is_ended():
-    with pytest.raises(RunFailed, match=r"not done after 0\.2 s: no answer from process 0, 1"):
+def test_a_measurement_that_is_silent_for_too_long_is_ended():
+    with pytest.raises(RunFailed, match=r"measuring anything ended: no answer from process 0, 1 for 0\.2 s"):
         measure(replace(TINY, timeout_s=0.2), lambda *_: None)
     assert multiprocessing.active_children() == []
+
+
+def test_a_measurement_may_take_as_long_as_it_goes_on(monkeypatch):
+    words: list[list[tuple[int, Any]]] = [[(0, ("times of the block", 0.3))], [(0, ("times of the head", 0.4))], []]
+    waited: list[float] = []
+
+    class Said(nullcontext[Any]):
+        def start(self, *_: object) -> None: ...
+
+        def listen(self, seconds: float, _: object) -> list[tuple[int, Any]]:
+            waited.append(seconds)
+            return words[len(waited) - 1]
+
+    monkeypatch.setattr("optpipe_torch.profiler.measure.Processes", lambda how: Said(Said()))
+    with pytest.raises(RunFailed, match="measuring times of the head ended: no answer from process 0, 1 for 9 s"):
+        measure(replace(TINY, timeout_s=9), lambda *_: None)
+    assert waited == [9, 9, 9]
 
 
 OTHERS = {

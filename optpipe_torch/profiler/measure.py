@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -51,6 +50,7 @@ class MeasureOptions:
     samples: int = 60
     """Of every time; a cheap op gets more."""
     timeout_s: float = 300
+    """So long no process may say anything: each round of samples does."""
 
     def model(self) -> Model:
         """Return the record by which `run` builds this model again."""
@@ -83,7 +83,7 @@ def measure(options: MeasureOptions, on_progress: Callable[[str, float], None]) 
     `on_progress` is called with what is being measured and the part that is done, 0 to 1.
 
     Raise BadInput for options that cannot be, MissingDependency without torch, RunFailed when a process dies, fails or
-    is not done after `timeout_s`. All processes are gone when it returns or raises, Ctrl-C included.
+    all are silent for `timeout_s`. All processes are gone when it returns or raises, Ctrl-C included.
     """
     _need_torch()
     layout = layout_of(options, 0 if options.device == "cpu" else gpu_count())
@@ -147,8 +147,11 @@ def _on_gpus(options: MeasureOptions, gpus: int, *, processes: int, least: int) 
 def _run_processes(
     options: MeasureOptions, layout: Arrangement, on_progress: Callable[[str, float], None]
 ) -> list[Findings]:
-    """Return what the processes found by rank; raise the error of one, or RunFailed when one is gone or late."""
-    deadline = time.monotonic() + options.timeout_s
+    """Return what the processes found by rank; raise the error of one, or RunFailed when one is gone or all are silent.
+
+    The time is that since the last word: how long all of it takes depends on the model's size and kinds of layers.
+    """
+    doing = "anything"
     found: dict[int, Findings] = {}
     how = context(training=False)
     with tempfile.TemporaryDirectory(prefix="optpipe-profile-") as folder, Processes(how) as processes:
@@ -157,14 +160,15 @@ def _run_processes(
             processes.start(_measure, rank, layout, options, str(Path(folder) / "store"))
         while len(found) < len(ranks):
             missing = [rank for rank in ranks if rank not in found]
-            heard = processes.listen(max(0.0, deadline - time.monotonic()), missing)
+            heard = processes.listen(options.timeout_s, missing)
             if not heard:
                 late = ", ".join(map(str, missing))
-                raise RunFailed(f"measuring was not done after {options.timeout_s:g} s: no answer from process {late}")
+                raise RunFailed(f"measuring {doing} ended: no answer from process {late} for {options.timeout_s:g} s")
             for rank, said in heard:
                 if isinstance(said, OptPipeError):
                     raise said
                 if isinstance(said, tuple):
+                    doing = said[0]
                     on_progress(*said)
                 elif not isinstance(said, Ended):
                     found[rank] = said

@@ -22,24 +22,31 @@ from optpipe_compiler.errors import BadInput
 from optpipe_compiler.model.neighbours import is_linear, joined, runs
 from optpipe_compiler.model.placement import PATTERNS
 from optpipe_compiler.model.schedule import Kind, Schedule, Stuck, Task
-from optpipe_compiler.published.bfs import bfs
+from optpipe_compiler.published.alternating import (
+    bfs,
+    gpipe,
+    interleaved_1f1b,
+    interleaved_zb,
+    one_f_one_b,
+    seq1f1b,
+    seq1f1b_interleaved,
+    seq1f1b_interleaved_zb,
+    seq1f1b_zb,
+    slimpipe,
+    zb_h1,
+    zb_h2,
+)
 from optpipe_compiler.published.common import NotDefined, Order, Recipe, rows
 from optpipe_compiler.published.dualpipev import dualpipev
 from optpipe_compiler.published.gis import gis, gis_h, gis_h_uniform, gis_m
-from optpipe_compiler.published.gpipe import gpipe
 from optpipe_compiler.published.hanayo import hanayo
-from optpipe_compiler.published.interleaved_1f1b import interleaved_1f1b
-from optpipe_compiler.published.interleaved_zb import interleaved_zb
-from optpipe_compiler.published.one_f_one_b import one_f_one_b
 from optpipe_compiler.published.own import OwnOrder, recipe_of
 from optpipe_compiler.published.pipeoffload import offloading, po_f, po_h, streaming
 from optpipe_compiler.published.recompute import recomputing
-from optpipe_compiler.published.seq1f1b import seq1f1b, seq1f1b_interleaved, seq1f1b_interleaved_zb, seq1f1b_zb
-from optpipe_compiler.published.slimpipe import slimpipe
 from optpipe_compiler.published.transfers import timed
 from optpipe_compiler.published.v_pattern import v_half, v_min
 from optpipe_compiler.published.zb_memory_limited import zb_1p, zb_2p, zb_memory_limited
-from optpipe_compiler.published.zero_bubble import zb_h1, zb_h2, zbv
+from optpipe_compiler.published.zbv import zbv
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,8 +1,7 @@
-"""What the published schedules share: the record they return, what they demand of an instance, and common orders."""
+"""What the published schedules share: the record they return, what they demand of an instance, numbered steps."""
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from functools import wraps
 from itertools import chain
@@ -111,72 +110,6 @@ def needs_links(problem: Problem, name: str, stages: Iterable[int]) -> None:
     if unable:
         device = problem.stages[unable[0]].device
         raise NotDefined(f"{name} offloads stage {unable[0]}, but device {device} has no host link or nothing to move")
-
-
-def handed_over_early(problem: Problem, orders: Tasks) -> Tasks:
-    """Return orders with every B as I and W in a row, where a split is allowed and costs nothing.
-
-    Nothing else moves: the gradient merely leaves for the next device before the weight gradient is computed, as in the
-    generators of the zero-bubble authors, and not after it, as in Megatron.
-    """
-    is_free = all(s.backward_input + s.backward_weight <= s.backward for s in problem.stages)
-    return put_off(orders, [0] * len(orders)) if problem.freedom.split and is_free else orders
-
-
-def one_forward_one_backward(
-    problem: Problem, group: int, warmups: list[int], microbatches: int | None = None
-) -> Tasks:
-    """Return per device its warm-up of so many forwards, then forward and backward in turn, then the backwards left.
-
-    All are in groups of microbatches: see `grouped`. `microbatches` are as many as there are if not said otherwise.
-    """
-    orders, count = [], microbatches or problem.microbatches
-    for device, warmup in enumerate(warmups):
-        mine = problem.stages_of(device)
-        forwards = grouped(Kind.F, mine, count, group)
-        backwards = grouped(Kind.B, mine[::-1], count, group)
-        steady = [task for pair in zip(forwards[warmup:], backwards, strict=False) for task in pair]
-        orders.append(forwards[:warmup] + steady + backwards[len(forwards[warmup:]) :])
-    return orders
-
-
-def put_off(orders: Tasks, numbers: Iterable[int]) -> Tasks:
-    """Return orders with split backwards: so many weight gradients of each device wait for later ones, or for the end.
-
-    Each B becomes I, followed by the weight gradient that is so many places behind.
-    """
-    found: Tasks = []
-    for order, number in zip(orders, numbers, strict=True):
-        mine: list[Task] = []
-        due: deque[Task] = deque()
-        for task in order:
-            if task.kind is not Kind.B:
-                mine.append(task)
-                continue
-            mine.append(task._replace(kind=Kind.I))
-            due.append(task._replace(kind=Kind.W))
-            if len(due) > number:
-                mine.append(due.popleft())
-        found.append([*mine, *due])
-    return found
-
-
-def grouped(kind: Kind, stages: list[int], microbatches: int, group: int) -> list[Task]:
-    """Return the interleaved order: `group` microbatches through each of `stages` in turn, then the next `group`."""
-    return [
-        Task(kind, stage, microbatch)
-        for first in range(0, microbatches, group)
-        for stage in stages
-        for microbatch in range(first, min(first + group, microbatches))
-    ]
-
-
-def in_units(problem: Problem, orders: Tasks) -> Tasks:
-    """Return orders whose tasks name positions with the units that are there: backwards of slices descend."""
-    return [
-        [task if task.kind is Kind.F else task._replace(microbatch=problem.back(task.microbatch)) for task in order]
-        for order in orders
-    ]
 
 
 def numbered(steps: Iterable[tuple[Kind, int]], microbatches: int) -> list[Task]:

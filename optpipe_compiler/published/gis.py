@@ -15,7 +15,8 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.model.schedule import Kind, Task
-from optpipe_compiler.published.common import LOOP, Tasks, handed_over_early, one_forward_one_backward, ordered
+from optpipe_compiler.published.alternating import alternating, handed_over_early
+from optpipe_compiler.published.common import LOOP, Tasks, ordered
 
 if TYPE_CHECKING:
     from optpipe_compiler.model.problem import Problem
@@ -24,36 +25,32 @@ if TYPE_CHECKING:
 @ordered("gis", LOOP)
 def gis(problem: Problem) -> Tasks:
     """Return the order for g = P: peak P(v - 1) + P stage activations on the first device."""
-    return generalised(problem, problem.devices)
+    return _generalised(problem, problem.devices)
 
 
 @ordered("gis-h", LOOP)
 def gis_h(problem: Problem) -> Tasks:
     """Return the order for g = ceil(P / 2): peak g(v - 1) + P stage activations, (P - g)(v - 1) more bubble slots."""
-    return generalised(problem, half_group(problem))
+    return _generalised(problem, _half_group(problem))
 
 
 @ordered("gis-m", LOOP)
 def gis_m(problem: Problem) -> Tasks:
     """Return the order half-way between the two, g = ceil(3P / 4); the paper allows every g from ceil(P / 2) to P."""
-    return generalised(problem, (3 * problem.devices + 3) // 4)
+    return _generalised(problem, (3 * problem.devices + 3) // 4)
 
 
-def half_group(problem: Problem) -> int:
+def _half_group(problem: Problem) -> int:
     """Return the smallest group for which the paper defines the schedule: ceil(P / 2)."""
     return (problem.devices + 1) // 2
 
 
-def generalised(problem: Problem, group: int) -> Tasks:
+def _generalised(problem: Problem, group: int) -> Tasks:
     """Return the order: device d runs g(v - 1) + P - d - 1 stage forwards, then F and B in turn.
 
     The last group may be smaller (the paper has none such): its missing microbatches are left out of the order.
     """
-    devices, count = problem.devices, problem.microbatches
-    padded = -(-count // group) * group
-    warmups = [group * (problem.per_device - 1) + devices - device - 1 for device in range(devices)]
-    orders = one_forward_one_backward(problem, group, warmups, padded)
-    return handed_over_early(problem, [[task for task in order if task.microbatch < count] for order in orders])
+    return handed_over_early(problem, alternating(problem, group))
 
 
 @ordered("gis-h-uniform", LOOP)
@@ -63,7 +60,7 @@ def gis_h_uniform(problem: Problem) -> Tasks:
     Peak g(v - 1) + P + gcd(g, v) - 1 stage activations, the last part because slots that collide are shifted.
     """
     per_device = problem.per_device
-    group = half_group(problem)
+    group = _half_group(problem)
     turns = per_device // gcd(per_device, group)
     offsets = [3 * (group * turn + turn // turns) for turn in range(per_device)]
     return handed_over_early(problem, [_order(problem, device, offsets) for device in range(problem.devices)])

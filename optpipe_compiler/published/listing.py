@@ -74,7 +74,7 @@ def _page() -> Iterator[str]:
     yield "# Methods\n"
     yield "The schedules that a plan is compared with, under the same costs and caps. `optpipe compile --list-methods`"
     yield "prints this page, `--method NAME` writes one of them, `optpipe compare --methods` sets them side by side."
-    yield "It is made by `make methods` from `optpipe_compiler/published/`, where each paper has its files.\n"
+    yield "It is made by `make methods` from `optpipe_compiler/published/`.\n"
     yield "| symbol | meaning |\n|---|---|"
     for symbol, says in SYMBOLS.items():
         yield f"| {symbol} | {says} |"

@@ -15,71 +15,46 @@ from optpipe_compiler.model.schedule import Kind, Task
 from optpipe_compiler.published.common import WAVES, Tasks, ordered
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from optpipe_compiler.model.problem import Problem
 
 
 @ordered("hanayo", WAVES)
 def hanayo(problem: Problem) -> Tasks:
     """Return the order; peak P microbatches, and the more waves, the smaller the bubble."""
-    return _Waves(problem).run()
+    last, per_device = len(problem.stages) - 1, problem.per_device
+    orders: Tasks = [[] for _ in range(problem.devices)]
+    ready: list[list[tuple[bool, int, int, Task]]] = [[] for _ in orders]
+    busy = [0] * problem.devices
+    """Until when each device is."""
+    running: list[tuple[int, int, Task]] = []
+    room, entered, now = problem.devices * per_device, 0, 0
+    """Stage activations that the first device may still promise to microbatches that enter; how many have; the time."""
 
+    def offer(kind: Kind, stage: int, microbatch: int) -> None:
+        is_forward = kind is Kind.F
+        rank = -stage if is_forward else microbatch
+        task = Task(kind, stage, microbatch)
+        heapq.heappush(ready[problem.device_of[stage]], (is_forward, rank, microbatch, task))
 
-class _Waves:
-    """Runs the rule in time."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.owner = problem.device_of
-        self.count = problem.microbatches
-        self.orders: Tasks = [[] for _ in range(problem.devices)]
-        self.per_device = problem.per_device
-        self.ready: list[list[tuple[bool, int, int, Task]]] = [[] for _ in range(problem.devices)]
-        self.entered = 0
-        self.room = problem.devices * self.per_device
-        """Stage activations that the first device may still promise to those who enter."""
-        for task in self._enter():
-            self._offer(task)
-
-    def run(self) -> Tasks:
-        running: list[tuple[int, int, Task]] = []
-        idle, now = set(range(len(self.orders))), 0
-        while True:
-            for device in sorted(idle):
-                if self.ready[device]:
-                    task = heapq.heappop(self.ready[device])[-1]
-                    self.orders[device].append(task)
-                    heapq.heappush(running, (now + (1 if task.kind is Kind.F else 2), device, task))
-                    idle.remove(device)
-            if not running:
-                return self.orders
-            now = running[0][0]
-            while running and running[0][0] == now:
-                _, device, task = heapq.heappop(running)
-                idle.add(device)
-                for following in self._followers(task):
-                    self._offer(following)
-
-    def _followers(self, task: Task) -> Iterator[Task]:
-        """Yield what `task` makes ready."""
-        kind, stage, microbatch = task
-        if kind is Kind.F:
-            last = stage + 1 == len(self.owner)
-            yield Task(Kind.B, stage, microbatch) if last else Task(Kind.F, stage + 1, microbatch)
-            return
-        if stage > 0:
-            yield Task(Kind.B, stage - 1, microbatch)
-        if self.owner[stage] == 0:
-            self.room += 1
-            yield from self._enter()
-
-    def _enter(self) -> Iterator[Task]:
-        while self.entered < self.count and self.room >= self.per_device:
-            self.room -= self.per_device
-            self.entered += 1
-            yield Task(Kind.F, 0, self.entered - 1)
-
-    def _offer(self, task: Task) -> None:
-        forward = task.kind is Kind.F
-        rank = -task.stage if forward else task.microbatch
-        heapq.heappush(self.ready[self.owner[task.stage]], (forward, rank, task.microbatch, task))
+    while True:
+        while entered < problem.microbatches and room >= per_device:
+            offer(Kind.F, 0, entered)
+            room, entered = room - per_device, entered + 1
+        for device, tasks in enumerate(ready):
+            if tasks and busy[device] <= now:
+                task = heapq.heappop(tasks)[-1]
+                orders[device].append(task)
+                busy[device] = now + (1 if task.kind is Kind.F else 2)
+                heapq.heappush(running, (busy[device], device, task))
+        if not running:
+            return orders
+        now = running[0][0]
+        while running and running[0][0] == now:
+            _, device, (kind, stage, microbatch) = heapq.heappop(running)
+            if kind is Kind.F:
+                following = (Kind.F, stage + 1) if stage < last else (Kind.B, stage)
+                offer(*following, microbatch)
+            else:
+                if stage:
+                    offer(Kind.B, stage - 1, microbatch)
+                room += device == 0

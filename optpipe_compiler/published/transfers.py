@@ -54,7 +54,7 @@ def _streamed(problem: Problem, compute: Order, offloaded: Bools, method: str) -
         before = np.concatenate([places[:1] - 1, places[:-1]])
         gates[order[places, 1], order[places, 2]] = machine.state.packed(*order[before].T)
     s, m = np.nonzero(offloaded)
-    kind = _backwards(compute, ticks.shape[1:])[s, m]
+    kind = _backwards(ticks)[s, m]
     away = np.lexsort((m, s, ticks[Kind.F, s, m] + _taken(paced)[Kind.F, s, m]))
     back = np.lexsort((m, s, ticks[kind, s, m]))
     lanes = tuple(_by_link(problem, of, s[by], m[by]) for of, by in ((Kind.D, away), (Kind.H, back)))
@@ -70,13 +70,9 @@ def _taken(problem: Problem) -> Ints:
     return lengths(problem)[:, :, classes(problem)]
 
 
-def _backwards(compute: Order, shape: tuple[int, ...]) -> Ints:
+def _backwards(ticks: Ints) -> Ints:
     """Return as [stage, microbatch] of which kind the backward is that needs the activation."""
-    kinds = np.full(shape, int(Kind.B))
-    for order in compute:
-        halves = order[order[:, 0] == Kind.I]
-        kinds[halves[:, 1], halves[:, 2]] = Kind.I
-    return kinds
+    return np.where(ticks[Kind.I] == NONE, Kind.B, Kind.I)
 
 
 def _by_link(problem: Problem, kind: Kind, stages: Ints, microbatches: Ints) -> Order:
@@ -94,7 +90,7 @@ class _Transfers:
         self.compute = compute
         self.starts = postponed(problem, compute, ticks)
         self.taken = _taken(problem)
-        self.backward = _backwards(compute, ticks.shape[1:])
+        self.backward = _backwards(ticks)
 
     def run(self, offloaded: Bools, method: str) -> Schedule:
         """Return the schedule with the delays that the transfers of what is worth them cause."""

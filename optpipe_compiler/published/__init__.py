@@ -128,8 +128,7 @@ def _treated(
     for number in numbers:
         full = f"{name}-{'recompute' if make is recomputing else 'offload'}" + (f"-{number}" if number else "")
         more = tuple(one for one in placements if one[1] > (number or 0))
-        treated = make(full, order, number) if number else make(full, order)
-        found[full] = Method(treated, more, kind, source, sliced=sliced)
+        found[full] = Method(make(full, order, number), more, kind, source, sliced=sliced)
     return found
 
 

@@ -10,6 +10,7 @@ transfers delay the computation; the authors' generator refuses such a number of
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from optpipe_compiler.published.common import Order, Recipe, needs_links, of_stages
@@ -37,7 +38,12 @@ def offloading(
 ) -> Callable[[Problem], Recipe]:
     """Return `schedule` with the lowest `per_device` stages of each device offloaded; None: all stages.
 
-    `streaming`: as hooks do, of however short a stay.
+    `streaming`: as soon as they are computed, and reloaded just before their backward, as saved-tensor hooks do,
+    however soon that is. Training frameworks have this as a switch: torchtune's OffloadActivations and
+    TransformerEngine's CPU offloading copy on streams of their own, so that an offload overlaps what the device
+    computes next, and a reload the backward before its own. A hook works tensor by tensor or layer by layer. Here a
+    whole stage is copied at a time, so that a stage of several layers is not yet on its way while it is computed, and
+    is back before the first of them is needed.
     """
 
     def offloaded(problem: Problem) -> Recipe:
@@ -49,13 +55,4 @@ def offloading(
     return offloaded
 
 
-def streaming(name: str, schedule: Callable[[Problem], Order]) -> Callable[[Problem], Recipe]:
-    """Return `schedule` with every activation offloaded as soon as it is computed and reloaded just before its
-    backward, as saved-tensor hooks do, however soon its backward is.
-
-    Training frameworks have this as a switch: torchtune's OffloadActivations and TransformerEngine's CPU offloading
-    copy on streams of their own, so that an offload overlaps what the device computes next, and a reload the backward
-    before its own. A hook works tensor by tensor or layer by layer. Here a whole stage is copied at a time, so that a
-    stage of several layers is not yet on its way while it is computed, and is back before the first of them is needed.
-    """
-    return offloading(name, schedule, streaming=True)
+streaming = partial(offloading, streaming=True)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from optpipe_compiler.errors import first_line
+from optpipe_compiler.errors import RunFailed, first_line
+from runtime_torch import engine
 from runtime_torch.delivery import Delivery
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ class _Message:
 
     def __init__(self, tensor: Tensor, work: Issued, peer: int, *, sent: bool) -> None:
         self.peer = peer
+        is_copied = isinstance(work, Delivery) and work.is_delivered()
+        self.changes = engine.changes(tensor) if sent and not is_copied else None
+        """How often what is sent had been changed in place; None: it may be."""
         self.tensor: Tensor | None = tensor
         self.work: Issued | None = work
         self.sent = sent
@@ -94,6 +98,11 @@ class Mailbox:
                 if message.stream is not None:
                     with torch.cuda.stream(message.stream):
                         message.work.wait()
+                if message.changes not in (None, engine.changes(message.tensor)):
+                    raise RunFailed(
+                        f"{op_id} to rank {message.peer}: what is sent was changed in place before it was delivered, "
+                        "expected a new tensor from each forward and backward of a layer"
+                    )
                 self._meter.release(message.tensor.untyped_storage())
             message.tensor = None
             if message.stream is None:

@@ -7,6 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch.multiprocessing.reductions import StorageWeakRef  # noqa: E402
 
+from optpipe_compiler.errors import RunFailed  # noqa: E402
 from runtime_torch.messages import Mailbox  # noqa: E402
 from runtime_torch.meter import Meter  # noqa: E402
 
@@ -47,3 +48,14 @@ def test_a_buffer_is_free_once_its_delivery_was_waited_for(kind):
     mailbox.wait("message")
     mailbox.drain()
     assert meter.current_bytes == 0
+
+
+def test_what_is_changed_in_place_while_it_is_sent_is_refused():
+    mailbox, sent, buffer = Mailbox(Group(), Meter()), torch.zeros(4), torch.zeros(4)
+    mailbox.send("send_activation:0:1", sent, 1)
+    mailbox.recv("recv_activation:2:1", buffer, 1)
+    sent.add_(1)
+    buffer.add_(1)
+    mailbox.wait("recv_activation:2:1")
+    with pytest.raises(RunFailed, match=r"^send_activation:0:1 to rank 1: what is sent was changed in place before it"):
+        mailbox.wait("send_activation:0:1")

@@ -1,13 +1,14 @@
 """Where layers draw random numbers: the state of each source, kept and put back where a forward is repeated.
 
 Sources are the global generators of torch (of the CPU and of a stage's device), Python and numpy, and the generators
-that a layer, or a module in it, has as an attribute.
+that a layer, or a module in it, has in an attribute, also in a list or a dictionary there.
 """
 
 from __future__ import annotations
 
 import pickle
 import random
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from torch import Tensor, nn
 
@@ -56,9 +57,20 @@ def everywhere(device: torch.device) -> list[Source]:
 
 
 def owned(modules: Iterable[nn.Module]) -> list[Source]:
-    """Return the generators that modules have as attributes, each once."""
-    found = {id(value): value for module in modules for value in vars(module).values()}
+    """Return the generators that modules have in attributes, also within lists and dictionaries there, each once."""
+    found: dict[int, object] = {}
+    for module in modules:
+        _gather(vars(module), found)
     return [source for value in found.values() if (source := _source(value)) is not None]
+
+
+def _gather(values: Collection[object], found: dict[int, object]) -> None:
+    """Add to what is found, by identity, these values and what containers among them have."""
+    for value in values.values() if isinstance(values, Mapping) else values:
+        if id(value) not in found:
+            found[id(value)] = value
+            if isinstance(value, dict | list | tuple | set):
+                _gather(value, found)
 
 
 def now(sources: Iterable[Source]) -> State:

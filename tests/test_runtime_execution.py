@@ -203,19 +203,38 @@ class Owning(nn.Module):
     def __init__(self, block):
         super().__init__()
         self.block = block
-        self.in_torch = torch.Generator().manual_seed(0)
-        self.in_python, self.in_numpy = random.Random(1), np.random.default_rng(2)
-        self.old_numpy = np.random.RandomState(3)
+        self.own(
+            in_torch=torch.Generator().manual_seed(0),
+            in_python=random.Random(1),
+            in_numpy=np.random.default_rng(2),
+            old_numpy=np.random.RandomState(3),
+        )
+
+    def own(self, **generators):
+        vars(self).update(generators)
 
     def forward(self, x):
         by_numpy = self.in_numpy.random() * self.old_numpy.random_sample()
         return x + self.block(x) * torch.rand((), generator=self.in_torch) * self.in_python.random() * by_numpy
 
 
-def test_a_recompute_draws_the_numbers_of_its_forward_from_generators_of_the_layers_too():
+class Keeping(Owning):
+    """Has its generators in a dictionary, in which there are lists."""
+
+    def own(self, **generators):
+        self.kept = {"in lists": {name: [one] for name, one in generators.items()}}
+        self.kept["itself"] = self.kept
+
+    def __getattr__(self, name):
+        kept = vars(self)["kept"]["in lists"]
+        return kept[name][0] if name in kept else super().__getattr__(name)
+
+
+@pytest.mark.parametrize("owning", [Owning, Keeping])
+def test_a_recompute_draws_the_numbers_of_its_forward_from_generators_of_the_layers_too(owning):
     first, *blocks, last = model()
     x, target = batch()
-    layers = [first, *map(Owning, blocks), last]
+    layers = [first, *map(owning, blocks), last]
     _, gradients = plain(layers, x, target)
     replay(stages(layers, (3,)), x, target, fused=False, recomputed=[(1, 3), (3, 4)])
     for mine, theirs in zip([p.grad for layer in layers for p in layer.parameters()], gradients, strict=True):

@@ -47,6 +47,10 @@ class RunFailed(OptPipeError):
     exit_code = 5
 
 
+class FailedElsewhere(RunFailed):
+    """Another rank failed, where its error is."""
+
+
 class MissingDependency(OptPipeError):
     """The command needs a package that is not installed; the text says how to install it."""
 

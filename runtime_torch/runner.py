@@ -124,22 +124,24 @@ class Runner:
             problem = BadInput(
                 "step() was called where gradients are off (no_grad, inference_mode), expected eval() there"
             )
-        batch, any_is_new = self._batches.divide(inputs, target, weights, keywords, problem, asks=is_new)
-        self._stages.ties.begin(self._group, self._device)
-        for part in self._parts():
-            part.gather()
-        if any_is_new:
-            try:
-                go_on(self._refused(batch, modes) if is_new else None, self._group, self._device)
-            except Exception:
-                for part in self._parts():
-                    part.leave()
-                self._stages.ties.give_back()
-                raise
-        with self._in_one_piece():
-            result = self._replay.step(batch.inputs, batch.targets, batch.units, losses)
+        with self._in_one_piece(raises_together=True):
+            batch, any_is_new = self._batches.divide(inputs, target, weights, keywords, problem, asks=is_new)
+            self._stages.ties.begin(self._group, self._device)
             for part in self._parts():
-                part.reduce()
+                part.gather()
+            if any_is_new:
+                try:
+                    go_on(self._refused(batch, modes) if is_new else None, self._group, self._device)
+                except Exception:
+                    for part in self._parts():
+                        part.leave()
+                    self._stages.ties.give_back()
+                    raise
+        with self._in_one_piece():
+            with self._on_all("step()"):
+                result = self._replay.step(batch.inputs, batch.targets, batch.units, losses)
+                for part in self._parts():
+                    part.reduce()
             self._stages.ties.finish(self._group, self._device)
         self._hold_against_promise(result)
         return result
@@ -180,30 +182,20 @@ class Runner:
         Whether layers are in training mode is the caller's business. `keywords` and `losses` are as in `step`.
         """
         self._refuse_failed()
-        batch, _ = self._batches.divide(inputs, target, None, keywords, _problem_with(losses), forward_only=True)
-        for part in self._parts():
-            part.gather()
         is_alone = dist.get_world_size(self._group) == 1  # nobody waits for what does not come
-        with nullcontext() if is_alone else self._in_one_piece():
-            found = self._evaluated(batch)
+        with nullcontext() if is_alone else self._in_one_piece(raises_together=True):
+            batch, _ = self._batches.divide(inputs, target, None, keywords, _problem_with(losses), forward_only=True)
+            for part in self._parts():
+                part.gather()
+        channels = self._channels if isinstance(self._channels, Channels) else None
+        with nullcontext() if is_alone else self._in_one_piece(), self._on_all("eval()"):
+            boundary = self._batches.boundary
+            found = forward_only(self.schedule, self._stages, boundary, self._group, batch, channels)
         for part in self._parts():
             part.reshard()
         if losses is not None:
             losses[:] = found
         return weighted(found, batch.units) if found else None
-
-    def _evaluated(self, batch: Batch) -> list[Tensor]:
-        """Return the losses where the last stage is; where any rank fails, all do."""
-        channels = self._channels if isinstance(self._channels, Channels) else None
-        failed: BaseException | None = None
-        try:
-            return forward_only(self.schedule, self._stages, self._batches.boundary, self._group, batch, channels)
-        except BaseException as error:
-            failed = error
-            self._leave()
-            raise
-        finally:
-            told(failed, "eval()", self._group, self._device)
 
     def replace(self, schedule: ir.Schedule, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> Swap:
         """Go on with another schedule; called on all ranks between two steps, with one that `verify` has passed.
@@ -254,16 +246,33 @@ class Runner:
         return Swap(len(wanted), moved, time.perf_counter_ns() - begin)
 
     @contextmanager
-    def _in_one_piece(self) -> Iterator[None]:
+    def _in_one_piece(self, *, raises_together: bool = False) -> Iterator[None]:
         """Within: what all ranks do together. Where it ends in the middle, this Runner does no other, and ranks of this
-        host that wait for its messages are told."""
+        host that wait for its messages are told. Where it `raises_together`, it does so at its end: an interruption
+        alone leaves it in the middle."""
         self._has_failed = True
         try:
             yield
-        except BaseException:
-            self._leave()
+        except BaseException as error:
+            self._has_failed = not (raises_together and isinstance(error, Exception))
+            if self._has_failed:
+                self._leave()
             raise
         self._has_failed = False
+
+    @contextmanager
+    def _on_all(self, what: str) -> Iterator[None]:
+        """Within: ops in which ranks wait for messages. Where those of any rank end with an error, all ranks raise:
+        none goes on from a step that another has not come through."""
+        failed: BaseException | None = None
+        try:
+            yield
+        except BaseException as error:
+            failed = error
+            self._leave()
+            raise
+        finally:
+            told(failed, what, self._group, self._device)
 
     def _leave(self) -> None:
         if isinstance(self._channels, Channels):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
-from optpipe_compiler.errors import BadInput, OptPipeError, RunFailed
+from optpipe_compiler.errors import BadInput, FailedElsewhere, OptPipeError, RunFailed
 
 
 def go_on(
@@ -41,15 +41,14 @@ def raise_together(error: Exception | None, group: dist.ProcessGroup | None) -> 
 
 def told(error: BaseException | None, what: str, group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Tell the other ranks of `group` whether `what` all did ended with an error on this one; where it did on another,
-    raise RunFailed. Who has failed does not wait: others may wait for its messages, and not hear it yet."""
+    raise FailedElsewhere. Who has failed does not wait: others may wait for its messages, and not hear it yet."""
     if dist.get_world_size(group) == 1:
         return
-    votes = torch.zeros(dist.get_world_size(group), dtype=torch.int32, device=device)
-    votes[dist.get_rank(group)] = error is not None
-    if error is not None:
-        with suppress(RuntimeError):  # where another rank has gone
-            dist.all_reduce(votes, group=group, async_op=True)
-        return
-    dist.all_reduce(votes, group=group)
+    with suppress(RuntimeError) if error is not None else nullcontext():  # where another rank has gone, or a GPU
+        votes = torch.zeros(dist.get_world_size(group), dtype=torch.int32, device=device)
+        votes[dist.get_rank(group)] = error is not None
+        dist.all_reduce(votes, group=group, async_op=error is not None)
+        if error is not None:
+            return
     if failed := [str(rank) for rank, vote in enumerate(votes.tolist()) if vote]:
-        raise RunFailed(f"{what} failed on rank {', '.join(failed)}, where its error is")
+        raise FailedElsewhere(f"{what} failed on rank {', '.join(failed)}, where its error is")

@@ -915,6 +915,22 @@ def test_a_runner_takes_no_step_after_one_that_failed_in_the_middle(alone):
         runner.step(x, target=x)
 
 
+@pytest.mark.parametrize("place", ["batches", "runner"])
+def test_a_runner_takes_no_step_after_one_whose_agreement_was_interrupted(alone, monkeypatch, place):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    inputs, target = batch()
+    stages = runtime_torch.build_stages(plan((0, 0)), builders(), 0, "cpu", **microbatch())
+    runner = runtime_torch.Runner(plan((0, 0)), stages)
+    with monkeypatch.context() as changed:
+        changed.setattr(f"runtime_torch.{place}.go_on", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            runner.step(*inputs, target=target)
+    with pytest.raises(RunFailed, match="an earlier step, eval or replace of this Runner ended in the middle"):
+        runner.step(*inputs, target=target)
+
+
 class Masked(nn.Embedding):
     """Passes a mask along that is the same for all samples."""
 
@@ -1080,18 +1096,26 @@ inputs, target = case.batch()
 def fails(*_):
     raise error
 
-told = {"step": (RuntimeError, "Connection closed by rank 1"), "eval": (RunFailed, "eval() failed on rank 1, where")}
-for call, (kind, said) in told.items():
+def late(layer):  # when all that the other rank waits for was sent
+    count = iter(range(case.MICROBATCHES))
+    return layer.tokens.weight.register_hook(lambda _: fails() if next(count) + 1 == case.MICROBATCHES else None)
+
+early = torch.nn.Module.register_forward_pre_hook
+for call, at, layer, hooked, kind, said in (
+    ("step", 1, "3", lambda layer: early(layer, fails), RuntimeError, "Connection closed by rank 1"),
+    ("eval", 1, "3", lambda layer: early(layer, fails), RunFailed, "eval() failed on rank 1, where"),
+    ("step", 0, "0", late, RunFailed, "step() failed on rank 0, where its error is"),
+):
     for error in (ValueError("no more"), KeyboardInterrupt("no more")):
         runner = runtime_torch.Runner(schedule, stages)
         runner.step(*inputs, target=target)
-        hook = stages.module["3"].register_forward_pre_hook(fails) if rank else None
-        with pytest.raises(type(error) if rank else kind) as raised:
+        hook = hooked(stages.module[layer]) if rank == at else None
+        with pytest.raises(type(error) if rank == at else kind) as raised:
             getattr(runner, call)(*inputs, target=target)
-        assert ("no more" if rank else said) in str(raised.value), raised.value
+        assert ("no more" if rank == at else said) in str(raised.value), raised.value
         with pytest.raises(RunFailed, match="ended in the middle"):
             runner.step(*inputs, target=target)
-        if rank:
+        if hook is not None:
             hook.remove()
 runner = runtime_torch.Runner(schedule, stages)
 stages.module.zero_grad()

@@ -10,22 +10,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from optpipe_compiler.errors import BadInput, first_line, of_kind
-from runtime_torch import random_state
+from runtime_torch import engine, random_state
 from runtime_torch.engine import changes
 from runtime_torch.microbatch import Wrapping, current, targets_for
-from runtime_torch.surroundings import same_attributes
+from runtime_torch.surroundings import autocast_now, same_attributes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
 
 Boundary = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of what crosses between two stages or layers, for one microbatch."""
@@ -229,19 +231,32 @@ def bundled(
     return BundledLayer(layer, incoming, outgoing, name, packs=packs)
 
 
-def trace_bundles(layers: Sequence[Made], inputs: Sequence[Tensor], target: Tensor | None) -> list[Bundle]:
+def trace_bundles(
+    layers: Sequence[Made], inputs: Sequence[Tensor], target: Tensor | None, device: torch.device | None = None
+) -> list[Bundle]:
     """Return what enters each layer, and what leaves the last, for one microbatch.
 
-    Layers run on torch's meta device, where nothing is allocated or computed. Where one of them cannot (control flow
-    that depends on values, as a router's; a kernel that has other rules there, as grouped_mm), all run on `inputs`
-    instead, one after another, each made for its turn if it is a function.
+    Layers run on torch's meta device, where nothing is allocated or computed; where autocast is on for `device`, which
+    the meta device does not know, on stand-ins for tensors of that device. Where one of them cannot (control flow that
+    depends on values, as a router's; a kernel that has other rules there, as grouped_mm), all run on `inputs` instead,
+    one after another, each made for its turn if it is a function.
     """
-    try:
-        return _trace(layers, [tensor.to("meta") for tensor in inputs], target, _on_meta)
-    except BadInput as error:
-        if error.__cause__ is None:
-            raise
-    return _trace(layers, [tensor.clone() for tensor in inputs], None if target is None else target.clone(), _on_data)
+    is_on, dtype, _ = (False, torch.float32, False) if device is None else autocast_now(device)
+    on = device if device is not None and is_on else torch.device("meta")
+    without_data = engine.without_data() if is_on else nullcontext()
+    with ExitStack() as stack:
+        for kind in {on.type, "cpu"} if is_on else ():  # its copies of the weights are not for steps
+            stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
+        try:
+            if without_data is not None:
+                with without_data:
+                    there = [tensor.to(on) for tensor in inputs]
+                return _trace(layers, there, target, partial(_on_stand_ins, on, without_data))
+        except BadInput as error:
+            if error.__cause__ is None:
+                raise
+        data = [tensor.clone() for tensor in inputs]
+        return _trace(layers, data, None if target is None else target.clone(), _on_data)
 
 
 def needs_data(error: BaseException) -> bool:
@@ -288,18 +303,29 @@ def layer_made(made: Made, index: int) -> nn.Module:
     return layer
 
 
-def _on_meta(made: Made, index: int, parts: tuple[Tensor, ...], target: Tensor | None, is_last: bool) -> Any:
-    if isinstance(made, nn.Module):
-        own = {name: t.to("meta") for name, t in (*made.named_parameters(), *made.named_buffers())}
-        behind, named = _targets(made, target, "meta", is_last)
-        with unchanged(made):
-            return torch.func.functional_call(made, own, parts + behind, named)
-    with torch.device("meta"):
-        layer = layer_made(made, index)
-        if any(one.device.type != "meta" for one in (*layer.parameters(), *layer.buffers())):  # it was there before
-            return _on_meta(layer, index, parts, target, is_last)
-        behind, named = _targets(layer, target, "meta", is_last)
-        return layer(*parts, *behind, **named)
+def _on_stand_ins(
+    device: torch.device,
+    without_data: AbstractContextManager[object],
+    made: Made,
+    index: int,
+    parts: tuple[Tensor, ...],
+    target: Tensor | None,
+    is_last: bool,
+) -> Any:
+    """Call a layer on tensors that have none: on the meta device, or in a mode in which those of any have none."""
+    with without_data:
+        if isinstance(made, nn.Module):
+            own = {name: t.to(device) for name, t in (*made.named_parameters(), *made.named_buffers())}
+            behind, named = _targets(made, target, device, is_last)
+            with unchanged(made):
+                return torch.func.functional_call(made, own, parts + behind, named)
+        with device:
+            layer = layer_made(made, index)
+            owned = (*layer.parameters(), *layer.buffers())
+            if device.type != "meta" or any(one.device != device for one in owned):  # it was there before
+                return _on_stand_ins(device, nullcontext(), layer, index, parts, target, is_last)
+            behind, named = _targets(layer, target, device, is_last)
+            return layer(*parts, *behind, **named)
 
 
 def _on_data(made: Made, index: int, parts: tuple[Tensor, ...], target: Tensor | None, is_last: bool) -> Any:

@@ -124,7 +124,7 @@ def _conform(
         wanted = "the scalar loss" if expected is None else in_words(expected)
         also = ""
         if expected is not None and found[0] == expected[0] and found[1].is_floating_point:
-            also = f", or build_stages(float_dtype={found[1]}), as under autocast, where all layers return it"
+            also = f", or build_stages(float_dtype={found[1]}) where all layers return it"
         raise BadInput(f"{name} returns {in_words(found)}, expected {wanted}{also}")
     if bytes_tolerance is None:
         return

@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.autograd import graph
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor, UntypedStorage
     from torch.autograd.graph import GradientEdge
@@ -115,6 +117,14 @@ def flash_kernels(kind: str) -> tuple[Callable[..., Any], Callable[..., Any]] | 
     """Return the flash kernel of a kind of device, which also says the logsumexp, and its backward, which takes it."""
     forward, backward = _flash.get(kind), _flash.get(f"{kind} backward")
     return None if forward is None or backward is None else (forward, backward)
+
+
+def without_data() -> AbstractContextManager[object] | None:
+    """Return within what tensors have a device, shape and dtype and no data; None where this torch has no such mode."""
+    with suppress(ImportError):
+        mode = _private(import_module("torch._subclasses.fake_tensor"), "FakeTensorMode")
+        return None if mode is None else cast("AbstractContextManager[object]", mode(allow_non_fake_inputs=True))
+    return None
 
 
 def never_compiled(function: Hook) -> Hook:

@@ -151,7 +151,13 @@ class Runner:
         try:
             prepare(self.schedule, self._stages, self._batches.bundle, batch, self._tolerance)
         except Exception as error:
-            return error
+            is_on, was_on = torch.is_autocast_enabled(self._device.type), self._stages.was_autocast
+            if not isinstance(error, BadInput) or was_on in (None, is_on):
+                return error
+            ways = {True: "under autocast", False: "without autocast"}
+            return BadInput(
+                f"{error}; build_stages was called {ways[was_on]}, step() {ways[is_on]}: expected both alike"
+            )
         self._ready = modes
         return None
 

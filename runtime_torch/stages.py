@@ -21,6 +21,7 @@ from runtime_torch.meter import Meter
 from runtime_torch.microbatch import inner_layer
 from runtime_torch.replicas import replicated
 from runtime_torch.slices import is_sliceable
+from runtime_torch.surroundings import autocast_now
 from runtime_torch.ties import Ties, shared
 
 
@@ -44,6 +45,8 @@ class Stages(dict[int, StageExecution]):
         self.module = module
         self.ties = ties
         self.bundles = bundles
+        self.was_autocast: bool | None = None
+        """Whether autocast was on when `bundles` were found; None where nobody knows."""
 
     @property
     def are_modules(self) -> bool:
@@ -75,8 +78,8 @@ def build_stages(
     them); without them `Runner` needs its `boundary`. The last layer is called with the target behind its inputs and
     returns the mean loss. Layers may take and return several tensors. `prepare` is applied to each of the rank's layers
     on its device, for example `fully_shard`, or wraps them in `DistributedDataParallel`: gradients are then averaged
-    once at the end of a step. `float_dtype` is that of the floats between layers where it is not what the layers alone
-    return, for example under a `MixedPrecisionPolicy`.
+    once at the end of a step. Where steps run under autocast, this is called under it, too. `float_dtype` is that of
+    all floats between layers where it is not what the layers return here, as under a `MixedPrecisionPolicy`.
 
     `ties` name the parameters that layers share, on all ranks alike: `[("0.tokens.weight", "9.logits.weight")]`. They
     are found where all layers are given as modules; what functions make on other ranks nobody can see.
@@ -101,10 +104,12 @@ def build_stages(
     if inputs:
         if isinstance(layers, Mapping):
             layers = [layers[index] for index in range(schedule.setup.layers)]
-        bundles = trace_bundles(layers, inputs, target)
+        bundles = trace_bundles(layers, inputs, target, device)
         if float_dtype is not None:
             bundles[1:-1] = [bundle.with_floats(float_dtype) for bundle in bundles[1:-1]]
-    return stages_between(schedule, layers, rank, device, bundles, prepare, ties)
+    stages = stages_between(schedule, layers, rank, device, bundles, prepare, ties)
+    stages.was_autocast = autocast_now(device)[0]
+    return stages
 
 
 def stages_between(

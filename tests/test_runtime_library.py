@@ -26,7 +26,7 @@ from optpipe_compiler.documents import ir
 from optpipe_compiler.documents.profile import P2P, Layer, Link, Machine, Profile
 from optpipe_compiler.errors import BadInput, RunFailed
 from optpipe_compiler.view.report.trace import measured
-from runtime_torch import engine
+from runtime_torch import engine, vocabulary
 from tests.interpreter import python
 from tests.processes import started
 
@@ -726,9 +726,53 @@ def test_a_step_under_autocast_is_refused_where_nobody_said_what_passes_between_
     runner = runtime_torch.Runner(schedule, runtime_torch.build_stages(schedule, layers, 0, "cpu", **example))
     said = runtime_torch.build_stages(schedule, layers, 0, "cpu", float_dtype=torch.bfloat16, **example)
     with torch.autocast("cpu", torch.bfloat16):
-        with pytest.raises(BadInput, match=r"returns bfloat16 .*, or build_stages\(float_dtype=torch.bfloat16\), as"):
+        with pytest.raises(BadInput, match=r"returns bfloat16 .*, or build_stages\(float_dtype=torch.bfloat16\) where"):
+            runner.step(x, target=target)
+        with pytest.raises(BadInput, match=r"; build_stages was called without autocast, step\(\) under autocast: exp"):
             runner.step(x, target=target)
         runtime_torch.Runner(schedule, said).step(x, target=target)
+        there = runtime_torch.build_stages(schedule, layers, 0, "cpu", **example)
+    with pytest.raises(BadInput, match=r"; build_stages was called under autocast, step\(\) without autocast: exp"):
+        runtime_torch.Runner(schedule, there).step(x, target=target)
+
+
+class Lookup(nn.Module):
+    """Branches on values, so that shapes are found on data; under autocast it returns float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(16, HIDDEN)
+
+    def forward(self, tokens):
+        return self.tokens(tokens) * (1.0 if tokens.sum() > 0 else 2.0)
+
+
+@pytest.mark.parametrize("first", [partial(nn.Embedding, 16, HIDDEN), Lookup], ids=["stand-ins", "data"])
+@pytest.mark.parametrize("makes", [False, True], ids=["layers", "functions"])
+def test_what_passes_between_layers_under_autocast_is_found_under_it(alone, first, makes):
+    """Hidden states in bfloat16 and in float32, and the state of a head in parts, which is in float32 always."""
+    parts = vocabulary.head_parts(HIDDEN, 16, 2)
+    made = [partial(seeded, *each) for each in enumerate([first, partial(nn.Linear, HIDDEN, HIDDEN), *parts])]
+    whole, layers = ([make() for make in made] for _ in range(2))
+    tokens = torch.randint(1, 16, (2 * MICROBATCHES, LENGTH))
+    schedule, before = plan((0, 0, 0, 0)), torch.random.get_rng_state()
+    with torch.autocast("cpu", torch.bfloat16):
+        stages = runtime_torch.build_stages(
+            schedule, made if makes else layers, 0, "cpu", inputs=[tokens[:2]], target=tokens[:2]
+        )
+        assert torch.equal(torch.random.get_rng_state(), before)
+        assert [str(one) for one in stages.bundles[1:-1]] == [
+            "float32 of shape (2, 5, 8)",
+            "bfloat16 of shape (2, 5, 8)",
+            "bfloat16 of shape (2, 5, 8), float32 of shape (2, 5, 2)",
+        ]
+        loss = runtime_torch.Runner(schedule, stages).step(tokens, target=tokens).loss
+        head = vocabulary.whole(whole)[-1]
+        losses = [head(whole[1](whole[0](part)), target=part) for part in tokens.split(2)]
+    torch.stack(losses).mean().backward()
+    assert loss == pytest.approx(torch.stack(losses).mean().item(), rel=1e-2)
+    for parameter, wanted in zip(stages.module.parameters(), nn.ModuleList(whole).parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, wanted.grad, rtol=0.05, atol=2e-3)
 
 
 class Counts(nn.Module):
